@@ -1,0 +1,63 @@
+# make test, make demo: each makes .venv by itself when it is missing or out of date.
+# PYTHON picks the interpreter (3.11 or newer); PIP_ARGS is passed to pip, for example an index with the CPU build
+# of PyTorch, which is much smaller than the default one.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+GPU_PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TYPES := build/types
+CODE := espresso strategies compressors comm cpu_offload benchmarks tests
+
+.PHONY: venv test demo lint format format-check types gpu clean
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "espresso needs Python 3.11 or newer; name one with make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[test]'
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(STAMP)
+	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(CODE)
+
+format: $(STAMP)
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+format-check: $(STAMP)
+	$(BIN)/ruff format --check $(CODE)
+
+# Types are checked on the built wheel, which is what users get; the folders' layout is not the package's.
+types: $(STAMP)
+	rm -rf $(TYPES)/site $(TYPES)/wheel
+	mkdir -p $(TYPES)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(TYPES)/wheel .
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TYPES)/site $(TYPES)/wheel/*.whl
+	cp -r benchmarks $(TYPES)/site/
+	cd $(TYPES)/site && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache --python-executable $(CURDIR)/$(BIN)/python -p espresso -p benchmarks
+
+# The machine's own Python from the repository root, nothing installed: GPU machines often allow no more.
+gpu:
+	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' \
+		|| echo "NO GPU: $(GPU_PYTHON) sees no CUDA device, so every GPU test below is skipped"
+	$(GPU_PYTHON) -m pytest -m gpu -o addopts=-ra -W default; code=$$?; \
+		if [ $$code -eq 5 ]; then echo "NO GPU TESTS: nothing is marked gpu yet"; else exit $$code; fi
+	@if [ -f benchmarks/gpu.py ]; then $(GPU_PYTHON) -m benchmarks.gpu; else echo "NO GPU BENCHMARKS yet"; fi
+
+clean:
+	rm -rf build dist $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

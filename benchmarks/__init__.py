@@ -1,0 +1,1 @@
+"""Benchmarks, the emulated network they run on, and the demo: run from the repository root, never installed."""

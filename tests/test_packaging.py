@@ -1,0 +1,253 @@
+"""The package works however it is installed, with one copy of each module, and imports run one way."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = {"espresso.strategies": "strategies", "espresso.compressors": "compressors"}
+FOLDERS |= {"espresso.cpu_offload": "cpu_offload", "espresso.comm": "comm", "espresso": "espresso"}
+
+#: Which of our packages each may import; every one may import itself.
+MAY_IMPORT = {
+    "strategies": set(),
+    "compressors": {"strategies"},
+    "cpu_offload": {"compressors", "strategies"},
+    "comm": {"compressors", "cpu_offload", "strategies"},
+}
+
+#: Imports everything, then reports where each of our modules came from.
+PROBE = """
+import importlib, json, pkgutil, sys
+import espresso
+assert "torch" not in sys.modules, "import espresso pulled in torch"
+import espresso.strategies
+assert "torch" not in sys.modules, "import espresso.strategies pulled in torch"
+for part in ("strategies", "compressors", "cpu_offload", "comm"):
+    package = importlib.import_module("espresso." + part)
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if "cupy" not in found.name and "cuda" not in found.name:
+            importlib.import_module(found.name)
+for name in espresso.__all__:
+    getattr(espresso, name)
+ours = ("espresso", "strategies", "compressors", "cpu_offload", "comm")
+print(json.dumps({name: module.__file__ for name, module in sys.modules.items()
+                  if name.split(".")[0] in ours and getattr(module, "__file__", None)}))
+"""
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    """Every source file of the package as (folder, path)."""
+    for folder in FOLDERS.values():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield folder, path
+
+
+def _run(argv: list[str], cwd: Path, pythonpath: str = "") -> str:
+    env = {**os.environ, "PYTHONPATH": pythonpath, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, f"{argv} in {cwd} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def _probe(python: str, cwd: Path, pythonpath: str = "") -> dict[str, Path]:
+    """Where every module of ours was loaded from, run from ``cwd``."""
+    out = _run([python, "-c", PROBE], cwd, pythonpath)
+    return {name: Path(file).resolve() for name, file in json.loads(out.splitlines()[-1]).items()}
+
+
+def _check_one_copy(loaded: dict[str, Path], home: Path) -> None:
+    assert set(name.split(".")[0] for name in loaded) == {"espresso"}, sorted(loaded)
+    assert len(set(loaded.values())) == len(loaded), "a file was loaded under two names"
+    strays = {name: file for name, file in loaded.items() if not file.is_relative_to(home)}
+    assert not strays, f"not from {home}: {strays}"
+    assert {"espresso.strategies", "espresso.compressors", "espresso.cpu_offload", "espresso.comm"} <= set(
+        loaded
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the source tree, so that builds leave nothing in the repository."""
+    copy = tmp_path_factory.mktemp("source") / "repo"
+    copy.mkdir()
+    for folder in FOLDERS.values():
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    _run([*pip, "--wheel-dir", str(out), "."], source)
+    return next(out.glob("espresso_ddp-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the regular install in it."""
+    target = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    _run([*pip, "--target", str(target), str(wheel)], target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A new virtual environment that sees our dependencies but not our own install; and its site-packages."""
+    env = tmp_path_factory.mktemp("venv")
+    _run([sys.executable, "-m", "venv", "--without-pip", str(env)], env)
+    packages = next(env.glob("lib/python*/site-packages"))
+    # A .pth line adds that folder without running the .pth files in it (our editable install's is one).
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(env / "bin" / "python"), packages
+
+
+def test_package_list_matches_folders() -> None:
+    declared = PYPROJECT["tool"]["setuptools"]["packages"]
+    mapping = PYPROJECT["tool"]["setuptools"]["package-dir"]
+    on_disk = set()
+    for package, folder in FOLDERS.items():
+        for path in [ROOT / folder, *(ROOT / folder).rglob("*/")]:
+            if any(path.glob("*.py")):
+                on_disk.add(".".join([package, *path.relative_to(ROOT / folder).parts]))
+    assert set(declared) == on_disk
+    assert mapping == FOLDERS
+
+
+def test_every_package_is_typed_and_proper() -> None:
+    for folder in FOLDERS.values():
+        assert (ROOT / folder / "py.typed").is_file()
+    for folder, path in _modules():
+        assert (path.parent / "__init__.py").is_file(), f"{folder}: {path.parent} has no __init__.py"
+
+
+def test_versions_agree() -> None:
+    import espresso
+
+    assert espresso.__version__ == PYPROJECT["project"]["version"]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in changelog or f"## [{espresso.__version__}]" in changelog
+
+
+def test_every_dependency_is_pinned() -> None:
+    pins = (ROOT / "constraints.txt").read_text().lower()
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    wanted = PYPROJECT["project"]["dependencies"] + extras["test"] + extras["mpi"] + extras["demo"]
+    names = {item.split(">")[0].lower() for item in wanted if not item.startswith("espresso-ddp")}
+    assert not {name for name in names if f"\n{name}==" not in pins}
+    assert "\ntorch==2.13.0\n" in pins
+
+
+def test_wheel_holds_code_and_data(wheel: Path, source: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for package, folder in FOLDERS.items():
+        files = [path for path in (source / folder).rglob("*") if path.suffix in (".py", ".cu", ".typed")]
+        files += list((source / "espresso" / "data").rglob("*.json")) if folder == "espresso" else []
+        base = package.replace(".", "/")
+        missing = {f"{base}/{path.relative_to(source / folder)}" for path in files} - names
+        assert not missing
+    assert not {name for name in names if not name.startswith(("espresso/", "espresso_ddp-"))}
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_regular_install_from_elsewhere(site: Path, tmp_path: Path, bare_python: tuple[str, Path]) -> None:
+    _check_one_copy(_probe(bare_python[0], tmp_path, str(site)), site)
+
+
+def test_regular_install_from_repo_root(site: Path, source: Path, bare_python: tuple[str, Path]) -> None:
+    """The local folder shadows the installed package: then all of it is local, and nothing is mixed."""
+    _check_one_copy(_probe(bare_python[0], source, str(site)), source)
+
+
+def test_no_install_from_repo_root(source: Path, bare_python: tuple[str, Path]) -> None:
+    _check_one_copy(_probe(bare_python[0], source), source)
+    assert "search" in _run([bare_python[0], "-m", "espresso", "--help"], source)
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "root"])
+def test_editable_install(
+    where: str, source: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    env = tmp_path_factory.mktemp("editable")
+    _run([sys.executable, "-m", "venv", "--without-pip", str(env)], env)
+    packages = next(env.glob("lib/python*/site-packages"))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = str(env / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    _run([*pip, "--no-build-isolation", "--editable", str(source)], env)
+    cwd = source if where == "root" else tmp_path
+    _check_one_copy(_probe(python, cwd), source)
+    assert "search" in _run([str(env / "bin" / "espresso"), "--help"], cwd)
+
+
+def _imported_names(tree: ast.AST, folder: str) -> Iterator[tuple[int, str]]:
+    """Absolute module names that a file imports; relative imports never leave their own package here."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            # Both `from espresso import comm` and `from espresso.comm import x` import espresso.comm.
+            bare = node.module == "espresso"
+            yield from ((node.lineno, f"espresso.{a.name}") for a in node.names if bare)
+            if not bare:
+                yield node.lineno, node.module
+
+
+def test_imports_run_one_way() -> None:
+    wrong = []
+    for folder, path in _modules():
+        if folder == "espresso":
+            continue
+        allowed = {folder, *MAY_IMPORT[folder]}
+        for line, name in _imported_names(ast.parse(path.read_text()), folder):
+            parts = name.split(".")
+            if parts[0] == "espresso" and (len(parts) < 2 or parts[1] not in allowed):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_the_folders_by_their_bare_names() -> None:
+    bare = {"strategies", "compressors", "cpu_offload", "comm"}
+    files = [path for _, path in _modules()]
+    files += [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    wrong = []
+    for path in files:
+        for line, name in _imported_names(ast.parse(path.read_text()), ""):
+            if name.split(".")[0] in bare:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_strategies_need_only_the_standard_library() -> None:
+    wrong = []
+    for path in (ROOT / "strategies").rglob("*.py"):
+        for line, name in _imported_names(ast.parse(path.read_text()), ""):
+            top = name.split(".")[0]
+            if top != "espresso" and top not in sys.stdlib_module_names:
+                wrong.append(f"{path.name}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_relative_imports_stay_inside_their_package() -> None:
+    """``from ..comm import x`` would slip past the checks above."""
+    for folder, path in _modules():
+        depth = len(path.relative_to(ROOT / folder).parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level <= depth, f"{path}:{node.lineno} climbs out of {folder}"
