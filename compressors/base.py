@@ -1,0 +1,228 @@
+"""What a compressor is: parameters, traits, a payload layout, and a codec that moves bytes.
+
+Two halves, so that one wire format serves two backends:
+
+- a :class:`Compressor` is a frozen dataclass of parameters. It knows its traits and lays payloads out;
+- a :class:`Codec` encodes into and decodes from such payloads on one backend (Numba on the host, in
+  ``espresso.cpu_offload``; CuPy on the GPU). Codecs never communicate and own no state.
+
+Everything is batched over *segments*: the stretches of tensors inside one shard of one partition.
+A payload is one header, one segment table and one body per segment; its size is known before the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Starts = npt.NDArray[np.int64]
+
+
+class PayloadError(ValueError):
+    """A payload is malformed, truncated, of another version or algorithm, or of another layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the decision tree, the cost model and the executor need to know of a compressor.
+
+    Attributes:
+        summable: payload numbers may be added by a raw reduction (the tree's extension applies).
+        lossless: decoding gives the encoded numbers back bit for bit.
+        error_feedback: keeps a residual at every compression site (biased compressors); unbiased ones
+            and casts go without.
+        stochastic: draws random numbers, so that the draw key matters.
+    """
+
+    summable: bool = False
+    lossless: bool = False
+    error_feedback: bool = True
+    stochastic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``numel`` elements of ``tensor`` from ``tensor_start``: the unit of scales, k and residual ranges."""
+
+    tensor: str
+    tensor_start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrawKey:
+    """What random numbers depend on beside tensor and element: never the order of draws.
+
+    Attributes:
+        seed: the job's seed, equal on all ranks.
+        step: the iteration.
+        site: the compression site's number.
+        rank: the encoding rank, or -1 where several ranks encode the same aggregate or share a draw.
+    """
+
+    seed: int = 0
+    step: int = 0
+    site: int = 0
+    rank: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where everything lies in the payload of one list of segments. Made once per plan, then reused.
+
+    Attributes:
+        segments: what is encoded, in order.
+        dtype: ``float32`` or ``float64``: the type codecs read, write and keep residuals in.
+        num_bytes: the payload's size (for sparsifiers the bound, slots included); a multiple of 8.
+        header: the bytes of header and segment table, with the flags clear.
+        numels: int64[num_segments].
+        offsets: int64[num_segments], byte offset of each segment's body, a multiple of 8.
+        counts: int64[num_segments], the algorithm's own count per segment (k, blocks, words; 0 if unused).
+        raw: bool[num_segments], true where the segment is too small and travels as plain numbers.
+    """
+
+    segments: tuple[Segment, ...]
+    dtype: np.dtype[Any]
+    num_bytes: int
+    header: bytes
+    numels: Starts
+    offsets: Starts
+    counts: Starts
+    raw: npt.NDArray[np.bool_]
+
+    @property
+    def num_elements(self) -> int:
+        return int(self.numels.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """Residual buffers of one encode: read from ``old``, write to ``new`` (never the same array).
+
+    ``starts[i]`` is where segment i begins in both. A discarded iteration simply keeps ``old``.
+    """
+
+    old: Array
+    new: Array
+    starts: Starts
+
+
+class Compressor(Protocol):
+    """Parameters, traits and wire format of one algorithm; a frozen dataclass per algorithm."""
+
+    name: ClassVar[str]
+    traits: ClassVar[Traits]
+
+    def layout(self, segments: Sequence[Segment], dtype: npt.DTypeLike = np.float32) -> Layout:
+        """Lay out the payload for these segments; ``dtype`` is float32 or float64."""
+        ...
+
+    def params(self) -> dict[str, Any]:
+        """The parameters that differ from their defaults, as a spec writes them."""
+        ...
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """One compressor on one backend. All methods are safe to call from several threads at once."""
+
+    compressor: Compressor
+
+    def encode(
+        self,
+        layout: Layout,
+        source: Array,
+        starts: Starts,
+        payload: Bytes,
+        *,
+        scale: float = 1.0,
+        feedback: Feedback | None = None,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """Encode ``q = scale * source + residual`` into ``payload``.
+
+        Args:
+            layout: of this compressor.
+            source: 1-D, ``layout.dtype``; segment i is ``source[starts[i] : starts[i] + numels[i]]``. Not changed.
+            starts: int64[num_segments].
+            payload: uint8[layout.num_bytes], 8-byte aligned, fully written (padding zero).
+            scale: multiplies the source only.
+            feedback: residuals in the units of q; ``new`` receives ``q - decode(payload)`` on every segment.
+            key: for random numbers.
+
+        Returns:
+            Whether q was finite everywhere. If not, the payload says so in its header (decoders then
+            produce NaN) and ``feedback.new`` is unspecified.
+        """
+        ...
+
+    def decode(
+        self,
+        layout: Layout,
+        payloads: npt.NDArray[np.uint8],
+        target: Array,
+        starts: Starts,
+        *,
+        scale: float = 1.0,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """Write ``scale * sum of the decoded payloads`` to the segments of ``target``.
+
+        Args:
+            payloads: uint8[num_sources, layout.num_bytes], rows contiguous and 8-byte aligned; summed in row order.
+            target: 1-D, ``layout.dtype``; only the segments are written, all of their elements.
+            key: as given to encode; needed where the receiver draws the same numbers (random-k). ``rank`` is -1 there.
+
+        Returns:
+            Whether every payload was finite; if not, all segments of the target are NaN.
+
+        Raises:
+            PayloadError: a payload does not belong to this layout; says what differs.
+        """
+        ...
+
+
+@runtime_checkable
+class SummableCodec(Codec, Protocol):
+    """A codec whose payload can also be a plain vector of numbers that a reduction adds up."""
+
+    def num_values(self, layout: Layout) -> int:
+        """How many numbers the vector has."""
+        ...
+
+    def value_dtype(self, layout: Layout) -> str:
+        """Their type: ``float16``, ``bfloat16``, ``float32`` or ``float64``."""
+        ...
+
+    def encode_values(
+        self,
+        layout: Layout,
+        source: Array,
+        starts: Starts,
+        values: Array,
+        *,
+        scale: float = 1.0,
+        feedback: Feedback | None = None,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """Like ``encode``; ``values`` is 1-D of ``num_values`` (bfloat16 as uint16). Non-finite input stays non-finite."""
+        ...
+
+    def decode_values(
+        self,
+        layout: Layout,
+        values: Array,
+        target: Array,
+        starts: Starts,
+        *,
+        scale: float = 1.0,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """Write ``scale * decoded`` to the segments; returns whether all is finite."""
+        ...

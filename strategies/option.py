@@ -1,0 +1,145 @@
+"""Steps and options: the words in which a way of communicating one tensor is written down.
+
+An *option* is a tuple of steps that starts and ends uncompressed, one leaf of the decision tree
+(Espresso, EuroSys '23, section 4.2). It is data: the timeline prices it, the executor carries it out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Device(Enum):
+    """Where a compression or decompression runs (the paper's GPU and CPU)."""
+
+    TRAINING = "training"
+    OFFLOAD = "offload"
+
+
+class Scope(Enum):
+    """Which ranks take part in a routine."""
+
+    FLAT = "flat"
+    INTRA = "intra"
+    INTER = "inter"
+
+
+class Routine(Enum):
+    """A collective, or one half of a parameter-server exchange."""
+
+    ALLREDUCE = "allreduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALLGATHER = "allgather"
+    ALL_TO_ALL = "all_to_all"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
+    GATHER = "gather"
+    PUSH = "push"
+    PULL = "pull"
+
+
+class Phase(Enum):
+    """Place of a routine in its pair; an indivisible scheme is one whole routine."""
+
+    WHOLE = "whole"
+    FIRST = "first"
+    SECOND = "second"
+
+
+class Form(Enum):
+    """What a routine moves: numbers of the tensor, opaque payloads, or payloads that add up like numbers."""
+
+    RAW = "raw"
+    PAYLOAD = "payload"
+    SUMMABLE = "summable"
+
+
+class StepKind(Enum):
+    COMPRESS = "compress"
+    DECOMPRESS = "decompress"
+    TRANSFORM = "transform"
+    COMMUNICATE = "communicate"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action. Compute steps have a ``device``, communication steps a routine, scope and phase."""
+
+    kind: StepKind
+    form: Form
+    device: Device | None = None
+    routine: Routine | None = None
+    scope: Scope | None = None
+    phase: Phase | None = None
+
+    @property
+    def is_communication(self) -> bool:
+        return self.kind is StepKind.COMMUNICATE
+
+    def __str__(self) -> str:
+        if self.is_communication:
+            assert self.scope is not None and self.routine is not None
+            return f"{self.scope.value}.{self.routine.value}"
+        word = {StepKind.COMPRESS: "comp", StepKind.DECOMPRESS: "dec", StepKind.TRANSFORM: "transform"}[self.kind]
+        return word if self.device is Device.TRAINING else f"{word}@offload"
+
+
+def compress(device: Device, form: Form = Form.PAYLOAD) -> Step:
+    return Step(StepKind.COMPRESS, form, device=device)
+
+
+def decompress(device: Device, form: Form = Form.PAYLOAD) -> Step:
+    """Decode *and aggregate* every payload held."""
+    return Step(StepKind.DECOMPRESS, form, device=device)
+
+
+def communicate(routine: Routine, scope: Scope, phase: Phase, form: Form) -> Step:
+    return Step(StepKind.COMMUNICATE, form, routine=routine, scope=scope, phase=phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A leaf of the tree. ``str(option)`` is its id in strategy files, unique within the tree.
+
+    Example:
+        >>> str(UNCOMPRESSED)
+        'flat.allreduce'
+    """
+
+    steps: tuple[Step, ...]
+
+    @property
+    def is_compressed(self) -> bool:
+        return any(step.kind is StepKind.COMPRESS for step in self.steps)
+
+    @property
+    def is_summable(self) -> bool:
+        """Whether the payload goes through raw reductions, which only a summable compressor allows."""
+        return any(step.form is Form.SUMMABLE for step in self.steps)
+
+    @property
+    def is_hierarchical(self) -> bool:
+        return any(step.scope in (Scope.INTRA, Scope.INTER) for step in self.steps)
+
+    @property
+    def num_compressions(self) -> int:
+        return sum(step.kind is StepKind.COMPRESS for step in self.steps)
+
+    @property
+    def uses_offload(self) -> bool:
+        return any(step.device is Device.OFFLOAD for step in self.steps)
+
+    def on_device(self, device: Device) -> Option:
+        """The same leaf with every compression and decompression on ``device``."""
+        return Option(
+            tuple(
+                step if step.device is None else Step(step.kind, step.form, device=device) for step in self.steps
+            )
+        )
+
+    def __str__(self) -> str:
+        return " > ".join(str(step) for step in self.steps)
+
+
+UNCOMPRESSED = Option((communicate(Routine.ALLREDUCE, Scope.FLAT, Phase.WHOLE, Form.RAW),))

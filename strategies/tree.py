@@ -1,0 +1,224 @@
+"""The decision tree: every option of Espresso's search space, generated from its grammar.
+
+The grammar (EuroSys '23, section 4.2), with two devices for each Comp and Dec::
+
+    T1 (2nd intra, raw)        = Comm2 | Comp > Comm2c > Dec
+    T2 (2nd intra, compressed) = Comm2c > Dec | Dec > T1
+    T5 (2nd inter, raw)        = Comm2 > T1 | Comp > Comm2c > T2
+    T3 (inter, raw)            = Comm > T1 | Comm1 > T5
+    T4 (inter, compressed)     = Commc > T2 | Comm1c > Comm2c > T2 | Comm1c > Dec > T5
+    Flat = Comm | Comm1 > T1 | Comp > Commc > Dec | Comp > Comm1c > T2
+    Hier = Comm1 > T3 | Comm1 > Comp > T4 | Comp > Comm1c > { T4 | Dec > T3 | Dec > Comp > T4 }
+
+which has 63 flat and 4278 hierarchical leaves, the paper's 4341. Beside it stands an extension for
+*summable* compressors: compress, any raw pipeline over the payload, decompress. It is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+from espresso.strategies.cluster import Cluster
+from espresso.strategies.option import (
+    Device,
+    Form,
+    Option,
+    Phase,
+    Routine,
+    Scope,
+    Step,
+    communicate,
+    compress,
+    decompress,
+)
+
+Tail = tuple[Step, ...]
+
+_BOTH = (Device.TRAINING, Device.OFFLOAD)
+_SECOND_OF = {
+    Routine.REDUCE_SCATTER: Routine.ALLGATHER,
+    Routine.REDUCE: Routine.BROADCAST,
+    Routine.ALL_TO_ALL: Routine.ALLGATHER,
+    Routine.GATHER: Routine.BROADCAST,
+}
+_RAW_FIRSTS = (Routine.REDUCE_SCATTER, Routine.REDUCE)
+_PAYLOAD_FIRSTS = (Routine.ALL_TO_ALL, Routine.GATHER)
+
+
+class _Grammar:
+    """The productions above, for one set of devices; each returns every tail it derives.
+
+    ``second`` arguments name the routine that the first step of that scope has fixed.
+    """
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        self.comps = tuple((compress(device),) for device in devices)
+        self.decs = tuple((decompress(device),) for device in devices)
+
+    def t1(self, scope: Scope, second: Routine) -> list[Tail]:
+        raw = (communicate(second, scope, Phase.SECOND, Form.RAW),)
+        packed = (communicate(second, scope, Phase.SECOND, Form.PAYLOAD),)
+        return [raw, *_product(self.comps, [packed], self.decs)]
+
+    def t2(self, scope: Scope, second: Routine) -> list[Tail]:
+        packed = (communicate(second, scope, Phase.SECOND, Form.PAYLOAD),)
+        return [*_product([packed], self.decs), *_product(self.decs, self.t1(scope, second))]
+
+    def t5(self, inter_second: Routine, intra_second: Routine) -> list[Tail]:
+        raw = (communicate(inter_second, Scope.INTER, Phase.SECOND, Form.RAW),)
+        packed = (communicate(inter_second, Scope.INTER, Phase.SECOND, Form.PAYLOAD),)
+        return [
+            *_product([raw], self.t1(Scope.INTRA, intra_second)),
+            *_product(self.comps, [packed], self.t2(Scope.INTRA, intra_second)),
+        ]
+
+    def t3(self, intra_second: Routine) -> list[Tail]:
+        whole = (communicate(Routine.ALLREDUCE, Scope.INTER, Phase.WHOLE, Form.RAW),)
+        leaves = _product([whole], self.t1(Scope.INTRA, intra_second))
+        for first in _RAW_FIRSTS:
+            step = (communicate(first, Scope.INTER, Phase.FIRST, Form.RAW),)
+            leaves += _product([step], self.t5(_SECOND_OF[first], intra_second))
+        return leaves
+
+    def t4(self, intra_second: Routine) -> list[Tail]:
+        whole = (communicate(Routine.ALLGATHER, Scope.INTER, Phase.WHOLE, Form.PAYLOAD),)
+        t2 = self.t2(Scope.INTRA, intra_second)
+        leaves = _product([whole], t2)
+        for first in _PAYLOAD_FIRSTS:
+            step = (communicate(first, Scope.INTER, Phase.FIRST, Form.PAYLOAD),)
+            back = (communicate(_SECOND_OF[first], Scope.INTER, Phase.SECOND, Form.PAYLOAD),)
+            leaves += _product([step], [back], t2)
+            leaves += _product([step], self.decs, self.t5(_SECOND_OF[first], intra_second))
+        return leaves
+
+    def flat(self) -> list[Tail]:
+        leaves: list[Tail] = [(communicate(Routine.ALLREDUCE, Scope.FLAT, Phase.WHOLE, Form.RAW),)]
+        for first in _RAW_FIRSTS:
+            step = (communicate(first, Scope.FLAT, Phase.FIRST, Form.RAW),)
+            leaves += _product([step], self.t1(Scope.FLAT, _SECOND_OF[first]))
+        whole = (communicate(Routine.ALLGATHER, Scope.FLAT, Phase.WHOLE, Form.PAYLOAD),)
+        leaves += _product(self.comps, [whole], self.decs)
+        for first in _PAYLOAD_FIRSTS:
+            step = (communicate(first, Scope.FLAT, Phase.FIRST, Form.PAYLOAD),)
+            leaves += _product(self.comps, [step], self.t2(Scope.FLAT, _SECOND_OF[first]))
+        return leaves
+
+    def hierarchical(self) -> list[Tail]:
+        leaves: list[Tail] = []
+        for first in _RAW_FIRSTS:
+            step = (communicate(first, Scope.INTRA, Phase.FIRST, Form.RAW),)
+            leaves += _product([step], self.t3(_SECOND_OF[first]))
+            leaves += _product([step], self.comps, self.t4(_SECOND_OF[first]))
+        for first in _PAYLOAD_FIRSTS:
+            step = (communicate(first, Scope.INTRA, Phase.FIRST, Form.PAYLOAD),)
+            second = _SECOND_OF[first]
+            leaves += _product(self.comps, [step], self.t4(second))
+            leaves += _product(self.comps, [step], self.decs, self.t3(second))
+            leaves += _product(self.comps, [step], self.decs, self.comps, self.t4(second))
+        return leaves
+
+
+def _product(*parts: Iterable[Tail]) -> list[Tail]:
+    """Every concatenation of one tail from each part, in order."""
+    tails: list[Tail] = [()]
+    for part in parts:
+        part = tuple(part)
+        tails = [head + tail for head in tails for tail in part]
+    return tails
+
+
+@cache
+def flat_options(devices: tuple[Device, ...] = _BOTH) -> tuple[Option, ...]:
+    """The options without intra and inter steps: 63 with both devices, 12 with one."""
+    return tuple(map(Option, _Grammar(devices).flat()))
+
+
+@cache
+def hierarchical_options(devices: tuple[Device, ...] = _BOTH) -> tuple[Option, ...]:
+    """The options over intra and inter steps: 4278 with both devices, 162 with one."""
+    return tuple(map(Option, _Grammar(devices).hierarchical()))
+
+
+@cache
+def summable_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) -> tuple[Option, ...]:
+    """The extension: compress, a raw pipeline over the payload, decompress.
+
+    Nine raw pipelines on a hierarchical cluster, three on a flat one, times the devices of both ends.
+    """
+    pipelines = [option for option in flat_options(devices) if not option.is_compressed]
+    if hierarchical:
+        pipelines += [option for option in hierarchical_options(devices) if not option.is_compressed]
+    return tuple(
+        Option(
+            (
+                compress(first, Form.SUMMABLE),
+                *(Step(s.kind, Form.SUMMABLE, None, s.routine, s.scope, s.phase) for s in pipeline.steps),
+                decompress(last, Form.SUMMABLE),
+            )
+        )
+        for pipeline in pipelines
+        for first in devices
+        for last in devices
+    )
+
+
+def options_for(
+    cluster: Cluster,
+    *,
+    devices: tuple[Device, ...] = _BOTH,
+    summable: bool = False,
+) -> tuple[Option, ...]:
+    """Every option that ``cluster`` can carry out; with ``summable``, the extension's too."""
+    options = flat_options(devices)
+    if cluster.is_hierarchical:
+        options += hierarchical_options(devices)
+    if summable:
+        options += summable_options(cluster.is_hierarchical, devices)
+    return options
+
+
+@cache
+def _by_id() -> dict[str, Option]:
+    every = flat_options() + hierarchical_options() + summable_options(hierarchical=True)
+    return {str(option): option for option in every}
+
+
+def parse_option(text: str) -> Option:
+    """The option with this id.
+
+    Raises:
+        ValueError: no leaf of the tree has it; the message says where the nearest prefix ends.
+    """
+    option = _by_id().get(text)
+    if option is not None:
+        return option
+    raise ValueError(f"unknown option {text!r}: {_where_it_leaves_the_tree(text)}")
+
+
+def _where_it_leaves_the_tree(text: str) -> str:
+    words = text.split(" > ")
+    known = [identifier.split(" > ") for identifier in _by_id()]
+    for length in range(len(words), 0, -1):
+        followers = {word[length] if len(word) > length else "<end>" for word in known if word[:length] == words[:length]}
+        if followers:
+            return f"after {' > '.join(words[:length])!r} the tree allows {', '.join(sorted(followers))}"
+    return f"an option starts with one of {', '.join(sorted({word[0] for word in known}))}"
+
+
+def count_by_compressions(options: Iterable[Option]) -> dict[int, int]:
+    """How many options make 0, 1, 2, … compressions."""
+    counts: dict[int, int] = {}
+    for option in options:
+        counts[option.num_compressions] = counts.get(option.num_compressions, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+__all__ = [
+    "count_by_compressions",
+    "flat_options",
+    "hierarchical_options",
+    "options_for",
+    "parse_option",
+    "summable_options",
+]
