@@ -1,1 +1,1 @@
-"""Benchmarks, the emulated network they run on, and the demo: run from the repository root, never installed."""
+"""Benchmarks, the emulated network they run on, the demo: run from the repository root, never installed."""

@@ -1,0 +1,52 @@
+"""One end of a bulk transfer over TCP; ``bulk_rate`` starts one of each as a file, with no imports of ours.
+
+bulk_peer.py receive SECONDS          prints the port, then a JSON line with bytes and seconds
+bulk_peer.py send ADDRESS PORT SECONDS
+"""
+
+import json
+import socket
+import sys
+import time
+
+CHUNK = bytes(256 * 1024)
+
+
+def receive(duration_s: float) -> None:
+    """Accept one sender and count what arrives, leaving out the first third: the bucket starts full."""
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        server.settimeout(20)
+        sys.stdout.write(f"{server.getsockname()[1]}\n")
+        sys.stdout.flush()
+        connection, _ = server.accept()
+    buffer = bytearray(len(CHUNK))
+    with connection:
+        connection.settimeout(20)
+        start = time.perf_counter()
+        count_from = start + duration_s / 3
+        counted, first, last = 0, 0.0, 0.0
+        while size := connection.recv_into(buffer):
+            now = time.perf_counter()
+            if now < count_from:
+                continue
+            if first:
+                counted += size
+            else:
+                first = now
+            last = now
+    sys.stdout.write(json.dumps({"bytes": counted, "seconds": last - first}) + "\n")
+
+
+def send(address: str, port: int, duration_s: float) -> None:
+    """Send as fast as the network takes it."""
+    with socket.create_connection((address, port), timeout=20) as connection:
+        end = time.perf_counter() + duration_s
+        while time.perf_counter() < end:
+            connection.sendall(CHUNK)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        receive(float(sys.argv[2]))
+    else:
+        send(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))

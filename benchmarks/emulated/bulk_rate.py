@@ -1,0 +1,61 @@
+"""Check in the same run that the network has the rate that it was asked for."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.emulated.network import Host, Network
+
+_PEER = str(Path(__file__).with_name("bulk_peer.py"))
+#: Payload against limit. Headers take 4 % at an MTU of 1500; a lower ratio means that the machine is busy.
+_LOWEST_RATIO, _HIGHEST_RATIO = 0.85, 1.02
+
+
+@dataclass(frozen=True)
+class BulkRate:
+    """What one TCP connection carried from one host to the next."""
+
+    sender: int
+    receiver: int
+    payload_bps: float
+    limit_bps: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Payload rate over the limit, or None without a limit."""
+        return None if self.limit_bps is None else self.payload_bps / self.limit_bps
+
+    @property
+    def is_limited(self) -> bool:
+        """The limit holds: no more than it gets through."""
+        return self.ratio is not None and self.ratio <= _HIGHEST_RATIO
+
+    @property
+    def is_verified(self) -> bool:
+        """The limit holds and is reached."""
+        return self.ratio is not None and _LOWEST_RATIO <= self.ratio <= _HIGHEST_RATIO
+
+
+def measure_bulk_rate(network: Network, duration_s: float = 0.9) -> tuple[BulkRate, ...]:
+    """The rate from each host to the next one, one after the other (about ``duration_s`` each)."""
+    hosts = network.hosts
+    if len(hosts) < 2:
+        return ()
+    pairs = [(host, hosts[(host.index + 1) % len(hosts)]) for host in hosts]
+    return tuple(BulkRate(a.index, b.index, _transfer(a, b, duration_s), network.rate_bps) for a, b in pairs)
+
+
+def _transfer(sender: Host, receiver: Host, duration_s: float) -> float:
+    receive = receiver.command([sys.executable, _PEER, "receive", str(duration_s)])
+    with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = process.stdout.readline().strip()
+            send = sender.command([sys.executable, _PEER, "send", receiver.address, port, str(duration_s)])
+            subprocess.run(send, check=True, timeout=duration_s + 30)
+            counted = json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+    return 8 * float(counted["bytes"]) / float(counted["seconds"])

@@ -1,0 +1,227 @@
+"""Hosts as network namespaces, joined by veth, each card's egress limited by a token bucket.
+
+Two hosts are the two ends of one veth pair; more hosts meet at a bridge in a namespace of its own:
+
+    host 0 [eth0] ===== [eth0] host 1            host i [eth0] ===== [port i] switch
+
+Nothing is made in the machine's own namespace, so no address here can collide with one outside.
+"""
+
+import itertools
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from benchmarks.emulated.rate import format_rate, parse_rate
+
+log = logging.getLogger("espresso.emulated")
+
+MAX_BURST_BYTES = 128 * 1024
+#: How long a packet may wait in the token bucket's queue before the queue counts as full.
+QUEUE_LATENCY_MS = 50
+_PREFIX = "espresso"
+_NAME = re.compile(rf"{_PREFIX}-(\d+)-\d+-(?:host\d+|switch)")
+_COUNTER = itertools.count()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One emulated host. ``namespace`` is None on loopback, where all hosts are this machine."""
+
+    index: int
+    namespace: str | None
+    address: str
+    interface: str
+
+    def command(self, argv: list[str]) -> list[str]:
+        """``argv`` as a command that runs on this host (under the same pid: nothing is forked between)."""
+        return argv if self.namespace is None else ["ip", "netns", "exec", self.namespace, *argv]
+
+    def tx_bytes(self) -> int:
+        """Bytes that this host's card has sent since it was made."""
+        path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
+        if self.namespace is None:
+            return int(Path(path).read_text())
+        return int(_run(*self.command(["cat", path])))
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts and the limit between them. On loopback ``rate_bps`` is None and ``why_unlimited`` says why."""
+
+    hosts: tuple[Host, ...]
+    rate_bps: int | None
+    why_unlimited: str | None = None
+
+
+class CommandError(RuntimeError):
+    """A command of the system failed."""
+
+
+def _run(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode != 0:
+        raise CommandError(f"{' '.join(argv)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def why_not_permitted() -> str | None:
+    """Why this process can make no limited namespaces, or None if it can (found out by making one)."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"the command {tool!r} is missing (it comes with iproute2)"
+    probe = f"{_PREFIX}-{os.getpid()}-{next(_COUNTER)}-host0"
+    try:
+        with _owned(probe.removesuffix("-host0")):
+            _run("ip", "netns", "add", probe)
+            _run("ip", "link", "add", "eth0", "netns", probe, "type", "veth", "peer", "name", "eth1")
+            _limit(probe, "eth0", 10**9, MAX_BURST_BYTES)
+    except CommandError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def open_network(
+    num_hosts: int, rate: str = "1gbit", burst_bytes: int = MAX_BURST_BYTES
+) -> Iterator[Network]:
+    """Make the network, and remove it however the block is left (SIGINT and SIGTERM included).
+
+    Args:
+        num_hosts: at least one.
+        rate: each host's egress limit, such as ``1gbit``.
+        burst_bytes: the token bucket's size, at most 128 KiB: a larger one sends whole gradients for free.
+
+    Raises:
+        ValueError: an argument is out of range.
+        CommandError: namespaces are permitted here, and yet the network could not be made.
+    """
+    rate_bps = parse_rate(rate)
+    if num_hosts < 1 or num_hosts > 250:
+        raise ValueError(f"num_hosts is {num_hosts}; it must lie between 1 and 250")
+    if not 0 < burst_bytes <= MAX_BURST_BYTES:
+        raise ValueError(f"burst_bytes is {burst_bytes}; it must lie between 1 and {MAX_BURST_BYTES}")
+    refusal = why_not_permitted()
+    if refusal is not None:
+        log.warning("no network namespaces here (%s): running on loopback without a limit", refusal)
+        yield Network(tuple(Host(i, None, "127.0.0.1", "lo") for i in range(num_hosts)), None, refusal)
+        return
+    remove_leftovers()
+    prefix = f"{_PREFIX}-{os.getpid()}-{next(_COUNTER)}"
+    with _owned(prefix):
+        hosts = tuple(Host(i, f"{prefix}-host{i}", f"10.231.0.{i + 1}", "eth0") for i in range(num_hosts))
+        _connect(hosts, f"{prefix}-switch")
+        for host in hosts:
+            _limit(str(host.namespace), host.interface, rate_bps, burst_bytes)
+        log.info("%d hosts, each limited to %s", num_hosts, format_rate(rate_bps))
+        yield Network(hosts, rate_bps)
+
+
+def _connect(hosts: tuple[Host, ...], switch: str) -> None:
+    """Make the namespaces and cards, join them, give them addresses and bring them up."""
+    for host in hosts:
+        _run("ip", "netns", "add", str(host.namespace))
+    if len(hosts) == 2:
+        ends = [(str(host.namespace), host.interface) for host in hosts]
+        _add_veth(*ends[0], *ends[1])
+    else:
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge0", "up")
+        for host in hosts:
+            port = f"port{host.index}"
+            _add_veth(str(host.namespace), host.interface, switch, port)
+            _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
+    for host in hosts:
+        ip = ("ip", "-n", str(host.namespace))
+        # Without an IPv6 address of its own the card sends nothing that a worker did not send.
+        _run(*ip, "link", "set", host.interface, "addrgenmode", "none")
+        _run(*ip, "addr", "add", f"{host.address}/24", "dev", host.interface)
+        _run(*ip, "link", "set", host.interface, "up")
+        _run(*ip, "link", "set", "lo", "up")
+
+
+def _add_veth(namespace: str, name: str, peer_namespace: str, peer_name: str) -> None:
+    end, peer = ("netns", namespace), ("name", peer_name, "netns", peer_namespace)
+    _run("ip", "link", "add", name, *end, "type", "veth", "peer", *peer)
+
+
+def _limit(namespace: str, interface: str, rate_bps: int, burst_bytes: int) -> None:
+    bucket = ("tbf", "rate", f"{rate_bps}bit", "burst", f"{burst_bytes}b", "latency", f"{QUEUE_LATENCY_MS}ms")
+    _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", *bucket)
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line]
+
+
+def _remove(names: list[str]) -> None:
+    for name in names:
+        try:
+            _run("ip", "netns", "delete", name)
+        except CommandError as error:
+            log.warning("could not remove a namespace: %s", error)
+
+
+@contextmanager
+def _owned(prefix: str) -> Iterator[None]:
+    """Remove the namespaces whose names start with ``prefix`` when the block is left, whatever ends it."""
+    with _termination_raises():
+        try:
+            yield
+        finally:
+            with _interrupts_deferred():
+                _remove([name for name in _namespaces() if name.startswith(f"{prefix}-")])
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that ``finally`` blocks run; SIGINT raises already."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back: a second Ctrl-C must not interrupt the cleaning up after the first."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def remove_leftovers() -> list[str]:
+    """Remove namespaces of ours whose owner is gone (it was killed outright), with the processes in them.
+
+    Returns:
+        The names removed.
+    """
+    stale = []
+    for name in _namespaces():
+        match = _NAME.fullmatch(name)
+        if match is not None and not Path(f"/proc/{match[1]}").exists():
+            for pid in _run("ip", "netns", "pids", name).split():
+                os.kill(int(pid), signal.SIGKILL)
+            stale.append(name)
+    _remove(stale)
+    return stale

@@ -1,0 +1,243 @@
+"""Real models on real data with nothing to download: digits ship with scikit-learn, text with Python itself.
+
+| name | parameters | data                                   | metric                     |
+| ---- | ---------- | -------------------------------------- | -------------------------- |
+| mlp  | 10.2 M     | 8x8 digits                             | test accuracy              |
+| cnn  | 2.5 M      | 8x8 digits                             | test accuracy              |
+| gpt  | 10.7 M     | the standard library's source, by char | next-character accuracy    |
+
+Everything is seeded: the same name, seed, step, rank and world size give the same weights and batches.
+"""
+
+import math
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional
+
+NAMES = ("mlp", "gpt", "cnn")
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Test loss (mean cross entropy, nats) and accuracy."""
+
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its data, optimizer and test.
+
+    ``batch(step, rank, world_size)`` returns inputs and targets of that rank's share of the step's batch.
+    """
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    batch: Callable[[int, int, int], Batch]
+    test_batches: Callable[[], list[Batch]]
+
+    @staticmethod
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy over all leading dimensions."""
+        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> Evaluation:
+        """Loss and accuracy on data that training never sees."""
+        was_training = model.training
+        model.eval()
+        loss, right, count = 0.0, 0, 0
+        for inputs, targets in self.test_batches():
+            outputs = model(inputs)
+            loss += float(self.loss(outputs, targets)) * targets.numel()
+            right += int((outputs.argmax(-1) == targets).sum())
+            count += targets.numel()
+        model.train(was_training)
+        return Evaluation(loss / count, right / count)
+
+
+def build_workload(name: str, seed: int = 0) -> Workload:
+    """The workload called ``name``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name == "mlp":
+        return _digits_workload(name, seed, _mlp, batch_size=96, learning_rate=0.05)
+    if name == "cnn":
+        return _digits_workload(name, seed, _cnn, batch_size=192, learning_rate=0.03)
+    if name == "gpt":
+        return _gpt_workload(seed)
+    raise ValueError(f"no model is called {name!r}; there are {', '.join(NAMES)}")
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Elements of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _seeded(seed: int, *more: int) -> torch.Generator:
+    """A generator of its own for every tuple of numbers."""
+    mixed = seed
+    for number in more:
+        mixed = (mixed * 1_000_003 + number + 1) % (2**63 - 1)
+    return torch.Generator().manual_seed(mixed)
+
+
+def _seeded_model(make: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return make()
+
+    return build
+
+
+# Digits.
+
+
+@cache
+def _digits() -> tuple[Batch, Batch]:
+    """Training and test images (n, 64) float32 in 0..1 with labels; the split is the same for every seed."""
+    data = load_digits()
+    images = torch.from_numpy(data.images).float().flatten(1) / 16
+    labels = torch.from_numpy(data.target).long()
+    order = torch.randperm(len(labels), generator=_seeded(0))
+    test, train = order[:360], order[360:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def _digits_workload(
+    name: str, seed: int, make: Callable[[], nn.Module], batch_size: int, learning_rate: float
+) -> Workload:
+    (images, labels), test = _digits()
+
+    def batch(step: int, rank: int, world_size: int) -> Batch:
+        generator = _seeded(seed, step)
+        drawn = torch.randint(len(labels), (world_size, batch_size), generator=generator)[rank]
+        return images[drawn], labels[drawn]
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+
+    return Workload(name, _seeded_model(make, seed), optimizer, batch, lambda: [test])
+
+
+def _mlp() -> nn.Module:
+    width = 2240
+    layers = [nn.Linear(64, width), nn.ReLU()]
+    layers += [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 8 * 8, 600),
+        nn.ReLU(),
+        nn.Linear(600, 10),
+    )
+
+
+# Text.
+
+#: Newline and the printable ASCII characters; every other character of the sources is left out.
+_ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+_CONTEXT = 104
+_TEXT_CHARS = 4_000_000
+
+
+@cache
+def _source_text() -> Tensor:
+    """The standard library's modules, in order of name, as int64 indices into the alphabet."""
+    indices: list[int] = []
+    table = {character: index for index, character in enumerate(_ALPHABET)}
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        indices.extend(table[character] for character in text if character in table)
+        if len(indices) >= _TEXT_CHARS:
+            break
+    return torch.tensor(indices[:_TEXT_CHARS])
+
+
+def _gpt_workload(seed: int) -> Workload:
+    text = _source_text()
+    split = len(text) * 9 // 10
+    batch_size = 3
+
+    def windows(starts: Tensor) -> Batch:
+        rows = text[starts[:, None] + torch.arange(_CONTEXT + 1)]
+        return rows[:, :-1], rows[:, 1:]
+
+    def batch(step: int, rank: int, world_size: int) -> Batch:
+        size = (world_size, batch_size)
+        return windows(torch.randint(split - _CONTEXT - 1, size, generator=_seeded(seed, step))[rank])
+
+    def test_batches() -> list[Batch]:
+        size = (4, 8)
+        starts = split + torch.randint(len(text) - split - _CONTEXT - 1, size, generator=_seeded(0, 1))
+        return [windows(row) for row in starts]
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.01)
+
+    return Workload("gpt", _seeded_model(_Gpt, seed), optimizer, batch, test_batches)
+
+
+class _Block(nn.Module):
+    """Pre-norm attention and feed-forward, both residual."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, width) to the same."""
+        batch, time, width = x.shape
+        heads = self.qkv(self.norm1(x)).view(batch, time, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
+        return x + torch.as_tensor(self.feed_forward(self.norm2(x)))
+
+
+class _Gpt(nn.Module):
+    """Six layers of width 384, by character."""
+
+    def __init__(self, width: int = 384, num_layers: int = 6, num_heads: int = 6) -> None:
+        super().__init__()
+        self.token = nn.Embedding(len(_ALPHABET), width)
+        self.position = nn.Embedding(_CONTEXT, width)
+        self.blocks = nn.Sequential(*(_Block(width, num_heads) for _ in range(num_layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, len(_ALPHABET), bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_residual = name.endswith(("out.weight", "feed_forward.2.weight"))
+                deviation = 0.02 / math.sqrt(2 * num_layers) if into_residual else 0.02
+                nn.init.normal_(parameter, std=deviation)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) int64 to logits (batch, time, alphabet)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.position(positions)
+        return torch.as_tensor(self.head(self.norm(self.blocks(x))))
