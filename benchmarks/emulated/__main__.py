@@ -20,6 +20,8 @@ from benchmarks.emulated import (
     run_workers,
 )
 
+app = typer.Typer(pretty_exceptions_enable=False)
+
 
 def _describe(rates: tuple[BulkRate, ...]) -> str:
     parts = []
@@ -42,6 +44,7 @@ def _as_json(network: Network, rates: tuple[BulkRate, ...], tx_bytes: list[int])
     )
 
 
+@app.command()
 def main(
     command: Annotated[list[str] | None, typer.Argument(help="The worker's command, after --.")] = None,
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
@@ -80,4 +83,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.emulated.interrupts import interrupts_deferred
 from benchmarks.emulated.network import Host, Network
 
 _POLL_S = 0.05
@@ -32,7 +33,7 @@ class _Worker:
     log: Path | None
 
 
-def cores_of(host: Host, num_hosts: int) -> set[int]:
+def cores_of(host: Host) -> set[int]:
     """The one core that a pinned host has; hosts share cores when there are too few, evenly."""
     cores = sorted(os.sched_getaffinity(0))
     return {cores[host.index % len(cores)]}
@@ -51,6 +52,8 @@ def worker_env(network: Network, host: Host, local_rank: int, num_local: int, po
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": host.interface,
         "OMP_NUM_THREADS": "1",
+        # There is no name service between the hosts, and the TCP store would warn about it on every start.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
 
 
@@ -114,7 +117,7 @@ def _started(
                 workers.append(_Worker(rank, process, log))
                 if pin:
                     # Inherited by every thread and child, and set long before the interpreter starts any.
-                    os.sched_setaffinity(process.pid, cores_of(host, len(network.hosts)))
+                    os.sched_setaffinity(process.pid, cores_of(host))
         yield workers
 
 
@@ -153,8 +156,9 @@ def _describe(worker: _Worker) -> str:
 
 def _stop(workers: list[_Worker]) -> None:
     """End what still runs, each with the processes that it started."""
-    for sign, patience_s in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
-        alive = [worker for worker in workers if worker.process.poll() is None]
-        for worker in alive:
-            os.killpg(worker.process.pid, sign)
-        _let_end(alive, time.monotonic() + patience_s)
+    with interrupts_deferred():
+        for sign, patience_s in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
+            alive = [worker for worker in workers if worker.process.poll() is None]
+            for worker in alive:
+                os.killpg(worker.process.pid, sign)
+            _let_end(alive, time.monotonic() + patience_s)

@@ -14,13 +14,12 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from benchmarks.emulated.interrupts import interrupts_deferred, termination_raises
 from benchmarks.emulated.rate import format_rate, parse_rate
 
 log = logging.getLogger("espresso.emulated")
@@ -68,7 +67,10 @@ class CommandError(RuntimeError):
 
 
 def _run(*argv: str) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    # A session of its own: Ctrl-C in a terminal would otherwise end the very commands that clean up after it.
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=30, check=False, start_new_session=True
+    )
     if done.returncode != 0:
         raise CommandError(f"{' '.join(argv)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
     return done.stdout
@@ -83,7 +85,7 @@ def why_not_permitted() -> str | None:
     try:
         with _owned(probe.removesuffix("-host0")):
             _run("ip", "netns", "add", probe)
-            _run("ip", "link", "add", "eth0", "netns", probe, "type", "veth", "peer", "name", "eth1")
+            _add_veth(probe, "eth0", probe, "eth1")
             _limit(probe, "eth0", 10**9, MAX_BURST_BYTES)
     except CommandError as error:
         return str(error)
@@ -175,39 +177,12 @@ def _remove(names: list[str]) -> None:
 @contextmanager
 def _owned(prefix: str) -> Iterator[None]:
     """Remove the namespaces whose names start with ``prefix`` when the block is left, whatever ends it."""
-    with _termination_raises():
+    with termination_raises():
         try:
             yield
         finally:
-            with _interrupts_deferred():
+            with interrupts_deferred():
                 _remove([name for name in _namespaces() if name.startswith(f"{prefix}-")])
-
-
-@contextmanager
-def _termination_raises() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that ``finally`` blocks run; SIGINT raises already."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back: a second Ctrl-C must not interrupt the cleaning up after the first."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def remove_leftovers() -> list[str]:

@@ -1,0 +1,111 @@
+"""The ways to exchange gradients that a benchmark compares: a name, and what it registers on a DDP model.
+
+| arm                          | meaning                                                             |
+| ---------------------------- | ------------------------------------------------------------------- |
+| ``none``                     | communicates nothing: the compute-only bound (replicas drift apart) |
+| ``plain``                    | DDP as it is                                                        |
+| ``fp16``                     | PyTorch's own hook (its bf16 twin refuses to run without CUDA)      |
+| ``powersgd:rank=1``          | PyTorch's own hook, from its second step on                         |
+| ``espresso:SPEC``            | ``strategy="auto"`` with that compressor                            |
+| ``espresso:SPEC@PATH``       | a given strategy file                                               |
+"""
+
+# No `from __future__ import annotations` here: DDP refuses hooks whose annotations are strings.
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+KINDS = ("none", "plain", "fp16", "powersgd", "espresso")
+
+
+class Decider(Protocol):
+    """What this file needs of an ``EspressoState``."""
+
+    @property
+    def decided(self) -> bool:
+        """Whether automatic mode has ended; true at once for a given strategy."""
+
+    def metrics(self) -> dict[str, float]:
+        """Flat figures, such as ``espresso/bytes_sent``."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm. ``detail`` is what follows the first colon of its name."""
+
+    name: str
+    kind: str
+    detail: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"arm {self.name!r}: no kind {self.kind!r}; there are {', '.join(KINDS)}")
+        if self.kind == "espresso" and not self.detail:
+            raise ValueError(f"arm {self.name!r} names no compressor: write espresso:efsignsgd, for example")
+        if self.kind == "powersgd" and not self.detail.removeprefix("rank=").isdigit():
+            raise ValueError(f"arm {self.name!r}: write powersgd:rank=1, for example")
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """Whether the arm averages gradients at all."""
+        return self.kind != "none"
+
+    def attach(self, model: DistributedDataParallel, artifacts_dir: Path | None = None) -> Decider | None:
+        """Register the arm on ``model``; returns Espresso's state for its own arms.
+
+        Args:
+            model: no hook is registered on it yet.
+            artifacts_dir: where an automatic arm leaves its strategy and its job.
+        """
+        if self.kind == "none":
+            model.register_comm_hook(None, communicate_nothing)
+        elif self.kind == "fp16":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.kind == "powersgd":
+            rank = int(self.detail.removeprefix("rank="))
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.kind == "espresso":
+            return self._register(model, artifacts_dir)
+        return None
+
+    def _register(self, model: DistributedDataParallel, artifacts_dir: Path | None) -> Decider:
+        import espresso
+
+        compressor, _, path = self.detail.partition("@")
+        config: dict[str, Any] = {} if path or artifacts_dir is None else {"artifacts_dir": artifacts_dir}
+        state: Decider = espresso.register(model, compressor=compressor, strategy=path or "auto", **config)
+        return state
+
+
+def communicate_nothing(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """A hook that leaves every rank its own gradient."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def parse_arms(text: str) -> tuple[Arm, ...]:
+    """Arms separated by commas; a piece such as ``ratio=0.01`` belongs to the arm before it.
+
+    Raises:
+        ValueError: an arm of no known kind, or the same arm twice.
+    """
+    names: list[str] = []
+    for piece in text.split(","):
+        if names and "=" in piece.partition(":")[0]:
+            names[-1] += f",{piece}"
+        else:
+            names.append(piece)
+    if len(set(names)) != len(names):
+        raise ValueError(f"an arm is named twice in {text!r}")
+    parts = [(name, *name.partition(":")[::2]) for name in names]
+    return tuple(Arm(name, kind, detail) for name, kind, detail in parts)

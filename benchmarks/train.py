@@ -1,0 +1,273 @@
+"""Train one model by DDP in several ways at once, alternated in blocks, and compare them.
+
+    torchrun --nproc-per-node 2 -m benchmarks.train --model mlp --arms none,plain,espresso:efsignsgd
+
+All arms live in the same processes, one DDP model each, with equal weights and equal data. Every round runs
+one block of steps of each arm, so that a ratio compares neighbours in time. Arms that decide for themselves
+do so in the warm-up; every arm takes the same number of steps, so losses are compared after equal steps.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+import typer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.arms import Arm, Decider, parse_arms
+from benchmarks.models import Workload, build_workload, num_parameters
+from benchmarks.ratios import paired_ratio
+
+#: Automatic mode has decided by then; see the README.
+MAX_STEPS_TO_DECIDE = 60
+#: The first steps of a block find another arm's data in the caches; they count as training, not as timing.
+UNTIMED_STEPS = 1
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the others, as torchrun tells it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    num_hosts: int
+    interface: str
+
+    @classmethod
+    def from_env(cls, interface: str | None) -> "Place":
+        """Read torchrun's variables; ``interface`` defaults to the one Gloo was told, or else to loopback."""
+        world_size, num_local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        name = interface or os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        return cls(rank, world_size, local_rank, world_size // num_local, name)
+
+    def tx_bytes(self) -> int:
+        """What this host's card has sent so far, by the kernel's counter."""
+        return int(Path(f"/sys/class/net/{self.interface}/statistics/tx_bytes").read_text())
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of steps of one arm, over all ranks."""
+
+    step_s: list[float]
+    slowest_step_s: list[float]
+    tx_bytes_per_step: float
+
+    @property
+    def median_step_s(self) -> float:
+        """Median over the steps of the mean over the ranks."""
+        return statistics.median(self.step_s)
+
+
+@dataclass
+class Runner:
+    """One arm with its model and what was measured of it."""
+
+    arm: Arm
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    state: Decider | None
+    num_steps: int = 0
+    num_steps_to_decide: int = 0
+    train_loss: float = float("nan")
+    blocks: list[Block] = field(default_factory=list)
+
+    def step(self, workload: Workload, place: Place) -> float:
+        """Train one step; returns its duration in seconds on this rank."""
+        inputs, targets = workload.batch(self.num_steps, place.rank, place.world_size)
+        start = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = workload.loss(self.model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        elapsed_s = time.perf_counter() - start
+        self.num_steps += 1
+        self.train_loss = loss.item()
+        return elapsed_s
+
+    def has_decided(self) -> bool:
+        """Whether the arm's state has decided on every rank (a collective)."""
+        flag = torch.tensor(1 if self.state is None or self.state.decided else 0)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag.item())
+
+
+class Progress:
+    """Tells a parent process how far rank 0 is, one JSON line per block."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def report(self, phase: str, arm: Arm, done: int, total: int) -> None:
+        """Append a line, if anybody listens."""
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"phase": phase, "arm": arm.name, "done": done, "total": total}) + "\n")
+
+
+def warm_up(
+    runners: list[Runner], workload: Workload, place: Place, num_steps: int, progress: Progress
+) -> None:
+    """Let automatic arms decide, then bring every arm to the same number of steps, ``num_steps`` at least."""
+    for runner in runners:
+        while not runner.has_decided():
+            if runner.num_steps == MAX_STEPS_TO_DECIDE:
+                raise RuntimeError(f"{runner.arm.name} had not decided after {MAX_STEPS_TO_DECIDE} steps")
+            runner.step(workload, place)
+            runner.num_steps_to_decide = runner.num_steps
+            progress.report("warm-up", runner.arm, runner.num_steps, MAX_STEPS_TO_DECIDE)
+    total = max(num_steps, *(runner.num_steps for runner in runners))
+    for runner in runners:
+        while runner.num_steps < total:
+            runner.step(workload, place)
+            progress.report("warm-up", runner.arm, runner.num_steps, total)
+
+
+def run_block(runner: Runner, workload: Workload, place: Place, num_steps: int) -> Block:
+    """Run a block between barriers; durations and bytes are exchanged after it, outside the measured part."""
+    dist.barrier()
+    for _ in range(UNTIMED_STEPS):
+        runner.step(workload, place)
+    dist.barrier()
+    before = place.tx_bytes()
+    elapsed = torch.tensor([runner.step(workload, place) for _ in range(num_steps)], dtype=torch.float64)
+    dist.barrier()
+    sent = torch.tensor([place.tx_bytes() - before], dtype=torch.float64)
+    slowest = elapsed.clone()
+    for tensor, operation in ((elapsed, dist.ReduceOp.SUM), (sent, dist.ReduceOp.SUM)):
+        dist.all_reduce(tensor, operation)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    # Ranks of one host read the same counter. On loopback all hosts do, and it counts what all of them send.
+    num_readers = place.world_size * (place.num_hosts if place.interface == "lo" else 1)
+    bytes_per_step = float(sent) / num_readers / num_steps
+    return Block((elapsed / place.world_size).tolist(), slowest.tolist(), bytes_per_step)
+
+
+def replicas_are_equal(runner: Runner) -> bool | None:
+    """Whether all ranks hold the same parameters, bit for bit (a collective); None if the arm lets them drift."""
+    if not runner.arm.keeps_replicas_equal:
+        return None
+    model = runner.model
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).view(torch.int32)
+    low = torch.stack([flat.long().sum(), flat[::7].long().sum(), flat[1::11].long().sum()])
+    high = low.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return bool((low == high).all())
+
+
+def summarize(runner: Runner, runners: list[Runner], workload: Workload) -> dict[str, Any]:
+    """The arm's row of the result."""
+    evaluation = workload.evaluate(runner.model.module)
+    by_kind = {other.arm.kind: other for other in runners if other.arm.kind in ("none", "plain")}
+    times = [block.median_step_s for block in runner.blocks]
+    ratios = {
+        f"time_over_{kind}": asdict(paired_ratio(times, [block.median_step_s for block in other.blocks]))
+        for kind, other in by_kind.items()
+    }
+    return {
+        "name": runner.arm.name,
+        "step_ms": 1e3 * statistics.median(step for block in runner.blocks for step in block.step_s),
+        "slowest_rank_step_ms": 1e3
+        * statistics.median(step for block in runner.blocks for step in block.slowest_step_s),
+        "mb_per_step_per_host": statistics.fmean(block.tx_bytes_per_step for block in runner.blocks) / 1e6,
+        **ratios,
+        "num_steps": runner.num_steps,
+        "num_steps_to_decide": runner.num_steps_to_decide,
+        "train_loss": runner.train_loss,
+        "final_loss": evaluation.loss,
+        "final_accuracy": evaluation.accuracy,
+        "block_step_ms": [1e3 * seconds for seconds in times],
+        "metrics": {} if runner.state is None else runner.state.metrics(),
+    }
+
+
+@contextmanager
+def process_group(timeout_s: float) -> Iterator[None]:
+    """The default group over Gloo, from torchrun's variables."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_runners(arms: tuple[Arm, ...], workload: Workload, artifacts_dir: Path | None) -> list[Runner]:
+    """One DDP model per arm, all with the same weights."""
+    runners = []
+    for arm in arms:
+        model = DistributedDataParallel(workload.make_model())
+        state = arm.attach(model, artifacts_dir)
+        runners.append(Runner(arm, model, workload.make_optimizer(model), state))
+    return runners
+
+
+@app.command()
+def main(
+    model: Annotated[Literal["mlp", "gpt", "cnn"], typer.Option(help="What to train.")] = "mlp",
+    arms: Annotated[str, typer.Option("--arms", "--arm", help="Arms, comma-separated.")] = "plain",
+    blocks: Annotated[int, typer.Option(help="Rounds; each runs one block of every arm.")] = 5,
+    steps_per_block: Annotated[int, typer.Option("--steps-per-block", "--steps")] = 10,
+    warmup_steps: Annotated[int, typer.Option(help="At least so many steps before the timing.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    interface: Annotated[str | None, typer.Option(help="Whose bytes to count.")] = None,
+    artifacts_dir: Annotated[
+        Path | None, typer.Option(help="For strategy and job of automatic arms.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result there.")] = None,
+    progress_path: Annotated[Path | None, typer.Option("--progress", hidden=True)] = None,
+    timeout_s: Annotated[float, typer.Option(help="Of the default process group.")] = 120.0,
+) -> None:
+    """Compare arms; run under torchrun or ``python -m benchmarks.emulated``."""
+    torch.set_num_threads(1)
+    place, parsed = Place.from_env(interface), parse_arms(arms)
+    workload = build_workload(model, seed)
+    progress = Progress(progress_path if place.rank == 0 else None)
+    with process_group(timeout_s):
+        runners = make_runners(parsed, workload, artifacts_dir)
+        warm_up(runners, workload, place, warmup_steps, progress)
+        for done in range(blocks):
+            # Rotated, so that no arm always follows the same one.
+            for runner in runners[done % len(runners) :] + runners[: done % len(runners)]:
+                runner.blocks.append(run_block(runner, workload, place, steps_per_block))
+                progress.report("timing", runner.arm, done + 1, blocks)
+        equal = [replicas_are_equal(runner) for runner in runners]
+        rows = [summarize(runner, runners, workload) for runner in runners] if place.rank == 0 else []
+        dist.barrier()
+    if place.rank == 0:
+        result = {
+            "model": model,
+            "num_parameters": num_parameters(runners[0].model),
+            "seed": seed,
+            "world_size": place.world_size,
+            "num_hosts": place.num_hosts,
+            "interface": place.interface,
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+            "num_cores": len(os.sched_getaffinity(0)),
+            "arms": [{**row, "replicas_equal": same} for row, same in zip(rows, equal, strict=True)],
+        }
+        text = json.dumps(result, indent=1)
+        if json_path is None:
+            sys.stdout.write(text + "\n")
+        else:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(text)
+
+
+if __name__ == "__main__":
+    app()

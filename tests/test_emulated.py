@@ -1,0 +1,239 @@
+"""The emulated network: its rate is the rate, its counters count, and nothing of it stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.emulated import (
+    DeadlineError,
+    Host,
+    Network,
+    WorkerError,
+    format_rate,
+    measure_bulk_rate,
+    open_network,
+    parse_rate,
+    remove_leftovers,
+    run_workers,
+    why_not_permitted,
+)
+from benchmarks.emulated.launch import cores_of
+
+ROOT = Path(__file__).resolve().parents[1]
+REFUSAL = why_not_permitted()
+needs_namespaces = pytest.mark.skipif(REFUSAL is not None, reason=f"no network namespaces: {REFUSAL}")
+
+
+def _namespaces_of(pid: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"espresso-{pid}-")]
+
+
+def _loopback(num_hosts: int) -> Network:
+    hosts = tuple(Host(index, None, "127.0.0.1", "lo") for index in range(num_hosts))
+    return Network(hosts, None, "the test asks for loopback")
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("1gbit", 10**9), ("100mbit", 10**8), ("2.5Mbit", 2_500_000), ("8bit", 8)]
+)
+def test_rates_are_read(text: str, bits: int) -> None:
+    assert parse_rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1", "0mbit", "-1gbit", "1 gibit", "1gbps"])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="rate"):
+        parse_rate(text)
+
+
+def test_rates_are_written() -> None:
+    assert format_rate(956.4e6) == "956 Mb/s"
+    assert format_rate(1e9) == "1 Gb/s"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_hosts": 0}, {"num_hosts": 2, "rate": "1"}, {"num_hosts": 2, "burst_bytes": 1 << 20}]
+)
+def test_wrong_networks_are_refused(wrong: dict[str, int | str]) -> None:
+    with pytest.raises(ValueError, match=r"num_hosts|rate|burst_bytes"), open_network(**wrong):
+        pass
+
+
+@needs_namespaces
+def test_bulk_rate_is_the_limit_and_the_counter_counts() -> None:
+    with open_network(2, "200mbit") as network:
+        before = network.hosts[0].tx_bytes()
+        first, second = measure_bulk_rate(network, 0.9)
+        sent = network.hosts[0].tx_bytes() - before
+    for rate in (first, second):
+        assert rate.is_limited
+        assert rate.payload_bps > 0.8 * 200e6
+    # 0.9 s at 200 Mb/s in one direction, and acknowledgements in the other.
+    assert 0.7 * 200e6 / 8 * 0.9 < sent < 1.4 * 200e6 / 8 * 0.9
+
+
+@needs_namespaces
+def test_more_hosts_meet_at_a_switch() -> None:
+    with open_network(3, "50mbit") as network:
+        rates = measure_bulk_rate(network, 0.45)
+        assert [(rate.sender, rate.receiver) for rate in rates] == [(0, 1), (1, 2), (2, 0)]
+        assert all(rate.is_limited for rate in rates)
+        assert len(_namespaces_of(os.getpid())) == 4
+    assert _namespaces_of(os.getpid()) == []
+
+
+@needs_namespaces
+def test_an_error_inside_leaves_nothing() -> None:
+    def fail_inside() -> None:
+        with open_network(2):
+            assert len(_namespaces_of(os.getpid())) == 2
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert _namespaces_of(os.getpid()) == []
+
+
+_HOLD = """
+import sys, time
+from benchmarks.emulated import open_network, run_workers
+with open_network(2) as network:
+    code = "import os, time; open(os.environ['PIDS'] + '/' + str(os.getpid()), 'w'); time.sleep(60)"
+    run_workers(network, [sys.executable, "-c", code], workers_per_host=2)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a network and four workers, which leave their process ids in ``tmp_path``."""
+    env = {**os.environ, "PIDS": str(tmp_path)}
+    holder = subprocess.Popen(_python(_HOLD), cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+    try:
+        _await_workers(holder, tmp_path)
+        yield holder
+    finally:
+        holder.kill()
+        holder.wait(timeout=30)
+
+
+def _await_workers(holder: subprocess.Popen[bytes], pids: Path) -> None:
+    deadline = time.monotonic() + 30
+    while len(list(pids.iterdir())) < 4 and holder.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(list(pids.iterdir())) == 4
+    assert len(_namespaces_of(holder.pid)) == 2
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@needs_namespaces
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_workers_and_network(
+    sign: signal.Signals, holder: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    holder.send_signal(sign)
+    # A second one, as impatient people send, must not spoil the cleaning up after the first.
+    time.sleep(0.02)
+    holder.send_signal(sign)
+    assert holder.wait(timeout=30) != 0
+    assert not [path.name for path in tmp_path.iterdir() if _is_running(int(path.name))]
+    assert _namespaces_of(holder.pid) == []
+
+
+@needs_namespaces
+def test_what_a_killed_run_leaves_is_removed_later(holder: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    assert not set(_namespaces_of(holder.pid)) & set(remove_leftovers()), "the owner still lives"
+    holder.kill()
+    holder.wait(timeout=30)
+    left = _namespaces_of(holder.pid)
+    assert len(left) == 2
+    command = [sys.executable, "-m", "benchmarks.emulated", "--clean"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60, stderr=subprocess.DEVNULL)
+    assert _namespaces_of(holder.pid) == []
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(_is_running(int(path.name)) for path in tmp_path.iterdir()):
+        time.sleep(0.05)
+    assert not [path.name for path in tmp_path.iterdir() if _is_running(int(path.name))]
+
+
+@needs_namespaces
+def test_workers_of_two_hosts_meet_over_the_network() -> None:
+    code = "import torch.distributed as d, torch; d.init_process_group('gloo'); t = torch.ones(250_000);"
+    code += "d.all_reduce(t); assert t[0] == 4, t[0]; d.destroy_process_group()"
+    with open_network(2) as network:
+        before = [host.tx_bytes() for host in network.hosts]
+        run_workers(network, _python(code), workers_per_host=2, pin=True, deadline_s=60)
+        sent = [host.tx_bytes() - start for host, start in zip(network.hosts, before, strict=True)]
+    # A ring of four ranks over two hosts sends 1.5 MB from every host, and little else.
+    assert all(1.4e6 < size < 2.2e6 for size in sent), sent
+
+
+def test_workers_get_torchruns_variables_and_their_core(tmp_path: Path) -> None:
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR GLOO_SOCKET_IFNAME EXTRA"
+    code = "import json, os; print(json.dumps([sorted(os.sched_getaffinity(0)),"
+    code += f"{{n: os.environ[n] for n in '{names}'.split()}}]))"
+    network = _loopback(2)
+    run_workers(network, _python(code), workers_per_host=2, pin=True, env={"EXTRA": "x"}, log_dir=tmp_path)
+    for rank in range(4):
+        cores, variables = json.loads((tmp_path / f"rank{rank}.log").read_text())
+        assert set(cores) == cores_of(network.hosts[rank // 2])
+        assert variables == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": str(rank % 2),
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": str(rank // 2),
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "EXTRA": "x",
+        }
+
+
+def test_one_failing_worker_ends_all_and_is_quoted(tmp_path: Path) -> None:
+    code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('the reason')\ntime.sleep(60)"
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 ended with status 1[\s\S]*the reason"):
+        run_workers(_loopback(2), _python(code), log_dir=tmp_path)
+    assert time.monotonic() - start < 20
+
+
+def test_the_deadline_ends_workers_that_ignore_sigterm(tmp_path: Path) -> None:
+    code = "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    code += "pathlib.Path(os.environ['PIDS'], str(os.getpid())).touch(); time.sleep(60)"
+    with pytest.raises(DeadlineError, match="rank 0, 1"):
+        run_workers(_loopback(2), _python(code), env={"PIDS": str(tmp_path)}, deadline_s=2)
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if _is_running(pid)]
+
+
+def test_without_permission_it_says_so_and_uses_loopback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with caplog.at_level("WARNING", "espresso.emulated"), open_network(2) as network:
+        assert network.rate_bps is None
+        assert "missing" in str(network.why_unlimited)
+        assert {host.interface for host in network.hosts} == {"lo"}
+        (rate, _) = measure_bulk_rate(network, 0.15)
+        assert rate.payload_bps > 0
+        assert not rate.is_verified
+    assert "loopback without a limit" in caplog.text
