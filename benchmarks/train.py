@@ -158,7 +158,7 @@ def run_block(runner: Runner, workload: Workload, place: Place, num_steps: int) 
 
 
 def replicas_are_equal(runner: Runner) -> bool | None:
-    """Whether all ranks hold the same parameters, bit for bit (a collective); None if the arm lets them drift."""
+    """Whether all ranks hold the same parameters, bit for bit (a collective); None if it does not try to."""
     if not runner.arm.keeps_replicas_equal:
         return None
     model = runner.model

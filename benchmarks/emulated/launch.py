@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,7 @@ def run_workers(
     deadline_s: float = 600.0,
     env: Mapping[str, str] | None = None,
     log_dir: Path | None = None,
+    on_poll: Callable[[], None] | None = None,
 ) -> None:
     """Run ``argv`` as every worker and return when all have ended well.
 
@@ -77,13 +78,14 @@ def run_workers(
         deadline_s: when the workers that still run are killed.
         env: variables on top of this process's own and torchrun's.
         log_dir: one file ``rank<N>.log`` per worker goes there; None leaves the output on the terminal.
+        on_poll: called every so often while they run, for example to show progress.
 
     Raises:
         WorkerError: a worker ended with an error; the others are stopped.
         DeadlineError: a worker still ran at the deadline.
     """
     with _started(network, list(argv), workers_per_host, pin, env or {}, log_dir) as workers:
-        _wait(workers, deadline_s)
+        _wait(workers, deadline_s, on_poll or (lambda: None))
 
 
 @contextmanager
@@ -126,7 +128,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _wait(workers: list[_Worker], deadline_s: float) -> None:
+def _wait(workers: list[_Worker], deadline_s: float, on_poll: Callable[[], None]) -> None:
     deadline = time.monotonic() + deadline_s
     running = list(workers)
     while running:
@@ -138,6 +140,7 @@ def _wait(workers: list[_Worker], deadline_s: float) -> None:
         if running and time.monotonic() > deadline:
             late = ", ".join(str(worker.rank) for worker in running)
             raise DeadlineError(f"still running after {deadline_s:g} s and stopped: rank {late}")
+        on_poll()
         time.sleep(_POLL_S)
 
 

@@ -1,0 +1,47 @@
+"""The trainer and the demo, end to end, with the arms that PyTorch brings itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.emulated import why_not_permitted
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_demo_leaves_a_summary_that_adds_up(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.demo", "--model", "cnn", "--arms", "plain,fp16,none"]
+    command += ["--blocks", "2", "--steps-per-block", "3", "--rate", "200mbit", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row for row in json.loads((tmp_path / "summary.json").read_text())}
+    assert list(rows) == ["plain DDP", "fp16 hook", "compute only"]
+    plain, half, bound = rows["plain DDP"], rows["fp16 hook"], rows["compute only"]
+    assert plain["speedup"] == 1
+    # 2.48 M parameters in float32, and in half of it.
+    assert half["final_loss"] == pytest.approx(plain["final_loss"], rel=0.05)
+    arms = {arm["name"]: arm for arm in json.loads((tmp_path / "train.json").read_text())["arms"]}
+    assert arms["plain"]["replicas_equal"] is True
+    assert arms["fp16"]["replicas_equal"] is True
+    assert arms["none"]["replicas_equal"] is None
+    assert {arm["num_steps"] for arm in arms.values()} == {5 + 2 * 4}
+    if why_not_permitted() is None:
+        assert "verified" in done.stdout
+        assert plain["mb_per_step_per_host"] == pytest.approx(4 * 2.483, rel=0.03)
+        assert half["mb_per_step_per_host"] == pytest.approx(2 * 2.483, rel=0.03)
+        assert bound["mb_per_step_per_host"] < 0.05
+        assert bound["speedup"] > half["speedup"] > 1.2
+    else:
+        assert "No limited network" in done.stdout
+
+
+def test_a_failing_trainer_is_quoted(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.demo", "--arms", "plain,warp", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "no kind 'warp'" in done.stdout
