@@ -78,7 +78,9 @@ class Arm:
         import espresso
 
         compressor, _, path = self.detail.partition("@")
-        config: dict[str, Any] = {} if path or artifacts_dir is None else {"artifacts_dir": artifacts_dir}
+        config: dict[str, Any] = (
+            {} if path or artifacts_dir is None else {"artifacts_dir": str(artifacts_dir)}
+        )
         state: Decider = espresso.register(model, compressor=compressor, strategy=path or "auto", **config)
         return state
 

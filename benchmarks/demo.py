@@ -1,8 +1,8 @@
 """``make demo``: two emulated hosts, a slow network, a real model, and what compression does about it.
 
 Trains the same model with plain DDP, with PyTorch's fp16 hook and with ``strategy="auto"``, alternated in one
-run, and compares step time, bytes on the wire and the loss after equal steps. A hook that communicates nothing
-stands beside them: nobody can be faster.
+run, and compares step time, bytes on the wire and the loss after equal steps. A hook that communicates
+nothing stands beside them: nobody can be faster.
 """
 
 import json
