@@ -1,0 +1,33 @@
+"""How a tensor becomes a payload: the protocol, the algorithms, the wire format and error feedback."""
+
+from espresso.compressors.base import (
+    Codec,
+    Compressor,
+    DrawKey,
+    Feedback,
+    Layout,
+    PayloadError,
+    Segment,
+    SummableCodec,
+    Traits,
+)
+from espresso.compressors.error_feedback import ErrorFeedback
+from espresso.compressors.registry import RESERVED_IDS, compressor_ids, create, host_codec, spec_of
+
+__all__ = [
+    "RESERVED_IDS",
+    "Codec",
+    "Compressor",
+    "DrawKey",
+    "ErrorFeedback",
+    "Feedback",
+    "Layout",
+    "PayloadError",
+    "Segment",
+    "SummableCodec",
+    "Traits",
+    "compressor_ids",
+    "create",
+    "host_codec",
+    "spec_of",
+]

@@ -1,0 +1,84 @@
+"""What every compressor shares: validated parameters, a digest of them, and the layout call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.compressors.base import Layout, Segment, Traits
+from espresso.compressors.payload import build_layout, params_digest
+
+
+@dataclass(frozen=True)
+class BaseCompressor:
+    """Parameters of one algorithm; subclasses add theirs and say how large a body is.
+
+    Attributes:
+        raw_below: segments with fewer elements travel as plain numbers inside the payload.
+    """
+
+    name: ClassVar[str]
+    traits: ClassVar[Traits]
+    algorithm: ClassVar[int]
+
+    raw_below: int = 256
+
+    def __post_init__(self) -> None:
+        self.check_int("raw_below", low=0)
+
+    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """The algorithm's count for a segment of ``numel`` numbers, and its body's bytes before padding."""
+        raise NotImplementedError
+
+    def layout(self, segments: Sequence[Segment], dtype: npt.DTypeLike = np.float32) -> Layout:
+        """Lay out the payload for these segments; ``dtype`` is float32 or float64."""
+        return build_layout(
+            algorithm=self.algorithm,
+            digest=params_digest(self.name, [(f.name, getattr(self, f.name)) for f in fields(self)]),
+            raw_below=self.raw_below,
+            body_size=self.body_size,
+            segments=segments,
+            dtype=dtype,
+        )
+
+    def params(self) -> dict[str, Any]:
+        """The parameters that differ from their defaults, as a spec writes them."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    def check_int(self, key: str, *, low: int, high: int | None = None, multiple: int = 1) -> None:
+        """Raise ValueError unless the parameter is an integer in range."""
+        value = getattr(self, key)
+        wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+        if multiple > 1:
+            wanted += f", a multiple of {multiple}"
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= low
+        if not fits or (high is not None and value > high) or value % multiple:
+            raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {value!r}")
+
+    def check_float(
+        self, key: str, *, above: float | None = None, low: float = 0.0, high: float = 1.0
+    ) -> None:
+        """Raise ValueError unless the parameter is a number in ``[low, high]`` (``(above, high]``); ints become floats."""
+        value = getattr(self, key)
+        wanted = (
+            f"a number above {above} and at most {high}"
+            if above is not None
+            else f"a number from {low} to {high}"
+        )
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {value!r}")
+        if value > high or (value <= above if above is not None else value < low):
+            raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {value!r}")
+        object.__setattr__(self, key, float(value))
+
+    def check_bool(self, key: str) -> None:
+        """Raise ValueError unless the parameter is true or false."""
+        if not isinstance(getattr(self, key), bool):
+            raise ValueError(
+                f"compressor {self.name}: {key} must be true or false, got {getattr(self, key)!r}"
+            )

@@ -1,0 +1,96 @@
+"""Compressor ids: where the parameters live and where each backend's codec lives.
+
+A new compressor is a file in ``compressors/``, a twin in ``cpu_offload/`` and a line in ``_ENTRIES``.
+Modules are named by strings and imported on first use: this package never imports ``cpu_offload``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any
+
+from espresso.compressors.base import Codec, Compressor
+from espresso.strategies import CompressorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """``module:class`` of the parameters and of the host codec."""
+
+    compressor: str
+    host: str
+
+
+_ENTRIES = {
+    "none": Entry("espresso.compressors.none:NoCompression", "espresso.cpu_offload.none:HostNone"),
+    "fp16": Entry("espresso.compressors.fp16:Fp16", "espresso.cpu_offload.fp16:HostFp16"),
+    "bf16": Entry("espresso.compressors.bf16:Bf16", "espresso.cpu_offload.bf16:HostBf16"),
+    "int8": Entry("espresso.compressors.int8:Int8", "espresso.cpu_offload.int8:HostInt8"),
+    "int4": Entry("espresso.compressors.int4:Int4", "espresso.cpu_offload.int4:HostInt4"),
+    "efsignsgd": Entry(
+        "espresso.compressors.efsignsgd:EfSignSgd", "espresso.cpu_offload.efsignsgd:HostEfSignSgd"
+    ),
+    "topk": Entry("espresso.compressors.topk:TopK", "espresso.cpu_offload.topk:HostTopK"),
+    "dgc": Entry("espresso.compressors.dgc:Dgc", "espresso.cpu_offload.dgc:HostDgc"),
+    "randomk": Entry("espresso.compressors.randomk:RandomK", "espresso.cpu_offload.randomk:HostRandomK"),
+}
+
+RESERVED_IDS = ("fp8", "onebit", "threshold", "qsgd", "dithering", "natural", "terngrad", "powersgd")
+"""Ids whose names are fixed but whose compressors this version does not have."""
+
+
+def compressor_ids() -> tuple[str, ...]:
+    """The ids that :func:`create` knows, in the order of the registry."""
+    return tuple(_ENTRIES)
+
+
+def create(spec: str | CompressorSpec) -> Compressor:
+    """Make a compressor from ``name`` or ``name:key=value,key=value``.
+
+    Raises:
+        ValueError: an unknown id (says which exist) or parameter (says which it has), or a value out of range.
+
+    Example:
+        >>> create("topk:ratio=0.02")
+        TopK(raw_below=256, ratio=0.02)
+    """
+    parsed = CompressorSpec.parse(spec) if isinstance(spec, str) else spec
+    kind = _load(_entry(parsed.name).compressor)
+    known = [field.name for field in fields(kind)]
+    unknown = [key for key, _ in parsed.params if key not in known]
+    if unknown:
+        raise ValueError(
+            f"compressor {parsed.name} has no parameter {unknown[0]!r}; it has {', '.join(known)}"
+        )
+    compressor: Compressor = kind(**dict(parsed.params))
+    return compressor
+
+
+def spec_of(compressor: Compressor) -> CompressorSpec:
+    """The spec that :func:`create` turns into an equal compressor."""
+    return CompressorSpec(compressor.name, tuple(compressor.params().items()))
+
+
+def host_codec(compressor: Compressor, pool: Any = None) -> Codec:
+    """The Numba codec of a compressor.
+
+    Args:
+        compressor: of a registered id.
+        pool: an ``espresso.cpu_offload.WorkerPool``; None encodes and decodes on the calling thread.
+    """
+    codec: Codec = _load(_entry(compressor.name).host)(compressor, pool)
+    return codec
+
+
+def _entry(name: str) -> Entry:
+    entry = _ENTRIES.get(name)
+    if entry is None:
+        reserved = " (a name kept for a later version)" if name in RESERVED_IDS else ""
+        raise ValueError(f"no compressor {name!r}{reserved}; there are {', '.join(_ENTRIES)}")
+    return entry
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)

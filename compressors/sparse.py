@@ -1,0 +1,27 @@
+"""The body that top-k, DGC and other sparsifiers share.
+
+Body of a segment of d elements with k slots (``count`` = k = ratio * d, rounded to nearest, in [1, d])::
+
+    0          4   n, how many slots count, 0 <= n <= k
+    4          4   zero
+    8          k*s values, s = 4 or 8 bytes, in the layout's dtype
+    8 + k*s    4*k indices, uint32, ascending and below d, relative to the segment
+
+Slots from n on are zero. A zero is never sent, so n < k where fewer than k numbers are non-zero. Duplicate
+or unsorted indices are malformed: decoders scatter-add without looking back, and ranks must agree.
+"""
+
+from __future__ import annotations
+
+PREFIX_BYTES = 8
+
+
+def num_slots(numel: int, ratio: float) -> int:
+    """k for a segment: ``ratio * numel`` to the nearest, at least one and at most all (0 if empty)."""
+    return min(numel, max(1, int(ratio * numel + 0.5)))
+
+
+def sparse_body_size(numel: int, itemsize: int, ratio: float) -> tuple[int, int]:
+    """k, and the bytes of a body with k slots."""
+    k = num_slots(numel, ratio)
+    return k, PREFIX_BYTES + k * (itemsize + 4)

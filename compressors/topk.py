@@ -1,0 +1,35 @@
+"""Exact top-k. Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from espresso.compressors.base import Traits
+from espresso.compressors.common import BaseCompressor
+from espresso.compressors.sparse import sparse_body_size
+
+
+@dataclass(frozen=True)
+class TopK(BaseCompressor):
+    """Keeps the k numbers of largest magnitude in every segment; ties go to the lower index.
+
+    Body: see :mod:`espresso.compressors.sparse`.
+
+    Attributes:
+        ratio: k / d, in (0, 1].
+    """
+
+    name: ClassVar[str] = "topk"
+    traits: ClassVar[Traits] = Traits()
+    algorithm: ClassVar[int] = 6
+
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_float("ratio", above=0.0)
+
+    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """k, and the body of k slots."""
+        return sparse_body_size(numel, itemsize, self.ratio)

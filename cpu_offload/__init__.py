@@ -1,0 +1,7 @@
+"""The compressors on the host: Numba kernels, and the worker pool that shares them out."""
+
+from espresso.cpu_offload.codec import HostCodec
+from espresso.cpu_offload.pool import WorkerPool, available_cores
+from espresso.cpu_offload.warm_up import warm_up
+
+__all__ = ["HostCodec", "WorkerPool", "available_cores", "warm_up"]

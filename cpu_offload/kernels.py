@@ -1,0 +1,131 @@
+"""Numba kernels that several algorithms share. Single-threaded, nogil, cached on disk.
+
+Every loop over elements runs over a slice of one block: LLVM then sees stride 1 and vectorises.
+Tables are those of :mod:`espresso.cpu_offload.work`; offsets in payload views are in the view's own items.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from espresso.compressors.base import Array
+from espresso.cpu_offload.work import HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
+
+BLOCK = 1024
+"""Elements that kernels treat at a time: a few such blocks stay in the first-level cache."""
+
+
+@njit(nogil=True, cache=True)
+def fill_q(
+    q: Array, source: Array, at: int, scale: float, old: Array, kept: int, num: int, has_feedback: bool
+) -> None:
+    """``q[:num] = scale * source[at:] + old[kept:]``, or without the residual."""
+    out = q[:num]
+    new = source[at : at + num]
+    if has_feedback:
+        residual = old[kept : kept + num]
+        for i in range(num):
+            out[i] = new[i] * scale + residual[i]
+    else:
+        for i in range(num):
+            out[i] = new[i] * scale
+
+
+@njit(nogil=True, cache=True)
+def encode_raw(
+    table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
+    has_feedback: bool, numbers: Array, bits: Array, infinity: int,
+) -> bool:  # fmt: skip
+    """Copy q into the bodies of raw segments; their residual drains to 0. One pass. Returns whether all is finite."""
+    worst = bits.dtype.type(0)
+    for chunk in range(first, end):
+        row = table[chunks[chunk, SEGMENT]]
+        low, num = chunks[chunk, LOW], chunks[chunk, HIGH] - chunks[chunk, LOW]
+        body = numbers[row[OFFSET] // numbers.itemsize + low :][:num]
+        fill_q(body, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
+        as_bits = bits[row[OFFSET] // bits.itemsize + low :][:num]
+        chunk_worst = bits.dtype.type(0)
+        for i in range(num):
+            chunk_worst = max(chunk_worst, bits.dtype.type(as_bits[i] & infinity))
+        worst = max(worst, chunk_worst)
+        if has_feedback:
+            new[row[RESIDUAL] + low :][:num] = 0
+    return worst != infinity
+
+
+@njit(nogil=True, cache=True)
+def decode_raw(
+    table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
+    numbers: Array,
+) -> None:  # fmt: skip
+    """``target = scale * sum over rows`` of raw bodies, rows in order. One pass over the target."""
+    for chunk in range(first, end):
+        row = table[chunks[chunk, SEGMENT]]
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], BLOCK):
+            num = min(BLOCK, chunks[chunk, HIGH] - low)
+            out = target[row[SOURCE] + low :][:num]
+            if not num_rows:
+                out[:] = 0
+            for source in range(num_rows):
+                body = numbers[(source * row_bytes + row[OFFSET]) // numbers.itemsize + low :][:num]
+                if source:
+                    for i in range(num):
+                        out[i] += body[i]
+                else:
+                    for i in range(num):
+                        out[i] = body[i]
+            for i in range(num):
+                out[i] *= scale
+
+
+def fill_nan(table: Table, chunks: Table, target: Array) -> None:
+    """Make every segment of the target NaN."""
+    for start, numel in table[:, (SOURCE, NUMEL)].tolist():
+        target[start : start + numel] = np.nan
+
+
+@njit(nogil=True, cache=True)
+def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """The k-th largest of ``bits[:num]`` (unsigned, 1 <= k <= num) and how many equal to it belong to the top k.
+
+    A radix selection of 11 bits a round; every round looks only at numbers that share the prefix found so far.
+    """
+    width = 8 * bits.itemsize
+    prefix = np.uint64(0)
+    shift = width
+    while shift > 0:
+        step = min(11, shift)
+        shift -= step
+        histogram[:] = 0
+        high = np.uint64(shift + step)
+        mask = np.uint64((1 << step) - 1)
+        for i in range(num):
+            value = np.uint64(bits[i])
+            if high >= np.uint64(width) or (value >> high) == (prefix >> high):
+                histogram[(value >> np.uint64(shift)) & mask] += 1
+        digit = (1 << step) - 1
+        while histogram[digit] < k:
+            k -= histogram[digit]
+            digit -= 1
+        prefix |= np.uint64(digit) << np.uint64(shift)
+    return prefix, k
+
+
+@njit(nogil=True, cache=True)
+def mix64(value: int) -> int:
+    """A bijection of 64-bit numbers in which every input bit reaches every output bit (splitmix64's finaliser)."""
+    x = np.uint64(value)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@njit(nogil=True, cache=True)
+def all_finite(bits: Array, infinity: int) -> bool:
+    """Whether no exponent has all bits set, as ``infinity`` has."""
+    worst = bits.dtype.type(0)
+    for i in range(len(bits)):
+        worst = max(worst, bits.dtype.type(bits[i] & infinity))
+    return worst != infinity

@@ -1,0 +1,163 @@
+"""Sampled sparsifiers on the host: what top-k and DGC share.
+
+Encode makes two passes: a sample that sets a threshold (a hundredth of a pass), and one pass over the input that
+writes q to the residual and collects what passes. The top k of the few that passed are sent and cleared in the
+residual. Too few: the threshold falls and the pass repeats.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from espresso.compressors.base import Array, Compressor
+from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
+from espresso.cpu_offload.pool import WorkerPool
+from espresso.cpu_offload.sparse_kernels import (
+    RUN,
+    emit_segment,
+    encode_segments,
+    exact_threshold,
+    filter_chunks,
+    lowered,
+    sample_size,
+    sample_threshold,
+    scatter_chunks,
+)
+from espresso.cpu_offload.work import COUNT, END_CHUNK, FIRST_CHUNK, HASH, NUMEL
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How a sparsifier goes from a sample to what it sends.
+
+    Attributes:
+        part: the part of a segment that is sampled.
+        slack: standard deviations by which the sample's rank is raised.
+        enough: the pass repeats while fewer than ``enough * k`` pass.
+        attempts: how often the threshold is lowered before the exact one is computed (or none).
+        exact: whether the top k must be complete.
+    """
+
+    part: float
+    slack: float
+    enough: float
+    attempts: int
+    exact: bool
+
+
+class Scratch(threading.local):
+    """Buffers of one thread, kept between calls: fresh pages would cost more than the arithmetic.
+
+    ``index`` and ``value`` hold a segment's candidates: as long as the longest segment, touched only where used.
+    """
+
+    def __init__(self) -> None:
+        self.index = np.empty(0, np.uint32)
+        self.value: Array = np.empty(0, np.uint32)
+        self.chosen: Array = np.empty(0, np.uint32)
+        self.histogram = np.empty(1 << 11, np.int64)
+
+    def reserve(self, numel: int, dtype: np.dtype[Any]) -> None:
+        """Make room for the candidates of a segment."""
+        if self.index.size < numel + RUN or self.value.dtype != dtype:
+            self.index = np.empty(numel + RUN, np.uint32)
+            self.value = np.empty(numel + RUN, dtype)
+            self.chosen = np.empty(numel + RUN, dtype)
+
+
+class HostSparse(HostCodec):
+    """A sampled sparsifier with the residual fused."""
+
+    def __init__(self, compressor: Compressor, pool: WorkerPool | None, selection: Selection) -> None:
+        super().__init__(compressor, pool)
+        self._selection = selection
+        self._scratch = Scratch()
+
+    def encode_bodies(self, call: EncodeCall) -> bool:
+        """Whole segments where they are small; large ones share the pass over the input."""
+        work, how = call.work, self._selection
+        found = np.empty(len(work.chunks), dtype=np.int64)
+        magnitude = magnitude_bits(call)
+
+        def fused(first: int, end: int) -> bool:
+            scratch = self._scratch
+            scratch.reserve(int(call.table[work.segments[first:end], NUMEL].max()), call.bits.dtype)
+            return bool(
+                encode_segments(
+                    call.table, work.chunks, work.segments, first, end, call.source, call.scale, call.old, call.new,
+                    call.has_feedback, magnitude, call.infinity, how.part, how.slack, how.enough, how.attempts,
+                    how.exact, call.key.step, scratch.index, scratch.value, found, scratch.chosen,
+                    scratch.histogram, call.words, call.bits,
+                )
+            )  # fmt: skip
+
+        def split(position: int) -> bool:
+            return self._encode_large(call, int(work.segments[position]), found)
+
+        return all(self.run_segments(work, fused, split))
+
+    def decode_bodies(self, call: DecodeCall) -> None:
+        """Zero-fill and scatter-add, chunk by chunk: one pass over the target and one over the slots."""
+        chunks = call.work.chunks
+
+        def kernel(first: int, end: int) -> int:
+            return int(
+                scatter_chunks(
+                    call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes,
+                    call.numbers, call.words,
+                )
+            )  # fmt: skip
+
+        code = max(self.run_chunks(kernel, len(chunks)), default=0)
+        if code:
+            raise malformed(code, call.layout, "its count or indices are out of range or out of order")
+
+    def _encode_large(self, call: EncodeCall, segment: int, found: Any) -> bool:
+        """``encode_segments`` for one segment, with the filter shared out over the pool."""
+        how, chunks, row = self._selection, call.work.chunks, call.table[segment]
+        low, high, k = int(row[FIRST_CHUNK]), int(row[END_CHUNK]), int(row[COUNT])
+        scratch, magnitude = self._scratch, magnitude_bits(call)
+        scratch.reserve(int(row[NUMEL]), call.bits.dtype)
+        num_runs, rank = sample_size(int(row[NUMEL]), k, how.part, how.slack)
+        threshold = sample_threshold(
+            row, call.source, call.scale, call.old, call.has_feedback, num_runs, rank,
+            call.key.step ^ int(row[HASH]), scratch.chosen, magnitude, scratch.histogram,
+        )  # fmt: skip
+        index, value = scratch.index, scratch.value  # the pool's threads have scratch of their own
+        for attempt in range(how.attempts + 2):
+            bound = call.bits.dtype.type(threshold)
+
+            def filter_part(first: int, end: int, bound: Any = bound) -> None:
+                filter_chunks(
+                    call.table, chunks, low + first, low + end, call.source, call.scale, call.old, call.new,
+                    call.has_feedback, bound, magnitude, index, value, found,
+                )  # fmt: skip
+
+            self.run_chunks(filter_part, high - low)
+            if found[low:high].sum() >= how.enough * k or threshold <= 1:
+                break
+            if attempt < how.attempts:
+                threshold = lowered(bound, scratch.chosen[:1], call.source)
+            elif how.exact:
+                threshold = exact_threshold(
+                    row, call.source, call.scale, call.old, call.has_feedback, magnitude, scratch.chosen,
+                    scratch.histogram,
+                )  # fmt: skip
+            else:
+                break
+        return bool(
+            emit_segment(
+                row, chunks, low, high, call.new, call.has_feedback, magnitude, call.infinity, index, value, found,
+                scratch.chosen, scratch.histogram, call.words, call.bits,
+            )
+        )  # fmt: skip
+
+
+def magnitude_bits(call: EncodeCall) -> Any:
+    """The mask that takes the sign away."""
+    kind = call.bits.dtype.type
+    return kind(np.iinfo(kind).max >> 1)

@@ -1,0 +1,306 @@
+"""Kernels of the sampled sparsifiers. Body: :mod:`espresso.compressors.sparse`.
+
+Magnitudes are compared as unsigned integers (the bits without the sign): the same order as the numbers', and
+infinities and NaNs lie on top, so that they are always among the candidates and never need a look of their own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from espresso.compressors.base import Array
+from espresso.cpu_offload.kernels import BLOCK, fill_q, kth_largest, mix64
+from espresso.cpu_offload.work import (
+    COUNT,
+    END_CHUNK,
+    FIRST_CHUNK,
+    HASH,
+    HIGH,
+    LOW,
+    NUMEL,
+    OFFSET,
+    RESIDUAL,
+    SEGMENT,
+    SOURCE,
+    Table,
+)
+
+RUN = 16
+"""Samples are taken in runs of a cache line."""
+
+GROUP = 16
+"""Elements looked at together: where none passes, none is looked at alone."""
+
+MIN_SAMPLE = 4096
+"""Samples of a segment are at least this many; a segment less than twice as long is sampled whole."""
+
+LOWER_BY = 0.8
+
+Histogram = npt.NDArray[np.int64]
+
+
+@njit(nogil=True, cache=True)
+def sample_threshold(
+    row: Table, source: Array, scale: float, old: Array, has_feedback: bool, num_runs: int, rank: int, salt: int,
+    sample: Array, magnitude: int, histogram: Histogram,
+) -> int:  # fmt: skip
+    """The ``rank``-th largest magnitude, as bits, of ``num_runs`` runs; of everything if they cover the segment.
+
+    At least 1, so that zeros never pass. ``sample`` has room for the runs.
+    """
+    numel = row[NUMEL]
+    q_bits = np.empty(RUN, sample.dtype)
+    q = q_bits.view(source.dtype)
+    stride = max(numel // num_runs, RUN)
+    taken = 0
+    for run in range((numel + RUN - 1) // RUN if stride == RUN else num_runs):
+        low = run * stride
+        if stride > RUN:
+            low += np.int64(mix64(np.uint64(salt) + np.uint64(run)) % np.uint64(stride - RUN))
+        num = min(RUN, numel - low)
+        fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
+        for i in range(num):
+            sample[taken + i] = q_bits[i] & magnitude
+        taken += num
+    if rank > taken:
+        return sample.dtype.type(1)
+    found, _ = kth_largest(sample, taken, rank, histogram)
+    return max(sample.dtype.type(found), sample.dtype.type(1))
+
+
+@njit(nogil=True, cache=True)
+def filter_chunks(
+    table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
+    has_feedback: bool, threshold: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array, found: Table,
+) -> None:  # fmt: skip
+    """Collect what has at least the threshold's magnitude, and write q to ``new``. One pass.
+
+    Chunk c leaves ``found[c]`` candidates, ascending, in ``index`` and ``value`` (bits) from its LOW on.
+    """
+    q_bits = np.empty(BLOCK, value.dtype)
+    q = q_bits.view(source.dtype)
+    for chunk in range(first, end):
+        row = table[chunks[chunk, SEGMENT]]
+        start = chunks[chunk, LOW]
+        count = start
+        for low in range(start, chunks[chunk, HIGH], BLOCK):
+            num = min(BLOCK, chunks[chunk, HIGH] - low)
+            fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
+            if has_feedback:
+                new[row[RESIDUAL] + low :][:num] = q[:num]
+            if num < BLOCK:
+                q_bits[num:] = 0
+            count = collect(q_bits, low, threshold, magnitude, index, value, count)
+        found[chunk] = count - start
+
+
+@njit(nogil=True, cache=True)
+def collect(
+    q_bits: Array,
+    low: int,
+    threshold: int,
+    magnitude: int,
+    index: npt.NDArray[np.uint32],
+    value: Array,
+    count: int,
+) -> int:
+    """Append the candidates of one block; write first and advance by the comparison, so that nothing is predicted."""
+    for group in range(0, BLOCK, GROUP):
+        bits = q_bits[group : group + GROUP]
+        any_passes = np.uint32(0)
+        for i in range(GROUP):
+            any_passes |= np.uint32((bits[i] & magnitude) >= threshold)
+        if any_passes:
+            for i in range(GROUP):
+                index[count] = low + group + i
+                value[count] = bits[i]
+                count += (bits[i] & magnitude) >= threshold
+    return count
+
+
+@njit(nogil=True, cache=True)
+def emit_segment(
+    row: Table, chunks: Table, first: int, end: int, new: Array, has_feedback: bool, magnitude: int, infinity: int,
+    index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array, histogram: Histogram,
+    words: npt.NDArray[np.uint32], bits: Array,
+) -> bool:  # fmt: skip
+    """Write the top k of the candidates to the body and clear their residual; False if one is not finite."""
+    k = row[COUNT]
+    total = 0
+    for chunk in range(first, end):
+        total += found[chunk]
+    cut, ties = chosen.dtype.type(0), total
+    if total > k:
+        taken = 0
+        for chunk in range(first, end):
+            low = chunks[chunk, LOW]
+            for i in range(low, low + found[chunk]):
+                chosen[taken] = value[i] & magnitude
+                taken += 1
+        kth, ties = kth_largest(chosen, total, k, histogram)
+        cut = chosen.dtype.type(kth)
+    at = row[OFFSET]
+    values = bits[at // bits.itemsize + 8 // bits.itemsize :][:k]
+    indices = words[at // 4 + 2 + k * (bits.itemsize // 4) :][:k]
+    worst = chosen.dtype.type(0)
+    sent = 0
+    for chunk in range(first, end):
+        low = chunks[chunk, LOW]
+        for i in range(low, low + found[chunk]):
+            size = chosen.dtype.type(value[i] & magnitude)
+            worst = max(worst, size)
+            if size > cut or (size == cut and ties > 0):
+                ties -= size == cut
+                values[sent] = value[i]
+                indices[sent] = index[i]
+                if has_feedback:
+                    new[row[RESIDUAL] + index[i]] = 0
+                sent += 1
+    words[at // 4] = sent
+    words[at // 4 + 1] = 0
+    values[sent:] = 0
+    indices[sent:] = 0
+    return worst < infinity
+
+
+@njit(nogil=True, cache=True)
+def exact_threshold(
+    row: Table, source: Array, scale: float, old: Array, has_feedback: bool, magnitude: int, everything: Array,
+    histogram: Histogram,
+) -> int:  # fmt: skip
+    """The k-th largest magnitude of the whole segment, at least 1: for when samples mislead."""
+    numel = row[NUMEL]
+    q_bits = everything[:numel]
+    fill_q(q_bits.view(source.dtype), source, row[SOURCE], scale, old, row[RESIDUAL], numel, has_feedback)
+    for i in range(numel):
+        q_bits[i] &= magnitude
+    found, _ = kth_largest(q_bits, numel, row[COUNT], histogram)
+    return max(everything.dtype.type(found), everything.dtype.type(1))
+
+
+@njit(nogil=True, cache=True)
+def lower_bound(indices: npt.NDArray[np.uint32], num: int, wanted: int) -> int:
+    """The first position whose index is at least ``wanted``, if the indices ascend."""
+    low, high = 0, num
+    while low < high:
+        middle = (low + high) // 2
+        if np.int64(indices[middle]) < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(nogil=True, cache=True)
+def scatter_chunks(
+    table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
+    numbers: Array, words: npt.NDArray[np.uint32],
+) -> int:  # fmt: skip
+    """Fill chunks with zeros and scatter-add every row's slots that fall into them, rows in order.
+
+    Every index is checked: in the chunk and ascending. The parts that chunks take of a row meet end to end,
+    because both neighbours search for the same bound, so a row passes only if all its indices are good.
+    """
+    for chunk in range(first, end):
+        segment = chunks[chunk, SEGMENT]
+        row = table[segment]
+        low, high = chunks[chunk, LOW], chunks[chunk, HIGH]
+        out = target[row[SOURCE] + low :][: high - low]
+        out[:] = 0
+        for source in range(num_rows):
+            at = source * row_bytes + row[OFFSET]
+            k = row[COUNT]
+            num = np.int64(words[at // 4])
+            bad = 1 + source * len(table) + segment
+            if num > k or words[at // 4 + 1] != 0:
+                return bad
+            values = numbers[(at + 8) // numbers.itemsize :][:k]
+            indices = words[at // 4 + 2 + k * (numbers.itemsize // 4) :][:k]
+            begin, stop = lower_bound(indices, num, low), lower_bound(indices, num, high)
+            if stop < begin or (high == row[NUMEL] and stop != num):
+                return bad
+            previous = low - 1
+            for slot in range(begin, stop):
+                position = np.int64(indices[slot])
+                if position <= previous or position >= high:
+                    return bad
+                previous = position
+                out[position - low] += values[slot]
+        if scale != 1:
+            for i in range(len(out)):
+                out[i] *= scale
+    return 0
+
+
+@njit(nogil=True, cache=True)
+def sample_size(numel: int, k: int, part: float, slack: float) -> tuple[int, int]:
+    """How many runs to sample and which rank of the sample to take as threshold.
+
+    The rank that k would have in the sample, raised by ``slack`` standard deviations: with slack the threshold
+    lies below the k-th magnitude most of the time, so that nothing of the top k is missed.
+    """
+    wanted = min(numel, max(MIN_SAMPLE, np.int64(part * numel)))
+    if 2 * wanted >= numel:
+        return (numel + RUN - 1) // RUN, k
+    expected = wanted * (k / numel)
+    return (wanted + RUN - 1) // RUN, max(1, np.int64(expected + slack * np.sqrt(expected) + 0.5))
+
+
+@njit(nogil=True, cache=True)
+def lowered(threshold: int, one: Array, like: Array) -> int:
+    """The bits of LOWER_BY times the threshold; at least 1. ``one`` is room for one number, ``like`` has its dtype."""
+    one[0] = threshold
+    number = one.view(like.dtype)
+    number[0] *= like.dtype.type(LOWER_BY)
+    return max(one[0], one.dtype.type(1))
+
+
+@njit(nogil=True, cache=True)
+def encode_segments(
+    table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
+    new: Array, has_feedback: bool, magnitude: int, infinity: int, part: float, slack: float, enough: float,
+    attempts: int, exact: bool, salt: int, index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array,
+    histogram: Histogram, words: npt.NDArray[np.uint32], bits: Array,
+) -> bool:  # fmt: skip
+    """Sample, filter until enough passes, emit; for each of a run of segments. False if one is not finite."""
+    finite = True
+    for position in range(first, end):
+        row = table[segments[position]]
+        low, high = row[FIRST_CHUNK], row[END_CHUNK]
+        num_runs, rank = sample_size(row[NUMEL], row[COUNT], part, slack)
+        threshold = sample_threshold(
+            row,
+            source,
+            scale,
+            old,
+            has_feedback,
+            num_runs,
+            rank,
+            salt ^ row[HASH],
+            chosen,
+            magnitude,
+            histogram,
+        )
+        for attempt in range(attempts + 2):
+            filter_chunks(
+                table, chunks, low, high, source, scale, old, new, has_feedback, threshold, magnitude, index, value,
+                found,
+            )  # fmt: skip
+            if found[low:high].sum() >= enough * row[COUNT] or threshold <= 1:
+                break
+            if attempt < attempts:
+                threshold = lowered(threshold, chosen[:1], source)
+            elif exact:
+                threshold = exact_threshold(
+                    row, source, scale, old, has_feedback, magnitude, chosen, histogram
+                )
+            else:
+                break
+        if not emit_segment(
+            row, chunks, low, high, new, has_feedback, magnitude, infinity, index, value, found, chosen, histogram,
+            words, bits,
+        ):  # fmt: skip
+            finite = False
+    return finite

@@ -1,0 +1,38 @@
+"""Compile a codec's kernels before they are needed, on tiny inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.compressors.base import Codec, Feedback, Segment, SummableCodec
+from espresso.cpu_offload.work import FUSED
+
+
+def warm_up(codec: Codec, dtypes: Sequence[npt.DTypeLike] = (np.float32,), *, split: bool = False) -> None:
+    """Encode and decode a few hundred numbers, so that the kernels of these dtypes are compiled (or read from cache).
+
+    Args:
+        codec: any; call this at registration, before anything waits for a payload.
+        dtypes: layout dtypes to come.
+        split: also the kernels for segments that the pool's threads share; takes some megabytes for a moment.
+    """
+    sizes = [1, 5000] + ([FUSED + 1] if split else [])
+    for dtype in dtypes:
+        segments = [Segment(f"warm-up {index}", 0, size) for index, size in enumerate(sizes)]
+        layout = codec.compressor.layout(segments, dtype)
+        starts = np.cumsum([0, *sizes[:-1]])
+        source = np.linspace(-1, 1, layout.num_elements, dtype=layout.dtype)
+        target = np.empty_like(source)
+        feedback = Feedback(np.zeros_like(source), np.empty_like(source), starts)
+        payloads = np.empty((2, layout.num_bytes), np.uint8)
+        for row in payloads:
+            codec.encode(layout, source, starts, row, feedback=feedback)
+        codec.decode(layout, payloads, target, starts)
+        if isinstance(codec, SummableCodec):
+            kind = codec.value_dtype(layout)
+            values = np.empty(codec.num_values(layout), np.uint16 if kind == "bfloat16" else kind)
+            codec.encode_values(layout, source, starts, values, feedback=feedback)
+            codec.decode_values(layout, values, target, starts)
