@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from espresso._fields import JobError, check_keys, curve, items, member, number, text, whole
@@ -53,7 +54,7 @@ def interpolate(points: Points, x: float) -> float:
 def _check_points(points: Points, where: str) -> None:
     if not points:
         raise JobError(f"{where} has no points")
-    for (x0, _), (x1, _) in zip(points, points[1:], strict=False):
+    for (x0, _), (x1, _) in pairwise(points):
         if x1 <= x0:
             raise JobError(f"{where}: points must rise in x, but {x1:g} follows {x0:g}")
     for x, y in points:
@@ -153,7 +154,8 @@ class Links:
 
     def time_us(self, step: Step, cluster: Cluster, total_bytes: float) -> float:
         """See :meth:`CostModel.comm_us`."""
-        assert step.routine is not None and step.scope is not None
+        assert step.routine is not None
+        assert step.scope is not None
         peers = group_size(step.scope, cluster)
         if peers <= 1:
             return 0.0
@@ -355,7 +357,8 @@ class Contention:
         """Cores that a step demands while it runs."""
         if step.device is not None:
             return 1.0 if step.device is Device.TRAINING else self.pool_threads
-        assert step.scope is not None and step.routine is not None
+        assert step.scope is not None
+        assert step.routine is not None
         scope = step.scope.value
         return self.comm_cpu.get(f"{scope}.{step.routine.value}", self.comm_cpu.get(scope, 0.0))
 
@@ -383,7 +386,7 @@ class Contention:
 
 
 PAPER_CONTENTION = Contention()
-"""Training-device compression holds backward up, the host contends with nothing, communication burns nothing."""
+"""Training-device compression holds backward up; nothing else slows anything."""
 
 
 @dataclass(frozen=True)
@@ -442,7 +445,8 @@ class CostModel:
                 return cost
         known = sorted({c.spec for c in self.compute if c.device is device}) or ["none at all"]
         raise JobError(
-            f"no {op.value} cost for compressor '{spec}' on the {device.value} device; the job has {', '.join(known)}"
+            f"no {op.value} cost for compressor '{spec}' on the {device.value} device;"
+            f" the job has {', '.join(known)}"
         )
 
     def devices(self, spec: CompressorSpec) -> tuple[Device, ...]:
@@ -519,7 +523,7 @@ def read_copy(body: Any, where: str) -> CopyCost | None:
 
 
 def fit_line(points: Sequence[tuple[float, float]], messages: float, factor: float) -> AlphaBeta:
-    """Alpha and beta of a link from one routine's measured (total_bytes, us), least squares on relative error.
+    """Alpha and beta of a link from a routine's measured (total_bytes, us): least squares on relative error.
 
     Args:
         messages: how often the routine pays alpha.

@@ -192,7 +192,8 @@ class Job:
         check_keys(body, "the job", _REQUIRED, _OPTIONAL)
         if body["schema_version"] != SCHEMA_VERSION:
             raise JobError(
-                f"schema_version {body['schema_version']!r} is not supported; this version reads {SCHEMA_VERSION}"
+                f"schema_version {body['schema_version']!r} is not supported;"
+                f" this version reads {SCHEMA_VERSION}"
             )
         if body["kind"] != "espresso-job":
             raise JobError(f"kind is {body['kind']!r}, expected 'espresso-job'")

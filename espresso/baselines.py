@@ -1,0 +1,137 @@
+"""Baselines: the strategies that others use, as strategies of our own, so that one timeline compares them.
+
+Every baseline is one choice per unit. Names follow the Espresso paper (EuroSys '23, section 5); where the
+cluster has one scope only, the flat twin of a hierarchical pipeline stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from espresso.candidates import compressed_choices, raw_choices
+from espresso.evaluator import Evaluator
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Option, parse_option
+
+FP16 = CompressorSpec("fp16")
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A named strategy.
+
+    Attributes:
+        choices: one per unit of the evaluator that made it.
+        makespan_us: first ready gradient to the latest finish, at that evaluator's partition size.
+    """
+
+    name: str
+    choices: tuple[Choice, ...]
+    makespan_us: float
+
+
+def _pipeline(hierarchical: bool, deep: str, flat: str) -> Option:
+    return parse_option(deep if hierarchical else flat)
+
+
+def inter_allgather(hierarchical: bool) -> Option:
+    """HiTopKComm's shape: reduce-scatter in the node, compress the shard, allgather between nodes."""
+    return _pipeline(
+        hierarchical,
+        "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather",
+        "comp > flat.allgather > dec",
+    )
+
+
+def inter_all_to_all(hierarchical: bool) -> Option:
+    """Compressed reduce-scatter and allgather between nodes, raw inside them."""
+    return _pipeline(
+        hierarchical,
+        "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather",
+        "comp > flat.all_to_all > dec > comp > flat.allgather > dec",
+    )
+
+
+def all_to_all_all_to_all(hierarchical: bool) -> Option:
+    """Compressed in the node and between nodes, both as all-to-all and allgather."""
+    return _pipeline(
+        hierarchical,
+        "comp > intra.all_to_all > dec > comp > inter.all_to_all > dec > comp > inter.allgather"
+        " > intra.allgather > dec",
+        "comp > flat.all_to_all > dec > comp > flat.allgather > dec",
+    )
+
+
+def _devices(evaluator: Evaluator, spec: CompressorSpec) -> tuple[Device, ...]:
+    return evaluator.job.costs.devices(spec)
+
+
+def simple_baselines(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> list[Baseline]:
+    """The baselines that need no search. Those that the job cannot price (no fp16 cost, say) are left out."""
+    hierarchical = evaluator.job.cluster.is_hierarchical
+    rows: list[Baseline] = []
+
+    def add(name: str, choices: Sequence[Choice]) -> None:
+        rows.append(Baseline(name, tuple(choices), evaluator.makespan(evaluator.encode(choices))))
+
+    def uniform(name: str, choice: Choice) -> None:
+        add(name, [choice] * len(evaluator.units))
+
+    uniform("uncompressed", PLAIN)
+    raw = raw_choices(evaluator.job.cluster)
+    if len(raw) > 1:
+        rows.append(_best_uniform(evaluator, "cheapest raw leaf", raw))
+    if FP16 not in specs and Device.TRAINING in _devices(evaluator, FP16):
+        uniform("fp16", Choice(parse_option("comp > flat.allreduce > dec"), FP16))
+    for spec in specs:
+        if spec == NONE:
+            continue
+        suffix = f" ({spec})" if len(specs) > 1 else ""
+        for device in _devices(evaluator, spec)[:1]:
+            if spec == FP16:
+                uniform("fp16", Choice(parse_option("comp > flat.allreduce > dec").on_device(device), FP16))
+            shapes: tuple[tuple[str, Callable[[bool], Option]], ...] = (
+                ("inter-allgather", inter_allgather),
+                ("inter-all-to-all", inter_all_to_all),
+                ("all-to-all + all-to-all", all_to_all_all_to_all),
+            )
+            for name, shape in shapes:
+                uniform(name + suffix, Choice(shape(hierarchical).on_device(device), spec))
+            leaves = compressed_choices(evaluator.job, (spec,), device)
+            rows.append(_best_uniform(evaluator, "compress everything" + suffix, leaves))
+    add("myopic", myopic(evaluator, specs))
+    return rows
+
+
+def _best_uniform(evaluator: Evaluator, name: str, leaves: Sequence[Choice]) -> Baseline:
+    """The best strategy that gives every unit the same leaf."""
+    batch = np.array([evaluator.uniform(choice) for choice in leaves])
+    index, makespan, _ = evaluator.batch(batch, cut=True)
+    return Baseline(name, (leaves[index],) * len(evaluator.units), makespan)
+
+
+def myopic(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> list[Choice]:
+    """Every unit takes the leaf whose own chain is shortest, as if it were alone (the paper's myopic policy)."""
+    job = evaluator.job
+    leaves = raw_choices(job.cluster) + tuple(
+        choice for device in Device for choice in compressed_choices(job, specs, device)
+    )
+    best: dict[tuple[int, str, int], Choice] = {}
+    for unit in evaluator.units:
+        if unit.size not in best:
+            numbers = evaluator.candidates.numbers(unit.size, leaves)
+            best[unit.size] = leaves[int(np.argmin(evaluator.candidates.alone_us(numbers)))]
+    return [best[unit.size] for unit in evaluator.units]
+
+
+__all__ = [
+    "FP16",
+    "Baseline",
+    "all_to_all_all_to_all",
+    "inter_all_to_all",
+    "inter_allgather",
+    "myopic",
+    "simple_baselines",
+]

@@ -1,0 +1,378 @@
+"""Chains: what the tasks of one partition cost, step by step.
+
+The decision tree has thousands of leaves but few different steps: a step's cost depends on how the region
+is cut, how many payloads are held and who shares the link, not on the leaf around it. A
+:class:`Catalogue` finds those *shapes* once per cluster; a :class:`Pricer` prices each shape once per size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.costs import CostModel
+from espresso.strategies import (
+    DTYPES,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Device,
+    Form,
+    Lane,
+    Option,
+    Phase,
+    Plan,
+    Routine,
+    Scope,
+    Stage,
+    State,
+    Step,
+    StepKind,
+    trace,
+)
+from espresso.strategies.flow import SHARD_ALIGN
+from espresso.strategies.plan import lanes_of
+
+if TYPE_CHECKING:
+    from espresso.compressors.base import Compressor
+
+LANE_SETS: tuple[tuple[Lane, ...], ...] = (
+    (Lane.TRAINING,),
+    (Lane.OFFLOAD,),
+    (Lane.COPY,),
+    (Lane.INTRA,),
+    (Lane.INTER_OUT, Lane.INTER_IN),
+    (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN),
+    (Lane.INTER_OUT,),
+    (Lane.INTER_IN,),
+)
+"""Every combination of lanes a task can hold; kernels number them in this order."""
+
+Wholes = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float64]
+
+PayloadBytes = Callable[[CompressorSpec, int, str, int], int]
+"""``(spec, elements, dtype, segments) -> bytes`` of one payload."""
+
+
+@lru_cache(maxsize=256)
+def create_compressor(spec: CompressorSpec) -> Compressor:
+    """The registry's compressor for a spec, made once."""
+    # Here and not above: pricing is the only reason to load the compressors.
+    from espresso.compressors.registry import create
+
+    return create(spec)
+
+
+@lru_cache(maxsize=1 << 16)
+def _layout_bytes(spec: CompressorSpec, numels: tuple[int, ...], dtype: str) -> int:
+    from espresso.compressors.base import Segment
+
+    segments, start = [], 0
+    for numel in numels:
+        segments.append(Segment("", start, numel))
+        start += numel
+    return create_compressor(spec).layout(segments, dtype).num_bytes
+
+
+_LARGE = 1 << 16
+
+
+def payload_bytes(spec: CompressorSpec, elements: int, dtype: str = "float32", segments: int = 1) -> int:
+    """Bytes of a payload of ``elements`` in ``segments`` stretches, from the compressor's own layout.
+
+    Further segments cost what a second one does in a large payload (a table row, and what it rounds up),
+    so that a size needs one layout and not one for every way of cutting it.
+    """
+    wide = "float64" if dtype == "float64" else "float32"
+    size = _layout_bytes(spec, (elements,), wide)
+    if segments > 1:
+        two = _layout_bytes(spec, (_LARGE // 2, _LARGE // 2), wide)
+        size += (segments - 1) * max(two - _layout_bytes(spec, (_LARGE,), wide), 0)
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What a rank holds of a partition, apart from the partition's size (see :class:`State`).
+
+    ``path`` lists the parts of every cut that led to the region; the first, largest shard is meant.
+    """
+
+    path: tuple[int, ...]
+    splits: tuple[int, ...]
+    value_parts: int
+    multiplicity: int
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A task without its size: enough to price it for every size, compressor and dtype.
+
+    Attributes:
+        lane_set: index into :data:`LANE_SETS`.
+        sharers: ranks of a node that do this step at the same time.
+    """
+
+    step: Step
+    stage: Stage
+    lane_set: int
+    before: Hold
+    after: Hold
+    sharers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A priced task.
+
+    Attributes:
+        us: its time when nothing contends.
+        cores: what it demands of the host while it runs.
+        num_bytes: the routine's whole array S, or the bytes copied; 0 for computation.
+    """
+
+    shape: Shape
+    us: float
+    cores: float
+    num_bytes: float
+
+
+class Catalogue:
+    """The shapes of every option on one cluster, numbered as they are met."""
+
+    def __init__(self, cluster: Cluster, host_copies: bool, copy_shares_intra: bool) -> None:
+        self.cluster = cluster
+        self.shapes: list[Shape] = []
+        self._host_copies = host_copies
+        self._copy_set = 3 if copy_shares_intra else 2
+        self._numbers: dict[Shape, int] = {}
+        self._options: dict[Option, tuple[int, ...]] = {}
+        self._holds: dict[tuple[State, bool], Hold] = {}
+
+    def numbers(self, option: Option) -> tuple[int, ...]:
+        """The shape numbers of the option's tasks, in order, host copies included."""
+        found = self._options.get(option)
+        if found is None:
+            found = tuple(self._number(shape) for shape in self._shapes_of(option))
+            self._options[option] = found
+        return found
+
+    def _number(self, shape: Shape) -> int:
+        number = self._numbers.setdefault(shape, len(self.shapes))
+        if number == len(self.shapes):
+            self.shapes.append(shape)
+        return number
+
+    def _shapes_of(self, option: Option) -> list[Shape]:
+        cluster = self.cluster
+        # Large enough that every cut is exact, so that a region's share of it tells how it was cut.
+        size = SHARD_ALIGN * cluster.num_ranks**2
+        hierarchical = option.is_hierarchical
+        active = cluster.ranks_per_node
+        shapes = []
+        for flow in trace(option, cluster, size):
+            step = flow.step
+            before = self._hold(flow.before, size, hierarchical)
+            after = self._hold(flow.after, size, hierarchical)
+            lane_set = LANE_SETS.index(lanes_of(step, cluster))
+            if self._host_copies and step.device is Device.OFFLOAD:
+                shapes += [
+                    Shape(step, Stage.COPY_TO_HOST, self._copy_set, before, after, active),
+                    Shape(step, Stage.STEP, lane_set, before, after, active),
+                    Shape(step, Stage.COPY_TO_DEVICE, self._copy_set, before, after, active),
+                ]
+            else:
+                shapes.append(Shape(step, Stage.STEP, lane_set, before, after, active))
+            if step.scope in (Scope.INTRA, Scope.FLAT):
+                if step.routine in (Routine.REDUCE, Routine.GATHER):
+                    active = 1
+                elif step.phase is Phase.SECOND:
+                    active = cluster.ranks_per_node
+        return shapes
+
+    def _hold(self, state: State, size: int, hierarchical: bool) -> Hold:
+        key = (state, hierarchical)
+        found = self._holds.get(key)
+        if found is None:
+            cluster = self.cluster
+            parts = size // state.elements
+            if parts == 1:
+                path: tuple[int, ...] = ()
+            elif hierarchical and parts == cluster.num_ranks:
+                path = (cluster.ranks_per_node, cluster.num_nodes)
+            else:
+                path = (parts,)
+            value_parts = 1
+            for count, _ in state.value_cuts:
+                value_parts *= count
+            found = Hold(path, state.atom_splits, value_parts, state.multiplicity, state.form)
+            self._holds[key] = found
+        return found
+
+
+@lru_cache(maxsize=64)
+def catalogue(cluster: Cluster, host_copies: bool, copy_shares_intra: bool) -> Catalogue:
+    """One catalogue per cluster and way of copying, shared by all pricers."""
+    return Catalogue(cluster, host_copies, copy_shares_intra)
+
+
+def first_shard(elements: int, parts: int) -> int:
+    """Elements of the first, largest shard (:func:`espresso.strategies.cut`)."""
+    return min(-(-elements // (parts * SHARD_ALIGN)) * SHARD_ALIGN, elements)
+
+
+def atom_sizes(elements: int, splits: tuple[int, ...]) -> dict[int, int]:
+    """Size to count of the payloads that a region is encoded in; empty ones included."""
+    sizes = {elements: 1}
+    for parts in splits:
+        finer: dict[int, int] = {}
+        for size, count in sizes.items():
+            first = first_shard(size, parts)
+            full = size // first if first else parts
+            rest = size - full * first
+            for piece, times in ((first, full), (rest, 1 if rest else 0)):
+                finer[piece] = finer.get(piece, 0) + times * count
+            finer[0] = finer.get(0, 0) + (parts - full - (1 if rest else 0)) * count
+        sizes = {size: count for size, count in finer.items() if count}
+    return sizes
+
+
+SizeKey = tuple[CompressorSpec, int, str, int]
+"""(compressor, elements, dtype, segments) of a partition."""
+
+
+class Pricer:
+    """Prices tasks with one cost model on one cluster; remembers every price.
+
+    Args:
+        payload: for tests; by default the compressors' own layouts.
+        free: price compression and host copies at nothing: the paper's upper bound.
+    """
+
+    def __init__(
+        self, costs: CostModel, cluster: Cluster, payload: PayloadBytes = payload_bytes, *, free: bool = False
+    ) -> None:
+        self.costs = costs
+        self.cluster = cluster
+        self.catalogue = catalogue(
+            cluster, costs.copy is not None, costs.copy is not None and costs.copy.shares_intra
+        )
+        self._payload = payload
+        self._free = free
+        self._prices: dict[SizeKey, dict[int, Work]] = {}
+        self._chains: dict[tuple[Option, SizeKey], tuple[Work, ...]] = {}
+        self._tables: dict[SizeKey, tuple[Wholes, Reals, Reals]] = {}
+
+    def chain(self, choice: Choice, elements: int, dtype: str, segments: int = 1) -> tuple[Work, ...]:
+        """The priced tasks of one partition, in order; they match the plan's tasks one to one."""
+        size: SizeKey = (choice.compressor, elements, dtype, segments)
+        found = self._chains.get((choice.option, size))
+        if found is None:
+            found = tuple(self.work(number, size) for number in self.catalogue.numbers(choice.option))
+            self._chains[choice.option, size] = found
+        return found
+
+    def columns(self, option: Option, size: SizeKey) -> tuple[Wholes, Reals, Reals]:
+        """The chain as arrays (lane set, us, cores), each closed by a row with lane set -1."""
+        numbers = self.catalogue.numbers(option)
+        table = self._tables.get(size)
+        if table is None or len(table[0]) < len(self.catalogue.shapes):
+            table = self._grown(table)
+            self._tables[size] = table
+        sets, us, cores = table
+        rows = np.array((*numbers, -1))
+        for number in numbers:
+            if sets[number] < 0:
+                work = self.work(number, size)
+                sets[number], us[number], cores[number] = work.shape.lane_set, work.us, work.cores
+        return sets[rows], us[rows], cores[rows]
+
+    def _grown(self, table: tuple[Wholes, Reals, Reals] | None) -> tuple[Wholes, Reals, Reals]:
+        """A table with room for every shape known by now; its last row, the chain end, stays empty."""
+        length = 2 * len(self.catalogue.shapes) + 1
+        grown = np.full(length, -1, dtype=np.int64), np.zeros(length), np.zeros(length)
+        if table is not None:
+            for old, new in zip(table, grown, strict=True):
+                new[: len(old)] = old
+        return grown
+
+    def work(self, number: int, size: SizeKey) -> Work:
+        """The price of a shape at a size."""
+        prices = self._prices.setdefault(size, {})
+        found = prices.get(number)
+        if found is None:
+            found = prices[number] = self._price(self.catalogue.shapes[number], size)
+        return found
+
+    def _price(self, shape: Shape, size: SizeKey) -> Work:
+        spec, elements, _, segments = size
+        step = shape.step
+        cores = self.costs.contention.demand(step)
+        if shape.stage is not Stage.STEP:
+            hold = shape.before if shape.stage is Stage.COPY_TO_HOST else shape.after
+            num_bytes = self._bytes(hold, size)
+            return Work(shape, 0.0 if self._free else self.costs.copy_us(num_bytes), 0.0, num_bytes)
+        if step.is_communication:
+            num_bytes = max(self._bytes(shape.before, size), self._bytes(shape.after, size))
+            if step.scope is Scope.INTER:
+                num_bytes *= shape.sharers
+            return Work(shape, self.costs.comm_us(step, self.cluster, num_bytes), cores, num_bytes)
+        if self._free or step.kind is StepKind.TRANSFORM or step.device is None:
+            return Work(shape, 0.0, cores, 0.0)
+        held = _after_path(elements, shape.before.path)
+        if step.kind is StepKind.COMPRESS:
+            stretches = max(
+                _share(segments, held, elements), sum(atom_sizes(held, shape.after.splits).values())
+            )
+            time = self.costs.encode_us(spec, step.device, held, stretches)
+        else:
+            time = self.costs.decode_us(spec, step.device, held, shape.before.multiplicity)
+        if step.device is Device.OFFLOAD:
+            time *= min(shape.sharers, self.costs.offload_ranks_per_pool)
+        return Work(shape, time, cores, 0.0)
+
+    def _bytes(self, hold: Hold, size: SizeKey) -> float:
+        spec, elements, dtype, segments = size
+        held = _after_path(elements, hold.path)
+        if hold.form is Form.RAW:
+            return held * DTYPES[dtype]
+        if hold.form is Form.SUMMABLE:
+            return self._payload(spec, held, dtype, _share(segments, held, elements)) / hold.value_parts
+        return hold.multiplicity * sum(
+            count * self._payload(spec, atom, dtype, _share(segments, atom, elements))
+            for atom, count in atom_sizes(held, hold.splits).items()
+        )
+
+
+def _after_path(elements: int, path: tuple[int, ...]) -> int:
+    for parts in path:
+        elements = first_shard(elements, parts)
+    return elements
+
+
+def _share(segments: int, part: int, whole: int) -> int:
+    """How many of a partition's segments lie in a part of it, about."""
+    return max(1, -(-segments * part // whole)) if whole else 1
+
+
+def partition_segments(runs: int, part: int, whole: int) -> int:
+    """Segments of a partition of ``part`` of the ``whole`` elements of a group with ``runs`` stretches."""
+    return _share(runs, part, whole)
+
+
+def price_plan(plan: Plan, pricer: Pricer) -> list[Work]:
+    """The price of every task of a plan, by task index."""
+    works: list[Work] = []
+    for part in plan.partitions:
+        group = plan.groups[part.group]
+        segments = partition_segments(len(group.runs), part.numel, group.numel)
+        works += pricer.chain(group.choice, part.numel, group.dtype, segments)
+    assert len(works) == len(plan.tasks)
+    return works

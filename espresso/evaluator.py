@@ -1,0 +1,111 @@
+"""Evaluating strategies of one job: the kernels behind Python's own types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.candidates import Candidates, Unit
+from espresso.chains import PayloadBytes, Pricer, payload_bytes
+from espresso.costs import PAPER_CONTENTION
+from espresso.job import Job
+from espresso.strategies import Choice
+from espresso.timeline_kernels import best_of, copy_state, evaluate_batch, kernel, make_state, reset
+
+Wholes = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float64]
+
+
+class Evaluator:
+    """Makespans of strategies of one job, at one partition size.
+
+    Args:
+        units: in the order of their buckets.
+        free: the paper's upper bound: compression and copies cost nothing, nothing contends.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        units: Sequence[Unit],
+        partition_bytes: int,
+        payload: PayloadBytes = payload_bytes,
+        *,
+        free: bool = False,
+        pricer: Pricer | None = None,
+    ) -> None:
+        costs = replace(job.costs, contention=PAPER_CONTENTION) if free else job.costs
+        self.job = job
+        self.units = tuple(units)
+        self.partition_bytes = partition_bytes
+        self.pricer = pricer or Pricer(costs, job.cluster, payload, free=free)
+        self.candidates = Candidates(self.pricer, partition_bytes)
+        contention = costs.contention
+        self._shared = contention.cores is not None
+        self._contention = np.array([contention.cores or 0.0, contention.backward_cores])
+        self._gaps = np.diff(np.array(job.ready_us), prepend=0.0)
+        buckets = [unit.bucket for unit in units]
+        self._first_unit = np.searchsorted(buckets, np.arange(len(self._gaps) + 1)).astype(np.int64)
+        self.ready = np.zeros(len(self._gaps))
+        self.finish = np.zeros(len(units))
+        parts = sum(self._partitions(unit) for unit in units)
+        self._origin, self._start, self._scratch = (make_state(parts) for _ in range(3))
+        reset(self._origin, self._gaps, self._shared)
+        self._advance = kernel(self._shared)
+
+    def _partitions(self, unit: Unit) -> int:
+        return 1 if self.partition_bytes == 0 else -(-unit.num_bytes // self.partition_bytes) + 1
+
+    def uniform(self, choice: Choice) -> Wholes:
+        """The strategy that gives every unit the same choice."""
+        return self.encode([choice] * len(self.units))
+
+    def encode(self, choices: Sequence[Choice]) -> Wholes:
+        """Candidate numbers for one choice per unit."""
+        number = self.candidates.number
+        return np.array(
+            [number(unit.size, choice) for unit, choice in zip(self.units, choices, strict=True)],
+            dtype=np.int64,
+        )
+
+    def decode(self, strategy: Wholes) -> list[Choice]:
+        """One choice per unit for candidate numbers."""
+        return [self.candidates.choices[number] for number in strategy]
+
+    def makespan(self, strategy: Wholes) -> float:
+        """First ready gradient to the latest finish; fills ``ready`` (buckets) and ``finish`` (units)."""
+        copy_state(self._origin, self._scratch)
+        return self._run(self._scratch, strategy, len(self._gaps) + 1)
+
+    def best(self, strategy: Wholes, unit: int, numbers: Wholes, limit: float) -> tuple[int, float]:
+        """The best candidate for one unit, the others fixed, if below ``limit``; else (-1, limit)."""
+        copy_state(self._origin, self._start)
+        self._run(self._start, strategy, self.units[unit].bucket)
+        best, time = best_of(
+            self._shared, self._start, self._scratch, unit, numbers, self._gaps, self._first_unit, strategy,
+            *self.candidates.arrays(), self._contention, limit, self.ready, self.finish,
+        )  # fmt: skip
+        return int(best), float(time)
+
+    def batch(self, strategies: Wholes, limit: float = np.inf, *, cut: bool = False) -> tuple[int, float, Reals]:
+        """(first best row below ``limit``, its makespan, all makespans) of strategies int64[n, units].
+
+        With ``cut`` the makespans of rows that cannot be the best are infinity.
+        """
+        times = np.empty(len(strategies))
+        best, time = evaluate_batch(
+            self._shared, self._origin, self._scratch, strategies, self._gaps, self._first_unit,
+            *self.candidates.arrays(), self._contention, limit, cut, times, self.ready, self.finish,
+        )  # fmt: skip
+        return int(best), float(time), times
+
+    def _run(self, state: object, strategy: Wholes, stop: int) -> float:
+        return float(
+            self._advance(
+                state, self._gaps, self._first_unit, strategy, *self.candidates.arrays(), self._contention,
+                stop, np.inf, self.ready, self.finish,
+            )
+        )  # fmt: skip

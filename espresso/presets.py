@@ -1,0 +1,225 @@
+"""Jobs from published traces, on a named cluster or one described in a file.
+
+The figures lie in ``espresso/data`` with their sources. A cluster file is JSON::
+
+    {"schema_version": 1, "kind": "espresso-cluster",
+     "intra": {"alpha_us": 20, "beta_us_per_kb": 0.02},
+     "inter": {"alpha_us": 50, "beta_us_per_kb": 0.1},
+     "copy": {"alpha_us": 10, "beta_us_per_kb": 0.1, "shares_intra": false},
+     "pool_is_the_nodes": true, "note": "free text"}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from espresso._fields import JobError, check_keys, items, number, text, whole
+from espresso.costs import AlphaBeta, ComputeCost, CopyCost, CostModel, Links, Op, Points, read_copy
+from espresso.job import Job
+from espresso.strategies import Cluster, Device, Mode, TensorSpec
+
+CLUSTER_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPreset:
+    """A cluster's links, without its shape.
+
+    Attributes:
+        pool_is_the_nodes: whether a node has one offload pool for all its ranks, or one for each.
+    """
+
+    name: str
+    intra: AlphaBeta
+    inter: AlphaBeta
+    copy: CopyCost | None = None
+    pool_is_the_nodes: bool = True
+    note: str = ""
+
+
+def trace_names() -> tuple[str, ...]:
+    """The published traces that come with the package."""
+    return tuple(
+        sorted(entry.name.removesuffix(".json") for entry in _data("traces").iterdir() if entry.name.endswith(".json"))
+    )
+
+
+def cluster_names() -> tuple[str, ...]:
+    """The cluster presets that come with the package."""
+    return tuple(published_costs()["clusters"])
+
+
+def _data(*parts: str) -> Any:
+    return files("espresso").joinpath("data", *parts)
+
+
+@cache
+def published_costs() -> dict[str, Any]:
+    """The published figures as they are: compressor times, clusters, the paper's tables."""
+    body: dict[str, Any] = json.loads(_data("published_costs.json").read_text(encoding="utf-8"))
+    return body
+
+
+def load_cluster(name_or_path: str | Path) -> ClusterPreset:
+    """A preset by name, or a cluster file.
+
+    Raises:
+        JobError: no such preset, or a faulty file; names the fault.
+    """
+    name = str(name_or_path)
+    if name in cluster_names():
+        row = published_costs()["clusters"][name]
+        return ClusterPreset(
+            name,
+            _line(row["intra"], f"{name}.intra"),
+            _line(row["inter"], f"{name}.inter"),
+            read_copy(row["copy"], f"{name}.copy"),
+            note=f"{row['testbed']}; {published_costs()['clusters_note']}",
+        )
+    body = _read(name_or_path, f"a cluster preset ({', '.join(cluster_names())})")
+    try:
+        return _cluster_from_json(name, body)
+    except JobError as error:
+        raise JobError(f"{name}: {error}") from None
+
+
+def _cluster_from_json(name: str, body: Any) -> ClusterPreset:
+    check_keys(
+        body, "the cluster", ("schema_version", "kind", "intra", "inter"), ("copy", "pool_is_the_nodes", "note")
+    )
+    if body["schema_version"] != CLUSTER_SCHEMA_VERSION:
+        raise JobError(
+            f"schema_version {body['schema_version']!r} is not supported;"
+            f" this version reads {CLUSTER_SCHEMA_VERSION}"
+        )
+    if body["kind"] != "espresso-cluster":
+        raise JobError(f"kind is {body['kind']!r}, expected 'espresso-cluster'")
+    pool = body.get("pool_is_the_nodes", True)
+    if not isinstance(pool, bool):
+        raise JobError(f"pool_is_the_nodes must be true or false, got {pool!r}")
+    return ClusterPreset(
+        name,
+        _line(body["intra"], "intra"),
+        _line(body["inter"], "inter"),
+        read_copy(body.get("copy"), "copy"),
+        pool,
+        text(body.get("note", ""), "note"),
+    )
+
+
+def _line(body: Any, where: str) -> AlphaBeta:
+    check_keys(body, where, ("alpha_us", "beta_us_per_kb"))
+    return AlphaBeta(
+        number(body["alpha_us"], f"{where}.alpha_us"), number(body["beta_us_per_kb"], f"{where}.beta_us_per_kb")
+    )
+
+
+def _read(name_or_path: str | Path, alternative: str) -> Any:
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise JobError(f"{str(name_or_path)!r} is neither a file nor {alternative}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: not a JSON file ({error})") from None
+
+
+@cache
+def published_compute() -> tuple[ComputeCost, ...]:
+    """The published compressor times as cost entries, by bare compressor name.
+
+    GPU: up to one size a shard costs the figure given, above it in proportion; a batch of shards costs at
+    least the figure and otherwise the sum of its shares. Host: the published points; the launch is where the
+    line through the two smallest sizes meets zero.
+    """
+    figures = published_costs()
+    gpu = figures["gpu"]
+    costs = []
+    for op in Op:
+        for name, us in gpu[f"{op.value}_us"].items():
+            points: Points = ((0.0, 0.0), (float(gpu["per_elements"]), float(us)))
+            costs.append(ComputeCost(name, Device.TRAINING, op, points, floor_us=float(us)))
+    for name, rows in figures["cpu"].items():
+        if name == "columns":
+            continue
+        for column, op in enumerate(Op, start=1):
+            (x0, y0), (x1, y1) = ((row[0], row[column]) for row in rows[:2])
+            launch = max(y0 - x0 * (y1 - y0) / (x1 - x0), 0.0)
+            points = ((0.0, 0.0), *((float(row[0]), max(float(row[column]) - launch, 0.0)) for row in rows))
+            costs.append(ComputeCost(name, Device.OFFLOAD, op, points, launch_us=launch))
+    return tuple(costs)
+
+
+def job_from_trace(
+    trace: str | Path, num_nodes: int, ranks_per_node: int, cluster: str | Path | ClusterPreset
+) -> Job:
+    """A job in the paper's mode: a trace's backward pass with the published compressor costs.
+
+    Args:
+        trace: a name from :func:`trace_names`, or a trace file of the same form.
+        cluster: a preset's name, a cluster file, or a preset.
+
+    Raises:
+        JobError: an unknown trace or cluster, or a faulty file.
+        ValueError: a cluster shape below one.
+    """
+    name = str(trace)
+    known = name in trace_names()
+    body = (
+        json.loads(_data("traces", f"{name}.json").read_text(encoding="utf-8"))
+        if known
+        else _read(trace, f"a published trace ({', '.join(trace_names())})")
+    )
+    preset = cluster if isinstance(cluster, ClusterPreset) else load_cluster(cluster)
+    try:
+        return _job(body, Cluster(num_nodes, ranks_per_node), preset)
+    except JobError as error:
+        raise JobError(f"trace {name}: {error}") from None
+
+
+def _job(body: Any, cluster: Cluster, preset: ClusterPreset) -> Job:
+    check_keys(body, "the trace", ("model", "tensors"), ("source", "columns", "gap_us", "forward_us", "optimizer_us"))
+    if body.get("columns", ["name", "numel", "gap_us"]) != ["name", "numel", "gap_us"]:
+        raise JobError(f"columns must be name, numel, gap_us; got {body['columns']}")
+    tensors, gaps = [], []
+    for position, row in enumerate(items(body["tensors"], "tensors")):
+        where = f"tensors[{position}]"
+        if not isinstance(row, list) or len(row) != 3:
+            raise JobError(f"{where} must be [name, numel, gap_us], got {row!r}")
+        tensors.append(TensorSpec(text(row[0], where), (whole(row[1], f"{where}: numel"),)))
+        gaps.append(number(row[2], f"{where}: gap_us"))
+    costs = CostModel(
+        Links(preset.intra, preset.inter),
+        published_compute(),
+        preset.copy,
+        offload_ranks_per_pool=cluster.ranks_per_node if preset.pool_is_the_nodes else 1,
+    )
+    return Job(
+        model=text(body["model"], "model"),
+        tensors=tuple(tensors),
+        gaps_us=tuple(gaps),
+        cluster=cluster,
+        costs=costs,
+        mode=Mode.PAPER,
+        # The traces hold backward only; F is then backward and communication, forward at zero.
+        forward_us=number(body.get("forward_us", 0.0), "forward_us"),
+        optimizer_us=number(body.get("optimizer_us", 0.0), "optimizer_us"),
+        source=f"{text(body.get('source', ''), 'source')}; compressors: {published_costs()['source']}",
+        meta={"cluster_preset": preset.name, "cluster_note": preset.note},
+    )
+
+
+__all__ = [
+    "ClusterPreset",
+    "cluster_names",
+    "job_from_trace",
+    "load_cluster",
+    "published_compute",
+    "published_costs",
+    "trace_names",
+]

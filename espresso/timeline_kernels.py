@@ -1,0 +1,520 @@
+"""The timeline over flat arrays, for searches: first come first served, makespan only, resumable.
+
+Two kernels with one interface. ``advance_paper`` uses that without shared cores a task's end is known when
+it is queued, and that every lane set emits its completions in order, so that a few FIFO heads replace an
+event heap. ``advance_shared`` also shares cores among whatever runs (max-min fair), as the oracle does,
+operation by operation, so that both round alike.
+
+Arrays of one evaluation (U units, B buckets, C candidates, T task rows):
+
+- ``gaps`` float64[B], ``first_unit`` int64[B + 1]: backward, and the units that each bucket hands over;
+- ``choice`` int64[U]: every unit's candidate;
+- ``count``, ``full``, ``tail`` int64[C]: a candidate's partitions: ``count - 1`` times the chain that starts at
+  row ``full``, then the chain at row ``tail``;
+- ``task_set`` int64[T] (index into ``LANE_SETS``, -1 ends a chain), ``task_us``, ``task_cores`` float64[T].
+
+State (made by :func:`make_state`), a ring of tasks per lane set (end or arrival, row, key) and two vectors::
+
+    real   0-5 lanes free, 6 backward's next hand-over, 7 latest, 8-15 end of each ring's head
+           16-23 work left, 24-31 since, 32-39 rate of running heads, 40-42 the same of backward, 43 now
+    whole  0 next bucket, 1 arrivals, 8-15 ring fronts, 16-23 ring rears, 24-31 whether the head runs
+
+It is
+copied with :func:`copy_state` to resume from the event at which a changed unit is handed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Reals = npt.NDArray[np.float64]
+Wholes = npt.NDArray[np.int64]
+State = tuple[Reals, Wholes, Reals, Wholes, Wholes]
+
+NUM_SETS = 8
+KEY_SHIFT = 24
+"""Ring keys order ties: unit number above, partition number below this bit."""
+
+# Three lanes of each set, repeated where it has fewer: training 0, offload 1, copy 2, intra 3, out 4, in 5.
+_LANES = np.array(
+    [[0, 0, 0], [1, 1, 1], [2, 2, 2], [3, 3, 3], [4, 5, 5], [3, 4, 5], [4, 4, 4], [5, 5, 5]], dtype=np.int64
+)
+# Which sets hold a lane in common.
+_SHARE = np.array([[bool(set(a) & set(b)) for b in _LANES.tolist()] for a in _LANES.tolist()])
+
+
+def make_state(num_partitions: int) -> State:
+    """Buffers for evaluations of up to ``num_partitions`` partitions."""
+    capacity = 8
+    while capacity < num_partitions + 1:
+        capacity *= 2
+    return (
+        np.zeros(64),
+        np.zeros(32, dtype=np.int64),
+        np.zeros((NUM_SETS, capacity)),
+        np.zeros((NUM_SETS, capacity), dtype=np.int64),
+        np.zeros((NUM_SETS, capacity), dtype=np.int64),
+    )
+
+
+@njit(cache=True, nogil=True)
+def reset(state: State, gaps: Reals, shared: bool) -> None:
+    """Go to the start of backward."""
+    real, whole, _, _, _ = state
+    real[:] = 0.0
+    whole[:] = 0
+    for s in range(8):
+        real[8 + s] = np.inf
+        real[32 + s] = 1.0
+    real[6] = gaps[0]
+    real[40] = gaps[0]
+    real[42] = 1.0
+
+
+@njit(cache=True, nogil=True)
+def copy_state(source: State, target: State) -> None:
+    """Make ``target`` equal to ``source``: vectors, and the queued tasks only."""
+    target[0][:] = source[0]
+    target[1][:] = source[1]
+    mask = source[2].shape[1] - 1
+    for s in range(8):
+        for position in range(source[1][8 + s], source[1][16 + s]):
+            slot = position & mask
+            target[2][s, slot] = source[2][s, slot]
+            target[3][s, slot] = source[3][s, slot]
+            target[4][s, slot] = source[4][s, slot]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def advance_paper(
+    state: State,
+    gaps: Reals,
+    first_unit: Wholes,
+    choice: Wholes,
+    count: Wholes,
+    full: Wholes,
+    tail: Wholes,
+    task_set: Wholes,
+    task_us: Reals,
+    task_cores: Reals,
+    contention: Reals,
+    stop: int,
+    limit: float,
+    ready: Reals,
+    finish: Reals,
+) -> float:
+    """Run events up to the hand-over of bucket ``stop`` (beyond the last: to the end).
+
+    Returns:
+        The latest time so far, backward's included; infinity as soon as it reaches ``limit``.
+        ``ready`` float64[B] and ``finish`` float64[U] are filled along the way.
+    """
+    real, whole, ring_end, ring_row, ring_key = state
+    mask = ring_end.shape[1] - 1
+    buckets = gaps.shape[0]
+    bucket = whole[0]
+    back = real[6]
+    latest = real[7]
+    while True:
+        at = np.inf
+        s = -1
+        for k in range(8):
+            end = real[8 + k]
+            if end < at or (
+                end == at
+                and end < np.inf
+                and ring_key[k, whole[8 + k] & mask] < ring_key[s, whole[8 + s] & mask]
+            ):
+                at = end
+                s = k
+        if bucket < buckets and back < at:
+            if bucket == stop:
+                break
+            now = back
+            ready[bucket] = now
+            if now > latest:
+                latest = now
+                if latest >= limit:
+                    return np.inf
+            if bucket + 1 < buckets:
+                gap = gaps[bucket + 1]
+                # Work that began at this very moment holds the next gap up, but cannot undo this hand-over.
+                back = max(now, real[0]) + gap if gap > 0.0 else now
+            else:
+                back = np.inf
+            for unit in range(first_unit[bucket], first_unit[bucket + 1]):
+                candidate = choice[unit]
+                last = count[candidate] - 1
+                for part in range(last + 1):
+                    row = full[candidate] if part < last else tail[candidate]
+                    s = task_set[row]
+                    if s < 0:
+                        continue
+                    start = now
+                    for k in range(3):
+                        start = max(start, real[_LANES[s, k]])
+                    end = start + task_us[row]
+                    for k in range(3):
+                        real[_LANES[s, k]] = end
+                    if s == 0 and start < back:
+                        back += task_us[row]
+                    rear = whole[16 + s]
+                    slot = rear & mask
+                    ring_end[s, slot] = end
+                    ring_row[s, slot] = row
+                    ring_key[s, slot] = (unit << 24) + part
+                    if rear == whole[8 + s]:
+                        real[8 + s] = end
+                    whole[16 + s] = rear + 1
+                    if end > latest:
+                        latest = end
+                        if latest >= limit:
+                            return np.inf
+            bucket += 1
+            continue
+        if s < 0:
+            break
+        front = whole[8 + s]
+        slot = front & mask
+        row = ring_row[s, slot] + 1
+        key = ring_key[s, slot]
+        front += 1
+        whole[8 + s] = front
+        real[8 + s] = ring_end[s, front & mask] if front < whole[16 + s] else np.inf
+        s = task_set[row]
+        if s < 0:
+            finish[key >> 24] = at
+            continue
+        start = at
+        for k in range(3):
+            start = max(start, real[_LANES[s, k]])
+        end = start + task_us[row]
+        for k in range(3):
+            real[_LANES[s, k]] = end
+        if s == 0 and start < back:
+            back += task_us[row]
+        rear = whole[16 + s]
+        slot = rear & mask
+        ring_end[s, slot] = end
+        ring_row[s, slot] = row
+        ring_key[s, slot] = key
+        if rear == whole[8 + s]:
+            real[8 + s] = end
+        whole[16 + s] = rear + 1
+        if end > latest:
+            latest = end
+            if latest >= limit:
+                return np.inf
+    whole[0] = bucket
+    real[6] = back
+    real[7] = latest
+    return float(latest)
+
+
+@njit(cache=True, nogil=True)
+def _new_rate(real: Reals, left: int, since: int, rate: int, end: int, value: float, now: float) -> None:
+    """Go on at another rate; an unchanged one keeps the end exactly as it was."""
+    if value == real[rate]:
+        return
+    real[left] = max(real[left] - (now - real[since]) * real[rate], 0.0)
+    real[since] = now
+    real[rate] = value
+    if real[left] == 0.0:
+        real[end] = now
+    elif value > 0.0:
+        real[end] = now + real[left] / value
+    else:
+        real[end] = np.inf
+
+
+@njit(cache=True, nogil=True)
+def _share_cores(
+    real: Reals,
+    whole: Wholes,
+    ring_row: Wholes,
+    task_cores: Reals,
+    capacity: float,
+    backward_cores: float,
+    has_backward: bool,
+    demands: Reals,
+    who: Wholes,
+    rates: Reals,
+    waiting: Wholes,
+) -> None:
+    """Max-min fair rates for backward (number 8) and the running task of each set."""
+    mask = ring_row.shape[1] - 1
+    now = real[43]
+    active = 0
+    total = 0.0
+    if has_backward:
+        demands[active] = backward_cores
+        who[active] = 8
+        total += backward_cores
+        active += 1
+    for s in range(8):
+        if whole[24 + s]:
+            demands[active] = task_cores[ring_row[s, whole[8 + s] & mask]]
+            who[active] = s
+            total += demands[active]
+            active += 1
+    for i in range(active):
+        rates[i] = 1.0
+        waiting[i] = i
+    if total > capacity:
+        left = capacity
+        waits = active
+        while True:
+            fair = left / waits
+            unmet = 0
+            for j in range(waits):
+                if demands[waiting[j]] > fair:
+                    unmet += 1
+            if unmet == waits:
+                for j in range(waits):
+                    rates[waiting[j]] = fair / demands[waiting[j]]
+                break
+            kept = 0
+            for j in range(waits):
+                i = waiting[j]
+                if demands[i] <= fair:
+                    left -= demands[i]
+                else:
+                    waiting[kept] = i
+                    kept += 1
+            waits = kept
+    for i in range(active):
+        s = who[i]
+        if s == 8:
+            _new_rate(real, 40, 41, 42, 6, rates[i], now)
+        else:
+            _new_rate(real, 16 + s, 24 + s, 32 + s, 8 + s, rates[i], now)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def advance_shared(
+    state: State,
+    gaps: Reals,
+    first_unit: Wholes,
+    choice: Wholes,
+    count: Wholes,
+    full: Wholes,
+    tail: Wholes,
+    task_set: Wholes,
+    task_us: Reals,
+    task_cores: Reals,
+    contention: Reals,
+    stop: int,
+    limit: float,
+    ready: Reals,
+    finish: Reals,
+) -> float:
+    """As :func:`advance_paper`, with ``contention`` float64[2] (cores, backward's demand) shared by all that runs.
+
+    Here ``real[8 + s]`` is the end of the running task of set s, and rings hold arrival numbers in ``ring_end``.
+    """
+    real, whole, ring_came, ring_row, ring_key = state
+    mask = ring_row.shape[1] - 1
+    buckets = gaps.shape[0]
+    demands = np.empty(9)
+    rates = np.empty(9)
+    who = np.empty(9, dtype=np.int64)
+    waiting = np.empty(9, dtype=np.int64)
+    while True:
+        at = np.inf
+        s = -1
+        for k in range(8):
+            if whole[24 + k]:
+                end = real[8 + k]
+                if end < at or (
+                    end == at and ring_key[k, whole[8 + k] & mask] < ring_key[s, whole[8 + s] & mask]
+                ):
+                    at = end
+                    s = k
+        bucket = whole[0]
+        if bucket < buckets and real[6] < at:
+            if bucket == stop:
+                break
+            now = real[6]
+            real[43] = now
+            ready[bucket] = now
+            if now > real[7]:
+                real[7] = now
+                if now >= limit:
+                    return np.inf
+            for unit in range(first_unit[bucket], first_unit[bucket + 1]):
+                candidate = choice[unit]
+                last = count[candidate] - 1
+                for part in range(last + 1):
+                    row = full[candidate] if part < last else tail[candidate]
+                    s = task_set[row]
+                    if s < 0:
+                        continue
+                    slot = whole[16 + s] & mask
+                    ring_came[s, slot] = whole[1]
+                    ring_row[s, slot] = row
+                    ring_key[s, slot] = (unit << 24) + part
+                    whole[16 + s] += 1
+                    whole[1] += 1
+            whole[0] = bucket + 1
+            if bucket + 1 < buckets:
+                real[40] = gaps[bucket + 1]
+                real[41] = now
+                real[42] = 1.0
+                real[6] = now + real[40]
+            else:
+                real[6] = np.inf
+        elif s < 0:
+            break
+        else:
+            now = at
+            real[43] = now
+            if now > real[7]:
+                real[7] = now
+                if now >= limit:
+                    return np.inf
+            slot = whole[8 + s] & mask
+            row = ring_row[s, slot] + 1
+            key = ring_key[s, slot]
+            whole[8 + s] += 1
+            whole[24 + s] = 0
+            real[8 + s] = np.inf
+            s = task_set[row]
+            if s < 0:
+                finish[key >> 24] = now
+            else:
+                slot = whole[16 + s] & mask
+                ring_came[s, slot] = whole[1]
+                ring_row[s, slot] = row
+                ring_key[s, slot] = key
+                whole[16 + s] += 1
+                whole[1] += 1
+        # Start every waiting head whose lanes are free of running tasks and of earlier arrivals.
+        for s in range(8):
+            if whole[24 + s] or whole[8 + s] == whole[16 + s]:
+                continue
+            free = True
+            slot = whole[8 + s] & mask
+            for other in range(8):
+                if other != s and _SHARE[s, other] and whole[8 + other] < whole[16 + other]:
+                    if whole[24 + other] or ring_came[other, whole[8 + other] & mask] < ring_came[s, slot]:
+                        free = False
+            if free:
+                row = ring_row[s, slot]
+                whole[24 + s] = 1
+                real[16 + s] = task_us[row]
+                real[24 + s] = now
+                real[32 + s] = 1.0
+                real[8 + s] = now + task_us[row]
+        _share_cores(
+            real, whole, ring_row, task_cores, contention[0], contention[1], whole[0] < buckets,
+            demands, who, rates, waiting,
+        )  # fmt: skip
+    return float(real[7])
+
+
+@njit(cache=True, nogil=True)
+def best_of(
+    shared: bool,
+    start: State,
+    scratch: State,
+    unit: int,
+    candidates: Wholes,
+    gaps: Reals,
+    first_unit: Wholes,
+    choice: Wholes,
+    count: Wholes,
+    full: Wholes,
+    tail: Wholes,
+    task_set: Wholes,
+    task_us: Reals,
+    task_cores: Reals,
+    contention: Reals,
+    limit: float,
+    ready: Reals,
+    finish: Reals,
+) -> tuple[int, float]:
+    """Try candidates for one unit, the others fixed, resuming from ``start``, where its bucket is handed over.
+
+    Returns:
+        The first best candidate strictly below ``limit`` and its makespan; (-1, limit) if there is none.
+    """
+    kept = choice[unit]
+    best = -1
+    buckets = gaps.shape[0]
+    for candidate in candidates:
+        choice[unit] = candidate
+        copy_state(start, scratch)
+        if shared:
+            time = advance_shared(
+                scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
+                contention, buckets + 1, limit, ready, finish,
+            )  # fmt: skip
+        else:
+            time = advance_paper(
+                scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
+                contention, buckets + 1, limit, ready, finish,
+            )  # fmt: skip
+        if time < limit:
+            limit = time
+            best = candidate
+    choice[unit] = kept
+    return best, limit
+
+
+@njit(cache=True, nogil=True)
+def evaluate_batch(
+    shared: bool,
+    start: State,
+    scratch: State,
+    batch: Wholes,
+    gaps: Reals,
+    first_unit: Wholes,
+    count: Wholes,
+    full: Wholes,
+    tail: Wholes,
+    task_set: Wholes,
+    task_us: Reals,
+    task_cores: Reals,
+    contention: Reals,
+    limit: float,
+    cut: bool,
+    times: Reals,
+    ready: Reals,
+    finish: Reals,
+) -> tuple[int, float]:
+    """Makespans of many strategies at once: ``batch`` int64[n, U] of choices, equal before ``start``.
+
+    With ``cut`` every evaluation stops as soon as it cannot beat the best so far (its time is then infinity).
+
+    Returns:
+        The first best row strictly below ``limit`` and its makespan; (-1, limit) if there is none.
+    """
+    best = -1
+    buckets = gaps.shape[0]
+    for index in range(batch.shape[0]):
+        copy_state(start, scratch)
+        bound = limit if cut else np.inf
+        if shared:
+            time = advance_shared(
+                scratch, gaps, first_unit, batch[index], count, full, tail, task_set, task_us, task_cores,
+                contention, buckets + 1, bound, ready, finish,
+            )  # fmt: skip
+        else:
+            time = advance_paper(
+                scratch, gaps, first_unit, batch[index], count, full, tail, task_set, task_us, task_cores,
+                contention, buckets + 1, bound, ready, finish,
+            )  # fmt: skip
+        times[index] = time
+        if time < limit:
+            limit = time
+            best = index
+    return best, limit
+
+
+def kernel(shared: bool) -> Any:
+    """The advance function for jobs with or without shared cores."""
+    return advance_shared if shared else advance_paper
