@@ -105,10 +105,9 @@ def simple_baselines(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> l
     return rows
 
 
-def _best_uniform(evaluator: Evaluator, name: str, leaves: Sequence[Choice]) -> Baseline:
+def _best_uniform(evaluator: Evaluator, name: str, leaves: tuple[Choice, ...]) -> Baseline:
     """The best strategy that gives every unit the same leaf."""
-    batch = np.array([evaluator.uniform(choice) for choice in leaves])
-    index, makespan, _ = evaluator.batch(batch, cut=True)
+    index, makespan, _ = evaluator.batch(evaluator.uniforms(leaves), cut=True)
     return Baseline(name, (leaves[index],) * len(evaluator.units), makespan)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
-from espresso.chains import LANE_SETS, Pricer, SizeKey, create_compressor, partition_segments
+from espresso.chains import Pricer, create_compressor, partition_segments
 from espresso.job import Job
 from espresso.strategies import (
     DTYPES,
@@ -23,10 +25,10 @@ from espresso.strategies import (
     Cluster,
     CompressorSpec,
     Device,
-    Lane,
     options_for,
 )
 from espresso.strategies.plan import partition_spans
+from espresso.timeline_kernels import LANES_OF_SET
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
@@ -71,6 +73,7 @@ def choices_for(
     )
 
 
+@lru_cache(maxsize=64)
 def raw_choices(cluster: Cluster) -> tuple[Choice, ...]:
     """The uncompressed leaves, plain flat allreduce first."""
     leaves = [Choice(o) for o in options_for(cluster, devices=(Device.TRAINING,)) if not o.is_compressed]
@@ -82,9 +85,7 @@ def is_summable(spec: CompressorSpec) -> bool:
     return create_compressor(spec).traits.summable
 
 
-def compressed_choices(
-    job: Job, specs: Iterable[CompressorSpec], device: Device
-) -> tuple[Choice, ...]:
+def compressed_choices(job: Job, specs: Iterable[CompressorSpec], device: Device) -> tuple[Choice, ...]:
     """The compressed leaves of every compressor that the job can price on this device."""
     return tuple(
         choice
@@ -92,6 +93,36 @@ def compressed_choices(
         if spec != NONE and device in job.costs.devices(spec)
         for choice in choices_for(job.cluster, spec, device, summable=is_summable(spec))
     )
+
+
+class _Interned:
+    """Choices as small numbers, found by identity first: hashing a choice walks all its steps."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[int, tuple[Choice, int]] = {}
+        self._by_value: dict[Choice, int] = {}
+
+    def number(self, choice: Choice) -> int:
+        found = self._by_identity.get(id(choice))
+        if found is None:
+            number = self._by_value.setdefault(choice, len(self._by_value))
+            # The choice is kept, so that its identity stays its own.
+            found = self._by_identity[id(choice)] = (choice, number)
+        return found[1]
+
+
+_interned = _Interned()
+
+Size = tuple[int, str, int]
+"""(elements, dtype, stretches): see :attr:`Unit.size`."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Candidates of one size for a list of choices, in order: numbers ``first`` to ``first + n - 1``."""
+
+    leaves: tuple[Choice, ...]
+    numbers: Wholes
 
 
 class Candidates:
@@ -105,131 +136,189 @@ class Candidates:
         self.choices: list[Choice] = []
         self._pricer = pricer
         self._partition_bytes = partition_bytes
-        self._count: list[int] = []
-        self._full: list[int] = []
-        self._tail: list[int] = []
-        self._sets: list[Wholes] = []
-        self._us: list[Reals] = []
-        self._cores: list[Reals] = []
-        self._rows = 0
-        self._number: dict[tuple[tuple[int, str, int], Choice], int] = {}
+        self._columns: list[tuple[Wholes, ...]] = []
+        self._rows: list[tuple[Wholes, Reals, Reals]] = []
+        self._num_rows = 0
+        self._number: dict[tuple[Size, int], int] = {}
+        self._blocks: dict[tuple[Size, int], _Block] = {}
+        self._distinct: dict[tuple[Size, int, bool], Wholes] = {}
         self._frozen: tuple[Wholes, Wholes, Wholes, Wholes, Reals, Reals] | None = None
 
-    def number(self, size: tuple[int, str, int], choice: Choice) -> int:
+    def number(self, size: Size, choice: Choice) -> int:
         """The candidate of one choice at one size."""
-        found = self._number.get((size, choice))
-        return self.numbers(size, (choice,))[0] if found is None else found
+        found = self._number.get((size, _interned.number(choice)))
+        return int(self._add(size, (choice,))[0]) if found is None else found
 
-    def numbers(self, size: tuple[int, str, int], choices: Sequence[Choice]) -> list[int]:
-        """The candidates of several choices at one size, in the same order."""
-        fresh = [choice for choice in choices if (size, choice) not in self._number]
-        if fresh:
-            numel, dtype, runs = size
-            spans = partition_spans(numel, self._partition_bytes // DTYPES[dtype])
-            lengths = [stop - start for start, stop in spans]
-            for choice in fresh:
-                tail = self._chain(choice, lengths[-1], dtype, partition_segments(runs, lengths[-1], numel))
-                full = tail
-                if len(lengths) > 1 and lengths[0] != lengths[-1]:
-                    full = self._chain(choice, lengths[0], dtype, partition_segments(runs, lengths[0], numel))
-                self._number[size, choice] = len(self.choices)
-                self.choices.append(choice)
-                self._count.append(len(lengths))
-                self._full.append(full)
-                self._tail.append(tail)
-            self._frozen = None
-        return [self._number[size, choice] for choice in choices]
+    def numbers(self, size: Size, leaves: tuple[Choice, ...]) -> Wholes:
+        """int64[leaves]: the candidates of several choices at one size, in the same order."""
+        block = self._blocks.get((size, id(leaves)))
+        if block is None:
+            known = [self._number.get((size, _interned.number(choice)), -1) for choice in leaves]
+            fresh = tuple(choice for choice, number in zip(leaves, known, strict=True) if number < 0)
+            numbers = np.array(known, dtype=np.int64)
+            if fresh:
+                numbers[numbers < 0] = self._add(size, fresh)
+            # The block keeps ``leaves`` alive, so that its identity stays its own.
+            block = self._blocks[size, id(leaves)] = _Block(leaves, numbers)
+        return block.numbers
 
-    def _chain(self, choice: Choice, elements: int, dtype: str, segments: int) -> int:
-        size: SizeKey = (choice.compressor, elements, dtype, segments)
-        sets, us, cores = self._pricer.columns(choice.option, size)
-        start = self._rows
-        self._sets.append(sets)
-        self._us.append(us)
-        self._cores.append(cores)
-        self._rows += len(sets)
-        return start
+    def _add(self, size: Size, leaves: Sequence[Choice]) -> Wholes:
+        numel, dtype, runs = size
+        spans = partition_spans(numel, self._partition_bytes // DTYPES[dtype])
+        lengths = [stop - start for start, stop in spans]
+        tail = self._price(leaves, lengths[-1], dtype, partition_segments(runs, lengths[-1], numel))
+        full = tail
+        if lengths[0] != lengths[-1]:
+            full = self._price(leaves, lengths[0], dtype, partition_segments(runs, lengths[0], numel))
+        first = len(self.choices)
+        for number, choice in enumerate(leaves, start=first):
+            self._number[size, _interned.number(choice)] = number
+        self.choices += leaves
+        self._columns.append((np.full(len(leaves), len(lengths), dtype=np.int64), full, tail))
+        self._frozen = None
+        return np.arange(first, len(self.choices))
+
+    def _price(self, leaves: Sequence[Choice], elements: int, dtype: str, segments: int) -> Wholes:
+        """Append the chains of ``leaves`` at one length; returns the row at which each starts."""
+        starts = np.empty(len(leaves), dtype=np.int64)
+        # Leaves of one compressor lie together; each run is priced at once.
+        for spec, group in groupby(range(len(leaves)), key=lambda index: leaves[index].compressor):
+            members = list(group)
+            options = [leaves[index].option for index in members]
+            sets, us, cores = self._pricer.columns(options, (spec, elements, dtype, segments))
+            stride = sets.shape[1]
+            starts[members] = self._num_rows + stride * np.arange(len(members))
+            self._rows.append((sets.ravel(), us.ravel(), cores.ravel()))
+            self._num_rows += sets.size
+        return starts
 
     def arrays(self) -> tuple[Wholes, Wholes, Wholes, Wholes, Reals, Reals]:
         """(count, full, tail, task_set, task_us, task_cores) as the kernels take them."""
         if self._frozen is None:
-            self._sets, self._us, self._cores = (
-                [np.concatenate(self._sets)],
-                [np.concatenate(self._us)],
-                [np.concatenate(self._cores)],
-            )
-            self._frozen = (
-                np.array(self._count, dtype=np.int64),
-                np.array(self._full, dtype=np.int64),
-                np.array(self._tail, dtype=np.int64),
-                self._sets[0],
-                self._us[0],
-                self._cores[0],
-            )
+            count, full, tail = (np.concatenate(column) for column in zip(*self._columns, strict=True))
+            sets, us, cores = (np.concatenate(column) for column in zip(*self._rows, strict=True))
+            self._columns = [(count, full, tail)]
+            self._rows = [(sets, us, cores)]
+            self._frozen = (count, full, tail, sets, us, cores)
         return self._frozen
 
-    def alone_us(self, numbers: Sequence[int]) -> Reals:
+    def alone_us(self, numbers: Wholes) -> Reals:
         """Every candidate's time if nothing else ran, its partitions pipelined over their slowest stage."""
-        count, full, tail, task_set, task_us, _ = self.arrays()
-        ends = np.flatnonzero(task_set < 0)
-        times = []
-        for number in numbers:
-            start = int(full[number])
-            stages = task_us[start : int(ends[np.searchsorted(ends, start)])]
-            last = int(tail[number])
-            chain = task_us[last : int(ends[np.searchsorted(ends, last)])].sum()
-            times.append(chain + (count[number] - 1) * stages.max())
-        return np.array(times)
+        count, full, tail, task_set, task_us, task_cores = self.arrays()
+        stages = chain_features(full[numbers], task_set, task_us, task_cores)
+        last = chain_features(tail[numbers], task_set, task_us, task_cores)
+        return np.asarray(last[:, CHAIN] + (count[numbers] - 1) * stages[:, LONGEST])
 
-    def distinct(self, numbers: Sequence[int], *, prune: bool) -> Wholes:
-        """The candidates among ``numbers`` that can matter, in the same order.
+    def distinct(self, size: Size, leaves: tuple[Choice, ...], *, prune: bool) -> Wholes:
+        """The candidates of ``leaves`` at a size that can matter, in the same order.
 
         Of equal task sequences the first stays; that is exact. With ``prune`` a candidate also goes if an
         earlier or cheaper one is no worse in every lane's total, in the length of the chain, in the host
         time it burns and in how soon it holds the training lane. That is a heuristic: list scheduling has
-        anomalies, and a longer task sequence can, rarely, finish earlier.
+        anomalies, and a candidate worse in all of these can, rarely, finish earlier.
         """
-        count, full, tail, task_set, task_us, task_cores = self.arrays()
-        seen: set[tuple[bytes, ...]] = set()
-        kept: list[int] = []
-        features: list[Reals] = []
-        ends = np.flatnonzero(task_set < 0)
-        for number in numbers:
-            rows = [(int(start), int(ends[np.searchsorted(ends, start)])) for start in (full[number], tail[number])]
-            key = tuple(
-                part.tobytes() for a, b in rows for part in (task_set[a:b], task_us[a:b], task_cores[a:b])
-            )
-            if key in seen:
-                continue
-            seen.add(key)
-            kept.append(number)
+        key = (size, id(leaves), prune)
+        found = self._distinct.get(key)
+        if found is None:
+            numbers = self.numbers(size, leaves)
+            count, full, tail, task_set, task_us, task_cores = self.arrays()
+            one = chain_features(full[numbers], task_set, task_us, task_cores)
+            last = chain_features(tail[numbers], task_set, task_us, task_cores)
+            features = (count[numbers] - 1)[:, None] * one + last
+            features[:, LONGEST] = 0.0
             if prune:
-                (a, b), (c, d) = rows
-                one, last = _feature(task_set[a:b], task_us[a:b], task_cores[a:b]), None
-                last = one if a == c else _feature(task_set[c:d], task_us[c:d], task_cores[c:d])
-                features.append((count[number] - 1) * one + last)
-        if prune and len(kept) > 1:
-            matrix = np.array(features)
-            alive = ~_dominated(matrix)
-            kept = [number for number, stays in zip(kept, alive, strict=True) if stays]
-        return np.array(kept, dtype=np.int64)
+                keep = undominated(features)
+            else:
+                keep = first_of_equals(features, full[numbers], tail[numbers], task_set, task_us, task_cores)
+            found = self._distinct[key] = numbers[keep]
+        return found
 
 
-_HOLDS = np.array([[lane in lanes for lane in Lane] for lanes in LANE_SETS], dtype=np.float64)
+CHAIN, LONGEST = 6, 9
+"""Columns of :func:`chain_features`."""
 
 
-def _feature(sets: Wholes, us: Reals, cores: Reals) -> Reals:
-    """What pruning compares: six lane totals, the chain, host time, and training work that comes first."""
-    leading = us[0] if sets[0] == 0 else 0.0
-    return np.concatenate([us @ _HOLDS[sets], [us.sum(), us @ cores, leading]])
+@njit(cache=True, nogil=True)
+def chain_features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals) -> Reals:
+    """What pruning compares, float64[n, 10] for chains that start at rows ``starts``.
+
+    Columns: totals of the six lanes, length of the chain, host time, training work it begins with, longest task.
+    """
+    features = np.zeros((len(starts), 10))
+    for i in range(len(starts)):
+        row = starts[i]
+        if task_set[row] == 0:
+            features[i, 8] = task_us[row]
+        while task_set[row] >= 0:
+            us = task_us[row]
+            lanes = LANES_OF_SET[task_set[row]]
+            for k in range(3):
+                if k == 0 or lanes[k] != lanes[k - 1]:
+                    features[i, lanes[k]] += us
+            features[i, 6] += us
+            features[i, 7] += us * task_cores[row]
+            features[i, 9] = max(features[i, 9], us)
+            row += 1
+    return features
 
 
-def _dominated(features: Reals) -> npt.NDArray[np.bool_]:
-    """Rows that another row, earlier or strictly better somewhere, matches or beats everywhere."""
-    no_worse = (features[:, None, :] >= features[None, :, :]).all(axis=2)
-    better = (features[:, None, :] > features[None, :, :]).any(axis=2)
-    earlier = np.arange(len(features))[:, None] > np.arange(len(features))[None, :]
-    return np.asarray((no_worse & (better | earlier)).any(axis=1))
+@njit(cache=True, nogil=True)
+def undominated(features: Reals) -> npt.NDArray[np.bool_]:
+    """Rows that no other row, earlier or strictly better somewhere, matches or beats everywhere."""
+    n, width = features.shape
+    keep = np.ones(n, dtype=np.bool_)
+    for i in range(n):
+        for j in range(n):
+            if i == j:
+                continue
+            no_worse = True
+            better = j < i
+            for k in range(width):
+                if features[j, k] > features[i, k]:
+                    no_worse = False
+                    break
+                if features[j, k] < features[i, k]:
+                    better = True
+            if no_worse and better:
+                keep[i] = False
+                break
+    return keep
+
+
+@njit(cache=True, nogil=True)
+def first_of_equals(
+    features: Reals, full: Wholes, tail: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals
+) -> npt.NDArray[np.bool_]:
+    """Rows whose task sequences differ from those of every earlier row."""
+    n, width = features.shape
+    keep = np.ones(n, dtype=np.bool_)
+    for i in range(n):
+        for j in range(i):
+            same = True
+            for k in range(width):
+                if features[j, k] != features[i, k]:
+                    same = False
+                    break
+            if (
+                same
+                and _equal_chains(full[i], full[j], task_set, task_us, task_cores)
+                and _equal_chains(tail[i], tail[j], task_set, task_us, task_cores)
+            ):
+                keep[i] = False
+                break
+    return keep
+
+
+@njit(cache=True, nogil=True)
+def _equal_chains(a: int, b: int, task_set: Wholes, task_us: Reals, task_cores: Reals) -> bool:
+    while task_set[a] == task_set[b]:
+        if task_set[a] < 0:
+            return True
+        if task_us[a] != task_us[b] or task_cores[a] != task_cores[b]:
+            return False
+        a += 1
+        b += 1
+    return False
 
 
 def partition_sizes(job: Job, units: Sequence[Unit]) -> tuple[int, ...]:
@@ -241,4 +330,3 @@ def partition_sizes(job: Job, units: Sequence[Unit]) -> tuple[int, ...]:
         if size < largest <= 256 * size:
             sizes.append(size)
     return tuple(sizes)
-

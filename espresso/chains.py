@@ -7,7 +7,7 @@ is cut, how many payloads are held and who shares the link, not on the leaf arou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -155,6 +155,7 @@ class Catalogue:
         self._numbers: dict[Shape, int] = {}
         self._options: dict[Option, tuple[int, ...]] = {}
         self._holds: dict[tuple[State, bool], Hold] = {}
+        self._padded: dict[tuple[int, int, int], tuple[tuple[Option, ...], Wholes]] = {}
 
     def numbers(self, option: Option) -> tuple[int, ...]:
         """The shape numbers of the option's tasks, in order, host copies included."""
@@ -163,6 +164,18 @@ class Catalogue:
             found = tuple(self._number(shape) for shape in self._shapes_of(option))
             self._options[option] = found
         return found
+
+    def padded(self, options: Sequence[Option]) -> Wholes:
+        """int64[options, longest + 1]: shape numbers, -1 after the end."""
+        key = (id(options[0]), id(options[-1]), len(options))
+        found = self._padded.get(key)
+        if found is None or any(a is not b for a, b in zip(found[0], options, strict=True)):
+            rows = [self.numbers(option) for option in options]
+            matrix = np.full((len(rows), max(map(len, rows)) + 1), -1, dtype=np.int64)
+            for position, row in enumerate(rows):
+                matrix[position, : len(row)] = row
+            found = self._padded[key] = (tuple(options), matrix)
+        return found[1]
 
     def _number(self, shape: Shape) -> int:
         number = self._numbers.setdefault(shape, len(self.shapes))
@@ -268,7 +281,6 @@ class Pricer:
         self._free = free
         self._prices: dict[SizeKey, dict[int, Work]] = {}
         self._chains: dict[tuple[Option, SizeKey], tuple[Work, ...]] = {}
-        self._tables: dict[SizeKey, tuple[Wholes, Reals, Reals]] = {}
 
     def chain(self, choice: Choice, elements: int, dtype: str, segments: int = 1) -> tuple[Work, ...]:
         """The priced tasks of one partition, in order; they match the plan's tasks one to one."""
@@ -279,29 +291,18 @@ class Pricer:
             self._chains[choice.option, size] = found
         return found
 
-    def columns(self, option: Option, size: SizeKey) -> tuple[Wholes, Reals, Reals]:
-        """The chain as arrays (lane set, us, cores), each closed by a row with lane set -1."""
-        numbers = self.catalogue.numbers(option)
-        table = self._tables.get(size)
-        if table is None or len(table[0]) < len(self.catalogue.shapes):
-            table = self._grown(table)
-            self._tables[size] = table
-        sets, us, cores = table
-        rows = np.array((*numbers, -1))
-        for number in numbers:
-            if sets[number] < 0:
+    def columns(self, options: Sequence[Option], size: SizeKey) -> tuple[Wholes, Reals, Reals]:
+        """Chains as arrays [options, longest chain + 1]: lane set (-1 after the end), us, cores."""
+        numbers = self.catalogue.padded(options)
+        sets, us, cores = (
+            np.empty(len(self.catalogue.shapes) + 1, dtype) for dtype in (np.int64, float, float)
+        )
+        sets[-1], us[-1], cores[-1] = -1, 0.0, 0.0
+        for number in np.unique(numbers).tolist():
+            if number >= 0:
                 work = self.work(number, size)
                 sets[number], us[number], cores[number] = work.shape.lane_set, work.us, work.cores
-        return sets[rows], us[rows], cores[rows]
-
-    def _grown(self, table: tuple[Wholes, Reals, Reals] | None) -> tuple[Wholes, Reals, Reals]:
-        """A table with room for every shape known by now; its last row, the chain end, stays empty."""
-        length = 2 * len(self.catalogue.shapes) + 1
-        grown = np.full(length, -1, dtype=np.int64), np.zeros(length), np.zeros(length)
-        if table is not None:
-            for old, new in zip(table, grown, strict=True):
-                new[: len(old)] = old
-        return grown
+        return sets[numbers], us[numbers], cores[numbers]
 
     def work(self, number: int, size: SizeKey) -> Work:
         """The price of a shape at a size."""

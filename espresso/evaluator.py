@@ -47,8 +47,10 @@ class Evaluator:
         self._shared = contention.cores is not None
         self._contention = np.array([contention.cores or 0.0, contention.backward_cores])
         self._gaps = np.diff(np.array(job.ready_us), prepend=0.0)
-        buckets = [unit.bucket for unit in units]
-        self._first_unit = np.searchsorted(buckets, np.arange(len(self._gaps) + 1)).astype(np.int64)
+        self.buckets = np.array([unit.bucket for unit in units])
+        self._first_unit = np.searchsorted(self.buckets, np.arange(len(self._gaps) + 1)).astype(np.int64)
+        self._sizes = list(dict.fromkeys(unit.size for unit in self.units))
+        self._size_of = np.array([self._sizes.index(unit.size) for unit in self.units])
         self.ready = np.zeros(len(self._gaps))
         self.finish = np.zeros(len(units))
         parts = sum(self._partitions(unit) for unit in units)
@@ -61,7 +63,17 @@ class Evaluator:
 
     def uniform(self, choice: Choice) -> Wholes:
         """The strategy that gives every unit the same choice."""
-        return self.encode([choice] * len(self.units))
+        return self.uniforms((choice,))[0]
+
+    def uniforms(self, leaves: tuple[Choice, ...]) -> Wholes:
+        """int64[leaves, units]: for every leaf the strategy that gives it to every unit."""
+        by_size = np.array([self.candidates.numbers(size, leaves) for size in self._sizes])
+        return np.ascontiguousarray(by_size[self._size_of].T)
+
+    def options(self, leaves: tuple[Choice, ...], *, prune: bool = True) -> list[Wholes]:
+        """For every unit the candidates among ``leaves`` that can matter (see :meth:`Candidates.distinct`)."""
+        by_size = [self.candidates.distinct(size, leaves, prune=prune) for size in self._sizes]
+        return [by_size[index] for index in self._size_of]
 
     def encode(self, choices: Sequence[Choice]) -> Wholes:
         """Candidate numbers for one choice per unit."""
@@ -90,7 +102,9 @@ class Evaluator:
         )  # fmt: skip
         return int(best), float(time)
 
-    def batch(self, strategies: Wholes, limit: float = np.inf, *, cut: bool = False) -> tuple[int, float, Reals]:
+    def batch(
+        self, strategies: Wholes, limit: float = np.inf, *, cut: bool = False
+    ) -> tuple[int, float, Reals]:
         """(first best row below ``limit``, its makespan, all makespans) of strategies int64[n, units].
 
         With ``cut`` the makespans of rows that cannot be the best are infinity.

@@ -145,14 +145,10 @@ def bubbles(evaluator: Evaluator, strategy: Wholes) -> int:
     finished when the next becomes ready. (A link idle just once is not enough: it costs up to half.)
     """
     evaluator.makespan(strategy)
-    dropped = 0
-    latest = 0.0
-    for index, unit in enumerate(evaluator.units[:-1]):
-        latest = max(latest, evaluator.finish[index])
-        following = evaluator.units[index + 1].bucket
-        if following != unit.bucket and latest <= evaluator.ready[following]:
-            dropped = index + 1
-    return dropped
+    finished = np.maximum.accumulate(evaluator.finish)[:-1]
+    following = evaluator.buckets[1:]
+    gone = np.flatnonzero((following != evaluator.buckets[:-1]) & (finished <= evaluator.ready[following]))
+    return int(gone[-1]) + 1 if len(gone) else 0
 
 
 def size_order(units: Sequence[Unit]) -> list[int]:
@@ -161,7 +157,7 @@ def size_order(units: Sequence[Unit]) -> list[int]:
 
 
 def greedy(
-    evaluator: Evaluator, leaves: Sequence[Choice], *, prune: bool = True, progress: Progress | None = None
+    evaluator: Evaluator, leaves: tuple[Choice, ...], *, prune: bool = True, progress: Progress | None = None
 ) -> Wholes:
     """Algorithm 1: from uncompressed, every unit in size order takes the leaf of least F, or keeps its own.
 
@@ -173,14 +169,14 @@ def greedy(
         Candidate numbers, never worse than the uncompressed strategy.
     """
     strategy = evaluator.uniform(PLAIN)
-    options = _candidates(evaluator, leaves, prune=prune)
+    options = evaluator.options(leaves, prune=prune)
     best = evaluator.makespan(strategy)
     dropped = bubbles(evaluator, strategy)
     order = size_order(evaluator.units)
     for position, index in enumerate(order):
         if index < dropped:
             continue
-        numbers = options[evaluator.units[index].size]
+        numbers = options[index]
         found, makespan = evaluator.best(strategy, index, numbers, best * _ROUNDING)
         if found >= 0:
             strategy[index], best = found, makespan
@@ -188,15 +184,6 @@ def greedy(
         if progress is not None:
             progress("greedy", (position + 1) / len(order))
     return strategy
-
-
-def _candidates(
-    evaluator: Evaluator, leaves: Sequence[Choice], *, prune: bool
-) -> dict[tuple[int, str, int], Wholes]:
-    """For every size the distinct candidates among ``leaves``."""
-    sizes = {unit.size for unit in evaluator.units}
-    numbers = {size: evaluator.candidates.numbers(size, leaves) for size in sizes}
-    return {size: evaluator.candidates.distinct(numbers[size], prune=prune) for size in sizes}
 
 
 def offload(evaluator: Evaluator, strategy: Wholes, cap: int = OFFLOAD_CAP) -> tuple[Wholes, bool]:
@@ -248,16 +235,16 @@ def offload(evaluator: Evaluator, strategy: Wholes, cap: int = OFFLOAD_CAP) -> t
 
 
 def improve(
-    evaluator: Evaluator, strategy: Wholes, leaves: Sequence[Choice], *, sweeps: int = 2
+    evaluator: Evaluator, strategy: Wholes, leaves: tuple[Choice, ...], *, sweeps: int = 2
 ) -> tuple[Wholes, float]:
     """Local search: single units over every leaf, until a sweep changes nothing. Never worse than its start."""
-    options = _candidates(evaluator, leaves, prune=True)
+    options = evaluator.options(leaves)
     strategy = strategy.copy()
     best = evaluator.makespan(strategy)
     for _ in range(sweeps):
         changed = False
         for index in size_order(evaluator.units):
-            numbers = options[evaluator.units[index].size]
+            numbers = options[index]
             found, makespan = evaluator.best(strategy, index, numbers, best * _ROUNDING)
             if found >= 0:
                 strategy[index], best, changed = found, makespan, True
@@ -276,8 +263,8 @@ def upper_bound_us(
     evaluator = Evaluator(job, units, 0, payload, free=True)
     leaves = raw_choices(job.cluster) + _all_compressed(job, specs)[0]
     found = evaluator.makespan(greedy(evaluator, leaves))
-    batch = np.array([evaluator.uniform(choice) for choice in leaves])
-    return job.forward_us + min(found, evaluator.batch(batch, cut=True)[1]) + job.optimizer_us
+    uniform = evaluator.batch(evaluator.uniforms(leaves), cut=True)[1]
+    return job.forward_us + min(found, uniform) + job.optimizer_us
 
 
 def _all_compressed(
@@ -333,6 +320,7 @@ def search(
     units = units_of(job)
     first, moved = _all_compressed(job, specs)
     raw = raw_choices(job.cluster)
+    tree, host_tree = raw + first, raw + moved
     sizes = tuple(partitions) if partitions is not None else partition_sizes(job, units)
     found: list[_Found] = []
     baselines: dict[str, float] = {}
@@ -346,13 +334,13 @@ def search(
         for row in rows:
             baselines[row.name] = min(row.makespan_us, baselines.get(row.name, math.inf))
         found += [_Found(row.name, evaluator, row.choices, row.makespan_us) for row in rows]
-        strategy = greedy(evaluator, raw + first, progress=report)
+        strategy = greedy(evaluator, tree, progress=report)
         found.append(_found("training device only", evaluator, strategy))
         strategy, bitten = offload(evaluator, strategy)
         capped = capped or bitten
         found.append(_found("algorithms 1 and 2", evaluator, strategy))
         if moved:
-            found.append(_found("offload only", evaluator, greedy(evaluator, raw + moved)))
+            found.append(_found("offload only", evaluator, greedy(evaluator, host_tree)))
         for name in ("training device only", "algorithms 1 and 2", "offload only"):
             for row in found:
                 if row.name == name and row.evaluator is evaluator:
@@ -372,7 +360,7 @@ def _found(name: str, evaluator: Evaluator, strategy: Wholes) -> _Found:
     return _Found(name, evaluator, tuple(evaluator.decode(strategy)), evaluator.makespan(strategy))
 
 
-def _improve_best(found: list[_Found], leaves: Sequence[Choice], starts: int = 2) -> None:
+def _improve_best(found: list[_Found], leaves: tuple[Choice, ...], starts: int = 2) -> None:
     """Improve the best few starts, and add what they become."""
     ranked = sorted(found, key=lambda row: row.makespan_us)
     for row in ranked[:starts]:

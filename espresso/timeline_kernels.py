@@ -40,11 +40,11 @@ KEY_SHIFT = 24
 """Ring keys order ties: unit number above, partition number below this bit."""
 
 # Three lanes of each set, repeated where it has fewer: training 0, offload 1, copy 2, intra 3, out 4, in 5.
-_LANES = np.array(
+LANES_OF_SET = np.array(
     [[0, 0, 0], [1, 1, 1], [2, 2, 2], [3, 3, 3], [4, 5, 5], [3, 4, 5], [4, 4, 4], [5, 5, 5]], dtype=np.int64
 )
 # Which sets hold a lane in common.
-_SHARE = np.array([[bool(set(a) & set(b)) for b in _LANES.tolist()] for a in _LANES.tolist()])
+_SHARE = np.array([[bool(set(a) & set(b)) for b in LANES_OF_SET.tolist()] for a in LANES_OF_SET.tolist()])
 
 
 def make_state(num_partitions: int) -> State:
@@ -156,10 +156,10 @@ def advance_paper(
                         continue
                     start = now
                     for k in range(3):
-                        start = max(start, real[_LANES[s, k]])
+                        start = max(start, real[LANES_OF_SET[s, k]])
                     end = start + task_us[row]
                     for k in range(3):
-                        real[_LANES[s, k]] = end
+                        real[LANES_OF_SET[s, k]] = end
                     if s == 0 and start < back:
                         back += task_us[row]
                     rear = whole[16 + s]
@@ -191,10 +191,10 @@ def advance_paper(
             continue
         start = at
         for k in range(3):
-            start = max(start, real[_LANES[s, k]])
+            start = max(start, real[LANES_OF_SET[s, k]])
         end = start + task_us[row]
         for k in range(3):
-            real[_LANES[s, k]] = end
+            real[LANES_OF_SET[s, k]] = end
         if s == 0 and start < back:
             back += task_us[row]
         rear = whole[16 + s]
