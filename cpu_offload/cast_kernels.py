@@ -41,7 +41,7 @@ def to_half(single: npt.NDArray[np.float32], bits: Bits32, out: Bits16) -> None:
             (size - np.uint32(0x37FFF001) + ((size >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
         )
         shifted = np.float32(abs(single[i]) + np.float32(0.5))
-        tiny = np.uint32(shifted.view(np.uint32) - np.uint32(0x3F000000))
+        tiny = np.uint32(np.float32(shifted).view(np.uint32) - np.uint32(0x3F000000))
         huge = np.uint32(0x7E00) if size > _INFINITY else np.uint32(0x7C00)
         half = tiny if size < np.uint32(0x38800000) else (huge if size >= np.uint32(0x47800000) else normal)
         out[i] = np.uint16(half | (sign >> np.uint32(16)))
@@ -55,7 +55,7 @@ def from_half(half: Bits16, bits: Bits32) -> None:
         scaled = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(
             2.0**112
         )
-        size = scaled.view(np.uint32)
+        size = np.float32(scaled).view(np.uint32)
         if scaled >= np.float32(65536.0):
             size = np.uint32(size | _INFINITY)
         bits[i] = np.uint32(size | np.uint32((wide & np.uint32(0x8000)) << np.uint32(16)))

@@ -1,0 +1,51 @@
+"""Blockwise quantizers: what int8 and int4 share.
+
+Body of d elements, cut into blocks of B (the last may be shorter), one after the other, each::
+
+    0  s      scale = absmax / L, a number of the layout's dtype (s = 4 or 8 bytes)
+    s  codes  int8: n bytes, code i of element i, two's complement
+              int4: h = ceil(n/2) bytes; byte i holds the code of element i in its low nibble and that of element
+              i + h in its high nibble (0 past the end), two's complement
+
+An element decodes to ``code * scale``; code = q * (L / absmax) rounded to nearest even, so -L <= code <= L. A block
+whose absmax lies below TINY (2^-100, or 2^-1000 for float64) has scale 0 and codes 0: 1/scale would overflow there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from espresso.compressors.base import Traits
+from espresso.compressors.common import BaseCompressor
+
+MAX_BLOCK = 4096
+TINY = {4: 2.0**-100, 8: 2.0**-1000}
+
+
+@dataclass(frozen=True)
+class Blockwise(BaseCompressor):
+    """A linear quantizer with one scale per block, deterministic, hence biased: it needs error feedback.
+
+    Attributes:
+        block: elements that share a scale, a power of two from 32 to 4096.
+    """
+
+    traits: ClassVar[Traits] = Traits()
+    code_bits: ClassVar[int]
+    levels: ClassVar[int]
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_int("block", low=32, high=MAX_BLOCK)
+        if self.block & (self.block - 1):
+            raise ValueError(f"compressor {self.name}: block must be a power of two, got {self.block}")
+
+    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """Number of blocks, and scales plus codes."""
+        full, rest = divmod(numel, self.block)
+        num_blocks = full + (rest > 0)
+        codes = numel if self.code_bits == 8 else full * self.block // 2 + -(-rest // 2)
+        return num_blocks, num_blocks * itemsize + codes

@@ -1,0 +1,183 @@
+"""Blockwise quantizers on the host, int8 and int4. Format: :mod:`espresso.compressors.blockwise`.
+
+Encode makes one pass: a block's q stays in the first-level cache between its maximum, its codes and its residual.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from espresso.compressors.base import Array
+from espresso.compressors.blockwise import TINY, Blockwise
+from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
+from espresso.cpu_offload.kernels import fill_q
+from espresso.cpu_offload.pool import WorkerPool
+from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
+
+Codes = npt.NDArray[np.int8]
+
+
+@njit(nogil=True, cache=True)
+def encode_chunks(
+    table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
+    has_feedback: bool, numbers: Array, codes: Codes, block: int, code_bits: int, levels: float, tiny: float,
+    magic: float, magnitude: int, infinity: int, bits: Array,
+) -> bool:  # fmt: skip
+    """Quantize block by block and write the residual. Returns whether all is finite."""
+    itemsize = numbers.itemsize
+    stride = itemsize + block * code_bits // 8
+    q_bits = np.empty(block, bits.dtype)
+    q_buffer = q_bits.view(source.dtype)
+    top_bits = np.empty(1, bits.dtype)
+    top = top_bits.view(source.dtype)
+    nibbles = np.empty(block, np.int8)
+    finite = True
+    for chunk in range(first, end):
+        row = table[chunks[chunk, SEGMENT]]
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], block):
+            num = min(block, chunks[chunk, HIGH] - low)
+            at = row[OFFSET] + low // block * stride
+            q = q_buffer[:num]
+            fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
+            top_bits[0] = largest(q_bits[:num], magnitude)
+            if top_bits[0] >= infinity:
+                finite = False
+                top[0] = 0
+            small = top[0] < tiny
+            step = source.dtype.type(0) if small else top[0] / levels
+            inverse = source.dtype.type(0) if small else levels / top[0]
+            numbers[at // itemsize] = step
+            body = codes[at + itemsize :][: num if code_bits == 8 else (num + 1) // 2]
+            kept = new[row[RESIDUAL] + low :][:num] if has_feedback else q
+            if code_bits == 8:
+                quantize(q, inverse, step, magic, body, kept)
+            else:
+                quantize(q, inverse, step, magic, nibbles[:num], kept)
+                pack_nibbles(nibbles, num, body)
+    return finite
+
+
+@njit(nogil=True, cache=True)
+def largest(bits: Array, magnitude: int) -> int:
+    """The largest magnitude, as bits."""
+    top = bits.dtype.type(0)
+    for i in range(len(bits)):
+        top = max(top, bits.dtype.type(bits[i] & magnitude))
+    return top
+
+
+@njit(nogil=True, cache=True)
+def quantize(q: Array, inverse: float, step: float, magic: float, codes: Codes, kept: Array) -> None:
+    """Codes and residual. Adding and taking away ``magic`` (1.5 * 2^23 or 2^52) rounds to nearest even."""
+    for i in range(len(q)):
+        rounded = (q[i] * inverse + magic) - magic
+        codes[i] = np.int8(np.int32(rounded))
+        kept[i] = q[i] - rounded * step
+
+
+@njit(nogil=True, cache=True)
+def pack_nibbles(nibbles: Codes, num: int, body: Codes) -> None:
+    """Two codes a byte, half a block apart."""
+    half = len(body)
+    if num < 2 * half:
+        nibbles[num] = 0
+    low, high = nibbles[:half], nibbles[half : 2 * half]
+    for i in range(half):
+        body[i] = np.int8((low[i] & 15) | (high[i] << 4))
+
+
+@njit(nogil=True, cache=True)
+def unpack_nibbles(body: Codes, nibbles: Codes) -> None:
+    """The reverse; ``nibbles`` has room for twice the bytes."""
+    half = len(body)
+    low, high = nibbles[:half], nibbles[half : 2 * half]
+    for i in range(half):
+        low[i] = np.int8(body[i] << 4) >> 4
+        high[i] = body[i] >> 4
+
+
+@njit(nogil=True, cache=True)
+def decode_chunks(
+    table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
+    numbers: Array, codes: Codes, block: int, code_bits: int,
+) -> int:  # fmt: skip
+    """``target = scale * sum over rows of code * step``, rows in order. One pass over the target."""
+    itemsize = numbers.itemsize
+    stride = itemsize + block * code_bits // 8
+    nibbles = np.empty(block, np.int8)
+    for chunk in range(first, end):
+        segment = chunks[chunk, SEGMENT]
+        row = table[segment]
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], block):
+            num = min(block, chunks[chunk, HIGH] - low)
+            out = target[row[SOURCE] + low :][:num]
+            if not num_rows:
+                out[:] = 0
+            for source in range(num_rows):
+                at = source * row_bytes + row[OFFSET] + low // block * stride
+                step = numbers[at // itemsize]
+                if not 0 <= step < np.inf:
+                    return 1 + source * len(table) + segment
+                if code_bits == 8:
+                    code = codes[at + itemsize :][:num]
+                else:
+                    unpack_nibbles(codes[at + itemsize :][: (num + 1) // 2], nibbles)
+                    code = nibbles[:num]
+                factor = scale if source == num_rows - 1 else out.dtype.type(1)
+                add_block(code, step, out, source > 0, factor)
+    return 0
+
+
+@njit(nogil=True, cache=True)
+def add_block(code: Codes, step: float, out: Array, accumulate: bool, scale: float) -> None:
+    """``out = (out + code * step) * scale``, or without the sum; ``scale`` is 1 but for the last row."""
+    if accumulate:
+        for i in range(len(code)):
+            out[i] = (out[i] + out.dtype.type(code[i]) * step) * scale
+    else:
+        for i in range(len(code)):
+            out[i] = out.dtype.type(code[i]) * step * scale
+
+
+class HostBlockwise(HostCodec):
+    """A blockwise quantizer with the residual fused."""
+
+    def __init__(self, compressor: Blockwise, pool: WorkerPool | None = None) -> None:
+        super().__init__(compressor, pool)
+        self._params = compressor
+
+    def encode_bodies(self, call: EncodeCall) -> bool:
+        """One pass, chunks in any order."""
+        chunks, params, kind = call.work.chunks, self._params, call.layout.dtype.type
+        codes, itemsize = call.payload.view(np.int8), call.layout.dtype.itemsize
+        magic = kind(1.5 * 2.0 ** (23 if itemsize == 4 else 52))
+        magnitude = call.bits.dtype.type(np.iinfo(call.bits.dtype).max >> 1)
+
+        def kernel(first: int, end: int) -> bool:
+            return bool(
+                encode_chunks(
+                    call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
+                    call.numbers, codes, params.block, params.code_bits, kind(params.levels), kind(TINY[itemsize]),
+                    magic, magnitude, call.infinity, call.bits,
+                )
+            )  # fmt: skip
+
+        return all(self.run_chunks(kernel, len(chunks)))
+
+    def decode_bodies(self, call: DecodeCall) -> None:
+        """Sum the rows block by block."""
+        chunks, params, codes = call.work.chunks, self._params, call.payload.view(np.int8)
+
+        def kernel(first: int, end: int) -> int:
+            return int(
+                decode_chunks(
+                    call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes,
+                    call.numbers, codes, params.block, params.code_bits,
+                )
+            )  # fmt: skip
+
+        code = max(self.run_chunks(kernel, len(chunks)), default=0)
+        if code:
+            raise malformed(code, call.layout, "a block's scale is negative or not finite")

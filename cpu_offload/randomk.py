@@ -1,0 +1,187 @@
+"""Random-k on the host. Format and the drawing of positions: :mod:`espresso.compressors.randomk`.
+
+Encode and decode make one pass each; positions are drawn stratum by stratum, in time proportional to k.
+
+Keys, with mix = splitmix64's finaliser and all arithmetic modulo 2^64::
+
+    salt    = mix(mix(mix(seed) + step) + site)
+    segment = mix(mix(salt ^ hash(tensor)) + start)       hash: 8 bytes of BLAKE2b, little-endian
+    U       = mix(segment + 2^63) mod d
+    stratum = mix(segment + c)
+    round r of the permutation maps halves (l, r) to (r, l ^ (mix(stratum + 65536 r + right) mod 2^half))
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from espresso.compressors.base import Array, DrawKey, Layout, Starts
+from espresso.compressors.randomk import ROUNDS, STRATUM
+from espresso.cpu_offload.codec import DecodeCall, EncodeCall
+from espresso.cpu_offload.kernels import all_finite, fill_q, mix64
+from espresso.cpu_offload.summable import SummableHostCodec
+from espresso.cpu_offload.work import (
+    COUNT,
+    HASH,
+    HIGH,
+    LOW,
+    NUMEL,
+    OFFSET,
+    RESIDUAL,
+    SEGMENT,
+    SOURCE,
+    START,
+    Table,
+)
+
+Positions = npt.NDArray[np.int64]
+
+
+@njit(nogil=True, cache=True)
+def segment_key(row: Table, salt: int) -> int:
+    """What a segment's draws depend on."""
+    return mix64(mix64(np.uint64(salt) ^ np.uint64(row[HASH])) + np.uint64(row[START]))
+
+
+@njit(nogil=True, cache=True)
+def first_slot(row: Table, key: int, element: int) -> int:
+    """s(x): how many slots lie before an element that begins a stratum, or before the end."""
+    numel = np.uint64(row[NUMEL])
+    shift = mix64(key + np.uint64(1 << 63)) % numel
+    return np.int64((shift + np.uint64(row[COUNT]) * np.uint64(element)) // numel)
+
+
+@njit(nogil=True, cache=True)
+def draw(key: int, stratum: int, num: int, positions: Positions) -> None:
+    """``positions[j]`` = P(j), distinct numbers below ``num``."""
+    stratum_key = mix64(key + np.uint64(stratum))
+    half = np.uint64(1)
+    while (np.uint64(1) << (half + half)) < np.uint64(num):
+        half += np.uint64(1)
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    for j in range(len(positions)):
+        x = np.uint64(j)
+        while True:
+            left, right = x >> half, x & mask
+            for r in range(ROUNDS):
+                mixed = mix64(stratum_key + np.uint64(65536 * r) + right)
+                left, right = right, left ^ (mixed & mask)
+            x = (left << half) | right
+            if x < np.uint64(num):
+                break
+        positions[j] = x
+
+
+@njit(nogil=True, cache=True)
+def encode_chunks(
+    table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
+    has_feedback: bool, numbers: Array, salt: int, infinity: int, bits: Array,
+) -> bool:  # fmt: skip
+    """Gather the drawn positions of q and clear them in the residual. One pass. Returns whether all of q is finite."""
+    q_bits_buffer = np.empty(STRATUM, bits.dtype)
+    q_buffer = q_bits_buffer.view(source.dtype)
+    drawn = np.empty(STRATUM, np.int64)
+    finite = True
+    for chunk in range(first, end):
+        row = table[chunks[chunk, SEGMENT]]
+        key = segment_key(row, salt)
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], STRATUM):
+            high = min(low + STRATUM, chunks[chunk, HIGH])
+            q, q_bits = q_buffer[: high - low], q_bits_buffer[: high - low]
+            fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, high - low, has_feedback)
+            finite = all_finite(q_bits, infinity) and finite
+            begin, stop = first_slot(row, key, low), first_slot(row, key, high)
+            positions = drawn[: stop - begin]
+            draw(key, low // STRATUM, high - low, positions)
+            body = numbers[row[OFFSET] // numbers.itemsize + begin :][: stop - begin]
+            for j in range(len(positions)):
+                body[j] = q[positions[j]]
+                q[positions[j]] = 0
+            if has_feedback:
+                new[row[RESIDUAL] + low :][: high - low] = q
+    return finite
+
+
+@njit(nogil=True, cache=True)
+def decode_chunks(
+    table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
+    numbers: Array, salt: int,
+) -> None:  # fmt: skip
+    """Zeros, and ``scale`` times the rows' sum at the drawn positions. One pass over the target."""
+    drawn = np.empty(STRATUM, np.int64)
+    for chunk in range(first, end):
+        row = table[chunks[chunk, SEGMENT]]
+        key = segment_key(row, salt)
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], STRATUM):
+            high = min(low + STRATUM, chunks[chunk, HIGH])
+            begin, stop = first_slot(row, key, low), first_slot(row, key, high)
+            positions = drawn[: stop - begin]
+            draw(key, low // STRATUM, high - low, positions)
+            out = target[row[SOURCE] + low :][: high - low]
+            out[:] = 0
+            for j in range(len(positions)):
+                total = out.dtype.type(0)
+                for source in range(num_rows):
+                    total += numbers[(source * row_bytes + row[OFFSET]) // numbers.itemsize + begin + j]
+                out[positions[j]] = total * scale
+
+
+class HostRandomK(SummableHostCodec):
+    """``randomk`` with the residual fused; as payloads or as a vector of values for a reduction."""
+
+    def segment_values(self, layout: Layout) -> Starts:
+        """k numbers, or all of a raw segment."""
+        return np.where(layout.raw, layout.numels, layout.counts)
+
+    def encode_bodies(self, call: EncodeCall) -> bool:
+        """One pass, chunks in any order."""
+        chunks, salt = call.work.chunks, salt_of(call.key)
+
+        def kernel(first: int, end: int) -> bool:
+            return bool(
+                encode_chunks(
+                    call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
+                    call.numbers, salt, call.infinity, call.bits,
+                )
+            )  # fmt: skip
+
+        return all(self.run_chunks(kernel, len(chunks)))
+
+    def decode_bodies(self, call: DecodeCall) -> None:
+        """One pass, chunks in any order."""
+        chunks, salt = call.work.chunks, salt_of(call.key)
+
+        def kernel(first: int, end: int) -> None:
+            decode_chunks(
+                call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes, call.numbers,
+                salt,
+            )  # fmt: skip
+
+        self.run_chunks(kernel, len(chunks))
+
+    def encode_vector(self, call: EncodeCall) -> bool:
+        """As payloads; a number that is not finite and was not drawn shows as a NaN in the vector's first place."""
+        finite = self.encode_raw_segments(call)
+        finite = self.encode_bodies(call) and finite
+        if not finite:
+            call.numbers[:1] = np.nan
+        return finite
+
+    def decode_vector(self, call: DecodeCall) -> bool:
+        """As payloads."""
+        self.decode_raw_segments(call)
+        self.decode_bodies(call)
+        return bool(np.isfinite(call.numbers).all())
+
+
+def salt_of(key: DrawKey) -> np.uint64:
+    """The part of the key that all segments share; the rank stays out, since all ranks draw alike."""
+    salt = mix(mix(mix(key.seed) + key.step) + key.site)
+    return np.uint64(salt)
+
+
+def mix(value: int) -> int:
+    """:func:`espresso.cpu_offload.kernels.mix64` on a Python integer."""
+    return int(mix64(np.uint64(value % 2**64)))
