@@ -168,11 +168,25 @@ class Plan:
         return replace(self, order=tuple(order))
 
     @cached_property
+    def tasks_of_partition(self) -> tuple[tuple[int, ...], ...]:
+        """For every partition, its task indices, in step order."""
+        lists: list[list[int]] = [[] for _ in self.partitions]
+        for task in self.tasks:
+            lists[task.partition].append(task.index)
+        return tuple(map(tuple, lists))
+
+    @cached_property
+    def position_of_bucket(self) -> dict[int, int]:
+        """Where the bucket with a number stands in ``buckets``."""
+        return {bucket.index: position for position, bucket in enumerate(self.buckets)}
+
+    @cached_property
     def tasks_of_bucket(self) -> tuple[tuple[int, ...], ...]:
         """For every bucket, its task indices, in index order."""
         lists: list[list[int]] = [[] for _ in self.buckets]
         for task in self.tasks:
-            lists[self.groups[self.partitions[task.partition].group].bucket].append(task.index)
+            bucket = self.groups[self.partitions[task.partition].group].bucket
+            lists[self.position_of_bucket[bucket]].append(task.index)
         return tuple(map(tuple, lists))
 
     def flows(self, partition: int, rank: int | None = None) -> tuple[StepFlow, ...]:
@@ -238,7 +252,7 @@ def plan(
             groups.append(group)
             limit = strategy.partition_bytes // DTYPES[bucket.dtype]
             waves: list[tuple[int, int, int]] = []
-            for number, (start, stop) in enumerate(_partition_spans(group.numel, limit)):
+            for number, (start, stop) in enumerate(partition_spans(group.numel, limit)):
                 part = Partition(len(partitions), group.index, start, stop, root=len(partitions))
                 partitions.append(part)
                 for depth, task in enumerate(_tasks(part, choice, strategy.cluster, len(tasks), host_copies)):
@@ -268,7 +282,7 @@ def _group(index: int, bucket: Bucket, choice: Choice, slots: Sequence[Slot]) ->
     return Group(index, bucket.index, choice, tuple(runs), bucket.dtype)
 
 
-def _partition_spans(numel: int, limit: int) -> list[tuple[int, int]]:
+def partition_spans(numel: int, limit: int) -> list[tuple[int, int]]:
     """Equal partitions of at most ``limit`` elements, rounded up to whole cache lines; one if there is no limit."""
     if limit <= 0 or numel <= limit:
         return [(0, numel)]

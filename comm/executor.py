@@ -1,0 +1,461 @@
+"""The executor: carries out a plan, bucket by bucket, from DDP's hook to the averaged gradient.
+
+::
+
+    hook(bucket) ── bind buffers ── open the bucket's gate ──> lanes run its tasks in the total order
+        └─ returns a future            (never blocks)            └─ last task of the bucket ── future done
+    last bucket of the iteration: every rank commits its residuals, or discards them, together
+
+The executor knows nothing of searching or measuring. It asks a ``Planner`` which strategy to run before
+the first bucket of an iteration, and tells it what happened after the last.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from espresso.comm.errors import EspressoError
+from espresso.comm.groups import Groups
+from espresso.comm.lanes import Lanes, Node
+from espresso.comm.program import Codecs, Context, PartitionProgram, Round
+from espresso.comm.residuals import Residual, ResidualStore
+from espresso.strategies import Bucket, Lane, Plan, Strategy, Task, plan
+
+logger = logging.getLogger("espresso")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What to run in an iteration.
+
+    Attributes:
+        strategy: choices for every tensor.
+        order: the total order as found by list scheduling for exactly these buckets, or None for the
+            plain order (needed while the bucket structure is unknown).
+        buckets: the structure ``order`` is for.
+        deferred: start nothing before the last bucket is there, so that backward is measured undisturbed.
+        record: keep the intervals of all tasks.
+    """
+
+    strategy: Strategy
+    order: tuple[int, ...] | None = None
+    buckets: tuple[Bucket, ...] | None = None
+    deferred: bool = False
+    record: bool = False
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A task as it ran: ``perf_counter_ns`` times."""
+
+    task: int
+    lane: Lane
+    partition: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass
+class Record:
+    """What happened in one iteration on this rank; times are ``perf_counter_ns``."""
+
+    iteration: int
+    assignment: Assignment
+    ready_ns: list[int] = field(default_factory=list)
+    done_ns: int = 0
+    finite: bool = True
+    bytes_sent: int = 0
+    bytes_raw: int = 0
+    buckets: tuple[Bucket, ...] = ()
+    intervals: list[Interval] = field(default_factory=list)
+    plan: Plan | None = None
+
+
+class Planner(Protocol):
+    """Decides what each iteration runs. Both calls come at counts that all ranks agree on."""
+
+    def assign(self, iteration: int) -> Assignment:
+        """The assignment of this iteration; must not block."""
+        ...
+
+    def after(self, record: Record) -> Callable[[], None] | None:
+        """Take note of an iteration; a returned function runs before its last future completes.
+
+        It may block and communicate: every rank is inside the same hook call then.
+        """
+        ...
+
+
+class _Iteration:
+    """State of one backward pass."""
+
+    def __init__(self, record: Record, deadline_s: float) -> None:
+        self.record = record
+        self.futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.open_tasks: dict[int, int] = {}
+        self.programs: dict[int, list[PartitionProgram]] = {}
+        self.finite: list[bool] = []
+        self.deferred: list[int] = []
+        self.complete: set[int] = set()
+        self.last_seen = False
+        self.planned = False
+        self.deadline_s = deadline_s
+        self.began_s = time.monotonic()
+
+
+class Executor:
+    """Runs assignments over the groups of a job.
+
+    Args:
+        groups: process groups of every scope.
+        codecs: where codecs come from.
+        planner: decides what to run.
+        store: residuals; survives changes of plan.
+        seed: for shared random numbers.
+        timeout_s: an iteration whose gradients are not averaged this long after its last event fails.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        codecs: Codecs,
+        planner: Planner,
+        *,
+        store: ResidualStore,
+        seed: int = 0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.groups, self.planner, self.store = groups, planner, store
+        self._context = Context(groups.cluster, groups.rank, groups.scopes, codecs, store, seed)
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._lanes = Lanes(self._failed, self._lock)
+        self._iteration: _Iteration | None = None
+        self._count = 0
+        self._planned: tuple[Assignment, Plan, list[PartitionProgram]] | None = None
+        self._plain: dict[Bucket, tuple[Strategy, Plan, list[PartitionProgram]]] = {}
+        self._numels: dict[str, int] = {}
+        self._watchdog: threading.Thread | None = None
+        self._wake = threading.Condition()
+        self._closed = False
+        self.error: EspressoError | None = None
+        self.step = 0
+
+    # -- called from the hook ----------------------------------------------------------------------
+
+    def reduce_bucket(
+        self, bucket: Bucket, buffer: torch.Tensor, *, is_last: bool, grad_scale: float
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average ``buffer`` over all ranks, in place; returns a future of it. Never blocks.
+
+        Raises:
+            EspressoError: an earlier bucket failed (the original error, again).
+        """
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            if bucket.index == 0:
+                self._begin()
+            iteration = self._iteration
+            if iteration is None or bucket.index != len(iteration.record.ready_ns):
+                raise self._fail_now(
+                    f"rank {self.groups.rank}: bucket {bucket.index} arrived out of order;"
+                    " the previous backward pass did not finish, or the model runs in several threads"
+                )
+            iteration.record.ready_ns.append(time.perf_counter_ns())
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            iteration.futures[bucket.index] = future
+            iteration.buffers[bucket.index] = buffer
+            iteration.record.buckets += (bucket,)
+            iteration.last_seen = is_last
+            for slot in bucket.slots:
+                self._numels[slot.tensor] = slot.numel
+            self._prepare(iteration, bucket, buffer, Round(self.step, grad_scale))
+            opened = self._gate(iteration, bucket.index)
+        for index in opened:
+            if iteration.open_tasks[index] == 0:
+                self._bucket_done(iteration, index)
+        self._lanes.bucket_ready(opened)
+        return future
+
+    def _begin(self) -> None:
+        if self._iteration is not None:
+            waiting = ", ".join(node.label() for node in self._lanes.pending()[:3])
+            raise self._fail_now(
+                f"rank {self.groups.rank}: a new backward pass began before the last one was averaged"
+                f" (still waiting for {waiting or 'its last bucket'})"
+            )
+        self.step = self._count
+        self._count += 1
+        assignment = self.planner.assign(self.step)
+        self._iteration = _Iteration(Record(self.step, assignment), self._timeout_s)
+        self._lanes.begin_iteration()
+        self._start_watchdog()
+
+    def _gate(self, iteration: _Iteration, bucket: int) -> list[int]:
+        """Which buckets to open now: this one, or all of them at the last if the iteration is deferred."""
+        if not iteration.record.assignment.deferred:
+            return [bucket]
+        iteration.deferred.append(bucket)
+        return iteration.deferred if iteration.last_seen else []
+
+    # -- programs ----------------------------------------------------------------------------------
+
+    def _prepare(self, iteration: _Iteration, bucket: Bucket, buffer: torch.Tensor, now: Round) -> None:
+        assignment = iteration.record.assignment
+        if bucket.index == 0 and assignment.order is not None and assignment.buckets is not None:
+            iteration.planned = bucket == assignment.buckets[0]
+            if iteration.planned:
+                self._enqueue_planned(iteration, assignment)
+        if iteration.planned and bucket != _at(assignment.buckets, bucket.index):
+            # The structure changed in mid-iteration, on every rank alike: the rest goes in plain order.
+            logger.warning("bucket %d is not as planned; the rest of this iteration runs in plain order", bucket.index)
+            iteration.planned = False
+            first = bucket.index
+            self._lanes.drop(lambda node: node.bucket >= first)
+        if not iteration.planned:
+            self._enqueue_plain(iteration, bucket)
+        for program in iteration.programs[bucket.index]:
+            program.bind(buffer, now)
+
+    def _enqueue_planned(self, iteration: _Iteration, assignment: Assignment) -> None:
+        assert assignment.buckets is not None and assignment.order is not None
+        if self._planned is None or self._planned[0] is not assignment:
+            laid = plan(assignment.strategy, assignment.buckets).with_order(assignment.order)
+            programs = self._compile(laid)
+            self._plain.clear()
+            self.store.adopt(_residuals(programs), self._numels | _numels(laid))
+            self._planned = (assignment, laid, programs)
+        _, laid, programs = self._planned
+        iteration.record.plan = laid
+        self._enqueue(iteration, laid, programs, range(len(laid.buckets)))
+
+    def _enqueue_plain(self, iteration: _Iteration, bucket: Bucket) -> None:
+        """Bucket by bucket: compile just this one, once per structure and strategy."""
+        strategy = iteration.record.assignment.strategy
+        found = self._plain.get(bucket)
+        if found is None or found[0] is not strategy or not self.store.holds(_residuals(found[2])):
+            laid = plan(strategy, [bucket])
+            programs = self._compile(laid)
+            self._planned = None
+            self.store.adopt(_residuals(programs), self._numels | _numels(laid), only=_numels(laid).keys())
+            found = self._plain[bucket] = (strategy, laid, programs)
+        self._enqueue(iteration, found[1], found[2], [bucket.index])
+
+    def _compile(self, laid: Plan) -> list[PartitionProgram]:
+        return [PartitionProgram(laid, part, self._context) for part in laid.partitions]
+
+    def _enqueue(
+        self, iteration: _Iteration, laid: Plan, programs: Sequence[PartitionProgram], buckets: Iterable[int]
+    ) -> None:
+        """Make this iteration's nodes and put them on their lanes in the plan's order.
+
+        ``buckets`` are DDP's numbers of the plan's buckets.
+        """
+        for number in buckets:
+            iteration.open_tasks[number] = 0
+            iteration.programs[number] = []
+        nodes: dict[int, Node] = {}
+        for program, tasks in zip(programs, laid.tasks_of_partition, strict=True):
+            bucket = program.group.bucket
+            iteration.programs[bucket].append(program)
+            acting = [index for index in tasks if program.actions[laid.tasks[index].step_index] is not None]
+            iteration.open_tasks[bucket] += len(acting)
+            before: Node | None = None
+            for index in acting:
+                before = nodes[index] = self._node(iteration, program, laid.tasks[index], bucket, before, index == acting[-1])
+        self._lanes.enqueue(nodes[index] for index in laid.order if index in nodes)
+
+    def _node(
+        self,
+        iteration: _Iteration,
+        program: PartitionProgram,
+        task: Task,
+        bucket: int,
+        before: Node | None,
+        ends: bool,
+    ) -> Node:
+        return Node(
+            lanes=task.lanes,
+            bucket=bucket,
+            run=partial(_run_step, program, task.step_index, before is None),
+            label=partial(_label, program, task.step_index, bucket),
+            after=before,
+            issue=program.issue if program.issues else None,
+            tag=(task.index, task.partition),
+            on_done=partial(self._task_done, iteration, program, ends),
+        )
+
+    # -- completion --------------------------------------------------------------------------------
+
+    def _task_done(self, iteration: _Iteration, program: PartitionProgram, ends: bool, node: Node) -> None:
+        if iteration.record.assignment.record:
+            task, part = node.tag
+            iteration.record.intervals.append(Interval(task, node.lanes[0], part, node.start_ns, node.end_ns))
+        if ends:
+            program.finish(check=not self.store.is_empty)
+        with self._lock:
+            if ends:
+                iteration.finite.append(program.finite is not False)
+                iteration.record.bytes_sent += program.bytes_sent
+                iteration.record.bytes_raw += program.num_bytes_raw
+            iteration.open_tasks[node.bucket] -= 1
+            done = iteration.open_tasks[node.bucket] == 0
+        if done:
+            self._bucket_done(iteration, node.bucket)
+
+    def _bucket_done(self, iteration: _Iteration, bucket: int) -> None:
+        with self._lock:
+            iteration.complete.add(bucket)
+            everything = iteration.last_seen and len(iteration.complete) == len(iteration.record.ready_ns)
+            if everything:
+                self._settle(iteration)
+        if not everything:
+            iteration.futures[bucket].set_result(iteration.buffers[bucket])
+            return
+        more = self.planner.after(iteration.record)
+        if more is None:
+            self._complete(iteration, bucket)
+        else:
+            self._lanes.submit("control", partial(self._run_more, more, iteration, bucket))
+
+    def _settle(self, iteration: _Iteration) -> None:
+        """Commit or discard the residuals: the same decision everywhere, as the averages are the same."""
+        iteration.record.done_ns = time.perf_counter_ns()
+        iteration.record.finite = all(iteration.finite)
+        if iteration.record.finite:
+            self.store.commit()
+        else:
+            self.store.discard()
+
+    def _run_more(self, more: Callable[[], None], iteration: _Iteration, bucket: int) -> None:
+        try:
+            iteration.deadline_s = float("inf")
+            more()
+        except Exception as error:
+            self._lanes.fail(error)
+            return
+        self._complete(iteration, bucket)
+
+    def _complete(self, iteration: _Iteration, bucket: int) -> None:
+        with self._lock:
+            self._iteration = None
+        iteration.futures[bucket].set_result(iteration.buffers[bucket])
+
+    # -- failure -----------------------------------------------------------------------------------
+
+    def _failed(self, error: BaseException, node: Node | None) -> None:
+        """Called once by the lanes with the first error: keep it, log it, and let DDP go."""
+        where = f" in {node.label()}" if node is not None else ""
+        text = f"espresso on rank {self.groups.rank} failed{where}: {type(error).__name__}: {error}"
+        wrapped = EspressoError(text)
+        wrapped.__cause__ = error
+        with self._lock:
+            if self.error is None:
+                self.error = wrapped
+            iteration = self._iteration
+        logger.error("%s", text, exc_info=error)
+        if iteration is not None:
+            _fail_open(iteration.futures.values(), self.error)
+
+    def _fail_now(self, text: str) -> EspressoError:
+        self._lanes.fail(EspressoError(text))
+        assert self.error is not None
+        return self.error
+
+    def _start_watchdog(self) -> None:
+        if self._watchdog is None:
+            self._watchdog = threading.Thread(target=self._watch, name="espresso-watchdog", daemon=True)
+            self._watchdog.start()
+
+    def _watch(self) -> None:
+        """Fail an iteration that outlives its deadline; groups time out by themselves a little earlier."""
+        while True:
+            with self._wake:
+                self._wake.wait(timeout=0.5)
+                if self._closed:
+                    return
+            iteration = self._iteration
+            if iteration is None or self.error is not None:
+                continue
+            waited = time.monotonic() - iteration.began_s
+            if waited > iteration.deadline_s + 5.0:
+                pending = self._lanes.pending()
+                what = "; ".join(node.label() for node in pending[:3]) or "the next bucket from backward"
+                self._lanes.fail(
+                    EspressoError(
+                        f"no progress for {waited:.0f} s; waiting for {what} ({len(pending)} tasks open)."
+                        " Another rank died, hangs, or runs a different number of steps"
+                    ),
+                    pending[0] if pending else None,
+                )
+
+    @property
+    def next_step(self) -> int:
+        """The number the next iteration will have."""
+        return self._count
+
+    def restart(self, step: int) -> None:
+        """Go on counting from ``step`` (a resumed job draws the same random numbers)."""
+        self._count = step
+
+    # -- end of life ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop threads. Futures still open fail, so that nobody waits for them."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        iteration = self._iteration
+        if iteration is not None:
+            _fail_open(iteration.futures.values(), EspressoError("espresso was closed during a backward pass"))
+        self._lanes.close()
+
+
+def _fail_open(futures: Iterable[torch.futures.Future[torch.Tensor]], error: BaseException) -> None:
+    for future in futures:
+        try:
+            if not future.done():
+                future.set_exception(error)
+        except RuntimeError:
+            continue  # a lane completed it in this very moment
+
+
+def _residuals(programs: Iterable[PartitionProgram]) -> list[Residual]:
+    return [residual for program in programs for residual in program.residuals]
+
+
+def _numels(laid: Plan) -> dict[str, int]:
+    return {slot.tensor: slot.numel for bucket in laid.buckets for slot in bucket.slots}
+
+
+def _at(buckets: tuple[Bucket, ...] | None, index: int) -> Bucket | None:
+    return buckets[index] if buckets is not None and index < len(buckets) else None
+
+
+def _run_step(program: PartitionProgram, step_index: int, first: bool) -> None:
+    action = program.actions[step_index]
+    assert action is not None
+    if first:
+        program.load()
+    if torch.autograd._profiler_enabled():
+        with torch.profiler.record_function(f"espresso::{program.flows[step_index].step}"):
+            action()
+    else:
+        action()
+
+
+def _label(program: PartitionProgram, step_index: int, bucket: int) -> str:
+    names = program.tensors
+    tensors = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}" if names else "nothing"
+    step = program.flows[step_index].step
+    return f"step {step_index + 1}/{len(program.flows)} '{step}' of bucket {bucket} (tensors {tensors})"

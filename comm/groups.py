@@ -1,0 +1,174 @@
+"""Which ranks share a node, and the process groups of every scope.
+
+Every scope has groups of its own, the flat one included, made in the same order on every rank. DDP's
+group and the default one are never used: DDP runs collectives there by itself, at moments of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from espresso.comm.errors import TopologyError
+from espresso.comm.launch import read_environment
+from espresso.strategies import Cluster, Scope
+
+NodeKey = tuple[Any, ...]
+
+
+def node_key() -> NodeKey:
+    """What identifies this process's node: host name, network namespace, and the launcher's node number.
+
+    Two ranks share a node when all three are equal. The namespace tells emulated hosts and containers
+    apart, the launcher's number several torchrun agents on one host.
+    """
+    try:
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        namespace = 0
+    launch = read_environment()
+    return socket.gethostname(), namespace, None if launch is None else launch.node
+
+
+def cluster_from_nodes(keys: Sequence[NodeKey]) -> Cluster:
+    """The cluster that ranks with these node keys (in rank order) form.
+
+    Raises:
+        TopologyError: nodes of unequal size, or a node whose ranks are not consecutive.
+    """
+    nodes: dict[NodeKey, list[int]] = {}
+    for rank, key in enumerate(keys):
+        nodes.setdefault(key, []).append(rank)
+    sizes = sorted({len(ranks) for ranks in nodes.values()})
+    described = "; ".join(f"{key[0]}: ranks {_compact(ranks)}" for key, ranks in nodes.items())
+    remedy = "Pass ranks_per_node=1 to treat every rank as a node of its own: all flat options still work"
+    if len(sizes) > 1:
+        raise TopologyError(f"nodes have different numbers of ranks ({described}). {remedy}.")
+    for ranks in nodes.values():
+        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+            raise TopologyError(
+                f"the ranks of a node are not consecutive ({described}). Start them node by node"
+                f" (mpirun --map-by slot), or: {remedy}."
+            )
+    return Cluster(len(nodes), sizes[0])
+
+
+def _compact(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks[:8])) + (",…" if len(ranks) > 8 else "")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process group seen from one rank: the group, its global ranks in order, this rank's place."""
+
+    group: Any
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Groups:
+    """The process groups of one job: flat, intra, inter, and one for control messages.
+
+    Args:
+        process_group: the ranks that train together; None means the world.
+        ranks_per_node: overrides the detection of nodes.
+        timeout_s: after which a collective of ours fails instead of waiting on.
+
+    Raises:
+        TopologyError: uneven nodes, or ``ranks_per_node`` does not divide the number of ranks.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise TopologyError("torch.distributed is not initialised; call init_process_group before espresso")
+        parent = dist.group.WORLD if process_group is None else process_group
+        self._ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
+        self._whole_world = len(self._ranks) == dist.get_world_size()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._made: list[Any] = []
+        self.rank = self._ranks.index(dist.get_rank())
+        self.timeout_s = timeout_s
+        self.control = self._new(self._ranks, "gloo")
+        self.cluster = self._find_cluster(ranks_per_node)
+        self.backend: str = dist.get_backend(parent)
+        self.scopes = self._make_scopes()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    def all_objects(self, value: Any) -> list[Any]:
+        """Everybody's ``value``, in rank order (a control message; blocks)."""
+        gathered: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(gathered, value, group=self.control.group)
+        return gathered
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank (a control message; blocks)."""
+        box = [value]
+        dist.broadcast_object_list(box, src=self._ranks[0], group=self.control.group)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control.group)
+
+    def close(self) -> None:
+        """Destroy the groups, unless ``destroy_process_group`` was faster."""
+        groups, self._made = self._made, []
+        if dist.is_initialized():
+            for group in groups:
+                try:
+                    dist.destroy_process_group(group)
+                except (RuntimeError, ValueError, AssertionError, KeyError):
+                    return  # the whole world went at the same time
+
+    def _find_cluster(self, ranks_per_node: int | None) -> Cluster:
+        if ranks_per_node is None:
+            return cluster_from_nodes(self.all_objects(node_key()))
+        if ranks_per_node < 1 or self.num_ranks % ranks_per_node:
+            raise TopologyError(
+                f"ranks_per_node={ranks_per_node} does not divide the {self.num_ranks} ranks of this job;"
+                " with ranks_per_node=1 every rank is a node of its own and all flat options work"
+            )
+        return Cluster(self.num_ranks // ranks_per_node, ranks_per_node)
+
+    def _make_scopes(self) -> dict[Scope, Member]:
+        per_node, nodes = self.cluster.ranks_per_node, self.cluster.num_nodes
+        scopes = {Scope.FLAT: self._new(self._ranks, self.backend)}
+        if self.cluster.is_hierarchical:
+            rows = [self._ranks[n * per_node : (n + 1) * per_node] for n in range(nodes)]
+            columns = [self._ranks[local::per_node] for local in range(per_node)]
+            for scope, lists in ((Scope.INTRA, rows), (Scope.INTER, columns)):
+                mine = [self._new(ranks, self.backend) for ranks in lists]
+                scopes[scope] = next(member for member in mine if member.index >= 0)
+        return scopes
+
+    def _new(self, ranks: Sequence[int], backend: str) -> Member:
+        me = dist.get_rank()
+        if not self._whole_world and me not in ranks:
+            return Member(None, tuple(ranks), -1)
+        group = dist.new_group(
+            list(ranks),
+            timeout=self._timeout,
+            backend=backend,
+            use_local_synchronization=not self._whole_world,
+        )
+        if me in ranks:
+            self._made.append(group)
+        return Member(group, tuple(ranks), ranks.index(me) if me in ranks else -1)

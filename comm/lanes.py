@@ -1,0 +1,234 @@
+"""Lanes: threads that carry out tasks strictly in one total order.
+
+::
+
+    total order   t0 t1 t2 t3 ...              the same on every rank
+    lanes         training  [t0 t3 ...]        each lane sees its own tasks, in that order
+                  inter     [t1 t4 ...]
+                  intra     [t2 t4 ...]        t4 is flat: it holds both links
+
+A task starts when its bucket is there, the task before it in its partition is done, and it is at the
+head of every lane it holds. Nothing is ever re-sorted, so collectives match on every rank. Tasks run on
+their lane's thread and may block there; nothing waits in a callback or in the thread of backward.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from espresso.strategies.plan import Lane
+
+_THREAD_OF = {
+    Lane.TRAINING: "training",
+    Lane.OFFLOAD: "offload",
+    Lane.COPY: "copy",
+    Lane.INTRA: "intra",
+    Lane.INTER_OUT: "inter",
+    Lane.INTER_IN: "inter",
+}
+
+
+@dataclass(eq=False)
+class Node:
+    """A task of one iteration.
+
+    Attributes:
+        run: does the work, blocking; called on the thread of the node's last lane.
+        issue: for work that the backend carries out by itself: starts it without blocking and returns a
+            ``torch.futures.Future``. Called where the node becomes ready, which saves two thread switches.
+        bucket: its bucket's number, for gating and for error messages.
+        label: what people call it in errors and traces.
+    """
+
+    lanes: tuple[Lane, ...]
+    bucket: int
+    run: Callable[[], None]
+    label: Callable[[], str]
+    after: Node | None = None
+    issue: Callable[[], Any] | None = None
+    tag: Any = None
+    started: bool = False
+    done: bool = False
+    start_ns: int = 0
+    end_ns: int = 0
+    on_done: Callable[[Node], None] | None = field(default=None, repr=False)
+
+
+class _Worker:
+    """A daemon thread that runs what it is given, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._loop, name=f"espresso-{name}", daemon=True)
+        self.thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._queue.put(job)
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+    def _loop(self) -> None:
+        while True:
+            job = self._queue.get()
+            if job is None:
+                return
+            job()
+            del job
+
+
+class Lanes:
+    """The scheduler. Thread-safe; ``on_failure`` is called once, with the first exception and its node."""
+
+    def __init__(
+        self, on_failure: Callable[[BaseException, Node | None], None], lock: threading.RLock | None = None
+    ) -> None:
+        # One lock for the scheduler and its owner: callbacks run in both directions.
+        self._lock = threading.RLock() if lock is None else lock
+        self._queues: dict[Lane, deque[Node]] = {lane: deque() for lane in Lane}
+        self._ready: set[int] = set()
+        self._workers: dict[str, _Worker] = {}
+        self._on_failure = on_failure
+        self._failed = False
+        self._closed = False
+
+    @property
+    def failed(self) -> bool:
+        return self._failed
+
+    def enqueue(self, nodes: Iterable[Node]) -> None:
+        """Append nodes, in the total order, to their lanes. They wait for their buckets."""
+        with self._lock:
+            for node in nodes:
+                for lane in node.lanes:
+                    self._queues[lane].append(node)
+
+    def drop(self, unwanted: Callable[[Node], bool]) -> None:
+        """Take nodes that have not started off all lanes (a bucket that will not come as planned)."""
+        with self._lock:
+            for lane, queue in self._queues.items():
+                self._queues[lane] = deque(node for node in queue if node.started or not unwanted(node))
+
+    def bucket_ready(self, buckets: Sequence[int]) -> None:
+        """Open the gate of these buckets and start what can start."""
+        with self._lock:
+            self._ready.update(buckets)
+            issued = self._pump()
+        self._issue(issued)
+
+    def begin_iteration(self) -> None:
+        """Close all gates. Every lane must be empty."""
+        with self._lock:
+            self._ready.clear()
+
+    def pending(self) -> list[Node]:
+        """Nodes not done, in lane order, without repeats; the ones under way first."""
+        with self._lock:
+            nodes = list(dict.fromkeys(node for queue in self._queues.values() for node in queue))
+        return sorted(nodes, key=lambda node: not node.started)
+
+    def fail(self, error: BaseException, node: Node | None = None) -> None:
+        """Cancel the order on all lanes. What runs runs out; nothing new starts."""
+        with self._lock:
+            if self._failed or self._closed:
+                return
+            self._failed = True
+            for queue in self._queues.values():
+                queue.clear()
+        self._on_failure(error, node)
+
+    def submit(self, thread: str, job: Callable[[], None]) -> None:
+        """Run ``job`` on a thread of the scheduler, outside the order (used between iterations)."""
+        with self._lock:
+            self._worker(thread).submit(job)
+
+    def close(self) -> None:
+        """Stop the threads once they are idle. Does not wait: a lane may sit in a collective."""
+        with self._lock:
+            self._closed = True
+            for queue in self._queues.values():
+                queue.clear()
+            for worker in self._workers.values():
+                worker.stop()
+            self._workers.clear()
+
+    def _worker(self, name: str) -> _Worker:
+        if name not in self._workers:
+            self._workers[name] = _Worker(name)
+        return self._workers[name]
+
+    def _pump(self) -> list[Node]:
+        """Start every node whose turn has come; returns those to issue once the lock is free."""
+        issued = []
+        for queue in self._queues.values():
+            if queue and self._may_start(queue[0]):
+                node = queue[0]
+                node.started = True
+                if node.issue is not None:
+                    issued.append(node)
+                else:
+                    self._worker(_THREAD_OF[node.lanes[-1]]).submit(partial(self._run, node))
+        return issued
+
+    def _may_start(self, node: Node) -> bool:
+        return (
+            not node.started
+            and node.bucket in self._ready
+            and (node.after is None or node.after.done)
+            and all(self._queues[lane][0] is node for lane in node.lanes)
+        )
+
+    def _issue(self, nodes: Sequence[Node]) -> None:
+        """Start what the backend carries out by itself, in the thread at hand."""
+        for node in nodes:
+            assert node.issue is not None
+            node.start_ns = time.perf_counter_ns()
+            try:
+                future = node.issue()
+            except Exception as error:  # whatever it is, it is reported through on_failure
+                self.fail(error, node)
+                return
+            future.add_done_callback(partial(self._issued_done, node))
+
+    def _issued_done(self, node: Node, future: Any) -> None:
+        try:
+            future.value()
+        except Exception as error:
+            self.fail(error, node)
+            return
+        self._finish(node)
+
+    def _run(self, node: Node) -> None:
+        if self._failed or self._closed:
+            return
+        node.start_ns = time.perf_counter_ns()
+        try:
+            node.run()
+        except Exception as error:
+            self.fail(error, node)
+            return
+        self._finish(node)
+
+    def _finish(self, node: Node) -> None:
+        node.end_ns = time.perf_counter_ns()
+        with self._lock:
+            if self._failed or self._closed:
+                return
+            node.done = True
+            for lane in node.lanes:
+                popped = self._queues[lane].popleft()
+                assert popped is node
+            issued = self._pump()
+        self._issue(issued)
+        if node.on_done is not None:
+            try:
+                node.on_done(node)
+            except Exception as error:
+                self.fail(error, node)

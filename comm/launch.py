@@ -1,0 +1,113 @@
+"""The launchers' environment variables, read in one place.
+
+torchrun sets ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK``; Open MPI, PMI (MPICH, Intel
+MPI) and SLURM have names of their own. ``read_environment`` maps the first complete set it finds, and
+``export_environment`` writes it back under torchrun's names, so that
+``torch.distributed.init_process_group("gloo")`` works under ``mpirun`` and ``srun`` too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from espresso.comm.errors import TopologyError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launcher says of this process. ``node`` is its node's number where the launcher tells it.
+
+    Attributes:
+        launcher: ``torchrun``, ``openmpi``, ``pmi`` or ``slurm``.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int | None
+
+
+_NAMES: dict[str, tuple[str, str, str, str | None, str | None]] = {
+    # launcher: rank, world size, local rank, local world size, node
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        None,
+    ),
+    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", None),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NODEID"),
+}
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """The launcher's variables, or None when no launcher set any (a script that passes ranks by hand).
+
+    Raises:
+        TopologyError: a variable is not a whole number, or rank and world size contradict each other.
+    """
+    env = os.environ if environment is None else environment
+    for launcher, (rank, size, local_rank, local_size, node) in _NAMES.items():
+        if rank in env and size in env:
+            launch = Launch(
+                launcher,
+                _number(env, rank),
+                _number(env, size),
+                _number(env, local_rank) if local_rank in env else 0,
+                _local_size(env, local_size),
+                _number(env, node) if node is not None and node in env else None,
+            )
+            _check(launch, rank, size)
+            return launch
+    return None
+
+
+def export_environment(environment: MutableMapping[str, str] | None = None) -> Launch | None:
+    """Write ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` from whichever launcher started us.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` stay the user's; on one host they default to loopback and 29500.
+    """
+    env = os.environ if environment is None else environment
+    launch = read_environment(env)
+    if launch is None:
+        return None
+    env.setdefault("RANK", str(launch.rank))
+    env.setdefault("WORLD_SIZE", str(launch.world_size))
+    env.setdefault("LOCAL_RANK", str(launch.local_rank))
+    if launch.local_world_size:
+        env.setdefault("LOCAL_WORLD_SIZE", str(launch.local_world_size))
+    if launch.local_world_size in (0, launch.world_size):
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env.setdefault("MASTER_PORT", "29500")
+    return launch
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        value = int(env[name])
+    except ValueError:
+        raise TopologyError(f"environment variable {name} is {env[name]!r}, expected a whole number") from None
+    if value < 0:
+        raise TopologyError(f"environment variable {name} is {value}, expected at least 0")
+    return value
+
+
+def _local_size(env: Mapping[str, str], name: str | None) -> int:
+    """Ranks on this node; 0 when the launcher does not say (SLURM writes forms such as ``2(x3)``)."""
+    if name is None or name not in env:
+        return 0
+    return int(env[name].partition("(")[0]) if env[name].partition("(")[0].isdigit() else _number(env, name)
+
+
+def _check(launch: Launch, rank_name: str, size_name: str) -> None:
+    if launch.rank >= launch.world_size:
+        raise TopologyError(
+            f"{rank_name}={launch.rank} is not below {size_name}={launch.world_size}; the launcher's variables"
+            " contradict each other (are some left over from another launch?)"
+        )

@@ -1,0 +1,529 @@
+"""A plan compiled for one rank: every step becomes an action on buffers that are allocated once.
+
+Raw numbers live in one place, the partition's *home*: a view of DDP's bucket where the group is one
+stretch of it and codecs can read its type, else a workspace of our own. Reductions, gathers and decodes
+write home at the coordinates of their region, so nothing is copied between steps. Payloads live in
+buffers of shape [sources, atoms, stride], sources in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from espresso.comm import transport
+from espresso.comm.groups import Member
+from espresso.comm.residuals import Residual, ResidualStore
+from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment
+from espresso.strategies import (
+    Cluster,
+    CompressorSpec,
+    Device,
+    Form,
+    Group,
+    Partition,
+    Phase,
+    Plan,
+    Routine,
+    Scope,
+    Site,
+    StepFlow,
+    StepKind,
+    cut,
+    trace,
+)
+from espresso.strategies.flow import Span, shard_values
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+Array = npt.NDArray[Any]
+
+
+class Codecs(Protocol):
+    """Where the codec of a compressor for a device comes from."""
+
+    def __call__(self, spec: CompressorSpec, device: Device) -> Codec: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What changes from iteration to iteration: the iteration's number and the loss scale."""
+
+    step: int
+    grad_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all partitions of a program share."""
+
+    cluster: Cluster
+    rank: int
+    members: dict[Scope, Member]
+    codecs: Codecs
+    store: ResidualStore
+    seed: int = 0
+
+
+class PartitionProgram:
+    """One partition on this rank: buffers, residuals, and one action per step it takes part in.
+
+    ``actions[i]`` is None where this rank has nothing to do in step i.
+    """
+
+    def __init__(self, plan: Plan, partition: Partition, context: Context) -> None:
+        self.plan, self.partition, self.context = plan, partition, context
+        self.group: Group = plan.groups[partition.group]
+        self.choice = self.group.choice
+        self.flows = plan.flows(partition.index, context.rank)
+        self.runs = self.group.segments(partition.start, partition.stop)
+        self.tensors = tuple(dict.fromkeys(run.tensor for run in self.runs))
+        self.finite: bool | None = None
+        self.bytes_sent = 0
+        self.residuals: list[Residual] = []
+        compressed = self.choice.option.is_compressed
+        native = TORCH_DTYPES[self.group.dtype]
+        self.work = torch.float64 if native is torch.float64 else torch.float32
+        self.dtype = self.work if compressed else native
+        self._in_place = self.dtype is native and self._is_one_stretch()
+        self._own = None if self._in_place else torch.empty(partition.numel, dtype=self.dtype)
+        self.home: torch.Tensor = torch.empty(0, dtype=self.dtype)
+        self.numbers: Array = np.empty(0)
+        self.buffer: torch.Tensor = torch.empty(0, dtype=native)
+        self.round = Round(0)
+        self._payload: Array = np.empty(0, np.uint8)
+        self._layouts: list[tuple[Layout, npt.NDArray[np.int64]]] = []
+        self._made: dict[Span, tuple[Layout, npt.NDArray[np.int64]]] = {}
+        self._values: torch.Tensor = torch.empty(0)
+        self._keeps_residual = compressed and self._codec(Device.TRAINING).compressor.traits.error_feedback
+        self.actions: list[Callable[[], None] | None] = [self._compile(i) for i in range(len(self.flows))]
+
+    # -- one iteration ---------------------------------------------------------------------------
+
+    @property
+    def num_bytes_raw(self) -> int:
+        """Bytes a ring allreduce of this partition would send from this rank."""
+        ranks = self.context.cluster.num_ranks
+        return round(2 * (ranks - 1) / ranks * self.partition.numel * self.buffer.element_size())
+
+    @property
+    def issues(self) -> bool:
+        """Whether the whole option is one library allreduce, which runs without a thread of ours."""
+        return len(self.flows) == 1 and self.flows[0].step.routine is Routine.ALLREDUCE
+
+    def bind(self, buffer: torch.Tensor, now: Round) -> None:
+        """Point home at this iteration's bucket buffer."""
+        self.buffer, self.round, self.finite = buffer, now, None
+        if self._in_place:
+            start = self.runs[0].bucket_start if self.runs else 0
+            self.home = buffer[start : start + self.partition.numel]
+        else:
+            assert self._own is not None
+            self.home = self._own
+        if self.choice.option.is_compressed:
+            self.numbers = self.home.numpy()
+
+    def load(self) -> None:
+        """Before the first step: fetch the numbers, add what is carried, divide if nothing is compressed."""
+        if not self._in_place:
+            for run in self.runs:
+                self._slice(run.group_start, run.numel).copy_(self._bucket_slice(run.bucket_start, run.numel))
+        self._add_carry()
+        if not self.choice.option.is_compressed:
+            self.home.mul_(1.0 / self.context.cluster.num_ranks)
+
+    def finish(self, check: bool) -> None:
+        """After the last step: write home back to the bucket; with ``check``, see whether it is finite."""
+        if not self._in_place:
+            for run in self.runs:
+                self._bucket_slice(run.bucket_start, run.numel).copy_(self._slice(run.group_start, run.numel))
+        narrowed = self.buffer.dtype is not self.dtype
+        if check and (self.finite is None or narrowed):
+            self.finite = all(
+                is_finite(self._bucket_slice(run.bucket_start, run.numel)) for run in self.runs if run.numel
+            )
+
+    def issue(self) -> Any:
+        """Start the one allreduce of this partition; returns a future."""
+        self.load()
+        return transport.allreduce_async(self.home, self.context.members[Scope.FLAT]).get_future()
+
+    def _is_one_stretch(self) -> bool:
+        shifts = {run.bucket_start - run.group_start for run in self.group.runs if run.numel}
+        return len(shifts) <= 1
+
+    def _slice(self, group_start: int, numel: int) -> torch.Tensor:
+        start = group_start - self.partition.start
+        return self.home[start : start + numel]
+
+    def _bucket_slice(self, start: int, numel: int) -> torch.Tensor:
+        return self.buffer[start : start + numel]
+
+    def _add_carry(self) -> None:
+        for run in self.runs:
+            carried = self.context.store.carry.get(run.tensor)
+            if carried is None:
+                continue
+            values = torch.from_numpy(carried[run.tensor_start : run.tensor_start + run.numel])
+            mine = self._slice(run.group_start, run.numel)
+            mine.copy_(mine.to(values.dtype).add_(values, alpha=self.round.grad_scale))
+            self.context.store.used_carry(run.tensor)
+
+    # -- compilation -----------------------------------------------------------------------------
+
+    def _compile(self, index: int) -> Callable[[], None] | None:
+        flow = self.flows[index]
+        kind = flow.step.kind
+        if kind is StepKind.COMPRESS:
+            action = self._compile_compress(flow, index)
+        elif kind is StepKind.DECOMPRESS:
+            action = self._compile_decompress(flow, index)
+        elif flow.step.form is Form.PAYLOAD:
+            action = self._compile_payload(flow)
+        else:
+            action = self._compile_numbers(flow)
+        return action if flow.participates else None
+
+    def _codec(self, device: Device) -> Codec:
+        return self.context.codecs(self.choice.compressor, device)
+
+    def _segments(self, span: Span) -> tuple[list[Segment], npt.NDArray[np.int64]]:
+        """The segments of a range of the partition, and where each begins in home."""
+        start = self.partition.start
+        runs = self.group.segments(start + span[0], start + span[1])
+        segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in runs]
+        return segments, np.array([run.group_start - start for run in runs], np.int64)
+
+    def _lay_out(self, index: int, codec: Codec) -> int:
+        """Layouts of every atom any rank encodes at this step; returns the stride all of them use."""
+        dtype = np.float64 if self.work is torch.float64 else np.float32
+        made: dict[Span, tuple[Layout, npt.NDArray[np.int64]]] = {}
+        for rank in range(self.context.cluster.num_ranks):
+            after = trace(
+                self.choice.option, self.context.cluster, self.partition.numel, rank, self.partition.root
+            )[index].after
+            for span in after.atoms:
+                if span not in made:
+                    segments, starts = self._segments(span)
+                    made[span] = (codec.compressor.layout(segments, dtype), starts)
+        self._made = made
+        return max((layout.num_bytes for layout, _ in made.values()), default=0)
+
+    def _compile_compress(self, flow: StepFlow, index: int) -> Callable[[], None]:
+        assert flow.step.device is not None and flow.site is not None
+        codec = self._codec(flow.step.device)
+        first = not any(f.step.kind is StepKind.COMPRESS for f in self.flows[:index])
+        residual = self._residual(flow, flow.site) if flow.before.active and self._keeps_residual else None
+        if flow.step.form is Form.SUMMABLE:
+            return self._compile_compress_values(flow, codec, residual)
+        stride = self._lay_out(index, codec)
+        atoms = flow.after.atoms
+        payload = np.zeros((1, len(atoms), stride), np.uint8)
+        self._payload = payload
+        jobs = [
+            (*self._made[span], payload[0, number, : self._made[span][0].num_bytes])
+            for number, span in enumerate(atoms)
+        ]
+        origin = flow.before.region[0]
+        site = flow.site
+
+        def run() -> None:
+            scale = 1.0 / self.round.grad_scale if first and self._keeps_residual else 1.0
+            key = self._key(site)
+            for layout, starts, out in jobs:
+                feedback = self._feedback(residual, starts - origin)
+                codec.encode(layout, self.numbers, starts, out, scale=scale, feedback=feedback, key=key)
+            self._settle(residual)
+
+        return run
+
+    def _compile_compress_values(
+        self, flow: StepFlow, codec: Any, residual: Residual | None
+    ) -> Callable[[], None]:
+        segments, starts = self._segments(flow.before.region)
+        dtype = np.float64 if self.work is torch.float64 else np.float32
+        layout = codec.compressor.layout(segments, dtype)
+        values = torch.empty(codec.num_values(layout), dtype=TORCH_DTYPES[codec.value_dtype(layout)])
+        self._values = values
+        self._layouts = [(layout, starts)]
+        numbers = _numbers(values)
+        ranks = self.context.cluster.num_ranks
+        site = flow.site
+        assert site is not None
+
+        def run() -> None:
+            scale = 1.0 / self.round.grad_scale if self._keeps_residual else 1.0 / ranks
+            feedback = self._feedback(residual, starts)
+            codec.encode_values(
+                layout, self.numbers, starts, numbers, scale=scale, feedback=feedback, key=self._key(site)
+            )
+            self._settle(residual)
+
+        return run
+
+    def _compile_decompress(self, flow: StepFlow, index: int) -> Callable[[], None]:
+        assert flow.step.device is not None
+        codec: Any = self._codec(flow.step.device)
+        last = not any(f.step.kind is StepKind.DECOMPRESS for f in self.flows[index + 1 :])
+        ends = index == len(self.flows) - 1
+        ranks = self.context.cluster.num_ranks
+        if flow.step.form is Form.SUMMABLE:
+            (layout, starts), values = self._layouts[0], _numbers(self._values)
+
+            def run_values() -> None:
+                scale = self.round.grad_scale / ranks if self._keeps_residual else 1.0
+                finite = codec.decode_values(
+                    layout, values, self.numbers, starts, scale=scale, key=self._key(Site.LOCAL)
+                )
+                self.finite = finite if ends else None
+
+            return run_values
+        payload, made = self._payload, self._made
+        jobs = [
+            (*made[span], payload[:, number, : made[span][0].num_bytes])
+            for number, span in enumerate(flow.before.atoms)
+        ]
+        site = self._site_before(index)
+
+        def run() -> None:
+            scale = 1.0
+            if last:
+                scale = (self.round.grad_scale if self._keeps_residual else 1.0) / ranks
+            key = DrawKey(self.context.seed, self.round.step, list(Site).index(site), -1)
+            finite = True
+            for layout, starts, sources in jobs:
+                finite &= codec.decode(layout, sources, self.numbers, starts, scale=scale, key=key)
+            self.finite = finite if ends else None
+
+        return run
+
+    def _site_before(self, index: int) -> Site:
+        site = next(f.site for f in reversed(self.flows[:index]) if f.site is not None)
+        assert site is not None
+        return site
+
+    def _residual(self, flow: StepFlow, site: Site) -> Residual:
+        start = self.partition.start
+        low, high = flow.before.region
+        runs = self.group.segments(start + low, start + high)
+        node = self.context.rank // self.context.cluster.ranks_per_node
+        replica = node if site.replicas(self.context.cluster) > 1 else 0
+        dtype = np.float64 if self.work is torch.float64 else np.float32
+        residual = self.context.store.new_residual(site, runs, dtype, replica)
+        self.residuals.append(residual)
+        return residual
+
+    def _feedback(self, residual: Residual | None, starts: npt.NDArray[np.int64]) -> Feedback | None:
+        if residual is None:
+            return None
+        if residual.new is None:
+            residual.scratch = np.empty_like(residual.old) if residual.scratch is None else residual.scratch
+            return Feedback(residual.old, residual.scratch, starts)
+        return Feedback(residual.old, residual.new, starts)
+
+    def _settle(self, residual: Residual | None) -> None:
+        if residual is None:
+            return
+        residual.written = True
+        if residual.new is None and residual.scratch is not None:
+            residual.old, residual.scratch = residual.scratch, None
+
+    def _key(self, site: Site) -> DrawKey:
+        shared = site.replicas(self.context.cluster) > 1
+        rank = -1 if shared else self.context.rank
+        return DrawKey(self.context.seed, self.round.step, list(Site).index(site), rank)
+
+    # -- communication ---------------------------------------------------------------------------
+
+    def _compile_numbers(self, flow: StepFlow) -> Callable[[], None]:
+        """A routine over numbers: home, or a summable payload's vector."""
+        assert flow.step.scope is not None
+        member = self.context.members[flow.step.scope]
+        if flow.step.form is Form.SUMMABLE:
+            length = self._values.numel()
+            inner = shard_values(length, flow.after.value_cuts)
+            outer = shard_values(length, flow.before.value_cuts)
+        else:
+            outer, inner = flow.before.region, flow.after.region
+        if flow.step.phase is Phase.SECOND:
+            outer, inner = inner, outer
+        values = self._values if flow.step.form is Form.SUMMABLE else None
+
+        def whole() -> torch.Tensor:
+            store = self.home if values is None else values
+            return store[outer[0] : outer[1]]
+
+        self._count(flow, member, (outer[1] - outer[0]) * (values if values is not None else self._sample()).element_size())
+        routine = flow.step.routine
+        if routine is Routine.ALLREDUCE:
+            return lambda: transport.allreduce(whole(), member)
+        if routine is Routine.REDUCE:
+            return lambda: transport.reduce(whole(), member, flow.root)
+        if routine is Routine.BROADCAST:
+            return lambda: transport.broadcast(whole(), member, flow.root)
+        shards = [(low - outer[0], high - outer[0]) for low, high in cut(outer, member.size)]
+        if routine is Routine.ALLGATHER:
+
+            def gather_shards() -> None:
+                parts = [whole()[low:high] for low, high in shards]
+                transport.allgather(parts[member.index], parts, member)
+
+            return gather_shards
+        assert routine is Routine.REDUCE_SCATTER
+        mine = shards[member.index]
+        dtype = self.dtype if values is None else values.dtype
+        received = [
+            None if peer == member.index else torch.empty(mine[1] - mine[0], dtype=dtype)
+            for peer in range(member.size)
+        ]
+
+        def reduce_scatter() -> None:
+            parts = [whole()[low:high] for low, high in shards]
+            transport.all_to_all(parts, received, member)
+            sum_in_rank_order(parts[member.index], received)
+
+        return reduce_scatter
+
+    def _sample(self) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype)
+
+    def _compile_payload(self, flow: StepFlow) -> Callable[[], None]:
+        assert flow.step.scope is not None
+        member = self.context.members[flow.step.scope]
+        held = self._payload
+        sources, stride = flow.before.multiplicity, held.shape[2]
+        if flow.step.routine is Routine.BROADCAST:
+            return self._compile_payload_broadcast(flow, member, stride)
+        if flow.step.phase is Phase.SECOND:
+            return self._compile_payload_second(flow, member, held)
+        out = np.zeros((flow.after.multiplicity, len(flow.after.atoms), stride), np.uint8)
+        self._payload = out
+        places = [torch.from_numpy(out[p * sources : (p + 1) * sources]) for p in range(member.size)]
+        self._count(flow, member, held.nbytes if flow.step.routine is Routine.ALL_TO_ALL else out.nbytes)
+        if flow.step.routine is Routine.ALL_TO_ALL:
+            each = len(flow.after.atoms)
+            parts = [_packed(held[:, p * each : (p + 1) * each]) for p in range(member.size)]
+
+            def exchange() -> None:
+                outgoing = [part() for part in parts]
+                transport.all_to_all(outgoing, places, member)
+                places[member.index].copy_(outgoing[member.index])
+
+            return exchange
+        mine = torch.from_numpy(held)
+        if flow.step.routine is Routine.GATHER:
+
+            def gather() -> None:
+                transport.gather(mine, places, member, flow.root)
+                places[member.index].copy_(mine)
+
+            return gather
+        assert flow.step.routine is Routine.ALLGATHER
+        crosses_twice = flow.step.scope is Scope.FLAT and self.context.cluster.is_hierarchical
+        if crosses_twice and out.size:
+            together = torch.from_numpy(out).view(-1)
+            return lambda: transport.allgather_ring(mine.view(-1), together, member)
+
+        def allgather() -> None:
+            transport.allgather(mine, places, member)
+            places[member.index].copy_(mine)
+
+        return allgather
+
+    def _compile_payload_second(self, flow: StepFlow, member: Member, held: Array) -> Callable[[], None]:
+        """All-gather of disjoint shards: the atoms of rank i of the group go to place i, sources stay."""
+        sources, each, stride = held.shape
+        out = np.zeros((sources, member.size * each, stride), np.uint8)
+        self._payload = out
+        mine = torch.from_numpy(held)
+        self._count(flow, member, out.nbytes)
+        direct = sources == 1
+        places = [
+            torch.from_numpy(out[:, p * each : (p + 1) * each] if direct else np.zeros_like(held))
+            for p in range(member.size)
+        ]
+
+        def allgather() -> None:
+            transport.allgather(mine, places, member)
+            places[member.index].copy_(mine)
+            if not direct:
+                for peer, place in enumerate(places):
+                    out[:, peer * each : (peer + 1) * each] = place.numpy()
+
+        return allgather
+
+    def _compile_payload_broadcast(self, flow: StepFlow, member: Member, stride: int) -> Callable[[], None]:
+        if self._payload.shape[:2] != (flow.after.multiplicity, len(flow.after.atoms)):
+            shape = (flow.after.multiplicity, len(flow.after.atoms), stride)
+            assert member.index != flow.root, "the root holds what it broadcasts"
+            self._payload = np.zeros(shape, np.uint8)
+        both = torch.from_numpy(self._payload)
+        self._count(flow, member, both.nbytes)
+        return lambda: transport.broadcast(both, member, flow.root)
+
+    def _count(self, flow: StepFlow, member: Member, total: int) -> None:
+        """Add the bytes this rank sends in a step whose total array has ``total`` bytes."""
+        if not flow.participates:
+            return
+        peers = member.size
+        is_root = member.index == flow.root
+        share = {
+            Routine.ALLREDUCE: 2 * (peers - 1) / peers,
+            Routine.REDUCE: 0.0 if is_root else 1.0,
+            Routine.GATHER: 0.0 if is_root else 1 / peers,
+            Routine.BROADCAST: float(peers - 1) if is_root else 0.0,
+            Routine.REDUCE_SCATTER: (peers - 1) / peers,
+            Routine.ALLGATHER: (peers - 1) / peers,
+            Routine.ALL_TO_ALL: (peers - 1) / peers,
+        }
+        assert flow.step.routine is not None
+        self.bytes_sent += round(share[flow.step.routine] * total)
+
+
+def sum_in_rank_order(mine: torch.Tensor, received: Sequence[torch.Tensor | None]) -> None:
+    """``mine`` becomes the sum of all contributions, added in rank order; ``received`` is None at our place.
+
+    The first received buffer serves as the accumulator, so nothing is allocated.
+    """
+    parts = [mine if part is None else part for part in received]
+    if len(parts) == 1 or mine.numel() == 0:
+        return
+    total = parts[1] if parts[0] is mine else parts[0]
+    torch.add(parts[0], parts[1], out=mine if len(parts) == 2 else total)
+    for position, part in enumerate(parts[2:], start=3):
+        torch.add(total, part, out=mine if position == len(parts) else total)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """One reading pass: the largest magnitude is NaN or inf exactly if an element is."""
+    return bool(torch.isfinite(torch.linalg.vector_norm(tensor, float("inf"))))
+
+
+def _numbers(values: torch.Tensor) -> Array:
+    """A NumPy view; bfloat16 as uint16, since NumPy has no such type."""
+    return values.view(torch.uint16).numpy() if values.dtype is torch.bfloat16 else values.numpy()
+
+
+def _packed(part: Array) -> Callable[[], torch.Tensor]:
+    """A function that returns ``part`` as a contiguous tensor: itself, or a copy into a kept buffer."""
+    if part.flags.c_contiguous:
+        tensor = torch.from_numpy(part)
+        return lambda: tensor
+    buffer = np.empty_like(part, order="C")
+    tensor = torch.from_numpy(buffer)
+
+    def pack() -> torch.Tensor:
+        np.copyto(buffer, part)
+        return tensor
+
+    return pack

@@ -1,0 +1,209 @@
+"""Residuals: what was not sent, kept so that nothing is lost.
+
+A residual is addressed by (tensor, element range, site). Compression sites read one buffer and write
+another; after the iteration every rank commits (swaps) or discards, together.
+
+When the plan changes, whatever finds no place of its own in the new one is *carried*: added to this
+rank's own gradient in the next iteration. Residuals are in units of the sum over ranks, so adding what
+an aggregator kept to its own contribution changes the sum by exactly that much, whoever it was: no
+exchange is needed. Of a residual that several ranks hold (the last intra step encodes the same
+aggregate on every node) only the first replica carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.strategies import Run, Site
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(eq=False)
+class Residual:
+    """The residual of one partition at one site on this rank: a pair of buffers over its region.
+
+    Attributes:
+        runs: the tensor stretches of the region, in order; run i lies at ``starts[i]`` of the buffers.
+        replica: 0 on the ranks that answer for it when it is carried or gathered, else above 0.
+    """
+
+    site: Site
+    runs: tuple[Run, ...]
+    starts: tuple[int, ...]
+    dtype: Any
+    replica: int = 0
+    old: Array = field(init=False)
+    new: Array | None = field(init=False)
+    transactional: bool = True
+    written: bool = False
+    scratch: Array | None = None
+
+    def __post_init__(self) -> None:
+        size = sum(run.numel for run in self.runs)
+        self.old = np.zeros(size, self.dtype)
+        self.new = np.zeros(size, self.dtype) if self.transactional else None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.old.nbytes * (1 if self.new is None else 2)
+
+
+Address = tuple[str, Site]
+"""(tensor name, site)."""
+
+Piece = tuple[int, Array, int]
+"""(first element within the tensor, values, replica number: only replica 0 carries)."""
+
+
+class ResidualStore:
+    """All residuals of this rank: those in use by the plan, and those carried over from an earlier one."""
+
+    def __init__(self, *, transactional: bool = True) -> None:
+        self.transactional = transactional
+        self._live: list[Residual] = []
+        self.carry: dict[str, Array] = {}
+        self._carried: set[str] = set()
+        self._waiting: dict[Address, list[Piece]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all residual buffers, both of each pair."""
+        return sum(r.num_bytes for r in self._live) + sum(a.nbytes for a in self.carry.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._live and not self.carry and not self._waiting
+
+    def norm(self) -> float:
+        """Euclidean norm of everything this rank keeps."""
+        arrays = [r.old for r in self._live] + list(self.carry.values())
+        return float(np.sqrt(sum(float(np.vdot(a, a)) for a in arrays)))
+
+    def new_residual(self, site: Site, runs: Sequence[Run], dtype: Any, replica: int) -> Residual:
+        """A zero residual over these runs; it counts once ``adopt`` has been given it."""
+        starts = np.concatenate([[0], np.cumsum([run.numel for run in runs])[:-1]]).astype(int) if runs else []
+        return Residual(site, tuple(runs), tuple(int(s) for s in starts), dtype, replica, self.transactional)
+
+    def holds(self, residuals: Iterable[Residual]) -> bool:
+        """Whether all of these are in use."""
+        live = set(map(id, self._live))
+        return all(id(residual) in live for residual in residuals)
+
+    def adopt(
+        self, residuals: Iterable[Residual], numels: Mapping[str, int], *, only: Collection[str] | None = None
+    ) -> None:
+        """Make these the residuals in use; move over what the old ones hold, carry the rest.
+
+        Args:
+            residuals: of the new plan, made by ``new_residual``.
+            numels: elements of every tensor, for the arrays that carry.
+            only: replace just the residuals that touch these tensors (one bucket of a changing structure).
+        """
+        replaced = [r for r in self._live if only is None or any(run.tensor in only for run in r.runs)]
+        pieces = self._export(replaced)
+        gone = set(map(id, replaced))
+        fresh = list(residuals)
+        self._live = [r for r in self._live if id(r) not in gone] + fresh
+        waiting = {t: self.carry.pop(t) for t in list(self.carry) if only is None or t in only}
+        for address, parts in self._claim(only).items():
+            pieces.setdefault(address, []).extend(parts)
+        self._place_all(pieces, numels, fresh)
+        for tensor, values in waiting.items():
+            self._place(tensor, Site.LOCAL, (0, values, 0), numels, fresh)
+
+    def _export(self, residuals: Iterable[Residual]) -> dict[Address, list[Piece]]:
+        pieces: dict[Address, list[Piece]] = {}
+        for residual in residuals:
+            for run, start in zip(residual.runs, residual.starts, strict=True):
+                values = residual.old[start : start + run.numel].copy()
+                piece = (run.tensor_start, values, residual.replica)
+                pieces.setdefault((run.tensor, residual.site), []).append(piece)
+        return pieces
+
+    def add_carry(self, tensor: str, start: int, values: Array, numel: int) -> None:
+        """Have ``values`` added to this rank's gradient of ``tensor`` next time."""
+        if not np.any(values):
+            return
+        held = self.carry.get(tensor)
+        if held is None:
+            held = self.carry[tensor] = np.zeros(numel, values.dtype)
+        held[start : start + values.size] += values
+
+    def snapshot(self) -> tuple[dict[Address, list[Piece]], dict[str, Array]]:
+        """Copies of all residuals, those still waiting for a plan included, and of what is carried."""
+        pieces = self._export(self._live)
+        for address, parts in self._waiting.items():
+            pieces.setdefault(address, []).extend(parts)
+        return pieces, {tensor: values.copy() for tensor, values in self.carry.items()}
+
+    def load(
+        self, pieces: Mapping[Address, Sequence[Piece]], carry: Mapping[str, Array], numels: Mapping[str, int]
+    ) -> None:
+        """Replace everything. Pieces wait until a plan that keeps their tensor is adopted."""
+        self.carry = {tensor: values.copy() for tensor, values in carry.items()}
+        self._carried.clear()
+        self._waiting = {address: list(parts) for address, parts in pieces.items()}
+        for residual in self._live:
+            residual.old[:] = 0
+        live = {run.tensor for residual in self._live for run in residual.runs}
+        self._place_all(self._claim(live), numels, self._live)
+
+    def _claim(self, tensors: Collection[str] | None) -> dict[Address, list[Piece]]:
+        """Take the loaded pieces of these tensors (of all, if None) out of waiting."""
+        claimed = {a: p for a, p in self._waiting.items() if tensors is None or a[0] in tensors}
+        for address in claimed:
+            del self._waiting[address]
+        return claimed
+
+    def used_carry(self, tensor: str) -> None:
+        """The carry of ``tensor`` went into this iteration; a commit forgets it."""
+        self._carried.add(tensor)
+
+    def commit(self) -> None:
+        """The iteration counts: what was written becomes what is kept."""
+        for residual in self._live:
+            if residual.written and residual.new is not None:
+                residual.old, residual.new = residual.new, residual.old
+            residual.written = False
+        for tensor in self._carried:
+            self.carry.pop(tensor, None)
+        self._carried.clear()
+
+    def discard(self) -> None:
+        """The iteration did not happen (a non-finite gradient somewhere): keep what was kept before it."""
+        for residual in self._live:
+            residual.written = False
+        self._carried.clear()
+
+    def _place_all(
+        self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int], targets: Sequence[Residual]
+    ) -> None:
+        for (tensor, site), parts in pieces.items():
+            for piece in parts:
+                self._place(tensor, site, piece, numels, targets)
+
+    def _place(
+        self, tensor: str, site: Site, piece: Piece, numels: Mapping[str, int], targets: Sequence[Residual]
+    ) -> None:
+        """Put a piece where the plan keeps (tensor, site); carry what lies outside, once per replica."""
+        start, values, replica = piece
+        left = np.ones(values.size, bool)
+        for residual in targets:
+            if residual.site is not site:
+                continue
+            for run, at in zip(residual.runs, residual.starts, strict=True):
+                low = max(start, run.tensor_start)
+                high = min(start + values.size, run.tensor_start + run.numel)
+                if run.tensor == tensor and low < high:
+                    here = at + low - run.tensor_start
+                    kept = values[low - start : high - start]
+                    residual.old[here : here + high - low] += kept.astype(residual.dtype)
+                    left[low - start : high - start] = False
+        if replica == 0 and left.any():
+            self.add_carry(tensor, start, np.where(left, values, 0).astype(values.dtype), numels[tensor])

@@ -1,0 +1,170 @@
+"""Saving and loading what the hook keeps: residuals, the step counter, the strategy in use.
+
+``state_dict()`` is one rank's; loading another rank's is an error. ``gather_state_dict()`` holds all
+ranks' and can be loaded by any number of ranks: a residual acts on the *average*, so with P' instead of P
+ranks it is scaled by P'/P, and the rank that takes it over adds it to its own contribution.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from espresso.comm.residuals import Address, Piece
+from espresso.strategies import Site, Strategy
+
+if TYPE_CHECKING:
+    from espresso.state import EspressoState
+
+VERSION = 1
+_KEYS = {"version", "kind", "rank", "num_ranks", "model", "step", "residuals", "carry", "strategy"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint of another rank, another model, another version, or no checkpoint at all."""
+
+
+def save(state: EspressoState) -> dict[str, Any]:
+    """This rank's state as tensors and plain values, copies all of them."""
+    groups, executor = state._groups, state._executor
+    decided = state.strategy if state.decided else None
+    pieces, carry = state._store.snapshot()
+    return {
+        "version": VERSION,
+        "kind": "espresso-rank",
+        "rank": 0 if groups is None else groups.rank,
+        "num_ranks": 0 if groups is None else groups.num_ranks,
+        "model": _model_digest(state),
+        "step": 0 if executor is None else executor.next_step,
+        "residuals": [
+            {"tensor": name, "site": site.value, "start": start, "replica": replica, "values": torch.from_numpy(values)}
+            for (name, site), parts in pieces.items()
+            for start, values, replica in parts
+        ],
+        "carry": {name: torch.from_numpy(values) for name, values in carry.items()},
+        "strategy": None if decided is None else decided.to_json(),
+    }
+
+
+def gather(state: EspressoState) -> dict[str, Any]:
+    """All ranks' states, on every rank. Collective."""
+    if state._groups is None:
+        raise CheckpointError("nothing to gather before the first step; call state.start() or train a step")
+    ranks = state._groups.all_objects(save(state))
+    return {"version": VERSION, "kind": "espresso-gathered", "model": ranks[0]["model"], "ranks": ranks}
+
+
+def check(body: Any) -> dict[str, Any]:
+    """A well-formed checkpoint, or CheckpointError."""
+    if not isinstance(body, dict) or body.get("kind") not in ("espresso-rank", "espresso-gathered"):
+        raise CheckpointError("this is not an espresso state_dict (it has no kind 'espresso-rank' or 'espresso-gathered')")
+    if body.get("version") != VERSION:
+        raise CheckpointError(f"checkpoint version {body.get('version')!r} is not supported; this version reads {VERSION}")
+    if body["kind"] == "espresso-gathered":
+        ranks = body.get("ranks")
+        if not isinstance(ranks, list) or not ranks:
+            raise CheckpointError("the gathered checkpoint holds no ranks")
+        for rank in ranks:
+            check(rank)
+        return body
+    if set(body) != _KEYS:
+        odd = sorted(set(body) ^ _KEYS)[0]
+        raise CheckpointError(f"the checkpoint has an unknown or missing entry {odd!r}")
+    return body
+
+
+def load(state: EspressoState, body: Any) -> None:
+    """Take over a checkpoint. Checks everything before it changes anything."""
+    check(body)
+    groups, executor = state._groups, state._executor
+    assert groups is not None and executor is not None
+    if body["model"] != _model_digest(state):
+        raise CheckpointError("the checkpoint is of a model with other parameters (names, shapes or dtypes)")
+    gathered = body["kind"] == "espresso-gathered"
+    if not gathered and (body["rank"], body["num_ranks"]) != (groups.rank, groups.num_ranks):
+        raise CheckpointError(
+            f"the checkpoint is of rank {body['rank']} of {body['num_ranks']}, this is rank {groups.rank} of"
+            f" {groups.num_ranks}; load this rank's own, or one made by gather_state_dict()"
+        )
+    ranks = body["ranks"] if gathered else [body]
+    strategy = None if ranks[0]["strategy"] is None else Strategy.from_json(ranks[0]["strategy"])
+    if gathered and len(ranks) != groups.num_ranks:
+        pieces, carry = _resized(ranks, groups.rank, groups.num_ranks)
+    else:
+        mine = ranks[groups.rank] if gathered else body
+        pieces, carry = _pieces(mine), {name: _numpy(values) for name, values in mine["carry"].items()}
+    if strategy is not None and strategy.cluster == groups.cluster:
+        state._use(strategy)
+    executor.restart(ranks[0]["step"])
+    state._store.load(pieces, carry, {t.name: t.numel for t in state._tensors})
+
+
+def _pieces(body: dict[str, Any]) -> dict[Address, list[Piece]]:
+    pieces: dict[Address, list[Piece]] = {}
+    for row in body["residuals"]:
+        piece = (row["start"], _numpy(row["values"]), row["replica"])
+        pieces.setdefault((row["tensor"], Site(row["site"])), []).append(piece)
+    return pieces
+
+
+def _resized(
+    ranks: list[dict[str, Any]], rank: int, num_ranks: int
+) -> tuple[dict[Address, list[Piece]], dict[str, Any]]:
+    """Everything the old ranks answer for, dealt out to the new ones as carry, scaled to keep the average."""
+    scale = num_ranks / len(ranks)
+    carry: dict[str, Any] = {}
+    pieces: dict[Address, list[Piece]] = {}
+    for old in ranks[rank::num_ranks]:
+        for (name, _), parts in _pieces(old).items():
+            for start, values, replica in parts:
+                if replica == 0:
+                    pieces.setdefault((name, Site.LOCAL), []).append((start, values * values.dtype.type(scale), 0))
+        for name, values in old["carry"].items():
+            scaled = _numpy(values) * scale
+            carry[name] = carry[name] + scaled if name in carry else scaled
+    return pieces, carry
+
+
+def _numpy(values: Any) -> Any:
+    return values.detach().cpu().numpy().copy() if isinstance(values, torch.Tensor) else np.array(values)
+
+
+def _model_digest(state: EspressoState) -> str:
+    text = repr(sorted((t.name, t.shape, t.dtype) for t in state._tensors))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def checksum(parameter: torch.Tensor) -> int:
+    """A checksum of a parameter's bytes."""
+    return zlib.crc32(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+
+
+class PerRank:
+    """A state as ``torch.distributed.checkpoint`` wants it: one opaque entry per rank.
+
+    Example:
+        >>> dcp.save({"espresso": PerRank(state)}, checkpoint_id=path)   # doctest: +SKIP
+    """
+
+    def __init__(self, state: EspressoState) -> None:
+        self._state = state
+
+    def _key(self) -> str:
+        groups = self._state.start()._groups
+        assert groups is not None
+        return f"rank_{groups.rank}"
+
+    def state_dict(self) -> dict[str, Any]:
+        buffer = io.BytesIO()
+        torch.save(save(self._state), buffer)
+        return {self._key(): buffer}
+
+    def load_state_dict(self, body: dict[str, Any]) -> None:
+        buffer = body[self._key()]
+        buffer.seek(0)
+        self._state.load_state_dict(torch.load(buffer, weights_only=True))

@@ -1,0 +1,88 @@
+"""Settings of an :class:`~espresso.state.EspressoState`, checked before anything starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+logger = logging.getLogger("espresso")
+
+_ENVIRONMENT = {
+    "ESPRESSO_TIMEOUT_S": ("timeout_s", float),
+    "ESPRESSO_RANKS_PER_NODE": ("ranks_per_node", int),
+    "ESPRESSO_ARTIFACTS_DIR": ("artifacts_dir", str),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Keyword settings of ``espresso.register``.
+
+    Attributes:
+        timeout_s: a collective that takes longer fails, and so does a step that makes no progress.
+        ranks_per_node: overrides which ranks share a node; 1 leaves only the flat options.
+        partition_bytes: groups above this size are cut and pipelined; None lets the search decide.
+        seed: of the shared random numbers.
+        transactional: keep residuals untouched by a non-finite iteration. False halves residual memory,
+            and a step with an inf or NaN then damages the residuals it touched.
+        offload_threads: threads of the host worker pool; None takes the cores this rank may use.
+        warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
+        profile_steps: plain steps in which gaps are measured.
+        race_steps: steps of each block when strategies race against plain.
+        race_rounds: how often the blocks alternate.
+        check_every: compare parameters between ranks every so many steps; 0 never.
+        artifacts_dir: where strategy, job and measured intervals are written; None writes nothing.
+    """
+
+    timeout_s: float = 60.0
+    ranks_per_node: int | None = None
+    partition_bytes: int | None = None
+    seed: int = 0
+    transactional: bool = True
+    offload_threads: int | None = None
+    warmup_steps: int = 4
+    profile_steps: int = 8
+    race_steps: int = 6
+    race_rounds: int = 2
+    check_every: int = 0
+    artifacts_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        positive = ("timeout_s", "profile_steps", "race_steps", "race_rounds")
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        for name in ("warmup_steps", "check_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
+        if self.partition_bytes is not None and self.partition_bytes < 0:
+            raise ValueError(f"partition_bytes must be at least 0, got {self.partition_bytes!r}")
+        if self.warmup_steps < 3:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps}: DDP rebuilds its buckets in the second step; allow at least 3"
+            )
+        if self.race_steps < 3:
+            raise ValueError(f"race_steps={self.race_steps}: the first step of a block is dropped; allow at least 3")
+
+    @classmethod
+    def from_keywords(cls, keywords: dict[str, Any]) -> Config:
+        """A config from keyword arguments and the environment's overrides, which are logged when used.
+
+        Raises:
+            TypeError: an unknown keyword, by name.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(keywords) - known)
+        if unknown:
+            raise TypeError(f"espresso has no setting {unknown[0]!r}; settings are {', '.join(sorted(known))}")
+        values = dict(keywords)
+        for variable, (name, kind) in _ENVIRONMENT.items():
+            if variable in os.environ:
+                try:
+                    values[name] = kind(os.environ[variable])
+                except ValueError:
+                    raise ValueError(f"{variable}={os.environ[variable]!r} is not a valid {kind.__name__}") from None
+                logger.info("%s=%s overrides %s", variable, os.environ[variable], name)
+        return cls(**values)

@@ -1,0 +1,313 @@
+"""Measuring the user's own job: when gradients become ready, what links and compressors cost.
+
+Nothing here decides anything. Link and compressor measurements run on all ranks at once, inside one
+hook call, so that ranks that share cores or a network card measure what they will meet.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from espresso.comm import transport
+from espresso.comm.groups import Groups, Member
+from espresso.comm.program import Codecs, sum_in_rank_order
+from espresso.compressors.base import Feedback, Segment
+from espresso.costs import ComputeCost, LinkCurve, Op
+from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
+
+LINK_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+"""Sizes of the whole array, in bytes, at which a routine is measured, until one takes ``SLOW_US``."""
+
+ENCODE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
+"""Elements at which a compressor is measured."""
+
+SLOW_US = 60_000.0
+
+
+class GradientClock:
+    """When gradients become ready and forward passes begin, while it is attached to a module.
+
+    Attributes:
+        ready_ns: parameter name to the time its gradient was ready, in this iteration.
+        forward_ns: when the latest forward pass began, or 0.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Mapping[int, str]) -> None:
+        self.ready_ns: dict[str, int] = {}
+        self.forward_ns = 0
+        self._handles: list[Any] = [module.register_forward_pre_hook(self._forward)]
+        for parameter in module.parameters():
+            name = names.get(id(parameter))
+            if name is not None and parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._stamp(name)))
+
+    def begin(self) -> None:
+        """Forget the last iteration."""
+        self.ready_ns = {}
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _forward(self, *_: Any) -> None:
+        self.forward_ns = time.perf_counter_ns()
+
+    def _stamp(self, name: str) -> Callable[[torch.Tensor], None]:
+        def stamp(_: torch.Tensor) -> None:
+            self.ready_ns[name] = time.perf_counter_ns()
+
+        return stamp
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One profiled iteration on one rank, in microseconds.
+
+    Attributes:
+        tensor_ready_us: by name, from the first ready gradient.
+        bucket_ready_us: when each bucket came to the hook.
+        forward_us: forward's beginning (else the last iteration's end) to the first ready gradient.
+        optimizer_us: the last iteration's end to forward's beginning.
+    """
+
+    tensor_ready_us: Mapping[str, float]
+    bucket_ready_us: tuple[float, ...]
+    forward_us: float
+    optimizer_us: float
+
+
+def combine(per_rank: Sequence[Sequence[Observation]]) -> Observation:
+    """The median over iterations on each rank, then the maximum over ranks."""
+    medians = [_median(observations) for observations in per_rank]
+    names = medians[0].tensor_ready_us
+    return Observation(
+        {name: max(m.tensor_ready_us.get(name, 0.0) for m in medians) for name in names},
+        tuple(map(max, zip(*(m.bucket_ready_us for m in medians), strict=True))),
+        max(m.forward_us for m in medians),
+        max(m.optimizer_us for m in medians),
+    )
+
+
+def _median(observations: Sequence[Observation]) -> Observation:
+    names = observations[0].tensor_ready_us
+    return Observation(
+        {n: median(o.tensor_ready_us[n] for o in observations if n in o.tensor_ready_us) for n in names},
+        tuple(median(times) for times in zip(*(o.bucket_ready_us for o in observations), strict=True)),
+        median(o.forward_us for o in observations),
+        median(o.optimizer_us for o in observations),
+    )
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """Measured curves, and the cores that each routine burns while it is on the wire."""
+
+    curves: tuple[LinkCurve, ...]
+    comm_cpu: Mapping[str, float]
+
+
+def measure_links(
+    groups: Groups, *, progress: Callable[[str], None] | None = None, repeats: int = 3
+) -> LinkReport:
+    """Measure every routine on every scope of the live groups. Collective: all ranks call it together.
+
+    Points are (bytes of the whole array, microseconds), the slowest rank's median. On the inter scope all
+    local ranks run their columns at the same time and the bytes are those of all of them.
+    """
+    curves: list[LinkCurve] = []
+    cpu: dict[str, list[float]] = {}
+    for scope, member in groups.scopes.items():
+        columns = groups.cluster.ranks_per_node if scope is Scope.INTER else 1
+        for routine, form in _routines(member):
+            if progress is not None:
+                progress(f"{scope.value}.{routine.value} ({form.value})")
+            ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
+            points: list[tuple[float, float]] = []
+            for size in LINK_SIZES:
+                wall_us, busy = _time_routine(groups, member, routine, form, size, repeats, ring)
+                points.append((float(size * columns), wall_us))
+                if size == LINK_SIZES[-1] or wall_us > SLOW_US:
+                    cpu.setdefault(f"{scope.value}.{routine.value}", []).append(busy)
+                    break
+            curves.append(LinkCurve(routine, scope, form, tuple(points)))
+    return LinkReport(tuple(curves), {key: max(values) for key, values in cpu.items()})
+
+
+def _routines(member: Member) -> list[tuple[Routine, Form]]:
+    if member.size == 1:
+        return []
+    raw = (
+        Routine.ALLREDUCE,
+        Routine.REDUCE_SCATTER,
+        Routine.ALLGATHER,
+        Routine.REDUCE,
+        Routine.BROADCAST,
+    )
+    packed = (Routine.ALLGATHER, Routine.ALL_TO_ALL, Routine.GATHER, Routine.BROADCAST)
+    return [(routine, Form.RAW) for routine in raw] + [(routine, Form.PAYLOAD) for routine in packed]
+
+
+def _time_routine(
+    groups: Groups, member: Member, routine: Routine, form: Form, size: int, repeats: int, ring: bool
+) -> tuple[float, float]:
+    """(microseconds, cores burnt) of one routine; the slowest rank's figures, the same on all ranks."""
+    run = _runner(member, routine, form, size, ring)
+    run()
+    walls, cpus = [], []
+    while len(walls) < repeats:
+        groups.barrier()
+        cpu, wall = time.process_time(), time.perf_counter()
+        run()
+        walls.append((time.perf_counter() - wall) * 1e6)
+        cpus.append((time.process_time() - cpu) * 1e6)
+        if len(walls) == 1 and max(groups.all_objects(walls[0])) > SLOW_US:
+            break
+    everybody = groups.all_objects((median(walls), median(cpus)))
+    wall_us = max(wall for wall, _ in everybody)
+    busy = max(cpu for _, cpu in everybody) / max(wall_us, 1.0)
+    return wall_us, busy
+
+
+def _runner(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], None]:
+    peers = member.size
+    each = max(size // peers // 8 * 8, 8)
+    if routine is Routine.ALLREDUCE:
+        numbers = torch.zeros(size // 4)
+        return lambda: transport.allreduce(numbers, member)
+    if routine is Routine.REDUCE:
+        numbers = torch.zeros(size // 4)
+        return lambda: transport.reduce(numbers, member, 0)
+    if routine is Routine.BROADCAST:
+        numbers = torch.zeros(size // 4)
+        return lambda: transport.broadcast(numbers, member, 0)
+    whole = torch.zeros(each * peers, dtype=torch.uint8)
+    parts = list(whole.split(each))
+    places = [torch.empty_like(part) for part in parts]
+    mine = parts[member.index]
+    if routine is Routine.REDUCE_SCATTER:
+        shards = [part.view(torch.float32) for part in parts]
+        received = [None if i == member.index else p.view(torch.float32) for i, p in enumerate(places)]
+
+        def reduce_scatter() -> None:
+            transport.all_to_all(shards, received, member)
+            sum_in_rank_order(shards[member.index], received)
+
+        return reduce_scatter
+    if routine is Routine.ALL_TO_ALL:
+        return lambda: transport.all_to_all(parts, places, member)
+    if routine is Routine.GATHER:
+        return lambda: transport.gather(mine, places, member, 0)
+    if ring and form is Form.PAYLOAD:
+        own = mine.clone()
+        return lambda: transport.allgather_ring(own, whole, member)
+    return lambda: transport.allgather(mine, places, member)
+
+
+# -- compressors -----------------------------------------------------------------------------------
+
+
+def measure_compressor(
+    groups: Groups,
+    codecs: Codecs,
+    spec: CompressorSpec,
+    devices: Iterable[Device],
+    *,
+    largest: int,
+    repeats: int = 5,
+) -> tuple[ComputeCost, ...]:
+    """Encode (with its residual) and decode times of one compressor, on all ranks at once.
+
+    Args:
+        largest: elements of the largest group; sizes beyond it are not measured.
+
+    Returns:
+        Costs whose points are (elements, us), the slowest rank's medians; decode per payload.
+    """
+    costs = []
+    for device in devices:
+        sizes = [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
+        rows = [_time_codec(groups, codecs, spec, device, size, repeats) for size in sizes]
+        for op, column in ((Op.ENCODE, 0), (Op.DECODE, 1)):
+            launch = min(0.9 * rows[0][column], 50.0)
+            points = [
+                (float(size), max(row[column] - launch, 0.0)) for size, row in zip(sizes, rows, strict=True)
+            ]
+            share = groups.num_ranks if op is Op.DECODE else 1
+            scaled = tuple((size, us / share) for size, us in points)
+            costs.append(ComputeCost(str(spec), device, op, scaled, launch_us=launch))
+    return tuple(costs)
+
+
+def _time_codec(
+    groups: Groups, codecs: Codecs, spec: CompressorSpec, device: Device, size: int, repeats: int
+) -> tuple[float, float]:
+    codec = codecs(spec, device)
+    layout = codec.compressor.layout([Segment("probe", 0, size)])
+    starts = np.zeros(1, np.int64)
+    source = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    feedback = None
+    if codec.compressor.traits.error_feedback:
+        feedback = Feedback(np.zeros(size, np.float32), np.zeros(size, np.float32), starts)
+    payloads = np.zeros((groups.num_ranks, layout.num_bytes), np.uint8)
+    encode, decode = [], []
+    for turn in range(repeats + 1):
+        groups.barrier()
+        begin = time.perf_counter()
+        codec.encode(layout, source, starts, payloads[0], feedback=feedback)
+        middle = time.perf_counter()
+        payloads[1:] = payloads[0]
+        start = time.perf_counter()
+        codec.decode(layout, payloads, source, starts, scale=1.0 / groups.num_ranks)
+        if turn:
+            encode.append((middle - begin) * 1e6)
+            decode.append((time.perf_counter() - start) * 1e6)
+    everybody = groups.all_objects((median(encode), median(decode)))
+    return max(e for e, _ in everybody), max(d for _, d in everybody)
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def cores_per_rank(groups: Groups) -> float:
+    """Cores this rank may count as its own: each core it may use, shared with the other ranks there."""
+    mine = (socket.gethostname(), _boot_id(), tuple(sorted(os.sched_getaffinity(0))))
+    everybody = groups.all_objects(mine)
+    shares = []
+    for host, boot, cores in everybody:
+        users = [set(c) for h, b, c in everybody if (h, b) == (host, boot)]
+        shares.append(sum(1.0 / sum(core in user for user in users) for core in cores))
+    return min(shares)
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def machine_facts() -> dict[str, Any]:
+    """Hardware and versions, for the record in job files and benchmarks."""
+    return {
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }

@@ -1,0 +1,539 @@
+"""The state of the hook, and ``register``: where profiler, search and executor meet.
+
+    state = espresso.register(ddp_model, compressor="dgc:ratio=0.01", strategy="auto")
+
+One state serves one model. It is the ``state`` that DDP passes to ``espresso_hook``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from espresso import checkpoint
+from espresso.artifacts import Artifacts, mark_registered
+from espresso.comm import DisagreementError, EspressoError, Executor, Groups, Record, ResidualStore, UnsupportedModelError
+from espresso.comm.hook import espresso_hook
+from espresso.compressors import registry
+from espresso.config import Config
+from espresso.host_codecs import HostCodecs
+from espresso.names import dtype_name, named_gradients, tensor_specs
+from espresso.planner import AutoPlanner, FixedPlanner
+from espresso.profiler import GradientClock, Observation
+from espresso.strategies import (
+    NONE,
+    Bucket,
+    CompressorSpec,
+    Slot,
+    Strategy,
+    StrategyError,
+    TensorSpec,
+)
+from espresso.tuning import OnlineSearch
+
+logger = logging.getLogger("espresso")
+
+AUTO = "auto"
+_LIVE: weakref.WeakSet[EspressoState] = weakref.WeakSet()
+
+
+class EspressoState:
+    """Everything the hook keeps: names, residuals, groups, the strategy in use.
+
+    Args:
+        compressor: spec of the compressor that automatic mode may use, ``name`` or ``name:key=value,…``.
+        strategy: ``"auto"`` measures, searches and races; a path or a ``Strategy`` is carried out as it is.
+        process_group: the ranks that train together; None means the world.
+        grad_scaler: a ``GradScaler`` whose loss scale the gradients carry; residuals are kept unscaled.
+        **config: see :class:`~espresso.config.Config`.
+
+    The state may be built before the model is wrapped or the process group exists; names are bound by
+    ``bind`` (``register`` does it), groups are made at the first call, by all ranks together.
+
+    Example:
+        >>> state = EspressoState(compressor="efsignsgd").bind(ddp_model)   # doctest: +SKIP
+        >>> ddp_model.register_comm_hook(state, espresso_hook)              # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        compressor: str | CompressorSpec = "efsignsgd",
+        strategy: str | os.PathLike[str] | Strategy = AUTO,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: Any = None,
+        **config: Any,
+    ) -> None:
+        self.config = Config.from_keywords(config)
+        self.compressor = CompressorSpec.parse(compressor) if isinstance(compressor, str) else compressor
+        registry.create(self.compressor)  # an unknown id or parameter is an error here, not in the first step
+        self._strategy = strategy
+        self._given = Strategy.load(strategy) if not isinstance(strategy, Strategy) and strategy != AUTO else strategy
+        self._process_group = process_group
+        self._scaler = grad_scaler
+        self._grad_scale: float | None = None
+        self._module: weakref.ref[torch.nn.Module] | None = None
+        self._names: dict[int, str] = {}
+        self._tensors: tuple[TensorSpec, ...] = ()
+        self._buckets: dict[int, tuple[tuple[int, ...], Bucket]] = {}
+        self._pending_state: dict[str, Any] | None = None
+        self._pid = os.getpid()
+        self._clear_runtime()
+        _LIVE.add(self)
+
+    def _clear_runtime(self) -> None:
+        self._groups: Groups | None = None
+        self._executor: Executor | None = None
+        self._planner: FixedPlanner | AutoPlanner | None = None
+        self._store = ResidualStore(transactional=self.config.transactional)
+        self._codecs: HostCodecs | None = None
+        self._clock: GradientClock | None = None
+        self._search: OnlineSearch | None = None
+        self._artifacts: Artifacts | None = None
+        self._observations: list[Observation] = []
+        self._last: Record | None = None
+        self._totals = {"bytes_sent": 0.0, "bytes_raw": 0.0, "steps": 0.0, "skipped": 0.0}
+        self._step_us: list[float] = []
+        self._artifacts_left = False
+        self._closed = False
+
+    # -- set-up ------------------------------------------------------------------------------------
+
+    def bind(self, module: torch.nn.Module) -> EspressoState:
+        """Learn the parameters' names from the model (wrapped in DDP or not).
+
+        Raises:
+            UnsupportedModelError: a parameter that cannot be exchanged, by name.
+            StrategyError: the given strategy was made for another model.
+        """
+        parameters = named_gradients(module)
+        self._module = weakref.ref(module)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._tensors = tensor_specs(parameters)
+        if isinstance(self._given, Strategy) and self._groups is None:
+            self._given.check_model(self._tensors, self._given.cluster)
+        return self
+
+    def start(self) -> EspressoState:
+        """Make process groups and compare the ranks' settings. All ranks together; the hook does it if you do not.
+
+        Raises:
+            DisagreementError: ranks differ in model, compressor, strategy or settings.
+            StrategyError: the strategy was made for another model or cluster.
+        """
+        if self._groups is not None:
+            return self
+        if not self._names:
+            raise EspressoError(
+                "espresso does not know this model's parameter names: use espresso.register(ddp_model, …),"
+                " or call state.bind(model) before the first backward pass"
+            )
+        self._groups = Groups(
+            self._process_group, ranks_per_node=self.config.ranks_per_node, timeout_s=self.config.timeout_s
+        )
+        self._agree()
+        self._codecs = HostCodecs(self.config.offload_threads)
+        self._artifacts = Artifacts(self.config.artifacts_dir, self._groups)
+        self._planner = self._make_planner()
+        self._warm_up()
+        self._executor = Executor(
+            self._groups,
+            self._codecs,
+            self._planner_with_bookkeeping(),
+            store=self._store,
+            seed=self.config.seed,
+            timeout_s=self.config.timeout_s,
+        )
+        if self._pending_state is not None:
+            pending, self._pending_state = self._pending_state, None
+            self.load_state_dict(pending)
+        return self
+
+    def _agree(self) -> None:
+        """Every rank must have the same model, strategy and settings."""
+        assert self._groups is not None
+        given = self._given.digest if isinstance(self._given, Strategy) else AUTO
+        mine = {
+            "model": repr(sorted((t.name, t.shape, t.dtype) for t in self._tensors)),
+            "compressor": str(self.compressor),
+            "strategy": given,
+            "settings": repr([v for k, v in sorted(vars(self.config).items()) if k != "artifacts_dir"]),
+        }
+        everybody = self._groups.all_objects(mine)
+        for rank, theirs in enumerate(everybody):
+            for what, value in theirs.items():
+                if value != everybody[0][what]:
+                    shown = "" if what == "model" else f" ({everybody[0][what]!r} on rank 0, {value!r} on rank {rank})"
+                    raise DisagreementError(f"rank {rank} has another {what} than rank 0{shown}; start all ranks alike")
+
+    def _make_planner(self) -> FixedPlanner | AutoPlanner:
+        assert self._groups is not None and self._codecs is not None and self._artifacts is not None
+        profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
+        if isinstance(self._given, Strategy) and not profile_only:
+            self._given.check_model(self._tensors, self._groups.cluster)
+            return FixedPlanner(self._given, self._groups)
+        plain = Strategy.uniform(self._tensors, self._groups.cluster, partition_bytes=0)
+        if self._groups.num_ranks == 1 and not profile_only:
+            logger.info("one rank: there is nothing to exchange, gradients stay as they are")
+            return FixedPlanner(plain, self._groups)
+        config = self.config
+        if profile_only and self._groups.rank == 0:
+            mark_registered(0, config.warmup_steps + config.profile_steps)
+        self._search = OnlineSearch(self._groups, self._codecs, self.compressor, self._tensors, config, self._artifacts)
+        return AutoPlanner(
+            plain,
+            self._groups,
+            self._find,
+            warmup_steps=config.warmup_steps,
+            profile_steps=config.profile_steps,
+            race_steps=config.race_steps,
+            race_rounds=config.race_rounds,
+            on_profile=self._profile,
+            profile_only=profile_only,
+        )
+
+    def _warm_up(self) -> None:
+        """Compile the kernels this job may run, one rank of each node first, the others from its cache."""
+        assert self._groups is not None and self._codecs is not None
+        specs = {self.compressor}
+        if isinstance(self._given, Strategy):
+            specs = {choice.compressor for choice in self._given.choices.values()}
+        dtypes = {tensor.dtype for tensor in self._tensors}
+        for turn in (True, False):
+            if (self._groups.rank % self._groups.cluster.ranks_per_node == 0) is turn:
+                self._codecs.warm_up(specs - {NONE}, dtypes)
+            self._groups.barrier()
+
+    # -- the hook ----------------------------------------------------------------------------------
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What ``espresso_hook`` does."""
+        if not isinstance(bucket, dist.GradBucket):
+            raise UnsupportedModelError(
+                f"the hook was given a {type(bucket).__name__} instead of a DDP bucket: torch.compile's own"
+                " gradient hooks are not supported; compile the module inside DDP instead of the DDP wrapper"
+            )
+        if self._closed or os.getpid() != self._pid:
+            raise EspressoError("this espresso state is closed (or was inherited by a forked process)")
+        if self._executor is None:
+            self.start()
+        assert self._executor is not None
+        described = self._describe(bucket)
+        return self._executor.reduce_bucket(
+            described, bucket.buffer(), is_last=bucket.is_last(), grad_scale=self._scale()
+        )
+
+    def _describe(self, bucket: dist.GradBucket) -> Bucket:
+        index = bucket.index()
+        parameters = bucket.parameters()
+        ids = tuple(map(id, parameters))
+        known = self._buckets.get(index)
+        buffer = bucket.buffer()
+        if known is not None and known[0] == ids and known[1].dtype == dtype_name(buffer.dtype):
+            return known[1]
+        slots = []
+        offset = 0
+        for parameter in parameters:
+            name = self._names.get(id(parameter))
+            if name is None:
+                raise EspressoError(
+                    f"bucket {index} holds a parameter of shape {tuple(parameter.shape)} that the bound model does"
+                    " not have; bind the state to the model that DDP wraps"
+                )
+            slots.append(Slot(name, offset, parameter.numel()))
+            offset += parameter.numel()
+        if offset != buffer.numel():
+            raise UnsupportedModelError(
+                f"bucket {index} has {buffer.numel()} elements for parameters of {offset}: sparse or padded buckets"
+                " are not supported"
+            )
+        described = Bucket(index, tuple(slots), dtype_name(buffer.dtype))
+        self._buckets[index] = (ids, described)
+        return described
+
+    def _scale(self) -> float:
+        if self._scaler is not None:
+            return float(self._scaler.get_scale())
+        return 1.0 if self._grad_scale is None else self._grad_scale
+
+    def set_grad_scale(self, scale: float) -> None:
+        """Tell the loss scale by hand, where no ``GradScaler`` was given; valid from the next backward pass.
+
+        Raises:
+            ValueError: not a positive finite number.
+        """
+        if not 0.0 < scale < float("inf"):
+            raise ValueError(f"the loss scale must be positive and finite, got {scale!r}")
+        self._grad_scale = scale
+
+    # -- bookkeeping -------------------------------------------------------------------------------
+
+    def _planner_with_bookkeeping(self) -> _Bookkeeping:
+        assert self._planner is not None
+        return _Bookkeeping(self, self._planner)
+
+    def _profile(self, begin: bool) -> None:
+        if begin:
+            module = None if self._module is None else self._module()
+            if module is not None and self._clock is None:
+                self._clock = GradientClock(module, self._names)
+        elif self._clock is not None:
+            self._clock.detach()
+            self._clock = None
+
+    def _find(self, records: Any) -> Any:
+        assert self._search is not None
+        return self._search(records, self._observations)
+
+    def _use(self, strategy: Strategy) -> None:
+        """Carry out ``strategy`` from the next iteration on (a resumed job's)."""
+        assert self._groups is not None and self._executor is not None
+        self._planner = FixedPlanner(strategy, self._groups)
+        self._executor.planner = self._planner_with_bookkeeping()
+
+    def _and_then(self, record: Record, work: Any) -> Any:
+        """The planner's work, then ours: artefacts once decided, and the replica check."""
+        every = self.config.check_every
+        check = every > 0 and record.iteration % every == every - 1
+        leave = self._artifacts_due(record)
+        if work is None and not check and not leave:
+            return None
+
+        def both() -> None:
+            if work is not None:
+                work()
+            if leave:
+                self._leave_artifacts(record)
+            if check:
+                self.check_replicas()
+
+        return both
+
+    def _artifacts_due(self, record: Record) -> bool:
+        """The first recorded planned iteration after the decision, where artefacts are wanted."""
+        if self._artifacts_left or self.config.artifacts_dir is None or not self.decided:
+            return False
+        return record.plan is not None and record.assignment.record and bool(record.intervals)
+
+    def _leave_artifacts(self, record: Record) -> None:
+        assert self._artifacts is not None and self.strategy is not None
+        self._artifacts_left = True
+        self._artifacts.strategy(self.strategy)
+        offset = 0.0 if self.job is None else self.job.bucket_ready_us[0]
+        self._artifacts.measured(record, record.ready_ns[0] - int(offset * 1e3))
+
+    def _took(self, record: Record) -> None:
+        """Note an iteration: totals, step time, and the clock's readings while profiling."""
+        previous, self._last = self._last, record
+        self._totals["bytes_sent"] = float(record.bytes_sent)
+        self._totals["bytes_raw"] = float(record.bytes_raw)
+        self._totals["steps"] += 1
+        self._totals["skipped"] += not record.finite
+        if previous is not None:
+            self._step_us = [*self._step_us[-19:], (record.done_ns - previous.done_ns) / 1e3]
+        if record.assignment.deferred and previous is not None:
+            self._observations.append(self._observe(record, previous))
+        if self._clock is not None:
+            self._clock.begin()
+
+    def _observe(self, record: Record, previous: Record) -> Observation:
+        clock = self._clock
+        ready = {} if clock is None else dict(clock.ready_ns)
+        for bucket, at in zip(record.buckets, record.ready_ns, strict=True):
+            for slot in bucket.slots:
+                ready.setdefault(slot.tensor, at)
+        begin = min(ready.values())
+        forward = previous.done_ns if clock is None or clock.forward_ns < previous.done_ns else clock.forward_ns
+        return Observation(
+            {name: (at - begin) / 1e3 for name, at in ready.items()},
+            tuple((at - begin) / 1e3 for at in record.ready_ns),
+            (begin - forward) / 1e3,
+            (forward - previous.done_ns) / 1e3,
+        )
+
+    # -- what users look at ------------------------------------------------------------------------
+
+    @property
+    def decided(self) -> bool:
+        """Whether the strategy is settled (at once for a given one)."""
+        return self._planner is not None and self._planner.decided
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy in use; None before the first step."""
+        return None if self._planner is None else self._planner.strategy
+
+    @property
+    def verdict(self) -> str:
+        """What automatic mode decided and why, in one sentence; empty before that."""
+        verdict = None if self._planner is None else self._planner.verdict
+        return "" if verdict is None else f"{verdict.name}: {verdict.reason}"
+
+    @property
+    def job(self) -> Any:
+        """The measured :class:`~espresso.job.Job` (rank 0, after profiling), else None."""
+        return None if self._search is None else self._search.job
+
+    @property
+    def error(self) -> EspressoError | None:
+        """The first error of the exchange, if there was one."""
+        return None if self._executor is None else self._executor.error
+
+    def metrics(self) -> dict[str, float]:
+        """Flat figures for any logger: bytes of the latest step, residual norm, predicted and measured step time."""
+        predicted = measured = 0.0
+        verdict = None if self._planner is None else self._planner.verdict
+        if verdict is not None:
+            predicted = verdict.predicted_us.get(verdict.name, 0.0)
+            if verdict.name == "plain" and self._search is not None:
+                predicted = self._search.uncompressed_us
+        if self._step_us:
+            measured = sorted(self._step_us)[len(self._step_us) // 2]
+        strategy = self.strategy
+        return {
+            "espresso/bytes_sent": self._totals["bytes_sent"],
+            "espresso/bytes_raw": self._totals["bytes_raw"],
+            "espresso/residual_norm": self._store.norm(),
+            "espresso/residual_bytes": float(self._store.num_bytes),
+            "espresso/predicted_step_us": predicted,
+            "espresso/measured_step_us": measured,
+            "espresso/steps": self._totals["steps"],
+            "espresso/skipped_steps": self._totals["skipped"],
+            "espresso/tensors_compressed": 0.0 if strategy is None else float(strategy.num_compressed),
+            "espresso/decided": float(self.decided),
+        }
+
+    def check_replicas(self) -> None:
+        """Compare all parameters between ranks, bit for bit. All ranks together.
+
+        Raises:
+            DisagreementError: names the rank and the first tensor that differs from rank 0.
+        """
+        module = None if self._module is None else self._module()
+        if module is None or self._groups is None:
+            return
+        checksums = {name: checkpoint.checksum(p) for name, p in named_gradients(module).items()}
+        everybody = self._groups.all_objects(checksums)
+        for rank, theirs in enumerate(everybody):
+            for name, value in theirs.items():
+                if value != everybody[0][name]:
+                    raise DisagreementError(f"parameter {name!r} on rank {rank} differs from rank 0: replicas diverged")
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, counters and strategy. Per rank: save one file for each.
+
+        For one file that any number of ranks can load, see :meth:`gather_state_dict`.
+        """
+        return checkpoint.save(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict()`` of the same rank, or from ``gather_state_dict()`` of any number of ranks.
+
+        Raises:
+            CheckpointError: another rank's state, another model, or a malformed one; nothing is changed then.
+        """
+        if self._groups is None:
+            self._pending_state = checkpoint.check(state)
+            return
+        checkpoint.load(self, state)
+
+    def gather_state_dict(self) -> dict[str, Any]:
+        """All ranks' residuals in one dictionary, the same on every rank. All ranks together."""
+        return checkpoint.gather(self)
+
+    # -- end of life -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop threads and free the process groups. Safe at any time, and more than once."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        if self._clock is not None:
+            self._clock.detach()
+        if self._executor is not None:
+            self._executor.close()
+        if self._codecs is not None:
+            self._codecs.close()
+        if self._groups is not None:
+            self._groups.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Groups, threads and the model stay behind; settings, strategy and residuals travel."""
+        return {
+            "compressor": str(self.compressor),
+            "strategy": self._given.to_json() if isinstance(self._given, Strategy) else AUTO,
+            "config": dict(vars(self.config)),
+            "state": self._pending_state if self._groups is None else self.state_dict(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        strategy = state["strategy"]
+        given = strategy if strategy == AUTO else Strategy.from_json(strategy)
+        self.__init__(state["compressor"], given, **state["config"])  # type: ignore[misc]
+        if state["state"] is not None:
+            self.load_state_dict(state["state"])
+
+
+class _Bookkeeping:
+    """Passes a planner's calls on, and lets the state take notes."""
+
+    def __init__(self, state: EspressoState, planner: FixedPlanner | AutoPlanner) -> None:
+        self._state = weakref.proxy(state)
+        self._planner = planner
+
+    def assign(self, iteration: int) -> Any:
+        return self._planner.assign(iteration)
+
+    def after(self, record: Record) -> Any:
+        self._state._took(record)
+        work = self._planner.after(record)
+        return self._state._and_then(record, work)
+
+
+def register(
+    ddp_model: DistributedDataParallel,
+    compressor: str | CompressorSpec = "efsignsgd",
+    strategy: str | os.PathLike[str] | Strategy = AUTO,
+    process_group: dist.ProcessGroup | None = None,
+    grad_scaler: Any = None,
+    **config: Any,
+) -> EspressoState:
+    """Make a DDP model exchange its gradients through espresso. The one line. All ranks together.
+
+    Args: as for :class:`EspressoState`; ``process_group`` defaults to the one DDP was given.
+
+    Returns:
+        The state, already registered as DDP's communication hook.
+
+    Raises:
+        TypeError: not a DDP model, or an unknown setting.
+        UnsupportedModelError, StrategyError, DisagreementError, TopologyError: see there.
+
+    Example:
+        >>> state = espresso.register(ddp_model, compressor="dgc:ratio=0.01")   # doctest: +SKIP
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(
+            f"espresso.register needs a DistributedDataParallel model, got {type(ddp_model).__name__};"
+            " wrap the model in DistributedDataParallel first"
+        )
+    group = ddp_model.process_group if process_group is None else process_group
+    state = EspressoState(compressor, strategy, group, grad_scaler, **config)
+    state.bind(ddp_model)
+    state.start()
+    ddp_model.register_comm_hook(state, espresso_hook)
+    return state
+
+
+@atexit.register
+def _close_all() -> None:
+    for state in list(_LIVE):
+        state.close()

@@ -1,0 +1,126 @@
+"""Automatic mode's measuring and searching, on the live job. Collective; rank 0 decides, all obey."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from espresso.artifacts import Artifacts
+from espresso.comm import Groups, Record
+from espresso.config import Config
+from espresso.costs import Contention, CostModel, Links
+from espresso.host_codecs import HostCodecs
+from espresso.job import Job
+from espresso.planner import Candidate
+from espresso.profiler import (
+    Observation,
+    combine,
+    cores_per_rank,
+    machine_facts,
+    measure_compressor,
+    measure_links,
+)
+from espresso.strategies import Bucket, CompressorSpec, Device, Mode, TensorSpec
+
+logger = logging.getLogger("espresso")
+
+MAX_CANDIDATES = 2
+"""Strategies that race against plain: more would take too many steps."""
+
+
+class OnlineSearch:
+    """Measures links and compressors, builds the job, searches it on rank 0, and tells everybody.
+
+    Attributes:
+        job: what was measured, on every rank; None before.
+        uncompressed_us: predicted iteration time of the plain strategy.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        codecs: HostCodecs,
+        compressor: CompressorSpec,
+        tensors: tuple[TensorSpec, ...],
+        config: Config,
+        artifacts: Artifacts,
+    ) -> None:
+        self._groups, self._codecs, self._compressor = groups, codecs, compressor
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._config, self._artifacts = config, artifacts
+        self.job: Job | None = None
+        self.uncompressed_us = 0.0
+
+    def __call__(self, records: Sequence[Record], observations: Sequence[Observation]) -> list[Candidate]:
+        """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best."""
+        observed = combine(self._groups.all_objects(list(observations)[-len(records) :]))
+        costs = self._measure(max(bucket.numel for bucket in records[-1].buckets))
+        self.job = self._groups.from_rank_0(self._make_job(records[-1].buckets, observed, costs))
+        found: Any = None
+        if self._groups.rank == 0:
+            try:
+                self._artifacts.job(self.job)
+                found = self._search(self.job)
+            except Exception as error:  # every rank must hear of it, or they wait for the answer
+                logger.exception("the search failed")
+                found = error
+        found = self._groups.from_rank_0(found)
+        if isinstance(found, Exception):
+            raise found
+        candidates, self.uncompressed_us = found
+        return list(candidates)
+
+    def _measure(self, largest: int) -> CostModel:
+        devices = [Device.TRAINING]
+        cores = cores_per_rank(self._groups)
+        backward = min(float(torch.get_num_threads()), cores)
+        if cores > 1.0 and self._codecs.pool.num_threads > 1:
+            devices.append(Device.OFFLOAD)
+        links = measure_links(self._groups)
+        compute = measure_compressor(self._groups, self._codecs, self._compressor, devices, largest=largest)
+        pool = min(float(self._codecs.pool.num_threads), cores)
+        contention = Contention(cores, backward, pool, links.comm_cpu)
+        return CostModel(Links(curves=links.curves), compute, None, contention)
+
+    def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
+        in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])
+        ready = [seen.tensor_ready_us[name] for name in in_order]
+        gaps = [0.0] + [max(b - a, 0.0) for a, b in zip(ready, ready[1:], strict=False)]
+        handed_over = []
+        for at in seen.bucket_ready_us:
+            handed_over.append(max([at, *handed_over[-1:]]))
+        return Job(
+            model="live",
+            tensors=tuple(self._tensors[name] for name in in_order),
+            gaps_us=tuple(gaps),
+            cluster=self._groups.cluster,
+            costs=costs,
+            mode=Mode.DDP,
+            buckets=buckets,
+            bucket_ready_us=tuple(handed_over),
+            forward_us=max(seen.forward_us, 0.0),
+            optimizer_us=max(seen.optimizer_us, 0.0),
+            source="measured on the live job",
+            meta=machine_facts() | {"compressor": str(self._compressor)},
+        )
+
+    def _search(self, job: Job) -> tuple[list[Candidate], float]:
+        from espresso.search import search  # compiles kernels: only rank 0 needs them
+
+        result = search(job, self._compressor, partition_bytes=self._config.partition_bytes)
+        candidates = [
+            Candidate(f"candidate-{number}", found.strategy, found.plan.order, job.buckets or (), found.predicted_us)
+            for number, found in enumerate(result.alternatives[:MAX_CANDIDATES], start=1)
+            if found.predicted_us < result.uncompressed_us and found.strategy.num_compressed
+        ]
+        logger.info(
+            "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
+            len(job.tensors),
+            result.search_ms,
+            result.uncompressed_us / 1e3,
+            result.predicted_us / 1e3,
+        )
+        return candidates, result.uncompressed_us
