@@ -1,0 +1,54 @@
+"""The command line: ``espresso job | search | explain | validate | simulate | compare | profile | links``.
+
+Results go to stdout (with ``--json`` one JSON object and nothing else), progress and remarks to stderr.
+Commands import what they need when they run, so that ``espresso --help`` stays instant.
+"""
+
+from typing import Annotated
+
+import typer
+
+from espresso.commands import compare, explain, job, links, profile, search, simulate, validate
+
+app = typer.Typer(
+    name="espresso",
+    help="Gradient compression for PyTorch DDP: profile a job, search a strategy, see what it does.",
+    epilog="Exit status: 0 done; 1 a file is wrong, or cannot be read or written; 2 wrong usage.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Our own errors are messages; what is left is a bug, and a bug's plain traceback is what we want to see.
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from espresso import __version__
+
+        typer.echo(f"espresso {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(job.job)
+app.command()(search.search)
+app.command()(explain.explain)
+app.command()(validate.validate)
+app.command()(simulate.simulate)
+app.command()(compare.compare)
+# The first word that is no option of ours starts the user's command, even without `--`.
+app.command(context_settings={"allow_interspersed_args": False})(profile.profile)
+app.command()(links.links)
+
+
+def main() -> None:
+    """The console script."""
+    app()

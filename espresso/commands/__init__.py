@@ -1,0 +1,1 @@
+"""The sub-commands of ``espresso``, one file each; ``espresso.cli`` puts them together."""

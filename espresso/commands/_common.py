@@ -1,0 +1,198 @@
+"""What every sub-command shares: output, progress, exit statuses and the wording of errors."""
+
+import functools
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+
+from espresso.strategies import CompressorSpec
+
+PROGRESS_AFTER_S = 2.0
+"""Work shorter than this shows no progress bar."""
+
+PIPED_WIDTH = 160
+"""Columns of tables that go to a file or a pipe, where there is no terminal to ask."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+CompressorOption = Annotated[
+    list[str],
+    typer.Option(
+        "--compressor",
+        "-c",
+        help="For example dgc:ratio=0.01. Given more than once, every tensor takes one of them.",
+        show_default=False,
+    ),
+]
+
+
+class ExitStatus(IntEnum):
+    """What the command's exit status means; beside these, ``profile`` passes on its command's own."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NEVER_REGISTERED = 3
+    TOO_FEW_STEPS = 4
+    NOT_EXECUTABLE = 126
+    NOT_FOUND = 127
+
+
+class UserError(Exception):
+    """Something the user can put right. Shown as one line, without a traceback."""
+
+    def __init__(self, message: str, status: ExitStatus = ExitStatus.FAILED) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def user_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn errors that are the user's to put right into one message on stderr and an exit status."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        from espresso._fields import JobError
+        from espresso.strategies import StrategyError
+
+        try:
+            return command(*args, **kwargs)
+        except UserError as error:
+            fail(str(error), error.status)
+        except (JobError, StrategyError) as error:
+            fail(str(error))
+        except BrokenPipeError:
+            raise  # the reader of our output has gone; typer ends quietly
+        except OSError as error:
+            fail(describe_os_error(error))
+
+    return wrapped
+
+
+def fail(message: str, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
+    """Print ``error: message`` on stderr and leave."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(int(status))
+
+
+def describe_os_error(error: OSError) -> str:
+    """``path: what is wrong``, as shells word it."""
+    reason = (error.strerror or str(error)).lower()
+    return f"{error.filename}: {reason}" if error.filename is not None else reason
+
+
+def out() -> Console:
+    """The console of results: stdout, as it is at this moment."""
+    return _console(sys.stdout.isatty(), stderr=False)
+
+
+def err() -> Console:
+    """The console of progress and remarks: stderr."""
+    return _console(sys.stderr.isatty(), stderr=True)
+
+
+def _console(is_terminal: bool, *, stderr: bool) -> Console:
+    width = None if is_terminal or "COLUMNS" in os.environ else PIPED_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False)
+
+
+def emit_json(body: Mapping[str, Any]) -> None:
+    """Print one JSON object on stdout, on one line."""
+    typer.echo(json.dumps(body, allow_nan=False))
+
+
+def say(message: str) -> None:
+    """A remark for people, on stderr, so that stdout stays what was asked for."""
+    typer.echo(message, err=True)
+
+
+class Progress:
+    """A line on stderr that appears once the work has lasted two seconds, and goes away with it."""
+
+    def __init__(self, what: str) -> None:
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        self._what = what
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self.bar = Bar(*columns, console=err(), transient=True)
+        self._task = self.bar.add_task(what, total=None)
+
+    def describe(self, now: str) -> None:
+        """Say what is being done at the moment."""
+        self.bar.update(self._task, description=f"{self._what}: {now}")
+
+    def update(self, now: str, fraction: float) -> None:
+        """Say what is being done and how much of it is done, 0 to 1."""
+        self.bar.update(self._task, description=f"{self._what}: {now}", total=1.0, completed=fraction)
+
+
+@contextmanager
+def working(what: str, *, shown: bool = True) -> Iterator[Progress]:
+    """Show on stderr that something long is going on, unless it is over within two seconds."""
+    progress = Progress(what)
+    timer = threading.Timer(PROGRESS_AFTER_S, progress.bar.start)
+    timer.daemon = True
+    if shown:
+        timer.start()
+    try:
+        yield progress
+    finally:
+        if shown:
+            timer.cancel()
+            timer.join()
+        progress.bar.stop()
+
+
+def parse_compressors(texts: Sequence[str]) -> tuple[CompressorSpec, ...]:
+    """The specs, checked against the registry of compressors.
+
+    Raises:
+        UserError: not of the form name:key=value, an unknown compressor, an unknown or wrong parameter.
+    """
+    from espresso.compressors import create
+
+    specs = []
+    for text in texts:
+        try:
+            specs.append(CompressorSpec.parse(text))
+            create(specs[-1])
+        except (ValueError, TypeError) as error:
+            raise UserError(f"--compressor {text}: {error}", ExitStatus.USAGE) from None
+    return tuple(specs)
+
+
+def next_step(job: Path) -> str:
+    """What to do with a job, as a command."""
+    return f"next: espresso search {job} --compressor dgc:ratio=0.01 -o strategy.json"
+
+
+def check_output(path: Path | None, *endings: str) -> None:
+    """Find out before the work, not after it, that a result cannot be written.
+
+    Raises:
+        UserError: no such folder, a folder itself, no permission, or another ending than one of ``endings``.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    if endings and path.suffix.lower() not in endings:
+        raise UserError(f"{path}: the name must end in {' or '.join(endings)}", ExitStatus.USAGE)
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file to write")
+    if not folder.is_dir():
+        raise UserError(f"{path}: the folder {folder} does not exist")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f"{path}: no permission to write there")

@@ -1,0 +1,55 @@
+"""``espresso explain``: what a strategy file does, in words."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from espresso.commands._common import JsonFlag, emit_json, out, user_errors, working
+
+
+@user_errors
+def explain(
+    strategy: Annotated[Path, typer.Argument(help="The strategy file.", show_default=False)],
+    json_output: JsonFlag = False,
+) -> None:
+    """Show what a strategy does: tensors with equal choices, and their pipeline step by step."""
+    from espresso.explain import explain as explain_groups
+    from espresso.report import check_compressors, human_bytes, pipeline_heading, pipeline_table
+    from espresso.strategies import Strategy
+
+    with working(f"Reading {strategy}"):
+        loaded = Strategy.load(strategy)
+        check_compressors(loaded)
+        groups = explain_groups(loaded)
+    if json_output:
+        emit_json(
+            {
+                "num_nodes": loaded.cluster.num_nodes,
+                "ranks_per_node": loaded.cluster.ranks_per_node,
+                "partition_bytes": loaded.partition_bytes,
+                "num_tensors": len(loaded.tensors),
+                "num_compressed": loaded.num_compressed,
+                "num_offloaded": loaded.num_offloaded,
+                "groups": [group.to_json() for group in groups],
+                "notes": dict(loaded.notes),
+            }
+        )
+        return
+    console = out()
+    limit = loaded.partition_bytes
+    cut = f"cut into partitions of at most {human_bytes(limit)}" if limit else "never cut into partitions"
+    console.print(
+        f"{len(loaded.tensors)} tensors on {loaded.cluster}: {loaded.num_compressed} compressed,"
+        f" {loaded.num_offloaded} on the offload pool; {cut}"
+    )
+    for key, value in loaded.notes.items():
+        console.print(f"{key}: {value}", markup=False)
+    for number, group in enumerate(groups, start=1):
+        console.print()
+        console.print(pipeline_heading(group, number), markup=False)
+        console.print(pipeline_table(group))
+    console.print(
+        "\nSent: about, on average over the ranks, headers included. Residual: what error feedback keeps"
+        " at that place for the next iteration."
+    )

@@ -1,0 +1,100 @@
+"""``espresso links``, under torchrun or mpirun: measure every routine on every scope, and print the fit."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from espresso.commands._common import (
+    ExitStatus,
+    JsonFlag,
+    UserError,
+    check_output,
+    emit_json,
+    out,
+    say,
+    user_errors,
+    working,
+)
+
+EXAMPLE = "torchrun --nproc-per-node 2 -m espresso links"
+
+
+@user_errors
+def links(
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks that count as one node; found out by itself.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Also write the links as JSON.", show_default=False)
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Measure the links between the ranks. Start it on all of them: torchrun … -m espresso links."""
+    from espresso.comm.errors import TopologyError
+    from espresso.comm.launch import export_environment
+
+    try:
+        launch = export_environment()
+    except TopologyError as error:
+        raise UserError(str(error), ExitStatus.USAGE) from None
+    if launch is None:
+        raise UserError(f"no launcher started this process; use, for example: {EXAMPLE}", ExitStatus.USAGE)
+    if launch.world_size < 2:
+        raise UserError(
+            f"one rank has no links; start at least two, for example: {EXAMPLE}", ExitStatus.USAGE
+        )
+    if launch.rank == 0:
+        check_output(output)
+    try:
+        cluster, measured = _measure(ranks_per_node, shown=launch.rank == 0)
+    except TopologyError as error:
+        raise UserError(str(error)) from None
+    if launch.rank == 0:
+        _print(cluster, measured, output, json_output)
+
+
+def _measure(ranks_per_node: int | None, *, shown: bool) -> tuple[Any, Any]:
+    """The cluster and its :class:`~espresso.profiler.LinkReport`, on every rank; progress where ``shown``."""
+    import torch
+    import torch.distributed as dist
+
+    from espresso.comm.groups import Groups
+    from espresso.profiler import measure_links
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        groups = Groups(ranks_per_node=ranks_per_node)
+        try:
+            with working(f"Measuring {groups.cluster}", shown=shown) as progress:
+                return groups.cluster, measure_links(groups, progress=progress.describe)
+        finally:
+            groups.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def _print(cluster: Any, measured: Any, output: Path | None, json_output: bool) -> None:
+    from espresso.report import link_rows, links_table
+
+    rows = link_rows(measured.curves, cluster)
+    body = {
+        "num_nodes": cluster.num_nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "links": rows,
+        "comm_cpu": dict(measured.comm_cpu),
+    }
+    if output is not None:
+        output.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        say(f"links written to {output}")
+    if json_output:
+        emit_json(body)
+        return
+    console = out()
+    console.print(links_table(rows))
+    console.print(
+        f"{cluster}. Sizes are those of the whole array: what is reduced, or what all ranks hold together"
+        " after a gather. Latency is that of a whole call; bandwidth is what one link carries."
+    )

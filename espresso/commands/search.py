@@ -1,0 +1,77 @@
+"""``espresso search``: from a job to a strategy."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from espresso.commands._common import (
+    CompressorOption,
+    JsonFlag,
+    check_output,
+    emit_json,
+    out,
+    parse_compressors,
+    say,
+    user_errors,
+    working,
+)
+
+
+@user_errors
+def search(
+    job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
+    compressor: CompressorOption,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The strategy file to write.", show_default=False)
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Search the strategy with the shortest predicted iteration, and say what it chose."""
+    from espresso.explain import explain
+    from espresso.job import Job
+    from espresso.report import BOUND, choices_table, human_us, prediction_table
+
+    specs = parse_compressors(compressor)
+    check_output(output)
+    loaded = Job.load(job)
+    with working(f"Searching {len(loaded.tensors)} tensors") as progress:
+        from espresso.search import search as find
+
+        result = find(loaded, specs, progress=progress.update)
+    if output is not None:
+        result.strategy.save(output)
+    if json_output:
+        emit_json(
+            {
+                "predicted_us": result.predicted_us,
+                "uncompressed_us": result.uncompressed_us,
+                "upper_bound_us": result.upper_bound_us,
+                "search_ms": result.search_ms,
+                "num_tensors": result.num_tensors,
+                "num_compressed": result.num_compressed,
+                "num_offloaded": result.num_offloaded,
+                "num_candidates": result.num_candidates,
+                "compressors": [str(spec) for spec in specs],
+                "mode": loaded.mode.value,
+                "baselines": dict(result.baselines),
+                "strategy": None if output is None else str(output),
+            }
+        )
+        return
+    console = out()
+    rows = {
+        "uncompressed": result.uncompressed_us,
+        "chosen": result.predicted_us,
+        BOUND: result.upper_bound_us,
+    }
+    console.print(choices_table(explain(result.strategy)))
+    console.print()
+    console.print(prediction_table(rows, result.uncompressed_us))
+    console.print(
+        f"{result.num_compressed} of {result.num_tensors} tensors compressed,"
+        f" {result.num_offloaded} on the offload pool; {result.num_candidates} leaves a tensor searched in"
+        f" {human_us(result.search_ms * 1e3)}; prediction for {loaded.mode.value} mode"
+    )
+    if output is not None:
+        say(f"strategy written to {output}")

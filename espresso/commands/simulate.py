@@ -1,0 +1,91 @@
+"""``espresso simulate``: how long a job's iteration takes under a strategy, and what every lane does."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from espresso.commands._common import JsonFlag, check_output, emit_json, out, say, user_errors, working
+from espresso.gantt import IMAGE_FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from espresso.job import Job
+    from espresso.lane_events import LaneEvent
+    from espresso.strategies import Strategy
+    from espresso.timeline import Timeline
+
+
+@user_errors
+def simulate(
+    job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
+    strategy: Annotated[Path, typer.Argument(help="The strategy file.", show_default=False)],
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a trace for ui.perfetto.dev.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the lanes (png, pdf or svg).", show_default=False)
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Predict one iteration of a job under a strategy, lane by lane."""
+    from espresso.job import Job
+    from espresso.lane_events import predicted_events
+    from espresso.report import human_us, lane_rows, utilisation_table
+    from espresso.strategies import Strategy
+
+    check_output(trace)
+    check_output(plot, *IMAGE_FORMATS)
+    loaded_job, loaded = Job.load(job), Strategy.load(strategy)
+    loaded.check_model(loaded_job.tensors, loaded_job.cluster)
+    with working(f"Simulating {loaded_job.model}"):
+        timeline, plain = _timelines(loaded_job, loaded)
+        events = predicted_events(timeline)
+        title = f"{loaded_job.model}, {loaded_job.cluster}, {loaded_job.mode.value} mode"
+        _write(events, trace, plot, title)
+    if json_output:
+        emit_json(
+            {
+                "predicted_us": timeline.iteration_us,
+                "uncompressed_us": plain.iteration_us,
+                "forward_us": timeline.forward_us,
+                "optimizer_us": timeline.optimizer_us,
+                "mode": loaded_job.mode.value,
+                "lanes": lane_rows(events, timeline.iteration_us),
+                "trace": None if trace is None else str(trace),
+                "plot": None if plot is None else str(plot),
+            }
+        )
+        return
+    console = out()
+    console.print(utilisation_table(events, timeline.iteration_us))
+    console.print(
+        f"{title}: {human_us(timeline.iteration_us)} an iteration, of which {human_us(timeline.forward_us)}"
+        f" forward and {human_us(timeline.optimizer_us)} optimizer;"
+        f" uncompressed {human_us(plain.iteration_us)} ({plain.iteration_us / timeline.iteration_us:.2f}x)"
+    )
+    for path in (trace, plot):
+        if path is not None:
+            say(f"written: {path}")
+
+
+def _timelines(job: "Job", strategy: "Strategy") -> "tuple[Timeline, Timeline]":
+    """The timelines of the strategy and of plain flat allreduce, each in its list-scheduled order."""
+    from espresso.search import lay_out
+    from espresso.strategies import Strategy
+    from espresso.timeline import simulate as run
+
+    plain = Strategy.uniform(strategy.tensors, strategy.cluster, partition_bytes=0)
+    return run(lay_out(job, strategy), job), run(lay_out(job, plain), job)
+
+
+def _write(events: "Sequence[LaneEvent]", trace: Path | None, plot: Path | None, title: str) -> None:
+    if trace is not None:
+        from espresso.trace_events import write_trace
+
+        write_trace(trace, events, metadata={"title": title})
+    if plot is not None:
+        from espresso.gantt import write_gantt
+
+        write_gantt(plot, events, title=title)
