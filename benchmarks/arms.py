@@ -30,8 +30,15 @@ class Decider(Protocol):
     def decided(self) -> bool:
         """Whether automatic mode has ended; true at once for a given strategy."""
 
+    @property
+    def verdict(self) -> str:
+        """What automatic mode decided and why."""
+
     def metrics(self) -> dict[str, float]:
         """Flat figures, such as ``espresso/bytes_sent``."""
+
+    def close(self) -> None:
+        """Stop threads and free process groups."""
 
 
 @dataclass(frozen=True)

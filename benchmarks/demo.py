@@ -26,9 +26,17 @@ from benchmarks.emulated import (
     open_network,
     run_workers,
 )
+from benchmarks.pictures import draw_lanes
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 600.0
+LEFT_BEHIND = {
+    "summary.json": "this table",
+    "strategy.json": "what automatic mode chose (espresso explain)",
+    "job.json": "what it measured (espresso search)",
+    "trace.json": "predicted and measured lanes, for Perfetto",
+    "lanes.png": "the same lanes as a picture",
+}
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -86,7 +94,7 @@ def train(network: Network, console: Console, out: Path, argv: list[str], worker
     """Run the trainer on every host and return its result."""
     logs, result, progress = out / "logs", out / "train.json", out / "progress.jsonl"
     logs.mkdir(parents=True, exist_ok=True)
-    for stale in (result, progress):
+    for stale in (result, progress, *(out / name for name in (*LEFT_BEHIND, "measured.json"))):
         stale.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.train", *argv]
     command += ["--json", str(result), "--progress", str(progress), "--artifacts-dir", str(out)]
@@ -167,7 +175,13 @@ def main(
     steps = result["arms"][0]["num_steps"]
     size = result["num_parameters"] / 1e6
     console.print(table_of(rows, f"{model}, {size:.1f} M parameters, after {steps} steps each"))
-    console.print(f"written: {out / 'summary.json'}")
+    for arm in result["arms"]:
+        if arm["verdict"]:
+            console.print(f"{arm['name']} decided after {arm['num_steps_to_decide']} steps: {arm['verdict']}")
+    draw_lanes(out, f"{model}, 2 hosts x {workers}, {rate}, {compressor}")
+    for name, what in LEFT_BEHIND.items():
+        if (out / name).exists():
+            console.print(f"  {out / name}: {what}")
 
 
 if __name__ == "__main__":

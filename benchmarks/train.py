@@ -192,6 +192,7 @@ def summarize(runner: Runner, runners: list[Runner], workload: Workload) -> dict
         "final_loss": evaluation.loss,
         "final_accuracy": evaluation.accuracy,
         "block_step_ms": [1e3 * seconds for seconds in times],
+        "verdict": "" if runner.state is None else runner.state.verdict,
         "metrics": {} if runner.state is None else runner.state.metrics(),
     }
 
@@ -248,6 +249,9 @@ def main(
         equal = [replicas_are_equal(runner) for runner in runners]
         rows = [summarize(runner, runners, workload) for runner in runners] if place.rank == 0 else []
         dist.barrier()
+        for runner in runners:
+            if runner.state is not None:
+                runner.state.close()
     if place.rank == 0:
         result = {
             "model": model,

@@ -218,7 +218,9 @@ class Executor:
                 self._enqueue_planned(iteration, assignment)
         if iteration.planned and bucket != _at(assignment.buckets, bucket.index):
             # The structure changed in mid-iteration, on every rank alike: the rest goes in plain order.
-            logger.warning("bucket %d is not as planned; the rest of this iteration runs in plain order", bucket.index)
+            logger.warning(
+                "bucket %d is not as planned; the rest of this iteration runs in plain order", bucket.index
+            )
             iteration.planned = False
             first = bucket.index
             self._lanes.drop(lambda node: node.bucket >= first)
@@ -228,7 +230,8 @@ class Executor:
             program.bind(buffer, now)
 
     def _enqueue_planned(self, iteration: _Iteration, assignment: Assignment) -> None:
-        assert assignment.buckets is not None and assignment.order is not None
+        assert assignment.buckets is not None
+        assert assignment.order is not None
         if self._planned is None or self._planned[0] is not assignment:
             laid = plan(assignment.strategy, assignment.buckets).with_order(assignment.order)
             programs = self._compile(laid)
@@ -272,7 +275,9 @@ class Executor:
             iteration.open_tasks[bucket] += len(acting)
             before: Node | None = None
             for index in acting:
-                before = nodes[index] = self._node(iteration, program, laid.tasks[index], bucket, before, index == acting[-1])
+                before = nodes[index] = self._node(
+                    iteration, program, laid.tasks[index], bucket, before, index == acting[-1]
+                )
         self._lanes.enqueue(nodes[index] for index in laid.order if index in nodes)
 
     def _node(
@@ -417,7 +422,9 @@ class Executor:
             self._wake.notify_all()
         iteration = self._iteration
         if iteration is not None:
-            _fail_open(iteration.futures.values(), EspressoError("espresso was closed during a backward pass"))
+            _fail_open(
+                iteration.futures.values(), EspressoError("espresso was closed during a backward pass")
+            )
         self._lanes.close()
 
 

@@ -96,7 +96,9 @@ class Groups:
         timeout_s: float = 60.0,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise TopologyError("torch.distributed is not initialised; call init_process_group before espresso")
+            raise TopologyError(
+                "torch.distributed is not initialised; call init_process_group before espresso"
+            )
         parent = dist.group.WORLD if process_group is None else process_group
         self._ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self._whole_world = len(self._ranks) == dist.get_world_size()

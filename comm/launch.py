@@ -69,7 +69,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Launch | N
 
 
 def export_environment(environment: MutableMapping[str, str] | None = None) -> Launch | None:
-    """Write ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` from whichever launcher started us.
+    """Write ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` from whichever launcher ran us.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` stay the user's; on one host they default to loopback and 29500.
     """
@@ -92,7 +92,9 @@ def _number(env: Mapping[str, str], name: str) -> int:
     try:
         value = int(env[name])
     except ValueError:
-        raise TopologyError(f"environment variable {name} is {env[name]!r}, expected a whole number") from None
+        raise TopologyError(
+            f"environment variable {name} is {env[name]!r}, expected a whole number"
+        ) from None
     if value < 0:
         raise TopologyError(f"environment variable {name} is {value}, expected at least 0")
     return value

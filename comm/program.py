@@ -220,7 +220,8 @@ class PartitionProgram:
         return max((layout.num_bytes for layout, _ in made.values()), default=0)
 
     def _compile_compress(self, flow: StepFlow, index: int) -> Callable[[], None]:
-        assert flow.step.device is not None and flow.site is not None
+        assert flow.step.device is not None
+        assert flow.site is not None
         codec = self._codec(flow.step.device)
         first = not any(f.step.kind is StepKind.COMPRESS for f in self.flows[:index])
         residual = self._residual(flow, flow.site) if flow.before.active and self._keeps_residual else None
@@ -363,7 +364,11 @@ class PartitionProgram:
             store = self.home if values is None else values
             return store[outer[0] : outer[1]]
 
-        self._count(flow, member, (outer[1] - outer[0]) * (values if values is not None else self._sample()).element_size())
+        self._count(
+            flow,
+            member,
+            (outer[1] - outer[0]) * (values if values is not None else self._sample()).element_size(),
+        )
         routine = flow.step.routine
         if routine is Routine.ALLREDUCE:
             return lambda: transport.allreduce(whole(), member)

@@ -87,7 +87,9 @@ class ResidualStore:
 
     def new_residual(self, site: Site, runs: Sequence[Run], dtype: Any, replica: int) -> Residual:
         """A zero residual over these runs; it counts once ``adopt`` has been given it."""
-        starts = np.concatenate([[0], np.cumsum([run.numel for run in runs])[:-1]]).astype(int) if runs else []
+        starts = (
+            np.concatenate([[0], np.cumsum([run.numel for run in runs])[:-1]]).astype(int) if runs else []
+        )
         return Residual(site, tuple(runs), tuple(int(s) for s in starts), dtype, replica, self.transactional)
 
     def holds(self, residuals: Iterable[Residual]) -> bool:
@@ -182,7 +184,10 @@ class ResidualStore:
         self._carried.clear()
 
     def _place_all(
-        self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int], targets: Sequence[Residual]
+        self,
+        pieces: Mapping[Address, Sequence[Piece]],
+        numels: Mapping[str, int],
+        targets: Sequence[Residual],
     ) -> None:
         for (tensor, site), parts in pieces.items():
             for piece in parts:

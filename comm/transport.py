@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from espresso.comm.groups import Member
 
-
 # The name changed between the versions of torch we support.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -50,7 +49,9 @@ def all_to_all(
     outgoing: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None], member: Member
 ) -> None:
     """Send ``outgoing[i]`` to rank i of the group, receive ``incoming[i]`` from it; own entries are ignored."""
-    transfers = [(peer, outgoing[peer], incoming[peer]) for peer in range(member.size) if peer != member.index]
+    transfers = [
+        (peer, outgoing[peer], incoming[peer]) for peer in range(member.size) if peer != member.index
+    ]
     _exchange(transfers, member)
 
 
@@ -72,7 +73,9 @@ def gather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], member: 
         _exchange([(root, mine, None)], member)
 
 
-def _exchange(transfers: Sequence[tuple[int, torch.Tensor | None, torch.Tensor | None]], member: Member) -> None:
+def _exchange(
+    transfers: Sequence[tuple[int, torch.Tensor | None, torch.Tensor | None]], member: Member
+) -> None:
     # Start with the next rank and go round: not everybody sends to rank 0 first.
     ordered = sorted(transfers, key=lambda transfer: (transfer[0] - member.index) % member.size)
     receives = [(peer, tensor) for peer, _, tensor in ordered if tensor is not None and tensor.numel()]
@@ -86,7 +89,7 @@ def _exchange(transfers: Sequence[tuple[int, torch.Tensor | None, torch.Tensor |
 def _start(
     receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], member: Member
 ) -> list[Waitable]:
-    if receives and receives[0][1].is_cuda or sends and sends[0][1].is_cuda:
+    if (receives and receives[0][1].is_cuda) or (sends and sends[0][1].is_cuda):
         # NCCL wants the transfers of one exchange launched together.
         operations = [
             *(dist.P2POp(dist.irecv, tensor, member.ranks[peer], member.group) for peer, tensor in receives),

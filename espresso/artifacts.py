@@ -43,7 +43,9 @@ class Artifacts:
         everybody = self._groups.all_objects(rows)
         if self._directory is not None and self._groups.rank == 0:
             rows = [row for theirs in everybody for row in theirs]
-            (self._directory / "measured.json").write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
+            (self._directory / "measured.json").write_text(
+                json.dumps(rows, indent=0) + "\n", encoding="utf-8"
+            )
 
 
 def interval_rows(record: Record, origin_ns: int, rank: int) -> list[dict[str, Any]]:
@@ -78,5 +80,6 @@ def mark_registered(steps: int, needed: int) -> None:
     """Tell ``espresso profile`` that the script registered, and how far it came."""
     asked = os.environ.get("ESPRESSO_JOB_PATH")
     if asked:
-        Path(asked + ".registered").write_text(json.dumps({"steps": steps, "needed": needed}), encoding="utf-8")
-
+        Path(asked + ".registered").write_text(
+            json.dumps({"steps": steps, "needed": needed}), encoding="utf-8"
+        )

@@ -42,7 +42,13 @@ def save(state: EspressoState) -> dict[str, Any]:
         "model": _model_digest(state),
         "step": 0 if executor is None else executor.next_step,
         "residuals": [
-            {"tensor": name, "site": site.value, "start": start, "replica": replica, "values": torch.from_numpy(values)}
+            {
+                "tensor": name,
+                "site": site.value,
+                "start": start,
+                "replica": replica,
+                "values": torch.from_numpy(values),
+            }
             for (name, site), parts in pieces.items()
             for start, values, replica in parts
         ],
@@ -62,9 +68,13 @@ def gather(state: EspressoState) -> dict[str, Any]:
 def check(body: Any) -> dict[str, Any]:
     """A well-formed checkpoint, or CheckpointError."""
     if not isinstance(body, dict) or body.get("kind") not in ("espresso-rank", "espresso-gathered"):
-        raise CheckpointError("this is not an espresso state_dict (it has no kind 'espresso-rank' or 'espresso-gathered')")
+        raise CheckpointError(
+            "this is not an espresso state_dict (it has no kind 'espresso-rank' or 'espresso-gathered')"
+        )
     if body.get("version") != VERSION:
-        raise CheckpointError(f"checkpoint version {body.get('version')!r} is not supported; this version reads {VERSION}")
+        raise CheckpointError(
+            f"checkpoint version {body.get('version')!r} is not supported; this version reads {VERSION}"
+        )
     if body["kind"] == "espresso-gathered":
         ranks = body.get("ranks")
         if not isinstance(ranks, list) or not ranks:
@@ -82,7 +92,8 @@ def load(state: EspressoState, body: Any) -> None:
     """Take over a checkpoint. Checks everything before it changes anything."""
     check(body)
     groups, executor = state._groups, state._executor
-    assert groups is not None and executor is not None
+    assert groups is not None
+    assert executor is not None
     if body["model"] != _model_digest(state):
         raise CheckpointError("the checkpoint is of a model with other parameters (names, shapes or dtypes)")
     gathered = body["kind"] == "espresso-gathered"
@@ -123,7 +134,9 @@ def _resized(
         for (name, _), parts in _pieces(old).items():
             for start, values, replica in parts:
                 if replica == 0:
-                    pieces.setdefault((name, Site.LOCAL), []).append((start, values * values.dtype.type(scale), 0))
+                    pieces.setdefault((name, Site.LOCAL), []).append(
+                        (start, values * values.dtype.type(scale), 0)
+                    )
         for name, values in old["carry"].items():
             scaled = _numpy(values) * scale
             carry[name] = carry[name] + scaled if name in carry else scaled

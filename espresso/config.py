@@ -64,7 +64,9 @@ class Config:
                 f"warmup_steps={self.warmup_steps}: DDP rebuilds its buckets in the second step; allow at least 3"
             )
         if self.race_steps < 3:
-            raise ValueError(f"race_steps={self.race_steps}: the first step of a block is dropped; allow at least 3")
+            raise ValueError(
+                f"race_steps={self.race_steps}: the first step of a block is dropped; allow at least 3"
+            )
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any]) -> Config:
@@ -76,13 +78,17 @@ class Config:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(keywords) - known)
         if unknown:
-            raise TypeError(f"espresso has no setting {unknown[0]!r}; settings are {', '.join(sorted(known))}")
+            raise TypeError(
+                f"espresso has no setting {unknown[0]!r}; settings are {', '.join(sorted(known))}"
+            )
         values = dict(keywords)
         for variable, (name, kind) in _ENVIRONMENT.items():
             if variable in os.environ:
                 try:
                     values[name] = kind(os.environ[variable])
                 except ValueError:
-                    raise ValueError(f"{variable}={os.environ[variable]!r} is not a valid {kind.__name__}") from None
+                    raise ValueError(
+                        f"{variable}={os.environ[variable]!r} is not a valid {kind.__name__}"
+                    ) from None
                 logger.info("%s=%s overrides %s", variable, os.environ[variable], name)
         return cls(**values)

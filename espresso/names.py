@@ -35,14 +35,17 @@ def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         found = ", ".join(sorted(map(str, devices)))
-        raise UnsupportedModelError(f"the model's parameters lie on several devices ({found}); use one device per process")
+        raise UnsupportedModelError(
+            f"the model's parameters lie on several devices ({found}); use one device per process"
+        )
     return parameters
 
 
 def tensor_specs(parameters: dict[str, torch.nn.Parameter]) -> tuple[TensorSpec, ...]:
     """Names, shapes and dtypes, in the module's order."""
     return tuple(
-        TensorSpec(name, tuple(parameter.shape), dtype_name(parameter.dtype)) for name, parameter in parameters.items()
+        TensorSpec(name, tuple(parameter.shape), dtype_name(parameter.dtype))
+        for name, parameter in parameters.items()
     )
 
 
@@ -64,7 +67,9 @@ def _check(name: str, parameter: torch.nn.Parameter) -> None:
             f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}; gradients may be {', '.join(DTYPES)}"
         )
     if parameter.device.type not in ("cpu", "cuda"):
-        raise UnsupportedModelError(f"parameter {name!r} is on {parameter.device}; only cpu and cuda are supported")
+        raise UnsupportedModelError(
+            f"parameter {name!r} is on {parameter.device}; only cpu and cuda are supported"
+        )
 
 
 def _check_sparse(module: torch.nn.Module) -> None:

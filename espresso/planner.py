@@ -7,6 +7,7 @@ and runs while every rank is inside the same hook call.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -281,5 +282,5 @@ class AutoPlanner:
 def medians_us(records: Iterable[Record]) -> float:
     """Median time between the ends of consecutive iterations, in microseconds; 0 for fewer than two."""
     ends = [record.done_ns for record in records]
-    gaps = [(b - a) / 1e3 for a, b in zip(ends, ends[1:], strict=False)]
+    gaps = [(b - a) / 1e3 for a, b in itertools.pairwise(ends)]
     return median(gaps) if gaps else 0.0

@@ -45,7 +45,11 @@ class ClusterPreset:
 def trace_names() -> tuple[str, ...]:
     """The published traces that come with the package."""
     return tuple(
-        sorted(entry.name.removesuffix(".json") for entry in _data("traces").iterdir() if entry.name.endswith(".json"))
+        sorted(
+            entry.name.removesuffix(".json")
+            for entry in _data("traces").iterdir()
+            if entry.name.endswith(".json")
+        )
     )
 
 
@@ -90,7 +94,10 @@ def load_cluster(name_or_path: str | Path) -> ClusterPreset:
 
 def _cluster_from_json(name: str, body: Any) -> ClusterPreset:
     check_keys(
-        body, "the cluster", ("schema_version", "kind", "intra", "inter"), ("copy", "pool_is_the_nodes", "note")
+        body,
+        "the cluster",
+        ("schema_version", "kind", "intra", "inter"),
+        ("copy", "pool_is_the_nodes", "note"),
     )
     if body["schema_version"] != CLUSTER_SCHEMA_VERSION:
         raise JobError(
@@ -115,7 +122,8 @@ def _cluster_from_json(name: str, body: Any) -> ClusterPreset:
 def _line(body: Any, where: str) -> AlphaBeta:
     check_keys(body, where, ("alpha_us", "beta_us_per_kb"))
     return AlphaBeta(
-        number(body["alpha_us"], f"{where}.alpha_us"), number(body["beta_us_per_kb"], f"{where}.beta_us_per_kb")
+        number(body["alpha_us"], f"{where}.alpha_us"),
+        number(body["beta_us_per_kb"], f"{where}.beta_us_per_kb"),
     )
 
 
@@ -183,7 +191,9 @@ def job_from_trace(
 
 
 def _job(body: Any, cluster: Cluster, preset: ClusterPreset) -> Job:
-    check_keys(body, "the trace", ("model", "tensors"), ("source", "columns", "gap_us", "forward_us", "optimizer_us"))
+    check_keys(
+        body, "the trace", ("model", "tensors"), ("source", "columns", "gap_us", "forward_us", "optimizer_us")
+    )
     if body.get("columns", ["name", "numel", "gap_us"]) != ["name", "numel", "gap_us"]:
         raise JobError(f"columns must be name, numel, gap_us; got {body['columns']}")
     tensors, gaps = [], []

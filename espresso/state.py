@@ -19,7 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from espresso import checkpoint
 from espresso.artifacts import Artifacts, mark_registered
-from espresso.comm import DisagreementError, EspressoError, Executor, Groups, Record, ResidualStore, UnsupportedModelError
+from espresso.comm import (
+    DisagreementError,
+    EspressoError,
+    Executor,
+    Groups,
+    Record,
+    ResidualStore,
+    UnsupportedModelError,
+)
 from espresso.comm.hook import espresso_hook
 from espresso.compressors import registry
 from espresso.config import Config
@@ -33,7 +41,6 @@ from espresso.strategies import (
     CompressorSpec,
     Slot,
     Strategy,
-    StrategyError,
     TensorSpec,
 )
 from espresso.tuning import OnlineSearch
@@ -74,7 +81,9 @@ class EspressoState:
         self.compressor = CompressorSpec.parse(compressor) if isinstance(compressor, str) else compressor
         registry.create(self.compressor)  # an unknown id or parameter is an error here, not in the first step
         self._strategy = strategy
-        self._given = Strategy.load(strategy) if not isinstance(strategy, Strategy) and strategy != AUTO else strategy
+        self._given = (
+            Strategy.load(strategy) if not isinstance(strategy, Strategy) and strategy != AUTO else strategy
+        )
         self._process_group = process_group
         self._scaler = grad_scaler
         self._grad_scale: float | None = None
@@ -169,11 +178,19 @@ class EspressoState:
         for rank, theirs in enumerate(everybody):
             for what, value in theirs.items():
                 if value != everybody[0][what]:
-                    shown = "" if what == "model" else f" ({everybody[0][what]!r} on rank 0, {value!r} on rank {rank})"
-                    raise DisagreementError(f"rank {rank} has another {what} than rank 0{shown}; start all ranks alike")
+                    shown = (
+                        ""
+                        if what == "model"
+                        else f" ({everybody[0][what]!r} on rank 0, {value!r} on rank {rank})"
+                    )
+                    raise DisagreementError(
+                        f"rank {rank} has another {what} than rank 0{shown}; start all ranks alike"
+                    )
 
     def _make_planner(self) -> FixedPlanner | AutoPlanner:
-        assert self._groups is not None and self._codecs is not None and self._artifacts is not None
+        assert self._groups is not None
+        assert self._codecs is not None
+        assert self._artifacts is not None
         profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
         if isinstance(self._given, Strategy) and not profile_only:
             self._given.check_model(self._tensors, self._groups.cluster)
@@ -185,7 +202,9 @@ class EspressoState:
         config = self.config
         if profile_only and self._groups.rank == 0:
             mark_registered(0, config.warmup_steps + config.profile_steps)
-        self._search = OnlineSearch(self._groups, self._codecs, self.compressor, self._tensors, config, self._artifacts)
+        self._search = OnlineSearch(
+            self._groups, self._codecs, self.compressor, self._tensors, config, self._artifacts
+        )
         return AutoPlanner(
             plain,
             self._groups,
@@ -200,7 +219,8 @@ class EspressoState:
 
     def _warm_up(self) -> None:
         """Compile the kernels this job may run, one rank of each node first, the others from its cache."""
-        assert self._groups is not None and self._codecs is not None
+        assert self._groups is not None
+        assert self._codecs is not None
         specs = {self.compressor}
         if isinstance(self._given, Strategy):
             specs = {choice.compressor for choice in self._given.choices.values()}
@@ -293,7 +313,8 @@ class EspressoState:
 
     def _use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on (a resumed job's)."""
-        assert self._groups is not None and self._executor is not None
+        assert self._groups is not None
+        assert self._executor is not None
         self._planner = FixedPlanner(strategy, self._groups)
         self._executor.planner = self._planner_with_bookkeeping()
 
@@ -322,7 +343,8 @@ class EspressoState:
         return record.plan is not None and record.assignment.record and bool(record.intervals)
 
     def _leave_artifacts(self, record: Record) -> None:
-        assert self._artifacts is not None and self.strategy is not None
+        assert self._artifacts is not None
+        assert self.strategy is not None
         self._artifacts_left = True
         self._artifacts.strategy(self.strategy)
         offset = 0.0 if self.job is None else self.job.bucket_ready_us[0]
@@ -349,7 +371,9 @@ class EspressoState:
             for slot in bucket.slots:
                 ready.setdefault(slot.tensor, at)
         begin = min(ready.values())
-        forward = previous.done_ns if clock is None or clock.forward_ns < previous.done_ns else clock.forward_ns
+        forward = (
+            previous.done_ns if clock is None or clock.forward_ns < previous.done_ns else clock.forward_ns
+        )
         return Observation(
             {name: (at - begin) / 1e3 for name, at in ready.items()},
             tuple((at - begin) / 1e3 for at in record.ready_ns),
@@ -423,7 +447,9 @@ class EspressoState:
         for rank, theirs in enumerate(everybody):
             for name, value in theirs.items():
                 if value != everybody[0][name]:
-                    raise DisagreementError(f"parameter {name!r} on rank {rank} differs from rank 0: replicas diverged")
+                    raise DisagreementError(
+                        f"parameter {name!r} on rank {rank} differs from rank 0: replicas diverged"
+                    )
 
     # -- checkpoints -------------------------------------------------------------------------------
 

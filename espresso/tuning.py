@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -88,7 +89,7 @@ class OnlineSearch:
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])
         ready = [seen.tensor_ready_us[name] for name in in_order]
-        gaps = [0.0] + [max(b - a, 0.0) for a, b in zip(ready, ready[1:], strict=False)]
+        gaps = [0.0] + [max(b - a, 0.0) for a, b in itertools.pairwise(ready)]
         handed_over = []
         for at in seen.bucket_ready_us:
             handed_over.append(max([at, *handed_over[-1:]]))
@@ -110,12 +111,13 @@ class OnlineSearch:
     def _search(self, job: Job) -> tuple[list[Candidate], float]:
         from espresso.search import search  # compiles kernels: only rank 0 needs them
 
-        result = search(job, self._compressor, partition_bytes=self._config.partition_bytes)
+        size = self._config.partition_bytes
+        result = search(job, self._compressor, partitions=None if size is None else [size])
         candidates = [
-            Candidate(f"candidate-{number}", found.strategy, found.plan.order, job.buckets or (), found.predicted_us)
-            for number, found in enumerate(result.alternatives[:MAX_CANDIDATES], start=1)
+            Candidate(found.name, found.strategy, found.plan.order, job.buckets or (), found.predicted_us)
+            for found in result.alternatives
             if found.predicted_us < result.uncompressed_us and found.strategy.num_compressed
-        ]
+        ][:MAX_CANDIDATES]
         logger.info(
             "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
             len(job.tensors),

@@ -170,7 +170,8 @@ def trace(option: Option, cluster: Cluster, size: int, rank: int = 0, root: int 
             flow = StepFlow(step, state, after)
         flows.append(flow)
         state = flow.after
-    assert state.region == (0, size) and state.form is Form.RAW
+    assert state.region == (0, size)
+    assert state.form is Form.RAW
     return tuple(flows)
 
 

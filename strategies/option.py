@@ -79,9 +79,12 @@ class Step:
 
     def __str__(self) -> str:
         if self.is_communication:
-            assert self.scope is not None and self.routine is not None
+            assert self.scope is not None
+            assert self.routine is not None
             return f"{self.scope.value}.{self.routine.value}"
-        word = {StepKind.COMPRESS: "comp", StepKind.DECOMPRESS: "dec", StepKind.TRANSFORM: "transform"}[self.kind]
+        word = {StepKind.COMPRESS: "comp", StepKind.DECOMPRESS: "dec", StepKind.TRANSFORM: "transform"}[
+            self.kind
+        ]
         return word if self.device is Device.TRAINING else f"{word}@offload"
 
 
@@ -134,7 +137,8 @@ class Option:
         """The same leaf with every compression and decompression on ``device``."""
         return Option(
             tuple(
-                step if step.device is None else Step(step.kind, step.form, device=device) for step in self.steps
+                step if step.device is None else Step(step.kind, step.form, device=device)
+                for step in self.steps
             )
         )
 

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from espresso.strategies.cluster import Cluster
 from espresso.strategies.flow import StepFlow, busiest_rank, trace
-from espresso.strategies.option import Device, Scope, Step, StepKind, Routine
+from espresso.strategies.option import Device, Routine, Scope, Step, StepKind
 from espresso.strategies.strategy import DTYPES, Choice, Strategy
 
 
@@ -217,7 +217,8 @@ def paper_buckets(strategy: Strategy, names: Sequence[str]) -> tuple[Bucket, ...
     """Each tensor its own bucket, in the order given: the paper's mode."""
     by_name = {tensor.name: tensor for tensor in strategy.tensors}
     return tuple(
-        Bucket(index, (Slot(name, 0, by_name[name].numel),), by_name[name].dtype) for index, name in enumerate(names)
+        Bucket(index, (Slot(name, 0, by_name[name].numel),), by_name[name].dtype)
+        for index, name in enumerate(names)
     )
 
 
@@ -268,7 +269,9 @@ def _by_choice(bucket: Bucket, choices: Mapping[str, Choice]) -> dict[Choice, li
     grouped: dict[Choice, list[Slot]] = {}
     for slot in bucket.slots:
         if slot.tensor not in choices:
-            raise ValueError(f"bucket {bucket.index} holds tensor {slot.tensor!r}, which the strategy does not know")
+            raise ValueError(
+                f"bucket {bucket.index} holds tensor {slot.tensor!r}, which the strategy does not know"
+            )
         grouped.setdefault(choices[slot.tensor], []).append(slot)
     return grouped
 

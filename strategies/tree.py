@@ -200,7 +200,11 @@ def _where_it_leaves_the_tree(text: str) -> str:
     words = text.split(" > ")
     known = [identifier.split(" > ") for identifier in _by_id()]
     for length in range(len(words), 0, -1):
-        followers = {word[length] if len(word) > length else "<end>" for word in known if word[:length] == words[:length]}
+        followers = {
+            word[length] if len(word) > length else "<end>"
+            for word in known
+            if word[:length] == words[:length]
+        }
         if followers:
             return f"after {' > '.join(words[:length])!r} the tree allows {', '.join(sorted(followers))}"
     return f"an option starts with one of {', '.join(sorted({word[0] for word in known}))}"
