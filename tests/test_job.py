@@ -1,0 +1,355 @@
+"""Jobs and costs: round trips, every fault by name, and the cost formulas by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from espresso.chains import Pricer, atom_sizes, first_shard, payload_bytes
+from espresso.costs import (
+    AlphaBeta,
+    ComputeCost,
+    Contention,
+    CopyCost,
+    CostModel,
+    LinkCurve,
+    Links,
+    Op,
+    fit_line,
+    interpolate,
+    routine_us,
+)
+from espresso.job import Job, JobError
+from espresso.presets import cluster_names, job_from_trace, load_cluster, published_costs, trace_names
+from espresso.strategies import (
+    Bucket,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Device,
+    Form,
+    Mode,
+    Phase,
+    Routine,
+    Scope,
+    Slot,
+    TensorSpec,
+    parse_option,
+)
+from espresso.strategies.option import communicate
+
+TOPK = CompressorSpec.parse("topk:ratio=0.01")
+
+
+def make_costs(**changes):
+    return replace(
+        CostModel(
+            links=Links(
+                AlphaBeta(1.0, 0.5),
+                AlphaBeta(10.0, 2.0),
+                (LinkCurve(Routine.ALLGATHER, Scope.INTER, Form.PAYLOAD, ((1000.0, 50.0), (2000.0, 90.0))),),
+            ),
+            compute=(
+                ComputeCost("topk", Device.TRAINING, Op.ENCODE, ((0.0, 0.0), (1000.0, 10.0)), launch_us=5.0),
+                ComputeCost("topk", Device.TRAINING, Op.DECODE, ((0.0, 0.0), (1000.0, 2.0)), launch_us=3.0),
+            ),
+            copy=CopyCost(4.0, 1.0, True),
+            contention=Contention(1.5, 1.0, 2.0, {"inter": 0.25, "inter.allgather": 0.5}),
+            offload_ranks_per_pool=2,
+        ),
+        **changes,
+    )
+
+
+def make_job():
+    return Job(
+        model="toy",
+        tensors=(TensorSpec("w", (10, 64)), TensorSpec("b", (64,), "float64")),
+        gaps_us=(0.0, 30.5),
+        cluster=Cluster(2, 2),
+        costs=make_costs(),
+        mode=Mode.DDP,
+        buckets=(Bucket(0, (Slot("b", 0, 64),), "float64"), Bucket(1, (Slot("w", 0, 640),))),
+        bucket_ready_us=(10.0, 30.5),
+        forward_us=100.0,
+        optimizer_us=20.0,
+        source="a test",
+        meta={"cpu": "any"},
+    )
+
+
+def test_a_job_file_round_trips(tmp_path):
+    job = make_job()
+    job.save(tmp_path / "job.json")
+    loaded = Job.load(tmp_path / "job.json")
+    assert loaded == job
+    assert loaded.meta == job.meta
+    assert loaded.costs.contention == job.costs.contention
+
+
+_DROP = object()
+
+
+def _edit(body, path, value):
+    *parents, last = path
+    for key in parents:
+        body = body[key]
+    if value is _DROP:
+        del body[last]
+    else:
+        body[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("colour",), 1, "the job has an unknown key 'colour'"),
+        (("costs", "colour"), 1, "costs has an unknown key 'colour'"),
+        (("costs", "contention", "gpu"), 1, "costs.contention has an unknown key 'gpu'"),
+        (("costs", "compute", 0, "note"), 1, r"costs.compute\[0\] has an unknown key 'note'"),
+        (("costs", "links", "curves", 0, "mtu"), 1, r"curves\[0\] has an unknown key 'mtu'"),
+        (("costs", "links", "intra", "gamma"), 1, "intra has an unknown key 'gamma'"),
+        (("tensors", 0, "colour"), 1, r"tensors\[0\] has an unknown key 'colour'"),
+        (("cluster", "gpus"), 1, "cluster has an unknown key 'gpus'"),
+        (("forward_us",), _DROP, "lacks the key 'forward_us'"),
+        (("schema_version",), 2, "schema_version 2 is not supported"),
+        (("kind",), "espresso-strategy", "kind is 'espresso-strategy'"),
+        (("mode",), "gpu", "mode is 'gpu', which is none of paper, ddp"),
+        (("forward_us",), -1, "forward_us must be finite and at least zero, got -1"),
+        (("forward_us",), "1", "forward_us must be a number, got '1'"),
+        (("tensors", 1, "gap_us"), float("nan"), "tensor 'b': gap_us"),
+        (("tensors", 1, "gap_us"), float("inf"), "tensor 'b': gap_us"),
+        (("tensors", 1, "name"), "w", "tensor 'w' appears twice"),
+        (("tensors", 0, "dtype"), "int8", "tensor 'w': dtype 'int8'"),
+        (("tensors",), [], "at least one tensor"),
+        (("buckets",), _DROP, "mode is 'ddp'"),
+        (("buckets", 0, "slots", 0, 0), "z", "holds tensor 'z', which the job does not list"),
+        (("buckets", 0, "slots", 0, 2), 65, "tensor 'b' has 65 elements there and 64 in the job"),
+        (("buckets", 0, "slots"), [], "tensor 'b' lies in no bucket"),
+        (("buckets", 1, "ready_us"), 5.0, "bucket 1 is ready at 5, before the one ahead of it"),
+        (("cluster", "num_nodes"), 0, "num_nodes must be a whole number"),
+        (("costs", "links", "curves", 0, "routine"), "ring", "routine is 'ring', which is none of allreduce"),
+        (("costs", "links", "curves", 0, "points"), [[2, 1], [1, 2]], "points must rise"),
+        (("costs", "links", "curves", 0, "points"), [], "has no points"),
+        (("costs", "compute", 0, "points", 1), [5], "must be a pair"),
+        (("costs", "compute", 1, "op"), "encode", "encode of 'topk' on training is given twice"),
+        (("costs", "contention", "cores"), 0, "cores must be finite and above zero"),
+        (("costs", "contention", "comm_cpu"), {"wan": 1}, "scope is 'wan'"),
+        (("costs", "offload_ranks_per_pool"), 0, "offload_ranks_per_pool"),
+        (("costs", "copy", "shares_intra"), "no", "shares_intra must be true or false"),
+    ],
+)
+def test_every_fault_in_a_job_file_is_named(tmp_path, path, value, message):
+    body = make_job().to_json()
+    _edit(body, path, value)
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(body))
+    with pytest.raises(JobError, match=message) as raised:
+        Job.load(file)
+    assert str(file) in str(raised.value)
+
+
+def test_ready_times_come_from_buckets_or_gaps():
+    job = make_job()
+    assert job.ready_us == (10.0, 30.5)
+    paper = replace(job, mode=Mode.PAPER, buckets=None, bucket_ready_us=None)
+    assert paper.ready_us == (0.0, 30.5)
+    assert [bucket.slots[0].tensor for bucket in paper.laid_out] == ["w", "b"]
+
+
+# Costs
+
+
+def test_curves_are_linear_between_and_beyond_their_points():
+    points = ((10.0, 5.0), (20.0, 10.0), (30.0, 20.0))
+    assert [interpolate(points, x) for x in (10, 15, 25, 40, 0)] == [5, 7.5, 15, 30, 0]
+    assert interpolate(((10.0, 20.0), (20.0, 5.0)), 100) == 0.0
+    assert interpolate(((10.0, 20.0),), 5) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("routine", "expected"),
+    [
+        # ring: 2 * 3/4 * 8 KB * 2 + 6 * 10 = 84; tree: 2 * 8 * 2 + 4 * 10 = 72
+        (Routine.ALLREDUCE, 72.0),
+        (Routine.REDUCE_SCATTER, 0.75 * 16 + 30),
+        (Routine.ALLGATHER, 0.75 * 16 + 30),
+        (Routine.ALL_TO_ALL, 0.75 * 16 + 30),
+        (Routine.REDUCE, 16 + 20),
+        (Routine.BROADCAST, 16 + 20),
+        (Routine.GATHER, 16 + 20),
+    ],
+)
+def test_routines_cost_what_the_literature_says(routine, expected):
+    assert routine_us(routine, AlphaBeta(10.0, 2.0), 4, 8000) == pytest.approx(expected)
+
+
+def test_a_large_allreduce_takes_the_ring():
+    link = AlphaBeta(10.0, 2.0)
+    assert routine_us(Routine.ALLREDUCE, link, 4, 1e6) == pytest.approx(2 * 0.75 * 2000 + 60)
+
+
+def test_one_rank_costs_nothing():
+    assert routine_us(Routine.ALLREDUCE, AlphaBeta(10.0, 2.0), 1, 1e6) == 0.0
+
+
+def test_flat_routines_are_timed_by_the_slowest_link_and_share_the_nic():
+    costs, cluster = make_costs(), Cluster(2, 4)
+    gather = communicate(Routine.ALLGATHER, Scope.FLAT, Phase.WHOLE, Form.PAYLOAD)
+    swap = communicate(Routine.ALL_TO_ALL, Scope.FLAT, Phase.FIRST, Form.PAYLOAD)
+    # A ring crosses a node's NIC once: (P-1)/P S. An all-to-all crosses it with every rank's shards: k(P-k)/P S.
+    assert costs.comm_us(gather, cluster, 8000) == pytest.approx(7 / 8 * 8 * 2.0 + 70)
+    assert costs.comm_us(swap, cluster, 8000) == pytest.approx(4 * 4 / 8 * 8 * 2.0 + 70)
+
+
+def test_measured_curves_go_before_lines():
+    costs, cluster = make_costs(), Cluster(2, 2)
+    gather = communicate(Routine.ALLGATHER, Scope.INTER, Phase.WHOLE, Form.PAYLOAD)
+    assert costs.comm_us(gather, cluster, 1500) == 70.0
+    swap = communicate(Routine.ALL_TO_ALL, Scope.INTER, Phase.FIRST, Form.PAYLOAD)
+    assert costs.comm_us(swap, cluster, 1500) == pytest.approx(0.5 * 1.5 * 2 + 10)
+
+
+def test_a_routine_without_a_cost_is_named():
+    costs = make_costs(links=Links(intra=AlphaBeta(1, 1)))
+    gather = communicate(Routine.ALLGATHER, Scope.INTER, Phase.WHOLE, Form.PAYLOAD)
+    with pytest.raises(JobError, match="no cost for inter.allgather"):
+        costs.comm_us(gather, Cluster(2, 2), 1)
+
+
+def test_a_batched_decode_is_one_launch_and_its_shares():
+    costs = make_costs()
+    assert costs.encode_us(TOPK, Device.TRAINING, 2000) == 5 + 20
+    assert costs.decode_us(TOPK, Device.TRAINING, 500, 4) == 3 + 4 * 1
+    assert costs.decode_us(TOPK, Device.TRAINING, 0, 4) == 0
+
+
+def test_an_unmeasured_compressor_is_named():
+    with pytest.raises(JobError, match=r"no encode cost for compressor 'int8' on the training device; .* topk"):
+        make_costs().encode_us(CompressorSpec("int8"), Device.TRAINING, 10)
+    assert make_costs().devices(TOPK) == (Device.TRAINING,)
+
+
+def test_demands_are_by_routine_then_scope():
+    contention = make_costs().contention
+    gather = communicate(Routine.ALLGATHER, Scope.INTER, Phase.WHOLE, Form.PAYLOAD)
+    swap = communicate(Routine.ALL_TO_ALL, Scope.INTER, Phase.FIRST, Form.PAYLOAD)
+    flat = communicate(Routine.ALL_TO_ALL, Scope.FLAT, Phase.FIRST, Form.PAYLOAD)
+    assert [contention.demand(step) for step in (gather, swap, flat)] == [0.5, 0.25, 0.0]
+
+
+def test_fit_line_recovers_a_ring():
+    link = AlphaBeta(12.0, 3.0)
+    sizes = (1e3, 1e4, 1e5, 1e6)
+    points = [(s, routine_us(Routine.ALLGATHER, link, 4, s)) for s in sizes]
+    fitted = fit_line(points, messages=3, factor=0.75)
+    assert fitted.alpha_us == pytest.approx(12.0)
+    assert fitted.beta_us_per_kb == pytest.approx(3.0)
+
+
+# Chains: what the steps of a leaf cost
+
+
+def _halves(spec, elements, dtype, segments):
+    return 2 * elements
+
+
+def _prices(text, elements=6400, cluster=None, spec=TOPK, costs=None):
+    pricer = Pricer(costs or make_costs(), cluster or Cluster(2, 2), _halves)
+    return pricer.chain(Choice(parse_option(text), spec), elements, "float32")
+
+
+def test_bytes_follow_shards_payloads_and_multiplicity():
+    works = _prices("comp > intra.all_to_all > dec > comp > inter.allgather > intra.allgather > dec")
+    # 6400 elements: payloads of 12800 bytes in two atoms; then shards of 3200 elements; two ranks share the NIC.
+    assert [work.num_bytes for work in works] == [0, 12800, 0, 0, 2 * (2 * 6400), 4 * 6400, 0]
+    assert [work.us for work in works][2] == 3 + 2 * interpolate(((0, 0), (1000, 2)), 3200)
+    assert [work.us for work in works][6] == 3 + 2 * interpolate(((0, 0), (1000, 2)), 6400)
+
+
+def test_after_a_rooted_intra_step_one_rank_has_the_nic():
+    works = _prices("intra.reduce > inter.allreduce > intra.broadcast", spec=CompressorSpec("none"))
+    assert [work.num_bytes for work in works] == [25600, 25600, 25600]
+    works = _prices("intra.reduce_scatter > inter.allreduce > intra.allgather", spec=CompressorSpec("none"))
+    assert [work.num_bytes for work in works] == [25600, 2 * 12800, 25600]
+
+
+def test_an_offloaded_step_serves_the_ranks_of_its_pool_and_copies():
+    cost = ComputeCost("topk", Device.OFFLOAD, Op.ENCODE, ((0.0, 0.0), (1000.0, 10.0)))
+    decode = ComputeCost("topk", Device.OFFLOAD, Op.DECODE, ((0.0, 0.0), (1000.0, 10.0)))
+    works = _prices("comp@offload > flat.allgather > dec@offload", costs=make_costs(compute=(cost, decode)))
+    copies = [(work.us, work.num_bytes) for work in works if work.shape.stage.value != "step"]
+    assert works[1].us == 2 * 64  # two ranks on one pool
+    assert copies == [(4 + 25.6, 25600), (4 + 12.8, 12800), (4 + 51.2, 51200), (4 + 25.6, 25600)]
+    assert works[0].shape.lane_set == 3  # this preset's copies share the intra link
+
+
+def test_atoms_and_shards_follow_the_one_cutting_rule():
+    assert first_shard(1000, 4) == 256
+    assert first_shard(10, 4) == 10
+    assert atom_sizes(1000, (4,)) == {256: 3, 232: 1}
+    assert atom_sizes(10, (4,)) == {10: 1, 0: 3}
+    assert atom_sizes(6400, (2, 2)) == {1600: 4}
+
+
+def test_payload_bytes_are_the_layouts_own():
+    from espresso.compressors import Segment, create
+
+    spec = CompressorSpec("efsignsgd")
+    layout = create(spec).layout([Segment("", 0, 5000)])
+    assert payload_bytes(spec, 5000) == layout.num_bytes < 5000 * 4
+    assert payload_bytes(spec, 5000, "float32", 3) > payload_bytes(spec, 5000)
+
+
+# Presets
+
+
+def test_every_trace_makes_a_job_on_every_preset():
+    assert set(trace_names()) == {"bert_base", "gpt2", "lstm", "ugatit", "vgg16"}
+    assert set(cluster_names()) == {"nvlink-100g", "pcie-25g"}
+    for trace in trace_names():
+        for cluster in cluster_names():
+            job = job_from_trace(trace, 8, 8, cluster)
+            assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+            assert "published" in job.source
+            assert job.costs.contention.is_paper
+
+
+def test_published_compressor_times_are_reproduced():
+    costs = job_from_trace("lstm", 8, 8, "pcie-25g").costs
+    gpu = published_costs()["gpu"]
+    for name, us in gpu["encode_us"].items():
+        spec = CompressorSpec(name)
+        assert costs.encode_us(spec, Device.TRAINING, 1000) == us
+        assert costs.encode_us(spec, Device.TRAINING, 1 << 20) == us
+        assert costs.encode_us(spec, Device.TRAINING, 1 << 22) == pytest.approx(4 * us)
+    for elements, encode, decode in published_costs()["cpu"]["dgc"]:
+        spec = CompressorSpec("dgc")
+        assert costs.encode_us(spec, Device.OFFLOAD, elements) == pytest.approx(encode)
+        assert costs.decode_us(spec, Device.OFFLOAD, elements) == pytest.approx(decode)
+
+
+def test_a_cluster_file_is_read_and_its_faults_named(tmp_path):
+    file = tmp_path / "cluster.json"
+    body = {
+        "schema_version": 1,
+        "kind": "espresso-cluster",
+        "intra": {"alpha_us": 1, "beta_us_per_kb": 0.5},
+        "inter": {"alpha_us": 10, "beta_us_per_kb": 2},
+    }
+    file.write_text(json.dumps(body))
+    preset = load_cluster(file)
+    assert preset.inter == AlphaBeta(10.0, 2.0)
+    assert job_from_trace("vgg16", 2, 2, file).costs.copy is None
+    for key, value, message in (
+        ("wan", {}, "unknown key 'wan'"),
+        ("inter", {"alpha_us": 1}, "inter lacks the key 'beta_us_per_kb'"),
+        ("schema_version", 9, "schema_version 9"),
+    ):
+        file.write_text(json.dumps({**body, key: value}))
+        with pytest.raises(JobError, match=message):
+            load_cluster(file)
+    with pytest.raises(JobError, match="neither a file nor a cluster preset"):
+        load_cluster("nvlink-1g")
+    with pytest.raises(JobError, match=r"neither a file nor a published trace .*bert_base"):
+        job_from_trace("alexnet", 2, 2, "pcie-25g")
