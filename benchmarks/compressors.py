@@ -1,0 +1,174 @@
+"""Host compressors against a plain copy: ``python -m benchmarks.compressors [--json]``.
+
+Rows: ``gb_per_s`` is gigabytes of uncompressed numbers per second; ``copy_fraction`` divides it by what ``np.copyto``
+copies per second (source bytes counted once) with the same number of threads, alternated with it in the same run.
+
+Operations, residuals on:
+    encode      q = gradient + residual, payload and new residual
+    decode      one payload into the target
+    decode_add  four payloads into the target in one call; bytes = four times the numbers
+    torch       PyTorch's plain operation (with --torch), as ``encode``, without a residual
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.compressors import Codec, Feedback, Layout, Segment, compressor_ids, create, host_codec
+from espresso.cpu_offload import WorkerPool, available_cores, warm_up
+
+DECODE_ADD_ROWS = 4
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. ``segment_elements`` is the length of the segments that the elements were cut into."""
+
+    compressor: str
+    op: str
+    elements: int
+    segment_elements: int
+    threads: int
+    gb_per_s: float
+    copy_fraction: float
+
+
+class Bench:
+    """Arrays of one size, and the plain copy to compare with."""
+
+    def __init__(self, elements: int, pool: WorkerPool, repeats: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.source = rng.standard_normal(elements, dtype=np.float32)
+        self.old = 0.3 * rng.standard_normal(elements, dtype=np.float32)
+        self.new, self.target, self.copy = (np.zeros_like(self.source) for _ in range(3))
+        self.pool, self.repeats = pool, repeats
+        threads = pool.num_threads
+        self._halves = [(i * elements // threads, (i + 1) * elements // threads) for i in range(threads)]
+
+    def against_copy(self, call: Callable[[], object], num_bytes: int) -> tuple[float, float]:
+        """GB/s of ``call`` and its ratio to the copy, medians of alternated runs."""
+        inner = max(1, (1 << 20) // max(self.source.size, 1))
+        call()
+        self._copy()
+        times, copies = [], []
+        for _ in range(self.repeats):
+            copies.append(_time(self._copy, inner))
+            times.append(_time(call, inner))
+        rate = num_bytes / statistics.median(times)
+        return rate / 1e9, rate / (self.source.nbytes / statistics.median(copies))
+
+    def _copy(self) -> None:
+        self.pool.run(lambda low, high: np.copyto(self.copy[low:high], self.source[low:high]), self._halves)
+
+    def layout(self, codec: Codec, segment: int) -> tuple[Layout, Array]:
+        """The elements cut into segments."""
+        starts = np.arange(0, self.source.size, segment)
+        segments = [Segment("t", int(low), min(segment, self.source.size - int(low))) for low in starts]
+        return codec.compressor.layout(segments), starts
+
+
+def measure(spec: str, bench: Bench, segment: int) -> list[Row]:
+    """Encode, decode and decode-add of one compressor."""
+    codec = host_codec(create(spec), bench.pool)
+    warm_up(codec, split=True)
+    layout, starts = bench.layout(codec, segment)
+    payloads = np.zeros((DECODE_ADD_ROWS, layout.num_bytes), np.uint8)
+    feedback = Feedback(bench.old, bench.new, starts)
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "encode": (lambda: codec.encode(layout, bench.source, starts, payloads[0], feedback=feedback), 1),
+        "decode": (lambda: codec.decode(layout, payloads[:1], bench.target, starts), 1),
+        "decode_add": (lambda: codec.decode(layout, payloads, bench.target, starts), DECODE_ADD_ROWS),
+    }
+    for row in payloads:
+        codec.encode(layout, bench.source, starts, row, feedback=feedback)
+    rows = []
+    for op, (call, times) in calls.items():
+        rate, fraction = bench.against_copy(call, times * bench.source.nbytes)
+        rows.append(Row(spec, op, bench.source.size, segment, bench.pool.num_threads, rate, fraction))
+    return rows
+
+
+def measure_torch(bench: Bench) -> list[Row]:
+    """What PyTorch's own operations take for comparable work."""
+    import torch
+
+    torch.set_num_threads(bench.pool.num_threads)
+    tensor = torch.from_numpy(bench.source)
+    half = torch.empty_like(tensor, dtype=torch.float16)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8)
+
+    def sign_and_pack() -> torch.Tensor:
+        packed: torch.Tensor = ((tensor < 0).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+        return packed * tensor.abs().mean()
+
+    calls: dict[str, Callable[[], object]] = {
+        "torch.topk": lambda: tensor.abs().topk(max(1, tensor.numel() // 100), sorted=False),
+        "torch.half": lambda: half.copy_(tensor),
+        "torch.sign+pack": sign_and_pack,
+    }
+    size, threads = bench.source.size, bench.pool.num_threads
+    results = [(name, *bench.against_copy(call, bench.source.nbytes)) for name, call in calls.items()]
+    return [Row(name, "torch", size, size, threads, rate, fraction) for name, rate, fraction in results]
+
+
+def _time(call: Callable[[], object], inner: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(inner):
+        call()
+    return (time.perf_counter() - begin) / inner
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print a table or JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compressors", description=__doc__.split("\n")[0])
+    parser.add_argument("compressors", nargs="*", help="specs; all ids with their defaults if none is given")
+    parser.add_argument("--log2-elements", type=int, nargs="+", default=[14, 16, 18, 20, 22, 24, 26])
+    parser.add_argument("--log2-segment", type=int, default=None, help="cut into segments of this length")
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cores()}))
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--torch", action="store_true", help="PyTorch's plain operations as well")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args(arguments)
+    rows: list[Row] = []
+    for threads in options.threads:
+        with WorkerPool(threads) as pool:
+            for elements in (1 << power for power in options.log2_elements):
+                segment = elements if options.log2_segment is None else min(elements, 1 << options.log2_segment)
+                bench = Bench(elements, pool, options.repeats)
+                for spec in options.compressors or compressor_ids():
+                    rows += measure(spec, bench, segment)
+                    if not options.json:
+                        _write(rows[-3:])
+                if options.torch:
+                    rows += measure_torch(bench)
+                    if not options.json:
+                        _write(rows[-3:])
+    if options.json:
+        facts = {"machine": platform.machine(), "cores": available_cores(), "python": platform.python_version()}
+        sys.stdout.write(json.dumps({**facts, "numpy": np.__version__, "rows": [asdict(row) for row in rows]}) + "\n")
+    return 0
+
+
+def _write(rows: Sequence[Row]) -> None:
+    for row in rows:
+        sys.stdout.write(
+            f"{row.compressor:24} {row.op:10} 2^{row.elements.bit_length() - 1} elements {row.threads} threads"
+            f" {row.gb_per_s:7.2f} GB/s {row.copy_fraction:6.2f} of copy\n"
+        )
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
