@@ -156,7 +156,7 @@ def measured_events(
     for number, row in enumerate(rows):
         _check_row(row, number)
         twin = twins.get((row["step"], frozenset(row["tensors"])), {})
-        # A flat exchange holds every link; where the executor names one of them, the prediction names them all.
+        # A flat exchange holds every link; the executor names one of them, the prediction names them all.
         for lane in twin if row["lane"] in twin else (row["lane"],):
             events.append(_measured_event(row, lane, twin.get(lane), host))
     return events

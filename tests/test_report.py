@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def test_intervals_of_one_lane_do_not_cross() -> None:
     for event in check_trace(trace_body(predicted_events(_timeline(ROOTED)))):
         by_thread.setdefault((event["pid"], event["tid"]), []).append(event)
     for events in by_thread.values():
-        for before, after in zip(events, events[1:], strict=False):
+        for before, after in pairwise(events):
             assert before["ts"] + before["dur"] <= after["ts"] + 0.002  # rounded to nanoseconds
 
 
@@ -256,7 +257,7 @@ def _svg_of(folder: Path, predicted: list[LaneEvent]) -> str:
 
 
 def test_picture_refuses_what_it_cannot_draw(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nothing|no interval"):
+    with pytest.raises(ValueError, match="no interval"):
         write_gantt(tmp_path / "x.png", [])
     with pytest.raises(ValueError, match=r"\.png, \.pdf, \.svg"):
         write_gantt(tmp_path / "x.bmp", predicted_events(_timeline()))

@@ -28,6 +28,9 @@ R = TypeVar("R")
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
+# readable=False: we read the files ourselves, so that whatever is wrong with them has one exit status.
+JobFile = Annotated[Path, typer.Argument(help="The job file.", show_default=False, readable=False)]
+StrategyFile = Annotated[Path, typer.Argument(help="The strategy file.", show_default=False, readable=False)]
 CompressorOption = Annotated[
     list[str],
     typer.Option(
@@ -153,7 +156,8 @@ def working(what: str, *, shown: bool = True) -> Iterator[Progress]:
         if shown:
             timer.cancel()
             timer.join()
-        progress.bar.stop()
+        if progress.bar.live.is_started:  # stopping one that never started would print an empty line
+            progress.bar.stop()
 
 
 def parse_compressors(texts: Sequence[str]) -> tuple[CompressorSpec, ...]:

@@ -1,12 +1,8 @@
 """``espresso compare``: the search's choice beside the fixed policies of other systems, on one job."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from espresso.commands._common import (
     CompressorOption,
+    JobFile,
     JsonFlag,
     emit_json,
     out,
@@ -18,7 +14,7 @@ from espresso.commands._common import (
 
 @user_errors
 def compare(
-    job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
+    job: JobFile,
     compressor: CompressorOption,
     json_output: JsonFlag = False,
 ) -> None:

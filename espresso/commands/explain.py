@@ -1,16 +1,11 @@
 """``espresso explain``: what a strategy file does, in words."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from espresso.commands._common import JsonFlag, emit_json, out, user_errors, working
+from espresso.commands._common import JsonFlag, StrategyFile, emit_json, out, user_errors, working
 
 
 @user_errors
 def explain(
-    strategy: Annotated[Path, typer.Argument(help="The strategy file.", show_default=False)],
+    strategy: StrategyFile,
     json_output: JsonFlag = False,
 ) -> None:
     """Show what a strategy does: tensors with equal choices, and their pipeline step by step."""

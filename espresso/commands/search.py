@@ -7,6 +7,7 @@ import typer
 
 from espresso.commands._common import (
     CompressorOption,
+    JobFile,
     JsonFlag,
     check_output,
     emit_json,
@@ -20,7 +21,7 @@ from espresso.commands._common import (
 
 @user_errors
 def search(
-    job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
+    job: JobFile,
     compressor: CompressorOption,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The strategy file to write.", show_default=False)

@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from espresso.commands._common import JsonFlag, check_output, emit_json, out, say, user_errors, working
+from espresso.commands._common import (
+    JobFile,
+    JsonFlag,
+    StrategyFile,
+    check_output,
+    emit_json,
+    out,
+    say,
+    user_errors,
+    working,
+)
 from espresso.gantt import IMAGE_FORMATS
 
 if TYPE_CHECKING:
@@ -19,8 +29,8 @@ if TYPE_CHECKING:
 
 @user_errors
 def simulate(
-    job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
-    strategy: Annotated[Path, typer.Argument(help="The strategy file.", show_default=False)],
+    job: JobFile,
+    strategy: StrategyFile,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write a trace for ui.perfetto.dev.", show_default=False)
     ] = None,

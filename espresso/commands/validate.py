@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
-from espresso.commands._common import ExitStatus, JsonFlag, emit_json, say, user_errors
+from espresso.commands._common import ExitStatus, JsonFlag, StrategyFile, emit_json, say, user_errors
 
 
 @user_errors
 def validate(
-    strategy: Annotated[Path, typer.Argument(help="The strategy file.", show_default=False)],
+    strategy: StrategyFile,
     job: Annotated[
-        Path | None, typer.Option("--job", help="Also check that it fits this job's model and cluster.")
+        Path | None, typer.Option("--job", help="Also check that it fits this job.", readable=False)
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:

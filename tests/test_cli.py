@@ -1,0 +1,547 @@
+"""The command line: every command, its JSON, its exit statuses, and every way a user can get it wrong."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from espresso.cli import app
+from espresso.commands import _common
+from espresso.strategies import Strategy
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNNER = CliRunner()
+COMMANDS = ("job", "search", "explain", "validate", "simulate", "compare", "profile", "links")
+
+
+def espresso(*args: str | Path) -> Result:
+    result = RUNNER.invoke(app, [str(arg) for arg in args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def printed(result: Result) -> dict[str, Any]:
+    """The one JSON object on stdout."""
+    assert result.exit_code == 0, result.output
+    body = json.loads(result.stdout)
+    assert isinstance(body, dict)
+    return body
+
+
+def refused(result: Result, *words: str, status: int = 1) -> None:
+    """The command failed with one message that says all of ``words``, and nothing on stdout."""
+    assert result.exit_code == status, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+def as_process(
+    *args: str | Path, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The real thing: ``python -m espresso``."""
+    argv = [sys.executable, "-m", "espresso", *map(str, args)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        argv,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small job and a strategy that was searched for it."""
+    folder = tmp_path_factory.mktemp("cli")
+    job, strategy = folder / "job.json", folder / "strategy.json"
+    argv = ("--nodes", "2", "--ranks-per-node", "2", "--cluster", "pcie-25g", "-o")
+    assert espresso("job", "lstm", *argv, job).exit_code == 0
+    assert espresso("search", job, "--compressor", "dgc:ratio=0.01", "-o", strategy).exit_code == 0
+    return {"job": job, "strategy": strategy}
+
+
+def edited(path: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a JSON file with other top-level keys; None removes one."""
+    body = {**json.loads(path.read_text()), **changes}
+    copy = folder / f"edited-{path.name}"
+    copy.write_text(json.dumps({key: value for key, value in body.items() if value is not None}))
+    return copy
+
+
+# -- help and start-up -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_json(command: str) -> None:
+    result = espresso(command, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_help_lists_the_commands_and_version_prints() -> None:
+    import importlib
+
+    overview = espresso("--help").stdout
+    assert not [command for command in COMMANDS if command not in overview]
+    assert espresso("--version").stdout == f"espresso {importlib.import_module('espresso').__version__}\n"
+
+
+def test_help_and_search_do_not_load_torch(files: dict[str, Path], tmp_path: Path) -> None:
+    code = (
+        "import sys; from espresso.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'matplotlib'} & set(sys.modules)\n"
+        "sys.stderr.write(','.join(sorted(heavy)) or 'light')"
+    )
+    argvs: list[list[str]] = [["--help"], ["explain", str(files["strategy"])]]
+    argvs.append(["search", str(files["job"]), "-c", "dgc:ratio=0.01", "--json"])
+    for argv in argvs:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert done.stderr.endswith("light"), done.stderr
+
+
+def test_help_is_quick() -> None:
+    took = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        assert as_process("--help", cwd=ROOT).returncode == 0
+        took.append(time.perf_counter() - begin)
+    # Far above what it takes alone, so that a busy machine does not matter; loading torch alone takes longer.
+    assert min(took) < 1.0, took
+
+
+# -- the way from a trace to a strategy --------------------------------------------------------------
+
+
+def test_job_reports_what_it_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "j.json"
+    argv = ("--nodes", "8", "--ranks-per-node", "4", "--cluster", "nvlink-100g", "-o", path, "--json")
+    body = printed(espresso("job", "gpt2", *argv))
+    assert (body["num_tensors"], body["num_nodes"], body["ranks_per_node"]) == (148, 8, 4)
+    assert body["job"] == str(path)
+    assert body["backward_us"] > 0
+    assert "Espresso" in body["source"]
+    assert len(json.loads(path.read_text())["tensors"]) == 148
+
+
+def test_search_prints_the_promised_keys(files: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    body = printed(espresso("search", files["job"], "-c", "dgc:ratio=0.01", "-o", path, "--json"))
+    promised = {"predicted_us", "uncompressed_us", "upper_bound_us", "search_ms"}
+    promised |= {"num_tensors", "num_compressed", "num_offloaded"}
+    assert promised <= set(body)
+    assert all(isinstance(body[key], int | float) for key in promised)
+    assert 0 < body["upper_bound_us"] <= body["predicted_us"] <= body["uncompressed_us"]
+    assert body["num_compressed"] > 0
+    strategy = Strategy.load(path)
+    assert len(strategy.tensors) == body["num_tensors"]
+    assert strategy.num_compressed == body["num_compressed"]
+    assert strategy.num_offloaded == body["num_offloaded"]
+
+
+def test_search_table_shows_choices_and_bound(files: dict[str, Path]) -> None:
+    result = espresso("search", files["job"], "-c", "dgc:ratio=0.01")
+    assert result.exit_code == 0
+    for word in ("dgc:ratio=0.01", "uncompressed", "chosen", "upper bound", "leaves a tensor searched in"):
+        assert word in result.stdout, word
+
+
+def test_search_json_is_clean_in_a_real_process(files: dict[str, Path], tmp_path: Path) -> None:
+    argv = ("search", files["job"], "-c", "efsignsgd", "-c", "dgc:ratio=0.01", "--json")
+    done = as_process(*argv, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["compressors"] == ["efsignsgd", "dgc:ratio=0.01"]
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_simulate_agrees_with_search_and_writes_both_files(files: dict[str, Path], tmp_path: Path) -> None:
+    trace, plot = tmp_path / "t.json", tmp_path / "p.png"
+    argv = ("simulate", files["job"], files["strategy"], "--trace", trace, "--plot", plot, "--json")
+    body = printed(espresso(*argv))
+    notes = Strategy.load(files["strategy"]).notes
+    assert body["predicted_us"] == pytest.approx(notes["predicted_us"], rel=1e-9)
+    assert body["predicted_us"] < body["uncompressed_us"]
+    assert {row["lane"] for row in body["lanes"]} >= {"backward", "inter_out", "inter_in"}
+    assert all(0 < row["utilisation"] <= 1 for row in body["lanes"])
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == sum(row["intervals"] for row in body["lanes"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    table = espresso("simulate", files["job"], files["strategy"]).stdout
+    assert "inter_out" in table
+    assert "% │" in table
+
+
+def test_compare_ranks_the_baselines(files: dict[str, Path]) -> None:
+    body = printed(espresso("compare", files["job"], "-c", "dgc:ratio=0.01", "--json"))
+    times = body["predicted_us"]
+    assert {"uncompressed", "chosen", "myopic", "inter-allgather"} <= set(times)
+    assert times["chosen"] == min(times.values())
+    assert body["upper_bound_us"] <= times["chosen"]
+    assert "inter-allgather" in espresso("compare", files["job"], "-c", "dgc:ratio=0.01").stdout
+
+
+def test_explain_shows_every_tensor_group(files: dict[str, Path]) -> None:
+    body = printed(espresso("explain", files["strategy"], "--json"))
+    strategy = Strategy.load(files["strategy"])
+    names = [name for group in body["groups"] for name in group["tensors"]]
+    assert sorted(names) == sorted(tensor.name for tensor in strategy.tensors)
+    assert (
+        sum(len(g["tensors"]) for g in body["groups"] if g["compressor"] != "none") == strategy.num_compressed
+    )
+    sites = [step["site"] for group in body["groups"] for step in group["steps"] if step["site"]]
+    assert sites
+    text = espresso("explain", files["strategy"]).stdout
+    for group in body["groups"]:
+        assert group["tensors"][0] in text
+    assert "residual kept" in text
+
+
+def test_validate_accepts(files: dict[str, Path]) -> None:
+    body = printed(espresso("validate", files["strategy"], "--job", files["job"], "--json"))
+    assert body["valid"] is True
+    assert body["fingerprint"].startswith("sha256:")
+    assert "is valid, and fits" in espresso("validate", files["strategy"], "--job", files["job"]).stdout
+
+
+# -- what users get wrong ----------------------------------------------------------------------------
+
+
+def test_missing_and_malformed_files(files: dict[str, Path], tmp_path: Path) -> None:
+    none, broken = tmp_path / "none.json", tmp_path / "broken.json"
+    broken.write_text("{")
+    search = ("-c", "dgc:ratio=0.01")
+    refused(espresso("search", none, *search), str(none), "no such file")
+    refused(espresso("search", broken, *search), str(broken), "not a JSON file")
+    refused(espresso("search", tmp_path, *search), str(tmp_path), "is a directory")
+    refused(espresso("search", files["strategy"], *search), str(files["strategy"]), "unknown key")
+    refused(espresso("explain", files["job"]), "unknown key")
+    refused(espresso("explain", none), "no such file")
+    refused(espresso("simulate", none, files["strategy"]), str(none))
+    refused(espresso("simulate", files["job"], none), str(none))
+    refused(espresso("compare", broken, *search), "not a JSON file")
+    refused(espresso("validate", none), "no such file")
+
+
+def test_wrong_keys_are_named(files: dict[str, Path], tmp_path: Path) -> None:
+    job = edited(files["job"], tmp_path, bandwidth=3)
+    refused(espresso("search", job, "-c", "dgc"), str(job), "'bandwidth'")
+    job = edited(files["job"], tmp_path, costs=None)
+    refused(espresso("search", job, "-c", "dgc"), "lacks the key 'costs'")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"speed": 1}, "unknown key 'speed'"),
+        ({"fingerprint": "sha256:0"}, "fingerprint"),
+        ({"schema_version": 99}, "schema_version 99"),
+        ({"cluster": None}, "lacks the key 'cluster'"),
+        (
+            {
+                "tensors": [
+                    {"name": "a", "shape": [4], "dtype": "float32", "option": "x", "compressor": "none"}
+                ]
+            },
+            "'x'",
+        ),
+    ],
+)
+def test_invalid_strategies_fail_with_the_reason(
+    files: dict[str, Path], tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    path = edited(files["strategy"], tmp_path, **changes)
+    refused(espresso("validate", path), str(path), named)
+    result = espresso("validate", path, "--json")
+    assert result.exit_code == 1
+    body = json.loads(result.stdout)
+    assert body["valid"] is False
+    assert named in body["error"]
+
+
+def test_strategy_of_another_model_does_not_fit(files: dict[str, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    argv = ("--nodes", "2", "--ranks-per-node", "2", "--cluster", "pcie-25g", "-o", other)
+    assert espresso("job", "vgg16", *argv).exit_code == 0
+    refused(espresso("validate", files["strategy"], "--job", other), "tensor '")
+    refused(espresso("simulate", other, files["strategy"]), "tensor '")
+    wide = tmp_path / "wide.json"
+    argv = ("--nodes", "4", "--ranks-per-node", "2", "--cluster", "pcie-25g", "-o", wide)
+    assert espresso("job", "lstm", *argv).exit_code == 0
+    refused(espresso("validate", files["strategy"], "--job", wide), "4 nodes")
+
+
+def test_strategy_with_an_unknown_compressor_is_invalid(files: dict[str, Path], tmp_path: Path) -> None:
+    body = json.loads(files["strategy"].read_text())
+    row = next(row for row in body["tensors"] if row["compressor"] != "none")
+    row["compressor"] = "zip"
+    path = tmp_path / "zip.json"
+    path.write_text(json.dumps(body))
+    refused(espresso("validate", path), row["name"], "'zip'")
+    refused(espresso("explain", path), row["name"], "'zip'")
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("zip", "no compressor 'zip'"),
+        ("dgc:ration=1", "'ration'"),
+        ("dgc:ratio", "key=value"),
+        ("dgc:ratio=7", "7"),
+    ],
+)
+def test_wrong_compressors(files: dict[str, Path], spec: str, named: str) -> None:
+    for command in ("search", "compare"):
+        refused(espresso(command, files["job"], "-c", spec), f"--compressor {spec}", named, status=2)
+
+
+def test_compressor_without_costs_in_the_job(files: dict[str, Path]) -> None:
+    refused(espresso("search", files["job"], "-c", "int8"), "no costs for compressor 'int8'", "dgc")
+
+
+def test_unknown_trace_and_cluster_list_what_there_is(tmp_path: Path) -> None:
+    shape = ("--nodes", "2", "--ranks-per-node", "2", "-o", tmp_path / "j.json")
+    refused(espresso("job", "gpt9", "--cluster", "pcie-25g", *shape), "'gpt9'", "bert_base", "vgg16")
+    refused(espresso("job", "gpt2", "--cluster", "abacus", *shape), "'abacus'", "nvlink-100g")
+    assert not (tmp_path / "j.json").exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("job", "gpt2", "--nodes", "0", "--ranks-per-node", "1", "--cluster", "pcie-25g"),
+        ("job", "gpt2", "--nodes", "2", "--cluster", "pcie-25g"),
+        ("search", "job.json"),
+        ("search", "job.json", "-c", "dgc", "--colour"),
+        ("brew",),
+        ("profile",),
+        (),
+    ],
+)
+def test_wrong_usage_exits_with_two(argv: tuple[str, ...]) -> None:
+    result = espresso(*argv)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_outputs_are_checked_before_the_work(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("search", files["job"], "-c", "dgc:ratio=0.01", "-o")
+    nowhere = tmp_path / "no" / "s.json"
+    refused(espresso(*argv, nowhere), str(nowhere), "does not exist")
+    refused(espresso(*argv, tmp_path), "is a folder")
+    both = (files["job"], files["strategy"])
+    refused(espresso("simulate", *both, "--trace", nowhere), "does not exist")
+    refused(espresso("simulate", *both, "--plot", tmp_path / "p.bmp"), ".png", status=2)
+    # Root may write everywhere, so a folder without permission has to be pretended.
+    monkeypatch.setattr(_common.os, "access", lambda path, _: path != tmp_path)
+    refused(espresso(*argv, tmp_path / "s.json"), "no permission")
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_a_write_that_fails_after_the_work_is_one_message(files: dict[str, Path]) -> None:
+    full = Path("/dev/full")
+    if not (full.exists() and stat.S_ISCHR(full.stat().st_mode)):
+        pytest.skip("no /dev/full on this system")
+    refused(espresso("search", files["job"], "-c", "dgc:ratio=0.01", "-o", full), "no space left")
+
+
+def test_progress_appears_only_for_long_work(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_common, "PROGRESS_AFTER_S", 0.05)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with _common.working("Long work") as progress:
+        time.sleep(0.3)
+        progress.update("half", 0.5)
+        time.sleep(0.2)
+    seen = capfd.readouterr()
+    assert "Long work" in seen.err
+    assert seen.out == ""
+    with _common.working("Short work"):
+        pass
+    assert "Short work" not in capfd.readouterr().err
+
+
+# -- profile -----------------------------------------------------------------------------------------
+
+#: Stands in for a training script: does to the files what a registered state does.
+TRAINS = """
+import json, os, pathlib, sys
+assert os.environ["ESPRESSO_PROFILE_ONLY"] == "1"
+job = pathlib.Path(os.environ["ESPRESSO_JOB_PATH"])
+assert job.is_absolute()
+marker = pathlib.Path(str(job) + ".registered")
+print("training")
+if "register" in sys.argv: marker.write_text(json.dumps({"steps": 5, "needed": 12}))
+if "measure" in sys.argv: job.write_text("{}")
+sys.exit(7 if "fail" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAINS)
+    return path
+
+
+def profile(
+    folder: Path, *command: str | Path, options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    return as_process("profile", "-o", "job.json", *options, "--", *command, cwd=folder)
+
+
+def test_profile_keeps_the_job(script: Path, tmp_path: Path) -> None:
+    done = profile(tmp_path, sys.executable, script, "register", "measure")
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, (tmp_path / "job.json").read_text()) == ("training\n", "{}")
+    assert "job written to job.json" in done.stderr
+    assert not (tmp_path / "job.json.registered").exists()
+
+
+def test_profile_json_keeps_stdout_clean(script: Path, tmp_path: Path) -> None:
+    done = profile(tmp_path, sys.executable, script, "register", "measure", options=("--json",))
+    assert json.loads(done.stdout) == {
+        "job": str(tmp_path / "job.json"),
+        "registered": True,
+        "steps": 5,
+        "needed": 12,
+        "command_status": 0,
+    }
+    assert "training" in done.stderr
+
+
+def test_profile_says_that_a_script_never_registered(script: Path, tmp_path: Path) -> None:
+    done = profile(tmp_path, sys.executable, script)
+    assert done.returncode == 3
+    assert "never called espresso.register" in done.stderr
+    assert "Traceback" not in done.stderr
+    body = json.loads(profile(tmp_path, sys.executable, script, options=("--json",)).stdout)
+    assert body["registered"] is False
+    assert body["job"] is None
+
+
+def test_profile_is_not_fooled_by_what_an_earlier_run_left(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("old")
+    (tmp_path / "job.json.registered").write_text('{"steps": 99, "needed": 12}')
+    assert profile(tmp_path, sys.executable, script).returncode == 3
+    assert (tmp_path / "job.json").read_text() == "old"
+    assert profile(tmp_path, sys.executable, script, "register", "measure").returncode == 0
+
+
+def test_profile_says_that_training_was_too_short(script: Path, tmp_path: Path) -> None:
+    done = profile(tmp_path, sys.executable, script, "register")
+    assert done.returncode == 4
+    assert "before the 12 steps that measuring needs (it made 5)" in done.stderr
+
+
+def test_profile_passes_the_exit_status_on(script: Path, tmp_path: Path) -> None:
+    assert profile(tmp_path, sys.executable, script, "fail").returncode == 7
+    done = profile(tmp_path, sys.executable, script, "register", "measure", "fail")
+    assert done.returncode == 7
+    assert "job written" in done.stderr
+    killed = profile(tmp_path, sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    assert killed.returncode == 128 + 9
+
+
+def test_profile_of_commands_that_cannot_run(script: Path, tmp_path: Path) -> None:
+    done = profile(tmp_path, "no-such-command-anywhere")
+    assert (done.returncode, done.stderr) == (127, "error: no-such-command-anywhere: command not found\n")
+    done = profile(tmp_path, f"./{script.name}", "register")
+    assert done.returncode == 126
+    assert f"did you mean: python ./{script.name}" in done.stderr
+    refused(espresso("profile", "-o", tmp_path / "no" / "job.json", "--", "true"), "does not exist")
+
+
+def test_profile_needs_no_dashes_and_takes_the_commands_options(script: Path, tmp_path: Path) -> None:
+    done = as_process("profile", sys.executable, "-u", script.name, "register", "measure", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "job.json").exists()
+
+
+WAITS = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(42))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(43))
+open("ready", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 42), (signal.SIGTERM, 43)])
+def test_profile_leaves_signals_to_the_command(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    argv = [sys.executable, "-m", "espresso", "profile", "--", sys.executable, "-c", WAITS]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        argv, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+
+
+# -- links -------------------------------------------------------------------------------------------
+
+
+def test_links_without_a_launcher_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    refused(espresso("links"), "no launcher", "torchrun", status=2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refused(espresso("links"), "one rank has no links", status=2)
+    monkeypatch.setenv("RANK", "5")
+    refused(espresso("links"), "RANK=5", status=2)
+
+
+@pytest.mark.slow
+def test_links_under_torchrun_prints_once(tmp_path: Path) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+    ]
+    argv += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    argv += ["-m", "espresso", "links", "--json", "--ranks-per-node", "1", "-o", str(tmp_path / "links.json")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    body = json.loads(done.stdout)
+    assert (body["num_nodes"], body["ranks_per_node"]) == (2, 1)
+    assert {"allreduce", "allgather", "all_to_all"} <= {row["routine"] for row in body["links"]}
+    assert all(row["points"] and row["alpha_us"] >= 0 for row in body["links"])
+    assert json.loads((tmp_path / "links.json").read_text()) == body
