@@ -49,7 +49,8 @@ def inter_all_to_all(hierarchical: bool) -> Option:
     """Compressed reduce-scatter and allgather between nodes, raw inside them."""
     return _pipeline(
         hierarchical,
-        "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather",
+        "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec"
+        " > intra.allgather",
         "comp > flat.all_to_all > dec > comp > flat.allgather > dec",
     )
 
@@ -112,7 +113,7 @@ def _best_uniform(evaluator: Evaluator, name: str, leaves: tuple[Choice, ...]) -
 
 
 def myopic(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> list[Choice]:
-    """Every unit takes the leaf whose own chain is shortest, as if it were alone (the paper's myopic policy)."""
+    """Every unit takes the leaf whose own chain is shortest, as if it were alone (the paper's policy)."""
     job = evaluator.job
     leaves = raw_choices(job.cluster) + tuple(
         choice for device in Device for choice in compressed_choices(job, specs, device)

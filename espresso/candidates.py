@@ -242,7 +242,7 @@ CHAIN, LONGEST = 6, 9
 def chain_features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals) -> Reals:
     """What pruning compares, float64[n, 10] for chains that start at rows ``starts``.
 
-    Columns: totals of the six lanes, length of the chain, host time, training work it begins with, longest task.
+    Columns: totals of the six lanes, length of the chain, host time, training work first, longest task.
     """
     features = np.zeros((len(starts), 10))
     for i in range(len(starts)):
@@ -322,7 +322,7 @@ def _equal_chains(a: int, b: int, task_set: Wholes, task_us: Reals, task_cores: 
 
 
 def partition_sizes(job: Job, units: Sequence[Unit]) -> tuple[int, ...]:
-    """The partition sizes worth trying: never cutting, then every size that cuts something into few pieces."""
+    """The partition sizes worth trying: never cutting, then those that cut something into few pieces."""
     largest = max(unit.num_bytes for unit in units)
     sizes = [0]
     for mib in (16, 4, 1):

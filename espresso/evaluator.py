@@ -63,15 +63,16 @@ class Evaluator:
 
     def uniform(self, choice: Choice) -> Wholes:
         """The strategy that gives every unit the same choice."""
-        return self.uniforms((choice,))[0]
+        only: Wholes = self.uniforms((choice,))[0]
+        return only
 
     def uniforms(self, leaves: tuple[Choice, ...]) -> Wholes:
         """int64[leaves, units]: for every leaf the strategy that gives it to every unit."""
-        by_size = np.array([self.candidates.numbers(size, leaves) for size in self._sizes])
+        by_size: Wholes = np.array([self.candidates.numbers(size, leaves) for size in self._sizes])
         return np.ascontiguousarray(by_size[self._size_of].T)
 
     def options(self, leaves: tuple[Choice, ...], *, prune: bool = True) -> list[Wholes]:
-        """For every unit the candidates among ``leaves`` that can matter (see :meth:`Candidates.distinct`)."""
+        """For every unit its candidates among ``leaves`` that can matter (:meth:`Candidates.distinct`)."""
         by_size = [self.candidates.distinct(size, leaves, prune=prune) for size in self._sizes]
         return [by_size[index] for index in self._size_of]
 
@@ -105,7 +106,7 @@ class Evaluator:
     def batch(
         self, strategies: Wholes, limit: float = np.inf, *, cut: bool = False
     ) -> tuple[int, float, Reals]:
-        """(first best row below ``limit``, its makespan, all makespans) of strategies int64[n, units].
+        """(first best row below ``limit``, its makespan, all makespans) of int64[n, units].
 
         With ``cut`` the makespans of rows that cannot be the best are infinity.
         """

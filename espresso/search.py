@@ -1,24 +1,21 @@
-"""The search: the paper's two algorithms over the whole tree, then what lies beyond them.
+"""The search: the paper's two algorithms over the whole tree, at several partition sizes, then improvement.
 
-Espresso (EuroSys '23), section 4.4: Algorithm 1 (:func:`greedy`) starts from the uncompressed strategy and
-gives each tensor, largest first, the leaf that makes the *whole* iteration shortest; Algorithm 2
-(:func:`offload`) then moves compressions to the host, by groups of equal size and leaf. Both evaluate with
-the timeline, never with a tensor's own time. The result is never above the best baseline.
+The result is never above the best baseline, and comes with its plan, whose order the executor follows.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.baselines import Baseline, simple_baselines
+from espresso.algorithms import Progress, greedy, offload
+from espresso.algorithms import improve as improve_locally
+from espresso.baselines import simple_baselines
 from espresso.candidates import (
     Unit,
     compressed_choices,
@@ -26,31 +23,11 @@ from espresso.candidates import (
     raw_choices,
     units_of,
 )
-from espresso.chains import PayloadBytes, payload_bytes
+from espresso.chains import PayloadBytes, Pricer, payload_bytes
 from espresso.evaluator import Evaluator
 from espresso.job import Job, JobError
-from espresso.strategies import (
-    NONE,
-    PLAIN,
-    Choice,
-    CompressorSpec,
-    Device,
-    Plan,
-    Strategy,
-    plan,
-)
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Plan, Strategy, plan
 from espresso.timeline import list_schedule, simulate
-
-log = logging.getLogger("espresso")
-
-Wholes = npt.NDArray[np.int64]
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction that is done."""
-
-OFFLOAD_CAP = 4096
-"""Most evaluations of Algorithm 2's product; above it groups are settled one after the other."""
-_ROUNDING = 1 - 1e-9
-"""A strategy is better only by more than rounding."""
 
 
 @dataclass(frozen=True)
@@ -135,122 +112,6 @@ class _Found:
     evaluator: Evaluator
     choices: tuple[Choice, ...]
     makespan_us: float
-    order: int = field(default=0)
-
-
-def bubbles(evaluator: Evaluator, strategy: Wholes) -> int:
-    """How many leading units are finished before the next is ready, so that changing them cannot help.
-
-    The paper's ``Remove`` read safely: a unit may be dropped only if it and every earlier one have completely
-    finished when the next becomes ready. (A link idle just once is not enough: it costs up to half.)
-    """
-    evaluator.makespan(strategy)
-    finished = np.maximum.accumulate(evaluator.finish)[:-1]
-    following = evaluator.buckets[1:]
-    gone = np.flatnonzero((following != evaluator.buckets[:-1]) & (finished <= evaluator.ready[following]))
-    return int(gone[-1]) + 1 if len(gone) else 0
-
-
-def size_order(units: Sequence[Unit]) -> list[int]:
-    """Largest first; of equal sizes the latest to be ready first ("closer to the output", in the paper's words)."""
-    return sorted(range(len(units)), key=lambda index: (-units[index].numel, -index))
-
-
-def greedy(
-    evaluator: Evaluator, leaves: tuple[Choice, ...], *, prune: bool = True, progress: Progress | None = None
-) -> Wholes:
-    """Algorithm 1: from uncompressed, every unit in size order takes the leaf of least F, or keeps its own.
-
-    Args:
-        leaves: what is tried; the uncompressed start is always kept as a choice.
-        prune: leave out dominated leaves (see :meth:`Candidates.distinct` for what that gives up).
-
-    Returns:
-        Candidate numbers, never worse than the uncompressed strategy.
-    """
-    strategy = evaluator.uniform(PLAIN)
-    options = evaluator.options(leaves, prune=prune)
-    best = evaluator.makespan(strategy)
-    dropped = bubbles(evaluator, strategy)
-    order = size_order(evaluator.units)
-    for position, index in enumerate(order):
-        if index < dropped:
-            continue
-        numbers = options[index]
-        found, makespan = evaluator.best(strategy, index, numbers, best * _ROUNDING)
-        if found >= 0:
-            strategy[index], best = found, makespan
-            dropped = bubbles(evaluator, strategy)
-        if progress is not None:
-            progress("greedy", (position + 1) / len(order))
-    return strategy
-
-
-def offload(evaluator: Evaluator, strategy: Wholes, cap: int = OFFLOAD_CAP) -> tuple[Wholes, bool]:
-    """Algorithm 2: move compressions to the host, whole leaves at a time.
-
-    Compressed units of equal size and leaf form groups; of each group the first u, earliest ready first, are
-    offloaded, for every vector of such numbers. Above ``cap`` vectors the groups are settled one after the
-    other instead, in rounds until nothing improves.
-
-    Returns:
-        The best strategy, and whether the cap was exceeded.
-    """
-    groups: dict[tuple[tuple[int, str, int], Choice], list[int]] = {}
-    for index, unit in enumerate(evaluator.units):
-        choice = evaluator.candidates.choices[strategy[index]]
-        movable = choice.option.is_compressed and not choice.option.uses_offload
-        if movable and Device.OFFLOAD in evaluator.job.costs.devices(choice.compressor):
-            groups.setdefault((unit.size, choice), []).append(index)
-    if not groups:
-        return strategy, False
-    members = [np.array(group) for group in groups.values()]
-    moved = [
-        evaluator.candidates.number(size, Choice(choice.option.on_device(Device.OFFLOAD), choice.compressor))
-        for size, choice in groups
-    ]
-    best = evaluator.makespan(strategy)
-    if math.prod(len(group) + 1 for group in members) <= cap:
-        vectors = list(itertools.product(*(range(len(group) + 1) for group in members)))
-        batch = np.repeat(strategy[None], len(vectors), axis=0)
-        for row, vector in zip(batch, vectors, strict=True):
-            for group, number, count in zip(members, moved, vector, strict=True):
-                row[group[:count]] = number
-        index, _, _ = evaluator.batch(batch, best * _ROUNDING, cut=True)
-        return (batch[index] if index >= 0 else strategy), False
-    kept = [int(strategy[group[0]]) for group in members]
-    strategy = strategy.copy()
-    improved = True
-    while improved:
-        improved = False
-        for group, number, old in zip(members, moved, kept, strict=True):
-            batch = np.repeat(strategy[None], len(group) + 1, axis=0)
-            for count in range(len(group) + 1):
-                batch[count, group[:count]] = number
-                batch[count, group[count:]] = old
-            index, makespan, _ = evaluator.batch(batch, best * _ROUNDING, cut=True)
-            if index >= 0:
-                strategy, best, improved = batch[index], makespan, True
-    return strategy, True
-
-
-def improve(
-    evaluator: Evaluator, strategy: Wholes, leaves: tuple[Choice, ...], *, sweeps: int = 2
-) -> tuple[Wholes, float]:
-    """Local search: single units over every leaf, until a sweep changes nothing. Never worse than its start."""
-    options = evaluator.options(leaves)
-    strategy = strategy.copy()
-    best = evaluator.makespan(strategy)
-    for _ in range(sweeps):
-        changed = False
-        for index in size_order(evaluator.units):
-            numbers = options[index]
-            found, makespan = evaluator.best(strategy, index, numbers, best * _ROUNDING)
-            if found >= 0:
-                strategy[index], best, changed = found, makespan, True
-        if not changed:
-            break
-    return strategy, best
 
 
 def upper_bound_us(
@@ -330,24 +191,26 @@ def search(
         report = _part_of(progress, number, len(sizes))
         evaluator = Evaluator(job, units, size, payload, pricer=pricer)
         pricer = evaluator.pricer
-        rows = simple_baselines(evaluator, specs)
-        for row in rows:
-            baselines[row.name] = min(row.makespan_us, baselines.get(row.name, math.inf))
-        found += [_Found(row.name, evaluator, row.choices, row.makespan_us) for row in rows]
+        rows = [
+            _Found(row.name, evaluator, row.choices, row.makespan_us)
+            for row in simple_baselines(evaluator, specs)
+        ]
         strategy = greedy(evaluator, tree, progress=report)
-        found.append(_found("training device only", evaluator, strategy))
+        rows.append(_found("training device only", evaluator, strategy))
         strategy, bitten = offload(evaluator, strategy)
         capped = capped or bitten
-        found.append(_found("algorithms 1 and 2", evaluator, strategy))
+        rows.append(_found("algorithms 1 and 2", evaluator, strategy))
         if moved:
-            found.append(_found("offload only", evaluator, greedy(evaluator, host_tree)))
-        for name in ("training device only", "algorithms 1 and 2", "offload only"):
-            for row in found:
-                if row.name == name and row.evaluator is evaluator:
-                    baselines[name] = min(row.makespan_us, baselines.get(name, math.inf))
+            rows.append(_found("offload only", evaluator, greedy(evaluator, host_tree)))
+        for row in rows:
+            baselines[row.name] = min(row.makespan_us, baselines.get(row.name, math.inf))
+        found += rows
     if improve:
         _improve_best(found, raw + first + moved)
-    return _result(job, specs, units, found, baselines, capped, len(raw + first + moved), started, payload)
+    result = _result(job, specs, units, found, baselines, capped, len(raw + first + moved), started, payload)
+    if progress is not None:
+        progress("search", 1.0)
+    return result
 
 
 def _part_of(progress: Progress | None, number: int, total: int) -> Progress | None:
@@ -356,7 +219,7 @@ def _part_of(progress: Progress | None, number: int, total: int) -> Progress | N
     return lambda phase, fraction: progress(phase, (number + fraction) / total)
 
 
-def _found(name: str, evaluator: Evaluator, strategy: Wholes) -> _Found:
+def _found(name: str, evaluator: Evaluator, strategy: npt.NDArray[np.int64]) -> _Found:
     return _Found(name, evaluator, tuple(evaluator.decode(strategy)), evaluator.makespan(strategy))
 
 
@@ -364,7 +227,7 @@ def _improve_best(found: list[_Found], leaves: tuple[Choice, ...], starts: int =
     """Improve the best few starts, and add what they become."""
     ranked = sorted(found, key=lambda row: row.makespan_us)
     for row in ranked[:starts]:
-        strategy, _ = improve(row.evaluator, row.evaluator.encode(row.choices), leaves)
+        strategy, _ = improve_locally(row.evaluator, row.evaluator.encode(row.choices), leaves)
         found.append(_found("improved", row.evaluator, strategy))
 
 
@@ -381,8 +244,8 @@ def _result(
 ) -> SearchResult:
     beside = job.forward_us + job.optimizer_us
     plain = next(row for row in found if row.name == "uncompressed")
-    # Stable: of equal times the one found first, so plain wins ties.
-    ranked = sorted(found, key=lambda row: row.makespan_us)
+    # Stable: of times equal but for rounding the one found first, so plain wins ties.
+    ranked = sorted(found, key=lambda row: float(f"{row.makespan_us:.9e}"))
     chosen = _ranked(job, ranked[0])
     alternatives = [_ranked(job, row) for row in _distinct(ranked)]
     bound = min(upper_bound_us(job, specs, units, payload), chosen.predicted_us)
@@ -416,8 +279,6 @@ def _distinct(ranked: Sequence[_Found], most: int = 4) -> list[_Found]:
 
 def lay_out(job: Job, strategy: Strategy, *, payload: PayloadBytes = payload_bytes) -> Plan:
     """Lay a strategy over a job and put its tasks into the order of the list schedule."""
-    from espresso.chains import Pricer
-
     laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
     return list_schedule(laid, job, pricer=Pricer(job.costs, job.cluster, payload))
 
@@ -442,15 +303,11 @@ def _ranked(job: Job, row: _Found) -> Ranked:
 
 
 __all__ = [
-    "Baseline",
     "ChoiceRow",
+    "Progress",
     "Ranked",
     "SearchResult",
-    "bubbles",
-    "greedy",
-    "improve",
     "lay_out",
-    "offload",
     "search",
     "upper_bound_us",
 ]

@@ -17,7 +17,7 @@ order (:func:`list_schedule`), which is how that order is found. This module is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -153,7 +153,7 @@ class _Activity:
 
 
 class _Simulation:
-    """One run over a plan's tasks. ``order`` given: lanes take tasks in that order; else first come first served."""
+    """One run over a plan's tasks. Lanes take them in ``order``; without one, first come first served."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ def simulate(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Timeline:
 
 
 def list_schedule(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Plan:
-    """The same plan in the order in which its tasks become ready when every lane serves first come first served.
+    """The same plan in the order in which tasks become ready when lanes serve first come first served.
 
     Ties go to the earlier tensor. Simulating the result gives exactly the time of the list schedule.
     """
@@ -306,7 +306,4 @@ def _simulate(
     return timeline, run.came
 
 
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done."""
-
-__all__ = ["Interval", "Progress", "Timeline", "list_schedule", "simulate", "water_fill"]
+__all__ = ["Interval", "Timeline", "list_schedule", "simulate", "water_fill"]

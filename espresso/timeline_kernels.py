@@ -9,8 +9,8 @@ Arrays of one evaluation (U units, B buckets, C candidates, T task rows):
 
 - ``gaps`` float64[B], ``first_unit`` int64[B + 1]: backward, and the units that each bucket hands over;
 - ``choice`` int64[U]: every unit's candidate;
-- ``count``, ``full``, ``tail`` int64[C]: a candidate's partitions: ``count - 1`` times the chain that starts at
-  row ``full``, then the chain at row ``tail``;
+- ``count``, ``full``, ``tail`` int64[C]: a candidate's partitions: ``count - 1`` times the chain that starts
+  at row ``full``, then the chain at row ``tail``;
 - ``task_set`` int64[T] (index into ``LANE_SETS``, -1 ends a chain), ``task_us``, ``task_cores`` float64[T].
 
 State (made by :func:`make_state`), a ring of tasks per lane set (end or arrival, row, key) and two vectors::
@@ -19,8 +19,8 @@ State (made by :func:`make_state`), a ring of tasks per lane set (end or arrival
            16-23 work left, 24-31 since, 32-39 rate of running heads, 40-42 the same of backward, 43 now
     whole  0 next bucket, 1 arrivals, 8-15 ring fronts, 16-23 ring rears, 24-31 whether the head runs
 
-It is
-copied with :func:`copy_state` to resume from the event at which a changed unit is handed over.
+It is copied with
+:func:`copy_state` to resume from the event at which a changed unit is handed over.
 """
 
 from __future__ import annotations
@@ -312,9 +312,9 @@ def advance_shared(
     ready: Reals,
     finish: Reals,
 ) -> float:
-    """As :func:`advance_paper`, with ``contention`` float64[2] (cores, backward's demand) shared by all that runs.
+    """As :func:`advance_paper`, with ``contention`` float64[2] (cores, backward's demand) shared by all.
 
-    Here ``real[8 + s]`` is the end of the running task of set s, and rings hold arrival numbers in ``ring_end``.
+    Here ``real[8 + s]`` is the end of the running task of set s; rings hold arrival numbers for ends.
     """
     real, whole, ring_came, ring_row, ring_key = state
     mask = ring_row.shape[1] - 1
@@ -399,9 +399,11 @@ def advance_shared(
             free = True
             slot = whole[8 + s] & mask
             for other in range(8):
-                if other != s and _SHARE[s, other] and whole[8 + other] < whole[16 + other]:
-                    if whole[24 + other] or ring_came[other, whole[8 + other] & mask] < ring_came[s, slot]:
-                        free = False
+                waits = other != s and _SHARE[s, other] and whole[8 + other] < whole[16 + other]
+                if waits and (
+                    whole[24 + other] or ring_came[other, whole[8 + other] & mask] < ring_came[s, slot]
+                ):
+                    free = False
             if free:
                 row = ring_row[s, slot]
                 whole[24 + s] = 1
@@ -437,7 +439,7 @@ def best_of(
     ready: Reals,
     finish: Reals,
 ) -> tuple[int, float]:
-    """Try candidates for one unit, the others fixed, resuming from ``start``, where its bucket is handed over.
+    """Try candidates for one unit, resuming from ``start``, where its bucket is about to be handed over.
 
     Returns:
         The first best candidate strictly below ``limit`` and its makespan; (-1, limit) if there is none.

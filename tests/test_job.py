@@ -197,7 +197,7 @@ def test_flat_routines_are_timed_by_the_slowest_link_and_share_the_nic():
     costs, cluster = make_costs(), Cluster(2, 4)
     gather = communicate(Routine.ALLGATHER, Scope.FLAT, Phase.WHOLE, Form.PAYLOAD)
     swap = communicate(Routine.ALL_TO_ALL, Scope.FLAT, Phase.FIRST, Form.PAYLOAD)
-    # A ring crosses a node's NIC once: (P-1)/P S. An all-to-all crosses it with every rank's shards: k(P-k)/P S.
+    # A ring crosses a node's NIC once: (P-1)/P S; an all-to-all with every rank's shards: k(P-k)/P S.
     assert costs.comm_us(gather, cluster, 8000) == pytest.approx(7 / 8 * 8 * 2.0 + 70)
     assert costs.comm_us(swap, cluster, 8000) == pytest.approx(4 * 4 / 8 * 8 * 2.0 + 70)
 
@@ -213,7 +213,7 @@ def test_measured_curves_go_before_lines():
 def test_a_routine_without_a_cost_is_named():
     costs = make_costs(links=Links(intra=AlphaBeta(1, 1)))
     gather = communicate(Routine.ALLGATHER, Scope.INTER, Phase.WHOLE, Form.PAYLOAD)
-    with pytest.raises(JobError, match="no cost for inter.allgather"):
+    with pytest.raises(JobError, match=r"no cost for inter\.allgather"):
         costs.comm_us(gather, Cluster(2, 2), 1)
 
 
@@ -225,7 +225,9 @@ def test_a_batched_decode_is_one_launch_and_its_shares():
 
 
 def test_an_unmeasured_compressor_is_named():
-    with pytest.raises(JobError, match=r"no encode cost for compressor 'int8' on the training device; .* topk"):
+    with pytest.raises(
+        JobError, match=r"no encode cost for compressor 'int8' on the training device; .* topk"
+    ):
         make_costs().encode_us(CompressorSpec("int8"), Device.TRAINING, 10)
     assert make_costs().devices(TOPK) == (Device.TRAINING,)
 
@@ -261,7 +263,7 @@ def _prices(text, elements=6400, cluster=None, spec=TOPK, costs=None):
 
 def test_bytes_follow_shards_payloads_and_multiplicity():
     works = _prices("comp > intra.all_to_all > dec > comp > inter.allgather > intra.allgather > dec")
-    # 6400 elements: payloads of 12800 bytes in two atoms; then shards of 3200 elements; two ranks share the NIC.
+    # 6400 elements: 12800 bytes in two payloads; then shards of 3200; two ranks share the NIC.
     assert [work.num_bytes for work in works] == [0, 12800, 0, 0, 2 * (2 * 6400), 4 * 6400, 0]
     assert [work.us for work in works][2] == 3 + 2 * interpolate(((0, 0), (1000, 2)), 3200)
     assert [work.us for work in works][6] == 3 + 2 * interpolate(((0, 0), (1000, 2)), 6400)

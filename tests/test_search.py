@@ -1,0 +1,265 @@
+"""The search: never above a baseline, near brute force, and right in the details of both algorithms."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from espresso.algorithms import bubbles, greedy, offload, size_order
+from espresso.baselines import simple_baselines
+from espresso.candidates import compressed_choices, raw_choices, units_of
+from espresso.costs import Contention, CopyCost
+from espresso.evaluator import Evaluator
+from espresso.job import JobError
+from espresso.presets import job_from_trace
+from espresso.search import search
+from espresso.strategies import PLAIN, Choice, Cluster, Device, parse_option
+from espresso.timeline import simulate
+from tests.timeline_jobs import GATHER, HOST_GATHER, TOY, compute, jobs, make_job, tenth
+
+slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+
+
+def evaluator_of(job, partition_bytes=0):
+    return Evaluator(job, units_of(job), partition_bytes, tenth)
+
+
+@given(jobs())
+@slow_ok
+def test_the_result_is_never_above_a_baseline_nor_below_the_upper_bound(job):
+    result = search(job, TOY, payload=tenth)
+    assert result.predicted_us <= min(result.baselines.values()) * (1 + 1e-9)
+    assert result.upper_bound_us <= result.predicted_us * (1 + 1e-9)
+    assert result.baselines["uncompressed"] == pytest.approx(result.uncompressed_us)
+    # An independent look at every baseline at every partition size that was tried.
+    for row in simple_baselines(evaluator_of(job), (TOY,)):
+        assert result.predicted_us <= (job.forward_us + row.makespan_us + job.optimizer_us) * (1 + 1e-9)
+
+
+@given(jobs())
+@slow_ok
+def test_the_prediction_is_that_of_the_plan(job):
+    from espresso.chains import Pricer
+
+    result = search(job, TOY, payload=tenth)
+    timeline = simulate(result.plan, job, pricer=Pricer(job.costs, job.cluster, tenth))
+    assert timeline.iteration_us == pytest.approx(result.predicted_us, rel=1e-9)
+    result.strategy.check_model(job.tensors, job.cluster)
+    times = [row.predicted_us for row in result.alternatives]
+    assert times == sorted(times)
+    choices = [tuple(row.strategy.choices.values()) for row in result.alternatives]
+    assert len(set(choices)) == len(choices)
+
+
+@given(jobs())
+@slow_ok
+def test_the_search_is_deterministic(job):
+    first, second = search(job, TOY, payload=tenth), search(job, TOY, payload=tenth)
+    assert first.strategy == second.strategy
+    assert first.plan.order == second.plan.order
+
+
+@given(jobs())
+@slow_ok
+def test_each_algorithm_never_makes_it_worse(job):
+    evaluator = evaluator_of(job)
+    leaves = raw_choices(job.cluster) + compressed_choices(job, (TOY,), Device.TRAINING)
+    plain = evaluator.makespan(evaluator.uniform(PLAIN))
+    first = greedy(evaluator, leaves)
+    second, _ = offload(evaluator, first)
+    assert evaluator.makespan(second) <= evaluator.makespan(first) <= plain
+
+
+def brute_force(evaluator, leaves):
+    options = evaluator.options(leaves, prune=False)
+    return min(evaluator.makespan(np.array(row)) for row in itertools.product(*options))
+
+
+def test_near_brute_force_on_small_jobs(record_property):
+    gaps = []
+    rng = np.random.default_rng(7)
+    for _ in range(12):
+        sizes = rng.choice([64, 1000, 5000, 20000], 3).tolist()
+        job = make_job(sizes, [0, *rng.integers(0, 60, 2)], alpha=2.0, beta=2.0)
+        leaves = raw_choices(job.cluster) + tuple(
+            choice for device in Device for choice in compressed_choices(job, (TOY,), device)
+        )
+        best = brute_force(evaluator_of(job), leaves)
+        found = search(job, TOY, payload=tenth, partitions=(0,)).predicted_us
+        assert found >= best * (1 - 1e-9)
+        gaps.append(found / best - 1)
+    record_property("gaps", gaps)
+    assert max(gaps) <= 0.25
+    assert np.median(gaps) <= 0.02
+
+
+def test_offloading_the_first_of_each_group_against_every_subset(record_property):
+    """Lemma 1 of the paper: recorded, since its argument is intuition."""
+    gaps = []
+    rng = np.random.default_rng(3)
+    for _ in range(12):
+        job = make_job([4000] * 6, [0, *rng.integers(5, 60, 5)], beta=3.0, costs=compute(8.0, 3.0, host=1.5))
+        evaluator = evaluator_of(job)
+        start = evaluator.uniform(GATHER)
+        moved, capped = offload(evaluator, start)
+        assert not capped
+        host = evaluator.uniform(HOST_GATHER)
+        masks = itertools.product((False, True), repeat=6)
+        best = min(evaluator.makespan(np.where(mask, host, start)) for mask in masks)
+        gaps.append(evaluator.makespan(moved) / best - 1)
+        assert gaps[-1] >= -1e-12
+    record_property("gaps", gaps)
+    assert max(gaps) <= 0.2
+
+
+def test_offload_counts_every_vector_up_to_the_cap_and_says_when_it_bites():
+    job = make_job([4000, 4000, 5000, 5000], [0, 9, 9, 9], beta=3.0, costs=compute(8.0, 3.0, host=1.5))
+    evaluator = evaluator_of(job)
+    start = evaluator.uniform(GATHER)
+    everything, capped = offload(evaluator, start, cap=9)
+    assert not capped
+    prefixes = itertools.product(range(3), range(3))
+    host = evaluator.uniform(HOST_GATHER)
+    best = np.inf
+    for a, b in prefixes:
+        row = start.copy()
+        row[:a], row[2 : 2 + b] = host[:a], host[2 : 2 + b]
+        best = min(best, evaluator.makespan(row))
+    assert evaluator.makespan(everything) == best
+    settled, capped = offload(evaluator, start, cap=8)
+    assert capped
+    assert best <= evaluator.makespan(settled) <= evaluator.makespan(start)
+
+
+def test_size_order_is_largest_first_then_latest_ready():
+    job = make_job([64, 5000, 64, 5000], [0, 1, 1, 1])
+    assert size_order(units_of(job)) == [3, 1, 2, 0]
+
+
+def test_bubbles_drop_only_what_is_completely_finished():
+    job = make_job([1000, 64, 5000, 64], [0, 1, 100, 1])
+    evaluator = evaluator_of(job)
+    assert bubbles(evaluator, evaluator.uniform(PLAIN)) == 2
+    # The link is idle before t2, but t0's decoder is still at work: nothing may be dropped.
+    busy = make_job([1000, 64, 5000], [0, 1, 2000], costs=compute(10.0, 5000.0, host=1.0))
+    evaluator = evaluator_of(busy)
+    strategy = evaluator.encode([HOST_GATHER, PLAIN, PLAIN])
+    assert bubbles(evaluator, strategy) == 0
+
+
+def test_a_tensor_before_a_bubble_stays_raw():
+    job = make_job([20000, 20000], [0, 5000], beta=40.0, costs=compute(5.0, 5.0))
+    result = search(job, TOY, payload=tenth, improve=False)
+    assert result.strategy.choices["t0"] == PLAIN
+    assert result.strategy.choices["t1"].option.is_compressed
+
+
+def test_cheap_compression_on_a_slow_link_is_chosen_and_dear_on_a_fast_one_is_not():
+    slow = make_job([100_000] * 4, [0, 5, 5, 5], beta=50.0, costs=compute(0.1, 0.1))
+    result = search(slow, TOY, payload=tenth)
+    assert result.num_compressed == result.num_tensors == 4
+    assert result.predicted_us < result.uncompressed_us / 4
+    fast = make_job([100_000] * 4, [0, 5, 5, 5], beta=0.001, costs=compute(100.0, 100.0))
+    result = search(fast, TOY, payload=tenth)
+    assert result.num_compressed == 0
+    assert result.strategy.choices["t0"] == PLAIN
+    assert all(set(row.strategy.choices.values()) != {PLAIN} for row in result.alternatives)
+
+
+def test_the_host_is_used_where_the_training_device_is_the_bottleneck():
+    job = make_job([50_000] * 6, [0, *[100] * 5], beta=8.0, costs=compute(4.0, 2.0, host=1.0))
+    result = search(job, TOY, payload=tenth)
+    assert result.num_offloaded > 0
+    assert result.predicted_us <= result.baselines["training device only"]
+
+
+def test_the_hierarchy_is_used_on_a_hierarchical_cluster():
+    job = make_job([100_000] * 4, [0, 5, 5, 5], cluster=Cluster(4, 4), beta=8.0, costs=compute(0.5, 0.1))
+    result = search(job, TOY, payload=tenth)
+    assert any(choice.option.is_hierarchical for choice in result.strategy.choices.values())
+
+
+def test_summable_leaves_are_offered_for_casts_only():
+    job = make_job([1000], [0], costs=compute(1.0, 1.0, name="fp16") + compute(1.0, 1.0))
+    from espresso.strategies import CompressorSpec
+
+    assert any(
+        c.option.is_summable for c in compressed_choices(job, (CompressorSpec("fp16"),), Device.TRAINING)
+    )
+    assert not any(c.option.is_summable for c in compressed_choices(job, (TOY,), Device.TRAINING))
+
+
+def test_several_compressors_may_mix():
+    job = make_job(
+        [100_000, 1000], [0, 5], beta=20.0, costs=compute(1.0, 1.0, name="fp16") + compute(1.0, 1.0)
+    )
+    one = search(job, "efsignsgd", payload=tenth)
+    both = search(job, ["efsignsgd", "fp16"], payload=tenth)
+    assert both.predicted_us <= one.predicted_us * (1 + 1e-9)
+    assert {row.compressor for row in both.top_choices} <= {"efsignsgd", "fp16", "none"}
+
+
+def test_a_compressor_without_costs_is_named():
+    with pytest.raises(JobError, match=r"no costs for compressor 'topk:ratio=0\.5'; it has efsignsgd"):
+        search(make_job([64], [0]), "topk:ratio=0.5")
+
+
+def test_shared_cores_and_copies_are_searched_too():
+    contention = Contention(1.0, 1.0, 1.0, {"flat": 0.3, "inter": 0.3, "intra": 1.0})
+    job = make_job(
+        [20_000] * 4, [0, 50, 50, 50], cluster=Cluster(2, 2), contention=contention, beta=8.0,
+        copy=CopyCost(1.0, 0.1), costs=compute(0.5, 0.2),
+    )  # fmt: skip
+    result = search(job, TOY, payload=tenth)
+    assert result.predicted_us < result.uncompressed_us
+
+
+def test_pruning_never_costs_more_than_it_saves_here():
+    """The pruned greedy against the full one on a real trace: what the heuristic may cost."""
+    job = job_from_trace("gpt2", 8, 8, "pcie-25g")
+    leaves = raw_choices(job.cluster) + compressed_choices(job, (TOY,), Device.TRAINING)
+    evaluator = Evaluator(job, units_of(job), 0)
+    pruned, full = greedy(evaluator, leaves), greedy(evaluator, leaves, prune=False)
+    assert evaluator.makespan(pruned) <= evaluator.makespan(full) * 1.02
+
+
+def test_dominance_keeps_the_first_of_equals_and_every_trade_off():
+    job = make_job([5000], [0], cluster=Cluster(2, 2), beta=4.0)
+    evaluator = evaluator_of(job)
+    leaves = raw_choices(job.cluster) + compressed_choices(job, (TOY,), Device.TRAINING)
+    (every,), (kept,) = evaluator.options(leaves, prune=False), evaluator.options(leaves)
+    assert set(kept) <= set(every)
+    assert len(kept) < len(every)
+    alone = evaluator.candidates.alone_us
+    assert alone(kept).min() == alone(every).min()
+
+
+def test_a_published_trace_is_searched_whole_in_time():
+    job = job_from_trace("bert_base", 8, 8, "nvlink-100g")
+    search(job, "efsignsgd")
+    result = search(job, "efsignsgd")
+    assert result.num_candidates == 9 + 165 + 165
+    assert result.predicted_us < 0.5 * result.uncompressed_us
+    assert result.upper_bound_us < result.predicted_us
+    # A second is the bar on a quiet machine; this one may be busy.
+    assert result.search_ms < 5000
+
+
+def test_progress_is_told():
+    seen = []
+    job = make_job([1000, 5000], [0, 5])
+    search(job, TOY, payload=tenth, progress=lambda phase, fraction: seen.append((phase, fraction)))
+    assert seen
+    assert seen[-1][1] == 1.0
+
+
+def test_baselines_are_the_named_pipelines():
+    job = make_job([1000, 5000], [0, 5], cluster=Cluster(2, 2))
+    rows = {row.name: row for row in simple_baselines(evaluator_of(job), (TOY,))}
+    assert set(rows["uncompressed"].choices) == {PLAIN}
+    assert set(rows["inter-allgather"].choices) == {
+        Choice(parse_option("intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"), TOY)
+    }
+    assert len(set(rows["compress everything"].choices)) == 1
+    assert all(choice.option.is_compressed for choice in rows["compress everything"].choices)

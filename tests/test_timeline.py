@@ -1,0 +1,343 @@
+"""The timeline: exact event logs by hand, invariants on random plans, and kernels equal to the oracle."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from espresso.candidates import units_of
+from espresso.chains import Pricer
+from espresso.costs import Contention, CopyCost, Op
+from espresso.evaluator import Evaluator
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Lane, parse_option, plan
+from espresso.timeline import list_schedule, simulate, water_fill
+from tests.timeline_jobs import (
+    GATHER,
+    HOST_GATHER,
+    TOY,
+    choices,
+    compute,
+    jobs,
+    make_job,
+    planned,
+    tenth,
+    uniform,
+)
+
+slow_ok = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+
+
+def lay(job, strategy):
+    laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
+    return list_schedule(laid, job, pricer=Pricer(job.costs, job.cluster, tenth))
+
+
+def run(job, strategy):
+    return simulate(lay(job, strategy), job, pricer=Pricer(job.costs, job.cluster, tenth))
+
+
+def events(timeline):
+    """(lane, tensor, step, start, end), the event log."""
+    return [
+        (row.lane.value, row.tensors[0], str(row.step), row.start_us, row.end_us)
+        for row in timeline.intervals
+    ]
+
+
+# By hand. Two nodes of one rank; 1 us per KB; encode and decode 10 us per 1000 elements, ten to one.
+
+
+def test_plain_allreduces_queue_on_the_link():
+    job = make_job([10_000, 20_000], [0, 10], forward_us=5.0, optimizer_us=3.0)
+    timeline = run(job, uniform(job))
+    # Ring of two: S/B = 40 us and 80 us; the second is ready at 10 and waits.
+    assert events(timeline) == [
+        ("inter_out", "t0", "flat.allreduce", 0, 40),
+        ("inter_in", "t0", "flat.allreduce", 0, 40),
+        ("inter_out", "t1", "flat.allreduce", 40, 120),
+        ("inter_in", "t1", "flat.allreduce", 40, 120),
+    ]
+    assert timeline.bucket_ready_us == (0, 10)
+    assert timeline.makespan_us == 120
+    assert timeline.iteration_us == 128
+
+
+def test_training_compression_holds_backward_up():
+    job = make_job([1000, 1000], [0, 15])
+    timeline = run(job, uniform(job, GATHER))
+    # encode 10, allgather half of 2 * 400 bytes: 0.4 us, decode of two payloads: 20.
+    assert [(e[0], e[1], e[2]) for e in events(timeline) if e[0] != "inter_in"] == [
+        ("training", "t0", "comp"),
+        ("inter_out", "t0", "flat.allgather"),
+        ("training", "t0", "dec"),
+        ("training", "t1", "comp"),
+        ("inter_out", "t1", "flat.allgather"),
+        ("training", "t1", "dec"),
+    ]
+    # Backward: 0-10 held by comp, 0.4 us of work while the link runs, 20 held by dec, then the other 14.6.
+    assert timeline.bucket_ready_us == (0, pytest.approx(45.0))
+    assert timeline.makespan_us == pytest.approx(45 + 30.4)
+
+
+def test_host_compression_holds_nothing_up():
+    job = make_job([1000, 1000], [0, 15])
+    timeline = run(job, uniform(job, HOST_GATHER))
+    assert timeline.bucket_ready_us == (0, 15)
+    assert timeline.makespan_us == pytest.approx(10 + 0.4 + 20 + 10 + 0.4 + 20)
+
+
+def test_host_copies_have_their_lane_or_the_intra_link():
+    job = make_job([1000], [0], copy=CopyCost(2.0, 1.0))
+    assert [(e[0], e[3], e[4]) for e in events(run(job, uniform(job, HOST_GATHER))) if e[0] == "copy"] == [
+        ("copy", 0, 6),
+        ("copy", 16, pytest.approx(18.4)),
+        ("copy", pytest.approx(18.8), pytest.approx(21.6)),
+        ("copy", pytest.approx(41.6), pytest.approx(47.6)),
+    ]
+    shared = make_job([1000], [0], copy=CopyCost(2.0, 1.0, True))
+    timeline = run(shared, uniform(shared, HOST_GATHER))
+    assert [e[0] for e in events(timeline)].count("intra") == 4
+
+
+def test_shared_cores_slow_everything_in_proportion():
+    # One core: backward (demand 1) and the encoder (demand 1) get half each until the encoder is done at 20.
+    contention = Contention(1.0, 1.0, 1.0, {"flat": 0.5})
+    job = make_job([1000, 64], [0, 30], contention=contention)
+    strategy = uniform(job).with_choices({"t0": GATHER})
+    timeline = run(job, strategy)
+    log = {(e[1], e[2]): e[3:] for e in events(timeline)}
+    assert log["t0", "comp"] == (0, 20)
+    # The gather burns half a core and is served first; backward then has the other half.
+    assert log["t0", "flat.allgather"] == (20, pytest.approx(20.4))
+    # Backward did 10 + 0.2; with the decoder at half speed it needs 39.6 for the rest.
+    assert timeline.bucket_ready_us == (0, pytest.approx(20.4 + 39.6))
+    # The decoder did 19.8 of its 20 by then, shares with the allreduce (0.256 at half a core), then is alone.
+    assert log["t0", "dec"][0] == pytest.approx(20.4)
+    assert log["t0", "dec"][1] == pytest.approx(60.0 + 0.256 + (0.2 - 0.128))
+
+
+def test_two_workers_on_one_core_have_half_each():
+    job = make_job([1000], [0], contention=Contention(0.5, 0.5, 1.0))
+    assert run(job, uniform(job, GATHER)).makespan_us == pytest.approx(20 + 0.4 + 40)
+
+
+def test_water_fill():
+    assert water_fill([1.0, 1.0], 2.0) == [1.0, 1.0]
+    assert water_fill([1.0, 1.0, 0.25], 1.0) == [0.375, 0.375, 1.0]
+    assert water_fill([3.0, 1.0], 2.0) == [pytest.approx(1 / 3), 1.0]
+    assert water_fill([0.0, 5.0], 1.0) == [1.0, 0.2]
+    assert water_fill([], 1.0) == []
+
+
+def test_a_flat_routine_waits_for_both_links():
+    job = make_job([10_000, 10_000], [0, 0], cluster=Cluster(2, 2))
+    deep = Choice(parse_option("intra.reduce_scatter > inter.allreduce > intra.allgather"))
+    timeline = run(job, uniform(job).with_choices({"t0": deep}))
+    flat = [row for row in timeline.intervals if str(row.step) == "flat.allreduce"]
+    assert {row.lane for row in flat} == {Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN}
+    # t1's allreduce took its place on the links before t0's inter step asked for one.
+    inter = next(row for row in timeline.intervals if str(row.step) == "inter.allreduce")
+    assert flat[0].start_us == pytest.approx(20.0)
+    assert inter.start_us == flat[0].end_us
+
+
+def test_partitions_pipeline():
+    job = make_job([4000], [0], beta=50.0)
+    whole = run(job, uniform(job, GATHER)).makespan_us
+    cut = run(job, uniform(job, GATHER, partition_bytes=4 * 1024)).makespan_us
+    assert whole == pytest.approx(40 + 80 + 80)
+    # Four parts of 1000: the training lane is busy for 40 + 80 and waits for the first part's 20 at most.
+    assert 120 <= cut <= 145
+
+
+def test_the_plan_order_is_obeyed():
+    job = make_job([1000, 1000], [0, 5])
+    laid = lay(job, uniform(job))
+    assert [row.tensors[0] for row in simulate(laid, job).intervals if row.lane is Lane.INTER_OUT] == [
+        "t0",
+        "t1",
+    ]
+    other = simulate(laid.with_order(laid.order[::-1]), job)
+    assert [row.tensors[0] for row in other.intervals if row.lane is Lane.INTER_OUT] == ["t1", "t0"]
+    assert other.makespan_us == 5 + 4 + 4
+
+
+def test_a_plan_for_another_job_is_refused():
+    job, other = make_job([64, 64], [0, 1]), make_job([64], [0])
+    with pytest.raises(ValueError, match="lay it over"):
+        simulate(lay(job, uniform(job)), other)
+    third = make_job([64], [0], cluster=Cluster(4, 1))
+    with pytest.raises(ValueError, match="the plan is for 2 nodes x 1 ranks"):
+        simulate(lay(other, uniform(other)), third)
+
+
+# Invariants
+
+
+@given(st.data())
+@slow_ok
+def test_one_tensor_takes_the_sum_of_its_chain(data):
+    job = make_job(
+        [data.draw(st.sampled_from((64, 1000, 5000)))], [0], cluster=Cluster(2, 2), beta=0.7, alpha=1.0
+    )
+    choice = data.draw(choices(job.cluster))
+    chain = Pricer(job.costs, job.cluster, tenth).chain(choice, job.tensors[0].numel, "float32")
+    assert run(job, uniform(job, choice)).makespan_us == pytest.approx(sum(work.us for work in chain))
+
+
+def test_infinite_bandwidth_without_compression_is_compute_only():
+    job = make_job([1000, 5000, 100], [0, 20, 30], beta=0.0, forward_us=9.0)
+    assert run(job, uniform(job)).iteration_us == 59.0
+
+
+@given(planned())
+@slow_ok
+def test_lanes_never_overlap_and_dependencies_hold(case):
+    job, strategy = case
+    timeline = run(job, strategy)
+    laid = timeline.plan
+    for lane in Lane:
+        rows = [row for row in timeline.intervals if row.lane is lane]
+        assert all(a.end_us <= b.start_us + 1e-9 for a, b in itertools.pairwise(rows))
+    place = {task: position for position, task in enumerate(laid.order)}
+    for task in laid.tasks:
+        start, end = timeline.start_us[task.index], timeline.end_us[task.index]
+        assert start <= end
+        if task.after is None:
+            bucket = laid.groups[laid.partitions[task.partition].group].bucket
+            assert start >= timeline.bucket_ready_us[bucket]
+        else:
+            assert start >= timeline.end_us[task.after]
+            assert place[task.after] < place[task.index]
+    ready = timeline.bucket_ready_us
+    assert all(a <= b for a, b in itertools.pairwise(ready))
+    assert all(a <= b + 1e-9 for a, b in zip(job.ready_us, ready, strict=True))
+
+
+@given(planned())
+@slow_ok
+def test_no_schedule_beats_its_own_bounds(case):
+    job, strategy = case
+    timeline = run(job, strategy)
+    laid, works = timeline.plan, timeline.works
+    bounds = [job.ready_us[-1], timeline.bucket_ready_us[-1]]
+    for lane in Lane:
+        bounds.append(sum(w.us for w, t in zip(works, laid.tasks, strict=True) if lane in _lanes(w)))
+    if job.costs.contention.is_paper:
+        held = sum(work.us for work in works if Lane.TRAINING in _lanes(work))
+        bounds.append(held)
+    for part in laid.partitions:
+        bucket = laid.groups[part.group].bucket
+        chain = sum(works[task.index].us for task in laid.tasks if task.partition == part.index)
+        bounds.append(job.ready_us[bucket] + chain)
+    assert timeline.makespan_us >= max(bounds) * (1 - 1e-9)
+    assert timeline.iteration_us == job.forward_us + timeline.makespan_us + job.optimizer_us
+
+
+def _lanes(work):
+    from espresso.chains import LANE_SETS
+
+    return LANE_SETS[work.shape.lane_set]
+
+
+@given(st.lists(st.sampled_from((64, 1000, 5000)), min_size=1, max_size=8), st.data())
+@slow_ok
+def test_free_compression_never_loses_on_a_single_link(sizes, data):
+    gaps = [0, *(data.draw(st.integers(0, 40)) for _ in sizes[1:])]
+    job = make_job(sizes, gaps, costs=compute(0.0, 0.0, name="fp16"))
+    fp16 = Choice(parse_option("comp > flat.allreduce > dec"), CompressorSpec("fp16"))
+    picked = {t.name: fp16 for t in job.tensors if data.draw(st.booleans())}
+    assert (
+        run(job, uniform(job).with_choices(picked)).makespan_us <= run(job, uniform(job)).makespan_us + 1e-9
+    )
+
+
+# Kernels against the oracle
+
+
+def _kernel_case(case):
+    job, strategy = case
+    evaluator = Evaluator(job, units_of(job), strategy.partition_bytes, tenth)
+    encoded = evaluator.encode([strategy.choices[unit.tensors[0]] for unit in evaluator.units])
+    return evaluator, encoded
+
+
+@given(planned(per_bucket=True))
+@settings(slow_ok, max_examples=150)
+def test_kernels_equal_the_oracle(case):
+    job, strategy = case
+    evaluator, encoded = _kernel_case(case)
+    timeline = run(job, strategy)
+    assert evaluator.makespan(encoded) == pytest.approx(timeline.makespan_us, rel=1e-9)
+    np.testing.assert_allclose(evaluator.ready, timeline.bucket_ready_us, rtol=1e-9)
+    finish = [0.0] * len(evaluator.units)
+    for row in timeline.intervals:
+        finish[row.bucket] = max(finish[row.bucket], row.end_us)
+    np.testing.assert_allclose(evaluator.finish, finish, rtol=1e-9)
+
+
+@given(planned(per_bucket=True), st.data())
+@slow_ok
+def test_resuming_equals_starting_over(case, data):
+    job, _ = case
+    evaluator, encoded = _kernel_case(case)
+    unit = data.draw(st.integers(0, len(evaluator.units) - 1))
+    tried = [data.draw(choices(job.cluster)) for _ in range(4)]
+    numbers = np.array([evaluator.candidates.number(evaluator.units[unit].size, choice) for choice in tried])
+    times = []
+    for number in numbers:
+        changed = encoded.copy()
+        changed[unit] = number
+        times.append(evaluator.makespan(changed))
+    best, time = evaluator.best(encoded, unit, numbers, np.inf)
+    assert time == min(times)
+    assert best == numbers[times.index(min(times))]
+    assert evaluator.best(encoded, unit, numbers, min(times)) == (-1, min(times))
+
+
+@given(planned(per_bucket=True), st.data())
+@slow_ok
+def test_a_batch_equals_its_rows(case, data):
+    job, _ = case
+    evaluator, encoded = _kernel_case(case)
+    batch = np.array(
+        [
+            encoded,
+            *(evaluator.encode([data.draw(choices(job.cluster)) for _ in evaluator.units]) for _ in range(3)),
+        ]
+    )
+    index, time, times = evaluator.batch(batch)
+    assert times.tolist() == [evaluator.makespan(row) for row in batch]
+    assert (index, time) == (int(times.argmin()), times.min())
+    cut = evaluator.batch(batch, cut=True)
+    assert cut[:2] == (index, time)
+
+
+@given(planned())
+@slow_ok
+def test_list_schedules_are_pure_and_replay_exactly(case):
+    job, strategy = case
+    first, second = lay(job, strategy), lay(job, strategy)
+    assert first.order == second.order
+    replayed = lay(job, strategy).with_order(first.order)
+    pricer = Pricer(job.costs, job.cluster, tenth)
+    assert simulate(replayed, job, pricer=pricer).end_us == simulate(first, job, pricer=pricer).end_us
+
+
+@given(jobs())
+@slow_ok
+def test_free_prices_leave_communication_alone(job):
+    free, full = Pricer(job.costs, job.cluster, tenth, free=True), Pricer(job.costs, job.cluster, tenth)
+    for mine, theirs in zip(
+        free.chain(GATHER, 1000, "float32"), full.chain(GATHER, 1000, "float32"), strict=True
+    ):
+        assert mine.us == (theirs.us if theirs.shape.step.is_communication else 0.0)
+
+
+def test_costs_are_found_for_both_devices():
+    costs = make_job([64], [0]).costs
+    assert costs.devices(TOY) == (Device.TRAINING, Device.OFFLOAD)
+    assert costs.compute_cost(TOY, Device.OFFLOAD, Op.DECODE).time_us(1000) == 10.0
+    assert PLAIN.option.is_compressed is False
