@@ -6,9 +6,11 @@ Both use one clock, microseconds: zero is when the iteration's first gradient is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from espresso.strategies import Form, Lane, Stage
@@ -162,6 +164,24 @@ def measured_events(
     return events
 
 
+def load_measured(path: str | Path, predicted: Sequence[LaneEvent] = ()) -> list[LaneEvent]:
+    """Read ``measured.json`` as a run left it; see :func:`measured_events`.
+
+    Raises:
+        EventError: not JSON, not a list, or a malformed row; the message begins with the path.
+        OSError: the file cannot be read.
+    """
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(rows, list):
+            raise EventError(f"measured intervals must be a list, got {type(rows).__name__}")
+        return measured_events(rows, predicted)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise EventError(f"{path}: not a JSON file ({error})") from None
+    except EventError as error:
+        raise EventError(f"{path}: {error}") from None
+
+
 def _measured_event(row: Mapping[str, Any], lane: str, twin: LaneEvent | None, host: str) -> LaneEvent:
     compressed = row.get("compressed", twin is not None and twin.kind is Kind.EXCHANGE_COMPRESSED)
     return LaneEvent(
@@ -225,6 +245,7 @@ __all__ = [
     "busy_us",
     "kind_of",
     "last_iteration",
+    "load_measured",
     "measured_events",
     "predicted_events",
     "sorted_lanes",

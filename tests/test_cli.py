@@ -193,6 +193,23 @@ def test_simulate_agrees_with_search_and_writes_both_files(files: dict[str, Path
     assert "% │" in table
 
 
+def test_simulate_shows_measured_lanes_beside_predicted_ones(files: dict[str, Path], tmp_path: Path) -> None:
+    row = {"lane": "training", "step": "comp", "tensors": ["a"], "bytes": 4}
+    row |= {"start_us": 1.0, "end_us": 2.0, "iteration": 9, "rank": 1}
+    measured, trace = tmp_path / "measured.json", tmp_path / "t.json"
+    measured.write_text(json.dumps([row]))
+    argv = ("simulate", files["job"], files["strategy"], "--measured", measured)
+    assert espresso(*argv, "--trace", trace, "--plot", tmp_path / "p.png").exit_code == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["predicted", "measured rank 1"]
+    measured.write_text(json.dumps([{**row, "lane": 3}]))
+    refused(espresso(*argv), str(measured), "row 0: lane must be str, got 3")
+    measured.write_text("{}")
+    refused(espresso(*argv), str(measured), "must be a list, got dict")
+    refused(espresso(*argv[:-1], tmp_path / "none.json"), "no such file")
+
+
 def test_compare_ranks_the_baselines(files: dict[str, Path]) -> None:
     body = printed(espresso("compare", files["job"], "-c", "dgc:ratio=0.01", "--json"))
     times = body["predicted_us"]
@@ -480,6 +497,36 @@ def test_profile_needs_no_dashes_and_takes_the_commands_options(script: Path, tm
     done = as_process("profile", sys.executable, "-u", script.name, "register", "measure", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "job.json").exists()
+
+
+TRAINS_FOR_REAL = """
+import torch, torch.distributed as dist, espresso
+dist.init_process_group("gloo")
+layers = [torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64)]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)
+state = espresso.register(model, compressor="efsignsgd", ranks_per_node=1)
+for _ in range(30):
+    model(torch.randn(8, 64)).square().mean().backward()
+assert state.metrics()["espresso/tensors_compressed"] == 0
+state.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_profile_of_a_real_training_script_feeds_the_search(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS_FOR_REAL)
+    launch = ("torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+    done = profile(tmp_path, *launch, script, options=("--json",))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["registered"] is True
+    job = json.loads((tmp_path / "job.json").read_text())
+    assert (job["mode"], len(job["tensors"]), job["cluster"]["num_nodes"]) == ("ddp", 4, 2)
+    assert len(job["buckets"]) > 1
+    body = printed(espresso("search", tmp_path / "job.json", "-c", "efsignsgd", "--json"))
+    assert body["num_tensors"] == 4
+    assert body["predicted_us"] <= body["uncompressed_us"]
 
 
 WAITS = """

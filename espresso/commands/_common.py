@@ -68,13 +68,14 @@ def user_errors(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         from espresso._fields import JobError
+        from espresso.lane_events import EventError
         from espresso.strategies import StrategyError
 
         try:
             return command(*args, **kwargs)
         except UserError as error:
             fail(str(error), error.status)
-        except (JobError, StrategyError) as error:
+        except (EventError, JobError, StrategyError) as error:
             fail(str(error))
         except BrokenPipeError:
             raise  # the reader of our output has gone; typer ends quietly

@@ -37,11 +37,19 @@ def simulate(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the lanes (png, pdf or svg).", show_default=False)
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            help="Intervals that a run left (measured.json), to show beside the prediction.",
+            show_default=False,
+            readable=False,
+        ),
+    ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Predict one iteration of a job under a strategy, lane by lane."""
     from espresso.job import Job
-    from espresso.lane_events import predicted_events
+    from espresso.lane_events import load_measured, predicted_events
     from espresso.report import human_us, lane_rows, utilisation_table
     from espresso.strategies import Strategy
 
@@ -53,7 +61,8 @@ def simulate(
         timeline, plain = _timelines(loaded_job, loaded)
         events = predicted_events(timeline)
         title = f"{loaded_job.model}, {loaded_job.cluster}, {loaded_job.mode.value} mode"
-        _write(events, trace, plot, title)
+        ran = [] if measured is None else load_measured(measured, events)
+        _write(events, ran, trace, plot, title)
     if json_output:
         emit_json(
             {
@@ -90,12 +99,18 @@ def _timelines(job: "Job", strategy: "Strategy") -> "tuple[Timeline, Timeline]":
     return run(lay_out(job, strategy), job), run(lay_out(job, plain), job)
 
 
-def _write(events: "Sequence[LaneEvent]", trace: Path | None, plot: Path | None, title: str) -> None:
+def _write(
+    events: "Sequence[LaneEvent]",
+    ran: "Sequence[LaneEvent]",
+    trace: Path | None,
+    plot: Path | None,
+    title: str,
+) -> None:
     if trace is not None:
         from espresso.trace_events import write_trace
 
-        write_trace(trace, events, metadata={"title": title})
+        write_trace(trace, events, ran, metadata={"title": title})
     if plot is not None:
         from espresso.gantt import write_gantt
 
-        write_gantt(plot, events, title=title)
+        write_gantt(plot, events, ran, title=title)
