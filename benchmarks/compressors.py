@@ -132,7 +132,9 @@ def _time(call: Callable[[], object], inner: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a table or JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compressors", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compressors", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("compressors", nargs="*", help="specs; all ids with their defaults if none is given")
     parser.add_argument("--log2-elements", type=int, nargs="+", default=[14, 16, 18, 20, 22, 24, 26])
     parser.add_argument("--log2-segment", type=int, default=None, help="cut into segments of this length")
@@ -145,7 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for threads in options.threads:
         with WorkerPool(threads) as pool:
             for elements in (1 << power for power in options.log2_elements):
-                segment = elements if options.log2_segment is None else min(elements, 1 << options.log2_segment)
+                segment = (
+                    elements if options.log2_segment is None else min(elements, 1 << options.log2_segment)
+                )
                 bench = Bench(elements, pool, options.repeats)
                 for spec in options.compressors or compressor_ids():
                     rows += measure(spec, bench, segment)
@@ -156,8 +160,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     if not options.json:
                         _write(rows[-3:])
     if options.json:
-        facts = {"machine": platform.machine(), "cores": available_cores(), "python": platform.python_version()}
-        sys.stdout.write(json.dumps({**facts, "numpy": np.__version__, "rows": [asdict(row) for row in rows]}) + "\n")
+        facts = {
+            "machine": platform.machine(),
+            "cores": available_cores(),
+            "python": platform.python_version(),
+        }
+        sys.stdout.write(
+            json.dumps({**facts, "numpy": np.__version__, "rows": [asdict(row) for row in rows]}) + "\n"
+        )
     return 0
 
 

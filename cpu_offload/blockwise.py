@@ -12,7 +12,8 @@ from numba import njit
 from espresso.compressors.base import Array
 from espresso.compressors.blockwise import TINY, Blockwise
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
-from espresso.cpu_offload.kernels import fill_q
+from espresso.cpu_offload.intrinsics import fence
+from espresso.cpu_offload.kernels import clear_block, fill_q, keep
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
@@ -22,7 +23,7 @@ Codes = npt.NDArray[np.int8]
 @njit(nogil=True, cache=True)
 def encode_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, numbers: Array, codes: Codes, block: int, code_bits: int, levels: float, tiny: float,
+    has_feedback: bool, stream: bool, numbers: Array, codes: Codes, block: int, code_bits: int, levels: float, tiny: float,
     magic: float, magnitude: int, infinity: int, bits: Array,
 ) -> bool:  # fmt: skip
     """Quantize block by block and write the residual. Returns whether all is finite."""
@@ -50,12 +51,14 @@ def encode_chunks(
             inverse = source.dtype.type(0) if small else levels / top[0]
             numbers[at // itemsize] = step
             body = codes[at + itemsize :][: num if code_bits == 8 else (num + 1) // 2]
-            kept = new[row[RESIDUAL] + low :][:num] if has_feedback else q
             if code_bits == 8:
-                quantize(q, inverse, step, magic, body, kept)
+                quantize(q, inverse, step, magic, body)
             else:
-                quantize(q, inverse, step, magic, nibbles[:num], kept)
+                quantize(q, inverse, step, magic, nibbles[:num])
                 pack_nibbles(nibbles, num, body)
+            if has_feedback:
+                keep(new, row[RESIDUAL] + low, q, num, stream)
+    fence()
     return finite
 
 
@@ -69,12 +72,12 @@ def largest(bits: Array, magnitude: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def quantize(q: Array, inverse: float, step: float, magic: float, codes: Codes, kept: Array) -> None:
-    """Codes and residual. Adding and taking away ``magic`` (1.5 * 2^23 or 2^52) rounds to nearest even."""
+def quantize(q: Array, inverse: float, step: float, magic: float, codes: Codes) -> None:
+    """Codes; q becomes the residual. Adding and taking away ``magic`` (1.5 * 2^23 or 2^52) rounds to nearest even."""
     for i in range(len(q)):
         rounded = (q[i] * inverse + magic) - magic
         codes[i] = np.int8(np.int32(rounded))
-        kept[i] = q[i] - rounded * step
+        q[i] -= rounded * step
 
 
 @njit(nogil=True, cache=True)
@@ -114,7 +117,7 @@ def decode_chunks(
             num = min(block, chunks[chunk, HIGH] - low)
             out = target[row[SOURCE] + low :][:num]
             if not num_rows:
-                out[:] = 0
+                clear_block(out, 0, num)
             for source in range(num_rows):
                 at = source * row_bytes + row[OFFSET] + low // block * stride
                 step = numbers[at // itemsize]
@@ -159,7 +162,7 @@ class HostBlockwise(HostCodec):
             return bool(
                 encode_chunks(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
-                    call.numbers, codes, params.block, params.code_bits, kind(params.levels), kind(TINY[itemsize]),
+                    call.stream, call.numbers, codes, params.block, params.code_bits, kind(params.levels), kind(TINY[itemsize]),
                     magic, magnitude, call.infinity, call.bits,
                 )
             )  # fmt: skip

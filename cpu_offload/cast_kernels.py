@@ -7,7 +7,7 @@ import numpy.typing as npt
 from numba import njit
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.kernels import BLOCK, fill_q
+from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 Bits16 = npt.NDArray[np.uint16]
@@ -137,7 +137,7 @@ def decode_casts(
             bits = single.view(np.uint32)
             out = target[row[SOURCE] + low :][:num]
             if not num_rows:
-                out[:] = 0
+                clear_block(out, 0, num)
             for source in range(num_rows):
                 widen(shorts[(source * row_bytes + row[OFFSET]) // 2 + low :][:num], bits, is_half)
                 if source:

@@ -31,10 +31,16 @@ from espresso.cpu_offload.work import RESIDUAL, SOURCE, Table, Work, split_parts
 PARTS_PER_THREAD = 4
 """More parts than threads even out a thread that was interrupted."""
 
+STREAM_FROM_BYTES = 1 << 22
+"""A layout of this size or more writes its residuals past the caches: backward evicts them anyway."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncodeCall:
-    """One encode as kernels see it. ``old`` and ``new`` are dummies when ``has_feedback`` is false."""
+    """One encode as kernels see it. ``old`` and ``new`` are dummies when ``has_feedback`` is false.
+
+    ``stream``: residuals are too large to be still in a cache when the next iteration reads them.
+    """
 
     layout: Layout
     work: Work
@@ -44,6 +50,7 @@ class EncodeCall:
     old: Array
     new: Array
     has_feedback: bool
+    stream: bool
     payload: Bytes
     numbers: Array
     words: npt.NDArray[np.uint32]
@@ -115,6 +122,7 @@ class HostCodec:
             old=source if feedback is None else feedback.old,
             new=np.empty(0, layout.dtype) if feedback is None else feedback.new,
             has_feedback=feedback is not None,
+            stream=streams(layout),
             payload=payload,
             numbers=payload.view(layout.dtype),
             words=payload.view(np.uint32),
@@ -224,6 +232,11 @@ class HostCodec:
             )
 
         self.run_chunks(kernel, len(chunks))
+
+
+def streams(layout: Layout) -> bool:
+    """Whether residuals of this layout are written past the caches."""
+    return layout.num_elements * layout.dtype.itemsize >= STREAM_FROM_BYTES
 
 
 def bits_dtype(layout: Layout) -> type[np.uint32] | type[np.uint64]:

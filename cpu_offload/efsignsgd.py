@@ -16,7 +16,8 @@ from numba import njit
 
 from espresso.compressors.base import Array
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
-from espresso.cpu_offload.kernels import BLOCK, fill_q
+from espresso.cpu_offload.intrinsics import fence
+from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q, keep
 from espresso.cpu_offload.work import (
     END_CHUNK,
     FIRST_CHUNK,
@@ -52,7 +53,7 @@ def sum_chunks(
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
             if num < SUM_BLOCK:
                 q[num:] = 0
-            lanes[:] = 0
+            clear_block(lanes, 0, LANES)
             for i in range(0, SUM_BLOCK, LANES):
                 for lane in range(LANES):
                     lanes[lane] += abs(q[i + lane])
@@ -105,41 +106,46 @@ def write_scale(table: Table, segment: int, sums: npt.NDArray[np.float64], numbe
 @njit(nogil=True, cache=True)
 def sign_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, numbers: Array, words: npt.NDArray[np.uint32],
+    has_feedback: bool, stream: bool, numbers: Array, words: npt.NDArray[np.uint32],
 ) -> None:  # fmt: skip
-    """Pack the signs of q and write the residual; chunks and blocks from the last to the first."""
+    """Pack the signs of q and write the residual; chunks from the last to the first."""
     q = np.empty(BLOCK, source.dtype)
     packed = np.empty(WORDS, np.uint32)
     for chunk in range(end - 1, first - 1, -1):
         row = table[chunks[chunk, SEGMENT]]
         magnitude = numbers[row[OFFSET] // numbers.itemsize]
         first_word = row[OFFSET] // 4 + numbers.itemsize // 4
-        start, stop = chunks[chunk, LOW], chunks[chunk, HIGH]
-        for low in range(start + (stop - start - 1) // BLOCK * BLOCK, start - 1, -BLOCK):
-            num = min(BLOCK, stop - low)
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], BLOCK):
+            num = min(BLOCK, chunks[chunk, HIGH] - low)
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
             if num < BLOCK:
                 q[num:] = 0
             width = (num + 31) // 32
             pack_signs(q, packed, width)
-            words[first_word + low // 32 :][:width] = packed[:width]
+            copy_block(words, first_word + low // 32, packed, width)
             if has_feedback:
-                kept = new[row[RESIDUAL] + low :][:num]
-                for i in range(num):
-                    kept[i] = q[i] - (-magnitude if q[i] < 0 else magnitude)
+                for i in range(BLOCK):
+                    q[i] -= -magnitude if q[i] < 0 else magnitude
+                keep(new, row[RESIDUAL] + low, q, num, stream)
+    fence()
 
 
 @njit(nogil=True, cache=True)
 def pack_signs(q: Array, packed: npt.NDArray[np.uint32], width: int) -> None:
     """Bit j of ``packed[w]`` = whether ``q[j * width + w]`` is negative; q is zero from its end on."""
-    packed[:] = 0
+    clear_block(packed, 0, WORDS)
     if width == WORDS:
         zero, one = np.uint32(0), np.uint32(1)
         for j in range(0, 32, 4):  # four rows a turn: LLVM vectorises this, and not one row a turn
             q0, q1 = q[j * WORDS : (j + 1) * WORDS], q[(j + 1) * WORDS : (j + 2) * WORDS]
             q2, q3 = q[(j + 2) * WORDS : (j + 3) * WORDS], q[(j + 3) * WORDS : (j + 4) * WORDS]
             bit = one << np.uint32(j)
-            bit0, bit1, bit2, bit3 = np.uint32(bit), np.uint32(bit * 2), np.uint32(bit * 4), np.uint32(bit * 8)
+            bit0, bit1, bit2, bit3 = (
+                np.uint32(bit),
+                np.uint32(bit * 2),
+                np.uint32(bit * 4),
+                np.uint32(bit * 8),
+            )
             for word in range(WORDS):
                 low = (bit0 if q0[word] < 0 else zero) | (bit1 if q1[word] < 0 else zero)
                 high = (bit2 if q2[word] < 0 else zero) | (bit3 if q3[word] < 0 else zero)
@@ -154,7 +160,8 @@ def pack_signs(q: Array, packed: npt.NDArray[np.uint32], width: int) -> None:
 @njit(nogil=True, cache=True)
 def encode_segments(
     table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
-    new: Array, has_feedback: bool, numbers: Array, words: npt.NDArray[np.uint32], sums: npt.NDArray[np.float64],
+    new: Array, has_feedback: bool, stream: bool, numbers: Array, words: npt.NDArray[np.uint32],
+    sums: npt.NDArray[np.float64],
 ) -> bool:  # fmt: skip
     """Both passes over each of a run of segments; returns whether all is finite."""
     finite = True
@@ -163,7 +170,9 @@ def encode_segments(
         low, high = table[segment, FIRST_CHUNK], table[segment, END_CHUNK]
         sum_chunks(table, chunks, low, high, source, scale, old, has_feedback, sums)
         if write_scale(table, segment, sums, numbers):
-            sign_chunks(table, chunks, low, high, source, scale, old, new, has_feedback, numbers, words)
+            sign_chunks(
+                table, chunks, low, high, source, scale, old, new, has_feedback, stream, numbers, words
+            )
         else:
             finite = False
     return finite
@@ -183,7 +192,7 @@ def decode_chunks(
             out = target[row[SOURCE] + low :][:num]
             width = (num + 31) // 32
             if not num_rows:
-                out[:] = 0
+                clear_block(out, 0, num)
             for source in range(num_rows):
                 at = source * row_bytes + row[OFFSET]
                 magnitude = numbers[at // numbers.itemsize]
@@ -226,7 +235,7 @@ class HostEfSignSgd(HostCodec):
             return bool(
                 encode_segments(
                     call.table, chunks, segments, first, end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.numbers, call.words, sums,
+                    call.has_feedback, call.stream, call.numbers, call.words, sums,
                 )
             )  # fmt: skip
 
@@ -243,7 +252,7 @@ class HostEfSignSgd(HostCodec):
             def sign_part(first: int, end: int) -> None:
                 sign_chunks(
                     call.table, chunks, base + first, base + end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.numbers, call.words,
+                    call.has_feedback, call.stream, call.numbers, call.words,
                 )  # fmt: skip
 
             self.run_chunks(sum_part, int(stop - base))

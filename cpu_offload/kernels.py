@@ -1,6 +1,7 @@
 """Numba kernels that several algorithms share. Single-threaded, nogil, cached on disk.
 
-Every loop over elements runs over a slice of one block: LLVM then sees stride 1 and vectorises.
+Every loop over elements runs over a slice of one block: LLVM then sees stride 1 and vectorises. Assignments to
+slices do not: Numba's own loop for them is several times slower than ``copy_block`` and ``clear_block``.
 Tables are those of :mod:`espresso.cpu_offload.work`; offsets in payload views are in the view's own items.
 """
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from numba import njit
 
 from espresso.compressors.base import Array
+from espresso.cpu_offload.intrinsics import STREAM_BYTES, address, stream_line
 from espresso.cpu_offload.work import HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 BLOCK = 1024
@@ -34,6 +36,39 @@ def fill_q(
 
 
 @njit(nogil=True, cache=True)
+def copy_block(target: Array, at: int, source: Array, num: int) -> None:
+    """``target[at:][:num] = source[:num]``."""
+    out, values = target[at : at + num], source[:num]
+    for i in range(num):
+        out[i] = values[i]
+
+
+@njit(nogil=True, cache=True)
+def clear_block(target: Array, at: int, num: int) -> None:
+    """``target[at:][:num] = 0``."""
+    out = target[at : at + num]
+    for i in range(num):
+        out[i] = 0
+
+
+@njit(nogil=True, cache=True)
+def keep(new: Array, at: int, residual: Array, num: int, stream: bool) -> None:
+    """``new[at:][:num] = residual[:num]``; streamed past the caches if asked to. End such a kernel with ``fence``."""
+    if not stream:
+        copy_block(new, at, residual, num)
+        return
+    line = STREAM_BYTES // new.itemsize
+    head = min(num, (-(address(new) + at * new.itemsize)) % STREAM_BYTES // new.itemsize)
+    for i in range(head):
+        new[at + i] = residual[i]
+    tail = head + (num - head) // line * line
+    for i in range(head, tail, line):
+        stream_line(new, at + i, residual, i)
+    for i in range(tail, num):
+        new[at + i] = residual[i]
+
+
+@njit(nogil=True, cache=True)
 def encode_raw(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, numbers: Array, bits: Array, infinity: int,
@@ -51,7 +86,7 @@ def encode_raw(
             chunk_worst = max(chunk_worst, bits.dtype.type(as_bits[i] & infinity))
         worst = max(worst, chunk_worst)
         if has_feedback:
-            new[row[RESIDUAL] + low :][:num] = 0
+            clear_block(new, row[RESIDUAL] + low, num)
     return worst != infinity
 
 
@@ -67,7 +102,7 @@ def decode_raw(
             num = min(BLOCK, chunks[chunk, HIGH] - low)
             out = target[row[SOURCE] + low :][:num]
             if not num_rows:
-                out[:] = 0
+                clear_block(out, 0, num)
             for source in range(num_rows):
                 body = numbers[(source * row_bytes + row[OFFSET]) // numbers.itemsize + low :][:num]
                 if source:

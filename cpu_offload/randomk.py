@@ -20,7 +20,8 @@ from numba import njit
 from espresso.compressors.base import Array, DrawKey, Layout, Starts
 from espresso.compressors.randomk import ROUNDS, STRATUM
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall
-from espresso.cpu_offload.kernels import all_finite, fill_q, mix64
+from espresso.cpu_offload.intrinsics import fence
+from espresso.cpu_offload.kernels import all_finite, clear_block, fill_q, keep, mix64
 from espresso.cpu_offload.summable import SummableHostCodec
 from espresso.cpu_offload.work import (
     COUNT,
@@ -77,7 +78,7 @@ def draw(key: int, stratum: int, num: int, positions: Positions) -> None:
 @njit(nogil=True, cache=True)
 def encode_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, numbers: Array, salt: int, infinity: int, bits: Array,
+    has_feedback: bool, stream: bool, numbers: Array, salt: int, infinity: int, bits: Array,
 ) -> bool:  # fmt: skip
     """Gather the drawn positions of q and clear them in the residual. One pass. Returns whether all of q is finite."""
     q_bits_buffer = np.empty(STRATUM, bits.dtype)
@@ -100,7 +101,8 @@ def encode_chunks(
                 body[j] = q[positions[j]]
                 q[positions[j]] = 0
             if has_feedback:
-                new[row[RESIDUAL] + low :][: high - low] = q
+                keep(new, row[RESIDUAL] + low, q, high - low, stream)
+    fence()
     return finite
 
 
@@ -120,7 +122,7 @@ def decode_chunks(
             positions = drawn[: stop - begin]
             draw(key, low // STRATUM, high - low, positions)
             out = target[row[SOURCE] + low :][: high - low]
-            out[:] = 0
+            clear_block(out, 0, high - low)
             for j in range(len(positions)):
                 total = out.dtype.type(0)
                 for source in range(num_rows):
@@ -143,7 +145,7 @@ class HostRandomK(SummableHostCodec):
             return bool(
                 encode_chunks(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
-                    call.numbers, salt, call.infinity, call.bits,
+                    call.stream, call.numbers, salt, call.infinity, call.bits,
                 )
             )  # fmt: skip
 

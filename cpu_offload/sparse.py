@@ -89,7 +89,7 @@ class HostSparse(HostCodec):
             return bool(
                 encode_segments(
                     call.table, work.chunks, work.segments, first, end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, magnitude, call.infinity, how.part, how.slack, how.enough, how.attempts,
+                    call.has_feedback, call.stream, magnitude, call.infinity, how.part, how.slack, how.enough, how.attempts,
                     how.exact, call.key.step, scratch.index, scratch.value, found, scratch.chosen,
                     scratch.histogram, call.words, call.bits,
                 )
@@ -134,7 +134,7 @@ class HostSparse(HostCodec):
             def filter_part(first: int, end: int, bound: Any = bound) -> None:
                 filter_chunks(
                     call.table, chunks, low + first, low + end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, bound, magnitude, index, value, found,
+                    call.has_feedback, call.stream, bound, magnitude, index, value, found,
                 )  # fmt: skip
 
             self.run_chunks(filter_part, high - low)

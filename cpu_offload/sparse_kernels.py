@@ -11,7 +11,8 @@ import numpy.typing as npt
 from numba import njit
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.kernels import BLOCK, fill_q, kth_largest, mix64
+from espresso.cpu_offload.intrinsics import GROUP, fence, passing, trailing_zeros
+from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep, kth_largest, mix64
 from espresso.cpu_offload.work import (
     COUNT,
     END_CHUNK,
@@ -29,9 +30,6 @@ from espresso.cpu_offload.work import (
 
 RUN = 16
 """Samples are taken in runs of a cache line."""
-
-GROUP = 16
-"""Elements looked at together: where none passes, none is looked at alone."""
 
 MIN_SAMPLE = 4096
 """Samples of a segment are at least this many; a segment less than twice as long is sampled whole."""
@@ -73,7 +71,7 @@ def sample_threshold(
 @njit(nogil=True, cache=True)
 def filter_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, threshold: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array, found: Table,
+    has_feedback: bool, stream: bool, threshold: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array, found: Table,
 ) -> None:  # fmt: skip
     """Collect what has at least the threshold's magnitude, and write q to ``new``. One pass.
 
@@ -89,11 +87,12 @@ def filter_chunks(
             num = min(BLOCK, chunks[chunk, HIGH] - low)
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
             if has_feedback:
-                new[row[RESIDUAL] + low :][:num] = q[:num]
+                keep(new, row[RESIDUAL] + low, q, num, stream)
             if num < BLOCK:
                 q_bits[num:] = 0
             count = collect(q_bits, low, threshold, magnitude, index, value, count)
         found[chunk] = count - start
+    fence()
 
 
 @njit(nogil=True, cache=True)
@@ -106,17 +105,15 @@ def collect(
     value: Array,
     count: int,
 ) -> int:
-    """Append the candidates of one block; write first and advance by the comparison, so that nothing is predicted."""
+    """Append the candidates of one block; groups in which none passes cost one comparison."""
     for group in range(0, BLOCK, GROUP):
-        bits = q_bits[group : group + GROUP]
-        any_passes = np.uint32(0)
-        for i in range(GROUP):
-            any_passes |= np.uint32((bits[i] & magnitude) >= threshold)
-        if any_passes:
-            for i in range(GROUP):
-                index[count] = low + group + i
-                value[count] = bits[i]
-                count += (bits[i] & magnitude) >= threshold
+        mask = passing(q_bits, group, magnitude, threshold)
+        while mask:
+            i = group + trailing_zeros(mask)
+            index[count] = low + i
+            value[count] = q_bits[i]
+            count += 1
+            mask &= mask - np.uint64(1)
     return count
 
 
@@ -160,8 +157,8 @@ def emit_segment(
                 sent += 1
     words[at // 4] = sent
     words[at // 4 + 1] = 0
-    values[sent:] = 0
-    indices[sent:] = 0
+    clear_block(values, sent, k - sent)
+    clear_block(indices, sent, k - sent)
     return worst < infinity
 
 
@@ -208,7 +205,7 @@ def scatter_chunks(
         row = table[segment]
         low, high = chunks[chunk, LOW], chunks[chunk, HIGH]
         out = target[row[SOURCE] + low :][: high - low]
-        out[:] = 0
+        clear_block(out, 0, high - low)
         for source in range(num_rows):
             at = source * row_bytes + row[OFFSET]
             k = row[COUNT]
@@ -260,7 +257,7 @@ def lowered(threshold: int, one: Array, like: Array) -> int:
 @njit(nogil=True, cache=True)
 def encode_segments(
     table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
-    new: Array, has_feedback: bool, magnitude: int, infinity: int, part: float, slack: float, enough: float,
+    new: Array, has_feedback: bool, stream: bool, magnitude: int, infinity: int, part: float, slack: float, enough: float,
     attempts: int, exact: bool, salt: int, index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array,
     histogram: Histogram, words: npt.NDArray[np.uint32], bits: Array,
 ) -> bool:  # fmt: skip
@@ -285,7 +282,7 @@ def encode_segments(
         )
         for attempt in range(attempts + 2):
             filter_chunks(
-                table, chunks, low, high, source, scale, old, new, has_feedback, threshold, magnitude, index, value,
+                table, chunks, low, high, source, scale, old, new, has_feedback, stream, threshold, magnitude, index, value,
                 found,
             )  # fmt: skip
             if found[low:high].sum() >= enough * row[COUNT] or threshold <= 1:

@@ -15,6 +15,7 @@ from espresso.cpu_offload.codec import (
     check_array,
     fill_table,
     infinity_bits,
+    streams,
 )
 from espresso.cpu_offload.work import OFFSET, Table, work_of
 
@@ -58,6 +59,7 @@ class SummableHostCodec(HostCodec):
             old=source if feedback is None else feedback.old,
             new=np.empty(0, layout.dtype) if feedback is None else feedback.new,
             has_feedback=feedback is not None,
+            stream=streams(layout),
             payload=values.view(np.uint8),
             numbers=values,
             words=np.empty(0, np.uint32),

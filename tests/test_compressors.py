@@ -1,0 +1,375 @@
+"""The conformance suite: every compressor id, every dtype, the same promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compressor_cases import (
+    DTYPES,
+    LARGE_SIZES,
+    ODD_SIZES,
+    SPECS,
+    body,
+    dyadic,
+    make_layout,
+    numbers,
+    pieces,
+    reference_blocks,
+    reference_signs,
+    reference_top,
+    round_trip,
+)
+
+from espresso.compressors import (
+    Codec,
+    DrawKey,
+    ErrorFeedback,
+    Feedback,
+    Segment,
+    SummableCodec,
+    compressor_ids,
+    create,
+    host_codec,
+    spec_of,
+)
+from espresso.cpu_offload import WorkerPool, work
+
+every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.partition(":")[0])
+both = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+
+
+def test_the_suite_covers_every_id() -> None:
+    assert {spec.partition(":")[0] for spec in SPECS} == set(compressor_ids())
+
+
+@every
+def test_spec_round_trip(spec: str) -> None:
+    compressor = create(spec)
+    assert create(str(spec_of(compressor))) == compressor
+    assert isinstance(host_codec(compressor), Codec)
+    assert isinstance(host_codec(compressor), SummableCodec) == compressor.traits.summable
+
+
+@every
+@both
+@pytest.mark.parametrize("sizes", [ODD_SIZES, LARGE_SIZES], ids=["odd", "large"])
+def test_what_is_kept_is_what_was_not_sent(spec: str, dtype: type, sizes: tuple[int, ...]) -> None:
+    outcome = round_trip(spec, sizes, dtype)
+    assert outcome.finite
+    assert np.array_equal(outcome.kept, outcome.q - outcome.decoded)
+    name = spec.partition(":")[0]
+    assert np.count_nonzero(outcome.kept) > 0 or name == "none"
+    raw_bytes = outcome.q.nbytes
+    assert name == "none" or sizes is ODD_SIZES or outcome.layout.num_bytes < 0.6 * raw_bytes
+
+
+@every
+@both
+def test_nothing_is_lost_over_steps(spec: str, dtype: type) -> None:
+    """Sum of D + e_T = sum of g + e_0, exactly on dyadic inputs where D is exact."""
+    codec = host_codec(create(spec))
+    layout, starts = make_layout(codec.compressor, (33, 1021), dtype)
+    total = int(starts[-1] + 1021)
+    residual, spare = np.zeros(total, dtype), np.zeros(total, dtype)
+    sent, given = np.zeros(total), np.zeros(total)
+    payload, decoded = np.empty((1, layout.num_bytes), np.uint8), np.zeros(total, dtype)
+    for step in range(20):
+        gradient, key = dyadic(total, dtype, step), DrawKey(step=step)
+        codec.encode(
+            layout, gradient, starts, payload[0], feedback=Feedback(residual, spare, starts), key=key
+        )
+        codec.decode(layout, payload, decoded, starts, key=key)
+        residual, spare = spare, residual
+        sent += decoded
+        given += gradient
+    inside = np.r_[0:33, 36:total]
+    exact = spec.partition(":")[0] in ("none", "fp16", "topk", "dgc", "randomk")
+    tolerance = 0.0 if exact else 1e-4 if dtype is np.float32 else 1e-12
+    assert np.abs(sent + residual - given)[inside].max() <= tolerance
+
+
+@every
+@both
+def test_fused_feedback_equals_the_wrapper(spec: str, dtype: type) -> None:
+    fused = round_trip(spec, (5003, 33), dtype)
+    wrapped = round_trip(spec, (5003, 33), dtype, wrap=ErrorFeedback)
+    assert np.array_equal(fused.kept, wrapped.kept)
+    assert fused.payload.tobytes() == wrapped.payload.tobytes()
+
+
+@every
+@both
+def test_payload_is_written_completely(spec: str, dtype: type) -> None:
+    codec = host_codec(create(spec))
+    layout, starts = make_layout(codec.compressor, ODD_SIZES, dtype)
+    source = numbers(int(starts[-1] + ODD_SIZES[-1]), dtype)
+    clean, dirty = np.zeros(layout.num_bytes, np.uint8), np.full(layout.num_bytes, 255, np.uint8)
+    for payload in (clean, dirty):
+        codec.encode(layout, source, starts, payload)
+    assert np.array_equal(clean, dirty)
+    assert layout.num_bytes % 8 == 0
+    assert (layout.offsets % 8 == 0).all()
+
+
+@every
+@both
+def test_decode_sums_in_row_order(spec: str, dtype: type) -> None:
+    codec = host_codec(create(spec))
+    layout, starts = make_layout(codec.compressor, (1021, 3000), dtype)
+    total = int(starts[-1] + 3000)
+    rows = np.zeros((3, layout.num_bytes + 16), np.uint8)[:, : layout.num_bytes]
+    single = np.zeros((3, total), dtype)
+    for index, row in enumerate(rows):
+        codec.encode(layout, numbers(total, dtype, index), starts, row)
+        codec.decode(layout, row.reshape(1, -1), single[index], starts)
+    together = np.zeros(total, dtype)
+    assert codec.decode(layout, rows, together, starts, scale=1 / 3)
+    assert np.array_equal(together, ((single[0] + single[1]) + single[2]) * dtype(1 / 3))
+    codec.decode(layout, rows[:0], together, starts)
+    assert not together.any()
+
+
+@every
+@both
+def test_zeros_stay_zeros(spec: str, dtype: type) -> None:
+    outcome = round_trip(spec, ODD_SIZES, dtype, make=lambda count, kind, seed: np.zeros(count, kind))
+    assert outcome.finite
+    assert not outcome.decoded.any()
+    assert not outcome.kept.any()
+
+
+@every
+@both
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", [3, 4400, 5010])
+def test_non_finite_is_visible(spec: str, dtype: type, value: float, place: int) -> None:
+    def spoil(source: np.ndarray, starts: np.ndarray) -> None:
+        source[place] = value
+
+    outcome = round_trip(spec.replace("raw_below=1", "raw_below=20"), (5003, 8), dtype, change=spoil)
+    assert not outcome.finite
+    assert np.isnan(outcome.decoded).all()
+
+
+@every
+@both
+def test_scaling_by_a_power_of_two_commutes(spec: str, dtype: type) -> None:
+    one = round_trip(spec, (1021, 33), dtype)
+    eight = round_trip(spec, (1021, 33), dtype, make=lambda count, kind, seed: 8 * numbers(count, kind, seed))
+    normal = np.abs(one.q) > 1e-3  # half precision is linear on normals only
+    assert np.array_equal(eight.decoded[normal], 8 * one.decoded[normal])
+
+
+@every
+@both
+def test_any_number_of_threads_gives_the_same_bytes(
+    spec: str, dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = round_trip(spec, (200_000, 33, 1021, 150_001), dtype)
+    monkeypatch.setattr(work, "FUSED", 100_000)  # so that threads share segments
+    with WorkerPool(3) as pool:
+        shared = round_trip(spec, (200_000, 33, 1021, 150_001), dtype, pool=pool)
+    assert alone.payload.tobytes() == shared.payload.tobytes()
+    assert np.array_equal(alone.kept, shared.kept)
+    assert np.array_equal(alone.decoded, shared.decoded)
+
+
+@both
+def test_streamed_residuals_are_complete(dtype: type) -> None:
+    """Layouts above the streaming threshold write the same residuals, at any alignment."""
+    for spec in ("efsignsgd", "int8", "topk", "randomk"):
+        codec = host_codec(create(spec))
+        count = (1 << 22) // np.dtype(dtype).itemsize + 777
+        layout = codec.compressor.layout([Segment("w", 0, count)], dtype)
+        source, target = numbers(count, dtype), np.empty(count, dtype)
+        new = np.full(count + 8, 7, dtype)
+        payload = np.empty((1, layout.num_bytes), np.uint8)
+        at = np.array([3])
+        feedback = Feedback(np.zeros(count + 8, dtype), new, at)
+        codec.encode(layout, source, np.array([0]), payload[0], feedback=feedback)
+        codec.decode(layout, payload, target, np.array([0]))
+        assert np.array_equal(new[3:-5], source - target)
+        assert (np.r_[new[:3], new[-5:]] == 7).all()
+
+
+# What each algorithm promises (ALGORITHMS.md section 3), against slow references.
+
+
+@both
+@pytest.mark.parametrize(("name", "bits"), [("fp16", 11), ("bf16", 8)])
+def test_casts_round_to_nearest_even(dtype: type, name: str, bits: int) -> None:
+    import torch
+
+    special = np.array(
+        [0, -0.0, 1e-8, -6e-8, 5.9e-8, 6.1e-5, 65504, 65519.99, 2.0**-24, 2.0**-25, 1 + 2.0**-11]
+    )
+    nearly = np.array([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40, 2.0**-25 + 2.0**-60])
+    x = np.concatenate([special, nearly, numbers(3000, np.float64), 10 ** numbers(500, np.float64)])
+    x = x[np.abs(x) < 65520].astype(dtype)
+    codec = host_codec(create(f"{name}:raw_below=1"))
+    layout = codec.compressor.layout([Segment("w", 0, x.size)], dtype)
+    payload, out = np.empty((1, layout.num_bytes), np.uint8), np.empty_like(x)
+    assert codec.encode(layout, x, np.array([0]), payload[0])
+    codec.decode(layout, payload, out, np.array([0]))
+    kind = torch.float16 if name == "fp16" else torch.bfloat16
+    if dtype is np.float32 or name == "fp16":  # torch rounds float64 to bfloat16 by way of float32, twice
+        expected = (
+            torch.from_numpy(x).to(kind).double().numpy() if dtype is np.float32 else x.astype(np.float16)
+        )
+        assert np.array_equal(out, expected.astype(dtype))
+    normal = np.abs(x) > 1e-4
+    assert (np.abs(out - x)[normal] <= 2.0**-bits * np.abs(x)[normal]).all()
+
+
+def test_an_overflow_made_by_a_cast_is_not_finite() -> None:
+    def spoil(source: np.ndarray, starts: np.ndarray) -> None:
+        source[5] = 1e6
+
+    assert not round_trip("fp16:raw_below=1", (300,), np.float32, change=spoil).finite
+    assert round_trip("bf16:raw_below=1", (300,), np.float32, change=spoil).finite
+
+
+@both
+@pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("int4", 7)])
+def test_blockwise_bounds(dtype: type, name: str, levels: int) -> None:
+    outcome = round_trip(f"{name}:raw_below=1,block=64", ODD_SIZES, dtype)
+    roundings = 0
+    for q, decoded, _ in pieces(outcome):
+        roundings += np.count_nonzero(decoded != reference_blocks(q, 64, levels))
+        for low in range(0, len(q), 64):
+            part, error = q[low : low + 64], (q - decoded)[low : low + 64]
+            top = np.abs(part).max()
+            assert np.abs(error).max() <= top / (2 * levels) * (1 + 1e-5)
+            delta = max(1 / 64, 1 - 64 / (4 * levels**2))
+            assert (error.astype(float) ** 2).sum() <= (1 - delta) * (part.astype(float) ** 2).sum() * (
+                1 + 1e-5
+            )
+    assert roundings <= 3  # numbers that lie on a boundary
+
+
+@both
+def test_scaled_sign(dtype: type) -> None:
+    outcome = round_trip("efsignsgd:raw_below=1", ODD_SIZES, dtype)
+    for index, (q, decoded, _) in enumerate(pieces(outcome)):
+        if not len(q):
+            continue
+        assert np.array_equal(reference_signs(body(outcome, index), len(q), dtype), decoded)
+        mean = np.abs(q.astype(np.float64)).mean()
+        assert np.array_equal(decoded < 0, q < 0)
+        assert abs(np.abs(decoded).max() / mean - 1) < 1e-6
+        wide = q.astype(np.float64)
+        expected = (wide**2).sum() - np.abs(wide).sum() ** 2 / len(q)
+        assert ((wide - decoded) ** 2).sum() == pytest.approx(expected, rel=1e-5, abs=1e-12)
+
+
+def test_scaled_sign_of_zeros_is_plus_and_padding_is_zero() -> None:
+    def signs(source: np.ndarray, starts: np.ndarray) -> None:
+        source[:] = [-0.0, 0.0, -1.0, 1.0] * 9 + [-0.0]
+
+    outcome = round_trip(
+        "efsignsgd:raw_below=1",
+        (37,),
+        np.float32,
+        change=signs,
+        make=lambda n, t, s: np.full(n, -0.0, t),
+        scale=1.0,
+    )
+    assert np.array_equal(np.signbit(outcome.decoded), [False, False, True, False] * 9 + [False])
+    words = np.frombuffer(body(outcome, 0), np.uint32, 2, 4)
+    assert sum(int(word).bit_count() for word in words) == 9
+
+
+def test_scaled_sign_survives_huge_numbers() -> None:
+    outcome = round_trip(
+        "efsignsgd", (5003,), np.float32, make=lambda n, t, s: np.full(n, 2e38 if s == 1 else 1e38, t)
+    )
+    assert outcome.finite
+    assert outcome.decoded[0] == pytest.approx(2e38)
+
+
+SHAPES = {
+    "gradients": lambda n: numbers(n, np.float64),
+    "ascending": lambda n: np.arange(n) / n,
+    "constant": lambda n: np.ones(n),
+    "ties": lambda n: np.random.default_rng(0).integers(-3, 4, n).astype(float),
+    "nearly empty": lambda n: np.where(np.arange(n) % 997 == 5, 1.0 + np.arange(n), 0),
+    "one run": lambda n: np.where(np.arange(n) < n // 50, 1e6 + np.arange(n), 1e-6),
+    "hidden": lambda n: np.where(np.arange(n) % 1000 == 999, 1e3, 1.0),
+}
+
+
+@both
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["topk", "dgc"])
+def test_sparsifiers_send_the_top(dtype: type, shape: str, name: str) -> None:
+    def fill(source: np.ndarray, starts: np.ndarray) -> None:
+        source[:] = SHAPES[shape](source.size)
+
+    outcome = round_trip(
+        f"{name}:ratio=0.01", (30_011,), dtype, change=fill, scale=1.0, make=lambda n, t, s: np.zeros(n, t)
+    )
+    k, count = 300, int(np.frombuffer(body(outcome, 0), np.uint32, 1)[0])
+    assert outcome.layout.counts[0] == k
+    nonzero = np.count_nonzero(outcome.q)
+    assert count == np.count_nonzero(outcome.decoded) <= k
+    assert count >= (1.0 if name == "topk" else 0.8) * min(k, nonzero)
+    assert np.array_equal(outcome.decoded, reference_top(outcome.q, count))
+
+
+@pytest.mark.parametrize("name", ["topk", "randomk"])
+def test_keeping_everything_is_the_identity(name: str) -> None:
+    outcome = round_trip(f"{name}:raw_below=1,ratio=1", ODD_SIZES, np.float32)
+    assert np.array_equal(outcome.decoded, outcome.q)
+
+
+def test_randomk_draws() -> None:
+    """k distinct positions, the same on every rank, others at every step, each with probability k/d."""
+    hits = np.zeros(5003)
+    seen = set()
+    for step in range(400):
+        draws = [
+            round_trip("randomk:ratio=0.1", (5003,), np.float32, key=DrawKey(step=step, rank=rank)).kept == 0
+            for rank in ((-1, 5) if step < 3 else (-1,))
+        ]
+        assert all(np.array_equal(draws[0], other) for other in draws)
+        assert draws[0].sum() == 500
+        seen.add(draws[0].tobytes())
+        hits += draws[0]
+    assert len(seen) == 400
+    expected, spread = 400 * 500 / 5003, np.sqrt(400 * 0.1 * 0.9)
+    assert abs(hits.mean() - expected) < 1e-9
+    assert np.abs(hits - expected).max() < 5 * spread
+    assert 0.8 < hits.std() / spread < 1.2
+
+
+@pytest.mark.parametrize("spec", ["none", "fp16:raw_below=1", "bf16:raw_below=1", "randomk:ratio=0.05"])
+@both
+def test_values_are_summable(spec: str, dtype: type) -> None:
+    """The vector decodes to what the payload decodes to, and the vectors' sum to the sum."""
+    codec = host_codec(create(spec))
+    assert isinstance(codec, SummableCodec)
+    layout, starts = make_layout(codec.compressor, (1021, 33, 5003), dtype)
+    total, key = int(starts[-1] + 5003), DrawKey(seed=4)
+    kind = codec.value_dtype(layout)
+    values = np.zeros((2, codec.num_values(layout)), np.uint16 if kind == "bfloat16" else kind)
+    payload, plain = np.empty((2, layout.num_bytes), np.uint8), np.zeros(total, dtype)
+    inputs = [dyadic(total, dtype, seed) for seed in (1, 2)]
+    for index, source in enumerate(inputs):
+        assert codec.encode_values(layout, source, starts, values[index], key=key)
+        codec.encode(layout, source, starts, payload[index], key=key)
+    codec.decode(layout, payload, plain, starts, key=key)
+    summed = np.zeros(total, dtype)
+    if kind == "bfloat16":
+        import torch
+
+        both_rows = torch.from_numpy(values).view(torch.bfloat16)
+        vector = (both_rows[0] + both_rows[1]).view(torch.uint16).numpy()
+    else:
+        vector = values[0] + values[1]
+    assert codec.decode_values(layout, vector, summed, starts, key=key)
+    tolerance = 0.0 if kind != "bfloat16" else 0.1
+    assert np.abs(summed - plain).max() <= tolerance
+    inputs[0][4000] = np.inf
+    feedback = Feedback(np.zeros(total, dtype), np.zeros(total, dtype), starts)
+    assert not codec.encode_values(layout, inputs[0], starts, values[0], key=key, feedback=feedback)
+    assert not codec.decode_values(layout, values[0], summed, starts, key=key)
