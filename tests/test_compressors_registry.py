@@ -1,0 +1,126 @@
+"""Registry, parameters, warm-up schedule, momentum, worker pool."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from espresso.compressors import RESERVED_IDS, Segment, create, host_codec
+from espresso.compressors.dgc import Dgc
+from espresso.cpu_offload import WorkerPool, warm_up
+from espresso.strategies import CompressorSpec
+
+
+def test_create_from_text_and_spec() -> None:
+    assert create("dgc:ratio=0.02") == create(CompressorSpec("dgc", (("ratio", 0.02),))) == Dgc(ratio=0.02)
+    assert create("topk:ratio=1").params() == {"ratio": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("nosuch", "no compressor 'nosuch'; there are none, fp16"),
+        ("dgc:rate=1", "no parameter 'rate'; it has raw_below, ratio"),
+        ("topk:ratio=0", r"ratio must be a number above 0.0 and at most 1.0, got 0"),
+        ("topk:ratio=2", "got 2"),
+        ("topk:ratio=true", "got True"),
+        ("topk:ratio=nan", "got nan"),
+        ("topk:raw_below=-1", "raw_below must be an integer of at least 0"),
+        ("int8:block=100", "power of two"),
+        ("int4:block=8", "from 32 to 4096"),
+        ("dgc:momentum=1", "below 1"),
+        ("dgc:nesterov=true", "needs a momentum"),
+        ("dgc:nesterov=1,momentum=0.5", "true or false"),
+    ],
+)
+def test_wrong_specs_name_the_fault(spec: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        create(spec)
+
+
+@pytest.mark.parametrize("name", RESERVED_IDS)
+def test_ids_of_later_versions_say_what_exists(name: str) -> None:
+    with pytest.raises(ValueError, match=r"later version.*there are none, fp16, .*randomk"):
+        create(name)
+
+
+def test_compressors_do_not_import_the_host_backend() -> None:
+    code = "import sys, espresso.compressors as c; c.create('dgc'); sys.exit('numba' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_dgc_warm_up_schedule() -> None:
+    compressor = Dgc(ratio=0.001, warmup_epochs=4)
+    ratios = [compressor.at_epoch(epoch).ratio for epoch in range(6)]
+    assert ratios == pytest.approx([0.001**0.2, 0.001**0.4, 0.001**0.6, 0.001**0.8, 0.001, 0.001])
+    with pytest.raises(ValueError, match="epoch"):
+        compressor.at_epoch(-1)
+
+
+def test_pool_keeps_order_and_passes_errors_on() -> None:
+    with WorkerPool(3) as pool:
+        assert pool.run(lambda low, high: low * high, [(i, i + 1) for i in range(50)]) == [
+            i * (i + 1) for i in range(50)
+        ]
+
+        def fail(low: int, high: int) -> None:
+            if low == 7:
+                raise RuntimeError("part seven")
+
+        with pytest.raises(RuntimeError, match="part seven"):
+            pool.run(fail, [(i, i) for i in range(20)])
+        assert pool.run(lambda low, high: low, [(4, 4)]) == [4]
+        assert pool.run(lambda low, high: low, []) == []
+    assert pool.run(lambda low, high: low, [(1, 1), (2, 2)]) == [1, 2]
+    with pytest.raises(ValueError, match="at least one thread"):
+        WorkerPool(0)
+
+
+def test_pool_uses_its_threads() -> None:
+    barrier = threading.Barrier(3, timeout=20)
+    with WorkerPool(3) as pool:
+        names = pool.run(lambda low, high: (barrier.wait(), threading.current_thread().name)[1], [(0, 0)] * 3)
+    assert len(set(names)) == 3
+
+
+def test_one_pool_serves_several_callers() -> None:
+    codecs = [host_codec(create(spec)) for spec in ("efsignsgd", "topk", "int8")]
+    source = np.linspace(-1, 1, 200_000, dtype=np.float32)
+    with WorkerPool(2) as pool:
+        shared = [host_codec(codec.compressor, pool) for codec in codecs]
+
+        def encode(codec: object, out: list[bytes]) -> None:
+            layout = codec.compressor.layout([Segment("w", 0, source.size)])  # type: ignore[attr-defined]
+            payload = np.empty(layout.num_bytes, np.uint8)
+            for _ in range(5):
+                codec.encode(layout, source, np.array([0]), payload)  # type: ignore[attr-defined]
+            out.append(payload.tobytes())
+
+        expected: list[list[bytes]] = [[] for _ in codecs]
+        got: list[list[bytes]] = [[] for _ in codecs]
+        for codec, out in zip(codecs, expected, strict=True):
+            encode(codec, out)
+        threads = [threading.Thread(target=encode, args=pair) for pair in zip(shared, got, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert got == expected
+
+
+def test_warm_up_compiles_what_encode_and_decode_call() -> None:
+    from espresso.cpu_offload import efsignsgd
+
+    codec = host_codec(create("efsignsgd"))
+    warm_up(codec, (np.float32,))
+    before = len(efsignsgd.encode_segments.signatures), len(efsignsgd.decode_chunks.signatures)
+    layout = codec.compressor.layout([Segment("w", 0, 5000)])
+    payload = np.empty((1, layout.num_bytes), np.uint8)
+    codec.encode(layout, np.ones(5000, np.float32), np.array([0]), payload[0])
+    codec.decode(layout, payload, np.ones(5000, np.float32), np.array([0]))
+    assert before == (len(efsignsgd.encode_segments.signatures), len(efsignsgd.decode_chunks.signatures))
+    assert min(before) >= 1
