@@ -26,7 +26,8 @@ from espresso.candidates import (
 from espresso.chains import PayloadBytes, Pricer, payload_bytes
 from espresso.evaluator import Evaluator
 from espresso.job import Job, JobError
-from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Plan, Strategy, plan
+from espresso.splitting import split_buckets
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Mode, Plan, Strategy, plan
 from espresso.timeline import list_schedule, simulate
 
 
@@ -206,7 +207,13 @@ def search(
             baselines[row.name] = min(row.makespan_us, baselines.get(row.name, math.inf))
         found += rows
     if improve:
-        _improve_best(found, raw + first + moved)
+        leaves = raw + first + moved
+        _improve_best(found, leaves)
+        if job.mode is Mode.DDP:
+            row = min(found, key=lambda row: row.makespan_us)
+            evaluator, split = split_buckets(job, row.evaluator, row.evaluator.encode(row.choices), leaves)
+            if evaluator is not row.evaluator:
+                found.append(_found("buckets split", evaluator, split))
     result = _result(job, specs, units, found, baselines, capped, len(raw + first + moved), started, payload)
     if progress is not None:
         progress("search", 1.0)

@@ -1,6 +1,7 @@
 """The search: never above a baseline, near brute force, and right in the details of both algorithms."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from espresso.evaluator import Evaluator
 from espresso.job import JobError
 from espresso.presets import job_from_trace
 from espresso.search import search
-from espresso.strategies import PLAIN, Choice, Cluster, Device, parse_option
+from espresso.strategies import PLAIN, Bucket, Choice, Cluster, Device, Mode, Slot, parse_option
 from espresso.timeline import simulate
 from tests.timeline_jobs import GATHER, HOST_GATHER, TOY, compute, jobs, make_job, tenth
 
@@ -263,3 +264,15 @@ def test_baselines_are_the_named_pipelines():
     }
     assert len(set(rows["compress everything"].choices)) == 1
     assert all(choice.option.is_compressed for choice in rows["compress everything"].choices)
+
+
+def test_a_bucket_is_split_where_both_devices_can_work_on_it():
+    paper = make_job([50_000, 50_000], [0, 5], beta=30.0, costs=compute(8.0, 1.0))
+    bucket = Bucket(0, (Slot("t0", 0, 50_000), Slot("t1", 50_000, 50_000)))
+    job = replace(paper, mode=Mode.DDP, buckets=(bucket,), bucket_ready_us=(5.0,))
+    whole = search(job, TOY, payload=tenth, improve=False, partitions=(0,))
+    split = search(job, TOY, payload=tenth, partitions=(0,))
+    assert len(set(whole.strategy.choices.values())) == 1
+    assert len(set(split.strategy.choices.values())) == 2
+    assert split.predicted_us < 0.9 * whole.predicted_us
+    assert len(split.plan.groups) == 2
