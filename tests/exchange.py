@@ -1,0 +1,187 @@
+"""An executor driven by hand, as DDP would drive it: for tests inside ``run_ranks`` workers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from espresso.comm import Assignment, Executor, Groups, Record, ResidualStore
+from espresso.comm.program import TORCH_DTYPES, Codecs
+from espresso.host_codecs import HostCodecs
+from espresso.strategies import Bucket, Choice, CompressorSpec, Slot, Strategy, TensorSpec, plan
+from espresso.strategies.schedule import list_order
+
+Array = npt.NDArray[Any]
+
+
+class Script:
+    """A planner that does what the test says next, and keeps what the executor reported."""
+
+    def __init__(self) -> None:
+        self.next: Assignment | None = None
+        self.records: list[Record] = []
+        self.work: Callable[[], None] | None = None
+
+    def assign(self, iteration: int) -> Assignment:
+        assert self.next is not None
+        return self.next
+
+    def after(self, record: Record) -> Callable[[], None] | None:
+        self.records.append(record)
+        work, self.work = self.work, None
+        return work
+
+
+class Exchange:
+    """Groups, codecs, residuals and an executor; ``step`` is one backward pass."""
+
+    def __init__(
+        self,
+        ranks_per_node: int,
+        *,
+        timeout_s: float = 20.0,
+        transactional: bool = True,
+        codecs: Codecs | None = None,
+        process_group: Any = None,
+        seed: int = 0,
+    ) -> None:
+        self.groups = Groups(process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+        self.codecs = HostCodecs(2) if codecs is None else codecs
+        self.store = ResidualStore(transactional=transactional)
+        self.script = Script()
+        self.executor = Executor(
+            self.groups, self.codecs, self.script, store=self.store, seed=seed, timeout_s=timeout_s
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    def warm_up(self, specs: Iterable[str], dtypes: Iterable[str] = ("float32",)) -> None:
+        """Compile on rank 0, then read its cache on the others."""
+        assert isinstance(self.codecs, HostCodecs)
+        for turn in (True, False):
+            if (self.rank == 0) is turn:
+                self.codecs.warm_up({CompressorSpec.parse(spec) for spec in specs}, set(dtypes))
+            self.groups.barrier()
+
+    def step(
+        self,
+        assignment: Assignment,
+        buckets: Sequence[Bucket],
+        gradients: Sequence[torch.Tensor],
+        *,
+        grad_scale: float = 1.0,
+    ) -> list[torch.Tensor]:
+        """Average copies of ``gradients`` (one flat tensor per bucket); returns them."""
+        self.script.next = assignment
+        buffers = [gradient.clone() for gradient in gradients]
+        futures = [
+            self.executor.reduce_bucket(
+                bucket, buffer, is_last=bucket.index == len(buckets) - 1, grad_scale=grad_scale
+            )
+            for bucket, buffer in zip(buckets, buffers, strict=True)
+        ]
+        for future, buffer in zip(futures, buffers, strict=True):
+            assert future.wait() is buffer or torch.equal(future.wait(), buffer) or buffer.isnan().any()
+        return buffers
+
+    @property
+    def record(self) -> Record:
+        return self.script.records[-1]
+
+    def kept(self, numels: Mapping[str, int], *, every_replica: bool = False) -> dict[str, Array]:
+        """Everything this rank answers for, by tensor, in float64."""
+        total = {name: np.zeros(numel, np.float64) for name, numel in numels.items()}
+        pieces, carry = self.store.snapshot()
+        for (name, _), parts in pieces.items():
+            for start, values, replica in parts:
+                if replica == 0 or every_replica:
+                    total[name][start : start + values.size] += values
+        for name, values in carry.items():
+            total[name] += values
+        return total
+
+    def sites(self) -> set[str]:
+        """The sites where this rank keeps something that is not zero."""
+        pieces, _ = self.store.snapshot()
+        return {
+            site.value for (_, site), parts in pieces.items() for _, values, _ in parts if np.any(values)
+        }
+
+    def close(self) -> None:
+        self.executor.close()
+        if isinstance(self.codecs, HostCodecs):
+            self.codecs.close()
+        self.groups.close()
+
+
+def make_buckets(*buckets: Mapping[str, int], dtype: str = "float32") -> tuple[Bucket, ...]:
+    """Buckets from {tensor: elements}, numbered in this order."""
+    made = []
+    for index, tensors in enumerate(buckets):
+        offset, slots = 0, []
+        for name, numel in tensors.items():
+            slots.append(Slot(name, offset, numel))
+            offset += numel
+        made.append(Bucket(index, tuple(slots), dtype))
+    return tuple(made)
+
+
+def numels_of(buckets: Iterable[Bucket]) -> dict[str, int]:
+    return {slot.tensor: slot.numel for bucket in buckets for slot in bucket.slots}
+
+
+def strategy_of(
+    buckets: Sequence[Bucket],
+    cluster: Any,
+    choice: Choice | Mapping[str, Choice],
+    *,
+    partition_bytes: int = 0,
+) -> Strategy:
+    """A strategy for the tensors of ``buckets``: one choice for all, or one per tensor."""
+    tensors = [TensorSpec(s.tensor, (s.numel,), bucket.dtype) for bucket in buckets for s in bucket.slots]
+    if isinstance(choice, Choice):
+        return Strategy.uniform(tensors, cluster, choice, partition_bytes=partition_bytes)
+    return Strategy(tuple(tensors), dict(choice), cluster, partition_bytes)
+
+
+def planned(assignment: Assignment, buckets: Sequence[Bucket]) -> Assignment:
+    """The same strategy with a total order for exactly these buckets, as list scheduling would find it."""
+    laid = plan(assignment.strategy, buckets)
+    # Arbitrary but equal on all ranks: later buckets' short tasks overtake earlier buckets' long ones.
+    durations = [1.0 + (7 * task.index) % 11 for task in laid.tasks]
+    order = list_order(laid, [5.0 * bucket.index for bucket in buckets], durations)
+    return replace(assignment, order=order, buckets=tuple(buckets))
+
+
+def integers(buckets: Sequence[Bucket], rank: int, num_ranks: int, draw: int = 0) -> list[torch.Tensor]:
+    """Small multiples of ``num_ranks``: sums and averages are exact in every type we support."""
+    random = np.random.default_rng([draw, rank])
+    return [
+        torch.from_numpy(random.integers(-7, 8, bucket.numel) * num_ranks).to(TORCH_DTYPES[bucket.dtype])
+        for bucket in buckets
+    ]
+
+
+def exact_average(buckets: Sequence[Bucket], num_ranks: int, draw: int = 0) -> list[torch.Tensor]:
+    """The average of everybody's ``integers``."""
+    everybody = [integers(buckets, rank, num_ranks, draw) for rank in range(num_ranks)]
+    return [
+        (sum(tensor.double() for tensor in column) / num_ranks).to(column[0].dtype)
+        for column in zip(*everybody, strict=True)
+    ]
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """A hash of the bits."""
+    hasher = hashlib.sha256()
+    for tensor in tensors:
+        hasher.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]

@@ -1,0 +1,111 @@
+"""Four real ranks that stay: multi-rank tests that differ only in what they exchange share one process start.
+
+A failure or a missed deadline kills all of them; the next test starts fresh ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tests.workers import RanksFailed, free_port
+
+_CONTEXT = multiprocessing.get_context("spawn")
+NUM_RANKS = 4
+
+
+class RankPool:
+    """``run`` calls a function on every rank, joined in one Gloo group: two nodes of two ranks by torchrun's words."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._inboxes: list[Any] = []
+        self._results: Any = None
+
+    def run(self, target: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
+        """``target(rank, *args)`` on all ranks; what they returned, in rank order.
+
+        Raises:
+            RanksFailed: with every failed rank's traceback.
+        """
+        if not self._processes:
+            self._start()
+        for inbox in self._inboxes:
+            inbox.put((target, args))
+        answers: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + deadline_s
+        while len(answers) + len(errors) < NUM_RANKS and time.monotonic() < deadline:
+            try:
+                rank, value, error = self._results.get(timeout=0.2)
+            except queue.Empty:
+                if not all(process.is_alive() for process in self._processes):
+                    break
+                continue
+            if error is None:
+                answers[rank] = value
+            else:
+                errors[rank] = error
+                deadline = min(deadline, time.monotonic() + 5.0)  # the others are probably waiting for it
+        if len(answers) < NUM_RANKS:
+            self.close()
+            told = [f"rank {rank}: {error}" for rank, error in sorted(errors.items())]
+            silent = [str(rank) for rank in range(NUM_RANKS) if rank not in answers and rank not in errors]
+            raise RanksFailed("\n".join([*told, f"no answer from rank {', '.join(silent) or '(none)'}"]))
+        return [answers[rank] for rank in range(NUM_RANKS)]
+
+    def close(self) -> None:
+        """Kill the ranks: they hold nothing worth keeping."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for box in [*self._inboxes, self._results]:
+            if box is not None:
+                box.cancel_join_thread()
+                box.close()
+        self._processes, self._inboxes, self._results = [], [], None
+
+    def _start(self) -> None:
+        port = free_port()
+        self._results = _CONTEXT.Queue()
+        for rank in range(NUM_RANKS):
+            env = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(NUM_RANKS),
+                "LOCAL_RANK": str(rank % 2),
+                "LOCAL_WORLD_SIZE": "2",
+                "GROUP_RANK": str(rank // 2),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            inbox = _CONTEXT.Queue()
+            process = _CONTEXT.Process(target=_serve, args=(rank, env, inbox, self._results), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._inboxes.append(inbox)
+
+
+POOL = RankPool()
+atexit.register(POOL.close)
+
+
+def _serve(rank: int, env: dict[str, str], inbox: Any, results: Any) -> None:
+    os.environ.update(env)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    while True:
+        target, args = inbox.get()
+        try:
+            results.put((rank, target(rank, *args), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))
