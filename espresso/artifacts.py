@@ -53,7 +53,7 @@ def interval_rows(record: Record, origin_ns: int, rank: int) -> list[dict[str, A
     laid = record.plan
     if laid is None:
         return []
-    rows = []
+    rows = _backward_rows(record, origin_ns, rank)
     for interval in sorted(record.intervals, key=lambda i: i.start_ns):
         task = laid.tasks[interval.task]
         part = laid.partitions[interval.partition]
@@ -73,6 +73,29 @@ def interval_rows(record: Record, origin_ns: int, rank: int) -> list[dict[str, A
                 "option": str(group.choice.option),
             }
         )
+    return rows
+
+
+def _backward_rows(record: Record, origin_ns: int, rank: int) -> list[dict[str, Any]]:
+    """Backward as the stretches between one bucket's arrival and the next."""
+    rows = []
+    begin = origin_ns
+    for bucket, at in zip(record.buckets, record.ready_ns, strict=True):
+        rows.append(
+            {
+                "lane": "backward",
+                "step": "backward",
+                "tensors": [slot.tensor for slot in bucket.slots],
+                "bytes": bucket.numel * DTYPES[bucket.dtype],
+                "start_us": (begin - origin_ns) / 1e3,
+                "end_us": (at - origin_ns) / 1e3,
+                "iteration": record.iteration,
+                "rank": rank,
+                "partition": bucket.index,
+                "option": "",
+            }
+        )
+        begin = at
     return rows
 
 

@@ -48,6 +48,9 @@ from espresso.tuning import OnlineSearch
 logger = logging.getLogger("espresso")
 
 AUTO = "auto"
+SETTLED_AFTER = 5
+"""Iterations after the decision before one is recorded for people: caches and buffers are warm then."""
+
 _LIVE: weakref.WeakSet[EspressoState] = weakref.WeakSet()
 
 
@@ -110,6 +113,8 @@ class EspressoState:
         self._totals = {"bytes_sent": 0.0, "bytes_raw": 0.0, "steps": 0.0, "skipped": 0.0}
         self._step_us: list[float] = []
         self._artifacts_left = False
+        self._marks = False
+        self._decided_at: int | None = None
         self._closed = False
 
     # -- set-up ------------------------------------------------------------------------------------
@@ -200,8 +205,8 @@ class EspressoState:
             logger.info("one rank: there is nothing to exchange, gradients stay as they are")
             return FixedPlanner(plain, self._groups)
         config = self.config
-        if profile_only and self._groups.rank == 0:
-            mark_registered(0, config.warmup_steps + config.profile_steps)
+        self._marks = profile_only and self._groups.rank % self._groups.cluster.ranks_per_node == 0
+        self._mark(0)
         self._search = OnlineSearch(
             self._groups, self._codecs, self.compressor, self._tensors, config, self._artifacts
         )
@@ -337,10 +342,15 @@ class EspressoState:
         return both
 
     def _artifacts_due(self, record: Record) -> bool:
-        """The first recorded planned iteration after the decision, where artefacts are wanted."""
+        """A steady iteration some steps after the decision, where artefacts are wanted."""
         if self._artifacts_left or self.config.artifacts_dir is None or not self.decided:
             return False
-        return record.plan is not None and record.assignment.record and bool(record.intervals)
+        if self._decided_at is None:
+            self._decided_at = record.iteration
+        compresses = self.strategy is not None and self.strategy.num_compressed > 0
+        if compresses and not (record.plan is not None and record.intervals):
+            return False
+        return record.iteration >= self._decided_at + SETTLED_AFTER
 
     def _leave_artifacts(self, record: Record) -> None:
         assert self._artifacts is not None
@@ -363,6 +373,14 @@ class EspressoState:
             self._observations.append(self._observe(record, previous))
         if self._clock is not None:
             self._clock.begin()
+        if not self.decided:
+            self._mark(record.iteration + 1)
+
+    def _mark(self, steps: int) -> None:
+        """Tell ``espresso profile`` on this node how far the script came."""
+        if self._marks and self._groups is not None:
+            needed = self.config.warmup_steps + self.config.profile_steps
+            mark_registered(steps, needed, writes_here=self._groups.rank == 0)
 
     def _observe(self, record: Record, previous: Record) -> Observation:
         clock = self._clock

@@ -159,6 +159,11 @@ def _report(
             " add that call after DistributedDataParallel(…)",
             ExitStatus.NEVER_REGISTERED,
         )
+    if not registered.get("writes_here", True) and registered["steps"] >= registered["needed"]:
+        say(
+            "this node does not run rank 0; the job is written where 'espresso profile' runs on rank 0's node"
+        )
+        return
     made = f" (it made {registered['steps']})" if registered.get("steps") else ""
     fail(
         f"the script registered but ended before the {registered.get('needed', 'few')} steps that measuring"
