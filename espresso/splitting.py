@@ -112,4 +112,4 @@ def _other(
     evaluator: Evaluator, strategy: npt.NDArray[np.int64], pair: tuple[int, int], index: int
 ) -> Choice:
     """The choice of the part that is not ``index``."""
-    return evaluator.candidates.choices[strategy[pair[0] if index == pair[1] else pair[1]]]
+    return evaluator.candidates.choices[int(strategy[pair[0] if index == pair[1] else pair[1]])]

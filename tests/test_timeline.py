@@ -173,6 +173,21 @@ def test_a_plan_for_another_job_is_refused():
         simulate(lay(other, uniform(other)), third)
 
 
+def test_a_completion_goes_before_a_bucket_of_the_same_moment():
+    # The gather takes 10 us and ends at 20, when the second tensor becomes ready: t0's decoder goes first.
+    job = make_job([1000, 1000, 64], [0, 10, 5], beta=25.0)
+    picked = [GATHER, GATHER, PLAIN]
+    strategy = uniform(job).with_choices(dict(zip(("t0", "t1", "t2"), picked, strict=True)))
+    timeline = run(job, strategy)
+    training = [e[1:] for e in events(timeline) if e[0] == "training"]
+    assert training[:3] == [("t0", "comp", 0, 10), ("t0", "dec", 20, 40), ("t1", "comp", 40, 50)]
+    # The decoder began at the moment of the hand-over and holds up only what comes after it.
+    assert timeline.bucket_ready_us == (0, 20, 55)
+    evaluator = Evaluator(job, units_of(job), 0, tenth)
+    assert evaluator.makespan(evaluator.encode(picked)) == timeline.makespan_us
+    assert tuple(evaluator.ready) == timeline.bucket_ready_us
+
+
 # Invariants
 
 
