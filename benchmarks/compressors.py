@@ -48,7 +48,8 @@ class Row:
 class Bench:
     """Arrays of one size, and the plain copy to compare with."""
 
-    def __init__(self, elements: int, pool: WorkerPool, repeats: int, seed: int = 0) -> None:
+    def __init__(self, elements: int, pool: WorkerPool, repeats: int, clock: Callable[[], float], seed: int = 0) -> None:
+        self.clock = clock
         rng = np.random.default_rng(seed)
         self.source = rng.standard_normal(elements, dtype=np.float32)
         self.old = 0.3 * rng.standard_normal(elements, dtype=np.float32)
@@ -64,8 +65,8 @@ class Bench:
         self._copy()
         times, copies = [], []
         for _ in range(self.repeats):
-            copies.append(_time(self._copy, inner))
-            times.append(_time(call, inner))
+            copies.append(_time(self._copy, inner, self.clock))
+            times.append(_time(call, inner, self.clock))
         rate = num_bytes / statistics.median(times)
         return rate / 1e9, rate / (self.source.nbytes / statistics.median(copies))
 
@@ -123,11 +124,11 @@ def measure_torch(bench: Bench) -> list[Row]:
     return [Row(name, "torch", size, size, threads, rate, fraction) for name, rate, fraction in results]
 
 
-def _time(call: Callable[[], object], inner: int) -> float:
-    begin = time.perf_counter()
+def _time(call: Callable[[], object], inner: int, clock: Callable[[], float]) -> float:
+    begin = clock()
     for _ in range(inner):
         call()
-    return (time.perf_counter() - begin) / inner
+    return (clock() - begin) / inner
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,7 +143,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--torch", action="store_true", help="PyTorch's plain operations as well")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count CPU time, not wall time: for one thread on a busy machine"
+    )
     options = parser.parse_args(arguments)
+    if options.cpu_time and options.threads != [1]:
+        parser.error("--cpu-time measures one thread only: add --threads 1")
+    clock = time.thread_time if options.cpu_time else time.perf_counter
     rows: list[Row] = []
     for threads in options.threads:
         with WorkerPool(threads) as pool:
@@ -150,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 segment = (
                     elements if options.log2_segment is None else min(elements, 1 << options.log2_segment)
                 )
-                bench = Bench(elements, pool, options.repeats)
+                bench = Bench(elements, pool, options.repeats, clock)
                 for spec in options.compressors or compressor_ids():
                     rows += measure(spec, bench, segment)
                     if not options.json:
@@ -164,10 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "machine": platform.machine(),
             "cores": available_cores(),
             "python": platform.python_version(),
+            "numpy": np.__version__,
+            "clock": clock.__name__,
+            "repeats": options.repeats,
+            "seed": 0,
         }
-        sys.stdout.write(
-            json.dumps({**facts, "numpy": np.__version__, "rows": [asdict(row) for row in rows]}) + "\n"
-        )
+        sys.stdout.write(json.dumps({**facts, "rows": [asdict(row) for row in rows]}) + "\n")
     return 0
 
 

@@ -110,6 +110,6 @@ def _local_size(env: Mapping[str, str], name: str | None) -> int:
 def _check(launch: Launch, rank_name: str, size_name: str) -> None:
     if launch.rank >= launch.world_size:
         raise TopologyError(
-            f"{rank_name}={launch.rank} is not below {size_name}={launch.world_size}; the launcher's variables"
+            f"{rank_name}={launch.rank} is not below {size_name}={launch.world_size}; the variables"
             " contradict each other (are some left over from another launch?)"
         )

@@ -13,7 +13,7 @@ from espresso.compressors.base import Array
 from espresso.compressors.blockwise import TINY, Blockwise
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
 from espresso.cpu_offload.intrinsics import fence
-from espresso.cpu_offload.kernels import clear_block, fill_q, keep
+from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
@@ -29,35 +29,37 @@ def encode_chunks(
     """Quantize block by block and write the residual. Returns whether all is finite."""
     itemsize = numbers.itemsize
     stride = itemsize + block * code_bits // 8
-    q_bits = np.empty(block, bits.dtype)
-    q_buffer = q_bits.view(source.dtype)
+    tile = max(block, BLOCK)
+    q_bits = np.empty(tile, bits.dtype)
+    q = q_bits.view(source.dtype)
     top_bits = np.empty(1, bits.dtype)
     top = top_bits.view(source.dtype)
     nibbles = np.empty(block, np.int8)
     finite = True
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]
-        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], block):
-            num = min(block, chunks[chunk, HIGH] - low)
-            at = row[OFFSET] + low // block * stride
-            q = q_buffer[:num]
-            fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
-            top_bits[0] = largest(q_bits[:num], magnitude)
-            if top_bits[0] >= infinity:
-                finite = False
-                top[0] = 0
-            small = top[0] < tiny
-            step = source.dtype.type(0) if small else top[0] / levels
-            inverse = source.dtype.type(0) if small else levels / top[0]
-            numbers[at // itemsize] = step
-            body = codes[at + itemsize :][: num if code_bits == 8 else (num + 1) // 2]
-            if code_bits == 8:
-                quantize(q, inverse, step, magic, body)
-            else:
-                quantize(q, inverse, step, magic, nibbles[:num])
-                pack_nibbles(nibbles, num, body)
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], tile):
+            filled = min(tile, chunks[chunk, HIGH] - low)
+            fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, filled, has_feedback)
+            for begin in range(0, filled, block):
+                num = min(block, filled - begin)
+                at = row[OFFSET] + (low + begin) // block * stride
+                top_bits[0] = largest(q_bits[begin : begin + num], magnitude)
+                if top_bits[0] >= infinity:
+                    finite = False
+                    top[0] = 0
+                small = top[0] < tiny
+                step = source.dtype.type(0) if small else top[0] / levels
+                inverse = source.dtype.type(0) if small else levels / top[0]
+                numbers[at // itemsize] = step
+                body = codes[at + itemsize :][: num if code_bits == 8 else (num + 1) // 2]
+                if code_bits == 8:
+                    quantize(q[begin : begin + num], inverse, step, magic, body)
+                else:
+                    quantize(q[begin : begin + num], inverse, step, magic, nibbles[:num])
+                    pack_nibbles(nibbles, num, body)
             if has_feedback:
-                keep(new, row[RESIDUAL] + low, q, num, stream)
+                keep(new, row[RESIDUAL] + low, q, filled, stream)
     fence()
     return finite
 

@@ -52,7 +52,7 @@ def sum_chunks(
             num = min(SUM_BLOCK, chunks[chunk, HIGH] - low)
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
             if num < SUM_BLOCK:
-                q[num:] = 0
+                clear_block(q, num, SUM_BLOCK - num)
             clear_block(lanes, 0, LANES)
             for i in range(0, SUM_BLOCK, LANES):
                 for lane in range(LANES):
@@ -119,7 +119,7 @@ def sign_chunks(
             num = min(BLOCK, chunks[chunk, HIGH] - low)
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
             if num < BLOCK:
-                q[num:] = 0
+                clear_block(q, num, BLOCK - num)
             width = (num + 31) // 32
             pack_signs(q, packed, width)
             copy_block(words, first_word + low // 32, packed, width)

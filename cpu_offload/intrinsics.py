@@ -101,3 +101,20 @@ def address(typing_context: Any, array: Any) -> Any:
         return builder.ptrtoint(data, ir.IntType(64))
 
     return types.int64(array), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of ``array[at]``; harmless past the end."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        number = ir.IntType(32)
+        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), cgutils.voidptr_t)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, keep_near, data_cache = (ir.Constant(number, value) for value in (0, 3, 1))
+        builder.call(function, [pointer, read, keep_near, data_cache])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate

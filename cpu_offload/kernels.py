@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numba import njit
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import STREAM_BYTES, address, stream_line
+from espresso.cpu_offload.intrinsics import STREAM_BYTES, address, prefetch, stream_line
 from espresso.cpu_offload.work import HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 BLOCK = 1024
@@ -23,16 +23,26 @@ BLOCK = 1024
 def fill_q(
     q: Array, source: Array, at: int, scale: float, old: Array, kept: int, num: int, has_feedback: bool
 ) -> None:
-    """``q[:num] = scale * source[at:] + old[kept:]``, or without the residual."""
+    """``q[:num] = scale * source[at:] + old[kept:]``, or without the residual.
+
+    Asks for the next ``num`` numbers as well: while a block is worked on in the nearest cache, the hardware's own
+    prefetchers, which follow loads and stop at pages, would do nothing.
+    """
     out = q[:num]
     new = source[at : at + num]
+    line = STREAM_BYTES // q.itemsize
     if has_feedback:
         residual = old[kept : kept + num]
         for i in range(num):
             out[i] = new[i] * scale + residual[i]
+        for i in range(num, num + num, line):
+            prefetch(source, at + i)
+            prefetch(old, kept + i)
     else:
         for i in range(num):
             out[i] = new[i] * scale
+        for i in range(num, num + num, line):
+            prefetch(source, at + i)
 
 
 @njit(nogil=True, cache=True)
@@ -133,7 +143,7 @@ def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64])
     while shift > 0:
         step = min(11, shift)
         shift -= step
-        histogram[:] = 0
+        clear_block(histogram, 0, len(histogram))
         high = np.uint64(shift + step)
         mask = np.uint64((1 << step) - 1)
         for i in range(num):

@@ -89,7 +89,7 @@ def filter_chunks(
             if has_feedback:
                 keep(new, row[RESIDUAL] + low, q, num, stream)
             if num < BLOCK:
-                q_bits[num:] = 0
+                clear_block(q_bits, num, BLOCK - num)
             count = collect(q_bits, low, threshold, magnitude, index, value, count)
         found[chunk] = count - start
     fence()

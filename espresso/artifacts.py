@@ -99,10 +99,13 @@ def _backward_rows(record: Record, origin_ns: int, rank: int) -> list[dict[str, 
     return rows
 
 
-def mark_registered(steps: int, needed: int) -> None:
-    """Tell ``espresso profile`` that the script registered, and how far it came."""
+def mark_registered(steps: int, needed: int, *, writes_here: bool) -> None:
+    """Tell ``espresso profile`` that the script registered, how far it came, and who writes the job.
+
+    Args:
+        writes_here: whether rank 0, which writes ``job.json``, runs on this node.
+    """
     asked = os.environ.get("ESPRESSO_JOB_PATH")
     if asked:
-        Path(asked + ".registered").write_text(
-            json.dumps({"steps": steps, "needed": needed}), encoding="utf-8"
-        )
+        body = {"steps": steps, "needed": needed, "writes_here": writes_here}
+        Path(asked + ".registered").write_text(json.dumps(body), encoding="utf-8")

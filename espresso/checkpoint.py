@@ -154,7 +154,8 @@ def _model_digest(state: EspressoState) -> str:
 
 def checksum(parameter: torch.Tensor) -> int:
     """A checksum of a parameter's bytes."""
-    return zlib.crc32(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    flat = parameter.detach().cpu().contiguous().reshape(-1)  # a scalar cannot be viewed as bytes
+    return zlib.crc32(flat.view(torch.uint8).numpy())
 
 
 class PerRank:

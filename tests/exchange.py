@@ -52,12 +52,21 @@ class Exchange:
         seed: int = 0,
     ) -> None:
         self.groups = Groups(process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
-        self.codecs = HostCodecs(2) if codecs is None else codecs
+        self.codecs: Codecs = HostCodecs(2) if codecs is None else codecs
+        self._timeout_s = timeout_s
+        self.seed = seed
+        self.renew(transactional=transactional)
+
+    def renew(self, *, transactional: bool = True) -> Exchange:
+        """A new executor without residuals over the same groups: much cheaper than another exchange."""
+        if hasattr(self, "executor"):
+            self.executor.close()
         self.store = ResidualStore(transactional=transactional)
         self.script = Script()
         self.executor = Executor(
-            self.groups, self.codecs, self.script, store=self.store, seed=seed, timeout_s=timeout_s
+            self.groups, self.codecs, self.script, store=self.store, seed=self.seed, timeout_s=self._timeout_s
         )
+        return self
 
     @property
     def rank(self) -> int:
@@ -96,13 +105,13 @@ class Exchange:
     def record(self) -> Record:
         return self.script.records[-1]
 
-    def kept(self, numels: Mapping[str, int], *, every_replica: bool = False) -> dict[str, Array]:
+    def kept(self, numels: Mapping[str, int]) -> dict[str, Array]:
         """Everything this rank answers for, by tensor, in float64."""
         total = {name: np.zeros(numel, np.float64) for name, numel in numels.items()}
         pieces, carry = self.store.snapshot()
         for (name, _), parts in pieces.items():
             for start, values, replica in parts:
-                if replica == 0 or every_replica:
+                if replica == 0:
                     total[name][start : start + values.size] += values
         for name, values in carry.items():
             total[name] += values
@@ -111,9 +120,7 @@ class Exchange:
     def sites(self) -> set[str]:
         """The sites where this rank keeps something that is not zero."""
         pieces, _ = self.store.snapshot()
-        return {
-            site.value for (_, site), parts in pieces.items() for _, values, _ in parts if np.any(values)
-        }
+        return {site.value for (_, site), parts in pieces.items() for _, values, _ in parts if np.any(values)}
 
     def close(self) -> None:
         self.executor.close()
