@@ -23,6 +23,15 @@ logger = logging.getLogger("espresso")
 Work = Callable[[], None]
 
 
+NOISE = 1.02
+"""Arms this close to the fastest count as equally fast."""
+
+
+def _num_compressions(strategy: Strategy) -> int:
+    """Lossy encodes a gradient goes through, over all tensors: the less, the closer to plain training."""
+    return sum(choice.option.num_compressions for choice in strategy.choices.values())
+
+
 class Orderer:
     """Runs one strategy, in plain order until the bucket structure is known, then list-scheduled.
 
@@ -248,18 +257,16 @@ class AutoPlanner:
         return self._judge
 
     def _judge(self) -> None:
-        """The slowest rank's median of every arm; ties and noise go to plain."""
+        """Compare the slowest rank's medians; of arms within the noise the one that compresses least wins."""
         medians = {name: median(values) for name, values in self._steps_us.items()}
         everybody = self._groups.all_objects(medians)
         measured = {name: max(m[name] for m in everybody) for name in medians}
-        plain = measured["plain"]
-        best = min(measured, key=lambda name: (measured[name], name != "plain"))
-        if best == "plain":
-            others = ", ".join(f"{n} {us / 1e3:.1f} ms" for n, us in measured.items() if n != "plain")
-            reason = f"plain allreduce took {plain / 1e3:.1f} ms a step, the candidates {others}: compression does not pay here"
-        else:
-            reason = f"{best} took {measured[best] / 1e3:.1f} ms a step, plain allreduce {plain / 1e3:.1f} ms"
-        self._decide(best, reason, measured)
+        losses = {"plain": 0} | {c.name: _num_compressions(c.strategy) for c in self._candidates}
+        limit = min(measured.values()) * NOISE
+        best = min((n for n in measured if measured[n] <= limit), key=lambda n: (losses[n], measured[n]))
+        times = ", ".join(f"{name} {us / 1e3:.1f} ms" for name, us in measured.items())
+        pays = "compression does not pay here" if best == "plain" else "measured in alternated blocks"
+        self._decide(best, f"{pays}: {times} a step", measured)
 
     def _decide(self, name: str, reason: str, measured: dict[str, float] | None = None) -> None:
         chosen = next((c for c in self._candidates if c.name == name), None)
