@@ -116,17 +116,28 @@ class _Found:
 
 
 def upper_bound_us(
-    job: Job, specs: Sequence[CompressorSpec], units: Sequence[Unit], payload: PayloadBytes = payload_bytes
+    job: Job,
+    specs: Sequence[CompressorSpec],
+    units: Sequence[Unit],
+    payload: PayloadBytes = payload_bytes,
+    *,
+    partition_bytes: int = 0,
+    start: Sequence[Choice] = (),
 ) -> float:
     """The paper's upper bound as an iteration time: compression costs nothing and nothing contends.
 
-    The best strategy under that assumption is itself found by Algorithm 1, from every uniform strategy too.
+    The best strategy under that assumption is itself searched for: by Algorithm 1, among the uniform
+    strategies, and by improving ``start`` (one choice per unit), all at one partition size.
     """
-    evaluator = Evaluator(job, units, 0, payload, free=True)
+    evaluator = Evaluator(job, units, partition_bytes, payload, free=True)
     leaves = raw_choices(job.cluster) + _all_compressed(job, specs)[0]
-    found = evaluator.makespan(greedy(evaluator, leaves))
-    uniform = evaluator.batch(evaluator.uniforms(leaves), cut=True)[1]
-    return job.forward_us + min(found, uniform) + job.optimizer_us
+    best = min(
+        evaluator.makespan(greedy(evaluator, leaves)),
+        evaluator.batch(evaluator.uniforms(leaves), cut=True)[1],
+    )
+    if start:
+        best = min(best, improve_locally(evaluator, evaluator.encode(start), leaves, sweeps=1)[1])
+    return job.forward_us + best + job.optimizer_us
 
 
 def _all_compressed(
@@ -168,7 +179,8 @@ def search(
 
     Args:
         job: its mode says what is decided: tensors (paper) or DDP's buckets.
-        compressor: one or several; every tensor takes one of them or none.
+        compressor: one or several; every tensor takes one of them or none. Where the job has costs for
+            fp16, that baseline competes too, and may win.
         improve: go on after Algorithms 1 and 2.
         partitions: partition sizes in bytes to try (0: never cut); by default a few that fit the job.
         progress: called with a phase and its fraction done.
@@ -214,7 +226,7 @@ def search(
             evaluator, split = split_buckets(job, row.evaluator, row.evaluator.encode(row.choices), leaves)
             if evaluator is not row.evaluator:
                 found.append(_found("buckets split", evaluator, split))
-    result = _result(job, specs, units, found, baselines, capped, len(raw + first + moved), started, payload)
+    result = _result(job, specs, found, baselines, capped, len(raw + first + moved), started, payload)
     if progress is not None:
         progress("search", 1.0)
     return result
@@ -241,7 +253,6 @@ def _improve_best(found: list[_Found], leaves: tuple[Choice, ...], starts: int =
 def _result(
     job: Job,
     specs: Sequence[CompressorSpec],
-    units: Sequence[Unit],
     found: list[_Found],
     baselines: dict[str, float],
     capped: bool,
@@ -255,13 +266,16 @@ def _result(
     ranked = sorted(found, key=lambda row: float(f"{row.makespan_us:.9e}"))
     chosen = _ranked(job, ranked[0])
     alternatives = [_ranked(job, row) for row in _distinct(ranked)]
-    bound = min(upper_bound_us(job, specs, units, payload), chosen.predicted_us)
+    best = ranked[0].evaluator
+    bound = upper_bound_us(
+        job, specs, best.units, payload, partition_bytes=best.partition_bytes, start=ranked[0].choices
+    )
     return SearchResult(
         strategy=chosen.strategy,
         plan=chosen.plan,
         predicted_us=chosen.predicted_us,
         uncompressed_us=plain.makespan_us + beside,
-        upper_bound_us=bound,
+        upper_bound_us=min(bound, chosen.predicted_us),
         search_ms=(time.perf_counter() - started) * 1e3,
         alternatives=tuple(alternatives),
         baselines={name: makespan + beside for name, makespan in baselines.items()},
