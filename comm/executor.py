@@ -432,7 +432,7 @@ def _fail_open(futures: Iterable[torch.futures.Future[torch.Tensor]], error: Bas
     for future in futures:
         try:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(error)  # type: ignore[arg-type]
         except RuntimeError:
             continue  # a lane completed it in this very moment
 

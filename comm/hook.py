@@ -6,16 +6,16 @@ DDP reads the annotations of the hook, so this module must not postpone their ev
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 
 class HookState(Protocol):
     """What the hook needs of a state."""
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]: ...
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]: ...
 
 
-def espresso_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def espresso_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients over all ranks as the state's strategy says.
 
     Args:

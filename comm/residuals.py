@@ -87,7 +87,7 @@ class ResidualStore:
 
     def new_residual(self, site: Site, runs: Sequence[Run], dtype: Any, replica: int) -> Residual:
         """A zero residual over these runs; it counts once ``adopt`` has been given it."""
-        starts = (
+        starts: Any = (
             np.concatenate([[0], np.cumsum([run.numel for run in runs])[:-1]]).astype(int) if runs else []
         )
         return Residual(site, tuple(runs), tuple(int(s) for s in starts), dtype, replica, self.transactional)

@@ -155,7 +155,7 @@ def _model_digest(state: EspressoState) -> str:
 def checksum(parameter: torch.Tensor) -> int:
     """A checksum of a parameter's bytes."""
     flat = parameter.detach().cpu().contiguous().reshape(-1)  # a scalar cannot be viewed as bytes
-    return zlib.crc32(flat.view(torch.uint8).numpy())
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
 
 
 class PerRank:

@@ -49,7 +49,8 @@ class GradientClock:
         for parameter in module.parameters():
             name = names.get(id(parameter))
             if name is not None and parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._stamp(name)))
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(self._stamp(name)))
 
     def begin(self) -> None:
         """Forget the last iteration."""
@@ -167,7 +168,8 @@ def _time_routine(
     """(microseconds, cores burnt) of one routine; the slowest rank's figures, the same on all ranks."""
     run = _runner(member, routine, form, size, ring)
     run()
-    walls, cpus = [], []
+    walls: list[float] = []
+    cpus: list[float] = []
     while len(walls) < repeats:
         groups.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
@@ -195,7 +197,7 @@ def _runner(member: Member, routine: Routine, form: Form, size: int, ring: bool)
         numbers = torch.zeros(size // 4)
         return lambda: transport.broadcast(numbers, member, 0)
     whole = torch.zeros(each * peers, dtype=torch.uint8)
-    parts = list(whole.split(each))
+    parts = list(torch.split(whole, each))
     places = [torch.empty_like(part) for part in parts]
     mine = parts[member.index]
     if routine is Routine.REDUCE_SCATTER:

@@ -11,10 +11,12 @@ import atexit
 import logging
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso import checkpoint
@@ -85,7 +87,9 @@ class EspressoState:
         registry.create(self.compressor)  # an unknown id or parameter is an error here, not in the first step
         self._strategy = strategy
         self._given = (
-            Strategy.load(strategy) if not isinstance(strategy, Strategy) and strategy != AUTO else strategy
+            Strategy.load(Path(strategy))
+            if not isinstance(strategy, Strategy) and strategy != AUTO
+            else strategy
         )
         self._process_group = process_group
         self._scaler = grad_scaler
@@ -237,9 +241,9 @@ class EspressoState:
 
     # -- the hook ----------------------------------------------------------------------------------
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What ``espresso_hook`` does."""
-        if not isinstance(bucket, dist.GradBucket):
+        if not isinstance(bucket, GradBucket):
             raise UnsupportedModelError(
                 f"the hook was given a {type(bucket).__name__} instead of a DDP bucket: torch.compile's own"
                 " gradient hooks are not supported; compile the module inside DDP instead of the DDP wrapper"
@@ -254,7 +258,7 @@ class EspressoState:
             described, bucket.buffer(), is_last=bucket.is_last(), grad_scale=self._scale()
         )
 
-    def _describe(self, bucket: dist.GradBucket) -> Bucket:
+    def _describe(self, bucket: GradBucket) -> Bucket:
         index = bucket.index()
         parameters = bucket.parameters()
         ids = tuple(map(id, parameters))

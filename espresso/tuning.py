@@ -90,7 +90,7 @@ class OnlineSearch:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])
         ready = [seen.tensor_ready_us[name] for name in in_order]
         gaps = [0.0] + [max(b - a, 0.0) for a, b in itertools.pairwise(ready)]
-        handed_over = []
+        handed_over: list[float] = []
         for at in seen.bucket_ready_us:
             handed_over.append(max([at, *handed_over[-1:]]))
         return Job(
