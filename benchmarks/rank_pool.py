@@ -1,4 +1,4 @@
-"""Four real ranks that stay: multi-rank tests that differ only in what they exchange share one process start.
+"""Real ranks that stay: what differs only in what it exchanges shares one process start.
 
 A failure or a missed deadline kills all of them; the next test starts fresh ones.
 """
@@ -9,21 +9,25 @@ import atexit
 import multiprocessing
 import os
 import queue
+import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tests.workers import RanksFailed, free_port
-
 _CONTEXT = multiprocessing.get_context("spawn")
 NUM_RANKS = 4
 
 
-class RankPool:
-    """``run`` calls a function on every rank, joined in one Gloo group: two nodes of two ranks by torchrun's words."""
+class RanksFailed(AssertionError):
+    """A rank raised, died or hung."""
 
-    def __init__(self) -> None:
+
+class RankPool:
+    """``run`` calls a function on every rank of one Gloo group; the launcher's words say two nodes of two ranks."""
+
+    def __init__(self, num_ranks: int = NUM_RANKS) -> None:
+        self.num_ranks = num_ranks
         self._processes: list[Any] = []
         self._inboxes: list[Any] = []
         self._results: Any = None
@@ -41,7 +45,7 @@ class RankPool:
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + deadline_s
-        while len(answers) + len(errors) < NUM_RANKS and time.monotonic() < deadline:
+        while len(answers) + len(errors) < self.num_ranks and time.monotonic() < deadline:
             try:
                 rank, value, error = self._results.get(timeout=0.2)
             except queue.Empty:
@@ -53,12 +57,14 @@ class RankPool:
             else:
                 errors[rank] = error
                 deadline = min(deadline, time.monotonic() + 5.0)  # the others are probably waiting for it
-        if len(answers) < NUM_RANKS:
+        if len(answers) < self.num_ranks:
             self.close()
             told = [f"rank {rank}: {error}" for rank, error in sorted(errors.items())]
-            silent = [str(rank) for rank in range(NUM_RANKS) if rank not in answers and rank not in errors]
+            silent = [
+                str(rank) for rank in range(self.num_ranks) if rank not in answers and rank not in errors
+            ]
             raise RanksFailed("\n".join([*told, f"no answer from rank {', '.join(silent) or '(none)'}"]))
-        return [answers[rank] for rank in range(NUM_RANKS)]
+        return [answers[rank] for rank in range(self.num_ranks)]
 
     def close(self) -> None:
         """Kill the ranks: they hold nothing worth keeping."""
@@ -72,12 +78,14 @@ class RankPool:
         self._processes, self._inboxes, self._results = [], [], None
 
     def _start(self) -> None:
-        port = free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         self._results = _CONTEXT.Queue()
-        for rank in range(NUM_RANKS):
+        for rank in range(self.num_ranks):
             env = {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(NUM_RANKS),
+                "WORLD_SIZE": str(self.num_ranks),
                 "LOCAL_RANK": str(rank % 2),
                 "LOCAL_WORLD_SIZE": "2",
                 "GROUP_RANK": str(rank // 2),
