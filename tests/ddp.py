@@ -1,0 +1,213 @@
+"""Small DDP models and steps for the workers of ``run_ranks``, and scenarios that share a process start."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import espresso
+from espresso.names import named_gradients, tensor_specs
+from espresso.state import EspressoState
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option
+from tests.workers import Outcome, run_ranks
+
+TINY_BUCKETS_MB = 0.002
+"""About 500 fp32 numbers a bucket, so that every model here has many."""
+
+ALLREDUCE = "flat.allreduce"
+ALLGATHER = "comp > flat.allgather > dec"
+SHARDED = "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
+HIERARCHICAL = (
+    "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather"
+)
+ROOTED = "intra.reduce > comp > inter.allgather > dec > intra.broadcast"
+
+
+class IntegerNet(nn.Module):
+    """Gradients that are the given small integers exactly, whatever the parameters are.
+
+    ``forward(key)`` is the dot product of all parameters with numbers drawn from ``key``.
+    """
+
+    def __init__(self, sizes: Sequence[int] = (300, 7, 1100, 64, 1, 513, 900)) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+
+    def forward(self, key: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(key)
+        terms = [(p * torch.randint(-8, 9, p.shape, generator=draw).to(p.dtype)).sum() for p in self.weights]
+        return torch.stack(terms).sum()
+
+
+def mlp(*widths: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Linear layers with tanh between them, the same on every rank."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after, dtype=dtype), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batch(rank: int, step: int, width: int, rows: int = 4) -> torch.Tensor:
+    """This rank's input of this step."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def wrap(module: nn.Module, **settings: Any) -> DistributedDataParallel:
+    """DDP with many buckets, in a process group of its own unless one is given."""
+    settings.setdefault("bucket_cap_mb", TINY_BUCKETS_MB)
+    settings.setdefault("process_group", dist.new_group())
+    return DistributedDataParallel(module, **settings)
+
+
+def strategy_for(
+    module: nn.Module,
+    cluster: Cluster,
+    option: str = ALLREDUCE,
+    compressor: str = "none",
+    partition_bytes: int = 0,
+) -> Strategy:
+    """One choice for all tensors."""
+    parsed = parse_option(option)
+    choice = Choice(parsed, CompressorSpec.parse(compressor)) if parsed.is_compressed else PLAIN
+    tensors = tensor_specs(named_gradients(module))
+    return Strategy.uniform(tensors, cluster, choice, partition_bytes=partition_bytes)
+
+
+@contextmanager
+def registered(
+    ddp: DistributedDataParallel,
+    option: str = ALLREDUCE,
+    compressor: str = "none",
+    *,
+    ranks_per_node: int = 1,
+    partition_bytes: int = 0,
+    timeout_s: float = 15.0,
+    **settings: Any,
+) -> Iterator[EspressoState]:
+    """``espresso.register`` with a uniform strategy; closed at the end."""
+    size = dist.get_world_size(ddp.process_group)
+    cluster = Cluster(size // ranks_per_node, ranks_per_node)
+    settings.setdefault("strategy", strategy_for(ddp, cluster, option, compressor, partition_bytes))
+    state = espresso.register(
+        ddp, compressor, ranks_per_node=ranks_per_node, timeout_s=timeout_s, offload_threads=1, **settings
+    )
+    try:
+        yield state
+    finally:
+        state.close()
+
+
+def digest(module: nn.Module) -> str:
+    """A hash of all parameters, bit for bit."""
+    sha = hashlib.sha256()
+    for parameter in module.parameters():
+        sha.update(parameter.detach().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    """Equal bit for bit."""
+    return digest(left) == digest(right)
+
+
+def agreed(ddp: DistributedDataParallel) -> bool:
+    """Whether all ranks of the model's group hold the same parameters, bit for bit. Collective."""
+    everybody: list[Any] = [None] * dist.get_world_size(ddp.process_group)
+    dist.all_gather_object(everybody, digest(ddp.module), group=ddp.process_group)
+    return len(set(everybody)) == 1
+
+
+def train(
+    ddp: DistributedDataParallel,
+    steps: range,
+    loss: Callable[[int], torch.Tensor],
+    rate: float = 0.125,
+) -> list[str]:
+    """SGD steps on ``loss(step)``; the digest after every step, which must be equal on all ranks."""
+    digests = []
+    for step in steps:
+        ddp.zero_grad()
+        loss(step).backward()
+        sgd(ddp, rate)
+        assert agreed(ddp), f"replicas differ after step {step}"
+        digests.append(digest(ddp.module))
+    return digests
+
+
+def sgd(module: nn.Module, rate: float = 0.125) -> None:
+    """One plain step, for the parameters that have a gradient."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter -= rate * parameter.grad
+
+
+def kept_on_all_ranks(state: EspressoState, ddp: nn.Module) -> dict[str, torch.Tensor]:
+    """Residuals and carry, summed over the ranks that answer for them."""
+    kept = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in named_gradients(ddp).items()}
+    for body in state.gather_state_dict()["ranks"]:
+        for row in body["residuals"]:
+            if row["replica"] == 0:
+                end = row["start"] + row["values"].numel()
+                kept[row["tensor"]][row["start"] : end] += row["values"]
+        for name, values in body["carry"].items():
+            kept[name] += values
+    return kept
+
+
+# -- scenarios -------------------------------------------------------------------------------------
+
+
+def play(rank: int, module: str, names: Sequence[str]) -> dict[str, tuple[Any, str]]:
+    """Run the named functions ``scenario(rank)`` of a test module; ``(value, traceback)`` of each."""
+    found = importlib.import_module(module)
+    results = {}
+    for name in names:
+        try:
+            results[name] = (getattr(found, name)(rank), "")
+        except Exception:
+            results[name] = (None, traceback.format_exc())
+        dist.barrier()
+    return results
+
+
+class Played:
+    """What the scenarios of one process start gave: ``played(scenario)`` is a list of values by rank."""
+
+    def __init__(
+        self,
+        module: str,
+        scenarios: Sequence[Callable[[int], Any]],
+        num_ranks: int,
+        *,
+        deadline_s: float = 90.0,
+        environment: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        names = [scenario.__name__ for scenario in scenarios]
+        self._outcomes: list[Outcome] = run_ranks(
+            play,
+            num_ranks,
+            module,
+            names,
+            deadline_s=deadline_s,
+            environment=dict(environment or {}),
+            **settings,
+        )
+
+    def __call__(self, scenario: Callable[[int], Any]) -> list[Any]:
+        results = [outcome.value[scenario.__name__] for outcome in self._outcomes]
+        errors = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(results) if error]
+        assert not errors, "\n".join(errors)
+        return [value for value, _ in results]

@@ -1,0 +1,224 @@
+"""The hook under real DDP models with many buckets, right from the first iteration through DDP's rebuild."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from tests.ddp import (
+    ALLGATHER,
+    ALLREDUCE,
+    HIERARCHICAL,
+    ROOTED,
+    SHARDED,
+    IntegerNet,
+    Played,
+    batch,
+    kept_on_all_ranks,
+    mlp,
+    registered,
+    same,
+    sgd,
+    train,
+    wrap,
+)
+
+STEPS = range(6)
+
+Case = tuple[str, str, int, int]
+"""Option, compressor, ranks per node, partition bytes."""
+
+LOSSLESS = (
+    (ALLREDUCE, "none", 1, 0),
+    (ALLREDUCE, "none", 1, 1024),  # partitions
+    ("flat.reduce_scatter > flat.allgather", "none", 1, 0),
+    ("intra.reduce_scatter > inter.allreduce > intra.allgather", "none", 2, 1024),
+    (ALLGATHER, "none", 1, 0),
+    (SHARDED, "none", 1, 1024),
+    (HIERARCHICAL, "none", 2, 0),
+    (ROOTED, "none", 2, 0),
+    ("comp > flat.allreduce > dec", "fp16", 1, 0),
+)
+
+LOSSY = (
+    (ALLGATHER, "efsignsgd", 1, 0),
+    (SHARDED, "efsignsgd", 1, 8192),
+    (HIERARCHICAL, "topk:ratio=0.05", 2, 0),
+    (ROOTED, "dgc:ratio=0.05", 2, 0),
+    ("comp > flat.allreduce > dec", "randomk:ratio=0.1", 1, 0),
+)
+
+
+def test_plain_ddp_bit_for_bit(played):
+    """Uncompressed is DDP's own arithmetic, on random floats, with the same reduction order."""
+    for equal, buckets in played(uncompressed):
+        assert equal == [True] * len(STEPS)
+        assert buckets[0] != buckets[1], "DDP did not rebuild its buckets"
+        assert all(later == buckets[1] and len(later) > 3 for later in buckets[1:])
+
+
+def test_lossless_leaves_equal_ddp_on_integers(played):
+    for results in played(lossless):
+        assert results == {case: True for case in LOSSLESS}
+
+
+def test_lossy_leaves_keep_replicas_equal_and_compress(played):
+    everybody = played(lossy)
+    for results in everybody:
+        for case, (digests, sent, raw, residual) in results.items():
+            assert digests == everybody[0][case][0]
+            assert len(set(digests)) == len(STEPS), "parameters did not move"
+            assert 0 < sent < raw, case
+            assert residual > 0, case
+
+
+def test_lossy_training_conserves_the_gradient(played):
+    """Sent plus kept is what came in: the parameters' path plus the residuals is plain SGD's path."""
+    for distance, moved in played(conservation):
+        assert moved > 1.0
+        assert distance < 1e-4 * moved
+
+
+def test_order_is_planned_once_buckets_are_stable(played):
+    for planned in played(planned_order):
+        assert planned[:2] == [False, False]
+        assert planned[-1]
+        assert [a for a, b in pairwise(planned) if a and not b] == []
+
+
+def test_spans_for_the_profiler(played):
+    for names in played(profiled):
+        assert any(name.startswith("espresso::") for name in names)
+
+
+def test_scalar_and_empty_parameters_and_replica_check(played):
+    for caught in played(odd_shapes):
+        assert "'weights.1' on rank 1 differs from rank 0" in caught
+
+
+# -- scenarios -------------------------------------------------------------------------------------
+
+
+def uncompressed(rank: int) -> tuple[list[bool], list[int]]:
+    model = mlp(20, 30, 25, 40, 12, 3)
+    ours, plain = wrap(model), wrap(copy.deepcopy(model))
+    equal, buckets = [], []
+    with registered(ours) as state:
+        for step in STEPS:
+            for ddp in (ours, plain):
+                ddp.zero_grad()
+                ddp(batch(rank, step, 20)).square().mean().backward()
+            equal.append(same(gradients(ours), gradients(plain)))
+            for ddp in (ours, plain):
+                sgd(ddp)
+            assert state._last is not None
+            buckets.append(state._last.buckets)
+    return equal, buckets
+
+
+def lossless(rank: int) -> dict[Case, bool]:
+    plain = wrap(IntegerNet())
+    wanted = train(plain, STEPS, lambda step: plain(100 * step + rank))
+    results = {}
+    for option, compressor, ranks_per_node, partition_bytes in LOSSLESS:
+        ddp = wrap(IntegerNet())
+        with registered(
+            ddp, option, compressor, ranks_per_node=ranks_per_node, partition_bytes=partition_bytes
+        ):
+            got = train(ddp, STEPS, lambda step, ddp=ddp: ddp(100 * step + rank))
+        results[option, compressor, ranks_per_node, partition_bytes] = got == wanted
+    return results
+
+
+def lossy(rank: int) -> dict[Case, tuple[list[str], float, float, float]]:
+    results = {}
+    for option, compressor, ranks_per_node, partition_bytes in LOSSY:
+        ddp = wrap(mlp(20, 300, 25, 40, 12, 3))
+        with registered(
+            ddp, option, compressor, ranks_per_node=ranks_per_node, partition_bytes=partition_bytes
+        ) as state:
+            digests = train(ddp, STEPS, lambda step, ddp=ddp: ddp(batch(rank, step, 20)).square().mean())
+            metrics = state.metrics()
+        results[option, compressor, ranks_per_node, partition_bytes] = (
+            digests,
+            metrics["espresso/bytes_sent"],
+            metrics["espresso/bytes_raw"],
+            metrics["espresso/residual_norm"],
+        )
+    return results
+
+
+def conservation(rank: int) -> tuple[float, float]:
+    """Gradients that do not depend on the parameters: both paths add up the same numbers."""
+    ours, plain = wrap(IntegerNet()), wrap(IntegerNet())
+    with registered(ours, HIERARCHICAL, "efsignsgd", ranks_per_node=2, partition_bytes=1024) as state:
+        for ddp in (ours, plain):
+            train(ddp, range(12), lambda step, ddp=ddp: ddp(100 * step + rank))
+        kept = kept_on_all_ranks(state, ours)
+    left = [p.detach() - 0.125 * kept[name] / 4 for name, p in ours.module.named_parameters()]
+    moved = [p.detach() for p in plain.module.parameters()]
+    return max_distance(left, moved), max(float(p.abs().max()) for p in moved)
+
+
+def planned_order(rank: int) -> list[bool]:
+    ddp = wrap(mlp(20, 30, 25, 40, 12, 3))
+    planned = []
+    with registered(ddp, SHARDED, "efsignsgd") as state:
+        for step in range(8):
+            train(ddp, range(step, step + 1), lambda step: ddp(batch(rank, step, 20)).square().mean())
+            assert state._last is not None
+            planned.append(state._last.plan is not None)
+    return planned
+
+
+def profiled(rank: int) -> set[str]:
+    ddp = wrap(mlp(20, 30, 3))
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
+    watch = profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere)
+    with registered(ddp, ALLGATHER, "efsignsgd"), watch as seen:
+        train(ddp, range(2), lambda step: ddp(batch(rank, step, 20)).square().mean())
+    return {event.name for event in seen.events()}
+
+
+def odd_shapes(rank: int) -> str:
+    """A scalar and an empty parameter train; a parameter changed on one rank is found by name."""
+
+    class Odd(IntegerNet):
+        def __init__(self) -> None:
+            super().__init__((5, 300))
+            self.weights.append(nn.Parameter(torch.tensor(1.0)))
+            self.weights.append(nn.Parameter(torch.empty(0)))
+
+    ddp = wrap(Odd())
+    with registered(ddp, SHARDED, "efsignsgd", check_every=2) as state:
+        train(ddp, range(4), lambda step: ddp(step * 10 + rank))
+        if rank == 1:
+            with torch.no_grad():
+                ddp.module.weights[1][17] += 1
+        try:
+            for step in range(4, 6):
+                ddp(step).backward()
+        except RuntimeError:
+            assert state.error is not None
+            return str(state.error)
+    return "nothing was found"
+
+
+def gradients(module: nn.Module) -> nn.ParameterList:
+    return nn.ParameterList([p.grad for p in module.parameters() if p.grad is not None])
+
+
+def max_distance(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True) if a.numel())
+
+
+SCENARIOS = (uncompressed, lossless, lossy, conservation, planned_order, profiled, odd_shapes)
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(__name__, SCENARIOS, 4)

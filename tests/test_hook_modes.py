@@ -1,0 +1,340 @@
+"""The hook together with everything DDP can be told: each setting is compared with plain DDP, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from espresso.comm.hook import espresso_hook
+from espresso.state import EspressoState
+from espresso.strategies import Cluster
+from tests.ddp import (
+    ALLGATHER,
+    SHARDED,
+    IntegerNet,
+    Played,
+    agreed,
+    batch,
+    digest,
+    kept_on_all_ranks,
+    mlp,
+    registered,
+    same,
+    sgd,
+    strategy_for,
+    train,
+    wrap,
+)
+
+ARMS = (("flat.allreduce", "none"), (ALLGATHER, "none"), (SHARDED, "efsignsgd"))
+"""Two ranks: their sums are the same in any order, so lossless arms equal plain DDP on any numbers."""
+
+
+def test_find_unused_parameters(played):
+    check(played(find_unused))
+
+
+def test_static_graph(played):
+    check(played(static_graph))
+
+
+def test_gradient_as_bucket_view(played):
+    check(played(bucket_view))
+
+
+def test_no_sync_accumulates(played):
+    check(played(no_sync))
+
+
+def test_frozen_and_ignored_parameters(played):
+    check(played(frozen_and_ignored))
+
+
+def test_tied_parameters(played):
+    check(played(tied))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_mixed_dtypes(played, dtype):
+    results = [result[dtype] for result in played(mixed_dtypes)]
+    if dtype == "float16":
+        # DDP halves before it adds and so rounds subnormal numbers; a decode adds in fp32 and halves the sum.
+        for result in results:
+            assert result[ALLGATHER] == results[0][ALLGATHER]
+            result[ALLGATHER] = result["plain"]
+    check(results)
+
+
+def test_channels_last(played):
+    check(played(channels_last))
+
+
+def test_several_forwards_before_one_backward(played):
+    check(played(two_forwards))
+
+
+def test_fp16_compress_wrapper_composes(played):
+    for equal, name in played(wrapped_hook):
+        assert equal
+        assert name == "espresso.comm.hook.espresso_hook"
+
+
+def test_join_with_uneven_inputs(played):
+    for equal, losses in played(uneven):
+        assert equal
+        assert losses[2] < losses[1] < losses[0]
+
+
+def test_join_loses_nothing(played):
+    """What uneven ranks put in is in the parameters or in the residuals, joined ranks' included."""
+    for distance, moved, kept in played(uneven_conservation):
+        assert kept > 0
+        assert distance < 1e-4 * moved
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """Lossless arms equal plain DDP; the lossy one compressed, trained, and is the same everywhere."""
+    for result in results:
+        assert result["flat.allreduce"] == result["plain"]
+        assert result[ALLGATHER] == result["plain"]
+        assert result[SHARDED] == results[0][SHARDED]
+        assert result[SHARDED] != result["plain"], "nothing was compressed"
+        assert len(set(result[SHARDED])) == len(result[SHARDED]), "parameters did not move"
+
+
+# -- scenarios, on two ranks -----------------------------------------------------------------------
+
+Step = Callable[[DistributedDataParallel, int], None]
+
+
+def compare(model: nn.Module, step: Step, num_steps: int = 6, **settings: Any) -> dict[str, list[str]]:
+    """Digests after every step, with plain DDP and with every arm."""
+    results = {}
+    for option, compressor in (("plain", ""), *ARMS):
+        ddp = wrap(copy.deepcopy(model), **settings)
+        if option == "plain":
+            results[option] = run(ddp, step, num_steps)
+        else:
+            with registered(ddp, option, compressor):
+                results[option] = run(ddp, step, num_steps)
+    return results
+
+
+def run(ddp: DistributedDataParallel, step: Step, num_steps: int) -> list[str]:
+    digests = []
+    for number in range(num_steps):
+        ddp.zero_grad()
+        step(ddp, number)
+        sgd(ddp)
+        assert agreed(ddp), f"replicas differ after step {number}"
+        digests.append(digest(ddp.module))
+    return digests
+
+
+class Branches(nn.Module):
+    """A trunk and three branches, of which each step uses those named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = mlp(20, 60, 30)
+        self.branches = nn.ModuleList([mlp(30, 40, 5, seed=seed) for seed in range(3)])
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        trunk = self.trunk(x)
+        return torch.stack([self.branches[number](trunk) for number in used]).sum(0)
+
+
+def find_unused(rank: int) -> dict[str, list[str]]:
+    """Branch 0 alternates, branch 1 is used by rank 0 only, branch 2 by nobody at first."""
+
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        used = [0] if number % 2 == 0 else []
+        used += [1] if rank == 0 or number % 2 == 1 else []
+        used += [2] if number > 3 else []
+        ddp(batch(rank, number, 20), used).square().mean().backward()
+
+    return compare(Branches(), step, find_unused_parameters=True)
+
+
+def static_graph(rank: int) -> dict[str, list[str]]:
+    """A static graph in which a layer is used twice (checkpointing does that) and a branch never."""
+
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        ddp(batch(rank, number, 20), [0, 1, 1]).square().mean().backward()
+
+    return compare(Branches(), step, static_graph=True)
+
+
+def bucket_view(rank: int) -> dict[str, list[str]]:
+    return compare(mlp(20, 60, 30, 40, 5), square_loss(rank), gradient_as_bucket_view=True)
+
+
+def no_sync(rank: int) -> dict[str, list[str]]:
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        with ddp.no_sync():
+            for part in range(2):
+                ddp(batch(rank, 10 * number + part, 20)).square().mean().backward()
+        ddp(batch(rank, 10 * number + 9, 20)).square().mean().backward()
+
+    return compare(mlp(20, 60, 30, 40, 5), step)
+
+
+def frozen_and_ignored(rank: int) -> dict[str, list[str]]:
+    model = mlp(20, 60, 30, 40, 5)
+    model[0].requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
+
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        square_loss(rank)(ddp, number)
+        assert model[0].weight.grad is None
+        ddp.module[2].bias.grad = None  # nobody averaged it
+
+    return compare(model, step)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(50, 16)
+        self.middle = mlp(16, 40, 16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.embed(tokens)))
+
+
+def tied(rank: int) -> dict[str, list[str]]:
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        tokens = torch.arange(12).roll(number + rank).reshape(3, 4)
+        ddp(tokens).square().mean().backward()
+
+    return compare(Tied(), step)
+
+
+def mixed_dtypes(rank: int) -> dict[str, dict[str, list[str]]]:
+    class Mixed(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.first = mlp(20, 60, 30)
+            self.second = mlp(30, 50, 40, dtype=dtype)
+            self.third = mlp(40, 30, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            middle = self.second(self.first(x).to(self.second[0].weight.dtype))
+            return self.third(middle.float())
+
+    dtypes = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return {name: compare(Mixed(dtype), square_loss(rank)) for name, dtype in dtypes.items()}
+
+
+def channels_last(rank: int) -> dict[str, list[str]]:
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 4)
+    )
+
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        image = batch(rank, number, 3 * 64).reshape(4, 3, 8, 8).to(memory_format=torch.channels_last)
+        ddp(image).square().mean().backward()
+
+    return compare(model.to(memory_format=torch.channels_last), step)
+
+
+def two_forwards(rank: int) -> dict[str, list[str]]:
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        outputs = [ddp(batch(rank, 10 * number + part, 20)) for part in range(2)]
+        (outputs[0] * outputs[1]).square().mean().backward()
+
+    return compare(mlp(20, 60, 30, 40, 5), step)
+
+
+def wrapped_hook(rank: int) -> tuple[bool, str]:
+    """Integers are exact in fp16, so the wrapped hook equals plain DDP."""
+    plain, ours = wrap(IntegerNet()), wrap(IntegerNet())
+    strategy = strategy_for(ours, Cluster(2, 1), ALLGATHER)
+    state = EspressoState("none", strategy, ours.process_group, ranks_per_node=1, timeout_s=15.0).bind(ours)
+    ours.register_comm_hook(state, fp16_compress_wrapper(espresso_hook))
+    for ddp in (plain, ours):
+        train(ddp, range(5), lambda step, ddp=ddp: ddp(10 * step + rank))
+    assert state._last is not None
+    halved = all(bucket.dtype == "float16" for bucket in state._last.buckets)
+    state.close()
+    return same(plain, ours) and halved, f"{espresso_hook.__module__}.{espresso_hook.__qualname__}"
+
+
+def uneven(rank: int) -> tuple[bool, list[float]]:
+    """Rank 1 has twice the batches of rank 0; three epochs, with error feedback. The mean loss of each."""
+    ddp = wrap(mlp(20, 60, 30, 40, 5))
+    epochs = []
+    with registered(ddp, SHARDED, "efsignsgd"):
+        for _ in range(3):
+            losses = []
+            with ddp.join():
+                for number in range(4 + 4 * rank):
+                    ddp.zero_grad()
+                    loss = ddp(batch(rank, number, 20)).square().mean()
+                    loss.backward()
+                    sgd(ddp, 0.05)
+                    losses.append(float(loss))
+            epochs.append(sum(losses) / len(losses))
+        return agreed(ddp), epochs
+
+
+def uneven_conservation(rank: int) -> tuple[float, float, float]:
+    """Plain DDP and ours with the same uneven inputs, whose gradients do not depend on the parameters.
+
+    A joined rank takes no optimizer steps of its own: the last rank's parameters count, as DDP does.
+    """
+    plain, ours = wrap(IntegerNet()), wrap(IntegerNet())
+    with registered(ours, SHARDED, "efsignsgd") as state:
+        for ddp in (plain, ours):
+            with ddp.join():
+                for number in range(3 + 5 * rank):
+                    ddp.zero_grad()
+                    ddp(10 * number + rank).backward()
+                    sgd(ddp)
+        kept = kept_on_all_ranks(state, ours)
+    assert agreed(ours)
+    distance = moved = 0.0
+    for (name, p), q in zip(ours.module.named_parameters(), plain.module.parameters(), strict=True):
+        left = p.detach() - 0.125 * kept[name] / 2
+        distance = max(distance, float((left - q.detach()).abs().max()))
+        moved = max(moved, float(q.abs().max()))
+    return distance, moved, sum(float(values.abs().sum()) for values in kept.values())
+
+
+def square_loss(rank: int) -> Step:
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        ddp(batch(rank, number, 20)).square().mean().backward()
+
+    return step
+
+
+SCENARIOS = (
+    find_unused,
+    static_graph,
+    bucket_view,
+    no_sync,
+    frozen_and_ignored,
+    tied,
+    mixed_dtypes,
+    channels_last,
+    two_forwards,
+    wrapped_hook,
+    uneven,
+    uneven_conservation,
+)
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(__name__, SCENARIOS, 2)
