@@ -19,11 +19,8 @@ class EfSignSgd(BaseCompressor):
     Body, d elements (``count`` = number of words)::
 
         0  4 or 8       scale = mean |x|, a number of the layout's dtype
-        .  4*ceil(d/32) sign words, 1 = negative
-
-    Sign words are transposed inside blocks of 1024 elements, so that both backends pack and unpack with
-    contiguous loads: a block of n elements has W = ceil(n/32) words (32, fewer in the last block), and bit j
-    of its word w is the sign of element j*W + w of the block. Bits past the end are zero.
+        .  4*ceil(d/32) sign words, uint32: bit j of word w is the sign of element 32*w + j, 1 = negative;
+                        bits past the end are zero
 
     The mean is a reduction of fixed shape (``espresso.cpu_offload.efsignsgd``), so backends agree bit for bit.
     """

@@ -16,8 +16,16 @@ from numba import njit
 
 from espresso.compressors.base import Array
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
-from espresso.cpu_offload.intrinsics import fence
-from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q, keep
+from espresso.cpu_offload.intrinsics import address, fence
+from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q
+from espresso.cpu_offload.vectors import (
+    GROUP,
+    STREAM_ALIGNMENT,
+    add_magnitudes,
+    sign_group,
+    sign_group_stream,
+    unpack_group,
+)
 from espresso.cpu_offload.work import (
     END_CHUNK,
     FIRST_CHUNK,
@@ -33,7 +41,8 @@ from espresso.cpu_offload.work import (
 
 LANES = 128
 SUM_BLOCK = 4096
-WORDS = 32
+
+Halves = npt.NDArray[np.uint16]
 
 
 @njit(nogil=True, cache=True)
@@ -42,7 +51,8 @@ def sum_chunks(
     sums: npt.NDArray[np.float64],
 ) -> None:  # fmt: skip
     """``sums[c]`` = sum of |q| of chunk c, in the fixed shape of this module."""
-    q = np.empty(SUM_BLOCK, source.dtype)
+    one = source.dtype.type(1)
+    q, zeros = np.empty(SUM_BLOCK, source.dtype), np.zeros(SUM_BLOCK, source.dtype)
     lanes = np.empty(LANES, source.dtype)
     tree = np.empty(LANES, np.float64)
     for chunk in range(first, end):
@@ -50,17 +60,26 @@ def sum_chunks(
         total = 0.0
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], SUM_BLOCK):
             num = min(SUM_BLOCK, chunks[chunk, HIGH] - low)
-            fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
-            if num < SUM_BLOCK:
-                clear_block(q, num, SUM_BLOCK - num)
+            at, kept = row[SOURCE] + low, row[RESIDUAL] + low
             clear_block(lanes, 0, LANES)
-            for i in range(0, SUM_BLOCK, LANES):
-                for lane in range(LANES):
-                    lanes[lane] += abs(q[i + lane])
+            if has_feedback and num == SUM_BLOCK:
+                add_rows(lanes, source, at, scale, old, kept)
+            else:
+                fill_q(q, source, at, scale, old, kept, num, has_feedback)
+                clear_block(q, num, SUM_BLOCK - num)
+                add_rows(lanes, q, 0, one, zeros, 0)
             total += add_lanes(lanes, tree)
         if not np.isfinite(total):
             total = plain_sum(table, chunks, chunk, source, scale, old, has_feedback)
         sums[chunk] = total
+
+
+@njit(nogil=True, cache=True)
+def add_rows(lanes: Array, source: Array, at: int, scale: float, old: Array, kept: int) -> None:
+    """Add the |q| of a block to the lanes."""
+    for low in range(0, SUM_BLOCK, LANES):
+        for lane in range(0, LANES, GROUP):
+            add_magnitudes(source, at + low + lane, scale, old, kept + low + lane, lanes, lane)
 
 
 @njit(nogil=True, cache=True)
@@ -106,61 +125,56 @@ def write_scale(table: Table, segment: int, sums: npt.NDArray[np.float64], numbe
 @njit(nogil=True, cache=True)
 def sign_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, stream: bool, numbers: Array, words: npt.NDArray[np.uint32],
+    has_feedback: bool, stream: bool, numbers: Array, halves: Halves,
 ) -> None:  # fmt: skip
     """Pack the signs of q and write the residual; chunks from the last to the first."""
-    q = np.empty(BLOCK, source.dtype)
-    packed = np.empty(WORDS, np.uint32)
+    one = source.dtype.type(1)
+    q, zeros = np.zeros(BLOCK, source.dtype), np.zeros(BLOCK, source.dtype)
+    kept = np.zeros(BLOCK, source.dtype)
     for chunk in range(end - 1, first - 1, -1):
         row = table[chunks[chunk, SEGMENT]]
-        magnitude = numbers[row[OFFSET] // numbers.itemsize]
-        first_word = row[OFFSET] // 4 + numbers.itemsize // 4
-        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], BLOCK):
-            num = min(BLOCK, chunks[chunk, HIGH] - low)
+        size = numbers[row[OFFSET] // numbers.itemsize]
+        low, stop = chunks[chunk, LOW], chunks[chunk, HIGH]
+        place = (row[OFFSET] + numbers.itemsize) // 2
+        if has_feedback:
+            num = (stop - low) // GROUP * GROUP
+            sign_groups(
+                source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, new, row[RESIDUAL] + low, num, size, halves,
+                place + low // GROUP, stream,
+            )  # fmt: skip
+            low += num
+        while low < stop:
+            num = min(BLOCK, stop - low)
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
-            if num < BLOCK:
-                clear_block(q, num, BLOCK - num)
-            width = (num + 31) // 32
-            pack_signs(q, packed, width)
-            copy_block(words, first_word + low // 32, packed, width)
+            clear_block(q, num, BLOCK - num)
+            groups = (num + GROUP - 1) // GROUP * GROUP
+            sign_groups(q, 0, one, zeros, 0, kept, 0, groups, size, halves, place + low // GROUP, False)
             if has_feedback:
-                for i in range(BLOCK):
-                    q[i] -= -magnitude if q[i] < 0 else magnitude
-                keep(new, row[RESIDUAL] + low, q, num, stream)
-    fence()
+                copy_block(new, row[RESIDUAL] + low, kept, num)
+            low += num
 
 
 @njit(nogil=True, cache=True)
-def pack_signs(q: Array, packed: npt.NDArray[np.uint32], width: int) -> None:
-    """Bit j of ``packed[w]`` = whether ``q[j * width + w]`` is negative; q is zero from its end on."""
-    clear_block(packed, 0, WORDS)
-    if width == WORDS:
-        zero, one = np.uint32(0), np.uint32(1)
-        for j in range(0, 32, 4):  # four rows a turn: LLVM vectorises this, and not one row a turn
-            q0, q1 = q[j * WORDS : (j + 1) * WORDS], q[(j + 1) * WORDS : (j + 2) * WORDS]
-            q2, q3 = q[(j + 2) * WORDS : (j + 3) * WORDS], q[(j + 3) * WORDS : (j + 4) * WORDS]
-            bit = one << np.uint32(j)
-            bit0, bit1, bit2, bit3 = (
-                np.uint32(bit),
-                np.uint32(bit * 2),
-                np.uint32(bit * 4),
-                np.uint32(bit * 8),
+def sign_groups(
+    source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, size: float,
+    halves: Halves, half: int, stream: bool,
+) -> None:  # fmt: skip
+    """Signs and residual of ``num`` elements, a multiple of a group."""
+    if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
+        for i in range(0, num, GROUP):
+            halves[half + i // GROUP] = sign_group_stream(
+                source, at + i, scale, old, kept + i, new, to + i, size
             )
-            for word in range(WORDS):
-                low = (bit0 if q0[word] < 0 else zero) | (bit1 if q1[word] < 0 else zero)
-                high = (bit2 if q2[word] < 0 else zero) | (bit3 if q3[word] < 0 else zero)
-                packed[word] = np.uint32(packed[word] | np.uint32(low | high))
+        fence()
     else:
-        for j in range(32):
-            for word in range(width):
-                if q[j * width + word] < 0:
-                    packed[word] |= np.uint32(1) << np.uint32(j)
+        for i in range(0, num, GROUP):
+            halves[half + i // GROUP] = sign_group(source, at + i, scale, old, kept + i, new, to + i, size)
 
 
 @njit(nogil=True, cache=True)
 def encode_segments(
     table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
-    new: Array, has_feedback: bool, stream: bool, numbers: Array, words: npt.NDArray[np.uint32],
+    new: Array, has_feedback: bool, stream: bool, numbers: Array, halves: Halves,
     sums: npt.NDArray[np.float64],
 ) -> bool:  # fmt: skip
     """Both passes over each of a run of segments; returns whether all is finite."""
@@ -171,7 +185,7 @@ def encode_segments(
         sum_chunks(table, chunks, low, high, source, scale, old, has_feedback, sums)
         if write_scale(table, segment, sums, numbers):
             sign_chunks(
-                table, chunks, low, high, source, scale, old, new, has_feedback, stream, numbers, words
+                table, chunks, low, high, source, scale, old, new, has_feedback, stream, numbers, halves
             )
         else:
             finite = False
@@ -181,46 +195,33 @@ def encode_segments(
 @njit(nogil=True, cache=True)
 def decode_chunks(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
-    numbers: Array, words: npt.NDArray[np.uint32],
+    numbers: Array, halves: Halves,
 ) -> int:  # fmt: skip
-    """``target = scale * sum over rows of +-magnitude``, rows in order. One pass over the target."""
+    """``target = scale * sum over rows of +-size``, rows in order. One pass over the target."""
+    tail = np.zeros(GROUP, target.dtype)
     for chunk in range(first, end):
         segment = chunks[chunk, SEGMENT]
         row = table[segment]
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], BLOCK):
             num = min(BLOCK, chunks[chunk, HIGH] - low)
-            out = target[row[SOURCE] + low :][:num]
-            width = (num + 31) // 32
+            whole = num // GROUP * GROUP
+            at = row[SOURCE] + low
             if not num_rows:
-                clear_block(out, 0, num)
+                clear_block(target, at, num)
             for source in range(num_rows):
-                at = source * row_bytes + row[OFFSET]
-                magnitude = numbers[at // numbers.itemsize]
-                if not 0 <= magnitude < np.inf:
+                body = source * row_bytes + row[OFFSET]
+                size = numbers[body // numbers.itemsize]
+                if not 0 <= size < np.inf:
                     return 1 + source * len(table) + segment
-                packed = words[at // 4 + numbers.itemsize // 4 + low // 32 :][:width]
-                last = source == num_rows - 1
-                unpack_signs(packed, magnitude, out, source > 0, scale if last else out.dtype.type(1))
+                half = (body + numbers.itemsize) // 2 + low // GROUP
+                factor = scale if source == num_rows - 1 else target.dtype.type(1)
+                for i in range(0, whole, GROUP):
+                    unpack_group(halves[half + i // GROUP], size, target, at + i, source > 0, factor)
+                if whole < num:
+                    copy_block(tail, 0, target[at + whole :], num - whole)
+                    unpack_group(halves[half + whole // GROUP], size, tail, 0, source > 0, factor)
+                    copy_block(target, at + whole, tail, num - whole)
     return 0
-
-
-@njit(nogil=True, cache=True)
-def unpack_signs(
-    packed: npt.NDArray[np.uint32], magnitude: float, out: Array, accumulate: bool, scale: float
-) -> None:
-    """``out = (out + sign * magnitude) * scale``, or without the sum; ``scale`` is 1 but for the last row."""
-    width = len(packed)
-    for j in range(32):
-        bit = np.uint32(1) << np.uint32(j)
-        piece = out[j * width : (j + 1) * width]
-        if accumulate:
-            for word in range(len(piece)):
-                value = -magnitude if packed[word] & bit else magnitude
-                piece[word] = (piece[word] + value) * scale
-        else:
-            for word in range(len(piece)):
-                value = -magnitude if packed[word] & bit else magnitude
-                piece[word] = value * scale
 
 
 class HostEfSignSgd(HostCodec):
@@ -230,12 +231,13 @@ class HostEfSignSgd(HostCodec):
         """Sum, scale, signs; whole segments where they are small, chunk by chunk where they are large."""
         chunks, segments = call.work.chunks, call.work.segments
         sums = np.empty(len(chunks), dtype=np.float64)
+        halves = call.payload.view(np.uint16)
 
         def fused(first: int, end: int) -> bool:
             return bool(
                 encode_segments(
                     call.table, chunks, segments, first, end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.stream, call.numbers, call.words, sums,
+                    call.has_feedback, call.stream, call.numbers, halves, sums,
                 )
             )  # fmt: skip
 
@@ -252,7 +254,7 @@ class HostEfSignSgd(HostCodec):
             def sign_part(first: int, end: int) -> None:
                 sign_chunks(
                     call.table, chunks, base + first, base + end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.stream, call.numbers, call.words,
+                    call.has_feedback, call.stream, call.numbers, halves,
                 )  # fmt: skip
 
             self.run_chunks(sum_part, int(stop - base))
@@ -265,13 +267,13 @@ class HostEfSignSgd(HostCodec):
 
     def decode_bodies(self, call: DecodeCall) -> None:
         """Sum the rows block by block."""
-        chunks = call.work.chunks
+        chunks, halves = call.work.chunks, call.payload.view(np.uint16)
 
         def kernel(first: int, end: int) -> int:
             return int(
                 decode_chunks(
                     call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes,
-                    call.numbers, call.words,
+                    call.numbers, halves,
                 )
             )  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Operations that Numba does not offer, as target-independent LLVM: any machine runs them.
 
-- a comparison of a whole group with a threshold, as a bit mask;
 - the number of trailing zeros;
 - streaming stores, which spare the read of the line that they overwrite, the fence that ends them, and addresses.
 """
@@ -13,9 +12,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-GROUP = 16
-"""Numbers compared at once."""
-
 STREAM_BYTES = 64
 """Streaming stores write whole, aligned cache lines."""
 
@@ -23,32 +19,6 @@ STREAM_BYTES = 64
 def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any, vector: Any) -> Any:
     data = context.make_array(kind)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
-
-
-@intrinsic
-def passing(typing_context: Any, bits: Any, at: Any, magnitude: Any, threshold: Any) -> Any:
-    """Bit i = whether ``bits[at + i] & magnitude >= threshold``, for 16 unsigned numbers. Bounds are the caller's."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, index, mask, bound = arguments
-        number = context.get_value_type(signature.args[0].dtype)
-        vector = ir.VectorType(number, GROUP)
-        pointer = _pointer(context, builder, signature.args[0], array, index, vector)
-        loaded = builder.load(pointer)
-        loaded.align = number.width // 8
-        masked = builder.and_(loaded, _splat(builder, mask, vector))
-        passes = builder.icmp_unsigned(">=", masked, _splat(builder, bound, vector))
-        return builder.zext(builder.bitcast(passes, ir.IntType(GROUP)), ir.IntType(64))
-
-    dtype = bits.dtype
-    return types.uint64(bits, types.intp, dtype, dtype), generate
-
-
-def _splat(builder: Any, scalar: Any, vector: Any) -> Any:
-    lane = ir.IntType(32)
-    single = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(lane, 0))
-    order = ir.Constant(ir.VectorType(lane, vector.count), [0] * vector.count)
-    return builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), order)
 
 
 @intrinsic
@@ -101,20 +71,3 @@ def address(typing_context: Any, array: Any) -> Any:
         return builder.ptrtoint(data, ir.IntType(64))
 
     return types.int64(array), generate
-
-
-@intrinsic
-def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
-    """Ask for the cache line of ``array[at]``; harmless past the end."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        number = ir.IntType(32)
-        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), cgutils.voidptr_t)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, keep_near, data_cache = (ir.Constant(number, value) for value in (0, 3, 1))
-        builder.call(function, [pointer, read, keep_near, data_cache])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), generate

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numba import njit
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import STREAM_BYTES, address, prefetch, stream_line
+from espresso.cpu_offload.intrinsics import STREAM_BYTES, address, stream_line
 from espresso.cpu_offload.work import HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 BLOCK = 1024
@@ -23,26 +23,16 @@ BLOCK = 1024
 def fill_q(
     q: Array, source: Array, at: int, scale: float, old: Array, kept: int, num: int, has_feedback: bool
 ) -> None:
-    """``q[:num] = scale * source[at:] + old[kept:]``, or without the residual.
-
-    Asks for the next ``num`` numbers as well: while a block is worked on in the nearest cache, the hardware's own
-    prefetchers, which follow loads and stop at pages, would do nothing.
-    """
+    """``q[:num] = scale * source[at:] + old[kept:]``, or without the residual."""
     out = q[:num]
     new = source[at : at + num]
-    line = STREAM_BYTES // q.itemsize
     if has_feedback:
         residual = old[kept : kept + num]
         for i in range(num):
             out[i] = new[i] * scale + residual[i]
-        for i in range(num, num + num, line):
-            prefetch(source, at + i)
-            prefetch(old, kept + i)
     else:
         for i in range(num):
             out[i] = new[i] * scale
-        for i in range(num, num + num, line):
-            prefetch(source, at + i)
 
 
 @njit(nogil=True, cache=True)

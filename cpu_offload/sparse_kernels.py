@@ -11,8 +11,9 @@ import numpy.typing as npt
 from numba import njit
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import GROUP, fence, passing, trailing_zeros
-from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep, kth_largest, mix64
+from espresso.cpu_offload.intrinsics import address, fence, trailing_zeros
+from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q, kth_largest, mix64
+from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, filter_group, filter_group_stream
 from espresso.cpu_offload.work import (
     COUNT,
     END_CHUNK,
@@ -77,43 +78,60 @@ def filter_chunks(
 
     Chunk c leaves ``found[c]`` candidates, ascending, in ``index`` and ``value`` (bits) from its LOW on.
     """
-    q_bits = np.empty(BLOCK, value.dtype)
-    q = q_bits.view(source.dtype)
+    q_bits, kept_bits = np.empty(BLOCK, value.dtype), np.empty(BLOCK, value.dtype)
+    q, kept = q_bits.view(source.dtype), kept_bits.view(source.dtype)
+    zeros, one = np.zeros(BLOCK, source.dtype), source.dtype.type(1)
+    values = value.view(source.dtype)
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]
-        start = chunks[chunk, LOW]
-        count = start
-        for low in range(start, chunks[chunk, HIGH], BLOCK):
-            num = min(BLOCK, chunks[chunk, HIGH] - low)
+        low, stop = chunks[chunk, LOW], chunks[chunk, HIGH]
+        begin = count = low
+        if has_feedback:
+            num = (stop - low) // GROUP * GROUP
+            count = filter_groups(
+                source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, new, row[RESIDUAL] + low, num, low, stream,
+                threshold, magnitude, index, values, count,
+            )  # fmt: skip
+            low += num
+        while low < stop:
+            num = min(BLOCK, stop - low)
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
+            clear_block(q_bits, num, BLOCK - num)
+            groups = (num + GROUP - 1) // GROUP * GROUP
+            count = filter_groups(
+                q, 0, one, zeros, 0, kept, 0, groups, low, False, threshold, magnitude, index, values, count
+            )
             if has_feedback:
-                keep(new, row[RESIDUAL] + low, q, num, stream)
-            if num < BLOCK:
-                clear_block(q_bits, num, BLOCK - num)
-            count = collect(q_bits, low, threshold, magnitude, index, value, count)
-        found[chunk] = count - start
-    fence()
+                copy_block(new, row[RESIDUAL] + low, kept, num)
+            low += num
+        found[chunk] = count - begin
 
 
 @njit(nogil=True, cache=True)
-def collect(
-    q_bits: Array,
-    low: int,
-    threshold: int,
-    magnitude: int,
-    index: npt.NDArray[np.uint32],
-    value: Array,
-    count: int,
-) -> int:
-    """Append the candidates of one block; groups in which none passes cost one comparison."""
-    for group in range(0, BLOCK, GROUP):
-        mask = passing(q_bits, group, magnitude, threshold)
+def filter_groups(
+    source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, low: int, stream: bool,
+    threshold: int, magnitude: int, index: npt.NDArray[np.uint32], values: Array, count: int,
+) -> int:  # fmt: skip
+    """Residual and candidates of ``num`` elements, a multiple of a group, the first of which is ``low``.
+
+    Groups in which nothing passes cost one comparison. A candidate is computed again rather than read back, for
+    what was just streamed is no longer near.
+    """
+    stream = stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0
+    for group in range(0, num, GROUP):
+        here, there, target = at + group, kept + group, to + group
+        if stream:
+            mask = filter_group_stream(source, here, scale, old, there, new, target, magnitude, threshold)
+        else:
+            mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold)
         while mask:
-            i = group + trailing_zeros(mask)
-            index[count] = low + i
-            value[count] = q_bits[i]
+            i = trailing_zeros(mask)
+            index[count] = low + group + i
+            values[count] = source[here + i] * scale + old[there + i]
             count += 1
             mask &= mask - np.uint64(1)
+    if stream:
+        fence()
     return count
 
 

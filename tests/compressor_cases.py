@@ -116,10 +116,7 @@ def reference_signs(raw: bytes, count: int, dtype: Any) -> np.ndarray:
     words = np.frombuffer(raw, np.uint32, -(-count // 32), np.dtype(dtype).itemsize)
     out = np.empty(count, dtype)
     for element in range(count):
-        block, inside = divmod(element, 1024)
-        width = min(32, -(-(count - block * 1024) // 32))
-        j, word = divmod(inside, width)
-        negative = int(words[block * 32 + word]) >> j & 1
+        negative = int(words[element // 32]) >> element % 32 & 1
         out[element] = -scale if negative else scale
     return out
 

@@ -1,0 +1,257 @@
+"""Groups of 16 numbers in one operation, as target-independent LLVM vectors.
+
+Each loads q = scale * source + old for 16 elements, does something with it and stores the residual, so that a pass
+over memory is one stream of loads and stores: kernels that went block by block through a buffer (fill, work, store)
+left the memory idle while they worked, and ran at half the speed. Bounds are the caller's.
+
+The ``stream`` variants write the residual past the caches, which spares the read of what they overwrite; their
+target must be 16-byte aligned, and a kernel that used them ends with ``fence``.
+"""
+
+# Numba inspects these signatures: no postponed annotations here.
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+GROUP = 16
+STREAM_ALIGNMENT = 16
+
+_LANE = ir.IntType(32)
+
+
+class _Builder:
+    """Loads, stores and arithmetic on one group; arrays come as (kind, value) pairs."""
+
+    def __init__(self, context: Any, builder: Any, number: Any) -> None:
+        self.context, self.ir = context, builder
+        self.numbers = ir.VectorType(context.get_value_type(number), GROUP)
+        self.bits = ir.VectorType(ir.IntType(number.bitwidth), GROUP)
+        self.size = number.bitwidth // 8
+
+    def pointer(self, kind: Any, array: Any, at: Any, target: Any) -> Any:
+        data = self.context.make_array(kind)(self.context, self.ir, array).data
+        return self.ir.bitcast(self.ir.gep(data, [at]), target.as_pointer())
+
+    def load(self, kind: Any, array: Any, at: Any) -> Any:
+        loaded = self.ir.load(self.pointer(kind, array, at, self.numbers))
+        loaded.align = self.size
+        return loaded
+
+    def store(self, value: Any, kind: Any, array: Any, at: Any, stream: bool) -> None:
+        if not stream:
+            self.ir.store(value, self.pointer(kind, array, at, self.numbers)).align = self.size
+            return
+        lanes = STREAM_ALIGNMENT // self.size
+        part = ir.VectorType(self.numbers.element, lanes)
+        one = self.ir.module.add_metadata([ir.Constant(_LANE, 1)])
+        for first in range(0, GROUP, lanes):
+            order = ir.Constant(ir.VectorType(_LANE, lanes), list(range(first, first + lanes)))
+            piece = self.ir.shuffle_vector(value, ir.Constant(self.numbers, ir.Undefined), order)
+            place = self.ir.add(at, ir.Constant(at.type, first))
+            stored = self.ir.store(piece, self.pointer(kind, array, place, part))
+            stored.align = STREAM_ALIGNMENT
+            stored.set_metadata("nontemporal", one)
+
+    def splat(self, scalar: Any, vector: Any) -> Any:
+        undefined = ir.Constant(vector, ir.Undefined)
+        single = self.ir.insert_element(undefined, scalar, ir.Constant(_LANE, 0))
+        return self.ir.shuffle_vector(
+            single, undefined, ir.Constant(ir.VectorType(_LANE, GROUP), [0] * GROUP)
+        )
+
+    def q(self, kinds: Any, arguments: Any) -> Any:
+        """From the first five arguments: source, at, scale, old, kept."""
+        source, at, scale, old, kept = arguments[:5]
+        scaled = self.ir.fmul(self.load(kinds[0], source, at), self.splat(scale, self.numbers))
+        return self.ir.fadd(scaled, self.load(kinds[3], old, kept))
+
+    def mask(self, flags: Any) -> Any:
+        return self.ir.bitcast(flags, ir.IntType(GROUP))
+
+
+def _signature(result: Any, source: Any, old: Any, *more: Any) -> Any:
+    return result(source, types.intp, source.dtype, old, types.intp, *more)
+
+
+@intrinsic
+def add_magnitudes(
+    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, lanes: Any, lane: Any
+) -> Any:
+    """``lanes[lane:][:16] += |q|``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+        q = group.q(kinds, arguments)
+        name = f"llvm.fabs.v{GROUP}f{8 * group.size}"
+        kind = ir.FunctionType(group.numbers, [group.numbers])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        total = builder.fadd(group.load(kinds[5], *arguments[5:7]), builder.call(function, [q]))
+        group.store(total, kinds[5], *arguments[5:7], False)
+        return context.get_dummy_value()
+
+    return _signature(types.void, source, old, lanes, types.intp), generate
+
+
+def _make_sign_group(stream: bool) -> Callable[..., Any]:
+    def sign_group(
+        typing_context: Any,
+        source: Any,
+        at: Any,
+        scale: Any,
+        old: Any,
+        kept: Any,
+        new: Any,
+        to: Any,
+        size: Any,
+    ) -> Any:
+        """``new[to:][:16] = q - sign(q) * size``; returns 16 bits, 1 = negative."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+            q = group.q(kinds, arguments)
+            plus = group.splat(arguments[7], group.numbers)
+            minus = group.splat(builder.fneg(arguments[7]), group.numbers)
+            negative = builder.fcmp_ordered("<", q, ir.Constant(group.numbers, None))
+            residual = builder.fsub(q, builder.select(negative, minus, plus))
+            group.store(residual, kinds[5], *arguments[5:7], stream)
+            return group.mask(negative)
+
+        return _signature(types.uint16, source, old, new, types.intp, source.dtype), generate
+
+    function: Callable[..., Any] = intrinsic(sign_group)
+    return function
+
+
+def _make_filter_group(stream: bool) -> Callable[..., Any]:
+    def filter_group(
+        typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, magnitude: Any,
+        threshold: Any,
+    ) -> Any:  # fmt: skip
+        """``new[to:][:16] = q``; returns 16 bits, 1 = the magnitude's bits are at least the threshold."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+            q = group.q(kinds, arguments)
+            group.store(q, kinds[5], *arguments[5:7], stream)
+            sizes = builder.and_(builder.bitcast(q, group.bits), group.splat(arguments[7], group.bits))
+            passes = builder.icmp_unsigned(">=", sizes, group.splat(arguments[8], group.bits))
+            return builder.zext(group.mask(passes), ir.IntType(64))
+
+        number = _bits_of(source.dtype)
+        return _signature(types.uint64, source, old, new, types.intp, number, number), generate
+
+    function: Callable[..., Any] = intrinsic(filter_group)
+    return function
+
+
+def _make_drop_group(stream: bool) -> Callable[..., Any]:
+    def drop_group(
+        typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, dropped: Any,
+        infinity: Any,
+    ) -> Any:  # fmt: skip
+        """``new[to:][:16] = q``, but 0 where ``dropped`` has a bit; returns 16 bits, 1 = q is not finite."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+            q = group.q(kinds, arguments)
+            drop = builder.bitcast(arguments[7], ir.VectorType(ir.IntType(1), GROUP))
+            zero = ir.Constant(group.numbers, None)
+            group.store(builder.select(drop, zero, q), kinds[5], *arguments[5:7], stream)
+            top = group.splat(arguments[8], group.bits)
+            exponents = builder.and_(builder.bitcast(q, group.bits), top)
+            return group.mask(builder.icmp_unsigned("==", exponents, top))
+
+        number = _bits_of(source.dtype)
+        return _signature(types.uint16, source, old, new, types.intp, types.uint16, number), generate
+
+    function: Callable[..., Any] = intrinsic(drop_group)
+    return function
+
+
+@intrinsic
+def raise_tops(
+    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, tops: Any, magnitude: Any
+) -> Any:
+    """``tops[:16] = max(tops, |q|)``, both as bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+        sizes = builder.bitcast(group.q(kinds, arguments), group.bits)
+        sizes = builder.and_(sizes, group.splat(arguments[6], group.bits))
+        place = group.pointer(kinds[5], arguments[5], ir.Constant(ir.IntType(64), 0), group.bits)
+        known = builder.load(place)
+        known.align = group.size
+        larger = builder.icmp_unsigned(">", sizes, known)
+        builder.store(builder.select(larger, sizes, known), place).align = group.size
+        return context.get_dummy_value()
+
+    return _signature(types.void, source, old, tops, _bits_of(source.dtype)), generate
+
+
+def _make_quantize_group(stream: bool) -> Callable[..., Any]:
+    def quantize_group(
+        typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, inverse: Any,
+        step: Any, magic: Any, codes: Any, code: Any,
+    ) -> Any:  # fmt: skip
+        """``codes[code:][:16]`` = q * inverse rounded to nearest even, ``new[to:][:16]`` = q - code * step.
+
+        Adding ``magic``, 1.5 * 2^23 (or 2^52), and taking it away rounds to a whole number.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+            q = group.q(kinds, arguments)
+            inverse, step, magic = (group.splat(value, group.numbers) for value in arguments[7:10])
+            rounded = builder.fsub(builder.fadd(builder.fmul(q, inverse), magic), magic)
+            bytes_ = ir.VectorType(ir.IntType(8), GROUP)
+            wide = builder.fptosi(rounded, ir.VectorType(_LANE, GROUP))
+            place = group.pointer(kinds[10], *arguments[10:12], bytes_)
+            builder.store(builder.trunc(wide, bytes_), place).align = 1
+            residual = builder.fsub(q, builder.fmul(rounded, step))
+            group.store(residual, kinds[5], *arguments[5:7], stream)
+            return context.get_dummy_value()
+
+        number = source.dtype
+        more = (new, types.intp, number, number, number, codes, types.intp)
+        return _signature(types.void, source, old, *more), generate
+
+    function: Callable[..., Any] = intrinsic(quantize_group)
+    return function
+
+
+def _bits_of(number: Any) -> Any:
+    return types.uint32 if number.bitwidth == 32 else types.uint64
+
+
+sign_group = _make_sign_group(False)
+sign_group_stream = _make_sign_group(True)
+filter_group = _make_filter_group(False)
+filter_group_stream = _make_filter_group(True)
+drop_group = _make_drop_group(False)
+drop_group_stream = _make_drop_group(True)
+quantize_group = _make_quantize_group(False)
+quantize_group_stream = _make_quantize_group(True)
+
+
+@intrinsic
+def unpack_group(
+    typing_context: Any, signs: Any, size: Any, target: Any, at: Any, accumulate: Any, scale: Any
+) -> Any:
+    """``target[at:][:16] = (target + sign * size) * scale`` from 16 sign bits; without the sum unless ``accumulate``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        signs, size, target, at, accumulate, scale = arguments
+        group, kind = _Builder(context, builder, signature.args[2].dtype), signature.args[2]
+        negative = builder.bitcast(signs, ir.VectorType(ir.IntType(1), GROUP))
+        plus, minus = group.splat(size, group.numbers), group.splat(builder.fneg(size), group.numbers)
+        value = builder.select(negative, minus, plus)
+        summed = builder.fadd(group.load(kind, target, at), value)
+        value = builder.select(accumulate, summed, value)
+        group.store(builder.fmul(value, group.splat(scale, group.numbers)), kind, target, at, False)
+        return context.get_dummy_value()
+
+    number = target.dtype
+    return types.void(types.uint16, number, target, types.intp, types.boolean, number), generate
