@@ -12,9 +12,16 @@ from numba import njit
 from espresso.compressors.base import Array
 from espresso.compressors.blockwise import TINY, Blockwise
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
-from espresso.cpu_offload.intrinsics import fence
-from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep
+from espresso.cpu_offload.intrinsics import address, fence
+from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q
 from espresso.cpu_offload.pool import WorkerPool
+from espresso.cpu_offload.vectors import (
+    GROUP,
+    STREAM_ALIGNMENT,
+    quantize_group,
+    quantize_group_stream,
+    raise_tops,
+)
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 Codes = npt.NDArray[np.int8]
@@ -29,57 +36,89 @@ def encode_chunks(
     """Quantize block by block and write the residual. Returns whether all is finite."""
     itemsize = numbers.itemsize
     stride = itemsize + block * code_bits // 8
-    tile = max(block, BLOCK)
-    q_bits = np.empty(tile, bits.dtype)
-    q = q_bits.view(source.dtype)
+    tops = np.empty(GROUP, bits.dtype)
     top_bits = np.empty(1, bits.dtype)
     top = top_bits.view(source.dtype)
-    nibbles = np.empty(block, np.int8)
+    one, zero = source.dtype.type(1), source.dtype.type(0)
+    q, zeros, kept = (
+        np.empty(block, source.dtype),
+        np.zeros(block, source.dtype),
+        np.empty(block, source.dtype),
+    )
+    block_codes = np.empty(block, np.int8)
     finite = True
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]
-        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], tile):
-            filled = min(tile, chunks[chunk, HIGH] - low)
-            fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, filled, has_feedback)
-            for begin in range(0, filled, block):
-                num = min(block, filled - begin)
-                at = row[OFFSET] + (low + begin) // block * stride
-                top_bits[0] = largest(q_bits[begin : begin + num], magnitude)
-                if top_bits[0] >= infinity:
-                    finite = False
-                    top[0] = 0
-                small = top[0] < tiny
-                step = source.dtype.type(0) if small else top[0] / levels
-                inverse = source.dtype.type(0) if small else levels / top[0]
-                numbers[at // itemsize] = step
-                body = codes[at + itemsize :][: num if code_bits == 8 else (num + 1) // 2]
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], block):
+            num = min(block, chunks[chunk, HIGH] - low)
+            at, to = row[SOURCE] + low, row[RESIDUAL] + low
+            place = row[OFFSET] + low // block * stride
+            direct = has_feedback and num == block
+            if direct:
+                top_bits[0] = largest(source, at, scale, old, to, block, tops, magnitude)
+            else:
+                fill_q(q, source, at, scale, old, to, num, has_feedback)
+                clear_block(q, num, block - num)
+                top_bits[0] = largest(q, 0, one, zeros, 0, block, tops, magnitude)
+            if top_bits[0] >= infinity:
+                finite = False
+                top[0] = 0
+            small = top[0] < tiny
+            step = zero if small else top[0] / levels
+            inverse = zero if small else levels / top[0]
+            numbers[place // itemsize] = step
+            place += itemsize
+            if direct and code_bits == 8:
+                quantize(
+                    source, at, scale, old, to, new, to, block, inverse, step, magic, codes, place, stream
+                )
+            elif direct:
+                quantize(
+                    source, at, scale, old, to, new, to, block, inverse, step, magic, block_codes, 0, stream
+                )
+                pack_nibbles(block_codes, block, codes[place : place + block // 2])
+            else:
+                quantize(q, 0, one, zeros, 0, kept, 0, block, inverse, step, magic, block_codes, 0, False)
                 if code_bits == 8:
-                    quantize(q[begin : begin + num], inverse, step, magic, body)
+                    copy_block(codes, place, block_codes, num)
                 else:
-                    quantize(q[begin : begin + num], inverse, step, magic, nibbles[:num])
-                    pack_nibbles(nibbles, num, body)
-            if has_feedback:
-                keep(new, row[RESIDUAL] + low, q, filled, stream)
+                    pack_nibbles(block_codes, num, codes[place : place + (num + 1) // 2])
+                if has_feedback:
+                    copy_block(new, to, kept, num)
     fence()
     return finite
 
 
 @njit(nogil=True, cache=True)
-def largest(bits: Array, magnitude: int) -> int:
-    """The largest magnitude, as bits."""
-    top = bits.dtype.type(0)
-    for i in range(len(bits)):
-        top = max(top, bits.dtype.type(bits[i] & magnitude))
+def largest(
+    source: Array, at: int, scale: float, old: Array, kept: int, num: int, tops: Array, magnitude: int
+) -> int:
+    """The largest |q| of ``num`` elements, a multiple of a group, as bits."""
+    clear_block(tops, 0, GROUP)
+    for i in range(0, num, GROUP):
+        raise_tops(source, at + i, scale, old, kept + i, tops, magnitude)
+    top = tops.dtype.type(0)
+    for lane in range(GROUP):
+        top = max(top, tops[lane])
     return top
 
 
 @njit(nogil=True, cache=True)
-def quantize(q: Array, inverse: float, step: float, magic: float, codes: Codes) -> None:
-    """Codes; q becomes the residual. Adding and taking away ``magic`` (1.5 * 2^23 or 2^52) rounds to nearest even."""
-    for i in range(len(q)):
-        rounded = (q[i] * inverse + magic) - magic
-        codes[i] = np.int8(np.int32(rounded))
-        q[i] -= rounded * step
+def quantize(
+    source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, inverse: float,
+    step: float, magic: float, codes: Codes, code: int, stream: bool,
+) -> None:  # fmt: skip
+    """Codes and residual of ``num`` elements, a multiple of a group."""
+    if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
+        for i in range(0, num, GROUP):
+            quantize_group_stream(
+                source, at + i, scale, old, kept + i, new, to + i, inverse, step, magic, codes, code + i
+            )
+    else:
+        for i in range(0, num, GROUP):
+            quantize_group(
+                source, at + i, scale, old, kept + i, new, to + i, inverse, step, magic, codes, code + i
+            )
 
 
 @njit(nogil=True, cache=True)

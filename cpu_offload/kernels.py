@@ -1,7 +1,7 @@
 """Numba kernels that several algorithms share. Single-threaded, nogil, cached on disk.
 
 Every loop over elements runs over a slice of one block: LLVM then sees stride 1 and vectorises. Assignments to
-slices do not: Numba's own loop for them is several times slower than ``copy_block`` and ``clear_block``.
+slices do not: Numba's own loop for them is several times slower than ``copy_block`` and ``clear_block``. Where that is not enough, :mod:`espresso.cpu_offload.vectors`.
 Tables are those of :mod:`espresso.cpu_offload.work`; offsets in payload views are in the view's own items.
 """
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 from numba import njit
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import STREAM_BYTES, address, stream_line
 from espresso.cpu_offload.work import HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 BLOCK = 1024
@@ -49,23 +48,6 @@ def clear_block(target: Array, at: int, num: int) -> None:
     out = target[at : at + num]
     for i in range(num):
         out[i] = 0
-
-
-@njit(nogil=True, cache=True)
-def keep(new: Array, at: int, residual: Array, num: int, stream: bool) -> None:
-    """``new[at:][:num] = residual[:num]``; streamed past the caches if asked to. End such a kernel with ``fence``."""
-    if not stream:
-        copy_block(new, at, residual, num)
-        return
-    line = STREAM_BYTES // new.itemsize
-    head = min(num, (-(address(new) + at * new.itemsize)) % STREAM_BYTES // new.itemsize)
-    for i in range(head):
-        new[at + i] = residual[i]
-    tail = head + (num - head) // line * line
-    for i in range(head, tail, line):
-        stream_line(new, at + i, residual, i)
-    for i in range(tail, num):
-        new[at + i] = residual[i]
 
 
 @njit(nogil=True, cache=True)

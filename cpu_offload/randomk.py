@@ -20,9 +20,10 @@ from numba import njit
 from espresso.compressors.base import Array, DrawKey, Layout, Starts
 from espresso.compressors.randomk import ROUNDS, STRATUM
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall
-from espresso.cpu_offload.intrinsics import fence
-from espresso.cpu_offload.kernels import all_finite, clear_block, fill_q, keep, mix64
+from espresso.cpu_offload.intrinsics import address, fence
+from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q, mix64
 from espresso.cpu_offload.summable import SummableHostCodec
+from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, drop_group, drop_group_stream
 from espresso.cpu_offload.work import (
     COUNT,
     HASH,
@@ -78,32 +79,73 @@ def draw(key: int, stratum: int, num: int, positions: Positions) -> None:
 @njit(nogil=True, cache=True)
 def encode_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, stream: bool, numbers: Array, salt: int, infinity: int, bits: Array,
+    has_feedback: bool, stream: bool, numbers: Array, salt: int, infinity: int,
 ) -> bool:  # fmt: skip
     """Gather the drawn positions of q and clear them in the residual. One pass. Returns whether all of q is finite."""
-    q_bits_buffer = np.empty(STRATUM, bits.dtype)
-    q_buffer = q_bits_buffer.view(source.dtype)
     drawn = np.empty(STRATUM, np.int64)
-    finite = True
+    dropped = np.zeros(STRATUM // GROUP, np.uint16)
+    q, zeros, kept = (
+        np.empty(STRATUM, source.dtype),
+        np.zeros(STRATUM, source.dtype),
+        np.empty(STRATUM, source.dtype),
+    )
+    one = source.dtype.type(1)
+    unlike = np.uint16(0)
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]
         key = segment_key(row, salt)
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], STRATUM):
             high = min(low + STRATUM, chunks[chunk, HIGH])
-            q, q_bits = q_buffer[: high - low], q_bits_buffer[: high - low]
-            fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, high - low, has_feedback)
-            finite = all_finite(q_bits, infinity) and finite
+            num = high - low
+            at, to = row[SOURCE] + low, row[RESIDUAL] + low
             begin, stop = first_slot(row, key, low), first_slot(row, key, high)
             positions = drawn[: stop - begin]
-            draw(key, low // STRATUM, high - low, positions)
+            draw(key, low // STRATUM, num, positions)
+            mark(dropped, positions)
             body = numbers[row[OFFSET] // numbers.itemsize + begin :][: stop - begin]
-            for j in range(len(positions)):
-                body[j] = q[positions[j]]
-                q[positions[j]] = 0
-            if has_feedback:
-                keep(new, row[RESIDUAL] + low, q, high - low, stream)
-    fence()
-    return finite
+            if has_feedback and num % GROUP == 0:
+                unlike |= drop_groups(source, at, scale, old, to, new, to, num, dropped, infinity, stream)
+                for j in range(len(positions)):
+                    body[j] = source[at + positions[j]] * scale + old[to + positions[j]]
+            else:
+                fill_q(q, source, at, scale, old, to, num, has_feedback)
+                groups = (num + GROUP - 1) // GROUP * GROUP
+                clear_block(q, num, groups - num)
+                unlike |= drop_groups(q, 0, one, zeros, 0, kept, 0, groups, dropped, infinity, False)
+                for j in range(len(positions)):
+                    body[j] = q[positions[j]]
+                if has_feedback:
+                    copy_block(new, to, kept, num)
+    return unlike == 0
+
+
+@njit(nogil=True, cache=True)
+def mark(dropped: npt.NDArray[np.uint16], positions: Positions) -> None:
+    """Set the bits of the positions and no others."""
+    clear_block(dropped, 0, len(dropped))
+    for j in range(len(positions)):
+        dropped[positions[j] // GROUP] |= np.uint16(1) << np.uint16(positions[j] % GROUP)
+
+
+@njit(nogil=True, cache=True)
+def drop_groups(
+    source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int,
+    dropped: npt.NDArray[np.uint16], infinity: int, stream: bool,
+) -> int:  # fmt: skip
+    """Residual of ``num`` elements, a multiple of a group; nonzero if one is not finite."""
+    unlike = np.uint16(0)
+    if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
+        for i in range(0, num, GROUP):
+            unlike |= drop_group_stream(
+                source, at + i, scale, old, kept + i, new, to + i, dropped[i // GROUP], infinity
+            )
+        fence()
+    else:
+        for i in range(0, num, GROUP):
+            unlike |= drop_group(
+                source, at + i, scale, old, kept + i, new, to + i, dropped[i // GROUP], infinity
+            )
+    return unlike
 
 
 @njit(nogil=True, cache=True)
@@ -145,7 +187,7 @@ class HostRandomK(SummableHostCodec):
             return bool(
                 encode_chunks(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
-                    call.stream, call.numbers, salt, call.infinity, call.bits,
+                    call.stream, call.numbers, salt, call.infinity,
                 )
             )  # fmt: skip
 
