@@ -99,6 +99,8 @@ class _Iteration:
 
     def __init__(self, record: Record, deadline_s: float) -> None:
         self.record = record
+        # Every rank must reach the same verdict, also one that keeps no residual (another is the root).
+        self.compresses = record.assignment.strategy.num_compressed > 0
         self.futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.open_tasks: dict[int, int] = {}
@@ -109,7 +111,13 @@ class _Iteration:
         self.last_seen = False
         self.planned = False
         self.deadline_s = deadline_s
-        self.began_s = time.monotonic()
+        self.touched_s = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be done before backward hands over another bucket."""
+        held_back = self.record.assignment.deferred or len(self.complete) == len(self.record.ready_ns)
+        return not self.last_seen and held_back
 
 
 class Executor:
@@ -171,6 +179,7 @@ class Executor:
                     f"rank {self.groups.rank}: bucket {bucket.index} arrived out of order;"
                     " the previous backward pass did not finish, or the model runs in several threads"
                 )
+            iteration.touched_s = time.monotonic()
             iteration.record.ready_ns.append(time.perf_counter_ns())
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             iteration.futures[bucket.index] = future
@@ -180,6 +189,9 @@ class Executor:
             for slot in bucket.slots:
                 self._numels[slot.tensor] = slot.numel
             self._prepare(iteration, bucket, buffer, Round(self.step, grad_scale))
+            planned = iteration.record.assignment.buckets or ()
+            if is_last and iteration.planned and len(planned) > bucket.index + 1:
+                self._lanes.drop(lambda node: node.bucket > bucket.index)
             opened = self._gate(iteration, bucket.index)
         for index in opened:
             if iteration.open_tasks[index] == 0:
@@ -307,12 +319,13 @@ class Executor:
             task, part = node.tag
             iteration.record.intervals.append(Interval(task, node.lanes[0], part, node.start_ns, node.end_ns))
         if ends:
-            program.finish(check=not self.store.is_empty)
+            program.finish(check=iteration.compresses or not self.store.is_empty)
         with self._lock:
             if ends:
                 iteration.finite.append(program.finite is not False)
                 iteration.record.bytes_sent += program.bytes_sent
                 iteration.record.bytes_raw += program.num_bytes_raw
+            iteration.touched_s = time.monotonic()
             iteration.open_tasks[node.bucket] -= 1
             done = iteration.open_tasks[node.bucket] == 0
         if done:
@@ -390,9 +403,9 @@ class Executor:
                 if self._closed:
                     return
             iteration = self._iteration
-            if iteration is None or self.error is not None:
+            if iteration is None or self.error is not None or iteration.is_idle:
                 continue
-            waited = time.monotonic() - iteration.began_s
+            waited = time.monotonic() - iteration.touched_s
             if waited > iteration.deadline_s + 5.0:
                 pending = self._lanes.pending()
                 what = "; ".join(node.label() for node in pending[:3]) or "the next bucket from backward"

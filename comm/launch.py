@@ -63,7 +63,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Launch | N
                 _local_size(env, local_size),
                 _number(env, node) if node is not None and node in env else None,
             )
-            _check(launch, rank, size)
+            _check(launch, rank, size, local_rank, local_size)
             return launch
     return None
 
@@ -77,8 +77,8 @@ def export_environment(environment: MutableMapping[str, str] | None = None) -> L
     launch = read_environment(env)
     if launch is None:
         return None
-    env.setdefault("RANK", str(launch.rank))
-    env.setdefault("WORLD_SIZE", str(launch.world_size))
+    # Not setdefault: half a set left over from elsewhere must not be mixed with ours.
+    env["RANK"], env["WORLD_SIZE"] = str(launch.rank), str(launch.world_size)
     env.setdefault("LOCAL_RANK", str(launch.local_rank))
     if launch.local_world_size:
         env.setdefault("LOCAL_WORLD_SIZE", str(launch.local_world_size))
@@ -107,9 +107,17 @@ def _local_size(env: Mapping[str, str], name: str | None) -> int:
     return int(env[name].partition("(")[0]) if env[name].partition("(")[0].isdigit() else _number(env, name)
 
 
-def _check(launch: Launch, rank_name: str, size_name: str) -> None:
+def _check(launch: Launch, rank: str, size: str, local_rank: str, local_size: str | None) -> None:
+    wrong = None
     if launch.rank >= launch.world_size:
+        wrong = f"{rank}={launch.rank} is not below {size}={launch.world_size}"
+    elif launch.local_world_size and launch.launcher != "slurm":
+        # SLURM's figure is what the job asked for, which a step need not fill.
+        if launch.local_rank >= launch.local_world_size:
+            wrong = f"{local_rank}={launch.local_rank} is not below {local_size}={launch.local_world_size}"
+        elif launch.local_world_size > launch.world_size:
+            wrong = f"{local_size}={launch.local_world_size} is above {size}={launch.world_size}"
+    if wrong is not None:
         raise TopologyError(
-            f"{rank_name}={launch.rank} is not below {size_name}={launch.world_size}; the variables"
-            " contradict each other (are some left over from another launch?)"
+            f"{wrong}; the launcher's variables contradict each other (are some left over from another launch?)"
         )

@@ -1,0 +1,440 @@
+"""The executor on real ranks: order, records, never blocking, changes in mid-iteration, failures."""
+
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.exchange import (
+    Exchange,
+    digest,
+    exact_average,
+    integers,
+    make_buckets,
+    numels_of,
+    planned,
+    strategy_of,
+)
+from benchmarks.rank_pool import NUM_RANKS, POOL
+from espresso.comm import Assignment, EspressoError
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, options_for, parse_option
+
+SIZES = ({"a": 3000, "b": 100}, {"c": 2000}, {"d": 500, "e": 700})
+PAIR = "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather"
+ALLGATHER = "comp > flat.allgather > dec"
+TOPK = CompressorSpec.parse("topk:ratio=0.05")
+
+
+def lossless(text: str) -> Choice:
+    return Choice(parse_option(text))
+
+
+def normal(buckets: Any, rank: int) -> list[torch.Tensor]:
+    random = np.random.default_rng(rank)
+    return [torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets]
+
+
+# What comes out
+
+
+def run_plain(rank: int) -> bool:
+    exchange = Exchange(2)
+    buckets = make_buckets(*SIZES)
+    mine = normal(buckets, rank)
+    got = exchange.step(Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN)), buckets, mine)
+    for gradient in mine:
+        gradient.div_(NUM_RANKS)
+        dist.all_reduce(gradient)
+    exchange.close()
+    return digest(got) == digest(mine)
+
+
+def test_without_compression_it_is_ddps_own_average_bit_for_bit():
+    assert all(POOL.run(run_plain))
+
+
+def run_alone(rank: int) -> list[str]:
+    groups = [dist.new_group([other]) for other in range(NUM_RANKS)]
+    exchange = Exchange(1, process_group=groups[rank])
+    exchange.warm_up({"none"})
+    buckets = make_buckets(*SIZES)
+    mine = normal(buckets, rank)
+    wrong = []
+    for option in options_for(Cluster(1, 1), devices=(Device.TRAINING,)):
+        strategy = strategy_of(buckets, Cluster(1, 1), Choice(option), partition_bytes=4096)
+        if digest(exchange.step(Assignment(strategy), buckets, mine)) != digest(mine):
+            wrong.append(str(option))
+    exchange.close()
+    return wrong
+
+
+def test_one_rank_gets_its_own_gradient_back():
+    assert POOL.run(run_alone) == [[]] * NUM_RANKS
+
+
+# Records
+
+
+def run_recorded(rank: int) -> Any:
+    exchange = Exchange(2)
+    exchange.warm_up({"none"})
+    buckets = make_buckets(*SIZES)
+    strategy = strategy_of(buckets, exchange.groups.cluster, lossless(PAIR), partition_bytes=4096)
+    assignment = planned(Assignment(strategy, record=True), buckets)
+    for _ in range(3):
+        exchange.step(assignment, buckets, integers(buckets, rank, NUM_RANKS))
+    record = exchange.record
+    exchange.close()
+    return record
+
+
+def test_a_record_tells_what_ran_and_every_lane_kept_the_total_order():
+    for record in POOL.run(run_recorded):
+        assert record.iteration == 2
+        assert record.finite
+        assert record.buckets == make_buckets(*SIZES)
+        laid = record.plan
+        assert sorted(i.task for i in record.intervals) == list(range(len(laid.tasks)))
+        times = {i.task: (i.start_ns, i.end_ns) for i in record.intervals}
+        lanes = {lane for task in laid.tasks for lane in task.lanes}
+        for lane in lanes:
+            ordered = [times[index] for index in laid.order if lane in laid.tasks[index].lanes]
+            assert all(one[1] <= two[0] for one, two in pairwise(ordered)), lane
+        for task in laid.tasks:
+            start, end = times[task.index]
+            bucket = laid.groups[laid.partitions[task.partition].group].bucket
+            assert record.ready_ns[bucket] <= start <= end <= record.done_ns
+            assert task.after is None or times[task.after][1] <= start
+        numel = sum(bucket.numel for bucket in record.buckets)
+        assert record.bytes_raw == pytest.approx(2 * 3 / 4 * 4 * numel, abs=len(laid.partitions))
+
+
+def run_deferred(rank: int) -> tuple[bool, Any, str]:
+    exchange = Exchange(2)
+    buckets = make_buckets(*SIZES)
+    exchange.script.next = Assignment(
+        strategy_of(buckets, exchange.groups.cluster, PLAIN), deferred=True, record=True
+    )
+    buffers = integers(buckets, rank, NUM_RANKS)
+    futures = []
+    for bucket, buffer in zip(buckets, buffers, strict=True):
+        time.sleep(0.05)
+        futures.append(
+            exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0)
+        )
+        early = bucket.index < 2 and any(future.done() for future in futures)
+    torch.futures.wait_all(futures)
+    record = exchange.record
+    exchange.close()
+    return early, record, digest(buffers)
+
+
+def test_a_deferred_iteration_starts_nothing_before_its_last_bucket():
+    buckets = make_buckets(*SIZES)
+    for early, record, bits in POOL.run(run_deferred):
+        assert not early
+        assert min(interval.start_ns for interval in record.intervals) >= record.ready_ns[-1]
+        assert bits == digest(exact_average(buckets, NUM_RANKS))
+
+
+def run_without_waiting(rank: int, text: str) -> list[bool]:
+    """Rank 3 hands its buckets over only after the others have handed over all of theirs."""
+    exchange = Exchange(2)
+    exchange.warm_up({"none"})
+    buckets = make_buckets(*SIZES)
+    exchange.script.next = Assignment(
+        strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(text)))
+    )
+    buffers = integers(buckets, rank, NUM_RANKS)
+    if rank == 3:
+        exchange.groups.barrier()
+    futures = [
+        exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0)
+        for bucket, buffer in zip(buckets, buffers, strict=True)
+    ]
+    early = [future.done() for future in futures]
+    if rank != 3:
+        exchange.groups.barrier()
+    torch.futures.wait_all(futures)
+    exchange.close()
+    return early
+
+
+@pytest.mark.parametrize("text", ["flat.allreduce", ALLGATHER, PAIR])
+def test_the_hook_never_waits_for_other_ranks(text):
+    assert POOL.run(run_without_waiting, text)[:3] == [[False] * 3] * 3
+
+
+def run_with_work(rank: int) -> list[str]:
+    exchange = Exchange(2)
+    buckets = make_buckets(*SIZES)
+    log: list[str] = []
+
+    def work() -> None:
+        log.append(f"work, rank 0 says {exchange.groups.from_rank_0(rank)}")
+
+    exchange.script.work = work
+    assignment = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN))
+    for _ in range(2):
+        exchange.step(assignment, buckets, integers(buckets, rank, NUM_RANKS))
+        log.append("averaged")
+    exchange.close()
+    return log
+
+
+def test_the_planners_work_runs_before_the_last_future_completes():
+    for log in POOL.run(run_with_work):
+        assert log == ["work, rank 0 says 0", "averaged", "averaged"]
+
+
+# Buckets that are not as planned
+
+
+def run_rebuilt(rank: int) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """A plan for SIZES meets: its buckets, others from the second on, others altogether, a part of them."""
+    exchange = Exchange(2)
+    exchange.warm_up({str(TOPK)})
+    cluster = exchange.groups.cluster
+    known = make_buckets(*SIZES)
+    everything = [
+        known,
+        make_buckets(SIZES[0], {"d": 500, "c": 2000}, {"e": 700}),
+        known,
+        make_buckets({"e": 700, "a": 3000}, {"b": 100, "c": 2000, "d": 500}),
+        known,
+        make_buckets(*SIZES[:2]),
+        known,
+        make_buckets(*SIZES[:2], {"e": 700}, {"d": 500}),
+        known,
+    ]
+    choices = {name: Choice(parse_option(PAIR), TOPK) for name in numels_of(known)}
+    choices |= {"b": PLAIN, "d": Choice(parse_option(ALLGATHER), TOPK)}
+    assignment = planned(Assignment(strategy_of(known, cluster, choices, partition_bytes=4096)), known)
+    numels = numels_of(known)
+    balance = {name: np.zeros(numel) for name, numel in numels.items()}
+    digests = []
+    for draw, buckets in enumerate(everything):
+        mine = integers(buckets, rank, NUM_RANKS, draw)
+        got = exchange.step(assignment, buckets, mine)
+        digests.append(digest(got))
+        for bucket, given, average in zip(buckets, mine, got, strict=True):
+            for slot in bucket.slots:
+                part = slice(slot.offset, slot.offset + slot.numel)
+                balance[slot.tensor] += (average[part] - given[part]).double().numpy()
+    kept = exchange.kept(numels)
+    exchange.close()
+    return digests, balance, kept
+
+
+def test_buckets_that_change_under_a_plan_lose_nothing():
+    answers = POOL.run(run_rebuilt)
+    assert all(answer[0] == answers[0][0] for answer in answers)
+    for name in answers[0][1]:
+        total = sum(balance[name] + kept[name] for _, balance, kept in answers)
+        assert not total.any(), name
+    assert any(kept["a"].any() for *_, kept in answers)
+
+
+# Half precision
+
+
+def run_narrow(rank: int) -> tuple[list[bool], list[bool], bool]:
+    """The average fits fp32 and not the fp16 bucket, in the second step."""
+    exchange = Exchange(2)
+    exchange.warm_up({str(TOPK)})
+    buckets = make_buckets({"a": 4000}, dtype="float16")
+    assignment = Assignment(
+        strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(ALLGATHER), TOPK))
+    )
+    mine = [torch.full((4000,), 40000.0, dtype=torch.float16)]
+    finite, recorded, kept = [], [], []
+    for _ in range(2):
+        got = exchange.step(assignment, buckets, mine)
+        finite.append(bool(got[0].isfinite().all()))
+        recorded.append(exchange.record.finite)
+        kept.append(exchange.kept(numels_of(buckets))["a"])
+    exchange.close()
+    return finite, recorded, bool((kept[0] == kept[1]).all() and kept[0].any())
+
+
+def test_an_average_too_large_for_its_bucket_is_discarded_everywhere():
+    assert POOL.run(run_narrow) == [([True, False], [True, False], True)] * NUM_RANKS
+
+
+# Failures
+
+
+class BrokenCodec:
+    """``none``, until it is told to raise or to wait."""
+
+    def __init__(self, codec: Any) -> None:
+        self.codec, self.compressor = codec, codec.compressor
+        self.error: Exception | None = None
+        self.wait: threading.Event | None = None
+
+    def encode(self, *args: Any, **more: Any) -> bool:
+        if self.error is not None:
+            raise self.error
+        if self.wait is not None:
+            self.wait.wait(20)
+        return bool(self.codec.encode(*args, **more))
+
+    def decode(self, *args: Any, **more: Any) -> bool:
+        return bool(self.codec.decode(*args, **more))
+
+
+def caught(action: Any) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def run_broken_codec(rank: int) -> tuple[list[str], float, str]:
+    exchange = Exchange(2, timeout_s=3.0)
+    codecs = exchange.codecs
+    broken = BrokenCodec(codecs(CompressorSpec("none"), Device.TRAINING))
+    exchange.codecs = lambda spec, device: broken
+    exchange.renew()
+    buckets = make_buckets(*SIZES)
+    assignment = Assignment(strategy_of(buckets, exchange.groups.cluster, lossless(PAIR)))
+    mine = integers(buckets, rank, NUM_RANKS)
+    exchange.step(assignment, buckets, mine)
+    if rank == 1:
+        broken.error = ValueError("the codec broke")
+    futures = [
+        exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0)
+        for bucket, buffer in zip(buckets, mine, strict=True)
+        if exchange.executor.error is None
+    ]
+    began = time.monotonic()
+    errors = [caught(future.wait) for future in futures]
+    took = time.monotonic() - began
+    again = caught(lambda: exchange.step(assignment, buckets, mine))
+    exchange.close()
+    codecs.close()
+    return errors, took, again
+
+
+def test_a_failing_task_fails_every_future_on_every_rank_in_time():
+    answers = POOL.run(run_broken_codec)
+    for rank, (errors, took, again) in enumerate(answers):
+        # Buckets that were already averaged keep their result; the last one cannot be among them.
+        assert "EspressoError" in errors[-1] or "espresso on rank" in errors[-1], errors
+        assert took < 15
+        assert f"espresso on rank {rank} failed" in again
+        assert "of bucket" in again
+    assert "the codec broke" in answers[1][2]
+    assert "comp" in answers[1][2]
+    assert "(tensors " in answers[1][2]
+
+
+def run_misuse(rank: int) -> list[str]:
+    exchange = Exchange(2)
+    buckets = make_buckets(*SIZES)
+    buffers = integers(buckets, rank, NUM_RANKS)
+    exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN))
+
+    def give(index: int) -> Any:
+        return exchange.executor.reduce_bucket(buckets[index], buffers[index], is_last=False, grad_scale=1.0)
+
+    first = give(0)
+    first.wait()
+    exchange.groups.barrier()
+    texts = [caught(lambda: give(2)), caught(lambda: give(1))]
+    exchange.renew()
+    exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN))
+    give(0).wait()
+    texts.append(caught(lambda: give(0)))
+    exchange.renew()
+    texts.append(caught(lambda: give(1)))
+    exchange.close()
+    return texts
+
+
+def test_buckets_out_of_order_are_an_error_that_stays():
+    for rank, texts in enumerate(POOL.run(run_misuse)):
+        assert f"rank {rank}: bucket 2 arrived out of order" in texts[0]
+        assert texts[1] == texts[0]
+        assert "a new backward pass began before the last one was averaged" in texts[2]
+        assert "bucket 1 arrived out of order" in texts[3]
+
+
+def run_watchdog(rank: int) -> tuple[str, str]:
+    """A task that hangs; the deadline is made to be one second."""
+    exchange = Exchange(2)
+    codecs = exchange.codecs
+    broken = BrokenCodec(codecs(CompressorSpec("none"), Device.TRAINING))
+    exchange.codecs = lambda spec, device: broken
+    exchange.renew()
+    exchange.executor._timeout_s = 1.0 - 5.0
+    buckets = make_buckets(*SIZES)
+    exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, lossless(ALLGATHER)))
+    buffers = integers(buckets, rank, NUM_RANKS)
+
+    def give(index: int) -> Any:
+        return exchange.executor.reduce_bucket(
+            buckets[index], buffers[index], is_last=index == 2, grad_scale=1.0
+        )
+
+    give(0).wait()
+    time.sleep(2.5)  # a slow backward pass: nobody waits for us, so no deadline runs
+    patient = caught(lambda: give(1).wait())
+    broken.wait = threading.Event()
+    stuck = caught(give(2).wait)
+    broken.wait.set()
+    exchange.close()
+    codecs.close()
+    return patient, stuck
+
+
+def test_the_watchdog_ends_a_wait_and_names_it_but_lets_backward_take_its_time():
+    for rank, (patient, stuck) in enumerate(POOL.run(run_watchdog)):
+        assert patient == "no error"
+        assert f"espresso on rank {rank} failed" in stuck
+        assert "no progress for" in stuck
+        assert "step 1/3 'comp' of bucket 2 (tensors d … e)" in stuck
+
+
+def run_closed(rank: int) -> tuple[str, str]:
+    exchange = Exchange(2)
+    buckets = make_buckets(*SIZES)
+    exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN), deferred=True)
+    buffer = integers(buckets, rank, NUM_RANKS)[0]
+    future = exchange.executor.reduce_bucket(buckets[0], buffer, is_last=False, grad_scale=1.0)
+    before = str(future.done())
+    exchange.close()
+    return before, caught(future.wait)
+
+
+def test_closing_fails_the_futures_that_are_open():
+    for before, error in POOL.run(run_closed):
+        assert before == "False"
+        assert "closed during a backward pass" in error
+
+
+def run_failing_work(rank: int) -> list[str]:
+    exchange = Exchange(2)
+    buckets = make_buckets(*SIZES)
+
+    def work() -> None:
+        raise ValueError("no such strategy")
+
+    exchange.script.work = work
+    assignment = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN))
+    mine = integers(buckets, rank, NUM_RANKS)
+    texts = [caught(lambda: exchange.step(assignment, buckets, mine)) for _ in range(2)]
+    assert isinstance(exchange.executor.error, EspressoError)
+    exchange.close()
+    return texts
+
+
+def test_an_error_in_the_planners_work_reaches_the_hook():
+    for texts in POOL.run(run_failing_work):
+        assert all("no such strategy" in text for text in texts), texts

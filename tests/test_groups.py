@@ -1,0 +1,155 @@
+"""Which ranks share a node, and the groups of every scope on real ranks."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.rank_pool import POOL
+from espresso.comm import Groups, TopologyError, cluster_from_nodes, node_key
+from espresso.strategies import Cluster, Scope
+
+
+def nodes(text: str) -> list[tuple[str, int, int | None]]:
+    """One letter per rank: its host."""
+    return [(letter, 0, None) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cluster"),
+    [("a", (1, 1)), ("aaa", (1, 3)), ("abcd", (4, 1)), ("aabb", (2, 2)), ("bbbaaaccc", (3, 3))],
+)
+def test_even_nodes_form_a_cluster(hosts, cluster):
+    assert cluster_from_nodes(nodes(hosts)) == Cluster(*cluster)
+
+
+def test_uneven_nodes_are_an_error_that_names_them_and_the_way_out():
+    with pytest.raises(TopologyError) as caught:
+        cluster_from_nodes(nodes("aab"))
+    text = str(caught.value)
+    assert "a: ranks 0,1; b: ranks 2" in text
+    assert "ranks_per_node=1" in text
+    assert "flat options" in text
+
+
+def test_ranks_of_a_node_must_be_consecutive():
+    with pytest.raises(TopologyError, match=r"not consecutive \(a: ranks 0,2; b: ranks 1,3\)"):
+        cluster_from_nodes(nodes("abab"))
+
+
+def test_long_rank_lists_are_cut_short():
+    with pytest.raises(TopologyError, match=r"a: ranks 0,1,2,3,4,5,6,7,…; b: ranks 9"):
+        cluster_from_nodes(nodes("aaaaaaaaab"))
+
+
+def test_hosts_namespaces_and_launchers_tell_nodes_apart():
+    same_host = [("host", 1, 0), ("host", 1, 1), ("host", 2, 0), ("host", 2, None)]
+    assert cluster_from_nodes(same_host) == Cluster(4, 1)
+
+
+def test_the_key_of_this_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    host, namespace, number = node_key()
+    assert (host, number) == (socket.gethostname(), None)
+    assert namespace == os.stat("/proc/self/ns/net").st_ino
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert node_key() == (host, namespace, 1)
+
+
+def test_groups_need_torch_distributed():
+    with pytest.raises(TopologyError, match="init_process_group"):
+        Groups()
+
+
+# On real ranks: two nodes of two, as the launcher's variables say
+
+
+def describe(rank: int, ranks_per_node: int | None) -> tuple[Cluster, dict[str, tuple[tuple[int, ...], int]]]:
+    groups = Groups(ranks_per_node=ranks_per_node, timeout_s=20)
+    members = {scope.value: (m.ranks, m.index) for scope, m in groups.scopes.items()}
+    for member in groups.scopes.values():
+        # Every group works, and is neither the default one nor another's.
+        total = torch.tensor([1 << rank])
+        dist.all_reduce(total, group=member.group)
+        assert int(total) == sum(1 << other for other in member.ranks)
+        assert member.group is not dist.group.WORLD
+    assert len({id(m.group) for m in groups.scopes.values()} | {id(groups.control.group)}) == len(members) + 1
+    cluster = groups.cluster
+    groups.close()
+    groups.close()
+    return cluster, members
+
+
+def test_scopes_of_two_nodes_of_two_ranks():
+    for rank, (cluster, members) in enumerate(POOL.run(describe, None)):
+        node, local = divmod(rank, 2)
+        assert cluster == Cluster(2, 2)
+        assert members == {
+            "flat": ((0, 1, 2, 3), rank),
+            "intra": ((2 * node, 2 * node + 1), local),
+            "inter": ((local, local + 2), node),
+        }
+
+
+@pytest.mark.parametrize(("ranks_per_node", "cluster"), [(1, (4, 1)), (4, (1, 4))])
+def test_ranks_per_node_overrides_the_launcher(ranks_per_node, cluster):
+    for rank, (found, members) in enumerate(POOL.run(describe, ranks_per_node)):
+        assert found == Cluster(*cluster)
+        assert members == {"flat": ((0, 1, 2, 3), rank)}
+
+
+def refuse(rank: int, ranks_per_node: int) -> str:
+    try:
+        Groups(ranks_per_node=ranks_per_node, timeout_s=20)
+    except TopologyError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("ranks_per_node", [3, 0, 8])
+def test_ranks_per_node_must_divide_the_ranks(ranks_per_node):
+    for text in POOL.run(refuse, ranks_per_node):
+        assert f"ranks_per_node={ranks_per_node} does not divide the 4 ranks" in text
+
+
+def in_a_subgroup(rank: int) -> tuple[int, Cluster, tuple[int, ...], list[int], str] | None:
+    subgroup = dist.new_group([1, 3], backend="gloo")
+    if rank not in (1, 3):
+        return None
+    groups = Groups(subgroup, timeout_s=20)
+    told = groups.from_rank_0(f"from {rank}")
+    everybody = groups.all_objects(rank)
+    groups.barrier()
+    found = groups.rank, groups.cluster, groups.scopes[Scope.FLAT].ranks, everybody, told
+    groups.close()
+    return found
+
+
+def test_a_subgroup_has_ranks_of_its_own():
+    answers = POOL.run(in_a_subgroup)
+    assert answers == [
+        None,
+        (0, Cluster(2, 1), (1, 3), [1, 3], "from 1"),
+        None,
+        (1, Cluster(2, 1), (1, 3), [1, 3], "from 1"),
+    ]
+
+
+def uneven(rank: int) -> str:
+    os.environ["GROUP_RANK"] = "0" if rank < 3 else "1"
+    try:
+        Groups(timeout_s=20)
+    except TopologyError as error:
+        return str(error)
+    finally:
+        os.environ["GROUP_RANK"] = str(rank // 2)
+    return "no error"
+
+
+def test_uneven_nodes_are_refused_on_every_rank():
+    answers = POOL.run(uneven)
+    assert all("different numbers of ranks" in text for text in answers), answers

@@ -1,0 +1,283 @@
+"""Lanes: who may start when, in exact orders, on hand-made tasks that end when the test says so."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from espresso.comm.lanes import Lanes, Node
+from espresso.strategies import Lane
+
+FLAT = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN)
+INTER = (Lane.INTER_OUT, Lane.INTER_IN)
+DEADLINE_S = 10.0
+
+
+class Stage:
+    """Makes nodes, notes their starts and ends, and lets each end on command."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.failures: list[tuple[BaseException, Node | None]] = []
+        self.lanes = Lanes(lambda error, node: self.failures.append((error, node)))
+        self._release: dict[str, threading.Event] = {}
+
+    def node(self, name: str, *lanes: Lane, bucket: int = 0, after: Node | None = None) -> Node:
+        release = self._release[name] = threading.Event()
+
+        def run() -> None:
+            self.log.append(f"+{name}")
+            assert release.wait(DEADLINE_S)
+            self.log.append(f"-{name}")
+
+        return Node(lanes, bucket, run, lambda: name, after, on_done=lambda _: self.log.append(f"!{name}"))
+
+    def end(self, *names: str) -> None:
+        """Let these tasks end, and wait until their owners were told."""
+        for name in names:
+            self._release[name].set()
+        self.until(lambda: all(f"!{name}" in self.log for name in names))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"still {self.log}"
+            time.sleep(0.001)
+
+    def running(self, *names: str) -> None:
+        """Exactly these tasks run, now and after a moment."""
+
+        def now() -> set[str]:
+            seen = list(self.log)
+            return {s[1:] for s in seen if s[0] == "+"} - {s[1:] for s in seen if s[0] == "-"}
+
+        self.until(lambda: now() == set(names))
+        time.sleep(0.02)
+        assert now() == set(names), self.log
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    made.lanes.close()
+    for release in made._release.values():
+        release.set()
+
+
+def test_a_lane_takes_its_tasks_in_order_and_waits_for_their_buckets(stage):
+    stage.lanes.enqueue(
+        [
+            stage.node("a", Lane.TRAINING, bucket=0),
+            stage.node("b", Lane.TRAINING, bucket=1),
+            stage.node("c", Lane.TRAINING, bucket=0),
+        ]
+    )
+    stage.running()
+    stage.lanes.bucket_ready([0])
+    stage.running("a")
+    stage.end("a")
+    stage.running()  # c's bucket is there, but b comes first
+    stage.lanes.bucket_ready([1])
+    stage.running("b")
+    stage.end("b")
+    stage.end("c")
+    assert [entry for entry in stage.log if entry[0] == "+"] == ["+a", "+b", "+c"]
+
+
+def test_a_later_bucket_may_come_first_if_the_order_says_so(stage):
+    stage.lanes.enqueue([stage.node("late", Lane.INTRA, bucket=1), stage.node("early", Lane.INTRA, bucket=0)])
+    stage.lanes.bucket_ready([0])
+    stage.running()
+    stage.lanes.bucket_ready([1])
+    stage.running("late")
+    stage.end("late")
+    stage.running("early")
+
+
+def test_a_task_waits_for_the_one_it_follows_on_another_lane(stage):
+    first = stage.node("comp", Lane.TRAINING)
+    second = stage.node("send", *INTER, after=first)
+    other = stage.node("next", Lane.TRAINING)
+    stage.lanes.enqueue([first, second, other])
+    stage.lanes.bucket_ready([0])
+    stage.running("comp")
+    stage.end("comp")
+    stage.running("send", "next")  # two lanes at once
+
+
+def test_a_flat_task_holds_both_links(stage):
+    stage.lanes.enqueue(
+        [
+            stage.node("intra 1", Lane.INTRA),
+            stage.node("inter 1", *INTER),
+            stage.node("flat", *FLAT),
+            stage.node("intra 2", Lane.INTRA),
+            stage.node("inter 2", *INTER),
+            stage.node("training", Lane.TRAINING),
+        ]
+    )
+    stage.lanes.bucket_ready([0])
+    stage.running("intra 1", "inter 1", "training")
+    stage.end("intra 1")
+    stage.running("inter 1", "training")
+    stage.end("inter 1")
+    stage.running("flat", "training")
+    stage.end("flat")
+    stage.running("intra 2", "inter 2", "training")
+
+
+def test_both_directions_of_a_link_share_a_thread(stage):
+    """Lanes of their own for the order, one thread for the work: a push does not run beside a pull."""
+    stage.lanes.enqueue([stage.node("push", Lane.INTER_OUT), stage.node("pull", Lane.INTER_IN)])
+    stage.lanes.bucket_ready([0])
+    stage.running("push")
+    stage.end("push")
+    stage.running("pull")
+
+
+def test_a_new_iteration_closes_the_gates(stage):
+    stage.lanes.enqueue([stage.node("a", Lane.TRAINING)])
+    stage.lanes.bucket_ready([0])
+    stage.end("a")
+    stage.lanes.begin_iteration()
+    stage.lanes.enqueue([stage.node("b", Lane.TRAINING)])
+    stage.running()
+    stage.lanes.bucket_ready([0])
+    stage.running("b")
+
+
+def test_dropped_tasks_leave_every_lane_and_started_ones_stay(stage):
+    stage.lanes.enqueue(
+        [
+            stage.node("runs", *FLAT, bucket=0),
+            stage.node("gone", *FLAT, bucket=1),
+            stage.node("stays", *INTER, bucket=0),
+        ]
+    )
+    stage.lanes.bucket_ready([0])
+    stage.running("runs")
+    stage.lanes.drop(lambda node: node.bucket >= 1 or node.started)
+    assert [node.label() for node in stage.lanes.pending()] == ["runs", "stays"]
+    stage.end("runs")
+    stage.running("stays")
+
+
+def test_pending_names_what_is_under_way_first(stage):
+    stage.lanes.enqueue([stage.node("waits", Lane.TRAINING, bucket=1), stage.node("runs", Lane.INTRA)])
+    stage.lanes.bucket_ready([0])
+    stage.running("runs")
+    assert [node.label() for node in stage.lanes.pending()] == ["runs", "waits"]
+
+
+def test_times_of_a_task_enclose_its_work(stage):
+    node = stage.node("a", Lane.OFFLOAD)
+    stage.lanes.enqueue([node])
+    before = time.perf_counter_ns()
+    stage.lanes.bucket_ready([0])
+    stage.running("a")
+    stage.end("a")
+    assert before <= node.start_ns < node.start_ns + 20_000_000 <= node.end_ns <= time.perf_counter_ns()
+
+
+# Failure
+
+
+def raising(text: str) -> Callable[[], Any]:
+    def run() -> None:
+        raise ValueError(text)
+
+    return run
+
+
+def test_a_failure_cancels_the_order_on_all_lanes(stage):
+    bad = Node((Lane.TRAINING,), 0, raising("broken"), lambda: "bad")
+    running = stage.node("running", Lane.INTRA)
+    follower = stage.node("follower", Lane.TRAINING, after=bad)
+    behind = stage.node("behind", Lane.INTRA)
+    stage.lanes.enqueue([running, behind])
+    stage.lanes.bucket_ready([0])
+    stage.running("running")
+    stage.lanes.enqueue([bad, follower])
+    stage.lanes.bucket_ready([])
+    stage.until(lambda: bool(stage.failures))
+    stage._release["running"].set()
+    stage.until(lambda: "-running" in stage.log)
+    stage.running()
+    assert [(str(error), node) for error, node in stage.failures] == [("broken", bad)]
+    assert stage.lanes.failed
+    assert stage.lanes.pending() == []
+    assert "!running" not in stage.log  # nobody is told of an end that no longer counts
+
+
+def test_only_the_first_failure_is_reported(stage):
+    first, second = ValueError("first"), ValueError("second")
+    stage.lanes.fail(first)
+    stage.lanes.fail(second)
+    assert stage.failures == [(first, None)]
+
+
+def test_a_failing_completion_callback_is_a_failure_too(stage):
+    def complain(node: Node) -> None:
+        raise ValueError("callback")
+
+    stage.lanes.enqueue([Node((Lane.COPY,), 0, lambda: None, lambda: "copy", on_done=complain)])
+    stage.lanes.bucket_ready([0])
+    stage.until(lambda: bool(stage.failures))
+    assert str(stage.failures[0][0]) == "callback"
+
+
+# Tasks that the backend carries out
+
+
+def test_an_issued_task_holds_its_lanes_until_its_future_is_done(stage):
+    futures = [torch.futures.Future(), torch.futures.Future()]
+    issued = []
+
+    def issue(index: int) -> Any:
+        issued.append(index)
+        return futures[index]
+
+    nodes = [
+        Node(FLAT, 0, raising("must not run"), lambda: "x", issue=lambda i=i: issue(i)) for i in range(2)
+    ]
+    stage.lanes.enqueue([*nodes, stage.node("after", Lane.INTRA)])
+    stage.lanes.bucket_ready([0])
+    assert issued == [0]  # in the calling thread, at once
+    futures[0].set_result([])
+    assert issued == [0, 1]
+    assert nodes[0].done
+    assert not nodes[1].done
+    stage.running()
+    futures[1].set_result([])
+    stage.running("after")
+    assert not stage.failures
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_an_issued_task_that_fails(stage, at_start):
+    future: Any = torch.futures.Future()
+    issue = raising("backend") if at_start else lambda: future
+    stage.lanes.enqueue([Node(FLAT, 0, lambda: None, lambda: "x", issue=issue), stage.node("a", Lane.INTRA)])
+    stage.lanes.bucket_ready([0])
+    if not at_start:
+        future.set_exception(ValueError("backend"))
+    stage.until(lambda: bool(stage.failures))
+    assert "backend" in str(stage.failures[0][0])
+    stage.running()
+
+
+def test_closed_lanes_start_nothing_and_their_threads_end(stage):
+    stage.lanes.enqueue([stage.node("a", Lane.TRAINING), stage.node("b", Lane.TRAINING)])
+    stage.lanes.bucket_ready([0])
+    stage.running("a")
+    threads = [t for t in threading.enumerate() if t.name == "espresso-training"]
+    stage.lanes.close()
+    stage._release["a"].set()
+    stage.until(lambda: not any(t.is_alive() for t in threads[-1:]))
+    assert "+b" not in stage.log
+    stage.lanes.fail(ValueError("late"))
+    assert not stage.failures

@@ -1,0 +1,247 @@
+"""The residual store: transactions, moves between plans, what is carried. One process, by hand."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espresso.comm import ResidualStore
+from espresso.strategies import Run, Site
+
+NUMELS = {"a": 100, "b": 50}
+
+
+def run(tensor: str, start: int, numel: int) -> Run:
+    return Run(tensor, start, 0, 0, numel)
+
+
+def write(residual, values) -> None:
+    """What an encoder does during an iteration."""
+    (residual.old if residual.new is None else residual.new)[:] = values
+    residual.written = True
+
+
+def make(store, site, *runs, replica=0):
+    return store.new_residual(site, runs, np.float32, replica)
+
+
+def held(store) -> dict[str, np.ndarray]:
+    """Everything replica 0 answers for, by tensor."""
+    total = {name: np.zeros(numel) for name, numel in NUMELS.items()}
+    pieces, carry = store.snapshot()
+    for (name, _), parts in pieces.items():
+        for start, values, replica in parts:
+            if replica == 0:
+                total[name][start : start + values.size] += values
+    for name, values in carry.items():
+        total[name] += values
+    return total
+
+
+def filled(*runs, site=Site.LOCAL, replica=0):
+    """A store with one residual that holds 1, 2, 3 …"""
+    store = ResidualStore()
+    residual = make(store, site, *runs, replica=replica)
+    store.adopt([residual], NUMELS)
+    write(residual, np.arange(1, residual.old.size + 1))
+    store.commit()
+    return store, residual
+
+
+# Transactions
+
+
+def test_a_commit_keeps_what_was_written():
+    store, residual = filled(run("a", 0, 100))
+    assert held(store)["a"].tolist() == list(range(1, 101))
+    assert not residual.written
+
+
+def test_a_discard_keeps_what_was_there_before():
+    store, residual = filled(run("a", 0, 100))
+    before = residual.old
+    write(residual, 7.0)
+    store.discard()
+    assert residual.old is before
+    assert held(store)["a"].tolist() == list(range(1, 101))
+    store.commit()  # nothing was written since: the discarded values must not come back
+    assert held(store)["a"].tolist() == list(range(1, 101))
+
+
+def test_a_residual_that_was_not_written_stays():
+    store, residual = filled(run("a", 0, 100))
+    residual.new[:] = 9.0
+    store.commit()
+    assert held(store)["a"].tolist() == list(range(1, 101))
+
+
+def test_without_transactions_there_is_one_buffer():
+    careful, frugal = ResidualStore(), ResidualStore(transactional=False)
+    for store in (careful, frugal):
+        store.adopt([make(store, Site.LOCAL, run("a", 0, 100))], NUMELS)
+    assert careful.num_bytes == 2 * frugal.num_bytes == 800
+
+
+def test_norm_and_emptiness():
+    store = ResidualStore()
+    assert store.is_empty
+    assert store.norm() == 0
+    store, _ = filled(run("a", 0, 2))
+    store.add_carry("b", 0, np.array([2.0], np.float32), 50)
+    assert not store.is_empty
+    assert store.norm() == pytest.approx(3.0)
+
+
+# Moves
+
+
+def test_the_same_site_keeps_its_values_when_it_is_cut_elsewhere():
+    store, _ = filled(run("a", 0, 100), run("b", 0, 50))
+    parts = [
+        make(store, Site.LOCAL, run("b", 0, 50), run("a", 60, 40)),
+        make(store, Site.LOCAL, run("a", 0, 60)),
+    ]
+    store.adopt(parts, NUMELS)
+    assert parts[0].old.tolist() == [*range(101, 151), *range(61, 101)]
+    assert parts[1].old.tolist() == list(range(1, 61))
+    assert not store.carry
+
+
+def test_what_finds_no_place_is_carried():
+    store, _ = filled(run("a", 20, 40), site=Site.INTER_FIRST)
+    residual = make(store, Site.INTER_FIRST, run("a", 30, 10))
+    store.adopt([residual], NUMELS)
+    assert residual.old.tolist() == list(range(11, 21))
+    wanted = np.zeros(100)
+    wanted[20:60] = np.arange(1, 41)
+    wanted[30:40] = 0
+    assert store.carry["a"].tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("site", [site for site in Site if site is not Site.LOCAL])
+def test_another_site_is_another_address(site):
+    store, _ = filled(run("a", 0, 100), site=site)
+    residual = make(store, Site.LOCAL, run("a", 0, 100))
+    store.adopt([residual], NUMELS)
+    assert not residual.old.any()
+    assert store.carry["a"].tolist() == list(range(1, 101))
+
+
+def test_what_is_carried_goes_to_a_local_site_once_there_is_one():
+    store, _ = filled(run("a", 0, 100), site=Site.FLAT_SECOND)
+    store.adopt([], NUMELS)
+    residual = make(store, Site.LOCAL, run("a", 0, 60))
+    store.adopt([residual], NUMELS)
+    assert residual.old.tolist() == list(range(1, 61))
+    assert store.carry["a"].tolist() == [0] * 60 + list(range(61, 101))
+
+
+def test_only_the_first_replica_carries():
+    for replica, carried in ((0, True), (1, False)):
+        store, _ = filled(run("a", 0, 100), site=Site.INTRA_SECOND, replica=replica)
+        kept = make(store, Site.INTRA_SECOND, run("a", 0, 50), replica=replica)
+        store.adopt([kept], NUMELS)
+        assert kept.old.tolist() == list(range(1, 51))  # every replica keeps what stays in place
+        assert bool(store.carry) is carried
+
+
+def test_a_carry_that_went_into_an_iteration_is_forgotten_by_its_commit_only():
+    store = ResidualStore()
+    store.add_carry("a", 10, np.ones(5, np.float32), 100)
+    store.used_carry("a")
+    store.discard()
+    store.commit()
+    assert store.carry["a"].sum() == 5
+    store.used_carry("a")
+    store.commit()
+    assert not store.carry
+
+
+def test_zeros_are_not_carried():
+    store = ResidualStore()
+    store.add_carry("a", 0, np.zeros(10, np.float32), 100)
+    assert not store.carry
+
+
+def test_one_bucket_of_a_changing_structure_moves_alone():
+    store, first = filled(run("a", 0, 100))
+    second = make(store, Site.LOCAL, run("b", 0, 50))
+    store.adopt([second], NUMELS, only={"b"})
+    assert store.holds([first, second])
+    write(second, 5.0)
+    store.commit()
+    third = make(store, Site.LOCAL, run("b", 0, 20))
+    store.adopt([third], NUMELS, only={"b"})
+    assert store.holds([first, third])
+    assert not store.holds([second])
+    assert third.old.tolist() == [5.0] * 20
+    assert store.carry["b"].tolist() == [0.0] * 20 + [5.0] * 30
+    assert held(store)["a"].tolist() == list(range(1, 101))
+
+
+def test_a_residual_that_also_holds_other_tensors_loses_nothing_when_replaced():
+    store, _ = filled(run("a", 0, 100), run("b", 0, 50))
+    store.adopt([make(store, Site.LOCAL, run("b", 0, 50))], NUMELS, only={"b"})
+    assert held(store)["b"].tolist() == list(range(101, 151))
+    assert held(store)["a"].tolist() == list(range(1, 101))
+
+
+# Saving and loading
+
+
+def test_a_snapshot_is_a_copy():
+    store, residual = filled(run("a", 0, 100))
+    pieces, _ = store.snapshot()
+    residual.old[:] = 0
+    assert pieces["a", Site.LOCAL][0][1].tolist() == list(range(1, 101))
+
+
+def test_loaded_pieces_wait_for_the_plan_that_keeps_their_tensor():
+    store, _ = filled(run("a", 0, 100), run("b", 0, 50))
+    other = ResidualStore()
+    other.load(*store.snapshot(), NUMELS)
+    assert not other.is_empty
+    assert held(other)["a"].tolist() == held(store)["a"].tolist()
+    residual = make(other, Site.LOCAL, run("a", 0, 100))
+    other.adopt([residual], NUMELS, only={"a"})
+    assert residual.old.tolist() == list(range(1, 101))
+    assert held(other)["b"].tolist() == held(store)["b"].tolist()  # still waiting
+
+
+def test_loading_replaces_what_is_there():
+    saved, _ = filled(run("a", 0, 100))
+    store, residual = filled(run("a", 0, 100))
+    write(residual, 1e6)
+    store.commit()
+    store.add_carry("b", 0, np.ones(50, np.float32), 50)
+    store.load(*saved.snapshot(), NUMELS)
+    assert residual.old.tolist() == list(range(1, 101))
+    assert not store.carry
+
+
+# Any sequence of plans keeps the sum
+
+
+@st.composite
+def plans(draw):
+    """Residuals of one plan: disjoint ranges of both tensors at any sites."""
+    rows = []
+    for tensor, numel in NUMELS.items():
+        for site in draw(st.lists(st.sampled_from(list(Site)), max_size=2, unique=True)):
+            cuts = sorted(draw(st.sets(st.integers(0, numel), min_size=2, max_size=4)))
+            rows += [(site, tensor, low, high - low) for low, high in pairwise(cuts)]
+    return rows
+
+
+@given(st.lists(st.tuples(plans(), st.booleans()), max_size=5))
+def test_any_sequence_of_plans_keeps_the_sum(sequence):
+    store, _ = filled(run("a", 0, 100), run("b", 0, 50))
+    wanted = held(store)
+    for rows, alone in sequence:
+        only = {"a"} if alone else None
+        chosen = [row for row in rows if only is None or row[1] in only]
+        store.adopt([make(store, site, run(t, low, n)) for site, t, low, n in chosen], NUMELS, only=only)
+        for name, values in held(store).items():
+            assert values.tolist() == wanted[name].tolist()
