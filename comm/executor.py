@@ -112,6 +112,8 @@ class _Iteration:
         self.planned = False
         self.deadline_s = deadline_s
         self.touched_s = time.monotonic()
+        # By the strategy, not by what this rank happens to keep: planners move by the verdict, together.
+        self.compresses = record.assignment.strategy.num_compressed > 0
 
     @property
     def is_idle(self) -> bool:

@@ -266,6 +266,33 @@ def test_an_average_too_large_for_its_bucket_is_discarded_everywhere():
     assert POOL.run(run_narrow) == [([True, False], [True, False], True)] * NUM_RANKS
 
 
+def run_rooted(rank: int, spec: str) -> list[bool]:
+    """One partition, one root per node: the other ranks keep no residual and decode nothing."""
+    exchange = Exchange(2)
+    exchange.warm_up({spec})
+    buckets = make_buckets({"a": 4000})
+    choice = Choice(
+        parse_option("intra.reduce > comp > inter.allgather > dec > intra.broadcast"),
+        CompressorSpec.parse(spec),
+    )
+    assignment = Assignment(strategy_of(buckets, exchange.groups.cluster, choice))
+    found = []
+    for poison in (0.0, np.inf, 0.0):
+        mine = integers(buckets, rank, NUM_RANKS)
+        if rank == 3:
+            mine[0][17] = poison
+        exchange.step(assignment, buckets, mine)
+        found.append(exchange.record.finite)
+    exchange.close()
+    return found
+
+
+@pytest.mark.parametrize("spec", [str(TOPK), "fp16"])
+def test_all_ranks_agree_whether_an_iteration_was_finite(spec):
+    """Planners move by it, so a rank without residuals must know it too."""
+    assert POOL.run(run_rooted, spec) == [[True, False, True]] * NUM_RANKS
+
+
 # Failures
 
 

@@ -109,7 +109,8 @@ def test_a_task_waits_for_the_one_it_follows_on_another_lane(stage):
     stage.running("send", "next")  # two lanes at once
 
 
-def test_a_flat_task_holds_both_links(stage):
+@pytest.mark.parametrize(("first", "second"), [("intra 1", "inter 1"), ("inter 1", "intra 1")])
+def test_a_flat_task_holds_both_links(stage, first, second):
     stage.lanes.enqueue(
         [
             stage.node("intra 1", Lane.INTRA),
@@ -122,9 +123,9 @@ def test_a_flat_task_holds_both_links(stage):
     )
     stage.lanes.bucket_ready([0])
     stage.running("intra 1", "inter 1", "training")
-    stage.end("intra 1")
-    stage.running("inter 1", "training")
-    stage.end("inter 1")
+    stage.end(first)
+    stage.running(second, "training")
+    stage.end(second)
     stage.running("flat", "training")
     stage.end("flat")
     stage.running("intra 2", "inter 2", "training")
@@ -144,7 +145,8 @@ def test_a_new_iteration_closes_the_gates(stage):
     stage.lanes.bucket_ready([0])
     stage.end("a")
     stage.lanes.begin_iteration()
-    stage.lanes.enqueue([stage.node("b", Lane.TRAINING)])
+    stage.lanes.enqueue([stage.node("b", Lane.TRAINING, bucket=0)])
+    stage.lanes.bucket_ready([1])
     stage.running()
     stage.lanes.bucket_ready([0])
     stage.running("b")
