@@ -48,7 +48,9 @@ class Row:
 class Bench:
     """Arrays of one size, and the plain copy to compare with."""
 
-    def __init__(self, elements: int, pool: WorkerPool, repeats: int, clock: Callable[[], float], seed: int = 0) -> None:
+    def __init__(
+        self, elements: int, pool: WorkerPool, repeats: int, clock: Callable[[], float], seed: int = 0
+    ) -> None:
         self.clock = clock
         rng = np.random.default_rng(seed)
         self.source = rng.standard_normal(elements, dtype=np.float32)
@@ -144,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch", action="store_true", help="PyTorch's plain operations as well")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument(
-        "--cpu-time", action="store_true", help="count CPU time, not wall time: for one thread on a busy machine"
+        "--cpu-time",
+        action="store_true",
+        help="count CPU time, not wall time: for one thread on a busy machine",
     )
     options = parser.parse_args(arguments)
     if options.cpu_time and options.threads != [1]:

@@ -12,6 +12,7 @@ from espresso.compressors.base import (
     Traits,
 )
 from espresso.compressors.error_feedback import ErrorFeedback
+from espresso.compressors.momentum import MomentumCorrection
 from espresso.compressors.registry import RESERVED_IDS, compressor_ids, create, host_codec, spec_of
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ErrorFeedback",
     "Feedback",
     "Layout",
+    "MomentumCorrection",
     "PayloadError",
     "Segment",
     "SummableCodec",

@@ -143,7 +143,7 @@ class Codec(Protocol):
         *,
         scale: float = 1.0,
         feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+        key: DrawKey = DrawKey(),
     ) -> bool:
         """Encode ``q = scale * source + residual`` into ``payload``.
 
@@ -170,7 +170,7 @@ class Codec(Protocol):
         starts: Starts,
         *,
         scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+        key: DrawKey = DrawKey(),
     ) -> bool:
         """Write ``scale * sum of the decoded payloads`` to the segments of ``target``.
 
@@ -209,9 +209,9 @@ class SummableCodec(Codec, Protocol):
         *,
         scale: float = 1.0,
         feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+        key: DrawKey = DrawKey(),
     ) -> bool:
-        """Like ``encode``; ``values`` is 1-D of ``num_values`` (bfloat16 as uint16). Non-finite input stays non-finite."""
+        """Like ``encode``; ``values`` is 1-D of ``num_values`` (bfloat16 as uint16). Non-finite stays so."""
         ...
 
     def decode_values(
@@ -222,7 +222,7 @@ class SummableCodec(Codec, Protocol):
         starts: Starts,
         *,
         scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+        key: DrawKey = DrawKey(),
     ) -> bool:
         """Write ``scale * decoded`` to the segments; returns whether all is finite."""
         ...

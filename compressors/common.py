@@ -63,7 +63,7 @@ class BaseCompressor:
     def check_float(
         self, key: str, *, above: float | None = None, low: float = 0.0, high: float = 1.0
     ) -> None:
-        """Raise ValueError unless the parameter is a number in ``[low, high]`` (``(above, high]``); ints become floats."""
+        """Raise ValueError unless the parameter is a number in ``[low, high]`` (``(above, high]``); store a float."""
         value = getattr(self, key)
         wanted = (
             f"a number above {above} and at most {high}"

@@ -6,10 +6,10 @@ fewer passes over memory and are tested against this one.
 
 from __future__ import annotations
 
-from espresso.compressors.base import Array, Bytes, Codec, DrawKey, Feedback, Layout
-
 import numpy as np
 import numpy.typing as npt
+
+from espresso.compressors.base import Array, Bytes, Codec, DrawKey, Feedback, Layout
 
 
 class ErrorFeedback:

@@ -43,6 +43,16 @@ MAX_SEGMENT = 2**32
 _HEADER = struct.Struct("<4sBBBBIIQ")
 _ENTRY = struct.Struct("<QQ")
 _RAW_BIT = 1 << 63
+_FIELDS = (
+    "magic",
+    "version",
+    "flags",
+    "algorithm id",
+    "bytes per number",
+    "number of segments",
+    "parameter digest",
+    "payload bytes",
+)
 
 BodySize = Callable[[int, int], tuple[int, int]]
 """``(numel, itemsize) -> (count, body bytes before padding)`` of one compressed segment."""
@@ -131,9 +141,7 @@ def read_header(payload: Bytes, layout: Layout) -> bool:
 
 def explain_difference(got: bytes, expected: bytes) -> str:
     """Name the first header field in which two headers differ."""
-    names = ("magic", "version", "flags", "algorithm id", "bytes per number", "number of segments")
-    names += ("parameter digest", "payload bytes")
-    fields = zip(names, _HEADER.unpack_from(got), _HEADER.unpack_from(expected), strict=True)
+    fields = zip(_FIELDS, _HEADER.unpack_from(got), _HEADER.unpack_from(expected), strict=True)
     for name, value, wanted in fields:
         if name != "flags" and value != wanted:
             return f"payload header: {name} is {value!r}, expected {wanted!r}; do all ranks use the same strategy?"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from espresso.compressors.base import Array
 from espresso.compressors.blockwise import TINY, Blockwise
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
 from espresso.cpu_offload.intrinsics import address, fence
+from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.vectors import (
@@ -27,12 +27,12 @@ from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOUR
 Codes = npt.NDArray[np.int8]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, stream: bool, numbers: Array, codes: Codes, block: int, code_bits: int, levels: float, tiny: float,
-    magic: float, magnitude: int, infinity: int, bits: Array,
-) -> bool:  # fmt: skip
+    has_feedback: bool, stream: bool, numbers: Array, codes: Codes, block: int, code_bits: int,
+    levels: float, tiny: float, magic: float, magnitude: int, infinity: int, bits: Array,
+) -> Scalar:  # fmt: skip
     """Quantize block by block and write the residual. Returns whether all is finite."""
     itemsize = numbers.itemsize
     stride = itemsize + block * code_bits // 8
@@ -89,10 +89,10 @@ def encode_chunks(
     return finite
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def largest(
     source: Array, at: int, scale: float, old: Array, kept: int, num: int, tops: Array, magnitude: int
-) -> int:
+) -> Scalar:
     """The largest |q| of ``num`` elements, a multiple of a group, as bits."""
     clear_block(tops, 0, GROUP)
     for i in range(0, num, GROUP):
@@ -103,7 +103,7 @@ def largest(
     return top
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def quantize(
     source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, inverse: float,
     step: float, magic: float, codes: Codes, code: int, stream: bool,
@@ -121,7 +121,7 @@ def quantize(
             )
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def pack_nibbles(nibbles: Codes, num: int, body: Codes) -> None:
     """Two codes a byte, half a block apart."""
     half = len(body)
@@ -132,7 +132,7 @@ def pack_nibbles(nibbles: Codes, num: int, body: Codes) -> None:
         body[i] = np.int8((low[i] & 15) | (high[i] << 4))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def unpack_nibbles(body: Codes, nibbles: Codes) -> None:
     """The reverse; ``nibbles`` has room for twice the bytes."""
     half = len(body)
@@ -142,11 +142,11 @@ def unpack_nibbles(body: Codes, nibbles: Codes) -> None:
         high[i] = body[i] >> 4
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def decode_chunks(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
     numbers: Array, codes: Codes, block: int, code_bits: int,
-) -> int:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """``target = scale * sum over rows of code * step``, rows in order. One pass over the target."""
     itemsize = numbers.itemsize
     stride = itemsize + block * code_bits // 8
@@ -174,7 +174,7 @@ def decode_chunks(
     return 0
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_block(code: Codes, step: float, out: Array, accumulate: bool, scale: float) -> None:
     """``out = (out + code * step) * scale``, or without the sum; ``scale`` is 1 but for the last row."""
     if accumulate:
@@ -199,22 +199,22 @@ class HostBlockwise(HostCodec):
         magic = kind(1.5 * 2.0 ** (23 if itemsize == 4 else 52))
         magnitude = call.bits.dtype.type(np.iinfo(call.bits.dtype).max >> 1)
 
-        def kernel(first: int, end: int) -> bool:
+        def run_part(first: int, end: int) -> bool:
             return bool(
                 encode_chunks(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
-                    call.stream, call.numbers, codes, params.block, params.code_bits, kind(params.levels), kind(TINY[itemsize]),
-                    magic, magnitude, call.infinity, call.bits,
+                    call.stream, call.numbers, codes, params.block, params.code_bits, kind(params.levels),
+                    kind(TINY[itemsize]), magic, magnitude, call.infinity, call.bits,
                 )
             )  # fmt: skip
 
-        return all(self.run_chunks(kernel, len(chunks)))
+        return all(self.run_chunks(run_part, len(chunks)))
 
     def decode_bodies(self, call: DecodeCall) -> None:
         """Sum the rows block by block."""
         chunks, params, codes = call.work.chunks, self._params, call.payload.view(np.int8)
 
-        def kernel(first: int, end: int) -> int:
+        def run_part(first: int, end: int) -> int:
             return int(
                 decode_chunks(
                     call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes,
@@ -222,6 +222,6 @@ class HostBlockwise(HostCodec):
                 )
             )  # fmt: skip
 
-        code = max(self.run_chunks(kernel, len(chunks)), default=0)
+        code = max(self.run_chunks(run_part, len(chunks)), default=0)
         if code:
             raise malformed(code, call.layout, "a block's scale is negative or not finite")

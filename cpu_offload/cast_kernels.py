@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from espresso.compressors.base import Array
+from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
@@ -17,9 +17,9 @@ _SIGN = np.uint32(0x80000000)
 _INFINITY = np.uint32(0x7F800000)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def narrow(q: Array, single: npt.NDArray[np.float32], bits: Bits32) -> None:
-    """``single = float32(q)`` (``bits`` is its view), rounded to odd where q is wider, so that the next rounding is right."""
+    """``single = float32(q)`` (``bits`` is its view), rounded to odd where q is wider: so the next is right."""
     if q.itemsize == 4:
         for i in range(len(q)):
             single[i] = q[i]
@@ -31,7 +31,7 @@ def narrow(q: Array, single: npt.NDArray[np.float32], bits: Bits32) -> None:
         bits[i] = np.uint32((bits[i] - np.uint32(toward_zero)) | np.uint32(inexact))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def to_half(single: npt.NDArray[np.float32], bits: Bits32, out: Bits16) -> None:
     """IEEE half precision, nearest even; subnormals by adding 0.5, whose last bit weighs what a half's last weighs."""
     for i in range(len(out)):
@@ -47,7 +47,7 @@ def to_half(single: npt.NDArray[np.float32], bits: Bits32, out: Bits16) -> None:
         out[i] = np.uint16(half | (sign >> np.uint32(16)))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def from_half(half: Bits16, bits: Bits32) -> None:
     """Half precision to float32 bits: rebiased by a multiplication, which is exact for subnormals as well."""
     for i in range(len(half)):
@@ -61,7 +61,7 @@ def from_half(half: Bits16, bits: Bits32) -> None:
         bits[i] = np.uint32(size | np.uint32((wide & np.uint32(0x8000)) << np.uint32(16)))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def to_bfloat(bits: Bits32, out: Bits16) -> None:
     """The upper half of a float32, nearest even."""
     for i in range(len(out)):
@@ -73,14 +73,14 @@ def to_bfloat(bits: Bits32, out: Bits16) -> None:
         out[i] = np.uint16(kept >> np.uint32(16))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def from_bfloat(brain: Bits16, bits: Bits32) -> None:
     """Bfloat16 to float32 bits."""
     for i in range(len(brain)):
         bits[i] = np.uint32(brain[i]) << np.uint32(16)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def widen(short: Bits16, bits: Bits32, is_half: bool) -> None:
     """16-bit numbers to float32 bits."""
     if is_half:
@@ -89,11 +89,11 @@ def widen(short: Bits16, bits: Bits32, is_half: bool) -> None:
         from_bfloat(short, bits)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode_casts(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, shorts: Bits16, is_half: bool,
-) -> bool:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """Cast q into ``shorts``; residual = what the cast lost. One pass. False if a result is not finite."""
     q_buffer = np.empty(BLOCK, source.dtype)
     single_buffer = np.empty(BLOCK, np.float32)
@@ -122,7 +122,7 @@ def encode_casts(
     return worst != infinity
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def decode_casts(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
     shorts: Bits16, is_half: bool,

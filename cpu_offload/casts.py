@@ -44,7 +44,7 @@ class HostCast(SummableHostCodec):
     def _encode(self, call: EncodeCall, chunks: Table) -> bool:
         shorts = call.payload.view(np.uint16)
 
-        def kernel(first: int, end: int) -> bool:
+        def run_part(first: int, end: int) -> bool:
             return bool(
                 encode_casts(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
@@ -52,15 +52,15 @@ class HostCast(SummableHostCodec):
                 )
             )  # fmt: skip
 
-        return all(self.run_chunks(kernel, len(chunks)))
+        return all(self.run_chunks(run_part, len(chunks)))
 
     def _decode(self, call: DecodeCall, chunks: Table) -> None:
         shorts = call.payload.view(np.uint16)
 
-        def kernel(first: int, end: int) -> None:
+        def run_part(first: int, end: int) -> None:
             decode_casts(
                 call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes, shorts,
                 self.is_half,
             )  # fmt: skip
 
-        self.run_chunks(kernel, len(chunks))
+        self.run_chunks(run_part, len(chunks))

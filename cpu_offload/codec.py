@@ -154,7 +154,7 @@ class HostCodec:
         table = fill_table(layout, work, target, starts, None)
         finite = all([read_header(row, layout) for row in payloads])
         if not finite:
-            fill_nan(table, work.all_chunks, target)
+            fill_nan(table, target)
             return False
         flat, row_bytes = flat_rows(payloads)
         call = DecodeCall(
@@ -204,7 +204,7 @@ class HostCodec:
         """Copy the raw segments; return whether all was finite."""
         chunks = call.work.raw_chunks
 
-        def kernel(first: int, end: int) -> bool:
+        def run_part(first: int, end: int) -> bool:
             return bool(
                 encode_raw(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new,
@@ -212,13 +212,13 @@ class HostCodec:
                 )
             )  # fmt: skip
 
-        return all(self.run_chunks(kernel, len(chunks)))
+        return all(self.run_chunks(run_part, len(chunks)))
 
     def decode_raw_segments(self, call: DecodeCall) -> None:
         """Sum the raw segments."""
         chunks = call.work.raw_chunks
 
-        def kernel(first: int, end: int) -> None:
+        def run_part(first: int, end: int) -> None:
             decode_raw(
                 call.table,
                 chunks,
@@ -231,7 +231,7 @@ class HostCodec:
                 call.numbers,
             )
 
-        self.run_chunks(kernel, len(chunks))
+        self.run_chunks(run_part, len(chunks))
 
 
 def streams(layout: Layout) -> bool:

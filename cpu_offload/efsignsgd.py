@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from espresso.compressors.base import Array
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
 from espresso.cpu_offload.intrinsics import address, fence
+from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q
 from espresso.cpu_offload.vectors import (
     GROUP,
@@ -45,7 +45,7 @@ SUM_BLOCK = 4096
 Halves = npt.NDArray[np.uint16]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sum_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, has_feedback: bool,
     sums: npt.NDArray[np.float64],
@@ -74,7 +74,7 @@ def sum_chunks(
         sums[chunk] = total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def add_rows(lanes: Array, source: Array, at: int, scale: float, old: Array, kept: int) -> None:
     """Add the |q| of a block to the lanes."""
     for low in range(0, SUM_BLOCK, LANES):
@@ -82,8 +82,8 @@ def add_rows(lanes: Array, source: Array, at: int, scale: float, old: Array, kep
             add_magnitudes(source, at + low + lane, scale, old, kept + low + lane, lanes, lane)
 
 
-@njit(nogil=True, cache=True)
-def add_lanes(lanes: Array, tree: npt.NDArray[np.float64]) -> float:
+@kernel
+def add_lanes(lanes: Array, tree: npt.NDArray[np.float64]) -> Scalar:
     """Sum of the lanes in float64, by halving."""
     half = LANES
     for lane in range(LANES):
@@ -96,10 +96,10 @@ def add_lanes(lanes: Array, tree: npt.NDArray[np.float64]) -> float:
     return tree[0]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def plain_sum(
     table: Table, chunks: Table, chunk: int, source: Array, scale: float, old: Array, has_feedback: bool
-) -> float:
+) -> Scalar:
     """Sum of |q| in float64: tells an overflow of the lanes from a number that is not finite itself."""
     row = table[chunks[chunk, SEGMENT]]
     total = 0.0
@@ -111,8 +111,8 @@ def plain_sum(
     return total
 
 
-@njit(nogil=True, cache=True)
-def write_scale(table: Table, segment: int, sums: npt.NDArray[np.float64], numbers: Array) -> bool:
+@kernel
+def write_scale(table: Table, segment: int, sums: npt.NDArray[np.float64], numbers: Array) -> Scalar:
     """Store the mean of |q| in the segment's body; returns whether it is finite."""
     row = table[segment]
     total = 0.0
@@ -122,7 +122,7 @@ def write_scale(table: Table, segment: int, sums: npt.NDArray[np.float64], numbe
     return np.isfinite(total)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sign_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, stream: bool, numbers: Array, halves: Halves,
@@ -154,7 +154,7 @@ def sign_chunks(
             low += num
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sign_groups(
     source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, size: float,
     halves: Halves, half: int, stream: bool,
@@ -171,12 +171,12 @@ def sign_groups(
             halves[half + i // GROUP] = sign_group(source, at + i, scale, old, kept + i, new, to + i, size)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode_segments(
     table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
     new: Array, has_feedback: bool, stream: bool, numbers: Array, halves: Halves,
     sums: npt.NDArray[np.float64],
-) -> bool:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """Both passes over each of a run of segments; returns whether all is finite."""
     finite = True
     for position in range(first, end):
@@ -192,11 +192,11 @@ def encode_segments(
     return finite
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def decode_chunks(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
     numbers: Array, halves: Halves,
-) -> int:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """``target = scale * sum over rows of +-size``, rows in order. One pass over the target."""
     tail = np.zeros(GROUP, target.dtype)
     for chunk in range(first, end):
@@ -269,7 +269,7 @@ class HostEfSignSgd(HostCodec):
         """Sum the rows block by block."""
         chunks, halves = call.work.chunks, call.payload.view(np.uint16)
 
-        def kernel(first: int, end: int) -> int:
+        def run_part(first: int, end: int) -> int:
             return int(
                 decode_chunks(
                     call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes,
@@ -277,6 +277,6 @@ class HostEfSignSgd(HostCodec):
                 )
             )  # fmt: skip
 
-        code = max(self.run_chunks(kernel, len(chunks)), default=0)
+        code = max(self.run_chunks(run_part, len(chunks)), default=0)
         if code:
             raise malformed(code, call.layout, "the scale is negative or not finite")

@@ -6,10 +6,11 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from espresso.cpu_offload.jit import operation
 
 
-@intrinsic
+@operation
 def trailing_zeros(typing_context: Any, value: Any) -> Any:
     """How many low bits of a nonzero 64-bit number are zero."""
 
@@ -19,7 +20,7 @@ def trailing_zeros(typing_context: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic
+@operation
 def fence(typing_context: Any) -> Any:
     """Make what was streamed visible to other threads before what follows."""
 
@@ -30,7 +31,7 @@ def fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-@intrinsic
+@operation
 def address(typing_context: Any, array: Any) -> Any:
     """The address of an array's first element."""
 

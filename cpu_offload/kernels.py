@@ -1,24 +1,29 @@
 """Numba kernels that several algorithms share. Single-threaded, nogil, cached on disk.
 
 Every loop over elements runs over a slice of one block: LLVM then sees stride 1 and vectorises. Assignments to
-slices do not: Numba's own loop for them is several times slower than ``copy_block`` and ``clear_block``. Where that is not enough, :mod:`espresso.cpu_offload.vectors`.
+slices do not: Numba's own loop for them is several times slower than ``copy_block`` and ``clear_block``. What has to
+run at the memory's speed is in :mod:`espresso.cpu_offload.vectors`.
+
 Tables are those of :mod:`espresso.cpu_offload.work`; offsets in payload views are in the view's own items.
+
+Numba's cache notices a change of the file that a kernel is in, not of those that it calls into: after an edit here or
+in ``vectors``, delete ``cpu_offload/__pycache__``.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from espresso.compressors.base import Array
+from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.work import HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 BLOCK = 1024
 """Elements that kernels treat at a time: a few such blocks stay in the first-level cache."""
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def fill_q(
     q: Array, source: Array, at: int, scale: float, old: Array, kept: int, num: int, has_feedback: bool
 ) -> None:
@@ -34,7 +39,7 @@ def fill_q(
             out[i] = new[i] * scale
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def copy_block(target: Array, at: int, source: Array, num: int) -> None:
     """``target[at:][:num] = source[:num]``."""
     out, values = target[at : at + num], source[:num]
@@ -42,7 +47,7 @@ def copy_block(target: Array, at: int, source: Array, num: int) -> None:
         out[i] = values[i]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def clear_block(target: Array, at: int, num: int) -> None:
     """``target[at:][:num] = 0``."""
     out = target[at : at + num]
@@ -50,11 +55,11 @@ def clear_block(target: Array, at: int, num: int) -> None:
         out[i] = 0
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode_raw(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, numbers: Array, bits: Array, infinity: int,
-) -> bool:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """Copy q into the bodies of raw segments; their residual drains to 0. One pass. Returns whether all is finite."""
     worst = bits.dtype.type(0)
     for chunk in range(first, end):
@@ -72,7 +77,7 @@ def encode_raw(
     return worst != infinity
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def decode_raw(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
     numbers: Array,
@@ -97,14 +102,14 @@ def decode_raw(
                 out[i] *= scale
 
 
-def fill_nan(table: Table, chunks: Table, target: Array) -> None:
+def fill_nan(table: Table, target: Array) -> None:
     """Make every segment of the target NaN."""
     for start, numel in table[:, (SOURCE, NUMEL)].tolist():
         target[start : start + numel] = np.nan
 
 
-@njit(nogil=True, cache=True)
-def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64]) -> tuple[int, int]:
+@kernel
+def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64]) -> Scalar:
     """The k-th largest of ``bits[:num]`` (unsigned, 1 <= k <= num) and how many equal to it belong to the top k.
 
     A radix selection of 11 bits a round; every round looks only at numbers that share the prefix found so far.
@@ -130,8 +135,8 @@ def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64])
     return prefix, k
 
 
-@njit(nogil=True, cache=True)
-def mix64(value: int) -> int:
+@kernel
+def mix64(value: int) -> Scalar:
     """A bijection of 64-bit numbers in which every input bit reaches every output bit (splitmix64's finaliser)."""
     x = np.uint64(value)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -139,8 +144,8 @@ def mix64(value: int) -> int:
     return x ^ (x >> np.uint64(31))
 
 
-@njit(nogil=True, cache=True)
-def all_finite(bits: Array, infinity: int) -> bool:
+@kernel
+def all_finite(bits: Array, infinity: int) -> Scalar:
     """Whether no exponent has all bits set, as ``infinity`` has."""
     worst = bits.dtype.type(0)
     for i in range(len(bits)):

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from espresso.compressors.base import Array, DrawKey, Layout, Starts
 from espresso.compressors.randomk import ROUNDS, STRATUM
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall
 from espresso.cpu_offload.intrinsics import address, fence
+from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q, mix64
 from espresso.cpu_offload.summable import SummableHostCodec
 from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, drop_group, drop_group_stream
@@ -41,21 +41,21 @@ from espresso.cpu_offload.work import (
 Positions = npt.NDArray[np.int64]
 
 
-@njit(nogil=True, cache=True)
-def segment_key(row: Table, salt: int) -> int:
+@kernel
+def segment_key(row: Table, salt: int) -> Scalar:
     """What a segment's draws depend on."""
     return mix64(mix64(np.uint64(salt) ^ np.uint64(row[HASH])) + np.uint64(row[START]))
 
 
-@njit(nogil=True, cache=True)
-def first_slot(row: Table, key: int, element: int) -> int:
+@kernel
+def first_slot(row: Table, key: int, element: int) -> Scalar:
     """s(x): how many slots lie before an element that begins a stratum, or before the end."""
     numel = np.uint64(row[NUMEL])
     shift = mix64(key + np.uint64(1 << 63)) % numel
     return np.int64((shift + np.uint64(row[COUNT]) * np.uint64(element)) // numel)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def draw(key: int, stratum: int, num: int, positions: Positions) -> None:
     """``positions[j]`` = P(j), distinct numbers below ``num``."""
     stratum_key = mix64(key + np.uint64(stratum))
@@ -76,11 +76,11 @@ def draw(key: int, stratum: int, num: int, positions: Positions) -> None:
         positions[j] = x
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, stream: bool, numbers: Array, salt: int, infinity: int,
-) -> bool:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """Gather the drawn positions of q and clear them in the residual. One pass. Returns whether all of q is finite."""
     drawn = np.empty(STRATUM, np.int64)
     dropped = np.zeros(STRATUM // GROUP, np.uint16)
@@ -119,7 +119,7 @@ def encode_chunks(
     return unlike == 0
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def mark(dropped: npt.NDArray[np.uint16], positions: Positions) -> None:
     """Set the bits of the positions and no others."""
     clear_block(dropped, 0, len(dropped))
@@ -127,11 +127,11 @@ def mark(dropped: npt.NDArray[np.uint16], positions: Positions) -> None:
         dropped[positions[j] // GROUP] |= np.uint16(1) << np.uint16(positions[j] % GROUP)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def drop_groups(
     source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int,
     dropped: npt.NDArray[np.uint16], infinity: int, stream: bool,
-) -> int:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """Residual of ``num`` elements, a multiple of a group; nonzero if one is not finite."""
     unlike = np.uint16(0)
     if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
@@ -148,7 +148,7 @@ def drop_groups(
     return unlike
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def decode_chunks(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
     numbers: Array, salt: int,
@@ -183,7 +183,7 @@ class HostRandomK(SummableHostCodec):
         """One pass, chunks in any order."""
         chunks, salt = call.work.chunks, salt_of(call.key)
 
-        def kernel(first: int, end: int) -> bool:
+        def run_part(first: int, end: int) -> bool:
             return bool(
                 encode_chunks(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
@@ -191,19 +191,19 @@ class HostRandomK(SummableHostCodec):
                 )
             )  # fmt: skip
 
-        return all(self.run_chunks(kernel, len(chunks)))
+        return all(self.run_chunks(run_part, len(chunks)))
 
     def decode_bodies(self, call: DecodeCall) -> None:
         """One pass, chunks in any order."""
         chunks, salt = call.work.chunks, salt_of(call.key)
 
-        def kernel(first: int, end: int) -> None:
+        def run_part(first: int, end: int) -> None:
             decode_chunks(
                 call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes, call.numbers,
                 salt,
             )  # fmt: skip
 
-        self.run_chunks(kernel, len(chunks))
+        self.run_chunks(run_part, len(chunks))
 
     def encode_vector(self, call: EncodeCall) -> bool:
         """As payloads; a number that is not finite and was not drawn shows as a NaN in the vector's first place."""

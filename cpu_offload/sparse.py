@@ -89,8 +89,8 @@ class HostSparse(HostCodec):
             return bool(
                 encode_segments(
                     call.table, work.chunks, work.segments, first, end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.stream, magnitude, call.infinity, how.part, how.slack, how.enough, how.attempts,
-                    how.exact, call.key.step, scratch.index, scratch.value, found, scratch.chosen,
+                    call.has_feedback, call.stream, magnitude, call.infinity, how.part, how.slack, how.enough,
+                    how.attempts, how.exact, call.key.step, scratch.index, scratch.value, found, scratch.chosen,
                     scratch.histogram, call.words, call.bits,
                 )
             )  # fmt: skip
@@ -104,7 +104,7 @@ class HostSparse(HostCodec):
         """Zero-fill and scatter-add, chunk by chunk: one pass over the target and one over the slots."""
         chunks = call.work.chunks
 
-        def kernel(first: int, end: int) -> int:
+        def run_part(first: int, end: int) -> int:
             return int(
                 scatter_chunks(
                     call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes,
@@ -112,7 +112,7 @@ class HostSparse(HostCodec):
                 )
             )  # fmt: skip
 
-        code = max(self.run_chunks(kernel, len(chunks)), default=0)
+        code = max(self.run_chunks(run_part, len(chunks)), default=0)
         if code:
             raise malformed(code, call.layout, "its count or indices are out of range or out of order")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from espresso.compressors.base import Array
 from espresso.cpu_offload.intrinsics import address, fence, trailing_zeros
+from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q, kth_largest, mix64
 from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, filter_group, filter_group_stream
 from espresso.cpu_offload.work import (
@@ -40,11 +40,11 @@ LOWER_BY = 0.8
 Histogram = npt.NDArray[np.int64]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sample_threshold(
     row: Table, source: Array, scale: float, old: Array, has_feedback: bool, num_runs: int, rank: int, salt: int,
     sample: Array, magnitude: int, histogram: Histogram,
-) -> int:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """The ``rank``-th largest magnitude, as bits, of ``num_runs`` runs; of everything if they cover the segment.
 
     At least 1, so that zeros never pass. ``sample`` has room for the runs.
@@ -69,10 +69,11 @@ def sample_threshold(
     return max(sample.dtype.type(found), sample.dtype.type(1))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def filter_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, stream: bool, threshold: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array, found: Table,
+    has_feedback: bool, stream: bool, threshold: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array,
+    found: Table,
 ) -> None:  # fmt: skip
     """Collect what has at least the threshold's magnitude, and write q to ``new``. One pass.
 
@@ -107,11 +108,11 @@ def filter_chunks(
         found[chunk] = count - begin
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def filter_groups(
     source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, low: int, stream: bool,
     threshold: int, magnitude: int, index: npt.NDArray[np.uint32], values: Array, count: int,
-) -> int:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """Residual and candidates of ``num`` elements, a multiple of a group, the first of which is ``low``.
 
     Groups in which nothing passes cost one comparison. A candidate is computed again rather than read back, for
@@ -135,12 +136,12 @@ def filter_groups(
     return count
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def emit_segment(
     row: Table, chunks: Table, first: int, end: int, new: Array, has_feedback: bool, magnitude: int, infinity: int,
     index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array, histogram: Histogram,
     words: npt.NDArray[np.uint32], bits: Array,
-) -> bool:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """Write the top k of the candidates to the body and clear their residual; False if one is not finite."""
     k = row[COUNT]
     total = 0
@@ -180,11 +181,11 @@ def emit_segment(
     return worst < infinity
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def exact_threshold(
     row: Table, source: Array, scale: float, old: Array, has_feedback: bool, magnitude: int, everything: Array,
     histogram: Histogram,
-) -> int:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """The k-th largest magnitude of the whole segment, at least 1: for when samples mislead."""
     numel = row[NUMEL]
     q_bits = everything[:numel]
@@ -195,8 +196,8 @@ def exact_threshold(
     return max(everything.dtype.type(found), everything.dtype.type(1))
 
 
-@njit(nogil=True, cache=True)
-def lower_bound(indices: npt.NDArray[np.uint32], num: int, wanted: int) -> int:
+@kernel
+def lower_bound(indices: npt.NDArray[np.uint32], num: int, wanted: int) -> Scalar:
     """The first position whose index is at least ``wanted``, if the indices ascend."""
     low, high = 0, num
     while low < high:
@@ -208,11 +209,11 @@ def lower_bound(indices: npt.NDArray[np.uint32], num: int, wanted: int) -> int:
     return low
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def scatter_chunks(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
     numbers: Array, words: npt.NDArray[np.uint32],
-) -> int:  # fmt: skip
+) -> Scalar:  # fmt: skip
     """Fill chunks with zeros and scatter-add every row's slots that fall into them, rows in order.
 
     Every index is checked: in the chunk and ascending. The parts that chunks take of a row meet end to end,
@@ -249,22 +250,22 @@ def scatter_chunks(
     return 0
 
 
-@njit(nogil=True, cache=True)
-def sample_size(numel: int, k: int, part: float, slack: float) -> tuple[int, int]:
+@kernel
+def sample_size(numel: int, k: int, part: float, slack: float) -> Scalar:
     """How many runs to sample and which rank of the sample to take as threshold.
 
     The rank that k would have in the sample, raised by ``slack`` standard deviations: with slack the threshold
     lies below the k-th magnitude most of the time, so that nothing of the top k is missed.
     """
-    wanted = min(numel, max(MIN_SAMPLE, np.int64(part * numel)))
+    wanted = min(numel, max(MIN_SAMPLE, int(part * numel)))
     if 2 * wanted >= numel:
         return (numel + RUN - 1) // RUN, k
     expected = wanted * (k / numel)
-    return (wanted + RUN - 1) // RUN, max(1, np.int64(expected + slack * np.sqrt(expected) + 0.5))
+    return (wanted + RUN - 1) // RUN, max(1, int(expected + slack * np.sqrt(expected) + 0.5))
 
 
-@njit(nogil=True, cache=True)
-def lowered(threshold: int, one: Array, like: Array) -> int:
+@kernel
+def lowered(threshold: int, one: Array, like: Array) -> Scalar:
     """The bits of LOWER_BY times the threshold; at least 1. ``one`` is room for one number, ``like`` has its dtype."""
     one[0] = threshold
     number = one.view(like.dtype)
@@ -272,13 +273,13 @@ def lowered(threshold: int, one: Array, like: Array) -> int:
     return max(one[0], one.dtype.type(1))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode_segments(
     table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
-    new: Array, has_feedback: bool, stream: bool, magnitude: int, infinity: int, part: float, slack: float, enough: float,
-    attempts: int, exact: bool, salt: int, index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array,
-    histogram: Histogram, words: npt.NDArray[np.uint32], bits: Array,
-) -> bool:  # fmt: skip
+    new: Array, has_feedback: bool, stream: bool, magnitude: int, infinity: int, part: float, slack: float,
+    enough: float, attempts: int, exact: bool, salt: int, index: npt.NDArray[np.uint32], value: Array, found: Table,
+    chosen: Array, histogram: Histogram, words: npt.NDArray[np.uint32], bits: Array,
+) -> Scalar:  # fmt: skip
     """Sample, filter until enough passes, emit; for each of a run of segments. False if one is not finite."""
     finite = True
     for position in range(first, end):
@@ -300,8 +301,8 @@ def encode_segments(
         )
         for attempt in range(attempts + 2):
             filter_chunks(
-                table, chunks, low, high, source, scale, old, new, has_feedback, stream, threshold, magnitude, index, value,
-                found,
+                table, chunks, low, high, source, scale, old, new, has_feedback, stream, threshold, magnitude, index,
+                value, found,
             )  # fmt: skip
             if found[low:high].sum() >= enough * row[COUNT] or threshold <= 1:
                 break

@@ -21,7 +21,7 @@ from espresso.cpu_offload.work import OFFSET, Table, work_of
 
 
 class SummableHostCodec(HostCodec):
-    """:class:`espresso.compressors.SummableCodec` on the host. Segment after segment without gaps, raw ones included."""
+    """:class:`espresso.compressors.SummableCodec` on the host. Segment after segment, raw ones included."""
 
     def segment_values(self, layout: Layout) -> Starts:
         """How many numbers each segment has in the vector."""

@@ -14,7 +14,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from espresso.cpu_offload.jit import operation
 
 GROUP = 16
 STREAM_ALIGNMENT = 16
@@ -76,7 +77,7 @@ def _signature(result: Any, source: Any, old: Any, *more: Any) -> Any:
     return result(source, types.intp, source.dtype, old, types.intp, *more)
 
 
-@intrinsic
+@operation
 def add_magnitudes(
     typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, lanes: Any, lane: Any
 ) -> Any:
@@ -88,8 +89,8 @@ def add_magnitudes(
         name = f"llvm.fabs.v{GROUP}f{8 * group.size}"
         kind = ir.FunctionType(group.numbers, [group.numbers])
         function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        total = builder.fadd(group.load(kinds[5], *arguments[5:7]), builder.call(function, [q]))
-        group.store(total, kinds[5], *arguments[5:7], False)
+        total = builder.fadd(group.load(kinds[5], arguments[5], arguments[6]), builder.call(function, [q]))
+        group.store(total, kinds[5], arguments[5], arguments[6], False)
         return context.get_dummy_value()
 
     return _signature(types.void, source, old, lanes, types.intp), generate
@@ -116,12 +117,12 @@ def _make_sign_group(stream: bool) -> Callable[..., Any]:
             minus = group.splat(builder.fneg(arguments[7]), group.numbers)
             negative = builder.fcmp_ordered("<", q, ir.Constant(group.numbers, None))
             residual = builder.fsub(q, builder.select(negative, minus, plus))
-            group.store(residual, kinds[5], *arguments[5:7], stream)
+            group.store(residual, kinds[5], arguments[5], arguments[6], stream)
             return group.mask(negative)
 
         return _signature(types.uint16, source, old, new, types.intp, source.dtype), generate
 
-    function: Callable[..., Any] = intrinsic(sign_group)
+    function: Callable[..., Any] = operation(sign_group)
     return function
 
 
@@ -135,7 +136,7 @@ def _make_filter_group(stream: bool) -> Callable[..., Any]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
             q = group.q(kinds, arguments)
-            group.store(q, kinds[5], *arguments[5:7], stream)
+            group.store(q, kinds[5], arguments[5], arguments[6], stream)
             sizes = builder.and_(builder.bitcast(q, group.bits), group.splat(arguments[7], group.bits))
             passes = builder.icmp_unsigned(">=", sizes, group.splat(arguments[8], group.bits))
             return builder.zext(group.mask(passes), ir.IntType(64))
@@ -143,7 +144,7 @@ def _make_filter_group(stream: bool) -> Callable[..., Any]:
         number = _bits_of(source.dtype)
         return _signature(types.uint64, source, old, new, types.intp, number, number), generate
 
-    function: Callable[..., Any] = intrinsic(filter_group)
+    function: Callable[..., Any] = operation(filter_group)
     return function
 
 
@@ -159,7 +160,7 @@ def _make_drop_group(stream: bool) -> Callable[..., Any]:
             q = group.q(kinds, arguments)
             drop = builder.bitcast(arguments[7], ir.VectorType(ir.IntType(1), GROUP))
             zero = ir.Constant(group.numbers, None)
-            group.store(builder.select(drop, zero, q), kinds[5], *arguments[5:7], stream)
+            group.store(builder.select(drop, zero, q), kinds[5], arguments[5], arguments[6], stream)
             top = group.splat(arguments[8], group.bits)
             exponents = builder.and_(builder.bitcast(q, group.bits), top)
             return group.mask(builder.icmp_unsigned("==", exponents, top))
@@ -167,11 +168,11 @@ def _make_drop_group(stream: bool) -> Callable[..., Any]:
         number = _bits_of(source.dtype)
         return _signature(types.uint16, source, old, new, types.intp, types.uint16, number), generate
 
-    function: Callable[..., Any] = intrinsic(drop_group)
+    function: Callable[..., Any] = operation(drop_group)
     return function
 
 
-@intrinsic
+@operation
 def raise_tops(
     typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, tops: Any, magnitude: Any
 ) -> Any:
@@ -208,17 +209,17 @@ def _make_quantize_group(stream: bool) -> Callable[..., Any]:
             rounded = builder.fsub(builder.fadd(builder.fmul(q, inverse), magic), magic)
             bytes_ = ir.VectorType(ir.IntType(8), GROUP)
             wide = builder.fptosi(rounded, ir.VectorType(_LANE, GROUP))
-            place = group.pointer(kinds[10], *arguments[10:12], bytes_)
+            place = group.pointer(kinds[10], arguments[10], arguments[11], bytes_)
             builder.store(builder.trunc(wide, bytes_), place).align = 1
             residual = builder.fsub(q, builder.fmul(rounded, step))
-            group.store(residual, kinds[5], *arguments[5:7], stream)
+            group.store(residual, kinds[5], arguments[5], arguments[6], stream)
             return context.get_dummy_value()
 
         number = source.dtype
         more = (new, types.intp, number, number, number, codes, types.intp)
         return _signature(types.void, source, old, *more), generate
 
-    function: Callable[..., Any] = intrinsic(quantize_group)
+    function: Callable[..., Any] = operation(quantize_group)
     return function
 
 
@@ -236,11 +237,11 @@ quantize_group = _make_quantize_group(False)
 quantize_group_stream = _make_quantize_group(True)
 
 
-@intrinsic
+@operation
 def unpack_group(
     typing_context: Any, signs: Any, size: Any, target: Any, at: Any, accumulate: Any, scale: Any
 ) -> Any:
-    """``target[at:][:16] = (target + sign * size) * scale`` from 16 sign bits; without the sum unless ``accumulate``."""
+    """``target[at:][:16] = (target + sign * size) * scale`` from 16 sign bits; no sum unless ``accumulate``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         signs, size, target, at, accumulate, scale = arguments

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from espresso.compressors import RESERVED_IDS, Segment, create, host_codec
+from espresso.compressors import RESERVED_IDS, Feedback, MomentumCorrection, Segment, create, host_codec
 from espresso.compressors.dgc import Dgc
 from espresso.cpu_offload import WorkerPool, warm_up
 from espresso.strategies import CompressorSpec
@@ -124,3 +124,44 @@ def test_warm_up_compiles_what_encode_and_decode_call() -> None:
     codec.decode(layout, payload, np.ones(5000, np.float32), np.array([0]))
     assert before == (len(efsignsgd.encode_segments.signatures), len(efsignsgd.decode_chunks.signatures))
     assert min(before) >= 1
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_momentum_correction(nesterov: bool, dtype: type) -> None:
+    """Against the paper's formulas step by step, and its law: sum sent + v = sum of what was added to v."""
+    mu, ratio, steps = 0.5, 0.1, 6
+    wrapper = MomentumCorrection(host_codec(create("dgc:ratio=0.1")), mu, nesterov)
+    segments = [Segment("w", 0, 1000), Segment("b", 0, 10)]
+    layout = wrapper.codec.compressor.layout(segments, dtype)
+    starts = np.array([0, 1000])
+    v, m = np.zeros(1010, dtype), np.zeros(1010, dtype)
+    sent, added = np.zeros(1010), np.zeros(1010)
+    expected_m = np.zeros(1010, dtype)
+    rng = np.random.default_rng(0)
+    payload = np.empty((1, layout.num_bytes), np.uint8)
+    for _ in range(steps):
+        g = (rng.integers(-64, 65, 1010) / 64).astype(dtype)
+        new_v, new_m, decoded = np.empty_like(v), np.empty_like(m), np.empty_like(v)
+        assert wrapper.encode(
+            layout,
+            g,
+            starts,
+            payload[0],
+            feedback=Feedback(v, new_v, starts),
+            velocity=Feedback(m, new_m, starts),
+        )
+        wrapper.codec.decode(layout, payload, decoded, starts)
+        expected_m = mu * (expected_m + g) if nesterov else mu * expected_m + g
+        added += expected_m + g if nesterov else expected_m
+        went = decoded != 0
+        went[1000:] = True
+        assert np.count_nonzero(went[:1000]) <= ratio * 1000
+        expected_m[went] = 0
+        assert np.array_equal(new_m, expected_m)
+        sent += decoded
+        v, m = new_v, new_m
+    assert np.array_equal(sent + v, added)
+    assert np.count_nonzero(m) > 0
+    with pytest.raises(ValueError, match="momentum"):
+        MomentumCorrection(wrapper.codec, 1.0)

