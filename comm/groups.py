@@ -127,8 +127,11 @@ class Groups:
         dist.broadcast_object_list(box, src=self._ranks[0], group=self.control.group)
         return box[0]
 
-    def barrier(self) -> None:
-        dist.barrier(group=self.control.group)
+    def barrier(self, patience_s: float | None = None) -> None:
+        """Wait for everybody, for longer than the groups' time-out if ``patience_s`` says so."""
+        options = dist.BarrierOptions()
+        options.timeout = self._timeout if patience_s is None else timedelta(seconds=patience_s)
+        self.control.group.barrier(options).wait()
 
     def close(self) -> None:
         """Destroy the groups, unless ``destroy_process_group`` was faster."""

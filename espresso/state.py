@@ -29,6 +29,7 @@ from espresso.comm import (
     Record,
     ResidualStore,
     UnsupportedModelError,
+    read_environment,
 )
 from espresso.comm.hook import espresso_hook
 from espresso.compressors import registry
@@ -50,6 +51,9 @@ from espresso.tuning import OnlineSearch
 logger = logging.getLogger("espresso")
 
 AUTO = "auto"
+COMPILE_PATIENCE_S = 600.0
+"""A busy machine compiles the kernels of a compressor in minutes, and the ranks wait for each other."""
+
 SETTLED_AFTER = 5
 """Iterations after the decision before one is recorded for people: caches and buffers are warm then."""
 
@@ -227,17 +231,20 @@ class EspressoState:
         )
 
     def _warm_up(self) -> None:
-        """Compile the kernels this job may run, one rank of each node first, the others from its cache."""
+        """Compile the kernels this job may run, one rank of each host first, the others from its cache."""
         assert self._groups is not None
         assert self._codecs is not None
         specs = {self.compressor}
         if isinstance(self._given, Strategy):
             specs = {choice.compressor for choice in self._given.choices.values()}
         dtypes = {tensor.dtype for tensor in self._tensors}
+        launch = read_environment()  # ranks_per_node may say otherwise, but the cache belongs to the host
+        per_node = self._groups.cluster.ranks_per_node
+        goes_first = self._groups.rank % per_node == 0 if launch is None else launch.local_rank == 0
         for turn in (True, False):
-            if (self._groups.rank % self._groups.cluster.ranks_per_node == 0) is turn:
+            if goes_first is turn:
                 self._codecs.warm_up(specs - {NONE}, dtypes)
-            self._groups.barrier()
+            self._groups.barrier(max(self.config.timeout_s, COMPILE_PATIENCE_S))
 
     # -- the hook ----------------------------------------------------------------------------------
 
