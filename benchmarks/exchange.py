@@ -55,18 +55,20 @@ class Exchange:
         self.codecs: Codecs = HostCodecs(2) if codecs is None else codecs
         self._timeout_s = timeout_s
         self.seed = seed
-        self.renew(transactional=transactional)
+        self._equip(transactional)
 
     def renew(self, *, transactional: bool = True) -> Exchange:
         """A new executor without residuals over the same groups: much cheaper than another exchange."""
-        if hasattr(self, "executor"):
-            self.executor.close()
+        self.executor.close()
+        self._equip(transactional)
+        return self
+
+    def _equip(self, transactional: bool) -> None:
         self.store = ResidualStore(transactional=transactional)
         self.script = Script()
         self.executor = Executor(
             self.groups, self.codecs, self.script, store=self.store, seed=self.seed, timeout_s=self._timeout_s
         )
-        return self
 
     @property
     def rank(self) -> int:
