@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.errors import TopologyError
 from espresso.comm.launch import read_environment
@@ -106,6 +107,8 @@ class Groups:
         self._made: list[Any] = []
         self.rank = self._ranks.index(dist.get_rank())
         self.timeout_s = timeout_s
+        if not self._whole_world:
+            self._even_out(parent)
         self.control = self._new(self._ranks, "gloo")
         self.cluster = self._find_cluster(ranks_per_node)
         self.backend: str = dist.get_backend(parent)
@@ -142,6 +145,19 @@ class Groups:
                     dist.destroy_process_group(group)
                 except (RuntimeError, ValueError, AssertionError, KeyError):
                     return  # the whole world went at the same time
+
+    def _even_out(self, parent: Any) -> None:
+        """Give every rank equally many groups, by groups of one.
+
+        torch names a group that only its members make after the number of groups a rank is in already; ranks
+        that differ in it would wait for each other under different names until the time-out.
+        """
+        mine = len(torch_groups._world.pg_names)
+        counts: list[int] = [0] * len(self._ranks)
+        dist.all_gather_object(counts, mine, group=parent)
+        for _ in range(max(counts) - mine):
+            alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            self._made.append(alone)
 
     def _find_cluster(self, ranks_per_node: int | None) -> Cluster:
         if ranks_per_node is None:
