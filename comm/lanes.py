@@ -10,6 +10,9 @@
 A task starts when its bucket is there, the task before it in its partition is done, and it is at the
 head of every lane it holds. Nothing is ever re-sorted, so collectives match on every rank. Tasks run on
 their lane's thread and may block there; nothing waits in a callback or in the thread of backward.
+
+Tasks that the backend carries out by itself (``Node.issue``) only have to be issued in that order: one may
+start while those ahead of it on its lanes are on the wire, as DDP's own allreduces do.
 """
 
 from __future__ import annotations
@@ -94,6 +97,8 @@ class Lanes:
         self._lock = threading.RLock() if lock is None else lock
         self._queues: dict[Lane, deque[Node]] = {lane: deque() for lane in Lane}
         self._ready: set[int] = set()
+        self._to_issue: deque[Node] = deque()
+        self._issuing = threading.Lock()
         self._workers: dict[str, _Worker] = {}
         self._on_failure = on_failure
         self._failed = False
@@ -120,8 +125,8 @@ class Lanes:
         """Open the gate of these buckets and start what can start."""
         with self._lock:
             self._ready.update(buckets)
-            issued = self._pump()
-        self._issue(issued)
+            self._pump()
+        self._issue()
 
     def begin_iteration(self) -> None:
         """Close all gates. Every lane must be empty."""
@@ -164,38 +169,61 @@ class Lanes:
             self._workers[name] = _Worker(name)
         return self._workers[name]
 
-    def _pump(self) -> list[Node]:
-        """Start every node whose turn has come; returns those to issue once the lock is free."""
-        issued = []
+    def _pump(self) -> None:
+        """Start every node whose turn has come; those to issue are queued until the lock is free."""
         for queue in self._queues.values():
-            if queue and self._may_start(queue[0]):
-                node = queue[0]
-                node.started = True
-                if node.issue is not None:
-                    issued.append(node)
-                else:
-                    self._worker(_THREAD_OF[node.lanes[-1]]).submit(partial(self._run, node))
-        return issued
+            for node in queue:
+                if not node.started:
+                    if not self._may_start(node):
+                        break
+                    self._start(node)
+                if node.issue is None:
+                    break
+
+    def _start(self, node: Node) -> None:
+        node.started = True
+        if node.issue is not None:
+            self._to_issue.append(node)
+        else:
+            self._worker(_THREAD_OF[node.lanes[-1]]).submit(partial(self._run, node))
 
     def _may_start(self, node: Node) -> bool:
         return (
-            not node.started
-            and node.bucket in self._ready
+            node.bucket in self._ready
             and (node.after is None or node.after.done)
-            and all(self._queues[lane][0] is node for lane in node.lanes)
+            and all(self._has_turn(node, lane) for lane in node.lanes)
         )
 
-    def _issue(self, nodes: Sequence[Node]) -> None:
-        """Start what the backend carries out by itself, in the thread at hand."""
-        for node in nodes:
-            assert node.issue is not None
-            node.start_ns = time.perf_counter_ns()
+    def _has_turn(self, node: Node, lane: Lane) -> bool:
+        """Whether only nodes on the wire are ahead of it, and it goes there too, or none at all."""
+        for other in self._queues[lane]:
+            if other is node:
+                return True
+            if node.issue is None or other.issue is None or not other.started:
+                return False
+        return False
+
+    def _issue(self) -> None:
+        """Start what the backend carries out by itself, in the thread at hand, in the order of the queue."""
+        # Looked at again after every release: what comes while another thread issues is left to that thread.
+        while self._to_issue and self._issuing.acquire(blocking=False):
             try:
-                future = node.issue()
-            except Exception as error:  # whatever it is, it is reported through on_failure
-                self.fail(error, node)
-                return
-            future.add_done_callback(partial(self._issued_done, node))
+                while self._to_issue and not self._failed:
+                    self._issue_one(self._to_issue.popleft())
+                if self._failed:
+                    self._to_issue.clear()
+            finally:
+                self._issuing.release()
+
+    def _issue_one(self, node: Node) -> None:
+        assert node.issue is not None
+        node.start_ns = time.perf_counter_ns()
+        try:
+            future = node.issue()
+        except Exception as error:  # whatever it is, it is reported through on_failure
+            self.fail(error, node)
+            return
+        future.add_done_callback(partial(self._issued_done, node))
 
     def _issued_done(self, node: Node, future: Any) -> None:
         try:
@@ -223,10 +251,9 @@ class Lanes:
                 return
             node.done = True
             for lane in node.lanes:
-                popped = self._queues[lane].popleft()
-                assert popped is node
-            issued = self._pump()
-        self._issue(issued)
+                self._queues[lane].remove(node)  # at the head, but for what was on the wire together
+            self._pump()
+        self._issue()
         if node.on_done is not None:
             try:
                 node.on_done(node)

@@ -32,6 +32,12 @@ ENCODE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 """Elements at which a compressor is measured."""
 
 SLOW_US = 60_000.0
+"""A routine that takes this long is measured once, and not at larger sizes."""
+
+LOOP_US = 10_000.0
+MAX_LOOP = 16
+"""A short routine is repeated back to back for about so long: one run alone would measure how its ranks woke
+up and what a network card lets through after a rest, and partitions follow one another in use as well."""
 
 
 class GradientClock:
@@ -126,8 +132,8 @@ def measure_links(
 ) -> LinkReport:
     """Measure every routine on every scope of the live groups. Collective: all ranks call it together.
 
-    Points are (bytes of the whole array, microseconds), the slowest rank's median. On the inter scope all
-    local ranks run their columns at the same time and the bytes are those of all of them.
+    Points are (bytes of the whole array, microseconds): the slowest rank's median, rising with the bytes. On the
+    inter scope all local ranks run their columns at once and the bytes are those of all of them.
     """
     curves: list[LinkCurve] = []
     cpu: dict[str, list[float]] = {}
@@ -144,7 +150,7 @@ def measure_links(
                 if size == LINK_SIZES[-1] or wall_us > SLOW_US:
                     cpu.setdefault(f"{scope.value}.{routine.value}", []).append(busy)
                     break
-            curves.append(LinkCurve(routine, scope, form, tuple(points)))
+            curves.append(LinkCurve(routine, scope, form, rising(points)))
     return LinkReport(tuple(curves), {key: max(values) for key, values in cpu.items()})
 
 
@@ -168,20 +174,43 @@ def _time_routine(
     """(microseconds, cores burnt) of one routine; the slowest rank's figures, the same on all ranks."""
     run = _runner(member, routine, form, size, ring)
     run()
-    walls: list[float] = []
-    cpus: list[float] = []
-    while len(walls) < repeats:
-        groups.barrier()
-        cpu, wall = time.process_time(), time.perf_counter()
-        run()
-        walls.append((time.perf_counter() - wall) * 1e6)
-        cpus.append((time.process_time() - cpu) * 1e6)
-        if len(walls) == 1 and max(groups.all_objects(walls[0])) > SLOW_US:
-            break
-    everybody = groups.all_objects((median(walls), median(cpus)))
+    once = _time_loop(groups, run, 1)
+    slowest = max(wall for wall, _ in groups.all_objects(once))
+    if slowest > SLOW_US:
+        timed = [once]
+    else:
+        count = max(min(int(LOOP_US / max(slowest, 1.0)), MAX_LOOP), 1)
+        timed = [_time_loop(groups, run, count) for _ in range(repeats)]
+    everybody = groups.all_objects((median(wall for wall, _ in timed), median(cpu for _, cpu in timed)))
     wall_us = max(wall for wall, _ in everybody)
     busy = max(cpu for _, cpu in everybody) / max(wall_us, 1.0)
     return wall_us, busy
+
+
+def _time_loop(groups: Groups, run: Callable[[], None], count: int) -> tuple[float, float]:
+    """(wall, processor) microseconds of one of ``count`` runs, one after the other."""
+    groups.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(count):
+        run()
+    wall_us = (time.perf_counter() - wall) * 1e6
+    return wall_us / count, (time.process_time() - cpu) * 1e6 / count
+
+
+def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """The points with every time lowered to the least of those at larger sizes.
+
+    What a larger array took bounds what a smaller one takes, so a time above it is a disturbance.
+
+    >>> rising([(1, 50.0), (2, 20.0), (3, 30.0)])
+    ((1, 20.0), (2, 20.0), (3, 30.0))
+    """
+    bounded: list[tuple[float, float]] = []
+    least = float("inf")
+    for size, us in reversed(points):
+        least = min(least, us)
+        bounded.append((size, least))
+    return tuple(reversed(bounded))
 
 
 def _runner(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], None]:

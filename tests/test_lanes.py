@@ -235,8 +235,8 @@ def test_a_failing_completion_callback_is_a_failure_too(stage):
 # Tasks that the backend carries out
 
 
-def test_an_issued_task_holds_its_lanes_until_its_future_is_done(stage):
-    futures = [torch.futures.Future(), torch.futures.Future()]
+def test_issued_tasks_go_on_the_wire_together_in_order_and_hold_their_lanes_against_others(stage):
+    futures = [torch.futures.Future() for _ in range(3)]
     issued = []
 
     def issue(index: int) -> Any:
@@ -244,18 +244,26 @@ def test_an_issued_task_holds_its_lanes_until_its_future_is_done(stage):
         return futures[index]
 
     nodes = [
-        Node(FLAT, 0, raising("must not run"), lambda: "x", issue=lambda i=i: issue(i)) for i in range(2)
+        Node(FLAT, i, raising("must not run"), lambda: "x", issue=lambda i=i: issue(i)) for i in range(3)
     ]
-    stage.lanes.enqueue([*nodes, stage.node("after", Lane.INTRA)])
+    stage.lanes.enqueue([nodes[0], nodes[1], stage.node("between", Lane.INTRA, bucket=1), nodes[2]])
+    stage.lanes.bucket_ready([2])
+    assert issued == []  # its turn has not come
     stage.lanes.bucket_ready([0])
     assert issued == [0]  # in the calling thread, at once
-    futures[0].set_result([])
-    assert issued == [0, 1]
-    assert nodes[0].done
-    assert not nodes[1].done
-    stage.running()
+    stage.lanes.bucket_ready([1])
+    assert issued == [0, 1]  # beside the first, but not past what is no library routine
     futures[1].set_result([])
-    stage.running("after")
+    assert nodes[1].done
+    assert not nodes[0].done
+    stage.running()
+    futures[0].set_result([])
+    stage.running("between")
+    assert issued == [0, 1]
+    stage.end("between")
+    stage.until(lambda: issued == [0, 1, 2])
+    futures[2].set_result([])
+    assert not stage.lanes.pending()
     assert not stage.failures
 
 

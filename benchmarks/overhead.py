@@ -1,0 +1,233 @@
+"""What the hook costs when nothing is compressed: the uncompressed strategy against plain DDP.
+
+    python -m benchmarks.overhead
+
+Two ranks on loopback without a limit, one core each, many buckets. All arms live in one process group and
+alternate in short blocks; the ratio is taken between neighbours, its interval over all pairs. PyTorch's own
+allreduce hook in Python stands beside ours: what any Python hook costs, DDP's C++ path does not pay.
+"""
+
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import results
+from benchmarks.emulated import Host, Network, run_workers
+from benchmarks.models import build_workload
+from benchmarks.ratios import Ratio, paired_ratio
+from benchmarks.train import process_group
+
+ROOT = Path(__file__).resolve().parents[1]
+BAR = 1.03
+ARMS = ("plain", "espresso", "torch's allreduce hook")
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its buckets. Only a judged case counts against the bar."""
+
+    model: str
+    bucket_cap_mb: float
+    pairs: int
+    steps: int
+    judged: bool
+
+
+CASES = (
+    Case("mlp", 1.0, 60, 3, True),
+    Case("gpt", 1.0, 30, 2, True),
+    Case("deep", 0.25, 60, 4, False),
+)
+"""``deep``: 48 narrow layers, so that a bucket costs next to nothing and what is left is the hook."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One arm of one case."""
+
+    model: str
+    arm: str
+    num_buckets: int
+    step_ms: float
+    ratio: Ratio
+    judged: bool
+
+    @property
+    def passes(self) -> bool:
+        """Whether the interval ends at or below the bar."""
+        return self.ratio.high <= BAR
+
+
+def _deep() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(48):
+        layers += [nn.Linear(256, 256), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class _Job:
+    """One DDP model per arm, on the same batch."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        torch.manual_seed(seed)
+        if case.model == "deep":
+            self.inputs: torch.Tensor = torch.randn(32, 256)
+            self.targets = torch.randint(256, (32,))
+            make = _deep
+        else:
+            workload = build_workload(case.model, seed)
+            self.inputs, self.targets = workload.batch(0, dist.get_rank(), dist.get_world_size())
+            make = workload.make_model
+        self.models: dict[str, DistributedDataParallel] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.num_buckets = 0
+        for arm in ARMS:
+            model = DistributedDataParallel(make(), bucket_cap_mb=case.bucket_cap_mb)
+            self._attach(arm, model)
+            self.models[arm] = model
+            self.optimizers[arm] = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def _attach(self, arm: str, model: DistributedDataParallel) -> None:
+        import espresso
+        from espresso.names import named_gradients, tensor_specs
+        from espresso.strategies import Cluster, Strategy
+
+        if arm == "espresso":
+            tensors = tensor_specs(named_gradients(model))
+            plain = Strategy.uniform(tensors, Cluster(dist.get_world_size(), 1))
+            self.state = espresso.register(model, strategy=plain, ranks_per_node=1)
+        elif arm != "plain":
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+
+    def block(self, arm: str, steps: int) -> float:
+        """Seconds per step on the slowest rank, between barriers."""
+        model, optimizer = self.models[arm], self.optimizers[arm]
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            outputs = model(self.inputs)
+            loss = nn.functional.cross_entropy(outputs.flatten(0, -2), self.targets.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        elapsed = torch.tensor((time.perf_counter() - begin) / steps, dtype=torch.float64)
+        dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+        return float(elapsed)
+
+    def close(self) -> None:
+        self.state.close()
+
+
+def _buckets_of(model: DistributedDataParallel) -> int:
+    data: Any = model._get_ddp_logging_data()
+    return len(str(data["rebuilt_bucket_sizes"] or data["bucket_sizes"]).split(","))
+
+
+def work(case: Case, seed: int) -> list[Result]:
+    """Measure one case; every rank of the default group calls it."""
+    job = _Job(case, seed)
+    for arm in ARMS:
+        job.block(arm, 4)
+    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for turn in range(case.pairs):
+        # Rotated and reversed in turn: no arm always follows the same one.
+        order = ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]
+        for arm in order if turn % 2 == 0 else reversed(order):
+            times[arm].append(job.block(arm, case.steps))
+    buckets = _buckets_of(job.models["plain"])
+    job.close()
+    return summarize(case, buckets, times)
+
+
+def summarize(case: Case, num_buckets: int, times: dict[str, list[float]]) -> list[Result]:
+    """One row per arm, each against plain."""
+    return [
+        Result(
+            case.model,
+            arm,
+            num_buckets,
+            1e3 * statistics.median(values),
+            paired_ratio(values, times["plain"]),
+            case.judged and arm == "espresso",
+        )
+        for arm, values in times.items()
+    ]
+
+
+def table_of(rows: Sequence[Result]) -> Table:
+    """For people."""
+    title = f"Uncompressed strategy against plain DDP; bar: the interval ends at or below {BAR}"
+    table = Table(title=title, title_justify="left")
+    for header in ("model", "arm", "buckets", "step, ms", "time / plain", "95 % interval", ""):
+        table.add_column(header, justify="left" if header in ("model", "arm", "") else "right")
+    for row in rows:
+        verdict = ("pass" if row.passes else "[bold red]MISS[/]") if row.judged else ""
+        interval = f"{row.ratio.low:.3f} … {row.ratio.high:.3f}"
+        table.add_row(
+            row.model, row.arm, str(row.num_buckets), f"{row.step_ms:.1f}", f"{row.ratio.value:.3f}", interval,
+            verdict,
+        )  # fmt: skip
+    return table
+
+
+@app.command()
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated: mlp, gpt, deep.")] = "mlp,gpt,deep",
+    quick: Annotated[bool, typer.Option(help="A quarter of the pairs.")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+    json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "overhead.json",
+    worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure the overhead of the uncompressed strategy on loopback."""
+    chosen = [case for case in CASES if case.model in models.split(",")]
+    if quick:
+        chosen = [Case(c.model, c.bucket_cap_mb, c.pairs // 4, c.steps, c.judged) for c in chosen]
+    if worker is not None:
+        _as_worker(worker, chosen, seed)
+        return
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    raw = json_path.with_suffix(".raw")
+    network = Network(tuple(Host(i, None, "127.0.0.1", "lo") for i in range(2)), None, "asked for loopback")
+    argv = [sys.executable, "-m", "benchmarks.overhead", "--models", models, "--seed", str(seed)]
+    argv += ["--worker", str(raw), *(["--quick"] if quick else [])]
+    json_path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        run_workers(network, argv, pin=True, deadline_s=900, env={"PYTHONPATH": str(ROOT)})
+        rows = [Result(**{**row, "ratio": Ratio(**row["ratio"])}) for row in json.loads(raw.read_text())]
+    finally:
+        raw.unlink(missing_ok=True)
+    config = {"ranks": 2, "network": "loopback, no limit", "cases": [asdict(case) for case in chosen]}
+    results.write(json_path, results.record(config, seed, [asdict(row) | {"bar": BAR} for row in rows]))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(table_of(rows))
+    if any(row.judged and not row.passes for row in rows):
+        raise typer.Exit(1)
+
+
+def _as_worker(out: Path, chosen: list[Case], seed: int) -> None:
+    torch.set_num_threads(1)
+    with process_group(120.0):
+        rows = [row for case in chosen for row in work(case, seed)]
+        if dist.get_rank() == 0:
+            out.write_text(json.dumps([asdict(row) for row in rows]))
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,325 @@
+"""How well the timeline predicts: simulated against measured iteration time, strategy by strategy.
+
+    python -m benchmarks.prediction --model mlp --workers 1
+
+On the demo's emulated network the job is measured once (gaps, links, what compressors cost), as automatic mode
+does it; nothing that is measured later flows back. Then every strategy of the list is carried out by the live
+job, all alternated in one process group, and its measured median stands beside what was predicted before.
+"""
+
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import results
+from benchmarks.emulated import Network, format_rate, measure_bulk_rate, open_network, run_workers
+from benchmarks.models import Workload, build_workload
+from benchmarks.train import MAX_STEPS_TO_DECIDE, process_group
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_MEDIAN_ERROR = 0.15
+CLEARLY = 1.05
+"""Measured times that differ by more than this must be predicted in the right order."""
+
+COMPRESSOR = "efsignsgd"
+SHARDED = "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
+PIPELINES: tuple[tuple[str, str, str], ...] = (
+    ("uncompressed", "flat.allreduce", "none"),
+    ("fp16", "comp > flat.allreduce > dec", "fp16"),
+    ("scaled sign, allgather", "comp > flat.allgather > dec", COMPRESSOR),
+    ("scaled sign, all-to-all + allgather", SHARDED, COMPRESSOR),
+    ("DGC, allgather", "comp > flat.allgather > dec", "dgc:ratio=0.01"),
+)
+"""Name, option, compressor; every tensor the same."""
+
+HIERARCHICAL_PIPELINES: tuple[tuple[str, str, str], ...] = (
+    (
+        "scaled sign, inter allgather",
+        "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather",
+        COMPRESSOR,
+    ),
+    (
+        "scaled sign, inter all-to-all + allgather",
+        "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec"
+        " > intra.allgather",
+        COMPRESSOR,
+    ),
+)
+"""The pair that needs two workers a host."""
+
+WARM_UP_STEPS = 6
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: predicted before, measured after."""
+
+    name: str
+    predicted_ms: float
+    measured_ms: float
+
+    @property
+    def error(self) -> float:
+        """Relative to what was measured; positive if the prediction was too long."""
+        return self.predicted_ms / self.measured_ms - 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a list of rows was predicted. ``wrong_pairs`` differ clearly and are in the wrong order."""
+
+    median_error: float
+    kendall_tau: float
+    num_clear_pairs: int
+    wrong_pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def passes(self) -> bool:
+        """Whether both bars are met."""
+        return self.median_error < MAX_MEDIAN_ERROR and not self.wrong_pairs
+
+
+def score(rows: Sequence[Row]) -> Score:
+    """Median absolute error, order of the pairs that differ clearly, and Kendall's tau over all pairs."""
+    agree, wrong, clear = 0, [], 0
+    pairs = list(combinations(rows, 2))
+    for a, b in pairs:
+        same = (a.measured_ms < b.measured_ms) == (a.predicted_ms < b.predicted_ms)
+        agree += 1 if same else -1
+        if max(a.measured_ms, b.measured_ms) > CLEARLY * min(a.measured_ms, b.measured_ms):
+            clear += 1
+            if not same:
+                wrong.append((a.name, b.name))
+    errors = [abs(row.error) for row in rows]
+    return Score(statistics.median(errors), agree / max(len(pairs), 1), clear, tuple(wrong))
+
+
+# -- inside the workers ------------------------------------------------------------------------------
+
+
+class _Trainee:
+    """A DDP model with its optimizer, taking steps on the same data as every other."""
+
+    def __init__(self, workload: Workload, bucket_cap_mb: float) -> None:
+        self._workload = workload
+        self.model = DistributedDataParallel(workload.make_model(), bucket_cap_mb=bucket_cap_mb)
+        self._optimizer = workload.make_optimizer(self.model)
+        self._count = 0
+
+    def step(self) -> None:
+        inputs, targets = self._workload.batch(self._count, dist.get_rank(), dist.get_world_size())
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._workload.loss(self.model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._count += 1
+
+    def block(self, steps: int) -> list[float]:
+        """Milliseconds of each step but the first, mean over the ranks."""
+        dist.barrier()
+        marks = []
+        for _ in range(steps + 1):
+            self.step()
+            marks.append(time.perf_counter())
+        taken = torch.tensor([1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False)])
+        dist.all_reduce(taken)
+        return (taken / dist.get_world_size()).tolist()
+
+
+def _profile(trainee: _Trainee) -> Any:
+    """The job as automatic mode measures it, and nothing else."""
+    import espresso
+
+    os.environ["ESPRESSO_PROFILE_ONLY"] = "1"
+    state = espresso.register(trainee.model, compressor=COMPRESSOR)
+    while not state.decided:
+        if trainee._count == MAX_STEPS_TO_DECIDE:
+            raise RuntimeError("profiling did not end")
+        trainee.step()
+    del os.environ["ESPRESSO_PROFILE_ONLY"]
+    job = state.job
+    state.close()
+    return job
+
+
+def _with_costs(job: Any, specs: Sequence[str]) -> Any:
+    """The job with the costs of further compressors, measured the same way."""
+    from espresso.comm import Groups
+    from espresso.host_codecs import HostCodecs
+    from espresso.profiler import measure_compressor
+    from espresso.strategies import CompressorSpec, Device
+
+    groups, codecs = Groups(None), HostCodecs(1)
+    compute = list(job.costs.compute)
+    largest = max(bucket.numel for bucket in job.buckets)
+    for text in specs:
+        spec = CompressorSpec.parse(text)
+        for turn in range(dist.get_world_size()):
+            # One after the other: the first compiles, the others find its kernels in the cache.
+            if turn == dist.get_rank():
+                codecs.warm_up([spec], ["float32"])
+            dist.barrier()
+        compute += measure_compressor(groups, codecs, spec, [Device.TRAINING], largest=largest)
+    codecs.close()
+    groups.close()
+    shared: list[Any] = [replace(job, costs=replace(job.costs, compute=tuple(compute)))]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def _strategies(job: Any) -> list[tuple[str, Any, float]]:
+    """Name, strategy, predicted microseconds, on rank 0's word."""
+    from espresso.search import lay_out, search
+    from espresso.strategies import Choice, CompressorSpec, Strategy, parse_option
+    from espresso.timeline import simulate
+
+    rows: list[Any] = []
+    if dist.get_rank() == 0:
+        pipelines = PIPELINES + (HIERARCHICAL_PIPELINES if job.cluster.is_hierarchical else ())
+        for name, option, compressor in pipelines:
+            choice = Choice(parse_option(option), CompressorSpec.parse(compressor))
+            strategy = Strategy.uniform(job.tensors, job.cluster, choice)
+            rows.append((name, strategy, simulate(lay_out(job, strategy), job).iteration_us))
+        found = search(job, COMPRESSOR)
+        rows.append(("chosen", found.strategy, found.predicted_us))
+    shared = [rows]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def measure(model: str, seed: int, rounds: int, steps: int, bucket_cap_mb: float) -> tuple[list[Row], Any]:
+    """Profile, predict, then run everything, alternated. Every rank calls it."""
+    import espresso
+
+    workload = build_workload(model, seed)
+    job = _with_costs(_profile(_Trainee(workload, bucket_cap_mb)), ["fp16", "dgc:ratio=0.01"])
+    found = _strategies(job)
+    trainees, states = [], []
+    for _, strategy, _ in found:
+        trainee = _Trainee(workload, bucket_cap_mb)
+        states.append(espresso.register(trainee.model, strategy=strategy))
+        trainees.append(trainee)
+    for trainee in trainees:
+        trainee.block(WARM_UP_STEPS)
+    times: list[list[float]] = [[] for _ in found]
+    order = list(range(len(found)))
+    for _ in range(rounds):
+        for index in order:
+            times[index] += trainees[index].block(steps)
+        order = order[1:] + order[:1]
+    for state in states:
+        state.close()
+    rows = [
+        Row(name, predicted_us / 1e3, statistics.median(taken))
+        for (name, _, predicted_us), taken in zip(found, times, strict=True)
+    ]
+    return rows, job
+
+
+# -- outside -----------------------------------------------------------------------------------------
+
+
+def table_of(rows: Sequence[Row], total: Score, title: str) -> Table:
+    """For people."""
+    verdict = "pass" if total.passes else "MISS"
+    wrong = ", ".join(f"{a} / {b}" for a, b in total.wrong_pairs) or "none"
+    caption = (
+        f"median error {total.median_error:.1%} (bar: under {MAX_MEDIAN_ERROR:.0%}); of {total.num_clear_pairs}"
+        f" pairs that differ clearly, in the wrong order: {wrong}; Kendall's tau {total.kendall_tau:.2f}: {verdict}"
+    )
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for header in ("strategy", "predicted, ms", "measured, ms", "error"):
+        table.add_column(header, justify="left" if header == "strategy" else "right")
+    for row in rows:
+        table.add_row(row.name, f"{row.predicted_ms:.1f}", f"{row.measured_ms:.1f}", f"{row.error:+.1%}")
+    return table
+
+
+@app.command()
+def main(
+    model: Annotated[str, typer.Option(help="mlp, gpt or cnn.")] = "mlp",
+    rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "1gbit",
+    workers: Annotated[int, typer.Option(help="Workers per host.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Blocks of every strategy.")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps of a block.")] = 6,
+    bucket_cap_mb: Annotated[float, typer.Option(help="DDP's bucket size.")] = 25.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Default: benchmarks/results.")] = None,
+    job_path: Annotated[Path | None, typer.Option(help="Leave the job there, with all costs.")] = None,
+    worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Predict, then measure, and compare."""
+    config = {
+        "model": model, "rate": rate, "workers": workers, "rounds": rounds, "steps": steps,
+        "bucket_cap_mb": bucket_cap_mb,
+    }  # fmt: skip
+    if worker is not None:
+        _as_worker(worker, model, seed, rounds, steps, bucket_cap_mb, job_path)
+        return
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    target = json_path or results.RESULTS_DIR / f"prediction_{model}_{rate}_{workers}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    raw = target.with_suffix(".raw")
+    argv = [sys.executable, "-m", "benchmarks.prediction", "--worker", str(raw), "--seed", str(seed)]
+    for key, value in config.items():
+        argv += [f"--{key.replace('_', '-')}", str(value)]
+    if job_path is not None:
+        argv += ["--job-path", str(job_path.resolve())]
+    with open_network(2, rate) as network:
+        config["network"] = describe(network)
+        run_workers(
+            network, argv, workers_per_host=workers, pin=True, deadline_s=900, env={"PYTHONPATH": str(ROOT)}
+        )
+    rows = [Row(**row) for row in json.loads(raw.read_text())]
+    raw.unlink()
+    total = score(rows)
+    body = [asdict(row) | {"error": row.error} for row in rows]
+    results.write(target, results.record(config, seed, body) | {"score": asdict(total)})
+    title = f"{model}, 2 hosts x {workers}, {config['network']}"
+    console.print(table_of(rows, total, title))
+    if not total.passes:
+        raise typer.Exit(1)
+
+
+def describe(network: Network) -> str:
+    """The network in words, its bulk rate measured now."""
+    if network.rate_bps is None:
+        return f"loopback without a limit ({network.why_unlimited})"
+    rates = measure_bulk_rate(network)
+    verdict = "verified" if all(rate.is_verified for rate in rates) else "NOT as asked"
+    bulk = ", ".join(format_rate(rate.payload_bps) for rate in rates)
+    return f"{format_rate(network.rate_bps)} (bulk TCP {bulk}: {verdict})"
+
+
+def _as_worker(
+    out: Path, model: str, seed: int, rounds: int, steps: int, bucket_cap_mb: float, job_path: Path | None
+) -> None:
+    torch.set_num_threads(1)
+    with process_group(120.0):
+        rows, job = measure(model, seed, rounds, steps, bucket_cap_mb)
+        if dist.get_rank() == 0:
+            out.write_text(json.dumps([asdict(row) for row in rows]))
+            if job_path is not None:
+                job.save(job_path)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    app()
