@@ -13,6 +13,7 @@ the first bucket of an iteration, and tells it what happened after the last.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,10 @@ from espresso.strategies import Bucket, Lane, Plan, Strategy, Task, plan
 logger = logging.getLogger("espresso")
 
 
+_SIGNS_OF_A_LOST_PEER = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out")
+_LOST_PEER = " Another rank died, hangs or left: look for the first error in the other ranks' logs."
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """What to run in an iteration.
@@ -43,6 +48,8 @@ class Assignment:
         buckets: the structure ``order`` is for.
         deferred: start nothing before the last bucket is there, so that backward is measured undisturbed.
         record: keep the intervals of all tasks.
+        drain: send what uncompressed tensors still carry from an earlier strategy. A plain block of a race
+            parks it instead: the strategies it races against take it up again where they left it.
     """
 
     strategy: Strategy
@@ -50,6 +57,7 @@ class Assignment:
     buckets: tuple[Bucket, ...] | None = None
     deferred: bool = False
     record: bool = False
+    drain: bool = True
 
 
 @dataclass(frozen=True)
@@ -190,7 +198,7 @@ class Executor:
             iteration.last_seen = is_last
             for slot in bucket.slots:
                 self._numels[slot.tensor] = slot.numel
-            self._prepare(iteration, bucket, buffer, Round(self.step, grad_scale))
+            self._prepare(iteration, bucket, buffer, Round(self.step, grad_scale, iteration.record.assignment.drain))
             planned = iteration.record.assignment.buckets or ()
             if is_last and iteration.planned and len(planned) > bucket.index + 1:
                 self._lanes.drop(lambda node: node.bucket > bucket.index)
@@ -321,7 +329,8 @@ class Executor:
             task, part = node.tag
             iteration.record.intervals.append(Interval(task, node.lanes[0], part, node.start_ns, node.end_ns))
         if ends:
-            program.finish(check=iteration.compresses or not self.store.is_empty)
+            drains = iteration.record.assignment.drain and not self.store.is_empty
+            program.finish(check=iteration.compresses or drains)
         with self._lock:
             if ends:
                 iteration.finite.append(program.finite is not False)
@@ -375,8 +384,14 @@ class Executor:
 
     def _failed(self, error: BaseException, node: Node | None) -> None:
         """Called once by the lanes with the first error: keep it, log it, and let DDP go."""
-        where = f" in {node.label()}" if node is not None else ""
-        text = f"espresso on rank {self.groups.rank} failed{where}: {type(error).__name__}: {error}"
+        where = "" if node is None else f", {node.label()}"
+        what = str(error) if isinstance(error, EspressoError) else _worded(error)
+        hint = _LOST_PEER if any(sign in what for sign in _SIGNS_OF_A_LOST_PEER) else ""
+        # DDP puts "Unable to cast " before the text and " to Tensor" behind it.
+        text = (
+            f"espresso on rank {self.groups.rank} failed in iteration {self.step}{where}: {what.strip().rstrip('.')}."
+            f"{hint} DDP has no averaged gradient to convert"
+        )
         wrapped = EspressoError(text)
         wrapped.__cause__ = error
         with self._lock:
@@ -452,6 +467,12 @@ def _fail_open(futures: Iterable[torch.futures.Future[torch.Tensor]], error: Bas
             continue  # a lane completed it in this very moment
 
 
+def _worded(error: BaseException) -> str:
+    """The error without Gloo's source lines and well-meant advice; the log has it in full."""
+    text = re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ", "", str(error))
+    return f"{type(error).__name__}: {text.partition('. This is typically caused')[0]}"
+
+
 def _residuals(programs: Iterable[PartitionProgram]) -> list[Residual]:
     return [residual for program in programs for residual in program.residuals]
 
@@ -479,4 +500,8 @@ def _label(program: PartitionProgram, step_index: int, bucket: int) -> str:
     names = program.tensors
     tensors = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}" if names else "nothing"
     step = program.flows[step_index].step
-    return f"step {step_index + 1}/{len(program.flows)} '{step}' of bucket {bucket} (tensors {tensors})"
+    peers = ""
+    if step.scope is not None:
+        ranks = program.context.members[step.scope].ranks
+        peers = f" with ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"
+    return f"step {step_index + 1}/{len(program.flows)} '{step}' of bucket {bucket} (tensors {tensors}){peers}"

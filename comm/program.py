@@ -57,10 +57,11 @@ class Codecs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What changes from iteration to iteration: the iteration's number and the loss scale."""
+    """What changes from iteration to iteration: its number, the loss scale, and whether carries are sent."""
 
     step: int
     grad_scale: float = 1.0
+    drain: bool = True
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,8 @@ class PartitionProgram:
         return self.buffer[start : start + numel]
 
     def _add_carry(self) -> None:
+        if not self.round.drain or not self.context.store.carry:
+            return
         for run in self.runs:
             carried = self.context.store.carry.get(run.tensor)
             if carried is None:

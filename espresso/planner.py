@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
@@ -174,6 +174,7 @@ class AutoPlanner:
         self._winner: Orderer | None = None
         self._winning: Assignment | None = None
         self._profile_from = warmup_steps
+        self._first: int | None = None
         self._observed: list[Record] = []
         self._race: list[tuple[str, Assignment]] = []
         self._candidates: list[Candidate] = []
@@ -201,6 +202,9 @@ class AutoPlanner:
             return self._winning or self._winner.assignment
         if self._race:
             return self._race[self._turn][1]
+        # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
+        self._first = iteration if self._first is None else self._first
+        iteration -= self._first
         if iteration < self._profile_from:
             return self._plain.assignment
         if iteration == self._profile_from:
@@ -238,7 +242,7 @@ class AutoPlanner:
             self._decide("plain", "no strategy is predicted to be faster than plain allreduce")
             return
         self._candidates = candidates
-        arms = [("plain", self._plain.assignment)] + [(c.name, c.assignment) for c in candidates]
+        arms = [("plain", replace(self._plain.assignment, drain=False))] + [(c.name, c.assignment) for c in candidates]
         for turn in range(self._race_rounds):
             for name, assignment in arms if turn % 2 == 0 else reversed(arms):
                 self._race += [(name, assignment)] * self._race_steps
