@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
-from espresso.comm.errors import TopologyError
+from espresso.comm.errors import DisagreementError, TopologyError
 from espresso.comm.launch import read_environment
 from espresso.strategies import Cluster, Scope
 
@@ -160,8 +160,16 @@ class Groups:
             self._made.append(alone)
 
     def _find_cluster(self, ranks_per_node: int | None) -> Cluster:
+        # Compared before anything depends on it: ranks that disagree here would make different groups, and hang.
+        everybody = self.all_objects((ranks_per_node, node_key()))
+        for rank, (theirs, _) in enumerate(everybody):
+            if theirs != everybody[0][0]:
+                raise DisagreementError(
+                    f"rank {rank} has another ranks_per_node than rank 0 ({everybody[0][0]} on rank 0, {theirs} on"
+                    f" rank {rank}); start all ranks alike"
+                )
         if ranks_per_node is None:
-            return cluster_from_nodes(self.all_objects(node_key()))
+            return cluster_from_nodes([key for _, key in everybody])
         if ranks_per_node < 1 or self.num_ranks % ranks_per_node:
             raise TopologyError(
                 f"ranks_per_node={ranks_per_node} does not divide the {self.num_ranks} ranks of this job;"

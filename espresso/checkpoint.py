@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from espresso.comm.residuals import Address, Piece
-from espresso.strategies import Site, Strategy
+from espresso.strategies import Site, Strategy, StrategyError
 
 if TYPE_CHECKING:
     from espresso.state import EspressoState
 
 VERSION = 1
+_ROW_KEYS = {"tensor", "site", "start", "replica", "values"}
 _KEYS = {"version", "kind", "rank", "num_ranks", "model", "step", "residuals", "carry", "strategy"}
 
 
@@ -85,7 +86,54 @@ def check(body: Any) -> dict[str, Any]:
     if set(body) != _KEYS:
         odd = sorted(set(body) ^ _KEYS)[0]
         raise CheckpointError(f"the checkpoint has an unknown or missing entry {odd!r}")
+    for entry, kind in (
+        ("rank", int),
+        ("num_ranks", int),
+        ("step", int),
+        ("residuals", list),
+        ("carry", dict),
+    ):
+        if not isinstance(body[entry], kind):
+            raise CheckpointError(f"entry {entry!r} should be {kind.__name__}, got {body[entry]!r:.60}")
+    for row in body["residuals"]:
+        _check_row(row)
+    for name, values in body["carry"].items():
+        _check_values(f"carry of {name!r}", values)
     return body
+
+
+def _check_row(row: Any) -> None:
+    if not isinstance(row, dict) or set(row) != _ROW_KEYS:
+        raise CheckpointError(
+            f"a residual should have the entries {', '.join(sorted(_ROW_KEYS))}: {row!r:.80}"
+        )
+    if row["site"] not in {site.value for site in Site}:
+        raise CheckpointError(f"residual of {row['tensor']!r}: unknown site {row['site']!r}")
+    for entry in ("start", "replica"):
+        if not isinstance(row[entry], int) or row[entry] < 0:
+            raise CheckpointError(f"residual of {row['tensor']!r}: {entry} is {row[entry]!r:.40}")
+    _check_values(f"residual of {row['tensor']!r}", row["values"])
+
+
+def _check_values(what: str, values: Any) -> None:
+    if not isinstance(values, torch.Tensor) or values.dim() != 1 or not values.is_floating_point():
+        raise CheckpointError(f"{what}: the values should be a floating-point tensor of one dimension")
+    if not bool(torch.isfinite(values).all()):
+        raise CheckpointError(f"{what}: the values are not finite; the checkpoint is damaged")
+
+
+def _check_model(state: EspressoState, body: dict[str, Any]) -> None:
+    """Whether a rank's body is of this model, and all that it keeps lies inside the model's tensors."""
+    numels = {tensor.name: tensor.numel for tensor in state._tensors}
+    ends = [(row["tensor"], row["start"] + row["values"].numel()) for row in body["residuals"]]
+    for name, end in ends:
+        if name not in numels or end > numels[name]:
+            raise CheckpointError(f"residual of {name!r} ends at {end}, outside the model's tensor")
+    for name, values in body["carry"].items():
+        if values.numel() != numels.get(name):
+            raise CheckpointError(
+                f"carry of {name!r} has {values.numel()} elements, unlike the model's tensor"
+            )
 
 
 def load(state: EspressoState, body: Any) -> None:
@@ -103,7 +151,13 @@ def load(state: EspressoState, body: Any) -> None:
             f" {groups.num_ranks}; load this rank's own, or one made by gather_state_dict()"
         )
     ranks = body["ranks"] if gathered else [body]
-    strategy = None if ranks[0]["strategy"] is None else Strategy.from_json(ranks[0]["strategy"])
+    for number, rank in enumerate(ranks):
+        _check_model(state, rank)
+        if gathered and (rank["rank"], rank["num_ranks"]) != (number, len(ranks)):
+            raise CheckpointError(
+                f"place {number} of {len(ranks)} holds rank {rank['rank']} of {rank['num_ranks']}"
+            )
+    strategy = _strategy(state, ranks[0])
     if gathered and len(ranks) != groups.num_ranks:
         pieces, carry = _resized(ranks, groups.rank, groups.num_ranks)
     else:
@@ -113,6 +167,18 @@ def load(state: EspressoState, body: Any) -> None:
         state._use(strategy)
     executor.restart(ranks[0]["step"])
     state._store.load(pieces, carry, {t.name: t.numel for t in state._tensors})
+
+
+def _strategy(state: EspressoState, body: dict[str, Any]) -> Strategy | None:
+    """The strategy to go on with: what automatic mode had decided, unless the user gives one now."""
+    if body["strategy"] is None or isinstance(state._given, Strategy):
+        return None
+    try:
+        strategy = Strategy.from_json(body["strategy"])
+        strategy.check_model(state._tensors, strategy.cluster)
+    except StrategyError as error:
+        raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
+    return strategy
 
 
 def _pieces(body: dict[str, Any]) -> dict[Address, list[Piece]]:

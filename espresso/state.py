@@ -10,7 +10,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,8 @@ class EspressoState:
             seed=self.config.seed,
             timeout_s=self.config.timeout_s,
         )
+        # A state that is dropped without close() must not leave its threads behind.
+        weakref.finalize(self, _abandon, self._executor, self._codecs).atexit = False
         if self._pending_state is not None:
             pending, self._pending_state = self._pending_state, None
             self.load_state_dict(pending)
@@ -221,12 +225,12 @@ class EspressoState:
         return AutoPlanner(
             plain,
             self._groups,
-            self._find,
+            _weakly(self._find),
             warmup_steps=config.warmup_steps,
             profile_steps=config.profile_steps,
             race_steps=config.race_steps,
             race_rounds=config.race_rounds,
-            on_profile=self._profile,
+            on_profile=_weakly(self._profile),
             profile_only=profile_only,
         )
 
@@ -535,6 +539,24 @@ class EspressoState:
         self.__init__(state["compressor"], given, **state["config"])  # type: ignore[misc]
         if state["state"] is not None:
             self.load_state_dict(state["state"])
+
+
+def _abandon(executor: Executor, codecs: HostCodecs) -> None:
+    """Stop the threads of a state that was collected; on a thread of its own, since any thread may collect."""
+    executor.close()
+    threading.Thread(target=codecs.close, name="espresso-end", daemon=True).start()
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The bound method, without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        assert found is not None
+        return found(*arguments)
+
+    return call
 
 
 class _Bookkeeping:

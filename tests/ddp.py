@@ -66,8 +66,8 @@ def batch(rank: int, step: int, width: int, rows: int = 4) -> torch.Tensor:
 def wrap(module: nn.Module, **settings: Any) -> DistributedDataParallel:
     """DDP with many buckets, in a process group of its own unless one is given."""
     settings.setdefault("bucket_cap_mb", TINY_BUCKETS_MB)
-    settings.setdefault("process_group", dist.new_group())
-    return DistributedDataParallel(module, **settings)
+    group = settings.pop("process_group", None) or dist.new_group()
+    return DistributedDataParallel(module, process_group=group, **settings)
 
 
 def strategy_for(

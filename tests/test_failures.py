@@ -1,0 +1,237 @@
+"""A rank dies, hangs or raises: the others raise in time, say what they waited for, and nothing hangs."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from espresso.comm import executor
+from espresso.cpu_offload.codec import HostCodec
+from tests.ddp import (
+    ALLGATHER,
+    ALLREDUCE,
+    HIERARCHICAL,
+    SHARDED,
+    Played,
+    batch,
+    mlp,
+    registered,
+    sgd,
+    wrap,
+)
+from tests.workers import run_ranks
+
+FATAL_STEP = 4
+PROMPT_S = 15.0
+"""A closed connection is noticed at once; generous, for a busy machine, and far below the time-out."""
+
+DEATHS = {
+    "in backward": (SHARDED, "efsignsgd", 1),
+    "in a lane": (HIERARCHICAL, "efsignsgd", 2),
+    "between steps": (ALLREDUCE, "none", 1),
+}
+
+
+@pytest.mark.parametrize("moment", DEATHS)
+def test_a_killed_worker_is_noticed_promptly(moment, tmp_path):
+    option, compressor, ranks_per_node = DEATHS[moment]
+    num_ranks = 4 if ranks_per_node == 2 else 3
+    death = tmp_path / "death"
+    outcomes = run_ranks(
+        train_until_death,
+        num_ranks,
+        moment,
+        (option, compressor, ranks_per_node),
+        str(death),
+        check=False,
+        deadline_s=80,
+    )
+    assert outcomes[-1].exit_code == -signal.SIGKILL
+    died = float(death.read_text())
+    for outcome in outcomes[:-1]:
+        assert outcome.error is None, outcome.error
+        assert outcome.exit_code == 0, f"rank {outcome.rank} did not exit by itself"
+        check_report(outcome.rank, outcome.value)
+        assert outcome.value["raised_at"] - died < PROMPT_S
+        assert "Another rank died" in outcome.value["first"]
+
+
+def test_a_rank_that_stops_is_waited_for_no_longer_than_the_deadline(played):
+    sleeper, *others = [report for report in played(one_rank_sleeps)]
+    for rank, report in enumerate(others, start=1):
+        check_report(rank, report)
+        assert 3.0 <= report["raised_at"] - sleeper["stopped_at"] < 3.0 + PROMPT_S
+
+
+def test_an_encoder_that_raises(played):
+    reports = played(one_encoder_raises)
+    for rank, report in enumerate(reports):
+        check_report(rank, report)
+    assert "ValueError: no more bits" in reports[1]["first"]
+    assert "comp" in reports[1]["first"]
+    for report in (reports[0], reports[2]):
+        assert report["raised_at"] - reports[1]["raised_at"] < PROMPT_S
+
+
+def test_an_exception_in_the_users_backward(played):
+    reports = played(one_backward_raises)
+    assert reports[1]["first"] == "ValueError: the user's own"
+    assert (
+        "did not finish" in reports[1]["again"] or "before the last one was averaged" in reports[1]["again"]
+    )
+    for rank in (0, 2):
+        check_report(rank, reports[rank])
+
+
+def check_report(rank: int, report: dict[str, Any]) -> None:
+    """The error names rank, tensor, step and iteration, reads well inside DDP's, and is logged once."""
+    first = report["first"]
+    for part in (
+        f"espresso on rank {rank} failed in iteration {FATAL_STEP}",
+        "step ",
+        "bucket ",
+        "(tensors ",
+    ):
+        assert part in first, first
+    assert "SystemError" not in first
+    assert "returned NULL" not in first
+    assert report["again"].startswith(f"EspressoError: espresso on rank {rank} failed"), report["again"]
+    assert report["logged"] == 1, report["logged"]
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+class _Counter(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += 1
+
+
+def train_until_error(
+    rank: int,
+    case: tuple[str, str, int],
+    before_step: Callable[[int, torch.nn.Module], None],
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Train; on the first error try again, and tell what was raised, when, and what was logged."""
+    option, compressor, ranks_per_node = case
+    counter = _Counter()
+    logging.getLogger("espresso").addHandler(counter)
+    ddp = wrap(mlp(20, 60, 30, 40, 5))
+    report: dict[str, Any] = {}
+    with registered(ddp, option, compressor, ranks_per_node=ranks_per_node, timeout_s=timeout_s) as state:
+        try:
+            for step in range(12):
+                before_step(step, ddp)
+                ddp.zero_grad()
+                ddp(batch(rank, step, 20)).square().mean().backward()
+                sgd(ddp)
+        except Exception as error:
+            report = {"first": f"{type(error).__name__}: {error}", "raised_at": time.time()}
+            report["again"] = second_try(ddp, rank)
+            report["logged"] = counter.count
+            assert state.error is not None or report["first"].startswith("ValueError")
+    logging.getLogger("espresso").removeHandler(counter)
+    return report
+
+
+def second_try(ddp: torch.nn.Module, rank: int) -> str:
+    """What the next hook call says (DDP's own complaint about the unfinished step comes before it)."""
+    ddp.reducer._reset_state() if hasattr(ddp.reducer, "_reset_state") else None
+    try:
+        ddp(batch(rank, 0, 20)).square().mean().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def train_until_death(rank: int, moment: str, case: tuple[str, str, int], path: str) -> dict[str, Any]:
+    """The last rank kills itself at ``moment`` of step FATAL_STEP."""
+
+    def die(*_: Any) -> None:
+        Path(path).write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def before_step(step: int, ddp: torch.nn.Module) -> None:
+        if step != FATAL_STEP or rank != torch.distributed.get_world_size() - 1:
+            return
+        if moment == "between steps":
+            die()
+        elif moment == "in backward":
+            ddp.module[2].weight.register_hook(die)
+        else:
+            kill_in_lane(die)
+
+    return train_until_error(rank, case, before_step, timeout_s=60.0)
+
+
+def kill_in_lane(die: Callable[[], None]) -> None:
+    """Die on the third task that a lane's thread begins."""
+    run_step, begun = executor._run_step, [0]
+
+    def run(*args: Any) -> None:
+        assert threading.current_thread().name.startswith("espresso-")
+        begun[0] += 1
+        if begun[0] == 3:
+            die()
+        run_step(*args)
+
+    executor._run_step = run
+
+
+# -- scenarios on three ranks ----------------------------------------------------------------------
+
+
+def one_rank_sleeps(rank: int) -> dict[str, Any]:
+    stopped = [0.0]
+
+    def before_step(step: int, ddp: torch.nn.Module) -> None:
+        if step == FATAL_STEP and rank == 0:
+            stopped[0] = time.time()
+            time.sleep(12.0)
+
+    report = train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=3.0)
+    return report | {"stopped_at": stopped[0]}
+
+
+def one_encoder_raises(rank: int) -> dict[str, Any]:
+    encode = HostCodec.encode
+
+    def raising(*_: Any, **__: Any) -> bool:
+        raise ValueError("no more bits")
+
+    def before_step(step: int, ddp: torch.nn.Module) -> None:
+        if step == FATAL_STEP and rank == 1:
+            HostCodec.encode = raising
+
+    try:
+        return train_until_error(rank, (ALLGATHER, "efsignsgd", 1), before_step, timeout_s=10.0)
+    finally:
+        HostCodec.encode = encode
+
+
+def one_backward_raises(rank: int) -> dict[str, Any]:
+    def raising(_: torch.Tensor) -> None:
+        raise ValueError("the user's own")
+
+    def before_step(step: int, ddp: torch.nn.Module) -> None:
+        if step == FATAL_STEP and rank == 1:
+            ddp.module[2].weight.register_hook(raising)
+
+    return train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=4.0)
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(__name__, (one_rank_sleeps, one_encoder_raises, one_backward_raises), 3)

@@ -1,0 +1,152 @@
+"""The end of a job: exit, ``destroy_process_group`` and ``close`` in any order, forked data loaders, no litter.
+
+Each way to end is a program of its own, since what counts is how the interpreter exits.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.workers import free_port
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 90.0
+
+SCRIPT = """
+import gc, sys, threading, time, warnings
+warnings.simplefilter("error")
+import torch, torch.distributed as dist
+import espresso
+from tests.ddp import SHARDED, agreed, batch, mlp, sgd, strategy_for, wrap
+from espresso.strategies import Cluster
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+ddp = wrap(mlp(20, 60, 30, 40, 5))
+
+def register(ddp):
+    strategy = strategy_for(ddp, Cluster(2, 1), SHARDED, "efsignsgd")
+    return espresso.register(ddp, strategy=strategy, ranks_per_node=1, timeout_s=20.0)
+
+def steps(num, data=None):
+    for step in range(num):
+        ddp(batch(rank, step, 20) if data is None else next(data)).square().mean().backward()
+        sgd(ddp)
+        ddp.zero_grad()
+    assert agreed(ddp)
+
+state = register(ddp)
+steps(3)
+"""
+
+ENDINGS = {
+    "just exits": "",
+    "destroy, then close": "dist.destroy_process_group()\nstate.close()",
+    "close, then destroy": "state.close()\nstate.close()\ndist.destroy_process_group()",
+    "leaves by sys.exit in the middle of a step": """
+        ddp(batch(rank, 9, 20)).square().mean()
+        sys.exit(0)
+    """,
+    "forked data loader": """
+        from torch.utils.data import DataLoader
+        numbers = torch.arange(160 * 20, dtype=torch.float32).reshape(160, 20).sin()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads
+            loader = DataLoader(numbers, batch_size=8, num_workers=2, multiprocessing_context="fork")
+            for _ in range(2):
+                steps(20, iter(loader))
+        persistent = DataLoader(
+            numbers, batch_size=8, num_workers=2, multiprocessing_context="fork", persistent_workers=True
+        )
+        data = iter(persistent)
+        steps(5, data)
+    """,
+    "two models, one closed, one dropped": """
+        first = state.metrics()
+        state.close()
+        try:
+            steps(1)
+        except RuntimeError as error:
+            assert "this espresso state is closed" in str(error), error
+        else:
+            raise AssertionError("a closed state took part")
+        ddp = wrap(mlp(20, 60, 30, 40, 5))
+        state = register(ddp)
+        steps(3)
+        assert state.metrics()["espresso/bytes_sent"] == first["espresso/bytes_sent"]
+        del ddp
+        gc.collect()
+        assert state.metrics()["espresso/steps"] == 3.0
+        del state
+        gc.collect()
+        for _ in range(100):
+            left = [t.name for t in threading.enumerate() if t.name.startswith("espresso-")]
+            if not left:
+                break
+            time.sleep(0.1)
+        assert not left, left
+        dist.destroy_process_group()
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, str, str]]]:
+    """How both ranks of every program ended: exit code (None: killed at the deadline), output, errors.
+
+    All programs start at once: most of their time is waiting for the interpreter and for each other.
+    """
+    folder = tmp_path_factory.mktemp("endings")
+    started = {name: [start(folder, name, rank, port) for rank in range(2)] for name, port in ports().items()}
+    deadline = time.monotonic() + DEADLINE_S
+    return {name: [finish(process, deadline) for process in pair] for name, pair in started.items()}
+
+
+def ports() -> dict[str, int]:
+    return {name: free_port() for name in ENDINGS}
+
+
+def start(folder: Path, name: str, rank: int, port: int) -> subprocess.Popen[str]:
+    path = folder / f"{list(ENDINGS).index(name)}.py"
+    path.write_text(SCRIPT + textwrap.dedent(ENDINGS[name]))
+    environment = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.Popen(
+        [sys.executable, str(path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], deadline: float) -> tuple[int | None, str, str]:
+    try:
+        output, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        return process.returncode, output, errors
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+        return None, output, errors
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_job_ends_cleanly(ended, name):
+    for rank, (code, output, errors) in enumerate(ended[name]):
+        assert code == 0, f"rank {rank} ended with {code}:\n{errors}"
+        assert output == ""
+        assert errors == ""

@@ -1,0 +1,258 @@
+"""What ``register`` and the first hook call refuse, by name, and that no rank hangs over it."""
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import espresso
+from espresso.comm.hook import espresso_hook
+from espresso.state import EspressoState
+from espresso.strategies import Cluster
+from tests.ddp import (
+    ALLGATHER,
+    HIERARCHICAL,
+    SHARDED,
+    Played,
+    agreed,
+    batch,
+    mlp,
+    registered,
+    strategy_for,
+    train,
+    wrap,
+)
+
+METRICS = {
+    "espresso/bytes_sent",
+    "espresso/bytes_raw",
+    "espresso/residual_norm",
+    "espresso/predicted_step_us",
+    "espresso/measured_step_us",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    {
+        "not DDP": ("TypeError", "needs a DistributedDataParallel model, got Linear"),
+        "unknown setting": ("TypeError", "no setting 'colour'", "timeout_s"),
+        "setting out of range": ("ValueError", "timeout_s must be above 0, got 0"),
+        "unknown compressor": ("'zip'", "efsignsgd"),
+        "unknown parameter": ("'rate'", "ratio"),
+        "malformed spec": ("ValueError", "'ratio' is not key=value"),
+        "no such file": ("FileNotFoundError", "nowhere.json"),
+        "not JSON": ("StrategyError", "not a JSON file"),
+        "unknown key": ("StrategyError", "strategy.json", "unknown key 'colour'"),
+        "unknown option": ("StrategyError", "tensor '0.weight'", "flat.telepathy"),
+        "wrong fingerprint": ("StrategyError", "fingerprint 'abc'"),
+        "missing tensor": ("StrategyError", "'2.bias' is in the model but not in the strategy"),
+        "extra tensor": ("StrategyError", "'4.weight' is in the strategy but not in the model"),
+        "other shape": ("StrategyError", "'0.weight'", "[30, 20] in the model", "[31, 20] in the strategy"),
+        "other cluster": ("StrategyError", "this job runs on"),
+        "hierarchical on one level": ("StrategyError", "hierarchical"),
+        "sparse embedding": ("UnsupportedModelError", "module '0' makes sparse gradients", "sparse=False"),
+        "complex": ("UnsupportedModelError", "parameter '0.weight' is complex", "view_as_real"),
+        "meta": ("UnsupportedModelError", "parameter 'weight' is on the meta device"),
+        "torch.compile": ("UnsupportedModelError", "tuple instead of a DDP bucket", "torch.compile"),
+        "unbound": ("EspressoError", "state.bind(model)"),
+        "bound to another model": ("EspressoError", "that the bound model does not have"),
+        "uneven nodes": ("TopologyError", "ranks_per_node=3 does not divide the 2 ranks"),
+        "scale": ("ValueError", "loss scale must be positive and finite, got 0.0"),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals_name_what_is_wrong(played, what, parts):
+    for messages in played(refusals):
+        for part in parts:
+            assert part in messages[what], messages[what]
+
+
+@pytest.mark.parametrize("what", ["compressor", "settings", "model", "strategy", "ranks_per_node"])
+def test_ranks_that_disagree_are_told_on_every_rank(played, what):
+    for messages in played(disagreements):
+        assert messages[what].startswith("DisagreementError: rank 1 has another"), messages[what]
+        assert f"another {what} than rank 0" in messages[what]
+
+
+def test_state_built_before_the_model_is_wrapped(played):
+    """As Lightning does: the state comes first, and is bound before or after the hook is registered."""
+    for equal in played(late_binding):
+        assert equal == [True, True, True]
+
+
+def test_strategy_from_a_file(played):
+    for option in played(from_file):
+        assert option == SHARDED
+
+
+def test_metrics(played):
+    for before, after, steps in played(metrics):
+        assert set(before) >= METRICS
+        assert set(before) == set(after)
+        assert all(isinstance(value, float) for value in (before | after).values())
+        assert {before[key] for key in METRICS} == {0.0}
+        assert 0 < after["espresso/bytes_sent"] < after["espresso/bytes_raw"]
+        assert after["espresso/residual_norm"] > 0
+        assert after["espresso/measured_step_us"] > 0
+        assert after["espresso/steps"] == steps
+
+
+def test_the_hook_obeys_ddps_rules():
+    assert espresso_hook.__name__ == "espresso_hook"
+    assert espresso_hook.__annotations__["bucket"] is dist.GradBucket
+    assert list(espresso_hook.__annotations__)[:2] == ["state", "bucket"]
+
+
+# -- scenarios, on two ranks -----------------------------------------------------------------------
+
+
+def message_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def refusals(rank: int) -> dict[str, str]:
+    small = mlp(20, 30, 3)
+    ddp = wrap(small)
+    good = strategy_for(ddp, Cluster(2, 1), ALLGATHER, "efsignsgd")
+    folder = Path(tempfile.mkdtemp())
+
+    def given(change: Callable[[dict[str, Any]], None]) -> Callable[[], Any]:
+        body = good.to_json()
+        change(body)
+        path = folder / "strategy.json"
+
+        def load() -> Any:
+            path.write_text(json.dumps(body))
+            return espresso.register(ddp, strategy=path, ranks_per_node=1)
+
+        return load
+
+    def with_strategy(strategy: Any) -> Callable[[], Any]:
+        return lambda: espresso.register(ddp, strategy=strategy, ranks_per_node=1)
+
+    (folder / "text.json").write_text("allreduce everything")
+    other_shape = nn.Sequential(nn.Linear(20, 31), nn.Tanh(), nn.Linear(30, 3))
+    cases: dict[str, Callable[[], Any]] = {
+        "not DDP": lambda: espresso.register(nn.Linear(2, 2)),
+        "unknown setting": lambda: espresso.register(ddp, colour="red"),
+        "setting out of range": lambda: espresso.register(ddp, timeout_s=0),
+        "unknown compressor": lambda: espresso.register(ddp, "zip"),
+        "unknown parameter": lambda: espresso.register(ddp, "dgc:rate=0.1"),
+        "malformed spec": lambda: espresso.register(ddp, "dgc:ratio"),
+        "no such file": with_strategy(folder / "nowhere.json"),
+        "not JSON": with_strategy(folder / "text.json"),
+        "unknown key": given(lambda body: body.update(colour="red")),
+        "unknown option": given(lambda body: body["tensors"][0].update(option="flat.telepathy")),
+        "wrong fingerprint": given(lambda body: body.update(fingerprint="abc")),
+        "missing tensor": with_strategy(
+            strategy_for(nn.Sequential(*small[:2], nn.Linear(30, 3, bias=False)), Cluster(2, 1))
+        ),
+        "extra tensor": with_strategy(strategy_for(mlp(20, 30, 3, 3), Cluster(2, 1))),
+        "other shape": with_strategy(strategy_for(other_shape, Cluster(2, 1))),
+        "other cluster": with_strategy(strategy_for(ddp, Cluster(2, 2))),
+        "hierarchical on one level": lambda: strategy_for(ddp, Cluster(2, 1), HIERARCHICAL),
+        "sparse embedding": lambda: espresso.register(wrap(nn.Sequential(nn.Embedding(9, 4, sparse=True)))),
+        "complex": lambda: espresso.register(wrap(nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64)))),
+        "meta": lambda: EspressoState().bind(nn.Linear(3, 3, device="meta")),
+        "torch.compile": lambda: espresso_hook(EspressoState(), (torch.ones(3), nn.Parameter(torch.ones(3)))),
+        "unbound": lambda: first_call(EspressoState()),
+        "bound to another model": lambda: first_call(EspressoState().bind(mlp(20, 30, 3))),
+        "uneven nodes": lambda: espresso.register(ddp, ranks_per_node=3),
+        "scale": lambda: EspressoState().set_grad_scale(0.0),
+    }
+    return {what: message_of(action) for what, action in cases.items()}
+
+
+def first_call(state: EspressoState) -> None:
+    ddp = wrap(mlp(20, 30, 3))
+    ddp.register_comm_hook(state, espresso_hook)
+    try:
+        ddp(batch(0, 0, 20)).sum().backward()
+    finally:
+        state.close()
+
+
+def disagreements(rank: int) -> dict[str, str]:
+    messages = {}
+    for what in ("compressor", "settings", "model", "strategy", "ranks_per_node"):
+        ddp = wrap(mlp(20, 30, 3))
+        settings: dict[str, Any] = {"ranks_per_node": 1, "timeout_s": 15.0}
+        if rank == 1:
+            settings |= {
+                "compressor": {"compressor": "topk:ratio=0.5"},
+                "settings": {"seed": 5},
+                "strategy": {"strategy": strategy_for(ddp, Cluster(2, 1), ALLGATHER, "efsignsgd")},
+                "ranks_per_node": {"ranks_per_node": None},
+                "model": {},
+            }[what]
+        if what == "model":
+            # DDP itself refuses other shapes; other names it does not see.
+            ddp.module.add_module("2" if rank == 0 else "two", ddp.module._modules.pop("2"))
+        settings.setdefault("strategy", strategy_for(ddp, Cluster(2, 1)))
+        messages[what] = message_of(lambda ddp=ddp, settings=settings: espresso.register(ddp, **settings))
+    return messages
+
+
+def late_binding(rank: int) -> list[bool]:
+    equal = []
+    wanted = None
+    for order in ("register", "bind first", "hook first", "bind the wrapper"):
+        module = mlp(20, 60, 30)
+        if order == "register":
+            ddp = wrap(module)
+            with registered(ddp, SHARDED, "efsignsgd"):
+                wanted = steps(ddp, rank)
+            continue
+        strategy = strategy_for(module, Cluster(2, 1), SHARDED, "efsignsgd")
+        state = EspressoState("efsignsgd", strategy, ranks_per_node=1, timeout_s=15.0)
+        if order == "bind first":
+            state.bind(module)
+        ddp = wrap(module)
+        ddp.register_comm_hook(state, espresso_hook)
+        if order != "bind first":
+            state.bind(ddp if order == "bind the wrapper" else module)
+        equal.append(steps(ddp, rank) == wanted)
+        state.close()
+    return equal
+
+
+def steps(ddp: nn.Module, rank: int) -> list[str]:
+    return train(ddp, range(4), lambda step: ddp(batch(rank, step, 20)).square().mean())
+
+
+def from_file(rank: int) -> str:
+    ddp = wrap(mlp(20, 60, 30))
+    path = Path(tempfile.mkdtemp()) / "strategy.json"
+    strategy_for(ddp, Cluster(2, 1), SHARDED, "efsignsgd").save(path)
+    with registered(ddp, strategy=str(path)) as state:
+        steps(ddp, rank)
+        assert state.decided
+        assert agreed(ddp)
+        assert state.strategy is not None
+        return str(state.strategy.choices["0.weight"].option)
+
+
+def metrics(rank: int) -> tuple[dict[str, float], dict[str, float], int]:
+    ddp = wrap(mlp(20, 300, 30))
+    with registered(ddp, SHARDED, "efsignsgd") as state:
+        before = state.metrics()
+        steps(ddp, rank)
+        return before, state.metrics(), 4
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    logging.getLogger("espresso").addHandler(logging.NullHandler())
+    return Played(__name__, (refusals, disagreements, late_binding, from_file, metrics), 2)
