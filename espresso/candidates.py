@@ -95,6 +95,24 @@ def compressed_choices(job: Job, specs: Iterable[CompressorSpec], device: Device
     )
 
 
+@lru_cache(maxsize=64)
+def _every(
+    cluster: Cluster, priced: tuple[tuple[CompressorSpec, tuple[Device, ...]], ...]
+) -> tuple[Choice, ...]:
+    return raw_choices(cluster) + tuple(
+        Choice(option, spec)
+        for spec, devices in priced
+        for option in options_for(cluster, devices=devices, summable=is_summable(spec))
+        if option.is_compressed
+    )
+
+
+def every_choice(job: Job, specs: Iterable[CompressorSpec]) -> tuple[Choice, ...]:
+    """The whole space: raw leaves, and every compressed one with each of its compressions on any device."""
+    priced = [(spec, job.costs.devices(spec)) for spec in specs if spec != NONE]
+    return _every(job.cluster, tuple(row for row in priced if row[1]))
+
+
 class _Interned:
     """Choices as small numbers, found by identity first: hashing a choice walks all its steps."""
 
@@ -149,17 +167,21 @@ class Candidates:
         found = self._number.get((size, _interned.number(choice)))
         return int(self._add(size, (choice,))[0]) if found is None else found
 
+    def many(self, size: Size, choices: Sequence[Choice]) -> Wholes:
+        """int64[choices]: the candidates of several choices at one size; nothing is remembered of the list."""
+        known = [self._number.get((size, _interned.number(choice)), -1) for choice in choices]
+        fresh = [choice for choice, number in zip(choices, known, strict=True) if number < 0]
+        numbers = np.array(known, dtype=np.int64)
+        if fresh:
+            numbers[numbers < 0] = self._add(size, fresh)
+        return numbers
+
     def numbers(self, size: Size, leaves: tuple[Choice, ...]) -> Wholes:
         """int64[leaves]: the candidates of several choices at one size, in the same order."""
         block = self._blocks.get((size, id(leaves)))
         if block is None:
-            known = [self._number.get((size, _interned.number(choice)), -1) for choice in leaves]
-            fresh = tuple(choice for choice, number in zip(leaves, known, strict=True) if number < 0)
-            numbers = np.array(known, dtype=np.int64)
-            if fresh:
-                numbers[numbers < 0] = self._add(size, fresh)
             # The block keeps ``leaves`` alive, so that its identity stays its own.
-            block = self._blocks[size, id(leaves)] = _Block(leaves, numbers)
+            block = self._blocks[size, id(leaves)] = _Block(leaves, self.many(size, leaves))
         return block.numbers
 
     def _add(self, size: Size, leaves: Sequence[Choice]) -> Wholes:
@@ -325,8 +347,8 @@ def partition_sizes(job: Job, units: Sequence[Unit]) -> tuple[int, ...]:
     """The partition sizes worth trying: never cutting, then those that cut something into few pieces."""
     largest = max(unit.num_bytes for unit in units)
     sizes = [0]
-    for mib in (16, 4, 1):
+    for mib in (64, 32, 16, 8, 4, 1):
         size = mib << 20
-        if size < largest <= 256 * size:
+        if size < largest <= 64 * size:
             sizes.append(size)
     return tuple(sizes)

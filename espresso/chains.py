@@ -7,10 +7,10 @@ is cut, how many payloads are held and who shares the link, not on the leaf arou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,7 @@ LANE_SETS: tuple[tuple[Lane, ...], ...] = (
 )
 """Every combination of lanes a task can hold; kernels number them in this order."""
 
+T = TypeVar("T")
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 
@@ -156,6 +157,8 @@ class Catalogue:
         self._options: dict[Option, tuple[int, ...]] = {}
         self._holds: dict[tuple[State, bool], Hold] = {}
         self._padded: dict[tuple[int, int, int], tuple[tuple[Option, ...], Wholes]] = {}
+        # Matrices are kept with what occurs in them, so that their identities stay their own.
+        self._used: dict[int, tuple[Wholes, list[int]]] = {}
 
     def numbers(self, option: Option) -> tuple[int, ...]:
         """The shape numbers of the option's tasks, in order, host copies included."""
@@ -175,6 +178,14 @@ class Catalogue:
             for position, row in enumerate(rows):
                 matrix[position, : len(row)] = row
             found = self._padded[key] = (tuple(options), matrix)
+        return found[1]
+
+    def used(self, numbers: Wholes) -> list[int]:
+        """The shape numbers that occur in a matrix of :meth:`padded`."""
+        found = self._used.get(id(numbers))
+        if found is None:
+            found = (numbers, [number for number in np.unique(numbers).tolist() if number >= 0])
+            self._used[id(numbers)] = found
         return found[1]
 
     def _number(self, shape: Shape) -> int:
@@ -281,6 +292,7 @@ class Pricer:
         self._free = free
         self._prices: dict[SizeKey, dict[int, Work]] = {}
         self._chains: dict[tuple[Option, SizeKey], tuple[Work, ...]] = {}
+        self._derived: dict[Hashable, Any] = {}
 
     def chain(self, choice: Choice, elements: int, dtype: str, segments: int = 1) -> tuple[Work, ...]:
         """The priced tasks of one partition, in order; they match the plan's tasks one to one."""
@@ -294,15 +306,26 @@ class Pricer:
     def columns(self, options: Sequence[Option], size: SizeKey) -> tuple[Wholes, Reals, Reals]:
         """Chains as arrays [options, longest chain + 1]: lane set (-1 after the end), us, cores."""
         numbers = self.catalogue.padded(options)
+        sets, us, cores = self.shape_costs(numbers, size)
+        return sets[numbers], us[numbers], cores[numbers]
+
+    def shape_costs(self, numbers: Wholes, size: SizeKey) -> tuple[Wholes, Reals, Reals]:
+        """By shape number: lane set, us, cores of every shape in ``numbers``; the last row ends a chain."""
         sets, us, cores = (
             np.empty(len(self.catalogue.shapes) + 1, dtype) for dtype in (np.int64, float, float)
         )
         sets[-1], us[-1], cores[-1] = -1, 0.0, 0.0
-        for number in np.unique(numbers).tolist():
-            if number >= 0:
-                work = self.work(number, size)
-                sets[number], us[number], cores[number] = work.shape.lane_set, work.us, work.cores
-        return sets[numbers], us[numbers], cores[numbers]
+        for number in self.catalogue.used(numbers):
+            work = self.work(number, size)
+            sets[number], us[number], cores[number] = work.shape.lane_set, work.us, work.cores
+        return sets, us, cores
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` gave for this key the first time: for what is derived from prices."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        found: T = self._derived[key]
+        return found
 
     def work(self, number: int, size: SizeKey) -> Work:
         """The price of a shape at a size."""
@@ -350,6 +373,22 @@ class Pricer:
             count * self._payload(spec, atom, dtype, _share(segments, atom, elements))
             for atom, count in atom_sizes(held, hold.splits).items()
         )
+
+
+_shared: dict[tuple[int, Cluster, PayloadBytes], Pricer] = {}
+
+
+def shared_pricer(costs: CostModel, cluster: Cluster, payload: PayloadBytes = payload_bytes) -> Pricer:
+    """A pricer that later searches with the same cost model find warm; the last few are kept."""
+    key = (id(costs), cluster, payload)
+    found = _shared.pop(key, None)
+    if found is None:
+        found = Pricer(costs, cluster, payload)
+    # The pricer keeps ``costs`` alive, so that its identity stays its own.
+    _shared[key] = found
+    while len(_shared) > 8:
+        _shared.pop(next(iter(_shared)))
+    return found
 
 
 def _after_path(elements: int, path: tuple[int, ...]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,21 @@ from espresso.chains import PayloadBytes, Pricer, payload_bytes
 from espresso.costs import PAPER_CONTENTION
 from espresso.job import Job
 from espresso.strategies import Choice
-from espresso.timeline_kernels import best_of, copy_state, evaluate_batch, kernel, make_state, reset
+from espresso.timeline_kernels import State, best_of, copy_state, evaluate_batch, kernel, make_state, reset
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class KernelArrays:
+    """An evaluator's buffers: (shared cores?, start of backward, two scratch states), and the job's arrays:
+
+    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, ready, finish.
+    """
+
+    states: tuple[bool, State, State, State]
+    rest: tuple[npt.NDArray[Any], ...]
 
 
 class Evaluator:
@@ -42,7 +54,9 @@ class Evaluator:
         self.units = tuple(units)
         self.partition_bytes = partition_bytes
         self.pricer = pricer or Pricer(costs, job.cluster, payload, free=free)
-        self.candidates = Candidates(self.pricer, partition_bytes)
+        self.candidates = self.pricer.remember(
+            ("candidates", partition_bytes), lambda: Candidates(self.pricer, partition_bytes)
+        )
         contention = costs.contention
         self._shared = contention.cores is not None
         self._contention = np.array([contention.cores or 0.0, contention.backward_cores])
@@ -50,7 +64,8 @@ class Evaluator:
         self.buckets = np.array([unit.bucket for unit in units])
         self._first_unit = np.searchsorted(self.buckets, np.arange(len(self._gaps) + 1)).astype(np.int64)
         self._sizes = list(dict.fromkeys(unit.size for unit in self.units))
-        self._size_of = np.array([self._sizes.index(unit.size) for unit in self.units])
+        place = {size: index for index, size in enumerate(self._sizes)}
+        self._size_of = np.array([place[unit.size] for unit in self.units])
         self.ready = np.zeros(len(self._gaps))
         self.finish = np.zeros(len(units))
         parts = sum(self._partitions(unit) for unit in units)
@@ -116,6 +131,16 @@ class Evaluator:
             *self.candidates.arrays(), self._contention, limit, cut, times, self.ready, self.finish,
         )  # fmt: skip
         return int(best), float(time), times
+
+    def kernel_arrays(self) -> KernelArrays:
+        """What compiled searches take; valid until new candidates are made."""
+        return KernelArrays(
+            (self._shared, self._origin, self._start, self._scratch),
+            (
+                self._gaps, self._first_unit, *self.candidates.arrays(), self._contention, self.ready,
+                self.finish,
+            ),
+        )  # fmt: skip
 
     def _run(self, state: object, strategy: Wholes, stop: int) -> float:
         return float(

@@ -15,6 +15,7 @@ from espresso.strategies import Cluster, Routine, Scope, Strategy, StrategyError
 
 MAX_NAMES = 3
 BOUND = "upper bound (free compression)"
+CERTIFICATE = "certified lower bound"
 _NUMERIC = {
     "against uncompressed",
     "bandwidth",

@@ -19,13 +19,16 @@ from espresso.baselines import simple_baselines
 from espresso.candidates import (
     Unit,
     compressed_choices,
+    every_choice,
     partition_sizes,
     raw_choices,
     units_of,
 )
-from espresso.chains import PayloadBytes, Pricer, payload_bytes
+from espresso.chains import PayloadBytes, Pricer, payload_bytes, shared_pricer
 from espresso.evaluator import Evaluator
+from espresso.improve import Effort
 from espresso.job import Job, JobError
+from espresso.refine import Refined, Start, certify_units, refine
 from espresso.splitting import split_buckets
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Mode, Plan, Strategy, plan
 from espresso.timeline import list_schedule, simulate
@@ -61,7 +64,13 @@ class SearchResult:
         uncompressed_us: flat allreduce of everything.
         upper_bound_us: the paper's upper bound on throughput, as an iteration time: compression free, nothing
             contending. (Of the best strategy found under that assumption: not a certificate.)
-        search_ms: wall time.
+        lower_bound_us: certified: no strategy of the space is predicted below it (see
+            :mod:`espresso.bounds`). In DDP mode the space is one choice per bucket, or per part where the
+            search split one.
+        search_ms: wall time of everything.
+        algorithms_ms: of baselines and Algorithms 1 and 2 alone.
+        certificate_ms: of the certificate alone.
+        improve_ms: of the improvement alone.
         alternatives: the best distinct strategies, best first, the chosen one among them, never plain.
         baselines: name to predicted iteration time.
         num_candidates: leaves considered per tensor before deduplication.
@@ -73,11 +82,20 @@ class SearchResult:
     predicted_us: float
     uncompressed_us: float
     upper_bound_us: float
+    lower_bound_us: float
     search_ms: float
+    algorithms_ms: float
+    certificate_ms: float
+    improve_ms: float
     alternatives: tuple[Ranked, ...]
     baselines: dict[str, float]
     num_candidates: int
     offload_capped: bool
+
+    @property
+    def gap(self) -> float:
+        """Iteration time over the certified bound, minus one."""
+        return self.predicted_us / self.lower_bound_us - 1 if self.lower_bound_us else 0.0
 
     @property
     def num_tensors(self) -> int:
@@ -199,11 +217,12 @@ def search(
     found: list[_Found] = []
     baselines: dict[str, float] = {}
     capped = False
-    pricer = None
-    for number, size in enumerate(sizes):
-        report = _part_of(progress, number, len(sizes))
-        evaluator = Evaluator(job, units, size, payload, pricer=pricer)
-        pricer = evaluator.pricer
+    pricer = shared_pricer(job.costs, job.cluster, payload)
+    # The improvement looks at every partition size; the algorithms as published know one.
+    published = sizes[:1] if improve else sizes
+    for number, size in enumerate(published):
+        report = _part_of(progress, number, len(published))
+        evaluator = Evaluator(job, units, size, pricer=pricer)
         rows = [
             _Found(row.name, evaluator, row.choices, row.makespan_us)
             for row in simple_baselines(evaluator, specs)
@@ -218,15 +237,25 @@ def search(
         for row in rows:
             baselines[row.name] = min(row.makespan_us, baselines.get(row.name, math.inf))
         found += rows
+    algorithms_ms = (time.perf_counter() - started) * 1e3
+    leaves = every_choice(job, specs)
+    refined = refine(
+        job, found[0].evaluator,
+        [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in found],
+        leaves, sizes, effort=Effort() if improve else Effort(task_trials=0, sizes=0, deep=0),
+    )  # fmt: skip
+    bound = refined.bound_us
     if improve:
-        leaves = raw + first + moved
-        _improve_best(found, leaves)
+        found.append(_found("improved", refined.evaluator, refined.strategy))
         if job.mode is Mode.DDP:
-            row = min(found, key=lambda row: row.makespan_us)
-            evaluator, split = split_buckets(job, row.evaluator, row.evaluator.encode(row.choices), leaves)
-            if evaluator is not row.evaluator:
+            both = raw + first + moved
+            evaluator, split = split_buckets(job, refined.evaluator, refined.strategy, both)
+            if evaluator is not refined.evaluator:
                 found.append(_found("buckets split", evaluator, split))
-    result = _result(job, specs, found, baselines, capped, len(raw + first + moved), started, payload)
+                bound = min(bound, certify_units(job, evaluator, leaves, sizes, bound, pricer))
+    result = _result(
+        job, specs, found, baselines, capped, len(leaves), started, payload, bound, refined, algorithms_ms
+    )
     if progress is not None:
         progress("search", 1.0)
     return result
@@ -242,14 +271,6 @@ def _found(name: str, evaluator: Evaluator, strategy: npt.NDArray[np.int64]) -> 
     return _Found(name, evaluator, tuple(evaluator.decode(strategy)), evaluator.makespan(strategy))
 
 
-def _improve_best(found: list[_Found], leaves: tuple[Choice, ...], starts: int = 2) -> None:
-    """Improve the best few starts, and add what they become."""
-    ranked = sorted(found, key=lambda row: row.makespan_us)
-    for row in ranked[:starts]:
-        strategy, _ = improve_locally(row.evaluator, row.evaluator.encode(row.choices), leaves)
-        found.append(_found("improved", row.evaluator, strategy))
-
-
 def _result(
     job: Job,
     specs: Sequence[CompressorSpec],
@@ -259,6 +280,9 @@ def _result(
     num_candidates: int,
     started: float,
     payload: PayloadBytes,
+    lower: float,
+    refined: Refined,
+    algorithms_ms: float,
 ) -> SearchResult:
     beside = job.forward_us + job.optimizer_us
     plain = next(row for row in found if row.name == "uncompressed")
@@ -276,7 +300,11 @@ def _result(
         predicted_us=chosen.predicted_us,
         uncompressed_us=plain.makespan_us + beside,
         upper_bound_us=min(bound, chosen.predicted_us),
+        lower_bound_us=min(lower + beside, chosen.predicted_us),
         search_ms=(time.perf_counter() - started) * 1e3,
+        algorithms_ms=algorithms_ms,
+        certificate_ms=refined.certificate_ms,
+        improve_ms=refined.improve_ms,
         alternatives=tuple(alternatives),
         baselines={name: makespan + beside for name, makespan in baselines.items()},
         num_candidates=num_candidates,

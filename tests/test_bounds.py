@@ -1,0 +1,149 @@
+"""The certificate: never above brute force, near the linear program's optimum, blind to nothing it prunes."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from espresso.bounds import CHAIN, Relaxation, certify, pareto, relax, right_hand_sides, undominated_leaves
+from espresso.candidates import every_choice, units_of
+from espresso.chains import Pricer
+from espresso.evaluator import Evaluator
+from espresso.presets import job_from_trace
+from espresso.search import search
+from espresso.strategies import CompressorSpec, Device
+from tests.timeline_jobs import TOY, compute, jobs, make_job, tenth
+
+slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+
+
+def makespans(job, rows, partition_bytes):
+    """Of every strategy that gives each unit one of ``rows`` choices."""
+    evaluator = Evaluator(job, units_of(job), partition_bytes, tenth)
+    numbers = [
+        [evaluator.candidates.number(unit.size, choice) for choice in rows] for unit in evaluator.units
+    ]
+    return evaluator.batch(np.array(list(itertools.product(*numbers))))[2]
+
+
+@given(jobs(most=3), st.data())
+@settings(slow_ok, max_examples=60)
+def test_no_strategy_is_below_the_bound(job, data):
+    leaves = every_choice(job, (TOY,))
+    few = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=7, unique=True))
+    size = data.draw(st.sampled_from((0, 1024, 4096)))
+    best = makespans(job, few, size).min()
+    # Bounded over just these leaves the claim is sharper than over the whole tree.
+    relaxation = relax(job, units_of(job), tuple(few), (size,), Pricer(job.costs, job.cluster, tenth))
+    above = best * data.draw(st.sampled_from((1.0, 1.5)))
+    assert certify(relaxation, above).makespan_us <= best * (1 + 1e-12)
+    whole = relax(job, units_of(job), leaves, (0, size), Pricer(job.costs, job.cluster, tenth))
+    assert certify(whole, above).makespan_us <= best * (1 + 1e-12)
+
+
+@given(jobs(most=4), st.data())
+@slow_ok
+def test_any_weights_are_valid(job, data):
+    leaves = every_choice(job, (TOY,))
+    few = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=4, unique=True))
+    best = makespans(job, few, 0).min()
+    relaxation = relax(job, units_of(job), tuple(few), (0,), Pricer(job.costs, job.cluster, tenth))
+    seed = data.draw(st.integers(0, 99))
+    wild = np.random.default_rng(seed).random((CHAIN + 1, len(units_of(job)))) ** 8
+    assert certify(relaxation, 2 * best, rounds=1, start=wild).makespan_us <= best * (1 + 1e-12)
+
+
+def test_a_single_tensor_is_bounded_by_its_shortest_chain():
+    job = make_job([5000], [0], beta=4.0)
+    leaves = every_choice(job, (TOY,))
+    best = makespans(job, leaves, 0).min()
+    relaxation = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster, tenth))
+    assert certify(relaxation, 2 * best).makespan_us == pytest.approx(best, rel=5e-3)
+
+
+def test_a_link_that_is_always_busy_makes_the_bound_tight():
+    job = make_job([1000] * 8, [0] * 8, beta=4.0, costs=compute(1e4, 1e4))
+    leaves = every_choice(job, (TOY,))
+    best = search(job, TOY, payload=tenth, partitions=(0,)).predicted_us
+    relaxation = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster, tenth))
+    assert certify(relaxation, best).makespan_us == pytest.approx(best, rel=5e-3)
+
+
+def linear_program(relaxation: Relaxation) -> float:
+    """The exact optimum of the relaxation, by HiGHS."""
+    from scipy.optimize import linprog
+
+    base = right_hand_sides(relaxation)
+    units = len(relaxation.first)
+    columns = [(u, r) for u in range(units) for r in range(relaxation.first[u], relaxation.last[u])]
+    above, right = [], []
+    for k, j in itertools.product(range(CHAIN + 1), range(units)):
+        if not np.isfinite(base[k, j]):
+            continue
+        share = 1 / relaxation.cores if k == 6 else 1.0
+        row = [relaxation.rows[r, k] * share * (u == j if k == CHAIN else u >= j) for u, r in columns]
+        above.append([-1.0, *row])
+        right.append(-base[k, j])
+    equal = [[0.0, *(float(u == j) for u, _ in columns)] for j in range(units)]
+    found = linprog(
+        [1.0] + [0.0] * len(columns), np.array(above), np.array(right), np.array(equal), np.ones(units),
+        bounds=(0, None), method="highs",
+    )  # fmt: skip
+    assert found.success
+    return float(found.fun)
+
+
+@pytest.mark.parametrize(
+    ("trace", "cluster"), [("lstm", "nvlink-100g"), ("lstm", "pcie-25g"), ("vgg16", "pcie-25g")]
+)
+def test_the_ascent_comes_near_the_exact_linear_program(trace, cluster):
+    job = job_from_trace(trace, 8, 8, cluster)
+    leaves = every_choice(job, (CompressorSpec.parse("randomk:ratio=0.01"),))
+    relaxation = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster))
+    exact = linear_program(relaxation)
+    found = certify(relaxation, exact * 1.1).makespan_us
+    assert found <= exact * (1 + 1e-7)
+    assert found >= exact * 0.99
+
+
+@given(jobs(most=3))
+@slow_ok
+def test_what_is_pruned_never_lowers_the_bound(job):
+    """The dominance rule is safe for the bound: with weights, a dominated leaf is never cheapest alone."""
+    leaves = every_choice(job, (TOY,))
+    pricer = Pricer(job.costs, job.cluster, tenth)
+    size = units_of(job)[0].size
+    kept, origin = undominated_leaves(pricer, size, leaves, (0, 1024))
+    assert len(kept) == len(origin)
+    single = [
+        undominated_leaves(pricer, size, (leaf,), (limit,))[0][0]
+        for leaf in leaves[:200]
+        for limit in (0, 1024)
+    ]
+    for row in single:
+        assert (kept <= row * (1 + 1e-12) + 1e-9).all(axis=1).any()
+
+
+def test_pareto_keeps_the_first_of_equals():
+    rows = np.array([[1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [2.0, 2.0]])
+    assert pareto(rows, np.argsort(rows.sum(axis=1), kind="stable")).tolist() == [True, False, True, False]
+
+
+@given(jobs())
+@slow_ok
+def test_search_reports_a_bound_below_every_strategy_it_knows(job):
+    result = search(job, TOY, payload=tenth)
+    assert 0 < result.lower_bound_us <= result.predicted_us
+    assert result.gap == pytest.approx(result.predicted_us / result.lower_bound_us - 1)
+    assert result.lower_bound_us <= min(result.baselines.values()) * (1 + 1e-9)
+
+
+def test_mixed_devices_are_in_the_space():
+    job = make_job([1000], [0])
+    leaves = every_choice(job, (TOY,))
+    devices = {
+        frozenset(s.device for s in c.option.steps if s.device) for c in leaves if c.option.is_compressed
+    }
+    assert frozenset(Device) in devices

@@ -1,0 +1,81 @@
+"""The improvement: never above its starts, far below the published algorithms where those are far off."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from espresso.bounds import certify, relax
+from espresso.candidates import every_choice, units_of
+from espresso.chains import Pricer
+from espresso.evaluator import Evaluator
+from espresso.improve import Effort, LocalSearch, guide
+from espresso.improve_kernels import spread
+from espresso.presets import job_from_trace
+from espresso.search import search
+from espresso.strategies import PLAIN, Device
+from tests.timeline_jobs import TOY, jobs, make_job, tenth
+
+slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+BRIEF = Effort(task_trials=40_000)
+
+
+def led_by(job):
+    evaluator = Evaluator(job, units_of(job), 0, pricer=Pricer(job.costs, job.cluster, tenth))
+    leaves = every_choice(job, (TOY,))
+    relaxation = relax(job, evaluator.units, leaves, (0,), evaluator.pricer)
+    plain = evaluator.uniform(PLAIN)
+    certificate = certify(relaxation, evaluator.makespan(plain))
+    return evaluator, guide(evaluator, relaxation, certificate, leaves, 8), plain
+
+
+@given(jobs())
+@slow_ok
+def test_local_search_never_worsens_and_reports_what_it_found(job):
+    evaluator, led, strategy = led_by(job)
+    local = LocalSearch(evaluator, led, BRIEF)
+    start = evaluator.makespan(strategy)
+    paid = np.full(len(strategy), np.inf)
+    first = local.descend(strategy, start, paid)
+    assert first <= start
+    assert evaluator.makespan(strategy) == pytest.approx(first, rel=1e-9)
+    second = local.anneal(strategy, first, paid)
+    assert second <= first
+    assert evaluator.makespan(strategy) == pytest.approx(second, rel=1e-9)
+
+
+@given(jobs())
+@slow_ok
+def test_the_improved_strategy_is_above_neither_the_algorithms_nor_any_baseline(job):
+    result = search(job, TOY, payload=tenth)
+    assert result.predicted_us <= result.baselines["algorithms 1 and 2"] * (1 + 1e-9)
+    assert result.predicted_us <= min(result.baselines.values()) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cluster", ["nvlink-100g", "pcie-25g"])
+def test_bert_is_ten_percent_below_the_published_algorithms(cluster):
+    result = search(job_from_trace("bert_base", 8, 8, cluster), "randomk:ratio=0.01")
+    assert result.predicted_us <= 0.9 * result.baselines["algorithms 1 and 2"]
+    assert result.gap <= 0.08
+
+
+def test_leaves_of_mixed_devices_are_used_where_they_pay():
+    result = search(job_from_trace("bert_base", 8, 8, "pcie-25g"), "efsignsgd")
+    used = [{s.device for s in c.option.steps if s.device} for c in result.strategy.choices.values()]
+    assert set(Device) in used
+
+
+def test_rounding_keeps_the_fractions_along_a_group():
+    members, starts = np.arange(12), np.array([0, 12])
+    picks = np.zeros(12, dtype=np.int64)
+    spread(np.tile([0.25, 0.75, 0.0], (12, 1)), np.full(12, 3), members, starts, picks)
+    assert np.bincount(picks).tolist() == [3, 9]
+    assert np.bincount(picks[:4]).tolist() == [1, 3]
+
+
+def test_a_block_move_crosses_what_single_moves_cannot():
+    """Two equal tensors ready together: F is the later of both, so changing one alone shortens nothing."""
+    job = make_job([50_000] * 8, [0] * 8, beta=30.0)
+    evaluator, led, strategy = led_by(job)
+    local = LocalSearch(evaluator, led, BRIEF)
+    start = evaluator.makespan(strategy)
+    assert local.descend(strategy, start, np.full(8, np.inf)) < 0.5 * start
