@@ -40,3 +40,21 @@ def address(typing_context: Any, array: Any) -> Any:
         return builder.ptrtoint(data, ir.IntType(64))
 
     return types.int64(array), generate
+
+
+@operation
+def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of ``array[at]``, soon to be read; an address outside the array does no harm."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        flag, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        name = "llvm.prefetch.p0i8"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        place = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        read, all_levels, is_data = (ir.Constant(flag, value) for value in (0, 3, 1))
+        builder.call(function, [place, read, all_levels, is_data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate

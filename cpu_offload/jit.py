@@ -2,20 +2,53 @@
 
 Kernels are annotated like other functions, but a type checker cannot follow Numba's arithmetic (a uint32 and a Python
 integer, say): what they return is a ``Scalar``.
+
+Numba's cache on disk notices a change of the file that a kernel is in, not of helpers and constants in other files
+that were compiled into it, and would go on running the old code. The cache here takes a digest of all sources that
+kernels may draw on into its keys.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
+
+import espresso.compressors
 
 Scalar = Any
 """A number as Numba sees it: of the arrays' dtype, of a fixed width, or a truth value."""
 
-kernel: Any = njit(nogil=True, cache=True)
-"""Single-threaded, without the interpreter lock, cached on disk for each combination of argument types."""
-
 operation: Any = intrinsic
 """A function that writes LLVM itself."""
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile single-threaded, without the interpreter lock, cached on disk per combination of argument types."""
+    dispatcher = njit(nogil=True, cache=True)(function)
+    dispatcher._cache = _KernelCache(function)
+    return dispatcher
+
+
+def source_digest() -> str:
+    """A digest of this package's sources and of those of ``espresso.compressors``, whose constants kernels use."""
+    digest = hashlib.blake2b(digest_size=16)
+    for folder in (Path(__file__).parent, Path(espresso.compressors.__file__).parent):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+_DIGEST = source_digest()
+
+
+class _KernelCache(FunctionCache):  # type: ignore[misc]  # Numba carries no types
+    """Numba's cache, keyed by the digest as well. A test edits a helper and sees that Numba still asks for this key."""
+
+    def _index_key(self, *arguments: Any) -> tuple[Any, ...]:
+        return (*super()._index_key(*arguments), _DIGEST)

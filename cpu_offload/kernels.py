@@ -5,9 +5,6 @@ slices do not: Numba's own loop for them is several times slower than ``copy_blo
 run at the memory's speed is in :mod:`espresso.cpu_offload.vectors`.
 
 Tables are those of :mod:`espresso.cpu_offload.work`; offsets in payload views are in the view's own items.
-
-Numba's cache notices a change of the file that a kernel is in, not of those that it calls into: after an edit here or
-in ``vectors``, delete ``cpu_offload/__pycache__``.
 """
 
 from __future__ import annotations

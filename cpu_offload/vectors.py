@@ -14,11 +14,14 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from espresso.cpu_offload.jit import operation
 
 GROUP = 16
 STREAM_ALIGNMENT = 16
+SUM_GROUPS = 4
+"""Groups that are summed side by side: one alone would wait for its own last addition."""
 
 _LANE = ir.IntType(32)
 
@@ -49,8 +52,7 @@ class _Builder:
         part = ir.VectorType(self.numbers.element, lanes)
         one = self.ir.module.add_metadata([ir.Constant(_LANE, 1)])
         for first in range(0, GROUP, lanes):
-            order = ir.Constant(ir.VectorType(_LANE, lanes), list(range(first, first + lanes)))
-            piece = self.ir.shuffle_vector(value, ir.Constant(self.numbers, ir.Undefined), order)
+            piece = self.part(value, first, lanes)
             place = self.ir.add(at, ir.Constant(at.type, first))
             stored = self.ir.store(piece, self.pointer(kind, array, place, part))
             stored.align = STREAM_ALIGNMENT
@@ -72,6 +74,29 @@ class _Builder:
     def mask(self, flags: Any) -> Any:
         return self.ir.bitcast(flags, ir.IntType(GROUP))
 
+    def magnitude(self, value: Any) -> Any:
+        name = f"llvm.fabs.v{GROUP}f{8 * self.size}"
+        kind = ir.FunctionType(self.numbers, [self.numbers])
+        function = self.ir.module.globals.get(name) or ir.Function(self.ir.module, kind, name)
+        return self.ir.call(function, [value])
+
+    def sum(self, groups: list[Any]) -> Any:
+        """The sum in float64 of a power of two of groups, by halving."""
+        wide = ir.VectorType(ir.DoubleType(), GROUP)
+        groups = [self.ir.fpext(group, wide) if self.size == 4 else group for group in groups]
+        while len(groups) > 1:
+            half = len(groups) // 2
+            groups = [self.ir.fadd(low, high) for low, high in zip(groups, groups[half:], strict=False)]
+        total, lanes = groups[0], GROUP
+        while lanes > 1:
+            lanes //= 2
+            total = self.ir.fadd(self.part(total, 0, lanes), self.part(total, lanes, lanes))
+        return self.ir.extract_element(total, ir.Constant(_LANE, 0))
+
+    def part(self, value: Any, first: int, lanes: int) -> Any:
+        order = ir.Constant(ir.VectorType(_LANE, lanes), list(range(first, first + lanes)))
+        return self.ir.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), order)
+
 
 def _signature(result: Any, source: Any, old: Any, *more: Any) -> Any:
     return result(source, types.intp, source.dtype, old, types.intp, *more)
@@ -86,14 +111,47 @@ def add_magnitudes(
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
         q = group.q(kinds, arguments)
-        name = f"llvm.fabs.v{GROUP}f{8 * group.size}"
-        kind = ir.FunctionType(group.numbers, [group.numbers])
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        total = builder.fadd(group.load(kinds[5], arguments[5], arguments[6]), builder.call(function, [q]))
+        total = builder.fadd(group.load(kinds[5], arguments[5], arguments[6]), group.magnitude(q))
         group.store(total, kinds[5], arguments[5], arguments[6], False)
         return context.get_dummy_value()
 
     return _signature(types.void, source, old, lanes, types.intp), generate
+
+
+@operation
+def sum_magnitudes(
+    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, num: Any
+) -> Any:
+    """The sum of |q| over ``num`` elements, a multiple of 16, as float64; lane = element mod 64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+        source, at, scale, old, kept, num = arguments
+        index = num.type
+        zero = ir.Constant(group.numbers, None)
+        lanes = [
+            cgutils.alloca_once_value(builder, zero) for _ in range(SUM_GROUPS)
+        ]  # LLVM keeps them in registers
+
+        def add(first: Any, lane: int) -> None:
+            shift = builder.add(first, ir.Constant(index, GROUP * lane))
+            q = group.q(kinds, [source, builder.add(at, shift), scale, old, builder.add(kept, shift)])
+            builder.store(builder.fadd(builder.load(lanes[lane]), group.magnitude(q)), lanes[lane])
+
+        width = GROUP * SUM_GROUPS
+        rows = builder.and_(num, ir.Constant(index, -width))
+        with cgutils.for_range_slice(
+            builder, ir.Constant(index, 0), rows, ir.Constant(index, width), intp=index
+        ) as (first, _):
+            for lane in range(SUM_GROUPS):
+                add(first, lane)
+        rest = builder.sub(num, rows)
+        for lane in range(SUM_GROUPS - 1):
+            with builder.if_then(builder.icmp_signed(">", rest, ir.Constant(index, GROUP * lane))):
+                add(rows, lane)
+        return group.sum([builder.load(lane) for lane in lanes])
+
+    return types.float64(source, types.intp, source.dtype, old, types.intp, types.intp), generate
 
 
 def _make_sign_group(stream: bool) -> Callable[..., Any]:

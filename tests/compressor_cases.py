@@ -17,6 +17,8 @@ SPECS = (
     "int8:raw_below=1,block=64",
     "int4:raw_below=1,block=64",
     "efsignsgd:raw_below=1",
+    "efsignsgd:raw_below=1,block=0",
+    "efsignsgd:raw_below=1,block=96",
     "topk:raw_below=1,ratio=0.05",
     "dgc:raw_below=1,ratio=0.05",
     "randomk:raw_below=1,ratio=0.05",
@@ -110,14 +112,16 @@ def body(outcome: Outcome, index: int) -> bytes:
     return outcome.payload[outcome.layout.offsets[index] : ends[index]].tobytes()
 
 
-def reference_signs(raw: bytes, count: int, dtype: Any) -> np.ndarray:
+def reference_signs(raw: bytes, count: int, dtype: Any, block: int) -> np.ndarray:
     """Scaled sign's body, bit by bit as documented."""
-    scale = np.frombuffer(raw, dtype, 1)[0]
-    words = np.frombuffer(raw, np.uint32, -(-count // 32), np.dtype(dtype).itemsize)
+    block = block or count
+    num_blocks = -(-count // block)
+    scales = np.frombuffer(raw, dtype, num_blocks)
+    words = np.frombuffer(raw, np.uint32, -(-count // 32), num_blocks * np.dtype(dtype).itemsize)
     out = np.empty(count, dtype)
     for element in range(count):
         negative = int(words[element // 32]) >> element % 32 & 1
-        out[element] = -scale if negative else scale
+        out[element] = -scales[element // block] if negative else scales[element // block]
     return out
 
 

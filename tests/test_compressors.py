@@ -34,7 +34,7 @@ from espresso.compressors import (
 )
 from espresso.cpu_offload import WorkerPool, work
 
-every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.partition(":")[0])
+every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.replace(":raw_below=1", ""))
 both = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 
 
@@ -177,19 +177,21 @@ def test_any_number_of_threads_gives_the_same_bytes(
 @both
 def test_streamed_residuals_are_complete(dtype: type) -> None:
     """Layouts above the streaming threshold write the same residuals, at any alignment."""
-    for spec in ("efsignsgd", "int8", "topk", "randomk"):
+    for spec in ("efsignsgd", "efsignsgd:block=0", "efsignsgd:block=65536", "int8", "topk", "randomk"):
         codec = host_codec(create(spec))
         count = (1 << 22) // np.dtype(dtype).itemsize + 777
         layout = codec.compressor.layout([Segment("w", 0, count)], dtype)
         source, target = numbers(count, dtype), np.empty(count, dtype)
         new = np.full(count + 8, 7, dtype)
         payload = np.empty((1, layout.num_bytes), np.uint8)
-        at = np.array([3])
-        feedback = Feedback(np.zeros(count + 8, dtype), new, at)
-        codec.encode(layout, source, np.array([0]), payload[0], feedback=feedback)
-        codec.decode(layout, payload, target, np.array([0]))
-        assert np.array_equal(new[3:-5], source - target)
-        assert (np.r_[new[:3], new[-5:]] == 7).all()
+        for start in (3, 4):
+            new[:] = 7
+            at = np.array([start])
+            feedback = Feedback(np.zeros(count + 8, dtype), new, at)
+            codec.encode(layout, source, np.array([0]), payload[0], feedback=feedback)
+            codec.decode(layout, payload, target, np.array([0]))
+            assert np.array_equal(new[start : start + count], source - target)
+            assert (np.r_[new[:start], new[start + count :]] == 7).all()
 
 
 # What each algorithm promises (ALGORITHMS.md section 3), against slow references.
@@ -248,18 +250,51 @@ def test_blockwise_bounds(dtype: type, name: str, levels: int) -> None:
 
 
 @both
-def test_scaled_sign(dtype: type) -> None:
-    outcome = round_trip("efsignsgd:raw_below=1", ODD_SIZES, dtype)
+@pytest.mark.parametrize("block", [0, 32, 96, 256, 1024, 65536])
+def test_scaled_sign(dtype: type, block: int) -> None:
+    outcome = round_trip(f"efsignsgd:raw_below=1,block={block}", (*ODD_SIZES, 70_001), dtype)
     for index, (q, decoded, _) in enumerate(pieces(outcome)):
         if not len(q):
             continue
-        assert np.array_equal(reference_signs(body(outcome, index), len(q), dtype), decoded)
-        mean = np.abs(q.astype(np.float64)).mean()
+        assert np.array_equal(reference_signs(body(outcome, index), len(q), dtype, block), decoded)
         assert np.array_equal(decoded < 0, q < 0)
-        assert abs(np.abs(decoded).max() / mean - 1) < 1e-6
-        wide = q.astype(np.float64)
-        expected = (wide**2).sum() - np.abs(wide).sum() ** 2 / len(q)
-        assert ((wide - decoded) ** 2).sum() == pytest.approx(expected, rel=1e-5, abs=1e-12)
+        length = block or len(q)
+        assert outcome.layout.counts[index] == -(-len(q) // length)
+        for low in range(0, len(q), length):
+            wide, out = q[low : low + length].astype(np.float64), decoded[low : low + length]
+            assert abs(np.abs(out).max() / np.abs(wide).mean() - 1) < 1e-6
+            expected = (wide**2).sum() - np.abs(wide).sum() ** 2 / len(wide)
+            assert ((wide - out) ** 2).sum() == pytest.approx(expected, rel=1e-5, abs=1e-12)
+
+
+@both
+def test_the_sum_of_a_block_has_the_documented_shape(dtype: type) -> None:
+    """Bit for bit, so that another backend can compute the same scale."""
+    for block, numel in ((256, 256), (256, 201), (96, 96), (1024, 1000)):
+        outcome = round_trip(f"efsignsgd:raw_below=1,block={block}", (numel,), dtype)
+        lanes = np.zeros(64, dtype)
+        padded = np.r_[np.abs(outcome.q), np.zeros(-numel % 64, dtype)].reshape(-1, 64)
+        for row in padded:
+            lanes += row
+        wide = lanes.astype(np.float64)
+        while len(wide) > 1:
+            wide = wide[: len(wide) // 2] + wide[len(wide) // 2 :]
+        assert np.abs(outcome.decoded[0]) == dtype(wide[0] / numel)
+
+
+def test_a_small_block_keeps_scales_apart() -> None:
+    """Zeros beside large numbers stay zeros in their own blocks; one scale per segment moves them."""
+
+    def half(source: np.ndarray, starts: np.ndarray) -> None:
+        source[:256], source[256:] = 3, 0
+
+    def zeros(count: int, dtype: type, seed: int) -> np.ndarray:
+        return np.zeros(count, dtype)
+
+    apart = round_trip("efsignsgd", (512,), np.float32, make=zeros, change=half, scale=1.0)
+    assert np.array_equal(apart.decoded, apart.q)
+    whole = round_trip("efsignsgd:block=0", (512,), np.float32, make=zeros, change=half, scale=1.0)
+    assert (whole.decoded == 1.5).all()
 
 
 def test_scaled_sign_of_zeros_is_plus_and_padding_is_zero() -> None:
@@ -280,11 +315,13 @@ def test_scaled_sign_of_zeros_is_plus_and_padding_is_zero() -> None:
 
 
 def test_scaled_sign_survives_huge_numbers() -> None:
-    outcome = round_trip(
-        "efsignsgd", (5003,), np.float32, make=lambda n, t, s: np.full(n, 2e38 if s == 1 else 1e38, t)
-    )
-    assert outcome.finite
-    assert outcome.decoded[0] == pytest.approx(2e38)
+    for spec in ("efsignsgd", "efsignsgd:block=0"):
+        outcome = round_trip(
+            spec, (5003,), np.float32, make=lambda n, t, s: np.full(n, 2e38 if s == 1 else 1e38, t)
+        )
+        assert outcome.finite
+        assert (outcome.decoded == outcome.decoded[0]).all()
+        assert outcome.decoded[0] == pytest.approx(2e38)
 
 
 SHAPES = {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from espresso import cpu_offload
 from espresso.compressors import RESERVED_IDS, Feedback, MomentumCorrection, Segment, create, host_codec
 from espresso.compressors.dgc import Dgc
 from espresso.cpu_offload import WorkerPool, warm_up
@@ -30,6 +33,8 @@ def test_create_from_text_and_spec() -> None:
         ("topk:ratio=true", "got True"),
         ("topk:ratio=nan", "got nan"),
         ("topk:raw_below=-1", "raw_below must be an integer of at least 0"),
+        ("efsignsgd:block=100", "block must be an integer from 0 to 65536, a multiple of 32, got 100"),
+        ("efsignsgd:block=-32", "got -32"),
         ("int8:block=100", "power of two"),
         ("int4:block=8", "from 32 to 4096"),
         ("dgc:momentum=1", "below 1"),
@@ -59,6 +64,31 @@ def test_dgc_warm_up_schedule() -> None:
     assert ratios == pytest.approx([0.001**0.2, 0.001**0.4, 0.001**0.6, 0.001**0.8, 0.001, 0.001])
     with pytest.raises(ValueError, match="epoch"):
         compressor.at_epoch(-1)
+
+
+def test_the_kernel_cache_notices_edits_of_helpers(tmp_path: Path) -> None:
+    """A kernel that calls an edited helper in another file must not come from the cache; an unchanged one must."""
+    root = Path(cpu_offload.__file__).parent
+    package = tmp_path / "offload"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "jit.py").write_text((root / "jit.py").read_text())
+    (package / "caller.py").write_text(
+        "from offload.jit import kernel\nfrom offload.helper import helper\n"
+        "@kernel\ndef caller():\n    return helper()\n"
+    )
+    code = "from offload.caller import caller; print(caller(), sum(caller.stats.cache_hits.values()))"
+    seen = []
+    for value in (1, 1, 2):
+        text = f"from offload.jit import kernel\n@kernel\ndef helper():\n    return {value}\n"
+        (package / "helper.py").write_text(text)
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        seen.append(done.stdout.split())
+    assert seen == [["1", "0"], ["1", "1"], ["2", "0"]]
 
 
 def test_pool_keeps_order_and_passes_errors_on() -> None:
@@ -117,12 +147,12 @@ def test_warm_up_compiles_what_encode_and_decode_call() -> None:
 
     codec = host_codec(create("efsignsgd"))
     warm_up(codec, (np.float32,))
-    before = len(efsignsgd.encode_segments.signatures), len(efsignsgd.decode_chunks.signatures)
+    before = len(efsignsgd.encode_blocks.signatures), len(efsignsgd.decode_blocks.signatures)
     layout = codec.compressor.layout([Segment("w", 0, 5000)])
     payload = np.empty((1, layout.num_bytes), np.uint8)
     codec.encode(layout, np.ones(5000, np.float32), np.array([0]), payload[0])
     codec.decode(layout, payload, np.ones(5000, np.float32), np.array([0]))
-    assert before == (len(efsignsgd.encode_segments.signatures), len(efsignsgd.decode_chunks.signatures))
+    assert before == (len(efsignsgd.encode_blocks.signatures), len(efsignsgd.decode_blocks.signatures))
     assert min(before) >= 1
 
 

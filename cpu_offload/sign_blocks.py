@@ -1,0 +1,153 @@
+"""Scaled sign with one scale per block. Format and paper: :mod:`espresso.compressors.efsignsgd`.
+
+Encode makes one pass: a block's gradient and residual are still in the first-level cache when, after the sum of
+|q|, signs and residual are taken. The second look prefetches what comes after, or memory would idle meanwhile.
+
+The sum has a fixed shape: the block, padded with zeros to whole groups of 16, goes into 64 lanes in the numbers' type
+(lane = element mod 64), which are added in float64 by halving (lane i and i + 32, then i and i + 16, ...).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.compressors.base import Array
+from espresso.cpu_offload.intrinsics import address, fence, prefetch
+from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q
+from espresso.cpu_offload.vectors import (
+    GROUP,
+    STREAM_ALIGNMENT,
+    sign_group,
+    sign_group_stream,
+    sum_magnitudes,
+    unpack_group,
+)
+from espresso.cpu_offload.work import COUNT, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
+
+AHEAD = 1024
+"""Elements between what is worked on and what is prefetched, at least: measured best from 256 to 2048."""
+
+Halves = npt.NDArray[np.uint16]
+
+
+@kernel
+def encode_blocks(
+    table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
+    has_feedback: bool, stream: bool, numbers: Array, halves: Halves, block: int,
+) -> Scalar:  # fmt: skip
+    """Scales, signs and residual of the blocks that begin in these chunks; returns whether all is finite.
+
+    Without feedback ``old`` is a block of zeros and ``new`` a block of anything: both stay in the cache.
+    """
+    one = source.dtype.type(1)
+    q, zeros, kept = (
+        np.zeros(block, source.dtype),
+        np.zeros(block, source.dtype),
+        np.empty(block, source.dtype),
+    )
+    aligned = address(new) % STREAM_ALIGNMENT
+    finite = True
+    for chunk in range(first, end):
+        row = table[chunks[chunk, SEGMENT]]
+        scales = row[OFFSET] // numbers.itemsize
+        signs = (row[OFFSET] + row[COUNT] * numbers.itemsize) // 2
+        begin, stop = chunks[chunk, LOW] + block - 1, chunks[chunk, HIGH] + block - 1
+        for index in range(begin // block, stop // block):
+            low = index * block
+            num = min(block, row[NUMEL] - low)
+            at, half = row[SOURCE] + low, signs + low // GROUP
+            to = row[RESIDUAL] + low if has_feedback else 0
+            whole = num % GROUP == 0
+            if whole:
+                total = sum_magnitudes(source, at, scale, old, to, num)
+            else:
+                fill_q(q, source, at, scale, old, to, num, True)
+                padded = (num + GROUP - 1) // GROUP * GROUP
+                clear_block(q, num, padded - num)
+                total = sum_magnitudes(q, 0, one, zeros, 0, padded)
+            if not np.isfinite(total):
+                total = plain_sum(source, at, scale, old, to, num)
+                finite = finite and np.isfinite(total)
+            size = source.dtype.type(total / num)
+            numbers[scales + index] = size
+            if not whole:
+                sign_block(q, 0, one, zeros, 0, kept, 0, padded, size, halves, half, False, 0)
+                copy_block(new, to, kept, num)
+            else:
+                direct = stream and (aligned + to * new.itemsize) % STREAM_ALIGNMENT == 0
+                ahead = max(block, AHEAD)
+                sign_block(source, at, scale, old, to, new, to, num, size, halves, half, direct, ahead)
+    fence()
+    return finite
+
+
+@kernel
+def sign_block(
+    source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, size: float,
+    halves: Halves, half: int, stream: bool, ahead: int,
+) -> None:  # fmt: skip
+    """Signs and residual of ``num`` elements, a multiple of a group."""
+    if stream:
+        for i in range(0, num, GROUP):
+            prefetch(source, at + i + ahead)
+            prefetch(old, kept + i + ahead)
+            halves[half + i // GROUP] = sign_group_stream(
+                source, at + i, scale, old, kept + i, new, to + i, size
+            )
+    else:
+        for i in range(0, num, GROUP):
+            halves[half + i // GROUP] = sign_group(source, at + i, scale, old, kept + i, new, to + i, size)
+
+
+@kernel
+def plain_sum(source: Array, at: int, scale: float, old: Array, kept: int, num: int) -> Scalar:
+    """Sum of |q| in float64: tells an overflow of the lanes from a number that is not finite itself."""
+    total = 0.0
+    for i in range(num):
+        total += abs(np.float64(source[at + i] * scale + old[kept + i]))
+    return total
+
+
+@kernel
+def decode_blocks(
+    table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
+    numbers: Array, halves: Halves, block: int,
+) -> Scalar:  # fmt: skip
+    """``target = scale * sum over rows of +-size``, rows in order; ``block`` 0 means the whole segment.
+
+    One pass over the target.
+    """
+    tail = np.zeros(GROUP, target.dtype)
+    one = target.dtype.type(1)
+    for chunk in range(first, end):
+        segment = chunks[chunk, SEGMENT]
+        row = table[segment]
+        length = block if block else row[NUMEL] + GROUP
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], BLOCK):
+            high = min(low + BLOCK, chunks[chunk, HIGH])
+            whole = high - (high - low) % GROUP
+            at = row[SOURCE]
+            if not num_rows:
+                clear_block(target, at + low, high - low)
+            for source in range(num_rows):
+                body = source * row_bytes + row[OFFSET]
+                scales = body // numbers.itemsize
+                signs = (body + row[COUNT] * numbers.itemsize) // 2
+                factor = scale if source == num_rows - 1 else one
+                start = low
+                while start < high:
+                    index = start // length
+                    stop = min((index + 1) * length, high)
+                    size = numbers[scales + index]
+                    if not 0 <= size < np.inf:
+                        return 1 + source * len(table) + segment
+                    for i in range(start, min(stop, whole), GROUP):
+                        unpack_group(halves[signs + i // GROUP], size, target, at + i, source > 0, factor)
+                    if stop > whole:
+                        copy_block(tail, 0, target[at + whole :], high - whole)
+                        unpack_group(halves[signs + whole // GROUP], size, tail, 0, source > 0, factor)
+                        copy_block(target, at + whole, tail, high - whole)
+                    start = stop
+    return 0
