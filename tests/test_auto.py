@@ -1,0 +1,116 @@
+"""Automatic mode on a live job: it measures, searches, races, and trains all the while."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
+
+DECIDED_WITHIN = 60
+POISONED = (1, 6, 20, 29)
+"""While warming up, profiling and racing."""
+
+
+def test_decides_within_sixty_steps_and_learns(played):
+    everybody = played(decide)
+    for result in everybody:
+        assert 0 < result["decided at"] <= DECIDED_WITHIN
+        assert result["losses"][1] < 0.7 * result["losses"][0]
+        assert result["verdict"].split(":")[0] in result["names"]
+        assert "ms a step" in result["verdict"] or "no strategy is predicted" in result["verdict"]
+        assert result["predicted"] > 0
+        assert result["measured"] > 0
+        assert result["job on rank 0"]
+        assert result["digest"] == everybody[0]["digest"]
+
+
+def test_inf_batches_while_measuring_and_racing(played):
+    """With a grad scaler: skipped everywhere, and the decision still comes."""
+    for decided_at, finite in played(decide_with_overflow):
+        assert 0 < decided_at <= DECIDED_WITHIN
+        assert finite
+
+
+def test_one_rank_has_nothing_to_exchange(played):
+    for decided, equal in played(alone):
+        assert decided
+        assert equal
+
+
+# -- scenarios, on two nodes of two ranks ----------------------------------------------------------
+
+
+def decide(rank: int) -> dict[str, object]:
+    ddp = wrap(mlp(64, 512, 512, 8), bucket_cap_mb=0.5)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    losses, decided_at = [], 0
+    with registered(ddp, compressor="efsignsgd", strategy="auto", ranks_per_node=2, timeout_s=60.0) as state:
+        for step in range(DECIDED_WITHIN + 10):
+            optimizer.zero_grad()
+            inputs = batch(rank, step % 4, 64, rows=16)
+            loss = (ddp(inputs) - inputs[:, :8].sin()).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            if state.decided and not decided_at:
+                decided_at = step + 1
+            if step % 10 == 9:
+                assert agreed(ddp)
+        assert state._planner is not None
+        assert state._planner.verdict is not None
+        metrics = state.metrics()
+        return {
+            "decided at": decided_at,
+            "losses": (sum(losses[:4]) / 4, sum(losses[-4:]) / 4),
+            "verdict": state.verdict,
+            "names": ["plain", *state._planner.verdict.predicted_us],
+            "predicted": metrics["espresso/predicted_step_us"],
+            "measured": metrics["espresso/measured_step_us"],
+            "job on rank 0": state.job is not None,
+            "digest": digest(ddp),
+        }
+
+
+def decide_with_overflow(rank: int) -> tuple[int, bool]:
+    ddp = wrap(mlp(64, 256, 256, 8), bucket_cap_mb=0.1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
+    settings = {"strategy": "auto", "ranks_per_node": 2, "timeout_s": 60.0, "grad_scaler": scaler}
+    decided_at = 0
+    with registered(ddp, compressor="dgc:ratio=0.05", **settings) as state:
+        for step in range(DECIDED_WITHIN):
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, step, 64)).square().mean()
+            if step in POISONED and rank == 3:
+                loss = loss + ddp.module[2].weight[0, 0] * math.inf
+            before = digest(ddp)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert (digest(ddp) == before) == (step in POISONED)
+            assert agreed(ddp)
+            if state.decided and not decided_at:
+                decided_at = step + 1
+        finite = math.isfinite(state.metrics()["espresso/residual_norm"]) and bool(loss.isfinite())
+        return decided_at, finite
+
+
+def alone(rank: int) -> tuple[bool, bool]:
+    """A group of one rank in a larger world."""
+    groups = [dist.new_group([number]) for number in range(4)]
+    ours, plain = (wrap(mlp(20, 30, 3), process_group=groups[rank]) for _ in range(2))
+    with registered(ours, compressor="efsignsgd", strategy="auto") as state:
+        for ddp in (ours, plain):
+            for step in range(3):
+                ddp(batch(rank, step, 20)).square().mean().backward()
+        same = all(
+            torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
+        )
+        return state.decided, same
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(__name__, (decide, decide_with_overflow, alone), 4, deadline_s=150)
