@@ -197,10 +197,10 @@ def _gpt_workload(seed: int) -> Workload:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.01)
 
-    return Workload("gpt", _seeded_model(_Gpt, seed), optimizer, batch, test_batches)
+    return Workload("gpt", _seeded_model(Gpt, seed), optimizer, batch, test_batches)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """Pre-norm attention and feed-forward, both residual."""
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -220,14 +220,14 @@ class _Block(nn.Module):
         return x + torch.as_tensor(self.feed_forward(self.norm2(x)))
 
 
-class _Gpt(nn.Module):
+class Gpt(nn.Module):
     """Six layers of width 384, by character."""
 
     def __init__(self, width: int = 384, num_layers: int = 6, num_heads: int = 6) -> None:
         super().__init__()
         self.token = nn.Embedding(len(_ALPHABET), width)
         self.position = nn.Embedding(_CONTEXT, width)
-        self.blocks = nn.Sequential(*(_Block(width, num_heads) for _ in range(num_layers)))
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(_ALPHABET), bias=False)
         for name, parameter in self.named_parameters():

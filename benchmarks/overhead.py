@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
 from benchmarks.emulated import Host, Network, run_workers
+from benchmarks.emulated.interrupts import termination_raises
 from benchmarks.models import build_workload
 from benchmarks.ratios import Ratio, paired_ratio
 from benchmarks.train import process_group
@@ -51,9 +52,9 @@ class Case:
 
 
 CASES = (
-    Case("mlp", 1.0, 60, 3, True),
-    Case("gpt", 1.0, 30, 2, True),
-    Case("deep", 0.25, 60, 4, False),
+    Case("mlp", 1.0, 50, 3, True),
+    Case("gpt", 1.0, 40, 2, True),
+    Case("deep", 0.25, 40, 4, False),
 )
 """``deep``: 48 narrow layers, so that a bucket costs next to nothing and what is left is the hook."""
 
@@ -209,7 +210,8 @@ def main(
     argv += ["--worker", str(raw), *(["--quick"] if quick else [])]
     json_path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        run_workers(network, argv, pin=True, deadline_s=900, env={"PYTHONPATH": str(ROOT)})
+        with termination_raises():
+            run_workers(network, argv, pin=True, deadline_s=900, env={"PYTHONPATH": str(ROOT)})
         rows = [Result(**{**row, "ratio": Ratio(**row["ratio"])}) for row in json.loads(raw.read_text())]
     finally:
         raw.unlink(missing_ok=True)

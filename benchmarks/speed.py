@@ -1,0 +1,202 @@
+"""How close to compute-only automatic mode comes on a slow network: the project's speed bars.
+
+    python -m benchmarks.speed                      # everything, about half an hour
+    python -m benchmarks.speed --rows mlp-1,gpt-1   # some rows
+    python -m benchmarks.speed --quick              # fewer rounds, one compressor
+
+Two emulated hosts, each pinned to one core, its card limited by ``tbf`` (burst at most 128 KiB, the bulk rate
+verified before every row), bytes by the card's own counter. All arms of a row live in one process group and
+alternate in blocks; a rate is a ratio between neighbours, with its 95 % interval.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import results
+from benchmarks.emulated import Network, open_network, run_workers
+from benchmarks.prediction import describe
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPRESSORS = ("efsignsgd", "dgc:ratio=0.01", "topk:ratio=0.01")
+DEADLINE_S = 900.0
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the matrix, and the bars its automatic arms must reach (None: for information)."""
+
+    name: str
+    model: str
+    workers: int
+    rate: str
+    of_compute: float | None
+    of_plain: float | None
+    blocks: int
+    steps: int
+
+
+CASES = (
+    Case("mlp-1", "mlp", 1, "1gbit", 0.75, None, 6, 6),
+    Case("gpt-1", "gpt", 1, "1gbit", 0.85, None, 5, 4),
+    Case("cnn-1", "cnn", 1, "1gbit", None, None, 6, 8),
+    Case("mlp-2", "mlp", 2, "1gbit", 0.65, None, 5, 5),
+    Case("gpt-2", "gpt", 2, "1gbit", 0.75, None, 4, 3),
+    Case("cnn-2", "cnn", 2, "1gbit", None, None, 6, 8),
+    Case("mlp-slow", "mlp", 1, "100mbit", None, 25.0, 3, 3),
+)
+"""``mlp-slow`` takes 3.7 s for a plain step, so it has few of them."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate relative to another arm's, with its interval: the inverse of a ratio of times."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def from_times(cls, ratio: dict[str, float]) -> "Rate":
+        """From the trainer's ratio of times; an open interval stays open."""
+        return cls(1 / ratio["value"], 1 / ratio["high"], 1 / ratio["low"] if ratio["low"] else float("inf"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm of one case."""
+
+    case: str
+    arm: str
+    step_ms: float
+    mb_per_step_per_host: float
+    of_compute: Rate
+    of_plain: Rate
+    bar: str
+    passes: bool | None
+    steps_to_decide: int
+    verdict: str
+
+
+def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
+    """The trainer's arms against the case's bars; only automatic arms are judged."""
+    rows = []
+    for arm in arms:
+        compute, plain = Rate.from_times(arm["time_over_none"]), Rate.from_times(arm["time_over_plain"])
+        judged = arm["name"].startswith("espresso:")
+        bars = [
+            (f"{case.of_compute:.0%} of compute-only", compute.value >= case.of_compute)
+            if case.of_compute is not None
+            else None,
+            (f"{case.of_plain:g}x plain", plain.value >= case.of_plain)
+            if case.of_plain is not None
+            else None,
+        ]
+        held = [bar for bar in bars if bar is not None and judged]
+        rows.append(
+            Row(
+                case.name,
+                arm["name"],
+                arm["step_ms"],
+                arm["mb_per_step_per_host"],
+                compute,
+                plain,
+                ", ".join(text for text, _ in held),
+                all(met for _, met in held) if held else None,
+                arm["num_steps_to_decide"],
+                arm["verdict"],
+            )
+        )
+    return rows
+
+
+def table_of(rows: Sequence[Row], title: str) -> Table:
+    """For people."""
+    table = Table(title=title, title_justify="left")
+    for header in ("row", "arm", "step, ms", "MB", "of compute-only", "x plain", "bar", ""):
+        table.add_column(header, justify="left" if header in ("row", "arm", "bar", "") else "right")
+    for row in rows:
+        verdict = {None: "", True: "pass", False: "[bold red]MISS[/]"}[row.passes]
+        compute = f"{row.of_compute.value:.1%} ({row.of_compute.low:.1%} … {row.of_compute.high:.1%})"
+        plain = f"{row.of_plain.value:.2f} ({row.of_plain.low:.2f} … {row.of_plain.high:.2f})"
+        table.add_row(
+            row.case, row.arm, f"{row.step_ms:.1f}", f"{row.mb_per_step_per_host:.2f}", compute, plain, row.bar,
+            verdict,
+        )  # fmt: skip
+    return table
+
+
+def train(network: Network, case: Case, arms: Sequence[str], seed: int, out: Path) -> dict[str, Any]:
+    """Run one case; the trainer's result."""
+    out.unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "benchmarks.train", "--model", case.model, "--arms", ",".join(arms)]
+    argv += ["--blocks", str(case.blocks), "--steps-per-block", str(case.steps), "--seed", str(seed)]
+    # The first collectives of a slow network wait for seconds of gradients.
+    argv += ["--json", str(out), "--timeout-s", "300"]
+    run_workers(
+        network,
+        argv,
+        workers_per_host=case.workers,
+        pin=True,
+        deadline_s=DEADLINE_S,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    loaded: dict[str, Any] = json.loads(out.read_text())
+    out.unlink()
+    return loaded
+
+
+@app.command()
+def main(
+    rows: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(c.name for c in CASES)}.")] = "",
+    compressors: Annotated[
+        str, typer.Option(help="Separated by semicolons, since a spec may hold a comma.")
+    ] = ";".join(COMPRESSORS),
+    quick: Annotated[bool, typer.Option(help="Half the rounds, and efsignsgd only.")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+    json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "speed.json",
+) -> None:
+    """Measure step rates against compute-only and plain DDP, next to their bars."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    names = [name for name in rows.split(",") if name]
+    unknown = sorted(set(names) - {case.name for case in CASES})
+    if unknown:
+        raise typer.BadParameter(
+            f"no row is called {unknown[0]!r}; there are {', '.join(c.name for c in CASES)}"
+        )
+    chosen = [case for case in CASES if not names or case.name in names]
+    specs = ["efsignsgd"] if quick else compressors.split(";")
+    arms = ["none", "plain", "fp16", *(f"espresso:{spec}" for spec in specs)]
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    measured: list[Row] = []
+    networks: dict[str, str] = {}
+    for case in chosen:
+        if quick:
+            case = Case(**{**asdict(case), "blocks": max(case.blocks // 2, 2)})
+        with open_network(2, case.rate) as network:
+            networks[case.name] = describe(network)
+            result = train(network, case, arms, seed, json_path.with_suffix(".raw"))
+        found = rows_of(case, result["arms"])
+        measured += found
+        console.print(table_of(found, f"{case.name}: 2 hosts x {case.workers}, {networks[case.name]}"))
+        for row in found:
+            if row.verdict:
+                console.print(f"  {row.arm} decided after {row.steps_to_decide} steps: {row.verdict}")
+    config = {"arms": arms, "cases": [asdict(case) for case in chosen], "networks": networks, "quick": quick}
+    results.write(json_path, results.record(config, seed, [asdict(row) for row in measured]))
+    if any(row.passes is False for row in measured):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

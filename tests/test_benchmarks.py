@@ -1,0 +1,114 @@
+"""The arithmetic of the benchmarks that measure the project's bars; the measuring itself is not tested here."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks import convergence, overhead, prediction, results, speed
+from benchmarks.convergence import Run
+from benchmarks.prediction import Row
+from espresso.profiler import rising
+
+
+def test_a_perfect_prediction_scores_perfectly():
+    rows = [Row("a", 10.0, 10.0), Row("b", 20.0, 20.0), Row("c", 30.0, 30.0)]
+    total = prediction.score(rows)
+    assert total == prediction.Score(0.0, 1.0, 3, ())
+    assert total.passes
+
+
+def test_a_clear_pair_in_the_wrong_order_fails_even_with_small_errors():
+    total = prediction.score([Row("a", 10.6, 10.0), Row("b", 10.5, 10.6), Row("c", 30.0, 30.0)])
+    assert total.wrong_pairs == (("a", "b"),)
+    assert total.median_error < prediction.MAX_MEDIAN_ERROR
+    assert not total.passes
+    assert total.kendall_tau == pytest.approx(1 / 3)
+
+
+def test_a_close_pair_may_be_in_either_order():
+    total = prediction.score([Row("a", 10.5, 10.0), Row("b", 10.0, 10.4), Row("c", 30.0, 30.0)])
+    assert (total.wrong_pairs, total.num_clear_pairs, total.passes) == ((), 2, True)
+
+
+def test_large_errors_in_the_right_order_fail():
+    total = prediction.score([Row("a", 5.0, 10.0), Row("b", 10.0, 20.0)])
+    assert (total.median_error, total.wrong_pairs, total.passes) == (0.5, (), False)
+
+
+ARMS = [
+    {
+        "name": name,
+        "step_ms": 100.0 * compute,
+        "mb_per_step_per_host": 1.0,
+        "time_over_none": {"value": compute, "low": 0.98 * compute, "high": 1.02 * compute},
+        "time_over_plain": {"value": plain, "low": 0.98 * plain, "high": 1.02 * plain},
+        "num_steps_to_decide": 0,
+        "verdict": "",
+    }
+    for name, compute, plain in (("none", 1.0, 0.2), ("plain", 5.0, 1.0), ("espresso:efsignsgd", 1.25, 0.25))
+]
+
+
+@pytest.mark.parametrize(("of_compute", "of_plain", "passes"), [(0.75, None, True), (0.85, None, False),
+                                                                 (None, 3.9, True), (0.75, 4.1, False),
+                                                                 (None, None, None)])  # fmt: skip
+def test_only_automatic_arms_are_judged_against_their_bars(of_compute, of_plain, passes):
+    case = speed.Case("x", "mlp", 1, "1gbit", of_compute, of_plain, 2, 2)
+    none, plain, ours = speed.rows_of(case, ARMS)
+    assert (none.passes, plain.passes, ours.passes) == (None, None, passes)
+    assert (none.bar, plain.bar) == ("", "")
+    assert ours.of_compute.value == pytest.approx(0.8)
+    assert ours.of_compute.low < 0.8 < ours.of_compute.high
+    assert ours.of_plain.value == pytest.approx(4.0)
+
+
+def test_the_rate_of_an_open_interval_is_open():
+    assert speed.Rate.from_times({"value": 2.0, "low": 0.0, "high": math.inf}) == speed.Rate(
+        0.5, 0.0, math.inf
+    )
+
+
+def test_overhead_is_judged_by_the_end_of_its_interval():
+    case = overhead.Case("mlp", 1.0, 4, 3, True)
+    plain = [0.1, 0.1, 0.1, 0.1]
+    near = overhead.summarize(case, 7, {"plain": plain, "espresso": [0.101, 0.102, 0.101, 0.102]})
+    wide = overhead.summarize(case, 7, {"plain": plain, "espresso": [0.09, 0.11, 0.09, 0.11]})
+    assert [row.judged for row in near] == [False, True]
+    assert near[1].passes
+    assert wide[1].ratio.value < 1.03
+    assert not wide[1].passes
+
+
+def runs(arm: str, *ends: tuple[float, float], compressed: int = 0) -> list[Run]:
+    return [Run("mlp-sgd", arm, seed, loss, acc, compressed) for seed, (loss, acc) in enumerate(ends)]
+
+
+def test_an_arm_is_within_the_spread_if_it_is_no_worse_than_plains_worst_seed():
+    plain = runs("plain", (0.10, 0.95), (0.12, 0.97), (0.11, 0.96))
+    good = runs("topk", (0.12, 0.95), (0.11, 0.96), (0.13, 0.95), compressed=4)
+    lossy = runs("topk, residuals off", (0.12, 0.96), (0.13, 0.96), (0.14, 0.96))
+    wrong = runs("dgc", (0.10, 0.93), (0.10, 0.94), (0.10, 0.94))
+    rows = {row.arm: row for row in convergence.judge([*plain, *good, *lossy, *wrong])}
+    assert {arm: row.within for arm, row in rows.items()} == {
+        "topk": True,
+        "topk, residuals off": False,
+        "dgc": False,
+    }
+    assert rows["topk"].tensors_compressed == 4
+    assert [row.is_control for row in rows.values()] == [False, True, False]
+
+
+def test_a_result_says_where_and_how_it_was_made(tmp_path):
+    path = tmp_path / "deep" / "result.json"
+    results.write(path, results.record({"steps": 3}, 7, [{"a": 1.5}]))
+    read = json.loads(path.read_text())
+    assert {"cpu", "cores", "memory_gib", "kernel"} <= read["hardware"].keys()
+    assert {"python", "torch", "numpy", "numba", "commit"} <= read["versions"].keys()
+    assert (read["config"], read["seed"], read["rows"]) == ({"steps": 3}, 7, [{"a": 1.5}])
+    assert len(read["date"]) == len("2026-01-01")
+
+
+def test_measured_curves_never_fall():
+    points = [(1.0, 9.0), (2.0, 4.0), (3.0, 5.0), (4.0, 5.0), (5.0, 20.0)]
+    assert rising(points) == ((1.0, 4.0), (2.0, 4.0), (3.0, 5.0), (4.0, 5.0), (5.0, 20.0))
