@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from espresso.candidates import compressed_choices, raw_choices
-from espresso.evaluator import Evaluator
+from espresso.evaluator import Evaluator, evaluator_at
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Option, parse_option
 
 FP16 = CompressorSpec("fp16")
@@ -24,12 +24,14 @@ class Baseline:
 
     Attributes:
         choices: one per unit of the evaluator that made it.
-        makespan_us: first ready gradient to the latest finish, at that evaluator's partition size.
+        makespan_us: first ready gradient to the latest finish.
+        partition_bytes: its partition size; a policy that fixes one keeps its own.
     """
 
     name: str
     choices: tuple[Choice, ...]
     makespan_us: float
+    partition_bytes: int = 0
 
 
 def _pipeline(hierarchical: bool, deep: str, flat: str) -> Option:
@@ -65,6 +67,74 @@ def all_to_all_all_to_all(hierarchical: bool) -> Option:
     )
 
 
+BYTEPS_PARTITION_BYTES = 4 << 20
+BYTEPS_RAW_BELOW_BYTES = 64 << 10
+
+
+def byteps_pipeline(hierarchical: bool) -> Option:
+    """Reduce in the node, then compressed push and pull by the host, then broadcast in the node.
+
+    Servers are colocated and partitions balanced over them, so that push and pull together are an all-to-all
+    and an allgather between nodes, with the servers' decode, sum and second compression between.
+    """
+    return _pipeline(
+        hierarchical,
+        "intra.reduce > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.broadcast",
+        "comp > flat.all_to_all > dec > comp > flat.allgather > dec",
+    )
+
+
+def byteps_compress(evaluator: Evaluator, spec: CompressorSpec) -> tuple[Evaluator, list[Choice]]:
+    """BytePS-Compress (Zhong et al. 2021, "Compressed Communication for Distributed Training").
+
+    Its definition there, section 4: gradients are summed inside the node first; tensors of at least 64 KiB are
+    compressed by the worker's CPU threads, in partitions of 4 MB, and again by the server; smaller ones travel
+    raw. Nothing looks at the timeline. Without a host cost for the compressor, the training device serves.
+    """
+    device = Device.OFFLOAD if Device.OFFLOAD in _devices(evaluator, spec) else Device.TRAINING
+    option = byteps_pipeline(evaluator.job.cluster.is_hierarchical).on_device(device)
+    small = Choice(
+        _pipeline(
+            evaluator.job.cluster.is_hierarchical,
+            "intra.reduce > inter.reduce_scatter > inter.allgather > intra.broadcast",
+            "flat.reduce_scatter > flat.allgather",
+        )
+    )
+    choices = [
+        Choice(option, spec) if unit.num_bytes >= BYTEPS_RAW_BELOW_BYTES else small
+        for unit in evaluator.units
+    ]
+    return evaluator_at(evaluator, BYTEPS_PARTITION_BYTES), choices
+
+
+def hitopkcomm(evaluator: Evaluator, spec: CompressorSpec) -> list[Choice]:
+    """HiTopKComm (Shi et al., MLSys '21, "Towards Scalable Distributed Training of Deep Learning on Public
+    Cloud Clusters"): every tensor is reduce-scattered in the node, its shard compressed on the training device,
+    allgathered between nodes, decoded, and allgathered in the node.
+    """
+    option = inter_allgather(evaluator.job.cluster.is_hierarchical)
+    device = _devices(evaluator, spec)[0]
+    return [Choice(option.on_device(device), spec)] * len(evaluator.units)
+
+
+def hipress(evaluator: Evaluator, spec: CompressorSpec) -> list[Choice]:
+    """HiPress (Bai et al., SOSP '21, "Gradient Compression Supercharged High-Performance Data Parallel DNN
+    Training"): its planner (section 3.3, selective compression) compresses a gradient on the training device
+    iff that shortens this gradient's own synchronisation, all others left aside.
+
+    Compressed, it follows CaSync-PS with colocated aggregators: sum in the node, compressed all-to-all, merge,
+    compressed allgather. Raw, it takes flat allreduce.
+    """
+    option = inter_all_to_all(evaluator.job.cluster.is_hierarchical)
+    choice = Choice(option.on_device(_devices(evaluator, spec)[0]), spec)
+    picked: list[Choice] = []
+    for unit in evaluator.units:
+        pair = evaluator.candidates.many(unit.size, (PLAIN, choice))
+        raw, packed = evaluator.candidates.alone_us(pair)
+        picked.append(choice if packed < raw else PLAIN)
+    return picked
+
+
 def _devices(evaluator: Evaluator, spec: CompressorSpec) -> tuple[Device, ...]:
     return evaluator.job.costs.devices(spec)
 
@@ -75,7 +145,8 @@ def simple_baselines(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> l
     rows: list[Baseline] = []
 
     def add(name: str, choices: Sequence[Choice]) -> None:
-        rows.append(Baseline(name, tuple(choices), evaluator.makespan(evaluator.encode(choices))))
+        makespan = evaluator.makespan(evaluator.encode(choices))
+        rows.append(Baseline(name, tuple(choices), makespan, evaluator.partition_bytes))
 
     def uniform(name: str, choice: Choice) -> None:
         add(name, [choice] * len(evaluator.units))
@@ -100,6 +171,15 @@ def simple_baselines(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> l
             )
             for name, shape in shapes:
                 uniform(name + suffix, Choice(shape(hierarchical).on_device(device), spec))
+            add("HiPress" + suffix, hipress(evaluator, spec))
+            add("HiTopKComm" + suffix, hitopkcomm(evaluator, spec))
+            own, choices = byteps_compress(evaluator, spec)
+            rows.append(
+                Baseline(
+                    "BytePS-Compress" + suffix, tuple(choices), own.makespan(own.encode(choices)),
+                    own.partition_bytes,
+                )
+            )  # fmt: skip
             leaves = compressed_choices(evaluator.job, (spec,), device)
             rows.append(_best_uniform(evaluator, "compress everything" + suffix, leaves))
     add("myopic", myopic(evaluator, specs))
@@ -109,7 +189,7 @@ def simple_baselines(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> l
 def _best_uniform(evaluator: Evaluator, name: str, leaves: tuple[Choice, ...]) -> Baseline:
     """The best strategy that gives every unit the same leaf."""
     index, makespan, _ = evaluator.batch(evaluator.uniforms(leaves), cut=True)
-    return Baseline(name, (leaves[index],) * len(evaluator.units), makespan)
+    return Baseline(name, (leaves[index],) * len(evaluator.units), makespan, evaluator.partition_bytes)
 
 
 def myopic(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> list[Choice]:
@@ -130,6 +210,9 @@ __all__ = [
     "FP16",
     "Baseline",
     "all_to_all_all_to_all",
+    "byteps_compress",
+    "hipress",
+    "hitopkcomm",
     "inter_all_to_all",
     "inter_allgather",
     "myopic",

@@ -225,6 +225,17 @@ def _leaf_features(
     return out
 
 
+def _remembered(
+    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partitions: tuple[int, ...]
+) -> tuple[Reals, list[tuple[int, int]]]:
+    # The leaves are kept with the answer, so that their identity stays their own.
+    rows, names, _ = pricer.remember(
+        ("undominated", size, id(leaves), partitions),
+        lambda: (*undominated_leaves(pricer, size, leaves, partitions), leaves),
+    )
+    return rows, names
+
+
 def relax(
     job: Job, units: Sequence[Unit], leaves: tuple[Choice, ...], partitions: Sequence[int], pricer: Pricer
 ) -> Relaxation:
@@ -233,10 +244,7 @@ def relax(
     blocks, origin, total = [], [], 0
     for unit in units:
         if unit.size not in where:
-            rows, names = pricer.remember(
-                ("undominated", unit.size, id(leaves), tuple(partitions)),
-                lambda size=unit.size: (*undominated_leaves(pricer, size, leaves, partitions), leaves),
-            )[:2]
+            rows, names = _remembered(pricer, unit.size, leaves, tuple(partitions))
             where[unit.size] = (total, total + len(rows))
             blocks.append(rows)
             origin += names

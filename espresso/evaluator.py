@@ -149,3 +149,10 @@ class Evaluator:
                 stop, np.inf, self.ready, self.finish,
             )
         )  # fmt: skip
+
+
+def evaluator_at(evaluator: Evaluator, partition_bytes: int) -> Evaluator:
+    """The same units and prices at another partition size."""
+    if evaluator.partition_bytes == partition_bytes:
+        return evaluator
+    return Evaluator(evaluator.job, evaluator.units, partition_bytes, pricer=evaluator.pricer)

@@ -98,8 +98,8 @@ def guide(
     picks = np.full((len(units), depth), -1, dtype=np.int64)
     price = np.full((len(units), depth), np.inf)
     shortlist(
-        certificate.weights, np.isfinite(right_hand_sides(relaxation)), relaxation.rows, first, last, relaxation.cores, picks,
-        price,
+        certificate.weights, np.isfinite(right_hand_sides(relaxation)), relaxation.rows, first, last,
+        relaxation.cores, picks, price,
     )  # fmt: skip
     rounded = np.zeros(len(units), dtype=np.int64)
     spread(certificate.support, last - first, members, starts, rounded)
@@ -111,7 +111,7 @@ def guide(
         wanted = wanted[wanted >= 0]
         offset = int(first[index[0]])
         choices = [leaves[relaxation.origin[offset + int(row)][0]] for row in wanted]
-        number = np.full(int(last[index[0]]) - offset + 1, -1, dtype=np.int64)
+        number: Wholes = np.full(int(last[index[0]]) - offset + 1, -1, dtype=np.int64)
         number[wanted] = evaluator.candidates.many(size, choices)
         lists[index] = number[picks[index]]
         strategy[index] = number[rounded[index]]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from espresso.bounds import Certificate, certify, relax
 from espresso.chains import Pricer
-from espresso.evaluator import Evaluator
+from espresso.evaluator import Evaluator, evaluator_at
 from espresso.improve import Effort, Guide, LocalSearch, guide
 from espresso.job import Job
 from espresso.strategies import Choice
@@ -135,13 +135,6 @@ def refine(
     )  # fmt: skip
 
 
-def evaluator_at(evaluator: Evaluator, partition_bytes: int) -> Evaluator:
-    """The same units and prices at another partition size."""
-    if evaluator.partition_bytes == partition_bytes:
-        return evaluator
-    return Evaluator(evaluator.job, evaluator.units, partition_bytes, pricer=evaluator.pricer)
-
-
 def certify_units(
     job: Job,
     evaluator: Evaluator,
@@ -176,4 +169,4 @@ def _anneal(row: _Size, effort: Effort) -> None:
     row.strategy = strategy
 
 
-__all__ = ["Refined", "Start", "certify_units", "evaluator_at", "refine"]
+__all__ = ["Refined", "Start", "certify_units", "refine"]

@@ -25,7 +25,7 @@ from espresso.candidates import (
     units_of,
 )
 from espresso.chains import PayloadBytes, Pricer, payload_bytes, shared_pricer
-from espresso.evaluator import Evaluator
+from espresso.evaluator import Evaluator, evaluator_at
 from espresso.improve import Effort
 from espresso.job import Job, JobError
 from espresso.refine import Refined, Start, certify_units, refine
@@ -224,7 +224,7 @@ def search(
         report = _part_of(progress, number, len(published))
         evaluator = Evaluator(job, units, size, pricer=pricer)
         rows = [
-            _Found(row.name, evaluator, row.choices, row.makespan_us)
+            _Found(row.name, evaluator_at(evaluator, row.partition_bytes), row.choices, row.makespan_us)
             for row in simple_baselines(evaluator, specs)
         ]
         strategy = greedy(evaluator, tree, progress=report)

@@ -210,13 +210,19 @@ def test_simulate_shows_measured_lanes_beside_predicted_ones(files: dict[str, Pa
     refused(espresso(*argv[:-1], tmp_path / "none.json"), "no such file")
 
 
-def test_compare_ranks_the_baselines(files: dict[str, Path]) -> None:
-    body = printed(espresso("compare", files["job"], "-c", "dgc:ratio=0.01", "--json"))
-    times = body["predicted_us"]
-    assert {"uncompressed", "chosen", "myopic", "inter-allgather"} <= set(times)
-    assert times["chosen"] == min(times.values())
-    assert body["upper_bound_us"] <= times["chosen"]
-    assert "inter-allgather" in espresso("compare", files["job"], "-c", "dgc:ratio=0.01").stdout
+def test_compare_ranks_the_baselines(files: dict[str, Path], tmp_path: Path) -> None:
+    picture = tmp_path / "rows.svg"
+    argv = ("compare", files["job"], "-c", "dgc:ratio=0.01")
+    rows = json.loads(espresso(*argv, "--json", "--ablation", "--plot", picture).stdout)
+    times = {row["name"]: row["predicted_us"] for row in rows}
+    policies = {"HiPress", "HiTopKComm", "BytePS-Compress"}
+    assert {"uncompressed", "chosen", "myopic", "algorithms 1 and 2"} | policies <= set(times)
+    kinds = {row["kind"]: [r["predicted_us"] for r in rows if r["kind"] == row["kind"]] for row in rows}
+    assert times["chosen"] == min(kinds["baseline"] + kinds["searched"])
+    assert times["certified lower bound"] <= min(kinds["baseline"] + kinds["searched"] + kinds["ablation"])
+    assert times["only: offload only"] >= times["certified lower bound"]
+    assert "HiPress" in picture.read_text() or picture.stat().st_size > 10_000
+    assert "BytePS-Compress" in espresso(*argv).stdout
 
 
 def test_explain_shows_every_tensor_group(files: dict[str, Path]) -> None:

@@ -112,8 +112,8 @@ def _console(is_terminal: bool, *, stderr: bool) -> Console:
     return Console(stderr=stderr, width=width, highlight=False)
 
 
-def emit_json(body: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout, on one line."""
+def emit_json(body: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Print one JSON object, or list of objects, on stdout, on one line."""
     typer.echo(json.dumps(body, allow_nan=False))
 
 

@@ -1,12 +1,19 @@
 """``espresso compare``: the search's choice beside the fixed policies of other systems, on one job."""
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from espresso.commands._common import (
     CompressorOption,
     JobFile,
     JsonFlag,
+    check_output,
     emit_json,
     out,
     parse_compressors,
+    say,
     user_errors,
     working,
 )
@@ -16,33 +23,39 @@ from espresso.commands._common import (
 def compare(
     job: JobFile,
     compressor: CompressorOption,
+    ablation: Annotated[
+        bool, typer.Option("--ablation", help="Also search with one dimension restricted at a time.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the table (png, pdf or svg).", show_default=False)
+    ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Predict one job under the searched strategy and under every baseline."""
     from espresso.job import Job
-    from espresso.report import BOUND, prediction_table
+    from espresso.report import prediction_table
 
     specs = parse_compressors(compressor)
+    check_output(plot, ".png", ".pdf", ".svg")
     loaded = Job.load(job)
     with working(f"Predicting {loaded.model}") as progress:
+        from espresso.ablation import ablate
+        from espresso.comparison import comparison_rows, write_comparison
         from espresso.search import search
 
         result = search(loaded, specs, progress=progress.update)
-    rows = {**result.baselines, "chosen": result.predicted_us}
-    if json_output:
-        emit_json(
-            {
-                "compressors": [str(spec) for spec in specs],
-                "mode": loaded.mode.value,
-                "uncompressed_us": result.uncompressed_us,
-                "upper_bound_us": result.upper_bound_us,
-                "predicted_us": rows,
-            }
-        )
-        return
-    ranked = dict(sorted(rows.items(), key=lambda row: (-row[1], row[0] == "chosen")))
-    table = prediction_table({**ranked, BOUND: result.upper_bound_us}, result.uncompressed_us)
+        rows = comparison_rows(result, ablate(loaded, specs) if ablation else ())
     used = ", ".join(map(str, specs))
+    title = f"{loaded.model}, {loaded.cluster}, {used}, {loaded.mode.value} mode"
+    if plot is not None:
+        write_comparison(plot, rows, title)
+        say(f"picture written to {plot}")
+    if json_output:
+        emit_json(rows)
+        return
     console = out()
-    console.print(f"{loaded.model}, {loaded.cluster}, {used}, {loaded.mode.value} mode", markup=False)
-    console.print(table)
+    console.print(title, markup=False)
+    console.print(
+        prediction_table({row["name"]: row["predicted_us"] for row in rows}, result.uncompressed_us)
+    )
+    console.print(f"chosen is within {100 * result.gap:.1f} % of the best there is (certified)")
