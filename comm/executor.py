@@ -370,8 +370,14 @@ class Executor:
         try:
             iteration.deadline_s = float("inf")
             more()
-        except Exception as error:
+        except EspressoError as error:
             self._lanes.fail(error)
+            return
+        except Exception as error:
+            text = f"while the ranks measured, searched or compared after the last bucket: {_worded(error)}"
+            wrapped = EspressoError(text)
+            wrapped.__cause__ = error
+            self._lanes.fail(wrapped)
             return
         self._complete(iteration, bucket)
 
