@@ -152,6 +152,7 @@ def main(
     compressor: Annotated[str, typer.Option(help="What automatic mode may use.")] = "efsignsgd",
     blocks: Annotated[int, typer.Option(help="Rounds of timing.")] = 4,
     steps_per_block: Annotated[int, typer.Option()] = 8,
+    total_steps: Annotated[int, typer.Option(help="Of every arm; the learning rate falls to zero.")] = 180,
     out: Annotated[Path, typer.Option(help="Where everything is left.")] = Path("build/demo"),
     arms: Annotated[str | None, typer.Option(help="Other arms than the demo's.")] = None,
 ) -> None:
@@ -163,6 +164,7 @@ def main(
     chosen = arms or f"plain,fp16,espresso:{compressor},none"
     argv = ["--model", model, "--arms", chosen]
     argv += ["--blocks", str(blocks), "--steps-per-block", str(steps_per_block)]
+    argv += ["--total-steps", str(total_steps)]
     try:
         with open_network(2, rate) as network:
             describe_network(network, console)
@@ -172,7 +174,7 @@ def main(
         raise typer.Exit(1) from None
     rows = [Row.of(arm) for arm in result["arms"]]
     (out / "summary.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    steps = result["arms"][0]["num_steps"]
+    steps = max(arm["num_steps"] for arm in result["arms"])
     size = result["num_parameters"] / 1e6
     console.print(table_of(rows, f"{model}, {size:.1f} M parameters, after {steps} steps each"))
     for arm in result["arms"]:

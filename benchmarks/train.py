@@ -81,6 +81,7 @@ class Runner:
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     state: Decider | None
+    total_steps: int | None = None
     num_steps: int = 0
     num_steps_to_decide: int = 0
     train_loss: float = float("nan")
@@ -88,6 +89,7 @@ class Runner:
 
     def step(self, workload: Workload, place: Place) -> float:
         """Train one step; returns its duration in seconds on this rank."""
+        self._decay()
         inputs, targets = workload.batch(self.num_steps, place.rank, place.world_size)
         start = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
@@ -98,6 +100,14 @@ class Runner:
         self.num_steps += 1
         self.train_loss = loss.item()
         return elapsed_s
+
+    def _decay(self) -> None:
+        """The learning rate falls linearly to zero over ``total_steps``, if there is such a number."""
+        if self.total_steps is None:
+            return
+        left = max(1.0 - self.num_steps / self.total_steps, 0.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * left
 
     def has_decided(self) -> bool:
         """Whether the arm's state has decided on every rank (a collective)."""
@@ -135,6 +145,15 @@ def warm_up(
         while runner.num_steps < total:
             runner.step(workload, place)
             progress.report("warm-up", runner.arm, runner.num_steps, total)
+
+
+def finish(runners: list[Runner], workload: Workload, place: Place, progress: Progress) -> None:
+    """Bring every arm that exchanges gradients to the end of its schedule."""
+    for runner in runners:
+        if runner.arm.keeps_replicas_equal and runner.total_steps is not None:
+            while runner.num_steps < runner.total_steps:
+                runner.step(workload, place)
+                progress.report("training", runner.arm, runner.num_steps, runner.total_steps)
 
 
 def run_block(runner: Runner, workload: Workload, place: Place, num_steps: int) -> Block:
@@ -207,13 +226,15 @@ def process_group(timeout_s: float) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_runners(arms: tuple[Arm, ...], workload: Workload, artifacts_dir: Path | None) -> list[Runner]:
+def make_runners(
+    arms: tuple[Arm, ...], workload: Workload, artifacts_dir: Path | None, total_steps: int | None
+) -> list[Runner]:
     """One DDP model per arm, all with the same weights."""
     runners = []
     for arm in arms:
         model = DistributedDataParallel(workload.make_model())
         state = arm.attach(model, artifacts_dir)
-        runners.append(Runner(arm, model, workload.make_optimizer(model), state))
+        runners.append(Runner(arm, model, workload.make_optimizer(model), state, total_steps))
     return runners
 
 
@@ -224,6 +245,9 @@ def main(
     blocks: Annotated[int, typer.Option(help="Rounds; each runs one block of every arm.")] = 5,
     steps_per_block: Annotated[int, typer.Option("--steps-per-block", "--steps")] = 10,
     warmup_steps: Annotated[int, typer.Option(help="At least so many steps before the timing.")] = 5,
+    total_steps: Annotated[
+        int | None, typer.Option(help="Train on to so many steps, the learning rate falling to zero.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
     interface: Annotated[str | None, typer.Option(help="Whose bytes to count.")] = None,
     artifacts_dir: Annotated[
@@ -239,13 +263,14 @@ def main(
     workload = build_workload(model, seed)
     progress = Progress(progress_path if place.rank == 0 else None)
     with process_group(timeout_s):
-        runners = make_runners(parsed, workload, artifacts_dir)
+        runners = make_runners(parsed, workload, artifacts_dir, total_steps)
         warm_up(runners, workload, place, warmup_steps, progress)
         for done in range(blocks):
             # Rotated, so that no arm always follows the same one.
             for runner in runners[done % len(runners) :] + runners[: done % len(runners)]:
                 runner.blocks.append(run_block(runner, workload, place, steps_per_block))
                 progress.report("timing", runner.arm, done + 1, blocks)
+        finish(runners, workload, place, progress)
         equal = [replicas_are_equal(runner) for runner in runners]
         rows = [summarize(runner, runners, workload) for runner in runners] if place.rank == 0 else []
         dist.barrier()

@@ -16,7 +16,18 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.timeout(150)
 def test_demo_leaves_a_summary_that_adds_up(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.demo", "--model", "cnn", "--arms", "plain,fp16,none"]
-    command += ["--blocks", "2", "--steps-per-block", "3", "--rate", "200mbit", "--out", str(tmp_path)]
+    command += [
+        "--blocks",
+        "2",
+        "--steps-per-block",
+        "3",
+        "--total-steps",
+        "16",
+        "--rate",
+        "200mbit",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in json.loads((tmp_path / "summary.json").read_text())}
