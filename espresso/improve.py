@@ -35,6 +35,10 @@ def _patterns() -> Wholes:
 
 
 PATTERNS = _patterns()
+MOST_SWEPT_UNITS = 1500
+"""Above this single-unit sweeps are left out: their time grows with the square of the units."""
+LARGE_BUDGET = 2_000_000
+"""Units that block moves of one descent may evaluate in a larger job."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,12 @@ class Effort:
     sweeps: int = 1
     sizes: int = 4
     deep: int = 2
+
+    def patterns(self, units: int, groups: int, depth: int) -> int:
+        """How many block patterns are tried: a block costs an evaluation, whose time grows with the units."""
+        if units <= MOST_SWEPT_UNITS:
+            return len(PATTERNS)
+        return max(LARGE_BUDGET // (units * groups * depth), 0)
 
     def depth(self, units: int) -> int:
         """Leaves tried for each unit: small jobs can afford more."""
@@ -131,9 +141,11 @@ class LocalSearch:
 
     def descend(self, strategy: Wholes, time: float, paid: Reals) -> float:
         led = self._led
+        patterns = PATTERNS[: self._effort.patterns(len(strategy), len(led.starts) - 1, led.lists.shape[1])]
         for _ in range(self._effort.sweeps):
             before = time
-            time = float(
+            if len(strategy) <= MOST_SWEPT_UNITS:
+                time = float(
                 sweep(
                     self._shared, self._origin, self._cursor, self._scratch, strategy, time, led.lists,
                     led.price, paid, *self._rest,
@@ -142,7 +154,7 @@ class LocalSearch:
             time = float(
                 blocks(
                     self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
-                    led.members, led.starts, PATTERNS, *self._rest,
+                    led.members, led.starts, patterns, *self._rest,
                 )
             )  # fmt: skip
             if time >= before * (1 - 1e-6):

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,11 @@ from espresso.job import Job, JobError
 from espresso.refine import Refined, Start, certify_units, refine
 from espresso.splitting import split_buckets
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Mode, Plan, Strategy, plan
-from espresso.timeline import list_schedule, simulate
+from espresso.timeline import list_schedule
+
+
+MOST_GREEDY_UNITS = 1500
+"""Above this the published algorithms are left out: their time grows with the square of the units."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,15 @@ class Ranked:
 
     name: str
     strategy: Strategy
-    plan: Plan
     predicted_us: float
+    job: Job
+    pricer: Pricer
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The strategy laid over the job, in the order of its list schedule."""
+        laid = plan(self.strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
+        return list_schedule(laid, self.job, pricer=self.pricer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +71,7 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        strategy: the best; ``plan`` lays it over the job in its total order.
+        chosen: the best; its plan is laid out when it is first asked for.
         predicted_us: its iteration time: forward, to the latest finish, optimizer.
         uncompressed_us: flat allreduce of everything.
         upper_bound_us: the paper's upper bound on throughput, as an iteration time: compression free, nothing
@@ -77,8 +89,7 @@ class SearchResult:
         offload_capped: whether Algorithm 2's product was larger than its cap.
     """
 
-    strategy: Strategy
-    plan: Plan
+    chosen: Ranked
     predicted_us: float
     uncompressed_us: float
     upper_bound_us: float
@@ -91,6 +102,16 @@ class SearchResult:
     baselines: dict[str, float]
     num_candidates: int
     offload_capped: bool
+
+    @property
+    def strategy(self) -> Strategy:
+        """The best strategy found."""
+        return self.chosen.strategy
+
+    @property
+    def plan(self) -> Plan:
+        """It laid over the job, in its total order."""
+        return self.chosen.plan
 
     @property
     def gap(self) -> float:
@@ -144,15 +165,16 @@ def upper_bound_us(
 ) -> float:
     """The paper's upper bound as an iteration time: compression costs nothing and nothing contends.
 
-    The best strategy under that assumption is itself searched for: by Algorithm 1, among the uniform
-    strategies, and by improving ``start`` (one choice per unit), all at one partition size.
+    The best strategy under that assumption is itself searched for: by Algorithm 1 (of large jobs not), among
+    the uniform strategies, and by improving ``start`` (one choice per unit), all at one partition size.
     """
     evaluator = Evaluator(job, units, partition_bytes, payload, free=True)
     leaves = raw_choices(job.cluster) + _all_compressed(job, specs)[0]
-    best = min(
-        evaluator.makespan(greedy(evaluator, leaves)),
-        evaluator.batch(evaluator.uniforms(leaves), cut=True)[1],
-    )
+    large = len(units) > MOST_GREEDY_UNITS
+    best = evaluator.batch(evaluator.uniforms(leaves), cut=True)[1]
+    if large and start:
+        return job.forward_us + min(best, evaluator.makespan(evaluator.encode(start))) + job.optimizer_us
+    best = min(best, evaluator.makespan(greedy(evaluator, leaves)))
     if start:
         best = min(best, improve_locally(evaluator, evaluator.encode(start), leaves, sweeps=1)[1])
     return job.forward_us + best + job.optimizer_us
@@ -227,13 +249,14 @@ def search(
             _Found(row.name, evaluator_at(evaluator, row.partition_bytes), row.choices, row.makespan_us)
             for row in simple_baselines(evaluator, specs)
         ]
-        strategy = greedy(evaluator, tree, progress=report)
-        rows.append(_found("training device only", evaluator, strategy))
-        strategy, bitten = offload(evaluator, strategy)
-        capped = capped or bitten
-        rows.append(_found("algorithms 1 and 2", evaluator, strategy))
-        if moved:
-            rows.append(_found("offload only", evaluator, greedy(evaluator, host_tree)))
+        if len(units) <= MOST_GREEDY_UNITS:
+            strategy = greedy(evaluator, tree, progress=report)
+            rows.append(_found("training device only", evaluator, strategy))
+            strategy, bitten = offload(evaluator, strategy)
+            capped = capped or bitten
+            rows.append(_found("algorithms 1 and 2", evaluator, strategy))
+            if moved:
+                rows.append(_found("offload only", evaluator, greedy(evaluator, host_tree)))
         for row in rows:
             baselines[row.name] = min(row.makespan_us, baselines.get(row.name, math.inf))
         found += rows
@@ -295,8 +318,7 @@ def _result(
         job, specs, best.units, payload, partition_bytes=best.partition_bytes, start=ranked[0].choices
     )
     return SearchResult(
-        strategy=chosen.strategy,
-        plan=chosen.plan,
+        chosen=chosen,
         predicted_us=chosen.predicted_us,
         uncompressed_us=plain.makespan_us + beside,
         upper_bound_us=min(bound, chosen.predicted_us),
@@ -338,17 +360,10 @@ def _ranked(job: Job, row: _Found) -> Ranked:
         for unit, choice in zip(row.evaluator.units, row.choices, strict=True)
         for name in unit.tensors
     }
-    strategy = Strategy(job.tensors, choices, job.cluster, row.evaluator.partition_bytes)
-    laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
-    ordered = list_schedule(laid, job, pricer=row.evaluator.pricer)
-    predicted = simulate(ordered, job, pricer=row.evaluator.pricer).iteration_us
+    predicted = job.forward_us + row.makespan_us + job.optimizer_us
     notes = {"predicted_us": predicted, "mode": job.mode.value, "found_by": row.name}
-    return Ranked(
-        row.name,
-        Strategy(job.tensors, choices, job.cluster, row.evaluator.partition_bytes, notes=notes),
-        ordered,
-        predicted,
-    )
+    strategy = Strategy(job.tensors, choices, job.cluster, row.evaluator.partition_bytes, notes=notes)
+    return Ranked(row.name, strategy, predicted, job, row.evaluator.pricer)
 
 
 __all__ = [
