@@ -3,7 +3,7 @@
 Rows: ``gb_per_s`` is gigabytes of uncompressed numbers per second; ``copy_fraction`` divides it by what ``np.copyto``
 copies per second (source bytes counted once) with the same number of threads, alternated with it in the same run.
 
-Operations, residuals on:
+Operations, with residuals where training keeps them (not with ``none`` and casts):
     encode      q = gradient + residual, payload and new residual
     decode      one payload into the target
     decode_add  four payloads into the target in one call; bytes = four times the numbers
@@ -88,7 +88,7 @@ def measure(spec: str, bench: Bench, segment: int) -> list[Row]:
     warm_up(codec, split=True)
     layout, starts = bench.layout(codec, segment)
     payloads = np.zeros((DECODE_ADD_ROWS, layout.num_bytes), np.uint8)
-    feedback = Feedback(bench.old, bench.new, starts)
+    feedback = Feedback(bench.old, bench.new, starts) if codec.compressor.traits.error_feedback else None
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "encode": (lambda: codec.encode(layout, bench.source, starts, payloads[0], feedback=feedback), 1),
         "decode": (lambda: codec.decode(layout, payloads[:1], bench.target, starts), 1),

@@ -13,7 +13,14 @@ from espresso.compressors.base import (
 )
 from espresso.compressors.error_feedback import ErrorFeedback
 from espresso.compressors.momentum import MomentumCorrection
-from espresso.compressors.registry import RESERVED_IDS, compressor_ids, create, host_codec, spec_of
+from espresso.compressors.registry import (
+    RESERVED_IDS,
+    compressor_ids,
+    create,
+    create_for_training,
+    host_codec,
+    spec_of,
+)
 
 __all__ = [
     "RESERVED_IDS",
@@ -30,6 +37,7 @@ __all__ = [
     "Traits",
     "compressor_ids",
     "create",
+    "create_for_training",
     "host_codec",
     "spec_of",
 ]

@@ -46,6 +46,9 @@ class BaseCompressor:
             dtype=dtype,
         )
 
+    def check_stateless(self) -> None:
+        """Raise ValueError if the parameters ask for what a codec, which keeps no state, does not do."""
+
     def params(self) -> dict[str, Any]:
         """The parameters that differ from their defaults, as a spec writes them."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}

@@ -29,10 +29,10 @@ class Dgc(BaseCompressor):
         ratio: k / d, in (0, 1].
         sample: the part of a segment that is sampled, in (0, 1]; small segments are sampled more densely.
         momentum: mu of momentum correction; with the default 0 this is sampled top-k with error feedback.
-            Above 0 a :class:`espresso.compressors.momentum.MomentumCorrection` holds the velocity, and the
-            optimizer's own momentum has to be 0.
+            Above 0 it needs a :class:`espresso.compressors.momentum.MomentumCorrection`; training has no place
+            for its velocities yet, so that codecs refuse it.
         nesterov: the Nesterov form of momentum correction; needs momentum.
-        warmup_epochs: E of the warm-up that :meth:`at_epoch` follows; 0 means none.
+        warmup_epochs: E of the warm-up that :meth:`at_epoch` follows; 0 means none. Codecs refuse it likewise.
     """
 
     name: ClassVar[str] = "dgc"
@@ -60,6 +60,19 @@ class Dgc(BaseCompressor):
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and the body of k slots."""
         return sparse_body_size(numel, itemsize, self.ratio)
+
+    def check_stateless(self) -> None:
+        """Raise ValueError for momentum and warm-up: training keeps no velocities and changes no ratio yet."""
+        if self.momentum:
+            raise ValueError(
+                f"compressor dgc: momentum={self.momentum} needs velocities, which training does not keep yet: leave it"
+                " at 0, where the optimizer's own momentum applies (MomentumCorrection can be used by itself)"
+            )
+        if self.warmup_epochs:
+            raise ValueError(
+                f"compressor dgc: warmup_epochs={self.warmup_epochs} needs a ratio that changes with the epoch, which"
+                " training does not do yet: leave it at 0 (Dgc.at_epoch gives the ratios of the schedule)"
+            )
 
     def at_epoch(self, epoch: int) -> Dgc:
         """The compressor of an epoch: ratio ``max(base^((e+1)/(E+1)), base)`` while it warms up.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from numba import njit
-from numba.core.caching import FunctionCache
+from numba.core import caching
 from numba.extending import intrinsic
 
 import espresso.compressors
@@ -30,7 +30,7 @@ operation: Any = intrinsic
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile single-threaded, without the interpreter lock, cached on disk per combination of argument types."""
-    dispatcher = njit(nogil=True, cache=True)(function)
+    dispatcher: Any = njit(nogil=True, cache=True)(function)
     dispatcher._cache = _KernelCache(function)
     return dispatcher
 
@@ -47,8 +47,12 @@ def source_digest() -> str:
 _DIGEST = source_digest()
 
 
-class _KernelCache(FunctionCache):  # type: ignore[misc]  # Numba carries no types
+_Cache: Any = caching.FunctionCache
+
+
+class _KernelCache(_Cache):  # type: ignore[misc]  # Numba's classes are untyped
     """Numba's cache, keyed by the digest as well. A test edits a helper and sees that Numba still asks for this key."""
 
     def _index_key(self, *arguments: Any) -> tuple[Any, ...]:
-        return (*super()._index_key(*arguments), _DIGEST)
+        key: tuple[Any, ...] = super()._index_key(*arguments)
+        return (*key, _DIGEST)

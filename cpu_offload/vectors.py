@@ -24,6 +24,7 @@ SUM_GROUPS = 4
 """Groups that are summed side by side: one alone would wait for its own last addition."""
 
 _LANE = ir.IntType(32)
+_local: Any = cgutils.alloca_once_value
 
 
 class _Builder:
@@ -129,9 +130,7 @@ def sum_magnitudes(
         source, at, scale, old, kept, num = arguments
         index = num.type
         zero = ir.Constant(group.numbers, None)
-        lanes = [
-            cgutils.alloca_once_value(builder, zero) for _ in range(SUM_GROUPS)
-        ]  # LLVM keeps them in registers
+        lanes = [_local(builder, zero) for _ in range(SUM_GROUPS)]  # LLVM keeps them in registers
 
         def add(first: Any, lane: int) -> None:
             shift = builder.add(first, ir.Constant(index, GROUP * lane))

@@ -90,13 +90,17 @@ class EspressoState:
     ) -> None:
         self.config = Config.from_keywords(config)
         self.compressor = CompressorSpec.parse(compressor) if isinstance(compressor, str) else compressor
-        registry.create(self.compressor)  # an unknown id or parameter is an error here, not in the first step
+        # An unknown id or parameter is an error here, not in the first step.
+        registry.create_for_training(self.compressor)
         self._strategy = strategy
         self._given = (
             Strategy.load(Path(strategy))
             if not isinstance(strategy, Strategy) and strategy != AUTO
             else strategy
         )
+        if isinstance(self._given, Strategy):
+            for choice in self._given.choices.values():
+                registry.create_for_training(choice.compressor)
         self._process_group = process_group
         self._scaler = grad_scaler
         self._grad_scale: float | None = None

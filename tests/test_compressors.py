@@ -184,7 +184,7 @@ def test_streamed_residuals_are_complete(dtype: type) -> None:
         source, target = numbers(count, dtype), np.empty(count, dtype)
         new = np.full(count + 8, 7, dtype)
         payload = np.empty((1, layout.num_bytes), np.uint8)
-        for start in (3, 4):
+        for start in (1, 3, 4):
             new[:] = 7
             at = np.array([start])
             feedback = Feedback(np.zeros(count + 8, dtype), new, at)

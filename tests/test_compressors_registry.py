@@ -11,8 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from espresso import cpu_offload
-from espresso.compressors import RESERVED_IDS, Feedback, MomentumCorrection, Segment, create, host_codec
+from espresso import EspressoState, cpu_offload
+from espresso.compressors import (
+    RESERVED_IDS,
+    Feedback,
+    MomentumCorrection,
+    Segment,
+    create,
+    create_for_training,
+    host_codec,
+)
 from espresso.compressors.dgc import Dgc
 from espresso.cpu_offload import WorkerPool, warm_up
 from espresso.strategies import CompressorSpec
@@ -64,6 +72,20 @@ def test_dgc_warm_up_schedule() -> None:
     assert ratios == pytest.approx([0.001**0.2, 0.001**0.4, 0.001**0.6, 0.001**0.8, 0.001, 0.001])
     with pytest.raises(ValueError, match="epoch"):
         compressor.at_epoch(-1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("dgc:momentum=0.9", "momentum=0.9 needs velocities"),
+        ("dgc:warmup_epochs=4", "warmup_epochs=4 needs a ratio that changes"),
+    ],
+)
+def test_what_training_cannot_do_yet_is_refused(spec: str, says: str) -> None:
+    for refuse in (create_for_training, lambda text: host_codec(create(text)), EspressoState):
+        with pytest.raises(ValueError, match=says):
+            refuse(spec)
+    assert create_for_training("dgc:ratio=0.1") == create("dgc:ratio=0.1")
 
 
 def test_the_kernel_cache_notices_edits_of_helpers(tmp_path: Path) -> None:
