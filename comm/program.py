@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from espresso.comm.groups import Member
 from espresso.comm.residuals import Residual, ResidualStore
 from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment
 from espresso.strategies import (
+    DTYPES,
     Cluster,
     CompressorSpec,
     Device,
@@ -92,7 +94,7 @@ class PartitionProgram:
         self.finite: bool | None = None
         self.bytes_sent = 0
         self.residuals: list[Residual] = []
-        compressed = self.choice.option.is_compressed
+        self._compresses = compressed = self.choice.option.is_compressed
         native = TORCH_DTYPES[self.group.dtype]
         self.work = torch.float64 if native is torch.float64 else torch.float32
         self.dtype = self.work if compressed else native
@@ -111,13 +113,13 @@ class PartitionProgram:
 
     # -- one iteration ---------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def num_bytes_raw(self) -> int:
         """Bytes a ring allreduce of this partition would send from this rank."""
         ranks = self.context.cluster.num_ranks
-        return round(2 * (ranks - 1) / ranks * self.partition.numel * self.buffer.element_size())
+        return round(2 * (ranks - 1) / ranks * self.partition.numel * DTYPES[self.group.dtype])
 
-    @property
+    @cached_property
     def issues(self) -> bool:
         """Whether the whole option is one library allreduce, which runs without a thread of ours."""
         return len(self.flows) == 1 and self.flows[0].step.routine is Routine.ALLREDUCE
@@ -131,7 +133,7 @@ class PartitionProgram:
         else:
             assert self._own is not None
             self.home = self._own
-        if self.choice.option.is_compressed:
+        if self._compresses:
             self.numbers = self.home.numpy()
 
     def load(self) -> None:
@@ -140,7 +142,7 @@ class PartitionProgram:
             for run in self.runs:
                 self._slice(run.group_start, run.numel).copy_(self._bucket_slice(run.bucket_start, run.numel))
         self._add_carry()
-        if not self.choice.option.is_compressed:
+        if not self._compresses:
             self.home.mul_(1.0 / self.context.cluster.num_ranks)
 
     def finish(self, check: bool) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class Strategy:
         body.pop("notes", None)
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
-    @property
+    @cached_property
     def num_compressed(self) -> int:
         return sum(choice.option.is_compressed for choice in self.choices.values())
 
