@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,7 +137,7 @@ class _Trainee:
         for _ in range(steps + 1):
             self.step()
             marks.append(time.perf_counter())
-        taken = torch.tensor([1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False)])
+        taken = torch.tensor([1e3 * (b - a) for a, b in pairwise(marks)])
         dist.all_reduce(taken)
         return (taken / dist.get_world_size()).tolist()
 

@@ -192,8 +192,9 @@ def main(
         for row in found:
             if row.verdict:
                 console.print(f"  {row.arm} decided after {row.steps_to_decide} steps: {row.verdict}")
-    config = {"arms": arms, "cases": [asdict(case) for case in chosen], "networks": networks, "quick": quick}
-    results.write(json_path, results.record(config, seed, [asdict(row) for row in measured]))
+        # After every case: what was measured so far survives an interruption.
+        config = {"arms": arms, "networks": networks, "quick": quick, "cases": [asdict(c) for c in chosen]}
+        results.write(json_path, results.record(config, seed, [asdict(row) for row in measured]))
     if any(row.passes is False for row in measured):
         raise typer.Exit(1)
 
