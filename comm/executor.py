@@ -198,7 +198,9 @@ class Executor:
             iteration.last_seen = is_last
             for slot in bucket.slots:
                 self._numels[slot.tensor] = slot.numel
-            self._prepare(iteration, bucket, buffer, Round(self.step, grad_scale, iteration.record.assignment.drain))
+            self._prepare(
+                iteration, bucket, buffer, Round(self.step, grad_scale, iteration.record.assignment.drain)
+            )
             planned = iteration.record.assignment.buckets or ()
             if is_last and iteration.planned and len(planned) > bucket.index + 1:
                 self._lanes.drop(lambda node: node.bucket > bucket.index)
@@ -510,4 +512,6 @@ def _label(program: PartitionProgram, step_index: int, bucket: int) -> str:
     if step.scope is not None:
         ranks = program.context.members[step.scope].ranks
         peers = f" with ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"
-    return f"step {step_index + 1}/{len(program.flows)} '{step}' of bucket {bucket} (tensors {tensors}){peers}"
+    return (
+        f"step {step_index + 1}/{len(program.flows)} '{step}' of bucket {bucket} (tensors {tensors}){peers}"
+    )

@@ -199,7 +199,7 @@ def one_rank_sleeps(rank: int) -> dict[str, Any]:
     def before_step(step: int, ddp: torch.nn.Module) -> None:
         if step == FATAL_STEP and rank == 0:
             stopped[0] = time.time()
-            time.sleep(12.0)
+            time.sleep(7.0)
 
     report = train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=3.0)
     return report | {"stopped_at": stopped[0]}
@@ -216,7 +216,7 @@ def one_encoder_raises(rank: int) -> dict[str, Any]:
             HostCodec.encode = raising
 
     try:
-        return train_until_error(rank, (ALLGATHER, "efsignsgd", 1), before_step, timeout_s=10.0)
+        return train_until_error(rank, (ALLGATHER, "efsignsgd", 1), before_step, timeout_s=4.0)
     finally:
         HostCodec.encode = encode
 
