@@ -52,10 +52,10 @@ class Effort:
         deep: partition sizes annealed.
     """
 
-    task_trials: int = 3_000_000
+    task_trials: int = 2_000_000
     sweeps: int = 1
-    sizes: int = 4
-    deep: int = 2
+    sizes: int = 2
+    deep: int = 1
 
     def patterns(self, units: int, groups: int, depth: int) -> int:
         """How many block patterns are tried: a block costs an evaluation, whose time grows with the units."""

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.bounds import Certificate, certify, relax
-from espresso.chains import Pricer
 from espresso.evaluator import Evaluator, evaluator_at
 from espresso.improve import Effort, Guide, LocalSearch, guide
 from espresso.job import Job
@@ -141,11 +140,10 @@ def certify_units(
     leaves: tuple[Choice, ...],
     partitions: Sequence[int],
     above: float,
-    pricer: Pricer,
 ) -> float:
     """The bound alone, for other units of the same job."""
     return min(
-        certify(relax(job, evaluator.units, leaves, (size,), pricer), above).makespan_us
+        certify(relax(job, evaluator.units, leaves, (size,), evaluator.pricer), above).makespan_us
         for size in partitions
     )
 

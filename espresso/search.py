@@ -34,7 +34,6 @@ from espresso.splitting import split_buckets
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Mode, Plan, Strategy, plan
 from espresso.timeline import list_schedule
 
-
 MOST_GREEDY_UNITS = 1500
 """Above this the published algorithms are left out: their time grows with the square of the units."""
 
@@ -275,7 +274,7 @@ def search(
             evaluator, split = split_buckets(job, refined.evaluator, refined.strategy, both)
             if evaluator is not refined.evaluator:
                 found.append(_found("buckets split", evaluator, split))
-                bound = min(bound, certify_units(job, evaluator, leaves, sizes, bound, pricer))
+                bound = min(bound, certify_units(job, evaluator, leaves, sizes, bound))
     result = _result(
         job, specs, found, baselines, capped, len(leaves), started, payload, bound, refined, algorithms_ms
     )
