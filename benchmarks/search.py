@@ -155,6 +155,8 @@ def facts() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": model,
         "cores": os.cpu_count(),
+        # Times are only worth something on a quiet machine: near zero before the benchmark itself.
+        "load_before": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("numba", "numpy")},
     }
