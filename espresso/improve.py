@@ -116,15 +116,15 @@ def guide(
     lists = np.full_like(picks, -1)
     strategy = np.zeros(len(units), dtype=np.int64)
     for size, group in groups.items():
-        index = np.array(group)
-        wanted = np.unique(np.append(picks[index].ravel(), rounded[index]))
+        mine = np.array(group)
+        wanted = np.unique(np.append(picks[mine].ravel(), rounded[mine]))
         wanted = wanted[wanted >= 0]
-        offset = int(first[index[0]])
+        offset = int(first[mine[0]])
         choices = [leaves[relaxation.origin[offset + int(row)][0]] for row in wanted]
-        number: Wholes = np.full(int(last[index[0]]) - offset + 1, -1, dtype=np.int64)
+        number: Wholes = np.full(int(last[mine[0]]) - offset + 1, -1, dtype=np.int64)
         number[wanted] = evaluator.candidates.many(size, choices)
-        lists[index] = number[picks[index]]
-        strategy[index] = number[rounded[index]]
+        lists[mine] = number[picks[mine]]
+        strategy[mine] = number[rounded[mine]]
     return Guide(lists, price, strategy, members, starts)
 
 
