@@ -20,7 +20,7 @@ import torch
 from espresso.comm import transport
 from espresso.comm.groups import Member
 from espresso.comm.residuals import Residual, ResidualStore
-from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment
+from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment, Starts
 from espresso.strategies import (
     DTYPES,
     Cluster,
@@ -237,17 +237,16 @@ class PartitionProgram:
         payload = np.zeros((1, len(atoms), stride), np.uint8)
         self._payload = payload
         jobs = [
-            (*self._made[span], payload[0, number, : self._made[span][0].num_bytes])
-            for number, span in enumerate(atoms)
+            (layout, starts, self._kept_at(residual, starts), payload[0, number, : layout.num_bytes])
+            for number, (layout, starts) in enumerate(self._made[span] for span in atoms)
         ]
-        origin = flow.before.region[0]
         site = flow.site
 
         def run() -> None:
             scale = 1.0 / self.round.grad_scale if first and self._keeps_residual else 1.0
             key = self._key(site)
-            for layout, starts, out in jobs:
-                feedback = self._feedback(residual, starts - origin)
+            for layout, starts, kept_at, out in jobs:
+                feedback = self._feedback(residual, kept_at)
                 codec.encode(layout, self.numbers, starts, out, scale=scale, feedback=feedback, key=key)
             self._settle(residual)
 
@@ -266,10 +265,11 @@ class PartitionProgram:
         ranks = self.context.cluster.num_ranks
         site = flow.site
         assert site is not None
+        kept_at = self._kept_at(residual, starts)
 
         def run() -> None:
             scale = 1.0 / self.round.grad_scale if self._keeps_residual else 1.0 / ranks
-            feedback = self._feedback(residual, starts)
+            feedback = self._feedback(residual, kept_at)
             codec.encode_values(
                 layout, self.numbers, starts, numbers, scale=scale, feedback=feedback, key=self._key(site)
             )
@@ -329,11 +329,17 @@ class PartitionProgram:
         self.residuals.append(residual)
         return residual
 
-    def _feedback(self, residual: Residual | None, starts: npt.NDArray[np.int64]) -> Feedback | None:
+    def _kept_at(self, residual: Residual | None, starts: Starts) -> Starts:
+        """Where segments that begin at ``starts`` of the partition begin in the residual's buffers."""
+        if residual is None:
+            return starts
+        return np.array([residual.locate(self.partition.start + int(start)) for start in starts], np.int64)
+
+    def _feedback(self, residual: Residual | None, starts: Starts) -> Feedback | None:
         if residual is None:
             return None
         if residual.new is None:
-            residual.scratch = np.empty_like(residual.old) if residual.scratch is None else residual.scratch
+            residual.scratch = np.zeros_like(residual.old) if residual.scratch is None else residual.scratch
             return Feedback(residual.old, residual.scratch, starts)
         return Feedback(residual.old, residual.new, starts)
 

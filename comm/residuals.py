@@ -12,8 +12,10 @@ aggregate on every node) only the first replica carries.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ import numpy.typing as npt
 from espresso.strategies import Run, Site
 
 Array = npt.NDArray[Any]
+
+_ALIGN = 16
+"""Elements: 64 bytes of float32."""
 
 
 @dataclass(eq=False)
@@ -45,13 +50,18 @@ class Residual:
     scratch: Array | None = None
 
     def __post_init__(self) -> None:
-        size = sum(run.numel for run in self.runs)
+        size = self.starts[-1] + self.runs[-1].numel if self.runs else 0
         self.old = np.zeros(size, self.dtype)
         self.new = np.zeros(size, self.dtype) if self.transactional else None
 
     @property
     def num_bytes(self) -> int:
         return self.old.nbytes * (1 if self.new is None else 2)
+
+    def locate(self, group_start: int) -> int:
+        """Where the element at this position of the group lies in the buffers."""
+        index = bisect_right(self.runs, group_start, key=lambda run: run.group_start) - 1
+        return self.starts[index] + group_start - self.runs[index].group_start
 
 
 Address = tuple[str, Site]
@@ -86,11 +96,14 @@ class ResidualStore:
         return float(np.sqrt(sum(float(np.vdot(a, a)) for a in arrays)))
 
     def new_residual(self, site: Site, runs: Sequence[Run], dtype: Any, replica: int) -> Residual:
-        """A zero residual over these runs; it counts once ``adopt`` has been given it."""
-        starts: Any = (
-            np.concatenate([[0], np.cumsum([run.numel for run in runs])[:-1]]).astype(int) if runs else []
-        )
-        return Residual(site, tuple(runs), tuple(int(s) for s in starts), dtype, replica, self.transactional)
+        """A zero residual over these runs; it counts once ``adopt`` has been given it.
+
+        Every run begins on a cache line, whatever its place in the bucket: encoders write residuals past
+        the cache, which takes aligned addresses.
+        """
+        lengths = [-(-run.numel // _ALIGN) * _ALIGN for run in runs]
+        starts = tuple(accumulate(lengths, initial=0))[: len(runs)]
+        return Residual(site, tuple(runs), starts, dtype, replica, self.transactional)
 
     def holds(self, residuals: Iterable[Residual]) -> bool:
         """Whether all of these are in use."""

@@ -21,7 +21,9 @@ class Config:
     """Keyword settings of ``espresso.register``.
 
     Attributes:
-        timeout_s: a collective that takes longer fails, and so does a step that makes no progress.
+        timeout_s: a collective that takes longer fails, and so does a step that makes no progress. A rank that
+            dies is noticed at once, through its closed connections; this is for one that hangs. Longer than
+            the longest pause of a rank in which the others train on (an evaluation on rank 0, a checkpoint).
         ranks_per_node: overrides which ranks share a node; 1 leaves only the flat options.
         partition_bytes: groups above this size are cut and pipelined; None lets the search decide.
         seed: of the shared random numbers.
@@ -36,7 +38,7 @@ class Config:
         artifacts_dir: where strategy, job and measured intervals are written; None writes nothing.
     """
 
-    timeout_s: float = 60.0
+    timeout_s: float = 300.0
     ranks_per_node: int | None = None
     partition_bytes: int | None = None
     seed: int = 0

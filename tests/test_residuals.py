@@ -18,9 +18,20 @@ def run(tensor: str, start: int, numel: int) -> Run:
 
 
 def write(residual, values) -> None:
-    """What an encoder does during an iteration."""
-    (residual.old if residual.new is None else residual.new)[:] = values
+    """What an encoder does during an iteration: values for the runs, one after the other."""
+    buffer = residual.old if residual.new is None else residual.new
+    values = np.broadcast_to(values, sum(r.numel for r in residual.runs))
+    position = 0
+    for r, start in zip(residual.runs, residual.starts, strict=True):
+        buffer[start : start + r.numel] = values[position : position + r.numel]
+        position += r.numel
     residual.written = True
+
+
+def kept_by(residual) -> list[float]:
+    """What a residual holds, run after run, without the gaps that align them."""
+    parts = [residual.old[s : s + r.numel] for r, s in zip(residual.runs, residual.starts, strict=True)]
+    return np.concatenate(parts).tolist()
 
 
 def make(store, site, *runs, replica=0):
@@ -45,9 +56,18 @@ def filled(*runs, site=Site.LOCAL, replica=0):
     store = ResidualStore()
     residual = make(store, site, *runs, replica=replica)
     store.adopt([residual], NUMELS)
-    write(residual, np.arange(1, residual.old.size + 1))
+    write(residual, np.arange(1, sum(r.numel for r in runs) + 1))
     store.commit()
     return store, residual
+
+
+def test_every_run_begins_on_a_cache_line_and_is_found_by_its_place_in_the_group():
+    residual = ResidualStore().new_residual(
+        Site.LOCAL, [Run("a", 0, 64, 0, 10), Run("b", 5, 74, 0, 33)], np.float32, 0
+    )
+    assert residual.starts == (0, 16)
+    assert residual.old.size == 16 + 33
+    assert [residual.locate(at) for at in (64, 73, 74, 106)] == [0, 9, 16, 48]
 
 
 # Transactions
@@ -104,8 +124,8 @@ def test_the_same_site_keeps_its_values_when_it_is_cut_elsewhere():
         make(store, Site.LOCAL, run("a", 0, 60)),
     ]
     store.adopt(parts, NUMELS)
-    assert parts[0].old.tolist() == [*range(101, 151), *range(61, 101)]
-    assert parts[1].old.tolist() == list(range(1, 61))
+    assert kept_by(parts[0]) == [*range(101, 151), *range(61, 101)]
+    assert kept_by(parts[1]) == list(range(1, 61))
     assert not store.carry
 
 
@@ -113,7 +133,7 @@ def test_what_finds_no_place_is_carried():
     store, _ = filled(run("a", 20, 40), site=Site.INTER_FIRST)
     residual = make(store, Site.INTER_FIRST, run("a", 30, 10))
     store.adopt([residual], NUMELS)
-    assert residual.old.tolist() == list(range(11, 21))
+    assert kept_by(residual) == list(range(11, 21))
     wanted = np.zeros(100)
     wanted[20:60] = np.arange(1, 41)
     wanted[30:40] = 0
@@ -134,7 +154,7 @@ def test_what_is_carried_goes_to_a_local_site_once_there_is_one():
     store.adopt([], NUMELS)
     residual = make(store, Site.LOCAL, run("a", 0, 60))
     store.adopt([residual], NUMELS)
-    assert residual.old.tolist() == list(range(1, 61))
+    assert kept_by(residual) == list(range(1, 61))
     assert store.carry["a"].tolist() == [0] * 60 + list(range(61, 101))
 
 
@@ -143,7 +163,7 @@ def test_only_the_first_replica_carries():
         store, _ = filled(run("a", 0, 100), site=Site.INTRA_SECOND, replica=replica)
         kept = make(store, Site.INTRA_SECOND, run("a", 0, 50), replica=replica)
         store.adopt([kept], NUMELS)
-        assert kept.old.tolist() == list(range(1, 51))  # every replica keeps what stays in place
+        assert kept_by(kept) == list(range(1, 51))  # every replica keeps what stays in place
         assert bool(store.carry) is carried
 
 
@@ -176,7 +196,7 @@ def test_one_bucket_of_a_changing_structure_moves_alone():
     store.adopt([third], NUMELS, only={"b"})
     assert store.holds([first, third])
     assert not store.holds([second])
-    assert third.old.tolist() == [5.0] * 20
+    assert kept_by(third) == [5.0] * 20
     assert store.carry["b"].tolist() == [0.0] * 20 + [5.0] * 30
     assert held(store)["a"].tolist() == list(range(1, 101))
 
@@ -206,7 +226,7 @@ def test_loaded_pieces_wait_for_the_plan_that_keeps_their_tensor():
     assert held(other)["a"].tolist() == held(store)["a"].tolist()
     residual = make(other, Site.LOCAL, run("a", 0, 100))
     other.adopt([residual], NUMELS, only={"a"})
-    assert residual.old.tolist() == list(range(1, 101))
+    assert kept_by(residual) == list(range(1, 101))
     assert held(other)["b"].tolist() == held(store)["b"].tolist()  # still waiting
 
 
@@ -217,7 +237,7 @@ def test_loading_replaces_what_is_there():
     store.commit()
     store.add_carry("b", 0, np.ones(50, np.float32), 50)
     store.load(*saved.snapshot(), NUMELS)
-    assert residual.old.tolist() == list(range(1, 101))
+    assert kept_by(residual) == list(range(1, 101))
     assert not store.carry
 
 
