@@ -137,7 +137,7 @@ class _Job:
 
 
 def _buckets_of(model: DistributedDataParallel) -> int:
-    data: Any = model._get_ddp_logging_data()
+    data: Any = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return len(str(data["rebuilt_bucket_sizes"] or data["bucket_sizes"]).split(","))
 
 

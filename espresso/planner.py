@@ -242,7 +242,9 @@ class AutoPlanner:
             self._decide("plain", "no strategy is predicted to be faster than plain allreduce")
             return
         self._candidates = candidates
-        arms = [("plain", replace(self._plain.assignment, drain=False))] + [(c.name, c.assignment) for c in candidates]
+        arms = [("plain", replace(self._plain.assignment, drain=False))] + [
+            (c.name, c.assignment) for c in candidates
+        ]
         for turn in range(self._race_rounds):
             for name, assignment in arms if turn % 2 == 0 else reversed(arms):
                 self._race += [(name, assignment)] * self._race_steps
