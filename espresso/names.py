@@ -66,9 +66,10 @@ def _check(name: str, parameter: torch.nn.Parameter) -> None:
         raise UnsupportedModelError(
             f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}; gradients may be {', '.join(DTYPES)}"
         )
-    if parameter.device.type not in ("cpu", "cuda"):
+    if parameter.device.type != "cpu":
         raise UnsupportedModelError(
-            f"parameter {name!r} is on {parameter.device}; only cpu and cuda are supported"
+            f"parameter {name!r} is on {parameter.device}; this version exchanges gradients of models on the CPU only"
+            " (the GPU encoders are not there yet)"
         )
 
 
