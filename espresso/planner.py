@@ -7,9 +7,8 @@ and runs while every rank is inside the same hook call.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
@@ -290,10 +289,3 @@ class AutoPlanner:
         if self._winning is not None and record.buckets != self._winning.buckets:
             self._winning = None
         return None if self._winning is not None else self._winner.note(record)
-
-
-def medians_us(records: Iterable[Record]) -> float:
-    """Median time between the ends of consecutive iterations, in microseconds; 0 for fewer than two."""
-    ends = [record.done_ns for record in records]
-    gaps = [(b - a) / 1e3 for a, b in itertools.pairwise(ends)]
-    return median(gaps) if gaps else 0.0
