@@ -150,6 +150,19 @@ class ResidualStore:
             held = self.carry[tensor] = np.zeros(numel, values.dtype)
         held[start : start + values.size] += values
 
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiply everything kept of the named tensors; for when the units of a gradient change (a loss weight,
+        a learning rate). Only between iterations."""
+        for residual in self._live:
+            for run, start in zip(residual.runs, residual.starts, strict=True):
+                if run.tensor in factors:
+                    residual.old[start : start + run.numel] *= factors[run.tensor]
+        for tensor in self.carry.keys() & factors.keys():
+            self.carry[tensor] *= factors[tensor]
+        for (tensor, _), parts in self._waiting.items():
+            for _, values, _ in parts if tensor in factors else ():
+                values *= factors[tensor]
+
     def snapshot(self) -> tuple[dict[Address, list[Piece]], dict[str, Array]]:
         """Copies of all residuals, those still waiting for a plan included, and of what is carried."""
         pieces = self._export(self._live)

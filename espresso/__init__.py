@@ -33,6 +33,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name's module on first use (PEP 562) and remember the name here."""
+    if name == "optim":
+        return import_module("espresso.optim")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(_HOMES[name]), name)

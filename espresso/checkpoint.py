@@ -164,7 +164,7 @@ def load(state: EspressoState, body: Any) -> None:
         mine = ranks[groups.rank] if gathered else body
         pieces, carry = _pieces(mine), {name: _numpy(values) for name, values in mine["carry"].items()}
     if strategy is not None and strategy.cluster == groups.cluster:
-        state._use(strategy)
+        state.use(strategy)
     executor.restart(ranks[0]["step"])
     state._store.load(pieces, carry, {t.name: t.numel for t in state._tensors})
 

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from espresso.profiler import GradientClock, Observation
 from espresso.strategies import (
     NONE,
     Bucket,
+    Cluster,
     CompressorSpec,
     Slot,
     Strategy,
@@ -53,6 +54,10 @@ from espresso.tuning import OnlineSearch
 logger = logging.getLogger("espresso")
 
 AUTO = "auto"
+
+Policy = Callable[[tuple[TensorSpec, ...], Cluster], Strategy]
+"""Makes a strategy from the model's tensors and the cluster, once both are known."""
+
 COMPILE_PATIENCE_S = 600.0
 """A busy machine compiles the kernels of a compressor in minutes, and the ranks wait for each other."""
 
@@ -67,10 +72,14 @@ class EspressoState:
 
     Args:
         compressor: spec of the compressor that automatic mode may use, ``name`` or ``name:key=value,…``.
-        strategy: ``"auto"`` measures, searches and races; a path or a ``Strategy`` is carried out as it is.
+        strategy: ``"auto"`` measures, searches and races; a path or a ``Strategy`` is carried out as it is; a
+            function of the model's tensors and the cluster makes one when the state starts.
         process_group: the ranks that train together; None means the world.
         grad_scaler: a ``GradScaler`` whose loss scale the gradients carry; residuals are kept unscaled.
         **config: see :class:`~espresso.config.Config`.
+
+    The functions in ``before_exchange`` are called with every bucket and the loss scale before the bucket is
+    exchanged; they may change the bucket's buffer, and must not wait.
 
     The state may be built before the model is wrapped or the process group exists; names are bound by
     ``bind`` (``register`` does it), groups are made at the first call, by all ranks together.
@@ -83,7 +92,7 @@ class EspressoState:
     def __init__(
         self,
         compressor: str | CompressorSpec = "efsignsgd",
-        strategy: str | os.PathLike[str] | Strategy = AUTO,
+        strategy: str | os.PathLike[str] | Strategy | Policy = AUTO,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: Any = None,
         **config: Any,
@@ -93,14 +102,12 @@ class EspressoState:
         # An unknown id or parameter is an error here, not in the first step.
         registry.create_for_training(self.compressor)
         self._strategy = strategy
-        self._given = (
-            Strategy.load(Path(strategy))
-            if not isinstance(strategy, Strategy) and strategy != AUTO
+        self._given: Strategy | Policy | str = (
+            Strategy.load(Path(strategy)) if isinstance(strategy, str | os.PathLike) and strategy != AUTO
             else strategy
-        )
+        )  # fmt: skip
         if isinstance(self._given, Strategy):
-            for choice in self._given.choices.values():
-                registry.create_for_training(choice.compressor)
+            _check_compressors(self._given)
         self._process_group = process_group
         self._scaler = grad_scaler
         self._grad_scale: float | None = None
@@ -109,6 +116,7 @@ class EspressoState:
         self._tensors: tuple[TensorSpec, ...] = ()
         self._buckets: dict[int, tuple[tuple[int, ...], Bucket]] = {}
         self._pending_state: dict[str, Any] | None = None
+        self.before_exchange: list[Callable[[GradBucket, float], None]] = []
         self._pid = os.getpid()
         self._clear_runtime()
         _LIVE.add(self)
@@ -165,6 +173,9 @@ class EspressoState:
         self._groups = Groups(
             self._process_group, ranks_per_node=self.config.ranks_per_node, timeout_s=self.config.timeout_s
         )
+        if callable(self._given):
+            self._given = self._given(self._tensors, self._groups.cluster)
+            _check_compressors(self._given)
         self._agree()
         self._codecs = HostCodecs(self.config.offload_threads)
         self._artifacts = Artifacts(self.config.artifacts_dir, self._groups)
@@ -244,7 +255,7 @@ class EspressoState:
         assert self._codecs is not None
         specs = {self.compressor}
         if isinstance(self._given, Strategy):
-            specs = {choice.compressor for choice in self._given.choices.values()}
+            specs = self._given.compressors
         dtypes = {tensor.dtype for tensor in self._tensors}
         launch = read_environment()  # ranks_per_node may say otherwise, but the cache belongs to the host
         per_node = self._groups.cluster.ranks_per_node
@@ -269,6 +280,8 @@ class EspressoState:
             self.start()
         assert self._executor is not None
         described = self._describe(bucket)
+        for prepare in self.before_exchange:
+            prepare(bucket, self._scale())
         return self._executor.reduce_bucket(
             described, bucket.buffer(), is_last=bucket.is_last(), grad_scale=self._scale()
         )
@@ -335,10 +348,21 @@ class EspressoState:
         assert self._search is not None
         return self._search(records, self._observations)
 
-    def _use(self, strategy: Strategy) -> None:
-        """Carry out ``strategy`` from the next iteration on (a resumed job's)."""
-        assert self._groups is not None
-        assert self._executor is not None
+    def use(self, strategy: Strategy) -> None:
+        """Carry out ``strategy`` from the next iteration on. All ranks, between the same two iterations.
+
+        Residuals move over; what has no place in the new strategy is sent with the next gradients.
+
+        Raises:
+            StrategyError: it was made for another model or cluster.
+            EspressoError: the state has not started.
+        """
+        if self._groups is None or self._executor is None:
+            raise EspressoError("the exchange has not started; call state.start() before state.use(…)")
+        assert self._codecs is not None
+        strategy.check_model(self._tensors, self._groups.cluster)
+        _check_compressors(strategy)
+        self._codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self._tensors})
         self._planner = FixedPlanner(strategy, self._groups)
         self._executor.planner = self._planner_with_bookkeeping()
 
@@ -442,6 +466,19 @@ class EspressoState:
         return None if self._search is None else self._search.job
 
     @property
+    def cluster(self) -> Cluster | None:
+        """The cluster this job runs on; None before ``start``."""
+        return None if self._groups is None else self._groups.cluster
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """The name of a bound model's parameter; None for any other tensor."""
+        return self._names.get(id(parameter))
+
+    def rescale_residuals(self, factors: Mapping[str, float]) -> None:
+        """Multiply what is kept of the named tensors at every site. All ranks alike, between iterations."""
+        self._store.rescale(factors)
+
+    @property
     def error(self) -> EspressoError | None:
         """The first error of the exchange, if there was one."""
         return None if self._executor is None else self._executor.error
@@ -532,17 +569,22 @@ class EspressoState:
         """Groups, threads and the model stay behind; settings, strategy and residuals travel."""
         return {
             "compressor": str(self.compressor),
-            "strategy": self._given.to_json() if isinstance(self._given, Strategy) else AUTO,
+            "strategy": self._given.to_json() if isinstance(self._given, Strategy) else self._given,
             "config": dict(vars(self.config)),
             "state": self._pending_state if self._groups is None else self.state_dict(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         strategy = state["strategy"]
-        given = strategy if strategy == AUTO else Strategy.from_json(strategy)
+        given = Strategy.from_json(strategy) if isinstance(strategy, dict) else strategy
         self.__init__(state["compressor"], given, **state["config"])  # type: ignore[misc]
         if state["state"] is not None:
             self.load_state_dict(state["state"])
+
+
+def _check_compressors(strategy: Strategy) -> None:
+    for spec in strategy.compressors:
+        registry.create_for_training(spec)
 
 
 def _abandon(executor: Executor, codecs: HostCodecs) -> None:
@@ -582,7 +624,7 @@ class _Bookkeeping:
 def register(
     ddp_model: DistributedDataParallel,
     compressor: str | CompressorSpec = "efsignsgd",
-    strategy: str | os.PathLike[str] | Strategy = AUTO,
+    strategy: str | os.PathLike[str] | Strategy | Policy = AUTO,
     process_group: dist.ProcessGroup | None = None,
     grad_scaler: Any = None,
     **config: Any,

@@ -142,6 +142,11 @@ class Strategy:
         return sum(choice.option.is_compressed for choice in self.choices.values())
 
     @property
+    def compressors(self) -> set[CompressorSpec]:
+        """Those that some tensor's choice names."""
+        return {choice.compressor for choice in self.choices.values()}
+
+    @property
     def num_offloaded(self) -> int:
         return sum(choice.option.uses_offload for choice in self.choices.values())
 

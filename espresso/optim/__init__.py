@@ -1,0 +1,12 @@
+"""Optimizers for compressed gradients: LANS, CLAN (LANS over the two-way exchange), compressed Adam.
+
+optimizer = espresso.optim.CLAN(ddp_model, lr=0.01, compressor="efsignsgd")
+"""
+
+from espresso.optim.clan import CLAN
+from espresso.optim.compressed_adam import CompressedAdam
+from espresso.optim.exchange import TwoWay
+from espresso.optim.lans import LANS
+from espresso.optim.residual_rate import scale_residuals
+
+__all__ = ["CLAN", "LANS", "CompressedAdam", "TwoWay", "scale_residuals"]

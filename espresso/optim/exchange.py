@@ -1,0 +1,94 @@
+"""The exchange below an optimizer: the two-way strategy, and registering it on a DDP model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from espresso.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
+from espresso.names import named_gradients
+from espresso.state import EspressoState, Policy, register
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec
+
+StrategyLike = str | os.PathLike[str] | Strategy | Policy
+
+
+@dataclass(frozen=True)
+class TwoWay:
+    """The exchange of BytePS-Compress as a strategy: compressed both ways, error feedback on both sides.
+
+    Zhong et al., Compressed Communication for Distributed Training: Adaptive Methods and System, 2021. Gradients are
+    summed inside a node; every rank then is the server of one shard: workers send it their compressed shards, it adds
+    them up in rank order, compresses the sum with a residual of its own, and sends that back. ::
+
+        several nodes of several ranks   intra reduce-scatter, compressed all-to-all and all-gather between nodes,
+                                         intra all-gather
+        else                             compressed all-to-all and all-gather over all ranks
+
+    Attributes:
+        compressor: of both directions.
+        raw_below_bytes: smaller tensors travel uncompressed.
+        partition_bytes: larger groups are cut and pipelined.
+
+    Example:
+        >>> str(TwoWay(CompressorSpec("int8")).option(Cluster(2, 1)))
+        'comp > flat.all_to_all > dec > comp > flat.allgather > dec'
+    """
+
+    compressor: CompressorSpec
+    raw_below_bytes: int = BYTEPS_RAW_BELOW_BYTES
+    partition_bytes: int = BYTEPS_PARTITION_BYTES
+
+    def __post_init__(self) -> None:
+        if self.raw_below_bytes < 0:
+            raise ValueError(f"raw_below_bytes must be at least 0, got {self.raw_below_bytes!r}")
+
+    def option(self, cluster: Cluster) -> Any:
+        """The leaf of the decision tree that does it on this cluster."""
+        return inter_all_to_all(cluster.is_hierarchical)
+
+    def __call__(self, tensors: Iterable[TensorSpec], cluster: Cluster) -> Strategy:
+        """The strategy for a model on a cluster; on one rank, where nothing is exchanged, the plain one."""
+        tensors = tuple(tensors)
+        choice = Choice(self.option(cluster), self.compressor)
+        choices = {
+            tensor.name: choice
+            if cluster.num_ranks > 1 and tensor.num_bytes >= self.raw_below_bytes
+            else PLAIN
+            for tensor in tensors
+        }
+        return Strategy(tensors, choices, cluster, self.partition_bytes)
+
+
+def attach(
+    ddp_model: DistributedDataParallel,
+    compressor: str | CompressorSpec,
+    strategy: StrategyLike | None,
+    raw_below_bytes: int,
+    exchange: EspressoState | None,
+    settings: dict[str, Any],
+) -> EspressoState:
+    """The given exchange, or a new one registered on the model. All ranks together.
+
+    Raises:
+        TypeError: settings for an exchange that is already there.
+        What :func:`espresso.register` raises.
+    """
+    if exchange is not None:
+        if strategy is not None or settings:
+            given = "strategy" if strategy is not None else sorted(settings)[0]
+            raise TypeError(f"{given!r} belongs to espresso.register, which made the exchange that is given")
+        return exchange.start()
+    spec = CompressorSpec.parse(compressor) if isinstance(compressor, str) else compressor
+    chosen = TwoWay(spec, raw_below_bytes) if strategy is None else strategy
+    return register(ddp_model, spec, chosen, **settings)
+
+
+def parameters_of(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters whose gradients DDP averages, with their names."""
+    return list(named_gradients(ddp_model).items())

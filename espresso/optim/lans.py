@@ -1,0 +1,126 @@
+"""LANS: an Adam for large batches whose step is normalised block by block, in the manner of Nesterov.
+
+Zheng, Lin, Zha, Li: Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes, 2020. A block is a
+parameter tensor x with gradient g; at its step t, counted from 1::
+
+    ĝ = g / (‖g‖ + ε)                     g itself where ‖g‖ = 0
+    m ← β1 m + (1-β1) ĝ                   v ← β2 v + (1-β2) ĝ²
+    m̂ = m / (1-β1^t)    v̂ = v / (1-β2^t)     both left out without bias correction
+    den = √v̂ + ε        r = m̂/den + λx        c = ĝ/den + λx
+    x ← x - η [ β1 τ(r) r + (1-β1) τ(c) c ]    τ(u) = ‖x‖/‖u‖, or 1 if either norm is 0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from espresso.optim import lans_fused, lans_tensors
+from espresso.optim.base import AdaptiveOptimizer, Group, Row
+from espresso.optim.lans_tensors import Settings
+
+
+class LANS(AdaptiveOptimizer):
+    """LANS as an ordinary optimizer; it knows nothing of how gradients were exchanged.
+
+    Three implementations of the same formula, equal up to rounding. ``fused`` (Numba, three passes over memory, CPU,
+    float32 and float64) sums norms in blocks of fixed size, so that its result does not depend on the number of
+    threads: ranks with different numbers of threads stay bit-identical. ``foreach`` runs on any device, without waiting
+    for the device, with three temporaries of the parameters' size. With both off, tensors go one by one.
+
+    Args:
+        params: parameters, named parameters or groups of them.
+        lr: η. A step moves every tensor by about η times its norm, whatever the gradient's size.
+        betas: β1 and β2.
+        eps: ε, added to the gradient's norm and to the denominator.
+        weight_decay: λ, inside the normalisation.
+        bias_correction: divide the moments by 1-β^t.
+        maximize: climb instead of descend.
+        foreach: use the multi-tensor implementation; None decides with ``fused``.
+        fused: use the fused one; None does so for what it can do, and foreach for the rest.
+
+    Raises:
+        ValueError: a setting out of range. TypeError: complex or integer parameters.
+        RuntimeError: ``fused=True`` with a parameter that it cannot do, or together with ``foreach=True``.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = LANS(model.parameters(), lr=0.02)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        if foreach and fused:
+            raise RuntimeError("foreach and fused cannot both be true")
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer; with ``fused=True`` every parameter has to allow it."""
+        super().add_param_group(param_group)
+        unfit = [p for p in param_group["params"] if not lans_fused.is_possible(p)]
+        if param_group["fused"] and unfit:
+            self.param_groups.pop()
+            raise RuntimeError(
+                "fused=True needs parameters of float32 or float64 on the CPU, got"
+                f" {unfit[0].dtype} on {unfit[0].device}; leave fused at None to use it where it can be"
+            )
+
+    def _step_group(self, group: Group, rows: list[Row]) -> None:
+        settings = Settings(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            bias_correction=group["bias_correction"],
+            maximize=group["maximize"],
+        )
+        fused = [] if group["foreach"] or group["fused"] is False else list(filter(_fusable, rows))
+        for row in fused:
+            lans_fused.step(row, settings)
+        taken = set(map(id, fused))
+        others = [row for row in rows if id(row) not in taken and row.param.numel()]
+        if group["foreach"] is False:
+            for row in others:
+                lans_tensors.step([row], settings)
+            return
+        for alike in _by_kind(others).values():
+            lans_tensors.step(alike, settings)
+
+
+def _fusable(row: Row) -> bool:
+    return lans_fused.is_possible(row.param) and row.grad.device == row.param.device
+
+
+def _by_kind(rows: list[Row]) -> dict[tuple[torch.device, torch.dtype], list[Row]]:
+    """Rows of one device and type can share multi-tensor calls."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row.param.device, row.param.dtype), []).append(row)
+    return kinds
