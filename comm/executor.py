@@ -23,12 +23,13 @@ from typing import Protocol
 
 import torch
 
+from espresso.comm.averaging import Averaging
 from espresso.comm.errors import EspressoError
 from espresso.comm.groups import Groups
 from espresso.comm.lanes import Lanes, Node
 from espresso.comm.program import Codecs, Context, PartitionProgram, Round
 from espresso.comm.residuals import Residual, ResidualStore
-from espresso.strategies import Bucket, Lane, Plan, Strategy, Task, plan
+from espresso.strategies import DTYPES, Bucket, Lane, Plan, Scope, Strategy, Task, plan
 
 logger = logging.getLogger("espresso")
 
@@ -107,8 +108,7 @@ class _Iteration:
 
     def __init__(self, record: Record, deadline_s: float) -> None:
         self.record = record
-        # Every rank must reach the same verdict, also one that keeps no residual (another is the root).
-        self.compresses = record.assignment.strategy.num_compressed > 0
+        self.averaging: Averaging | None = None
         self.futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.open_tasks: dict[int, int] = {}
@@ -162,6 +162,9 @@ class Executor:
         self._planned: tuple[Assignment, Plan, list[PartitionProgram]] | None = None
         self._plain: dict[Bucket, tuple[Strategy, Plan, list[PartitionProgram]]] = {}
         self._numels: dict[str, int] = {}
+        self._known: dict[int, tuple[int, Bucket]] = {}
+        # DDP waits for nothing before the last bucket; a hook around ours may.
+        self._collects_early = False
         self._watchdog: threading.Thread | None = None
         self._wake = threading.Condition()
         self._closed = False
@@ -173,7 +176,28 @@ class Executor:
     def reduce_bucket(
         self, bucket: Bucket, buffer: torch.Tensor, *, is_last: bool, grad_scale: float
     ) -> torch.futures.Future[torch.Tensor]:
+        """As :meth:`reduce`, for a bucket that is described already."""
+        return self.reduce(
+            bucket.index, buffer, is_last=is_last, grad_scale=lambda: grad_scale, describe=lambda: bucket
+        )
+
+    def reduce(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        *,
+        is_last: bool,
+        grad_scale: Callable[[], float],
+        describe: Callable[[], Bucket],
+    ) -> torch.futures.Future[torch.Tensor]:
         """Average ``buffer`` over all ranks, in place; returns a future of it. Never blocks.
+
+        Args:
+            index: the bucket's number; DDP counts from 0 in every iteration.
+            buffer: the bucket's numbers, of one floating type, on the host.
+            is_last: of this iteration.
+            grad_scale: the loss scale that the gradients carry; asked for only where residuals need it.
+            describe: what the bucket holds; asked for only where it matters.
 
         Raises:
             EspressoError: an earlier bucket failed (the original error, again).
@@ -181,39 +205,80 @@ class Executor:
         with self._lock:
             if self.error is not None:
                 raise self.error
-            if bucket.index == 0:
+            if index == 0:
                 self._begin()
             iteration = self._iteration
-            if iteration is None or bucket.index != len(iteration.record.ready_ns):
+            if iteration is None or index != len(iteration.record.ready_ns):
                 raise self._fail_now(
-                    f"rank {self.groups.rank}: bucket {bucket.index} arrived out of order;"
+                    f"rank {self.groups.rank}: bucket {index} arrived out of order;"
                     " the previous backward pass did not finish, or the model runs in several threads"
                 )
             iteration.touched_s = time.monotonic()
             iteration.record.ready_ns.append(time.perf_counter_ns())
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            iteration.futures[bucket.index] = future
-            iteration.buffers[bucket.index] = buffer
-            iteration.record.buckets += (bucket,)
+            iteration.futures[index] = future
+            iteration.buffers[index] = buffer
             iteration.last_seen = is_last
+        if iteration.averaging is not None:
+            self._average(iteration, iteration.averaging, index, buffer, describe)
+        else:
+            self._follow_plan(iteration, describe(), buffer, grad_scale())
+        return future
+
+    def _follow_plan(
+        self, iteration: _Iteration, bucket: Bucket, buffer: torch.Tensor, grad_scale: float
+    ) -> None:
+        with self._lock:
+            iteration.record.buckets += (bucket,)
             for slot in bucket.slots:
                 self._numels[slot.tensor] = slot.numel
             self._prepare(
                 iteration, bucket, buffer, Round(self.step, grad_scale, iteration.record.assignment.drain)
             )
             planned = iteration.record.assignment.buckets or ()
-            if is_last and iteration.planned and len(planned) > bucket.index + 1:
+            if iteration.last_seen and iteration.planned and len(planned) > bucket.index + 1:
                 self._lanes.drop(lambda node: node.bucket > bucket.index)
             opened = self._gate(iteration, bucket.index)
         for index in opened:
             if iteration.open_tasks[index] == 0:
                 self._bucket_done(iteration, index)
         self._lanes.bucket_ready(opened)
-        return future
+
+    def _average(
+        self,
+        iteration: _Iteration,
+        averaging: Averaging,
+        index: int,
+        buffer: torch.Tensor,
+        describe: Callable[[], Bucket],
+    ) -> None:
+        known = self._known.get(index)
+        if known is None or known[0] != buffer.numel():
+            known = self._known[index] = (buffer.numel(), describe())
+        averaging.start(buffer)
+        if iteration.last_seen:
+            record, ranks = iteration.record, self.groups.num_ranks
+            record.buckets = tuple(self._known[i][1] for i in range(index + 1))
+            record.bytes_raw = sum(
+                round(2 * (ranks - 1) / ranks * b.numel * DTYPES[b.dtype]) for b in record.buckets
+            )
+            record.bytes_sent = record.bytes_raw
+        if iteration.last_seen or self._collects_early:
+            averaging.collect()
+
+    def _average_failed(self, index: int, error: Exception) -> None:
+        wrapped = EspressoError(f"{self._average_label(index)}: {_worded(error)}")
+        wrapped.__cause__ = error
+        self._lanes.fail(wrapped)
+
+    def _average_label(self, index: int) -> str:
+        tensors = _range_of([slot.tensor for slot in self._known[index][1].slots])
+        peers = _peers_of(self._context.members[Scope.FLAT].ranks)
+        return f"step 1/1 'flat.allreduce' of bucket {index} (tensors {tensors}){peers}"
 
     def _begin(self) -> None:
         if self._iteration is not None:
-            waiting = ", ".join(node.label() for node in self._lanes.pending()[:3])
+            waiting = ", ".join(self._waiting_for(self._iteration)[:3])
             raise self._fail_now(
                 f"rank {self.groups.rank}: a new backward pass began before the last one was averaged"
                 f" (still waiting for {waiting or 'its last bucket'})"
@@ -222,6 +287,13 @@ class Executor:
         self._count += 1
         assignment = self.planner.assign(self.step)
         self._iteration = _Iteration(Record(self.step, assignment), self._timeout_s)
+        only_averages = assignment.strategy.only_averages and not (assignment.deferred or assignment.record)
+        if only_averages and (self.store.is_empty or not assignment.drain):
+            self._iteration.averaging = Averaging(
+                self._context.members[Scope.FLAT],
+                partial(self._bucket_done, self._iteration),
+                self._average_failed,
+            )
         self._lanes.begin_iteration()
         self._start_watchdog()
 
@@ -431,16 +503,25 @@ class Executor:
             if iteration is None or self.error is not None or iteration.is_idle:
                 continue
             waited = time.monotonic() - iteration.touched_s
+            if iteration.averaging is not None and not iteration.last_seen and waited > 0.4:
+                self._collects_early = True
+                iteration.averaging.collect()
             if waited > iteration.deadline_s + 5.0:
-                pending = self._lanes.pending()
-                what = "; ".join(node.label() for node in pending[:3]) or "the next bucket from backward"
+                pending = self._waiting_for(iteration)
+                what = "; ".join(pending[:3]) or "the next bucket from backward"
                 self._lanes.fail(
                     EspressoError(
                         f"no progress for {waited:.0f} s; waiting for {what} ({len(pending)} tasks open)."
                         " Another rank died, hangs, or runs a different number of steps"
                     ),
-                    pending[0] if pending else None,
                 )
+
+    def _waiting_for(self, iteration: _Iteration) -> list[str]:
+        """What is under way or queued, in people's words."""
+        if iteration.averaging is None:
+            return [node.label() for node in self._lanes.pending()]
+        begun = range(iteration.averaging.num_started)
+        return [self._average_label(index) for index in begun if index not in iteration.complete]
 
     @property
     def next_step(self) -> int:
@@ -505,13 +586,17 @@ def _run_step(program: PartitionProgram, step_index: int, first: bool) -> None:
 
 
 def _label(program: PartitionProgram, step_index: int, bucket: int) -> str:
-    names = program.tensors
-    tensors = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}" if names else "nothing"
+    tensors = _range_of(program.tensors)
     step = program.flows[step_index].step
-    peers = ""
-    if step.scope is not None:
-        ranks = program.context.members[step.scope].ranks
-        peers = f" with ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"
+    peers = "" if step.scope is None else _peers_of(program.context.members[step.scope].ranks)
     return (
         f"step {step_index + 1}/{len(program.flows)} '{step}' of bucket {bucket} (tensors {tensors}){peers}"
     )
+
+
+def _range_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}" if names else "nothing"
+
+
+def _peers_of(ranks: Sequence[int]) -> str:
+    return f" with ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"

@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,11 +280,14 @@ class EspressoState:
         if self._executor is None:
             self.start()
         assert self._executor is not None
-        described = self._describe(bucket)
         for prepare in self.before_exchange:
             prepare(bucket, self._scale())
-        return self._executor.reduce_bucket(
-            described, bucket.buffer(), is_last=bucket.is_last(), grad_scale=self._scale()
+        return self._executor.reduce(
+            bucket.index(),
+            bucket.buffer(),
+            is_last=bucket.is_last(),
+            grad_scale=self._scale,
+            describe=partial(self._describe, bucket),
         )
 
     def _describe(self, bucket: GradBucket) -> Bucket:

@@ -141,6 +141,11 @@ class Strategy:
     def num_compressed(self) -> int:
         return sum(choice.option.is_compressed for choice in self.choices.values())
 
+    @cached_property
+    def only_averages(self) -> bool:
+        """Whether every tensor takes the one flat allreduce, as under plain DDP."""
+        return all(choice == PLAIN for choice in self.choices.values())
+
     @property
     def compressors(self) -> set[CompressorSpec]:
         """Those that some tensor's choice names."""

@@ -70,7 +70,7 @@ def test_the_rate_of_an_open_interval_is_open():
 
 
 def test_overhead_is_judged_by_the_end_of_its_interval():
-    case = overhead.Case("mlp", 1.0, 4, 3, True)
+    case = overhead.Case("mlp", 1.0, 1, 4, 3, True)
     plain = [0.1, 0.1, 0.1, 0.1]
     near = overhead.summarize(case, 7, {"plain": plain, "espresso": [0.101, 0.102, 0.101, 0.102]})
     wide = overhead.summarize(case, 7, {"plain": plain, "espresso": [0.09, 0.11, 0.09, 0.11]})

@@ -362,6 +362,24 @@ def test_a_failing_task_fails_every_future_on_every_rank_in_time():
     assert "(tensors " in answers[1][2]
 
 
+def run_impatient(rank: int) -> float:
+    """A hook around ours that waits for every bucket inside the hook, which DDP itself never does."""
+    exchange = Exchange(2)
+    buckets = make_buckets(*SIZES)
+    exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN))
+    begin = time.monotonic()
+    for _ in range(3):
+        for bucket, buffer in zip(buckets, integers(buckets, rank, NUM_RANKS), strict=True):
+            exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0).wait()
+    took = time.monotonic() - begin
+    exchange.close()
+    return took
+
+
+def test_waiting_for_a_bucket_inside_the_hook_does_not_hang():
+    assert max(POOL.run(run_impatient)) < 10
+
+
 def run_misuse(rank: int) -> list[str]:
     exchange = Exchange(2)
     buckets = make_buckets(*SIZES)
