@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,23 @@ def test_paired_ratio_cancels_what_both_feel() -> None:
     assert ratio.value == pytest.approx(2.0)
     assert ratio.low == pytest.approx(2.0)
     assert ratio.high == pytest.approx(2.0)
+
+
+def test_an_outlier_hardly_moves_the_ratio_of_many_pairs() -> None:
+    times = [1.01 + 0.001 * (i % 5) for i in range(40)]
+    times[7] = 30.0
+    ratio = paired_ratio(times, [1.0] * 40)
+    assert ratio.value == pytest.approx(1.012, abs=0.001)
+    assert 1.010 < ratio.low < ratio.value < ratio.high < 1.015
+
+
+def test_wilcoxons_interval_covers_as_often_as_it_says() -> None:
+    random = np.random.default_rng(7)
+    hits = 0
+    for _ in range(400):
+        ratio = paired_ratio(np.exp(0.1 * random.standard_t(2, 30)).tolist(), [1.0] * 30)
+        hits += ratio.low <= 1.0 <= ratio.high
+    assert 0.92 <= hits / 400 <= 0.98
 
 
 def test_paired_ratio_interval_by_hand() -> None:
