@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from espresso.comm import Assignment, Executor, Groups, Record, ResidualStore
+from espresso.comm import Assignment, Executor, Groups, Record, ResidualStore, Velocities
 from espresso.comm.program import TORCH_DTYPES, Codecs
+from espresso.compressors.base import Correction
 from espresso.host_codecs import HostCodecs
 from espresso.strategies import Bucket, Choice, CompressorSpec, Slot, Strategy, TensorSpec, plan
 from espresso.strategies.schedule import list_order
@@ -50,15 +51,18 @@ class Exchange:
         codecs: Codecs | None = None,
         process_group: Any = None,
         seed: int = 0,
+        correction: Correction | None = None,
     ) -> None:
         self.groups = Groups(process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
         self.codecs: Codecs = HostCodecs(2) if codecs is None else codecs
         self._timeout_s = timeout_s
         self.seed = seed
+        self._correction = correction
         self._equip(transactional)
 
-    def renew(self, *, transactional: bool = True) -> Exchange:
+    def renew(self, *, transactional: bool = True, correction: Correction | None = None) -> Exchange:
         """A new executor without residuals over the same groups: much cheaper than another exchange."""
+        self._correction = correction
         self.executor.close()
         self._equip(transactional)
         return self
@@ -66,8 +70,17 @@ class Exchange:
     def _equip(self, transactional: bool) -> None:
         self.store = ResidualStore(transactional=transactional)
         self.script = Script()
+        self.velocities = None
+        if self._correction is not None:
+            self.velocities = Velocities(self._correction, transactional=transactional)
         self.executor = Executor(
-            self.groups, self.codecs, self.script, store=self.store, seed=self.seed, timeout_s=self._timeout_s
+            self.groups,
+            self.codecs,
+            self.script,
+            store=self.store,
+            seed=self.seed,
+            timeout_s=self._timeout_s,
+            velocities=self.velocities,
         )
 
     @property

@@ -11,6 +11,7 @@ from espresso.comm.groups import Groups, cluster_from_nodes, node_key
 from espresso.comm.hook import espresso_hook
 from espresso.comm.launch import Launch, export_environment, read_environment
 from espresso.comm.residuals import ResidualStore
+from espresso.comm.velocities import Velocities
 
 __all__ = [
     "Assignment",
@@ -25,6 +26,7 @@ __all__ = [
     "ResidualStore",
     "TopologyError",
     "UnsupportedModelError",
+    "Velocities",
     "cluster_from_nodes",
     "espresso_hook",
     "export_environment",

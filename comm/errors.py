@@ -17,3 +17,7 @@ class UnsupportedModelError(EspressoError, TypeError):
 
 class DisagreementError(EspressoError):
     """Ranks differ in something that must be equal: the model, the strategy or the configuration."""
+
+
+class PeerError(EspressoError):
+    """Another rank said that it failed; its own log has the cause."""

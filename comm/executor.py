@@ -16,19 +16,21 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import torch
 
+from espresso.comm.alarm import LOOK_AFTER_S
 from espresso.comm.averaging import Averaging
-from espresso.comm.errors import EspressoError
+from espresso.comm.errors import EspressoError, PeerError
 from espresso.comm.groups import Groups
 from espresso.comm.lanes import Lanes, Node
-from espresso.comm.program import Codecs, Context, PartitionProgram, Round
+from espresso.comm.program import Codecs, Context, PartitionProgram, Round, is_finite
 from espresso.comm.residuals import Residual, ResidualStore
+from espresso.comm.velocities import Velocities
 from espresso.strategies import DTYPES, Bucket, Lane, Plan, Scope, Strategy, Task, plan
 
 logger = logging.getLogger("espresso")
@@ -109,6 +111,10 @@ class _Iteration:
     def __init__(self, record: Record, deadline_s: float) -> None:
         self.record = record
         self.averaging: Averaging | None = None
+        # Whether averages are looked at for infs. Every rank must reach the same verdict, also one that keeps no
+        # residual (another is the root), since planners move by it together. A plain step without loss scaling
+        # goes without: the look would cost a reading pass over all gradients, and nobody skips the step.
+        self.checks = record.assignment.strategy.num_compressed > 0
         self.futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.open_tasks: dict[int, int] = {}
@@ -120,8 +126,6 @@ class _Iteration:
         self.planned = False
         self.deadline_s = deadline_s
         self.touched_s = time.monotonic()
-        # By the strategy, not by what this rank happens to keep: planners move by the verdict, together.
-        self.compresses = record.assignment.strategy.num_compressed > 0
 
     @property
     def is_idle(self) -> bool:
@@ -139,6 +143,7 @@ class Executor:
         planner: decides what to run.
         store: residuals; survives changes of plan.
         seed: for shared random numbers.
+        velocities: of momentum correction, where the job has it; they survive likewise.
         timeout_s: an iteration whose gradients are not averaged this long after its last event fails.
     """
 
@@ -151,9 +156,10 @@ class Executor:
         store: ResidualStore,
         seed: int = 0,
         timeout_s: float = 60.0,
+        velocities: Velocities | None = None,
     ) -> None:
-        self.groups, self.planner, self.store = groups, planner, store
-        self._context = Context(groups.cluster, groups.rank, groups.scopes, codecs, store, seed)
+        self.groups, self.planner, self.store, self.velocities = groups, planner, store, velocities
+        self._context = Context(groups.cluster, groups.rank, groups.scopes, codecs, store, seed, velocities)
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._lanes = Lanes(self._failed, self._lock)
@@ -174,7 +180,7 @@ class Executor:
     # -- called from the hook ----------------------------------------------------------------------
 
     def reduce_bucket(
-        self, bucket: Bucket, buffer: torch.Tensor, *, is_last: bool, grad_scale: float
+        self, bucket: Bucket, buffer: torch.Tensor, *, is_last: bool, grad_scale: float | None
     ) -> torch.futures.Future[torch.Tensor]:
         """As :meth:`reduce`, for a bucket that is described already."""
         return self.reduce(
@@ -187,7 +193,7 @@ class Executor:
         buffer: torch.Tensor,
         *,
         is_last: bool,
-        grad_scale: Callable[[], float],
+        grad_scale: Callable[[], float | None],
         describe: Callable[[], Bucket],
     ) -> torch.futures.Future[torch.Tensor]:
         """Average ``buffer`` over all ranks, in place; returns a future of it. Never blocks.
@@ -196,7 +202,8 @@ class Executor:
             index: the bucket's number; DDP counts from 0 in every iteration.
             buffer: the bucket's numbers, of one floating type, on the host.
             is_last: of this iteration.
-            grad_scale: the loss scale that the gradients carry; asked for only where residuals need it.
+            grad_scale: the loss scale that the gradients carry, so that infs are to be expected and counted
+                in uncompressed steps too; None if there is no loss scaling. Asked for once a bucket at most.
             describe: what the bucket holds; asked for only where it matters.
 
         Raises:
@@ -220,20 +227,26 @@ class Executor:
             iteration.buffers[index] = buffer
             iteration.last_seen = is_last
         if iteration.averaging is not None:
+            if is_last:
+                iteration.checks = grad_scale() is not None
             self._average(iteration, iteration.averaging, index, buffer, describe)
         else:
             self._follow_plan(iteration, describe(), buffer, grad_scale())
         return future
 
     def _follow_plan(
-        self, iteration: _Iteration, bucket: Bucket, buffer: torch.Tensor, grad_scale: float
+        self, iteration: _Iteration, bucket: Bucket, buffer: torch.Tensor, grad_scale: float | None
     ) -> None:
         with self._lock:
             iteration.record.buckets += (bucket,)
             for slot in bucket.slots:
                 self._numels[slot.tensor] = slot.numel
+            iteration.checks |= grad_scale is not None
+            scale = 1.0 if grad_scale is None else grad_scale
+            if self.velocities is not None:
+                self.velocities.clip(bucket, buffer, self.groups.num_ranks, scale)
             self._prepare(
-                iteration, bucket, buffer, Round(self.step, grad_scale, iteration.record.assignment.drain)
+                iteration, bucket, buffer, Round(self.step, scale, iteration.record.assignment.drain)
             )
             planned = iteration.record.assignment.buckets or ()
             if iteration.last_seen and iteration.planned and len(planned) > bucket.index + 1:
@@ -288,7 +301,8 @@ class Executor:
         assignment = self.planner.assign(self.step)
         self._iteration = _Iteration(Record(self.step, assignment), self._timeout_s)
         only_averages = assignment.strategy.only_averages and not (assignment.deferred or assignment.record)
-        if only_averages and (self.store.is_empty or not assignment.drain):
+        keeps = self.velocities is not None
+        if only_averages and not keeps and (self.store.is_empty or not assignment.drain):
             self._iteration.averaging = Averaging(
                 self._context.members[Scope.FLAT],
                 partial(self._bucket_done, self._iteration),
@@ -332,7 +346,7 @@ class Executor:
             laid = plan(assignment.strategy, assignment.buckets).with_order(assignment.order)
             programs = self._compile(laid)
             self._plain.clear()
-            self.store.adopt(_residuals(programs), self._numels | _numels(laid))
+            self._adopt(programs, self._numels | _numels(laid))
             self._planned = (assignment, laid, programs)
         _, laid, programs = self._planned
         iteration.record.plan = laid
@@ -342,13 +356,31 @@ class Executor:
         """Bucket by bucket: compile just this one, once per structure and strategy."""
         strategy = iteration.record.assignment.strategy
         found = self._plain.get(bucket)
-        if found is None or found[0] is not strategy or not self.store.holds(_residuals(found[2])):
+        if found is None or found[0] is not strategy or not self._keeps(found[2]):
             laid = plan(strategy, [bucket])
             programs = self._compile(laid)
             self._planned = None
-            self.store.adopt(_residuals(programs), self._numels | _numels(laid), only=_numels(laid).keys())
+            self._adopt(programs, self._numels | _numels(laid), only=_numels(laid).keys())
             found = self._plain[bucket] = (strategy, laid, programs)
         self._enqueue(iteration, found[1], found[2], [bucket.index])
+
+    def _adopt(
+        self,
+        programs: Sequence[PartitionProgram],
+        numels: Mapping[str, int],
+        only: Collection[str] | None = None,
+    ) -> None:
+        """What these programs keep is in use from now on; what others kept moves there."""
+        self.store.adopt(_residuals(programs), numels, only=only)
+        if self.velocities is not None:
+            self.velocities.adopt([v for program in programs for v in program.velocities], numels, only=only)
+
+    def _keeps(self, programs: Sequence[PartitionProgram]) -> bool:
+        """Whether all that these programs keep is in use."""
+        velocities = [v for program in programs for v in program.velocities]
+        return self.store.holds(_residuals(programs)) and (
+            self.velocities is None or self.velocities.holds(velocities)
+        )
 
     def _compile(self, laid: Plan) -> list[PartitionProgram]:
         return [PartitionProgram(laid, part, self._context) for part in laid.partitions]
@@ -404,7 +436,7 @@ class Executor:
             iteration.record.intervals.append(Interval(task, node.lanes[0], part, node.start_ns, node.end_ns))
         if ends:
             drains = iteration.record.assignment.drain and not self.store.is_empty
-            program.finish(check=iteration.compresses or drains)
+            program.finish(check=iteration.checks or drains or self.velocities is not None)
         with self._lock:
             if ends:
                 iteration.finite.append(program.finite is not False)
@@ -434,11 +466,14 @@ class Executor:
     def _settle(self, iteration: _Iteration) -> None:
         """Commit or discard the residuals: the same decision everywhere, as the averages are the same."""
         iteration.record.done_ns = time.perf_counter_ns()
+        if iteration.averaging is not None and iteration.checks:
+            iteration.finite = [is_finite(buffer) for buffer in iteration.buffers.values() if buffer.numel()]
         iteration.record.finite = all(iteration.finite)
-        if iteration.record.finite:
-            self.store.commit()
-        else:
-            self.store.discard()
+        for store in (self.store, self.velocities):
+            if store is not None and iteration.record.finite:
+                store.commit()
+            elif store is not None:
+                store.discard()
 
     def _run_more(self, more: Callable[[], None], iteration: _Iteration, bucket: int) -> None:
         try:
@@ -479,6 +514,8 @@ class Executor:
                 self.error = wrapped
             iteration = self._iteration
         logger.error("%s", text, exc_info=error)
+        if not isinstance(error, PeerError):
+            self.groups.alarm.ring(what)
         if iteration is not None:
             _fail_open(iteration.futures.values(), self.error)
 
@@ -503,6 +540,8 @@ class Executor:
             if iteration is None or self.error is not None or iteration.is_idle:
                 continue
             waited = time.monotonic() - iteration.touched_s
+            if waited > LOOK_AFTER_S and self._others_failed():
+                continue
             if iteration.averaging is not None and not iteration.last_seen and waited > 0.4:
                 self._collects_early = True
                 iteration.averaging.collect()
@@ -523,6 +562,18 @@ class Executor:
         begun = range(iteration.averaging.num_started)
         return [self._average_label(index) for index in begun if index not in iteration.complete]
 
+    def _others_failed(self) -> bool:
+        """Whether another rank told of a failure; then this one fails too, and says whose it was."""
+        heard = self.groups.alarm.heard()
+        if heard is None:
+            return False
+        rank, text = heard
+        iteration = self._iteration
+        pending = [] if iteration is None else self._waiting_for(iteration)
+        waiting = f"; this rank waited for {pending[0]}" if pending else ""
+        self._lanes.fail(PeerError(f"rank {rank} failed first: {text.strip().rstrip('.')}{waiting}"))
+        return True
+
     @property
     def next_step(self) -> int:
         """The number the next iteration will have."""
@@ -541,6 +592,8 @@ class Executor:
             self._wake.notify_all()
         iteration = self._iteration
         if iteration is not None:
+            if self.error is None:
+                self.groups.alarm.ring("espresso was closed during a backward pass")
             _fail_open(
                 iteration.futures.values(), EspressoError("espresso was closed during a backward pass")
             )

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
+from espresso.comm.alarm import Alarm
 from espresso.comm.errors import DisagreementError, TopologyError
 from espresso.comm.launch import read_environment
 from espresso.strategies import Cluster, Scope
@@ -113,6 +114,7 @@ class Groups:
         self.cluster = self._find_cluster(ranks_per_node)
         self.backend: str = dist.get_backend(parent)
         self.scopes = self._make_scopes()
+        self.alarm = Alarm(self.control.group.group_name, self.rank)
 
     @property
     def num_ranks(self) -> int:

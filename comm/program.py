@@ -20,7 +20,9 @@ import torch
 from espresso.comm import transport
 from espresso.comm.groups import Member
 from espresso.comm.residuals import Residual, ResidualStore
+from espresso.comm.velocities import Velocities
 from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment, Starts
+from espresso.compressors.momentum import MomentumCorrection, advance
 from espresso.strategies import (
     DTYPES,
     Cluster,
@@ -32,6 +34,7 @@ from espresso.strategies import (
     Phase,
     Plan,
     Routine,
+    Run,
     Scope,
     Site,
     StepFlow,
@@ -76,6 +79,7 @@ class Context:
     codecs: Codecs
     store: ResidualStore
     seed: int = 0
+    velocities: Velocities | None = None
 
 
 class PartitionProgram:
@@ -94,6 +98,7 @@ class PartitionProgram:
         self.finite: bool | None = None
         self.bytes_sent = 0
         self.residuals: list[Residual] = []
+        self.velocities: list[Residual] = []
         self._compresses = compressed = self.choice.option.is_compressed
         native = TORCH_DTYPES[self.group.dtype]
         self.work = torch.float64 if native is torch.float64 else torch.float32
@@ -110,6 +115,8 @@ class PartitionProgram:
         self._values: torch.Tensor = torch.empty(0)
         self._keeps_residual = compressed and self._codec(Device.TRAINING).compressor.traits.error_feedback
         self.actions: list[Callable[[], None] | None] = [self._compile(i) for i in range(len(self.flows))]
+        if context.velocities is not None and not compressed:
+            self._keep_velocity((0, partition.numel), Site.LOCAL)
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -141,6 +148,8 @@ class PartitionProgram:
         if not self._in_place:
             for run in self.runs:
                 self._slice(run.group_start, run.numel).copy_(self._bucket_slice(run.bucket_start, run.numel))
+        if self.context.velocities is not None:
+            self._move_velocity(self.context.velocities)
         self._add_carry()
         if not self._compresses:
             self.home.mul_(1.0 / self.context.cluster.num_ranks)
@@ -173,16 +182,58 @@ class PartitionProgram:
         return self.buffer[start : start + numel]
 
     def _add_carry(self) -> None:
-        if not self.round.drain or not self.context.store.carry:
+        store = self.context.store
+        # With momentum a residual must not pass through a velocity, which would send it again and again: it waits
+        # until its tensor is raw or has a local site.
+        waits = self._compresses and self.context.velocities is not None
+        if not self.round.drain or not store.carry or waits:
             return
         for run in self.runs:
-            carried = self.context.store.carry.get(run.tensor)
-            if carried is None:
-                continue
-            values = torch.from_numpy(carried[run.tensor_start : run.tensor_start + run.numel])
+            carried = store.carry.get(run.tensor)
+            if carried is not None:
+                self._add_to(run, torch.from_numpy(carried), 1.0, store)
+
+    def _add_to(self, run: Run, carried: torch.Tensor, weight: float, store: ResidualStore) -> None:
+        """Add what is carried of a stretch to our gradient; what a narrow type rounds off stays carried."""
+        values = carried[run.tensor_start : run.tensor_start + run.numel]
+        mine = self._slice(run.group_start, run.numel)
+        wide = mine.to(values.dtype)
+        total = torch.add(wide, values, alpha=weight * self.round.grad_scale)
+        mine.copy_(total)
+        left = None
+        if mine.dtype is not values.dtype:
+            left = total.sub_(mine).div_(weight * self.round.grad_scale).numpy()
+        store.used_carry(run.tensor, run.tensor_start, left)
+
+    # -- momentum --------------------------------------------------------------------------------
+
+    def _keep_velocity(self, span: Span, site: Site) -> Residual:
+        assert self.context.velocities is not None
+        velocity = self._new_residual(self.context.velocities, span, site)
+        self.velocities.append(velocity)
+        return velocity
+
+    def _move_velocity(self, store: Velocities) -> None:
+        """Raw: send the velocity in place of the gradient. Compressed: add velocities carried from elsewhere."""
+        if self._compresses:
+            weight = 1.0 if store.rule.nesterov else store.rule.momentum
+            for run in self.runs:
+                carried = store.carry.get(run.tensor)
+                if carried is not None:
+                    self._add_to(run, torch.from_numpy(carried), weight, store)
+            return
+        (velocity,) = self.velocities
+        scale = self.round.grad_scale
+        for run, start in zip(self.runs, velocity.starts, strict=True):
+            feedback = self._feedback(velocity, np.array([start], np.int64))
+            assert feedback is not None
+            here = slice(start, start + run.numel)
             mine = self._slice(run.group_start, run.numel)
-            mine.copy_(mine.to(values.dtype).add_(values, alpha=self.round.grad_scale))
-            self.context.store.used_carry(run.tensor)
+            numbers = mine.to(self.work).numpy()  # itself where it is that wide already
+            advance(store.rule, numbers, 1.0 / scale, feedback.old[here], feedback.new[here], numbers)
+            if scale != 1.0 or mine.dtype is not self.work:
+                mine.copy_(torch.from_numpy(numbers).mul_(scale))
+        self._settle(velocity)
 
     # -- compilation -----------------------------------------------------------------------------
 
@@ -230,30 +281,57 @@ class PartitionProgram:
         codec = self._codec(flow.step.device)
         first = not any(f.step.kind is StepKind.COMPRESS for f in self.flows[:index])
         residual = self._residual(flow, flow.site) if flow.before.active and self._keeps_residual else None
+        velocity = None
+        if first and flow.before.active and self.context.velocities is not None:
+            velocity = self._keep_velocity(flow.before.region, flow.site)
         if flow.step.form is Form.SUMMABLE:
-            return self._compile_compress_values(flow, codec, residual)
+            return self._compile_compress_values(flow, codec, residual, velocity)
         stride = self._lay_out(index, codec)
         atoms = flow.after.atoms
         payload = np.zeros((1, len(atoms), stride), np.uint8)
         self._payload = payload
         jobs = [
-            (layout, starts, self._kept_at(residual, starts), payload[0, number, : layout.num_bytes])
+            (
+                layout,
+                starts,
+                self._kept_at(residual, starts),
+                self._kept_at(velocity, starts),
+                payload[0, number, : layout.num_bytes],
+            )
             for number, (layout, starts) in enumerate(self._made[span] for span in atoms)
         ]
         site = flow.site
+        corrected = self._corrected(codec)
 
         def run() -> None:
-            scale = 1.0 / self.round.grad_scale if first and self._keeps_residual else 1.0
+            scale = 1.0 / self.round.grad_scale if first and self._is_unscaled else 1.0
             key = self._key(site)
-            for layout, starts, kept_at, out in jobs:
+            for layout, starts, kept_at, moved_at, out in jobs:
                 feedback = self._feedback(residual, kept_at)
-                codec.encode(layout, self.numbers, starts, out, scale=scale, feedback=feedback, key=key)
+                moved = self._feedback(velocity, moved_at)
+                if moved is None or corrected is None:
+                    codec.encode(layout, self.numbers, starts, out, scale=scale, feedback=feedback, key=key)
+                else:
+                    corrected.encode(
+                        layout, self.numbers, starts, out,
+                        scale=scale, feedback=feedback, velocity=moved, key=key,
+                    )  # fmt: skip
             self._settle(residual)
+            self._settle(velocity)
 
         return run
 
+    def _corrected(self, codec: Codec) -> MomentumCorrection | None:
+        velocities = self.context.velocities
+        return None if velocities is None else MomentumCorrection(codec, velocities.rule)
+
+    @property
+    def _is_unscaled(self) -> bool:
+        """Whether what is encoded has the loss scale taken out: where anything of it is kept."""
+        return self._keeps_residual or self.context.velocities is not None
+
     def _compile_compress_values(
-        self, flow: StepFlow, codec: Any, residual: Residual | None
+        self, flow: StepFlow, codec: Any, residual: Residual | None, velocity: Residual | None
     ) -> Callable[[], None]:
         segments, starts = self._segments(flow.before.region)
         dtype = np.float64 if self.work is torch.float64 else np.float32
@@ -265,15 +343,25 @@ class PartitionProgram:
         ranks = self.context.cluster.num_ranks
         site = flow.site
         assert site is not None
-        kept_at = self._kept_at(residual, starts)
+        kept_at, moved_at = self._kept_at(residual, starts), self._kept_at(velocity, starts)
+        corrected = self._corrected(codec)
 
         def run() -> None:
-            scale = 1.0 / self.round.grad_scale if self._keeps_residual else 1.0 / ranks
+            # Divide first where nothing is kept: the sum of a cast must not overflow.
+            scale = 1.0 if self._keeps_residual else 1.0 / ranks
+            unscale = 1.0 / self.round.grad_scale if self._is_unscaled else 1.0
+            source, source_starts = self.numbers, starts
+            moved = self._feedback(velocity, moved_at)
+            if moved is None or corrected is None:
+                scale *= unscale
+            else:
+                source, source_starts = corrected.advance(layout, source, starts, moved, unscale)
             feedback = self._feedback(residual, kept_at)
             codec.encode_values(
-                layout, self.numbers, starts, numbers, scale=scale, feedback=feedback, key=self._key(site)
+                layout, source, source_starts, numbers, scale=scale, feedback=feedback, key=self._key(site)
             )
             self._settle(residual)
+            self._settle(velocity)
 
         return run
 
@@ -287,7 +375,8 @@ class PartitionProgram:
             (layout, starts), values = self._layouts[0], _numbers(self._values)
 
             def run_values() -> None:
-                scale = self.round.grad_scale / ranks if self._keeps_residual else 1.0
+                scale = self.round.grad_scale if self._is_unscaled else 1.0
+                scale = scale / ranks if self._keeps_residual else scale
                 finite = codec.decode_values(
                     layout, values, self.numbers, starts, scale=scale, key=self._key(Site.LOCAL)
                 )
@@ -304,7 +393,7 @@ class PartitionProgram:
         def run() -> None:
             scale = 1.0
             if last:
-                scale = (self.round.grad_scale if self._keeps_residual else 1.0) / ranks
+                scale = (self.round.grad_scale if self._is_unscaled else 1.0) / ranks
             key = DrawKey(self.context.seed, self.round.step, list(Site).index(site), -1)
             finite = True
             for layout, starts, sources in jobs:
@@ -319,15 +408,17 @@ class PartitionProgram:
         return site
 
     def _residual(self, flow: StepFlow, site: Site) -> Residual:
+        residual = self._new_residual(self.context.store, flow.before.region, site)
+        self.residuals.append(residual)
+        return residual
+
+    def _new_residual(self, store: ResidualStore, span: Span, site: Site) -> Residual:
         start = self.partition.start
-        low, high = flow.before.region
-        runs = self.group.segments(start + low, start + high)
+        runs = self.group.segments(start + span[0], start + span[1])
         node = self.context.rank // self.context.cluster.ranks_per_node
         replica = node if site.replicas(self.context.cluster) > 1 else 0
         dtype = np.float64 if self.work is torch.float64 else np.float32
-        residual = self.context.store.new_residual(site, runs, dtype, replica)
-        self.residuals.append(residual)
-        return residual
+        return store.new_residual(site, runs, dtype, replica)
 
     def _kept_at(self, residual: Residual | None, starts: Starts) -> Starts:
         """Where segments that begin at ``starts`` of the partition begin in the residual's buffers."""

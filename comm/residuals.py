@@ -3,10 +3,10 @@
 A residual is addressed by (tensor, element range, site). Compression sites read one buffer and write
 another; after the iteration every rank commits (swaps) or discards, together.
 
-When the plan changes, whatever finds no place of its own in the new one is *carried*: added to this
-rank's own gradient in the next iteration. Residuals are in units of the sum over ranks, so adding what
-an aggregator kept to its own contribution changes the sum by exactly that much, whoever it was: no
-exchange is needed. Of a residual that several ranks hold (the last intra step encodes the same
+When the plan changes, whatever finds no place of its own in the new one moves to the tensor's local site, or
+is *carried* if there is none: added to this rank's own gradient in the next iteration. Residuals are in
+units of the sum over ranks, so adding what an aggregator kept to its own contribution changes the sum by
+exactly that much, whoever it was: no exchange is needed. Of a residual that several ranks hold (the last intra step encodes the same
 aggregate on every node) only the first replica carries.
 """
 
@@ -78,7 +78,7 @@ class ResidualStore:
         self.transactional = transactional
         self._live: list[Residual] = []
         self.carry: dict[str, Array] = {}
-        self._carried: set[str] = set()
+        self._carried: dict[str, Array | None] = {}
         self._waiting: dict[Address, list[Piece]] = {}
 
     @property
@@ -189,9 +189,17 @@ class ResidualStore:
             del self._waiting[address]
         return claimed
 
-    def used_carry(self, tensor: str) -> None:
-        """The carry of ``tensor`` went into this iteration; a commit forgets it."""
-        self._carried.add(tensor)
+    def used_carry(self, tensor: str, start: int = 0, left: Array | None = None) -> None:
+        """A stretch of the carry of ``tensor`` went into this iteration; a commit keeps only what is ``left`` of it.
+
+        Lanes call this at the same time, for different stretches.
+        """
+        if left is None:
+            self._carried.setdefault(tensor, None)
+            return
+        kept = self._carried.setdefault(tensor, np.zeros_like(self.carry[tensor]))
+        assert kept is not None
+        kept[start : start + left.size] = left
 
     def commit(self) -> None:
         """The iteration counts: what was written becomes what is kept."""
@@ -199,8 +207,10 @@ class ResidualStore:
             if residual.written and residual.new is not None:
                 residual.old, residual.new = residual.new, residual.old
             residual.written = False
-        for tensor in self._carried:
+        for tensor, left in self._carried.items():
             self.carry.pop(tensor, None)
+            if left is not None and left.any():
+                self.carry[tensor] = left
         self._carried.clear()
 
     def discard(self) -> None:
@@ -222,19 +232,23 @@ class ResidualStore:
     def _place(
         self, tensor: str, site: Site, piece: Piece, numels: Mapping[str, int], targets: Sequence[Residual]
     ) -> None:
-        """Put a piece where the plan keeps (tensor, site); carry what lies outside, once per replica."""
+        """Put a piece where the plan keeps (tensor, site); what lies outside moves on, once per replica.
+
+        It goes to the tensor's local site, which encodes this rank's own contribution, or else is carried.
+        """
         start, values, replica = piece
         left = np.ones(values.size, bool)
-        for residual in targets:
-            if residual.site is not site:
-                continue
-            for run, at in zip(residual.runs, residual.starts, strict=True):
-                low = max(start, run.tensor_start)
-                high = min(start + values.size, run.tensor_start + run.numel)
-                if run.tensor == tensor and low < high:
-                    here = at + low - run.tensor_start
-                    kept = values[low - start : high - start]
-                    residual.old[here : here + high - low] += kept.astype(residual.dtype)
-                    left[low - start : high - start] = False
+        for where in (site, Site.LOCAL) if replica == 0 else (site,):
+            for residual in targets:
+                if residual.site is not where:
+                    continue
+                for run, at in zip(residual.runs, residual.starts, strict=True):
+                    low = max(start, run.tensor_start)
+                    high = min(start + values.size, run.tensor_start + run.numel)
+                    if run.tensor == tensor and low < high:
+                        here, cut = at + low - run.tensor_start, slice(low - start, high - start)
+                        kept = np.where(left[cut], values[cut], 0)
+                        residual.old[here : here + high - low] += kept.astype(residual.dtype)
+                        left[cut] = False
         if replica == 0 and left.any():
             self.add_carry(tensor, start, np.where(left, values, 0).astype(values.dtype), numels[tensor])

@@ -3,6 +3,7 @@
 from espresso.compressors.base import (
     Codec,
     Compressor,
+    Correction,
     DrawKey,
     Feedback,
     Layout,
@@ -17,7 +18,6 @@ from espresso.compressors.registry import (
     RESERVED_IDS,
     compressor_ids,
     create,
-    create_for_training,
     host_codec,
     spec_of,
 )
@@ -26,6 +26,7 @@ __all__ = [
     "RESERVED_IDS",
     "Codec",
     "Compressor",
+    "Correction",
     "DrawKey",
     "ErrorFeedback",
     "Feedback",
@@ -37,7 +38,6 @@ __all__ = [
     "Traits",
     "compressor_ids",
     "create",
-    "create_for_training",
     "host_codec",
     "spec_of",
 ]

@@ -12,7 +12,7 @@ A payload is one header, one segment table and one body per segment; its size is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -44,6 +44,22 @@ class Traits:
     lossless: bool = False
     error_feedback: bool = True
     stochastic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Momentum in front of error feedback (DGC): a property of the whole job, raw tensors included.
+
+    Attributes:
+        momentum: mu, in (0, 1); the optimizer's own has to be 0.
+        nesterov: the Nesterov form.
+        clip_norm: a rank's gradient of a tensor is scaled down to this norm over the root of the number of
+            ranks, before anything else; 0 does not clip.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +137,24 @@ class Compressor(Protocol):
 
     def layout(self, segments: Sequence[Segment], dtype: npt.DTypeLike = np.float32) -> Layout:
         """Lay out the payload for these segments; ``dtype`` is float32 or float64."""
+        ...
+
+    @property
+    def correction(self) -> Correction | None:
+        """The momentum this compressor asks of the job, if any."""
+        ...
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether :meth:`in_force` depends on the epoch or the step."""
+        ...
+
+    def in_force(self, epoch: int, step: int) -> Compressor:
+        """What to run in this step: another ratio while it warms up; itself where there is no schedule."""
+        ...
+
+    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """What a sparsifier chose: (segment, indices within it); nothing from a dense compressor."""
         ...
 
     def params(self) -> dict[str, Any]:

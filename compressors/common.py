@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Layout, Segment, Traits
+from espresso.compressors.base import Bytes, Compressor, Correction, Layout, Segment, Traits
 from espresso.compressors.payload import build_layout, params_digest
 
 
@@ -46,8 +46,23 @@ class BaseCompressor:
             dtype=dtype,
         )
 
-    def check_stateless(self) -> None:
-        """Raise ValueError if the parameters ask for what a codec, which keeps no state, does not do."""
+    @property
+    def correction(self) -> Correction | None:
+        """The momentum this compressor asks of the job, if any."""
+        return None
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether :meth:`in_force` depends on the epoch or the step."""
+        return False
+
+    def in_force(self, epoch: int, step: int) -> Compressor:
+        """What to run in this step; itself, as there is no schedule."""
+        return self
+
+    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """What a sparsifier chose; nothing here."""
+        return iter(())
 
     def params(self) -> dict[str, Any]:
         """The parameters that differ from their defaults, as a spec writes them."""

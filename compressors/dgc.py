@@ -5,12 +5,16 @@ Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from espresso.compressors.base import Traits
+import numpy as np
+import numpy.typing as npt
+
+from espresso.compressors.base import Bytes, Correction, Layout, Traits
 from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import sparse_body_size
+from espresso.compressors.sparse import sent_slots, sparse_body_size
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,19 @@ class Dgc(BaseCompressor):
     second look and keeps exactly k.) So what is sent is always the top n of the segment, 0.8 k <= n <= k
     unless fewer are non-zero or the ten attempts did not suffice.
 
+    Momentum and warm-up are kept by the training state (:mod:`espresso.compressors.momentum`,
+    ``EspressoState.set_epoch``); a codec encodes with the ratio it is given.
+
     Attributes:
         ratio: k / d, in (0, 1].
         sample: the part of a segment that is sampled, in (0, 1]; small segments are sampled more densely.
-        momentum: mu of momentum correction; with the default 0 this is sampled top-k with error feedback.
-            Above 0 it needs a :class:`espresso.compressors.momentum.MomentumCorrection`; training has no place
-            for its velocities yet, so that codecs refuse it.
+        momentum: mu of momentum correction, for an optimizer whose own momentum is 0; with the default 0 this
+            is sampled top-k with error feedback, and the optimizer's momentum or Adam stays right.
         nesterov: the Nesterov form of momentum correction; needs momentum.
-        warmup_epochs: E of the warm-up that :meth:`at_epoch` follows; 0 means none. Codecs refuse it likewise.
+        clip_norm: clip a rank's gradients before they are accumulated, tensor by tensor, to this norm over the
+            root of the number of ranks; needs momentum; 0 does not clip. (The paper takes the norm of all
+            tensors together, which nobody knows when the first bucket has to leave.)
+        warmup_epochs: E of the warm-up that :meth:`at_epoch` follows; 0 means none.
     """
 
     name: ClassVar[str] = "dgc"
@@ -43,6 +52,7 @@ class Dgc(BaseCompressor):
     sample: float = 0.01
     momentum: float = 0.0
     nesterov: bool = False
+    clip_norm: float = 0.0
     warmup_epochs: int = 0
 
     def __post_init__(self) -> None:
@@ -53,26 +63,35 @@ class Dgc(BaseCompressor):
         if self.momentum == 1.0:
             raise ValueError("compressor dgc: momentum must be below 1, got 1.0")
         self.check_bool("nesterov")
-        if self.nesterov and not self.momentum:
-            raise ValueError("compressor dgc: nesterov needs a momentum above 0")
+        self.check_float("clip_norm", high=1e30)
+        for name in ("nesterov", "clip_norm"):
+            if getattr(self, name) and not self.momentum:
+                raise ValueError(f"compressor dgc: {name} needs a momentum above 0")
         self.check_int("warmup_epochs", low=0)
 
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and the body of k slots."""
         return sparse_body_size(numel, itemsize, self.ratio)
 
-    def check_stateless(self) -> None:
-        """Raise ValueError for momentum and warm-up: training keeps no velocities and changes no ratio yet."""
-        if self.momentum:
-            raise ValueError(
-                f"compressor dgc: momentum={self.momentum} needs velocities, which training does not keep yet: leave it"
-                " at 0, where the optimizer's own momentum applies (MomentumCorrection can be used by itself)"
-            )
-        if self.warmup_epochs:
-            raise ValueError(
-                f"compressor dgc: warmup_epochs={self.warmup_epochs} needs a ratio that changes with the epoch, which"
-                " training does not do yet: leave it at 0 (Dgc.at_epoch gives the ratios of the schedule)"
-            )
+    @property
+    def correction(self) -> Correction | None:
+        """Momentum correction, where ``momentum`` is above 0."""
+        if not self.momentum:
+            return None
+        return Correction(self.momentum, self.nesterov, self.clip_norm)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether it warms up."""
+        return self.warmup_epochs > 0
+
+    def in_force(self, epoch: int, step: int) -> Dgc:
+        """The compressor of this epoch."""
+        return self.at_epoch(epoch) if self.is_scheduled else self
+
+    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """What was chosen, segment by segment."""
+        return sent_slots(layout, payload)
 
     def at_epoch(self, epoch: int) -> Dgc:
         """The compressor of an epoch: ratio ``max(base^((e+1)/(E+1)), base)`` while it warms up.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from espresso.compressors.base import Codec, Compressor
 from espresso.strategies import CompressorSpec
@@ -65,17 +65,6 @@ def create(spec: str | CompressorSpec) -> Compressor:
         )
     compressor: Compressor = kind(**dict(parsed.params))
     return compressor
-
-
-def create_for_training(spec: str | CompressorSpec) -> Compressor:
-    """Like :func:`create`; refuses parameters that training does not honour yet (DGC's momentum and warm-up).
-
-    Raises:
-        ValueError: as :func:`create`; or the parameter needs state that nothing keeps, and what to do instead.
-    """
-    compressor: Any = create(spec)
-    compressor.check_stateless()
-    return cast(Compressor, compressor)
 
 
 def spec_of(compressor: Compressor) -> CompressorSpec:

@@ -13,6 +13,13 @@ or unsorted indices are malformed: decoders scatter-add without looking back, an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.compressors.base import Bytes, Layout
+
 PREFIX_BYTES = 8
 
 
@@ -25,3 +32,12 @@ def sparse_body_size(numel: int, itemsize: int, ratio: float) -> tuple[int, int]
     """k, and the bytes of a body with k slots."""
     k = num_slots(numel, ratio)
     return k, PREFIX_BYTES + k * (itemsize + 4)
+
+
+def sent_slots(layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+    """(segment, indices that count) of every compressed segment of a payload that we encoded."""
+    for segment in np.flatnonzero(~layout.raw).tolist():
+        offset, k = int(layout.offsets[segment]), int(layout.counts[segment])
+        count = int(payload[offset : offset + 4].view(np.uint32)[0])
+        at = offset + PREFIX_BYTES + k * layout.dtype.itemsize
+        yield segment, payload[at : at + 4 * count].view(np.uint32)

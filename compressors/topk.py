@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from espresso.compressors.base import Traits
+import numpy as np
+import numpy.typing as npt
+
+from espresso.compressors.base import Bytes, Layout, Traits
 from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import sparse_body_size
+from espresso.compressors.sparse import sent_slots, sparse_body_size
 
 
 @dataclass(frozen=True)
@@ -33,3 +37,7 @@ class TopK(BaseCompressor):
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and the body of k slots."""
         return sparse_body_size(numel, itemsize, self.ratio)
+
+    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """What was chosen, segment by segment."""
+        return sent_slots(layout, payload)

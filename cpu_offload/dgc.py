@@ -11,7 +11,6 @@ class HostDgc(HostSparse):
     """``dgc``: the threshold aims at k; it is lowered at most ten times where fewer than 0.8 k pass."""
 
     def __init__(self, compressor: Dgc, pool: WorkerPool | None = None) -> None:
-        compressor.check_stateless()
         super().__init__(
             compressor,
             pool,

@@ -1,4 +1,4 @@
-"""Saving and loading what the hook keeps: residuals, the step counter, the strategy in use.
+"""Saving and loading what the hook keeps: residuals, velocities, step and epoch, the strategy in use.
 
 ``state_dict()`` is one rank's; loading another rank's is an error. ``gather_state_dict()`` holds all
 ranks' and can be loaded by any number of ranks: a residual acts on the *average*, so with P' instead of P
@@ -15,15 +15,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from espresso.comm.residuals import Address, Piece
+from espresso.comm.residuals import Address, Piece, ResidualStore
 from espresso.strategies import Site, Strategy, StrategyError
 
 if TYPE_CHECKING:
     from espresso.state import EspressoState
 
-VERSION = 1
+VERSION = 2
 _ROW_KEYS = {"tensor", "site", "start", "replica", "values"}
-_KEYS = {"version", "kind", "rank", "num_ranks", "model", "step", "residuals", "carry", "strategy"}
+_KEYS = {
+    "version", "kind", "rank", "num_ranks", "model", "step", "epoch", "strategy",
+    "residuals", "carry", "velocities", "velocity_carry",
+}  # fmt: skip
+_KEPT = (("residuals", "carry"), ("velocities", "velocity_carry"))
+"""(what sites hold, what is carried) of every store."""
 
 
 class CheckpointError(ValueError):
@@ -34,7 +39,6 @@ def save(state: EspressoState) -> dict[str, Any]:
     """This rank's state as tensors and plain values, copies all of them."""
     groups, executor = state._groups, state._executor
     decided = state.strategy if state.decided else None
-    pieces, carry = state._store.snapshot()
     return {
         "version": VERSION,
         "kind": "espresso-rank",
@@ -42,20 +46,27 @@ def save(state: EspressoState) -> dict[str, Any]:
         "num_ranks": 0 if groups is None else groups.num_ranks,
         "model": _model_digest(state),
         "step": 0 if executor is None else executor.next_step,
-        "residuals": [
-            {
-                "tensor": name,
-                "site": site.value,
-                "start": start,
-                "replica": replica,
-                "values": torch.from_numpy(values),
-            }
-            for (name, site), parts in pieces.items()
-            for start, values, replica in parts
-        ],
-        "carry": {name: torch.from_numpy(values) for name, values in carry.items()},
+        "epoch": state._epoch,
         "strategy": None if decided is None else decided.to_json(),
+        **_rows("residuals", "carry", state._store),
+        **_rows("velocities", "velocity_carry", state._velocities),
     }
+
+
+def _rows(held: str, carried: str, store: ResidualStore | None) -> dict[str, Any]:
+    pieces, carry = ({}, {}) if store is None else store.snapshot()
+    rows = [
+        {
+            "tensor": name,
+            "site": site.value,
+            "start": start,
+            "replica": replica,
+            "values": torch.from_numpy(values),
+        }
+        for (name, site), parts in pieces.items()
+        for start, values, replica in parts
+    ]
+    return {held: rows, carried: {name: torch.from_numpy(values) for name, values in carry.items()}}
 
 
 def gather(state: EspressoState) -> dict[str, Any]:
@@ -90,15 +101,20 @@ def check(body: Any) -> dict[str, Any]:
         ("rank", int),
         ("num_ranks", int),
         ("step", int),
+        ("epoch", int | None),
         ("residuals", list),
         ("carry", dict),
+        ("velocities", list),
+        ("velocity_carry", dict),
     ):
         if not isinstance(body[entry], kind):
-            raise CheckpointError(f"entry {entry!r} should be {kind.__name__}, got {body[entry]!r:.60}")
-    for row in body["residuals"]:
-        _check_row(row)
-    for name, values in body["carry"].items():
-        _check_values(f"carry of {name!r}", values)
+            wanted = getattr(kind, "__name__", str(kind))
+            raise CheckpointError(f"entry {entry!r} should be {wanted}, got {body[entry]!r:.60}")
+    for held, carried in _KEPT:
+        for row in body[held]:
+            _check_row(row)
+        for name, values in body[carried].items():
+            _check_values(f"{carried} of {name!r}", values)
     return body
 
 
@@ -125,15 +141,16 @@ def _check_values(what: str, values: Any) -> None:
 def _check_model(state: EspressoState, body: dict[str, Any]) -> None:
     """Whether a rank's body is of this model, and all that it keeps lies inside the model's tensors."""
     numels = {tensor.name: tensor.numel for tensor in state._tensors}
-    ends = [(row["tensor"], row["start"] + row["values"].numel()) for row in body["residuals"]]
-    for name, end in ends:
-        if name not in numels or end > numels[name]:
-            raise CheckpointError(f"residual of {name!r} ends at {end}, outside the model's tensor")
-    for name, values in body["carry"].items():
-        if values.numel() != numels.get(name):
-            raise CheckpointError(
-                f"carry of {name!r} has {values.numel()} elements, unlike the model's tensor"
-            )
+    for held, carried in _KEPT:
+        ends = [(row["tensor"], row["start"] + row["values"].numel()) for row in body[held]]
+        for name, end in ends:
+            if name not in numels or end > numels[name]:
+                raise CheckpointError(f"residual of {name!r} ends at {end}, outside the model's tensor")
+        for name, values in body[carried].items():
+            if values.numel() != numels.get(name):
+                raise CheckpointError(
+                    f"{carried} of {name!r} has {values.numel()} elements, unlike the model's tensor"
+                )
 
 
 def load(state: EspressoState, body: Any) -> None:
@@ -158,15 +175,21 @@ def load(state: EspressoState, body: Any) -> None:
                 f"place {number} of {len(ranks)} holds rank {rank['rank']} of {rank['num_ranks']}"
             )
     strategy = _strategy(state, ranks[0])
-    if gathered and len(ranks) != groups.num_ranks:
-        pieces, carry = _resized(ranks, groups.rank, groups.num_ranks)
-    else:
-        mine = ranks[groups.rank] if gathered else body
-        pieces, carry = _pieces(mine), {name: _numpy(values) for name, values in mine["carry"].items()}
+    state._epoch = ranks[0]["epoch"]
     if strategy is not None and strategy.cluster == groups.cluster:
-        state.use(strategy)
+        state.resume(strategy)
     executor.restart(ranks[0]["step"])
-    state._store.load(pieces, carry, {t.name: t.numel for t in state._tensors})
+    numels = {t.name: t.numel for t in state._tensors}
+    for (held, carried), store in zip(_KEPT, (state._store, state._velocities), strict=True):
+        if store is None:
+            continue
+        if gathered and len(ranks) != groups.num_ranks:
+            pieces, carry = _resized(ranks, held, carried, groups.rank, groups.num_ranks)
+        else:
+            mine = ranks[groups.rank] if gathered else body
+            pieces = _pieces(mine, held)
+            carry = {name: _numpy(values) for name, values in mine[carried].items()}
+        store.load(pieces, carry, numels)
 
 
 def _strategy(state: EspressoState, body: dict[str, Any]) -> Strategy | None:
@@ -181,29 +204,29 @@ def _strategy(state: EspressoState, body: dict[str, Any]) -> Strategy | None:
     return strategy
 
 
-def _pieces(body: dict[str, Any]) -> dict[Address, list[Piece]]:
+def _pieces(body: dict[str, Any], held: str) -> dict[Address, list[Piece]]:
     pieces: dict[Address, list[Piece]] = {}
-    for row in body["residuals"]:
+    for row in body[held]:
         piece = (row["start"], _numpy(row["values"]), row["replica"])
         pieces.setdefault((row["tensor"], Site(row["site"])), []).append(piece)
     return pieces
 
 
 def _resized(
-    ranks: list[dict[str, Any]], rank: int, num_ranks: int
+    ranks: list[dict[str, Any]], held: str, carried: str, rank: int, num_ranks: int
 ) -> tuple[dict[Address, list[Piece]], dict[str, Any]]:
     """Everything the old ranks answer for, dealt out to the new ones as carry, scaled to keep the average."""
     scale = num_ranks / len(ranks)
     carry: dict[str, Any] = {}
     pieces: dict[Address, list[Piece]] = {}
     for old in ranks[rank::num_ranks]:
-        for (name, _), parts in _pieces(old).items():
+        for (name, _), parts in _pieces(old, held).items():
             for start, values, replica in parts:
                 if replica == 0:
                     pieces.setdefault((name, Site.LOCAL), []).append(
                         (start, values * values.dtype.type(scale), 0)
                     )
-        for name, values in old["carry"].items():
+        for name, values in old[carried].items():
             scaled = _numpy(values) * scale
             carry[name] = carry[name] + scaled if name in carry else scaled
     return pieces, carry

@@ -34,6 +34,7 @@ class Config:
         profile_steps: plain steps in which gaps are measured.
         race_steps: steps of each block when strategies race against plain.
         race_rounds: how often the blocks alternate.
+        steps_per_epoch: what compressors that warm up by epochs count with; None waits for ``state.set_epoch``.
         check_every: compare parameters between ranks every so many steps; 0 never.
         artifacts_dir: where strategy, job and measured intervals are written; None writes nothing.
     """
@@ -48,6 +49,7 @@ class Config:
     profile_steps: int = 8
     race_steps: int = 6
     race_rounds: int = 2
+    steps_per_epoch: int | None = None
     check_every: int = 0
     artifacts_dir: str | None = None
 
@@ -61,6 +63,8 @@ class Config:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
         if self.partition_bytes is not None and self.partition_bytes < 0:
             raise ValueError(f"partition_bytes must be at least 0, got {self.partition_bytes!r}")
+        if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch must be at least 1, got {self.steps_per_epoch!r}")
         if self.warmup_steps < 3:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}: DDP rebuilds its buckets in the second step; allow at least 3"

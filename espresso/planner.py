@@ -181,6 +181,7 @@ class AutoPlanner:
         self._before: tuple[str, int] = ("", 0)
         self._turn = 0
         self._restarts = 0
+        self._again = False
         self.verdict: Verdict | None = None
 
     @property
@@ -201,6 +202,8 @@ class AutoPlanner:
             return self._winning or self._winner.assignment
         if self._race:
             return self._race[self._turn][1]
+        if self._again:
+            return replace(self._plain.assignment, drain=False)
         # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
         self._first = iteration if self._first is None else self._first
         iteration -= self._first
@@ -210,7 +213,21 @@ class AutoPlanner:
             self._on_profile(True)
         return self._deferred
 
+    def reconsider(self) -> None:
+        """The compressor changed: search and race again, from the iteration that is about to be assigned.
+
+        The job is measured already; while it is not, the search to come will find the new compressor.
+        """
+        if self._winner is None and not self._race:
+            return
+        self._winner, self._winning, self.verdict = None, None, None
+        self._race, self._candidates, self._turn = [], [], 0
+        self._steps_us, self._before = {}, ("", 0)
+        self._again = True
+
     def after(self, record: Record) -> Work | None:
+        if self._again:
+            return self._find_candidates
         if self._winner is not None:
             return self._after_decision(record)
         if self._race:
@@ -233,6 +250,7 @@ class AutoPlanner:
         return self._find_candidates
 
     def _find_candidates(self) -> None:
+        self._again = False
         candidates = self._search(self._observed)
         if self._profile_only:
             self._decide("plain", "profile only: the job was measured, nothing is compressed")

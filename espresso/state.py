@@ -32,15 +32,18 @@ from espresso.comm import (
     Record,
     ResidualStore,
     UnsupportedModelError,
+    Velocities,
     read_environment,
 )
 from espresso.comm.hook import espresso_hook
 from espresso.compressors import registry
 from espresso.config import Config
 from espresso.host_codecs import HostCodecs
+from espresso.momentum_guard import MomentumGuard
 from espresso.names import dtype_name, named_gradients, tensor_specs
 from espresso.planner import AutoPlanner, FixedPlanner
 from espresso.profiler import GradientClock, Observation
+from espresso.schedule import Schedule, translate
 from espresso.strategies import (
     NONE,
     Bucket,
@@ -64,6 +67,9 @@ COMPILE_PATIENCE_S = 600.0
 
 SETTLED_AFTER = 5
 """Iterations after the decision before one is recorded for people: caches and buffers are warm then."""
+
+REMIND_AFTER = 1000
+"""Steps after which a warm-up that nobody moves on is worth a warning."""
 
 _LIVE: weakref.WeakSet[EspressoState] = weakref.WeakSet()
 
@@ -100,18 +106,20 @@ class EspressoState:
     ) -> None:
         self.config = Config.from_keywords(config)
         self.compressor = CompressorSpec.parse(compressor) if isinstance(compressor, str) else compressor
-        # An unknown id or parameter is an error here, not in the first step.
-        registry.create_for_training(self.compressor)
         self._strategy = strategy
         self._given: Strategy | Policy | str = (
             Strategy.load(Path(strategy)) if isinstance(strategy, str | os.PathLike) and strategy != AUTO
             else strategy
         )  # fmt: skip
-        if isinstance(self._given, Strategy):
-            _check_compressors(self._given)
+        # An unknown id or parameter is an error here, not in the first step.
+        registry.create(self.compressor)
+        self._schedule = Schedule(
+            self._given.compressors if isinstance(self._given, Strategy) else {self.compressor}
+        )
         self._process_group = process_group
         self._scaler = grad_scaler
         self._grad_scale: float | None = None
+        self._epoch: int | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._names: dict[int, str] = {}
         self._tensors: tuple[TensorSpec, ...] = ()
@@ -127,6 +135,10 @@ class EspressoState:
         self._executor: Executor | None = None
         self._planner: FixedPlanner | AutoPlanner | None = None
         self._store = ResidualStore(transactional=self.config.transactional)
+        self._velocities: Velocities | None = None
+        self._guard: MomentumGuard | None = None
+        self._base: Strategy | None = None
+        self._in_force: dict[CompressorSpec, CompressorSpec] = {}
         self._codecs: HostCodecs | None = None
         self._clock: GradientClock | None = None
         self._search: OnlineSearch | None = None
@@ -176,12 +188,15 @@ class EspressoState:
         )
         if callable(self._given):
             self._given = self._given(self._tensors, self._groups.cluster)
-            _check_compressors(self._given)
+            self._schedule = Schedule(self._given.compressors)
         self._agree()
         self._codecs = HostCodecs(self.config.offload_threads)
         self._artifacts = Artifacts(self.config.artifacts_dir, self._groups)
         self._planner = self._make_planner()
         self._warm_up()
+        rule = self._schedule.correction
+        if rule is not None:
+            self._velocities = Velocities(rule, transactional=self.config.transactional)
         self._executor = Executor(
             self._groups,
             self._codecs,
@@ -189,7 +204,10 @@ class EspressoState:
             store=self._store,
             seed=self.config.seed,
             timeout_s=self.config.timeout_s,
+            velocities=self._velocities,
         )
+        if self._velocities is not None:
+            self._guard = MomentumGuard(_weakly(self._averages))
         # A state that is dropped without close() must not leave its threads behind.
         weakref.finalize(self, _abandon, self._executor, self._codecs).atexit = False
         if self._pending_state is not None:
@@ -206,6 +224,7 @@ class EspressoState:
             "compressor": str(self.compressor),
             "strategy": given,
             "settings": repr([v for k, v in sorted(vars(self.config).items()) if k != "artifacts_dir"]),
+            "epoch": self._epoch,
         }
         everybody = self._groups.all_objects(mine)
         for rank, theirs in enumerate(everybody):
@@ -225,18 +244,26 @@ class EspressoState:
         assert self._codecs is not None
         assert self._artifacts is not None
         profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
+        self._in_force = self._schedule.in_force(self._epoch_of(0), 0)
         if isinstance(self._given, Strategy) and not profile_only:
             self._given.check_model(self._tensors, self._groups.cluster)
-            return FixedPlanner(self._given, self._groups)
+            self._base = self._given
+            return FixedPlanner(translate(self._base, self._in_force), self._groups)
         plain = Strategy.uniform(self._tensors, self._groups.cluster, partition_bytes=0)
         if self._groups.num_ranks == 1 and not profile_only:
             logger.info("one rank: there is nothing to exchange, gradients stay as they are")
+            self._base = plain
             return FixedPlanner(plain, self._groups)
         config = self.config
         self._marks = profile_only and self._groups.rank % self._groups.cluster.ranks_per_node == 0
         self._mark(0)
         self._search = OnlineSearch(
-            self._groups, self._codecs, self.compressor, self._tensors, config, self._artifacts
+            self._groups,
+            self._codecs,
+            self._in_force.get(self.compressor, self.compressor),
+            self._tensors,
+            config,
+            self._artifacts,
         )
         return AutoPlanner(
             plain,
@@ -280,8 +307,10 @@ class EspressoState:
         if self._executor is None:
             self.start()
         assert self._executor is not None
-        for prepare in self.before_exchange:
-            prepare(bucket, self._scale())
+        if self.before_exchange:
+            scale = self._scale()
+            for prepare in self.before_exchange:
+                prepare(bucket, 1.0 if scale is None else scale)
         return self._executor.reduce(
             bucket.index(),
             bucket.buffer(),
@@ -318,10 +347,10 @@ class EspressoState:
         self._buckets[index] = (ids, described)
         return described
 
-    def _scale(self) -> float:
+    def _scale(self) -> float | None:
         if self._scaler is not None:
             return float(self._scaler.get_scale())
-        return 1.0 if self._grad_scale is None else self._grad_scale
+        return self._grad_scale
 
     def set_grad_scale(self, scale: float) -> None:
         """Tell the loss scale by hand, where no ``GradScaler`` was given; valid from the next backward pass.
@@ -333,11 +362,67 @@ class EspressoState:
             raise ValueError(f"the loss scale must be positive and finite, got {scale!r}")
         self._grad_scale = scale
 
+    # -- schedules ---------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins, as to a ``DistributedSampler``. All ranks together, between two steps.
+
+        A compressor that warms up (``dgc:warmup_epochs=4``) changes its ratio with the epoch: from the next step on
+        every rank plans anew, and in automatic mode searches and races again. With ``steps_per_epoch`` the
+        state counts by itself and this need not be called.
+
+        Raises:
+            ValueError: not a whole number of at least 0.
+            DisagreementError: ranks are in different epochs.
+        """
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+            raise ValueError(f"epoch must be a whole number of at least 0, got {epoch!r}")
+        if self._groups is not None and not self._schedule.is_fixed:
+            everybody = self._groups.all_objects(epoch)
+            for rank, theirs in enumerate(everybody):
+                if theirs != everybody[0]:
+                    raise DisagreementError(
+                        f"rank {rank} says that epoch {theirs} begins, rank 0 says {everybody[0]}; call"
+                        " state.set_epoch on all ranks at the same step"
+                    )
+        self._epoch = epoch
+
+    def _epoch_of(self, step: int) -> int:
+        if self.config.steps_per_epoch is not None:
+            return step // self.config.steps_per_epoch
+        if step == REMIND_AFTER and self._epoch is None and not self._schedule.is_fixed:
+            logger.warning(
+                "the compressor warms up by epochs, but nobody called state.set_epoch(epoch) in %d steps, nor gave"
+                " steps_per_epoch to register: its first ratio stays",
+                step,
+            )
+        return self._epoch or 0
+
+    def _follow(self, step: int) -> None:
+        """Before a step: where the schedule changes a compressor, plan anew. The same on every rank."""
+        if self._schedule.is_fixed:
+            return
+        now = self._schedule.in_force(self._epoch_of(step), step)
+        if now == self._in_force:
+            return
+        self._in_force = now
+        changed = ", ".join(map(str, now.values()))
+        logger.info("from step %d on the compressor is %s", step, changed)
+        assert self._groups is not None
+        if self._base is not None:
+            self._planner = FixedPlanner(translate(self._base, now), self._groups)
+        elif isinstance(self._planner, AutoPlanner):
+            assert self._search is not None
+            self._search.compressor = now.get(self.compressor, self.compressor)
+            self._planner.reconsider()
+
+    def _averages(self, parameter: int) -> bool:
+        return not self._closed and parameter in self._names
+
     # -- bookkeeping -------------------------------------------------------------------------------
 
     def _planner_with_bookkeeping(self) -> _Bookkeeping:
-        assert self._planner is not None
-        return _Bookkeeping(self, self._planner)
+        return _Bookkeeping(self)
 
     def _profile(self, begin: bool) -> None:
         if begin:
@@ -359,16 +444,32 @@ class EspressoState:
 
         Raises:
             StrategyError: it was made for another model or cluster.
+            ValueError: an unknown compressor, or another momentum than the job has.
             EspressoError: the state has not started.
         """
         if self._groups is None or self._executor is None:
             raise EspressoError("the exchange has not started; call state.start() before state.use(…)")
         assert self._codecs is not None
         strategy.check_model(self._tensors, self._groups.cluster)
-        _check_compressors(strategy)
+        schedule = Schedule(strategy.compressors)
+        rule = None if self._velocities is None else self._velocities.rule
+        if schedule.correction not in (None, rule):
+            raise ValueError(
+                f"this strategy asks for {schedule.correction}, the job has {rule or 'no momentum correction'};"
+                " momentum belongs to the job and cannot change while it runs"
+            )
         self._codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self._tensors})
-        self._planner = FixedPlanner(strategy, self._groups)
-        self._executor.planner = self._planner_with_bookkeeping()
+        step = self._executor.next_step
+        self._schedule, self._base = schedule, strategy
+        self._in_force = schedule.in_force(self._epoch_of(step), step)
+        self._planner = FixedPlanner(translate(strategy, self._in_force), self._groups)
+
+    def resume(self, strategy: Strategy) -> None:
+        """Go on with the strategy of a checkpoint: it names what was in force then, the schedule is given now."""
+        if not self._schedule.is_fixed:
+            named = {s: self.compressor for s in strategy.compressors if s.name == self.compressor.name}
+            strategy = translate(strategy, named)
+        self.use(strategy)
 
     def _and_then(self, record: Record, work: Any) -> Any:
         """The planner's work, then ours: artefacts once decided, and the replica check."""
@@ -503,6 +604,7 @@ class EspressoState:
             "espresso/bytes_raw": self._totals["bytes_raw"],
             "espresso/residual_norm": self._store.norm(),
             "espresso/residual_bytes": float(self._store.num_bytes),
+            "espresso/velocity_bytes": 0.0 if self._velocities is None else float(self._velocities.num_bytes),
             "espresso/predicted_step_us": predicted,
             "espresso/measured_step_us": measured,
             "espresso/steps": self._totals["steps"],
@@ -562,6 +664,8 @@ class EspressoState:
         self._closed = True
         if self._clock is not None:
             self._clock.detach()
+        if self._guard is not None:
+            self._guard.remove()
         if self._executor is not None:
             self._executor.close()
         if self._codecs is not None:
@@ -586,11 +690,6 @@ class EspressoState:
             self.load_state_dict(state["state"])
 
 
-def _check_compressors(strategy: Strategy) -> None:
-    for spec in strategy.compressors:
-        registry.create_for_training(spec)
-
-
 def _abandon(executor: Executor, codecs: HostCodecs) -> None:
     """Stop the threads of a state that was collected; on a thread of its own, since any thread may collect."""
     executor.close()
@@ -610,18 +709,18 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Bookkeeping:
-    """Passes a planner's calls on, and lets the state take notes."""
+    """Passes calls on to the state's planner, and lets the state follow its schedule and take notes."""
 
-    def __init__(self, state: EspressoState, planner: FixedPlanner | AutoPlanner) -> None:
+    def __init__(self, state: EspressoState) -> None:
         self._state = weakref.proxy(state)
-        self._planner = planner
 
     def assign(self, iteration: int) -> Any:
-        return self._planner.assign(iteration)
+        self._state._follow(iteration)
+        return self._state._planner.assign(iteration)
 
     def after(self, record: Record) -> Any:
         self._state._took(record)
-        work = self._planner.after(record)
+        work = self._state._planner.after(record)
         return self._state._and_then(record, work)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class OnlineSearch:
     """Measures links and compressors, builds the job, searches it on rank 0, and tells everybody.
 
     Attributes:
+        compressor: the one in force; a later call measures what has changed, and searches again.
         job: what was measured, on every rank; None before.
         uncompressed_us: predicted iteration time of the plain strategy.
     """
@@ -49,7 +51,7 @@ class OnlineSearch:
         config: Config,
         artifacts: Artifacts,
     ) -> None:
-        self._groups, self._codecs, self._compressor = groups, codecs, compressor
+        self._groups, self._codecs, self.compressor = groups, codecs, compressor
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._config, self._artifacts = config, artifacts
         self.job: Job | None = None
@@ -57,9 +59,13 @@ class OnlineSearch:
 
     def __call__(self, records: Sequence[Record], observations: Sequence[Observation]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best."""
-        observed = combine(self._groups.all_objects(list(observations)[-len(records) :]))
-        costs = self._measure(max(bucket.numel for bucket in records[-1].buckets))
-        self.job = self._groups.from_rank_0(self._make_job(records[-1].buckets, observed, costs))
+        if self.job is None:
+            observed = combine(self._groups.all_objects(list(observations)[-len(records) :]))
+            costs = self._measure(max(bucket.numel for bucket in records[-1].buckets))
+            job = self._make_job(records[-1].buckets, observed, costs)
+        else:
+            job = self._with_compressor(self.job)
+        self.job = self._groups.from_rank_0(job)
         found: Any = None
         if self._groups.rank == 0:
             try:
@@ -81,10 +87,20 @@ class OnlineSearch:
         if cores > 1.0 and self._codecs.pool.num_threads > 1:
             devices.append(Device.OFFLOAD)
         links = measure_links(self._groups)
-        compute = measure_compressor(self._groups, self._codecs, self._compressor, devices, largest=largest)
+        compute = measure_compressor(self._groups, self._codecs, self.compressor, devices, largest=largest)
         pool = min(float(self._codecs.pool.num_threads), cores)
         contention = Contention(cores, backward, pool, links.comm_cpu)
         return CostModel(Links(curves=links.curves), compute, None, contention)
+
+    def _with_compressor(self, job: Job) -> Job:
+        """The job with the costs of a compressor that came into force since it was measured."""
+        measured = {(cost.spec, cost.device) for cost in job.costs.compute}
+        devices = list(dict.fromkeys(cost.device for cost in job.costs.compute))
+        if all((str(self.compressor), device) in measured for device in devices):
+            return job
+        largest = max(bucket.numel for bucket in job.laid_out)
+        more = measure_compressor(self._groups, self._codecs, self.compressor, devices, largest=largest)
+        return replace(job, costs=replace(job.costs, compute=job.costs.compute + more))
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])
@@ -105,14 +121,14 @@ class OnlineSearch:
             forward_us=max(seen.forward_us, 0.0),
             optimizer_us=max(seen.optimizer_us, 0.0),
             source="measured on the live job",
-            meta=machine_facts() | {"compressor": str(self._compressor)},
+            meta=machine_facts() | {"compressor": str(self.compressor)},
         )
 
     def _search(self, job: Job) -> tuple[list[Candidate], float]:
         from espresso.search import search  # compiles kernels: only rank 0 needs them
 
         size = self._config.partition_bytes
-        result = search(job, self._compressor, partitions=None if size is None else [size])
+        result = search(job, self.compressor, partitions=None if size is None else [size])
         candidates = [
             Candidate(found.name, found.strategy, found.plan.order, job.buckets or (), found.predicted_us)
             for found in result.alternatives

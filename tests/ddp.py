@@ -153,15 +153,17 @@ def sgd(module: nn.Module, rate: float = 0.125) -> None:
                 parameter -= rate * parameter.grad
 
 
-def kept_on_all_ranks(state: EspressoState, ddp: nn.Module) -> dict[str, torch.Tensor]:
-    """Residuals and carry, summed over the ranks that answer for them."""
+def kept_on_all_ranks(
+    state: EspressoState, ddp: nn.Module, held: str = "residuals", carried: str = "carry"
+) -> dict[str, torch.Tensor]:
+    """Residuals (or velocities) and carry, summed over the ranks that answer for them."""
     kept = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in named_gradients(ddp).items()}
     for body in state.gather_state_dict()["ranks"]:
-        for row in body["residuals"]:
+        for row in body[held]:
             if row["replica"] == 0:
                 end = row["start"] + row["values"].numel()
                 kept[row["tensor"]][row["start"] : end] += row["values"]
-        for name, values in body["carry"].items():
+        for name, values in body[carried].items():
             kept[name] += values
     return kept
 

@@ -33,6 +33,7 @@ ARMS = (
     (SHARDED, "efsignsgd", 1),
     (HIERARCHICAL, "dgc:ratio=0.05", 2),
     ("comp > flat.allreduce > dec", "randomk:ratio=0.1", 1),
+    (HIERARCHICAL, "dgc:ratio=0.05,momentum=0.75", 2),
 )
 BREAK, END = 4, 8
 
@@ -68,10 +69,11 @@ def test_other_states_are_refused_and_change_nothing(played):
 
 def test_another_world_size_keeps_the_effect_on_the_average(played):
     """What all ranks keep, divided by their number, is what it was; also back on more ranks."""
-    for ratio_two, ratio_four, kept in played(resized)[:2]:
+    for ratio_two, ratio_four, kept, moving in played(resized)[:2]:
         assert kept > 0
         assert ratio_two < 1e-5
         assert ratio_four < 1e-5
+        assert moving < 1e-5, "velocities are scaled likewise"
 
 
 def test_a_given_strategy_wins_over_the_checkpoint(played):
@@ -205,32 +207,36 @@ def same_bits(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return all(torch.equal(a["values"], b["values"]) and a["tensor"] == b["tensor"] for a, b in pairs)
 
 
-def resized(rank: int) -> tuple[float, float, float]:
+def resized(rank: int) -> tuple[float, float, float, float]:
+    compressor = "dgc:ratio=0.05,momentum=0.75"
     ddp = model()
-    with registered(ddp, HIERARCHICAL, "efsignsgd", ranks_per_node=2) as state:
+    with registered(ddp, HIERARCHICAL, compressor, ranks_per_node=2) as state:
         go(ddp, rank, range(BREAK))
         four = state.gather_state_dict()
         wanted = {name: values / 4 for name, values in kept_on_all_ranks(state, ddp).items()}
+        moved = {n: v / 4 for n, v in kept_on_all_ranks(state, ddp, "velocities", "velocity_carry").items()}
+        assert sum(float(values.abs().sum()) for values in moved.values()) > 0
     half = dist.new_group([0, 1])
-    to_two = to_four = 0.0
+    to_two = to_four = moving = 0.0
     box: list[Any] = [None]
     if rank < 2:
         smaller = wrap(mlp(20, 60, 30, 40, 5), find_unused_parameters=True, process_group=half)
-        with registered(smaller, SHARDED, "efsignsgd") as state:
+        with registered(smaller, SHARDED, compressor) as state:
             state.load_state_dict(four)
+            moving = distance(kept_on_all_ranks(state, smaller, "velocities", "velocity_carry"), moved, 2)
             to_two = distance(kept_on_all_ranks(state, smaller), wanted, 2)
             train(smaller, range(2), lambda step: smaller(batch(rank, step, 20)).square().mean())
             box = [(state.gather_state_dict(), kept_on_all_ranks(state, smaller))]
     dist.broadcast_object_list(box)
     two, kept_by_two = box[0]
     ddp = model()
-    with registered(ddp, HIERARCHICAL, "efsignsgd", ranks_per_node=2) as state:
+    with registered(ddp, HIERARCHICAL, compressor, ranks_per_node=2) as state:
         state.load_state_dict(two)
         wanted = {name: values / 2 for name, values in kept_by_two.items()}
         to_four = distance(kept_on_all_ranks(state, ddp), wanted, 4)
         go(ddp, rank, range(3))
         assert agreed(ddp)
-    return to_two, to_four, sum(float(values.abs().sum()) for values in wanted.values())
+    return to_two, to_four, sum(float(values.abs().sum()) for values in wanted.values()), moving
 
 
 def distance(kept: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], num_ranks: int) -> float:

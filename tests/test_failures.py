@@ -216,7 +216,7 @@ def one_encoder_raises(rank: int) -> dict[str, Any]:
             HostCodec.encode = raising
 
     try:
-        return train_until_error(rank, (ALLGATHER, "efsignsgd", 1), before_step, timeout_s=4.0)
+        return train_until_error(rank, (ALLGATHER, "efsignsgd", 1), before_step, timeout_s=60.0)
     finally:
         HostCodec.encode = encode
 
@@ -229,7 +229,7 @@ def one_backward_raises(rank: int) -> dict[str, Any]:
         if step == FATAL_STEP and rank == 1:
             ddp.module[2].weight.register_hook(raising)
 
-    return train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=4.0)
+    return train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=60.0)
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,12 @@ ARMS = (
     (ALLGATHER, "none", 1),
 )
 
+MOMENTUM_ARMS = (
+    (SHARDED, "dgc:ratio=0.05,momentum=0.75", 1),
+    (HIERARCHICAL, "dgc:ratio=0.05,momentum=0.75,nesterov=true", 2),
+)
+"""For optimizers without momentum."""
+
 Case = tuple[str, str, int]
 
 
@@ -52,6 +58,13 @@ def test_inf_before_the_order_is_planned(played):
     """The first steps of a scaled job overflow, on ranks that keep residuals and on ranks that do not."""
     for planned in played(early_overflow):
         assert planned[-1]
+
+
+def test_infs_in_plain_steps_count_where_they_are_expected(played):
+    """With loss scaling. Without, a look at every average would cost time, and nobody skips the step."""
+    for with_scale, without in played(plain_overflow):
+        assert with_scale == 1
+        assert without == 0
 
 
 def test_grad_scaler_skips_on_all_ranks(played):
@@ -105,13 +118,13 @@ def backward(
 def kept(state: EspressoState) -> dict[str, bytes]:
     """This rank's residuals and carry, dense, bit for bit: a change of plan moves them, and nothing else may."""
     body = state.state_dict()
-    kept = {}
-    for row in body["residuals"]:
-        kept.setdefault(row["tensor"], torch.zeros(20_000))[row["start"] :][: row["values"].numel()] += row[
-            "values"
-        ]
-    for name, values in body["carry"].items():
-        kept.setdefault(name, torch.zeros(20_000))[: values.numel()] += values
+    kept: dict[str, torch.Tensor] = {}
+    for held, carried in (("residuals", "carry"), ("velocities", "velocity_carry")):
+        for row in body[held]:
+            here = kept.setdefault(f"{held} of {row['tensor']}", torch.zeros(20_000))
+            here[row["start"] :][: row["values"].numel()] += row["values"]
+        for name, values in body[carried].items():
+            kept.setdefault(f"{held} of {name}", torch.zeros(20_000))[: values.numel()] += values
     return {name: values.numpy().tobytes() for name, values in kept.items()}
 
 
@@ -119,7 +132,7 @@ def skipped_by_hand(rank: int) -> dict[Case, dict[str, object]]:
     """Six steps with three that are poisoned, and the same job without those three."""
     poisons = [None, math.inf, None, math.nan, -math.inf, None]
     results = {}
-    for case in ARMS:
+    for case in ARMS + MOMENTUM_ARMS:
         option, compressor, ranks_per_node = case
         ends, nonfinite, untouched = [], [], []
         for plan in (poisons, [None] * 3):
@@ -185,7 +198,7 @@ def scaled(rank: int) -> dict[Case, tuple[list[float], float, bool]]:
 
 def rescaled(rank: int) -> dict[Case, tuple[str, str, str]]:
     results = {}
-    for case in ARMS:
+    for case in ARMS + MOMENTUM_ARMS:
         option, compressor, ranks_per_node = case
         if compressor == "fp16":
             continue  # rounds subnormal numbers differently under another scale, and keeps no residual
@@ -212,6 +225,19 @@ def rescaled(rank: int) -> dict[Case, tuple[str, str, str]]:
     return results
 
 
+def plain_overflow(rank: int) -> tuple[float, float]:
+    skipped = []
+    for scaled in (True, False):
+        ddp = wrap(mlp(20, 60, 30))
+        with registered(ddp) as state:
+            if scaled:
+                state.set_grad_scale(1.0)
+            for step in range(3):
+                assert backward(ddp, rank, step, math.inf if step == 1 else None) == (step == 1)
+            skipped.append(state.metrics()["espresso/skipped_steps"])
+    return skipped[0], skipped[1]
+
+
 def cast_overflow(rank: int) -> bool:
     """Finite in fp32, too large for fp16 on rank 3 alone."""
     ddp = wrap(IntegerNet())
@@ -231,7 +257,15 @@ def not_transactional(rank: int) -> tuple[float, float, bool]:
     return sizes[0], sizes[1], all(nonfinite)
 
 
-SCENARIOS = (skipped_by_hand, early_overflow, scaled, rescaled, cast_overflow, not_transactional)
+SCENARIOS = (
+    skipped_by_hand,
+    early_overflow,
+    plain_overflow,
+    scaled,
+    rescaled,
+    cast_overflow,
+    not_transactional,
+)
 
 
 @pytest.fixture(scope="module")

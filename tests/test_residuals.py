@@ -142,11 +142,25 @@ def test_what_finds_no_place_is_carried():
 
 @pytest.mark.parametrize("site", [site for site in Site if site is not Site.LOCAL])
 def test_another_site_is_another_address(site):
+    other = next(s for s in Site if s not in (site, Site.LOCAL))
     store, _ = filled(run("a", 0, 100), site=site)
-    residual = make(store, Site.LOCAL, run("a", 0, 100))
+    residual = make(store, other, run("a", 0, 100))
     store.adopt([residual], NUMELS)
     assert not residual.old.any()
     assert store.carry["a"].tolist() == list(range(1, 101))
+
+
+@pytest.mark.parametrize("site", [site for site in Site if site is not Site.LOCAL])
+def test_a_local_site_takes_what_has_no_place_of_its_own(site):
+    """It encodes this rank's own contribution; of a replicated residual only the first replica's."""
+    for replica, taken in ((0, True), (1, False)):
+        store, _ = filled(run("a", 0, 100), site=site, replica=replica)
+        local = make(store, Site.LOCAL, run("a", 0, 60))
+        kept = make(store, site, run("a", 20, 80), replica=replica)
+        store.adopt([local, kept], NUMELS)
+        assert kept_by(kept) == list(range(21, 101))
+        assert kept_by(local) == ([*range(1, 21)] if taken else [0] * 20) + [0] * 40
+        assert not store.carry
 
 
 def test_what_is_carried_goes_to_a_local_site_once_there_is_one():

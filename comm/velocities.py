@@ -1,0 +1,39 @@
+"""Velocities of momentum correction: kept, moved, saved and discarded as residuals are.
+
+A velocity sits at the first compression site of its tensor, or at ``Site.LOCAL`` where the tensor is raw. All
+of them are sums over ranks of what one rank alone would keep, so a change of plan moves them like
+residuals: what finds no place of its own is carried and enters through this rank's own gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from espresso.comm.residuals import ResidualStore
+from espresso.compressors.base import Correction
+from espresso.strategies import Bucket
+
+
+class Velocities(ResidualStore):
+    """All velocities of this rank, and the rule that moves them."""
+
+    def __init__(self, rule: Correction, *, transactional: bool = True) -> None:
+        super().__init__(transactional=transactional)
+        self.rule = rule
+
+    def clip(self, bucket: Bucket, buffer: torch.Tensor, num_ranks: int, grad_scale: float) -> None:
+        """Scale every tensor of a bucket down to the rule's norm, in place; one reading pass, no copy.
+
+        A norm that is not finite leaves its tensor alone: the step will be skipped.
+        """
+        if not self.rule.clip_norm:
+            return
+        limit = self.rule.clip_norm / math.sqrt(num_ranks) * grad_scale
+        wide = torch.float64 if buffer.dtype is torch.float64 else torch.float32
+        for slot in bucket.slots:
+            values = buffer[slot.offset : slot.offset + slot.numel]
+            norm = float(torch.linalg.vector_norm(values, dtype=wide))
+            if limit < norm < math.inf:
+                values.mul_(limit / norm)
