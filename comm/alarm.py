@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
 logger = logging.getLogger("espresso")
@@ -30,7 +29,7 @@ class Alarm:
         self._rank = rank
         self._store: Any = None
         try:
-            self._store = dist.PrefixStore(f"espresso/{name}", torch_groups._get_default_store())
+            self._store = torch_groups.PrefixStore(f"espresso/{name}", torch_groups._get_default_store())
         except (RuntimeError, ValueError, TypeError) as error:  # a backend without a store, such as MPI's
             logger.debug("no store for alarms: %s", error)
 

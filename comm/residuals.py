@@ -6,8 +6,8 @@ another; after the iteration every rank commits (swaps) or discards, together.
 When the plan changes, whatever finds no place of its own in the new one moves to the tensor's local site, or
 is *carried* if there is none: added to this rank's own gradient in the next iteration. Residuals are in
 units of the sum over ranks, so adding what an aggregator kept to its own contribution changes the sum by
-exactly that much, whoever it was: no exchange is needed. Of a residual that several ranks hold (the last intra step encodes the same
-aggregate on every node) only the first replica carries.
+exactly that much, whoever it was: no exchange is needed. Of a residual that several ranks hold (the last
+intra step encodes the same aggregate on every node) only the first replica carries.
 """
 
 from __future__ import annotations
