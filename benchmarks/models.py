@@ -108,7 +108,7 @@ def _seeded_model(make: Callable[[], nn.Module], seed: int) -> Callable[[], nn.M
 
 
 @cache
-def _digits() -> tuple[Batch, Batch]:
+def digits() -> tuple[Batch, Batch]:
     """Training and test images (n, 64) float32 in 0..1 with labels; the split is the same for every seed."""
     data = load_digits()
     images = torch.from_numpy(data.images).float().flatten(1) / 16
@@ -121,7 +121,7 @@ def _digits() -> tuple[Batch, Batch]:
 def _digits_workload(
     name: str, seed: int, make: Callable[[], nn.Module], batch_size: int, learning_rate: float
 ) -> Workload:
-    (images, labels), test = _digits()
+    (images, labels), test = digits()
 
     def batch(step: int, rank: int, world_size: int) -> Batch:
         generator = _seeded(seed, step)

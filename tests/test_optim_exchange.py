@@ -351,14 +351,15 @@ def warm_up(rank: int) -> Any:
 
 def frozen_variance(rank: int) -> Any:
     results = {}
-    for maximize in (False, True):
+    for maximize, precondition in ((False, True), (True, True), (False, False)):
         ddp = wrap(mlp(20, 30, 3))
         want = [p.detach().double().numpy().copy() for p in ddp.parameters()]
         gradients: list[list[Any]] = []
         twin = mlp(20, 30, 3)
         with adam(
-            ddp, lr=0.01, weight_decay=0.1, warmup_steps=3, compressor="none", maximize=maximize
-        ) as optimizer:
+            ddp, lr=0.01, weight_decay=0.1, warmup_steps=3, compressor="none", maximize=maximize,
+            precondition=precondition,
+        ) as optimizer:  # fmt: skip
             for step in range(STEPS):
                 twin.load_state_dict(ddp.module.state_dict())
                 twin.zero_grad()
@@ -380,7 +381,7 @@ def frozen_variance(rank: int) -> Any:
             )
             for freeze_at in (3, STEPS)
         ]
-        results[maximize] = (*apart, sites)
+        results[maximize, precondition] = (*apart, sites)
     return results
 
 

@@ -126,9 +126,19 @@ class AdaptiveOptimizer(Optimizer):
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(saved, params, strict=True):
-            for name in _MOMENTS if param.dtype in _HALVES and number in state_dict["state"] else ():
-                value = state_dict["state"][number][name]
+            kept = state_dict["state"].get(number) if param.dtype in _HALVES else None
+            for name in _MOMENTS if kept else ():
+                value = kept[name]
                 self.state[param][name] = value.detach().to(param.device, work_dtype(param.dtype), copy=True)
+
+
+def by_kind(rows: list[Row]) -> list[list[Row]]:
+    """Rows of one device and type together: those can share multi-tensor calls. Empty parameters are left out."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Row]] = {}
+    for row in rows:
+        if row.param.numel():
+            kinds.setdefault((row.param.device, row.param.dtype), []).append(row)
+    return list(kinds.values())
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:

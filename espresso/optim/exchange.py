@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
@@ -92,3 +93,22 @@ def attach(
 def parameters_of(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
     """The parameters whose gradients DDP averages, with their names."""
     return list(named_gradients(ddp_model).items())
+
+
+def bucket_view(buffer: Tensor, offset: int, param: Tensor) -> Tensor:
+    """The parameter's place in a bucket, laid out as DDP does: in the parameter's own strides if it has no holes."""
+    if _is_dense(param):
+        return buffer.as_strided(param.shape, param.stride(), buffer.storage_offset() + offset)
+    return buffer[offset : offset + param.numel()].view(param.shape)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

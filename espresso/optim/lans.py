@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from espresso.optim import lans_fused, lans_tensors
-from espresso.optim.base import AdaptiveOptimizer, Group, Row
+from espresso.optim.base import AdaptiveOptimizer, Group, Row, by_kind
 from espresso.optim.lans_tensors import Settings
 
 
@@ -110,17 +109,9 @@ class LANS(AdaptiveOptimizer):
             for row in others:
                 lans_tensors.step([row], settings)
             return
-        for alike in _by_kind(others).values():
+        for alike in by_kind(others):
             lans_tensors.step(alike, settings)
 
 
 def _fusable(row: Row) -> bool:
     return lans_fused.is_possible(row.param) and row.grad.device == row.param.device
-
-
-def _by_kind(rows: list[Row]) -> dict[tuple[torch.device, torch.dtype], list[Row]]:
-    """Rows of one device and type can share multi-tensor calls."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Row]] = {}
-    for row in rows:
-        kinds.setdefault((row.param.device, row.param.dtype), []).append(row)
-    return kinds
