@@ -31,12 +31,13 @@ _ENTRIES = {
     "efsignsgd": Entry(
         "espresso.compressors.efsignsgd:EfSignSgd", "espresso.cpu_offload.efsignsgd:HostEfSignSgd"
     ),
+    "onebit": Entry("espresso.compressors.onebit:OneBit", "espresso.cpu_offload.onebit:HostOneBit"),
     "topk": Entry("espresso.compressors.topk:TopK", "espresso.cpu_offload.topk:HostTopK"),
     "dgc": Entry("espresso.compressors.dgc:Dgc", "espresso.cpu_offload.dgc:HostDgc"),
     "randomk": Entry("espresso.compressors.randomk:RandomK", "espresso.cpu_offload.randomk:HostRandomK"),
 }
 
-RESERVED_IDS = ("fp8", "onebit", "threshold", "qsgd", "dithering", "natural", "terngrad", "powersgd")
+RESERVED_IDS = ("fp8", "threshold", "qsgd", "dithering", "natural", "terngrad", "powersgd")
 """Ids whose names are fixed but whose compressors this version does not have."""
 
 

@@ -9,18 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
-from espresso.compressors.blockwise import TINY, Blockwise
+from espresso.compressors.blockwise import MAX_BLOCK, TINY, Blockwise
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
-from espresso.cpu_offload.intrinsics import address, fence
+from espresso.cpu_offload.intrinsics import address, as_number, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.vectors import (
     GROUP,
     STREAM_ALIGNMENT,
+    largest,
     quantize_group,
     quantize_group_stream,
-    raise_tops,
 )
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
@@ -31,21 +31,15 @@ Codes = npt.NDArray[np.int8]
 def encode_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, stream: bool, numbers: Array, codes: Codes, block: int, code_bits: int,
-    levels: float, tiny: float, magic: float, magnitude: int, infinity: int, bits: Array,
+    levels: float, tiny: float, magic: float, magnitude: int, infinity: int,
 ) -> Scalar:  # fmt: skip
     """Quantize block by block and write the residual. Returns whether all is finite."""
     itemsize = numbers.itemsize
     stride = itemsize + block * code_bits // 8
-    tops = np.empty(GROUP, bits.dtype)
-    top_bits = np.empty(1, bits.dtype)
-    top = top_bits.view(source.dtype)
+    q, zeros = room(MAX_BLOCK, source.dtype), room(MAX_BLOCK, source.dtype)
+    kept, block_codes = room(MAX_BLOCK, source.dtype), room(MAX_BLOCK, np.int8)
+    clear_block(zeros, 0, block)
     one, zero = source.dtype.type(1), source.dtype.type(0)
-    q, zeros, kept = (
-        np.empty(block, source.dtype),
-        np.zeros(block, source.dtype),
-        np.empty(block, source.dtype),
-    )
-    block_codes = np.empty(block, np.int8)
     finite = True
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]
@@ -55,17 +49,18 @@ def encode_chunks(
             place = row[OFFSET] + low // block * stride
             direct = has_feedback and num == block
             if direct:
-                top_bits[0] = largest(source, at, scale, old, to, block, tops, magnitude)
+                size = largest(source, at, scale, old, to, block, magnitude)
             else:
                 fill_q(q, source, at, scale, old, to, num, has_feedback)
                 clear_block(q, num, block - num)
-                top_bits[0] = largest(q, 0, one, zeros, 0, block, tops, magnitude)
-            if top_bits[0] >= infinity:
+                size = largest(q, 0, one, zeros, 0, block, magnitude)
+            top = as_number(size, one)
+            if size >= infinity:
                 finite = False
-                top[0] = 0
-            small = top[0] < tiny
-            step = zero if small else top[0] / levels
-            inverse = zero if small else levels / top[0]
+                top = zero
+            small = top < tiny
+            step = zero if small else top / levels
+            inverse = zero if small else levels / top
             numbers[place // itemsize] = step
             place += itemsize
             if direct and code_bits == 8:
@@ -87,20 +82,6 @@ def encode_chunks(
                     copy_block(new, to, kept, num)
     fence()
     return finite
-
-
-@kernel
-def largest(
-    source: Array, at: int, scale: float, old: Array, kept: int, num: int, tops: Array, magnitude: int
-) -> Scalar:
-    """The largest |q| of ``num`` elements, a multiple of a group, as bits."""
-    clear_block(tops, 0, GROUP)
-    for i in range(0, num, GROUP):
-        raise_tops(source, at + i, scale, old, kept + i, tops, magnitude)
-    top = tops.dtype.type(0)
-    for lane in range(GROUP):
-        top = max(top, tops[lane])
-    return top
 
 
 @kernel
@@ -150,7 +131,7 @@ def decode_chunks(
     """``target = scale * sum over rows of code * step``, rows in order. One pass over the target."""
     itemsize = numbers.itemsize
     stride = itemsize + block * code_bits // 8
-    nibbles = np.empty(block, np.int8)
+    nibbles = room(MAX_BLOCK, np.int8)
     for chunk in range(first, end):
         segment = chunks[chunk, SEGMENT]
         row = table[segment]
@@ -204,7 +185,7 @@ class HostBlockwise(HostCodec):
                 encode_chunks(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
                     call.stream, call.numbers, codes, params.block, params.code_bits, kind(params.levels),
-                    kind(TINY[itemsize]), magic, magnitude, call.infinity, call.bits,
+                    kind(TINY[itemsize]), magic, magnitude, call.infinity,
                 )
             )  # fmt: skip
 

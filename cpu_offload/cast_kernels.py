@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
+from espresso.cpu_offload.intrinsics import room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
@@ -95,8 +96,8 @@ def encode_casts(
     has_feedback: bool, shorts: Bits16, is_half: bool,
 ) -> Scalar:  # fmt: skip
     """Cast q into ``shorts``; residual = what the cast lost. One pass. False if a result is not finite."""
-    q_buffer = np.empty(BLOCK, source.dtype)
-    single_buffer = np.empty(BLOCK, np.float32)
+    q_buffer = room(BLOCK, source.dtype)
+    single_buffer = room(BLOCK, np.float32)
     infinity = np.uint16(0x7C00 if is_half else 0x7F80)
     worst = np.uint16(0)
     for chunk in range(first, end):
@@ -128,7 +129,7 @@ def decode_casts(
     shorts: Bits16, is_half: bool,
 ) -> None:  # fmt: skip
     """``target = scale * sum over rows`` of 16-bit bodies, rows in order. One pass over the target."""
-    buffer = np.empty(BLOCK, np.float32)
+    buffer = room(BLOCK, np.float32)
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], BLOCK):

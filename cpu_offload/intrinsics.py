@@ -6,8 +6,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.np.arrayobj import populate_array
 
-from espresso.cpu_offload.jit import operation
+from espresso.cpu_offload.jit import literal_operation, operation
 
 
 @operation
@@ -58,3 +59,31 @@ def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
+
+
+@operation
+def as_number(typing_context: Any, bits: Any, like: Any) -> Any:
+    """The floating-point number with these bits, of the type of ``like``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+    return like(bits, like), generate
+
+
+@literal_operation
+def room(typing_context: Any, size: Any, dtype: Any) -> Any:
+    """An array of ``size`` (a constant, at most some thousands) numbers on the stack, not initialised."""
+    number = dtype.dtype if isinstance(dtype, types.DType) else dtype.instance_type
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = context.get_data_type(number)
+        place = cgutils.alloca_once(builder, kind, size=size.literal_value)
+        place.align = 64
+        item, count = number.bitwidth // 8, ir.Constant(ir.IntType(64), size.literal_value)
+        width = ir.Constant(ir.IntType(64), item)
+        array = context.make_array(signature.return_type)(context, builder)
+        populate_array(array, data=place, shape=[count], strides=[width], itemsize=width, meminfo=None)
+        return array._getvalue()
+
+    return types.Array(number, 1, "C")(size, dtype), generate

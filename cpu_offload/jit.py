@@ -27,10 +27,18 @@ Scalar = Any
 operation: Any = intrinsic
 """A function that writes LLVM itself."""
 
+literal_operation: Any = intrinsic(prefer_literal=True)
+"""The same, for operations that take constants."""
+
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile single-threaded, without the interpreter lock, cached on disk per combination of argument types."""
-    dispatcher: Any = njit(nogil=True, cache=True)(function)
+    """Compile single-threaded, without the interpreter lock, cached on disk per combination of argument types.
+
+    Without reference counts (``_nrt``): Numba would count references to arrays around calls and slices, with locked
+    instructions, and each of those waits for all streamed stores (scaled sign ran at a third of its rate). So kernels
+    cannot allocate: they take buffers as arguments, or small ones from :func:`espresso.cpu_offload.intrinsics.room`.
+    """
+    dispatcher: Any = njit(nogil=True, cache=True, _nrt=False)(function)
     dispatcher._cache = _KernelCache(function)
     return dispatcher
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Array, DrawKey, Layout, Starts
 from espresso.compressors.randomk import ROUNDS, STRATUM
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall
-from espresso.cpu_offload.intrinsics import address, fence
+from espresso.cpu_offload.intrinsics import address, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q, mix64
 from espresso.cpu_offload.summable import SummableHostCodec
@@ -38,6 +38,7 @@ from espresso.cpu_offload.work import (
     Table,
 )
 
+GROUPS = STRATUM // GROUP
 Positions = npt.NDArray[np.int64]
 
 
@@ -82,13 +83,14 @@ def encode_chunks(
     has_feedback: bool, stream: bool, numbers: Array, salt: int, infinity: int,
 ) -> Scalar:  # fmt: skip
     """Gather the drawn positions of q and clear them in the residual. One pass. Returns whether all of q is finite."""
-    drawn = np.empty(STRATUM, np.int64)
-    dropped = np.zeros(STRATUM // GROUP, np.uint16)
+    drawn = room(STRATUM, np.int64)
+    dropped = room(GROUPS, np.uint16)
     q, zeros, kept = (
-        np.empty(STRATUM, source.dtype),
-        np.zeros(STRATUM, source.dtype),
-        np.empty(STRATUM, source.dtype),
+        room(STRATUM, source.dtype),
+        room(STRATUM, source.dtype),
+        room(STRATUM, source.dtype),
     )
+    clear_block(zeros, 0, STRATUM)
     one = source.dtype.type(1)
     unlike = np.uint16(0)
     for chunk in range(first, end):
@@ -154,7 +156,7 @@ def decode_chunks(
     numbers: Array, salt: int,
 ) -> None:  # fmt: skip
     """Zeros, and ``scale`` times the rows' sum at the drawn positions. One pass over the target."""
-    drawn = np.empty(STRATUM, np.int64)
+    drawn = room(STRATUM, np.int64)
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]
         key = segment_key(row, salt)

@@ -1,4 +1,4 @@
-"""Scaled sign with one scale per segment (``block=0``). Format and paper: :mod:`espresso.compressors.efsignsgd`.
+"""Signs with one mean per segment (``block=0``). Format and paper: :mod:`espresso.compressors.signs`.
 
 Encode makes two passes over the input: sum of |q|, then signs and residual. Segments of up to a million elements
 finish both on one thread before the next begins, so that the second finds them in cache; longer ones
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import address, fence
+from espresso.cpu_offload.intrinsics import address, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q
 from espresso.cpu_offload.vectors import (
@@ -50,9 +50,10 @@ def sum_chunks(
 ) -> None:  # fmt: skip
     """``sums[c]`` = sum of |q| of chunk c, in the fixed shape of this module."""
     one = source.dtype.type(1)
-    q, zeros = np.empty(SUM_BLOCK, source.dtype), np.zeros(SUM_BLOCK, source.dtype)
-    lanes = np.empty(LANES, source.dtype)
-    tree = np.empty(LANES, np.float64)
+    q, zeros = room(SUM_BLOCK, source.dtype), room(SUM_BLOCK, source.dtype)
+    clear_block(zeros, 0, SUM_BLOCK)
+    lanes = room(LANES, source.dtype)
+    tree = room(LANES, np.float64)
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]
         total = 0.0
@@ -127,8 +128,8 @@ def sign_chunks(
 ) -> None:  # fmt: skip
     """Pack the signs of q and write the residual; chunks from the last to the first."""
     one = source.dtype.type(1)
-    q, zeros = np.zeros(BLOCK, source.dtype), np.zeros(BLOCK, source.dtype)
-    kept = np.zeros(BLOCK, source.dtype)
+    q, zeros, kept = room(BLOCK, source.dtype), room(BLOCK, source.dtype), room(BLOCK, source.dtype)
+    clear_block(zeros, 0, BLOCK)
     for chunk in range(end - 1, first - 1, -1):
         row = table[chunks[chunk, SEGMENT]]
         size = numbers[row[OFFSET] // numbers.itemsize]
@@ -161,12 +162,14 @@ def sign_groups(
     if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
         for i in range(0, num, GROUP):
             halves[half + i // GROUP] = sign_group_stream(
-                source, at + i, scale, old, kept + i, new, to + i, size
+                source, at + i, scale, old, kept + i, new, to + i, size, -size
             )
         fence()
     else:
         for i in range(0, num, GROUP):
-            halves[half + i // GROUP] = sign_group(source, at + i, scale, old, kept + i, new, to + i, size)
+            halves[half + i // GROUP] = sign_group(
+                source, at + i, scale, old, kept + i, new, to + i, size, -size
+            )
 
 
 @kernel

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import address, fence, trailing_zeros
+from espresso.cpu_offload.intrinsics import address, fence, room, trailing_zeros
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q, kth_largest, mix64
 from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, filter_group, filter_group_stream
@@ -50,7 +50,7 @@ def sample_threshold(
     At least 1, so that zeros never pass. ``sample`` has room for the runs.
     """
     numel = row[NUMEL]
-    q_bits = np.empty(RUN, sample.dtype)
+    q_bits = room(RUN, sample.dtype)
     q = q_bits.view(source.dtype)
     stride = max(numel // num_runs, RUN)
     taken = 0
@@ -79,9 +79,10 @@ def filter_chunks(
 
     Chunk c leaves ``found[c]`` candidates, ascending, in ``index`` and ``value`` (bits) from its LOW on.
     """
-    q_bits, kept_bits = np.empty(BLOCK, value.dtype), np.empty(BLOCK, value.dtype)
+    q_bits, kept_bits = room(BLOCK, value.dtype), room(BLOCK, value.dtype)
     q, kept = q_bits.view(source.dtype), kept_bits.view(source.dtype)
-    zeros, one = np.zeros(BLOCK, source.dtype), source.dtype.type(1)
+    zeros, one = room(BLOCK, source.dtype), source.dtype.type(1)
+    clear_block(zeros, 0, BLOCK)
     values = value.view(source.dtype)
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]

@@ -27,7 +27,7 @@ _LANE = ir.IntType(32)
 _local: Any = cgutils.alloca_once_value
 
 
-class _Builder:
+class GroupBuilder:
     """Loads, stores and arithmetic on one group; arrays come as (kind, value) pairs."""
 
     def __init__(self, context: Any, builder: Any, number: Any) -> None:
@@ -110,13 +110,36 @@ def add_magnitudes(
     """``lanes[lane:][:16] += |q|``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+        group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
         q = group.q(kinds, arguments)
         total = builder.fadd(group.load(kinds[5], arguments[5], arguments[6]), group.magnitude(q))
         group.store(total, kinds[5], arguments[5], arguments[6], False)
         return context.get_dummy_value()
 
     return _signature(types.void, source, old, lanes, types.intp), generate
+
+
+def _each_group(
+    group: GroupBuilder, builder: Any, kinds: Any, arguments: Any, add: Callable[[Any, int], None]
+) -> None:
+    """Call ``add(q, lane)`` for every group of ``num`` elements (the sixth argument), ``lane`` = group mod 4."""
+    source, at, scale, old, kept, num = arguments[:6]
+    index = num.type
+
+    def add_at(first: Any, lane: int) -> None:
+        shift = builder.add(first, ir.Constant(index, GROUP * lane))
+        add(group.q(kinds, [source, builder.add(at, shift), scale, old, builder.add(kept, shift)]), lane)
+
+    width = GROUP * SUM_GROUPS
+    rows = builder.and_(num, ir.Constant(index, -width))
+    begin, step = ir.Constant(index, 0), ir.Constant(index, width)
+    with cgutils.for_range_slice(builder, begin, rows, step, intp=index) as (first, _):
+        for lane in range(SUM_GROUPS):
+            add_at(first, lane)
+    rest = builder.sub(num, rows)
+    for lane in range(SUM_GROUPS - 1):
+        with builder.if_then(builder.icmp_signed(">", rest, ir.Constant(index, GROUP * lane))):
+            add_at(rows, lane)
 
 
 @operation
@@ -126,31 +149,76 @@ def sum_magnitudes(
     """The sum of |q| over ``num`` elements, a multiple of 16, as float64; lane = element mod 64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
-        source, at, scale, old, kept, num = arguments
-        index = num.type
+        group = GroupBuilder(context, builder, signature.args[0].dtype)
         zero = ir.Constant(group.numbers, None)
         lanes = [_local(builder, zero) for _ in range(SUM_GROUPS)]  # LLVM keeps them in registers
 
-        def add(first: Any, lane: int) -> None:
-            shift = builder.add(first, ir.Constant(index, GROUP * lane))
-            q = group.q(kinds, [source, builder.add(at, shift), scale, old, builder.add(kept, shift)])
+        def add(q: Any, lane: int) -> None:
             builder.store(builder.fadd(builder.load(lanes[lane]), group.magnitude(q)), lanes[lane])
 
-        width = GROUP * SUM_GROUPS
-        rows = builder.and_(num, ir.Constant(index, -width))
-        with cgutils.for_range_slice(
-            builder, ir.Constant(index, 0), rows, ir.Constant(index, width), intp=index
-        ) as (first, _):
-            for lane in range(SUM_GROUPS):
-                add(first, lane)
-        rest = builder.sub(num, rows)
-        for lane in range(SUM_GROUPS - 1):
-            with builder.if_then(builder.icmp_signed(">", rest, ir.Constant(index, GROUP * lane))):
-                add(rows, lane)
+        _each_group(group, builder, signature.args, arguments, add)
         return group.sum([builder.load(lane) for lane in lanes])
 
     return types.float64(source, types.intp, source.dtype, old, types.intp, types.intp), generate
+
+
+@operation
+def sum_sides(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, num: Any) -> Any:
+    """The sums of max(q, 0) and of max(-q, 0), as :func:`sum_magnitudes`, and how many q are negative."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group = GroupBuilder(context, builder, signature.args[0].dtype)
+        zero, wide = ir.Constant(group.numbers, None), ir.IntType(64)
+        above, below = ([_local(builder, zero) for _ in range(SUM_GROUPS)] for _ in range(2))
+        count = _local(builder, ir.Constant(wide, 0))
+
+        def add(q: Any, lane: int) -> None:
+            negative = builder.fcmp_ordered("<", q, zero)
+            for lanes, value in (
+                (above, builder.select(negative, zero, q)),
+                (below, builder.select(negative, builder.fneg(q), zero)),
+            ):
+                builder.store(builder.fadd(builder.load(lanes[lane]), value), lanes[lane])
+            found = builder.zext(builder.ctpop(group.mask(negative)), wide)
+            builder.store(builder.add(builder.load(count), found), count)
+
+        _each_group(group, builder, signature.args, arguments, add)
+        sums = [group.sum([builder.load(lane) for lane in lanes]) for lanes in (above, below)]
+        number = builder.sitofp(builder.load(count), ir.DoubleType())
+        return context.make_tuple(builder, signature.return_type, [*sums, number])
+
+    three = types.UniTuple(types.float64, 3)
+    return three(source, types.intp, source.dtype, old, types.intp, types.intp), generate
+
+
+@operation
+def largest(
+    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, num: Any, magnitude: Any
+) -> Any:
+    """The largest |q| of ``num`` elements, a multiple of 16, as bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group = GroupBuilder(context, builder, signature.args[0].dtype)
+        mask = group.splat(arguments[6], group.bits)
+        tops = [_local(builder, ir.Constant(group.bits, None)) for _ in range(SUM_GROUPS)]
+
+        def larger(left: Any, right: Any) -> Any:
+            return builder.select(builder.icmp_unsigned(">", left, right), left, right)
+
+        def add(q: Any, lane: int) -> None:
+            sizes = builder.and_(builder.bitcast(q, group.bits), mask)
+            builder.store(larger(sizes, builder.load(tops[lane])), tops[lane])
+
+        _each_group(group, builder, signature.args, arguments, add)
+        low, high, *rest = [builder.load(top) for top in tops]
+        top, lanes = larger(larger(low, high), larger(*rest)), GROUP
+        while lanes > 1:
+            lanes //= 2
+            top = larger(group.part(top, 0, lanes), group.part(top, lanes, lanes))
+        return builder.extract_element(top, ir.Constant(_LANE, 0))
+
+    number = _bits_of(source.dtype)
+    return number(source, types.intp, source.dtype, old, types.intp, types.intp, number), generate
 
 
 def _make_sign_group(stream: bool) -> Callable[..., Any]:
@@ -163,21 +231,22 @@ def _make_sign_group(stream: bool) -> Callable[..., Any]:
         kept: Any,
         new: Any,
         to: Any,
-        size: Any,
+        plus: Any,
+        minus: Any,
     ) -> Any:
-        """``new[to:][:16] = q - sign(q) * size``; returns 16 bits, 1 = negative."""
+        """``new[to:][:16] = q - (minus if q < 0 else plus)``; returns 16 bits, 1 = negative."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+            group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
             q = group.q(kinds, arguments)
-            plus = group.splat(arguments[7], group.numbers)
-            minus = group.splat(builder.fneg(arguments[7]), group.numbers)
+            plus, minus = (group.splat(value, group.numbers) for value in arguments[7:9])
             negative = builder.fcmp_ordered("<", q, ir.Constant(group.numbers, None))
             residual = builder.fsub(q, builder.select(negative, minus, plus))
             group.store(residual, kinds[5], arguments[5], arguments[6], stream)
             return group.mask(negative)
 
-        return _signature(types.uint16, source, old, new, types.intp, source.dtype), generate
+        number = source.dtype
+        return _signature(types.uint16, source, old, new, types.intp, number, number), generate
 
     function: Callable[..., Any] = operation(sign_group)
     return function
@@ -191,7 +260,7 @@ def _make_filter_group(stream: bool) -> Callable[..., Any]:
         """``new[to:][:16] = q``; returns 16 bits, 1 = the magnitude's bits are at least the threshold."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+            group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
             q = group.q(kinds, arguments)
             group.store(q, kinds[5], arguments[5], arguments[6], stream)
             sizes = builder.and_(builder.bitcast(q, group.bits), group.splat(arguments[7], group.bits))
@@ -213,7 +282,7 @@ def _make_drop_group(stream: bool) -> Callable[..., Any]:
         """``new[to:][:16] = q``, but 0 where ``dropped`` has a bit; returns 16 bits, 1 = q is not finite."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+            group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
             q = group.q(kinds, arguments)
             drop = builder.bitcast(arguments[7], ir.VectorType(ir.IntType(1), GROUP))
             zero = ir.Constant(group.numbers, None)
@@ -229,26 +298,6 @@ def _make_drop_group(stream: bool) -> Callable[..., Any]:
     return function
 
 
-@operation
-def raise_tops(
-    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, tops: Any, magnitude: Any
-) -> Any:
-    """``tops[:16] = max(tops, |q|)``, both as bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
-        sizes = builder.bitcast(group.q(kinds, arguments), group.bits)
-        sizes = builder.and_(sizes, group.splat(arguments[6], group.bits))
-        place = group.pointer(kinds[5], arguments[5], ir.Constant(ir.IntType(64), 0), group.bits)
-        known = builder.load(place)
-        known.align = group.size
-        larger = builder.icmp_unsigned(">", sizes, known)
-        builder.store(builder.select(larger, sizes, known), place).align = group.size
-        return context.get_dummy_value()
-
-    return _signature(types.void, source, old, tops, _bits_of(source.dtype)), generate
-
-
 def _make_quantize_group(stream: bool) -> Callable[..., Any]:
     def quantize_group(
         typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, inverse: Any,
@@ -260,7 +309,7 @@ def _make_quantize_group(stream: bool) -> Callable[..., Any]:
         """
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            group, kinds = _Builder(context, builder, signature.args[0].dtype), signature.args
+            group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
             q = group.q(kinds, arguments)
             inverse, step, magic = (group.splat(value, group.numbers) for value in arguments[7:10])
             rounded = builder.fsub(builder.fadd(builder.fmul(q, inverse), magic), magic)
@@ -296,20 +345,19 @@ quantize_group_stream = _make_quantize_group(True)
 
 @operation
 def unpack_group(
-    typing_context: Any, signs: Any, size: Any, target: Any, at: Any, accumulate: Any, scale: Any
+    typing_context: Any, signs: Any, plus: Any, minus: Any, target: Any, at: Any, accumulate: Any, scale: Any
 ) -> Any:
-    """``target[at:][:16] = (target + sign * size) * scale`` from 16 sign bits; no sum unless ``accumulate``."""
+    """``target[at:][:16] = (target + plus or minus) * scale`` by 16 sign bits; no sum unless ``accumulate``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        signs, size, target, at, accumulate, scale = arguments
-        group, kind = _Builder(context, builder, signature.args[2].dtype), signature.args[2]
+        signs, plus, minus, target, at, accumulate, scale = arguments
+        group, kind = GroupBuilder(context, builder, signature.args[3].dtype), signature.args[3]
         negative = builder.bitcast(signs, ir.VectorType(ir.IntType(1), GROUP))
-        plus, minus = group.splat(size, group.numbers), group.splat(builder.fneg(size), group.numbers)
-        value = builder.select(negative, minus, plus)
+        value = builder.select(negative, group.splat(minus, group.numbers), group.splat(plus, group.numbers))
         summed = builder.fadd(group.load(kind, target, at), value)
         value = builder.select(accumulate, summed, value)
         group.store(builder.fmul(value, group.splat(scale, group.numbers)), kind, target, at, False)
         return context.get_dummy_value()
 
     number = target.dtype
-    return types.void(types.uint16, number, target, types.intp, types.boolean, number), generate
+    return types.void(types.uint16, number, number, target, types.intp, types.boolean, number), generate

@@ -19,6 +19,9 @@ SPECS = (
     "efsignsgd:raw_below=1",
     "efsignsgd:raw_below=1,block=0",
     "efsignsgd:raw_below=1,block=96",
+    "onebit:raw_below=1",
+    "onebit:raw_below=1,block=96",
+    "onebit:raw_below=1,block=0,means=1",
     "topk:raw_below=1,ratio=0.05",
     "dgc:raw_below=1,ratio=0.05",
     "randomk:raw_below=1,ratio=0.05",
@@ -112,16 +115,16 @@ def body(outcome: Outcome, index: int) -> bytes:
     return outcome.payload[outcome.layout.offsets[index] : ends[index]].tobytes()
 
 
-def reference_signs(raw: bytes, count: int, dtype: Any, block: int) -> np.ndarray:
-    """Scaled sign's body, bit by bit as documented."""
+def reference_signs(raw: bytes, count: int, dtype: Any, block: int, means: int = 1) -> np.ndarray:
+    """The body of signs, bit by bit as documented."""
     block = block or count
-    num_blocks = -(-count // block)
-    scales = np.frombuffer(raw, dtype, num_blocks)
-    words = np.frombuffer(raw, np.uint32, -(-count // 32), num_blocks * np.dtype(dtype).itemsize)
+    values = np.frombuffer(raw, dtype, means * -(-count // block))
+    words = np.frombuffer(raw, np.uint32, -(-count // 32), values.nbytes)
     out = np.empty(count, dtype)
     for element in range(count):
         negative = int(words[element // 32]) >> element % 32 & 1
-        out[element] = -scales[element // block] if negative else scales[element // block]
+        mine = values[means * (element // block) :][:means]
+        out[element] = (-mine[0] if means == 1 else mine[1]) if negative else mine[0]
     return out
 
 

@@ -177,7 +177,8 @@ def test_any_number_of_threads_gives_the_same_bytes(
 @both
 def test_streamed_residuals_are_complete(dtype: type) -> None:
     """Layouts above the streaming threshold write the same residuals, at any alignment."""
-    for spec in ("efsignsgd", "efsignsgd:block=0", "efsignsgd:block=65536", "int8", "topk", "randomk"):
+    specs = "efsignsgd efsignsgd:block=0 efsignsgd:block=65536 onebit int8 topk randomk"
+    for spec in specs.split():
         codec = host_codec(create(spec))
         count = (1 << 22) // np.dtype(dtype).itemsize + 777
         layout = codec.compressor.layout([Segment("w", 0, count)], dtype)
@@ -268,6 +269,30 @@ def test_scaled_sign(dtype: type, block: int) -> None:
 
 
 @both
+@pytest.mark.parametrize("block", [32, 96, 256, 65536])
+def test_onebit(dtype: type, block: int) -> None:
+    """The mean of either side: the error is orthogonal to what is sent, and at most scaled sign's."""
+    outcome = round_trip(f"onebit:raw_below=1,block={block}", (*ODD_SIZES, 70_001), dtype)
+    for index, (q, decoded, _) in enumerate(pieces(outcome)):
+        assert np.array_equal(reference_signs(body(outcome, index), len(q), dtype, block, 2), decoded)
+        for low in range(0, len(q), block):
+            wide, out = q[low : low + block].astype(np.float64), decoded[low : low + block].astype(np.float64)
+            for side in (wide >= 0, wide < 0):
+                if side.any():
+                    assert out[side] == pytest.approx(wide[side].mean(), rel=1e-6)
+            error, size = wide - out, (wide**2).sum()
+            assert abs((error * out).sum()) <= 1e-6 * size
+            assert (error**2).sum() <= (size - np.abs(wide).sum() ** 2 / len(wide)) * (1 + 1e-6) + 1e-12
+
+
+def test_one_mean_of_onebit_is_scaled_sign() -> None:
+    for block in (0, 256):
+        one = round_trip(f"onebit:raw_below=1,means=1,block={block}", ODD_SIZES, np.float32)
+        sign = round_trip(f"efsignsgd:raw_below=1,block={block}", ODD_SIZES, np.float32)
+        assert [body(one, i) for i in range(len(ODD_SIZES))] == [body(sign, i) for i in range(len(ODD_SIZES))]
+
+
+@both
 def test_the_sum_of_a_block_has_the_documented_shape(dtype: type) -> None:
     """Bit for bit, so that another backend can compute the same scale."""
     for block, numel in ((256, 256), (256, 201), (96, 96), (1024, 1000)):
@@ -280,6 +305,22 @@ def test_the_sum_of_a_block_has_the_documented_shape(dtype: type) -> None:
         while len(wide) > 1:
             wide = wide[: len(wide) // 2] + wide[len(wide) // 2 :]
         assert np.abs(outcome.decoded[0]) == dtype(wide[0] / numel)
+
+
+@both
+def test_the_sums_of_either_side_have_the_documented_shape(dtype: type) -> None:
+    for block, numel in ((256, 256), (256, 201), (96, 96), (1024, 1000)):
+        outcome = round_trip(f"onebit:raw_below=1,block={block}", (numel,), dtype)
+        for side in (outcome.q >= 0, outcome.q < 0):
+            lanes = np.zeros(64, dtype)
+            for row in np.r_[np.where(side, np.abs(outcome.q), 0), np.zeros(-numel % 64, dtype)].reshape(
+                -1, 64
+            ):
+                lanes += row
+            wide = lanes.astype(np.float64)
+            while len(wide) > 1:
+                wide = wide[: len(wide) // 2] + wide[len(wide) // 2 :]
+            assert (np.abs(outcome.decoded[side]) == dtype(wide[0] / np.count_nonzero(side))).all()
 
 
 def test_a_small_block_keeps_scales_apart() -> None:
@@ -315,7 +356,7 @@ def test_scaled_sign_of_zeros_is_plus_and_padding_is_zero() -> None:
 
 
 def test_scaled_sign_survives_huge_numbers() -> None:
-    for spec in ("efsignsgd", "efsignsgd:block=0"):
+    for spec in ("efsignsgd", "efsignsgd:block=0", "onebit"):
         outcome = round_trip(
             spec, (5003,), np.float32, make=lambda n, t, s: np.full(n, 2e38 if s == 1 else 1e38, t)
         )

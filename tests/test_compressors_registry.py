@@ -43,6 +43,8 @@ def test_create_from_text_and_spec() -> None:
         ("topk:raw_below=-1", "raw_below must be an integer of at least 0"),
         ("efsignsgd:block=100", "block must be an integer from 0 to 65536, a multiple of 32, got 100"),
         ("efsignsgd:block=-32", "got -32"),
+        ("onebit:block=0", "two means are taken per block"),
+        ("onebit:means=3", "means must be an integer from 1 to 2, got 3"),
         ("int8:block=100", "power of two"),
         ("int4:block=8", "from 32 to 4096"),
         ("dgc:momentum=1", "below 1"),
@@ -151,16 +153,16 @@ def test_one_pool_serves_several_callers() -> None:
 
 
 def test_warm_up_compiles_what_encode_and_decode_call() -> None:
-    from espresso.cpu_offload import efsignsgd
+    from espresso.cpu_offload import signs
 
     codec = host_codec(create("efsignsgd"))
     warm_up(codec, (np.float32,))
-    before = len(efsignsgd.encode_blocks.signatures), len(efsignsgd.decode_blocks.signatures)
+    before = len(signs.encode_blocks.signatures), len(signs.decode_blocks.signatures)
     layout = codec.compressor.layout([Segment("w", 0, 5000)])
     payload = np.empty((1, layout.num_bytes), np.uint8)
     codec.encode(layout, np.ones(5000, np.float32), np.array([0]), payload[0])
     codec.decode(layout, payload, np.ones(5000, np.float32), np.array([0]))
-    assert before == (len(efsignsgd.encode_blocks.signatures), len(efsignsgd.decode_blocks.signatures))
+    assert before == (len(signs.encode_blocks.signatures), len(signs.decode_blocks.signatures))
     assert min(before) >= 1
 
 

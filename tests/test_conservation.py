@@ -39,6 +39,7 @@ STEPS = 4
 
 SPECS = {
     "efsignsgd": "efsignsgd",
+    "onebit": "onebit",
     "topk": "topk:ratio=0.05",
     "dgc": "dgc:ratio=0.05",
     "int8": "int8",

@@ -1,0 +1,55 @@
+"""One bit an element: what scaled sign and onebit share.
+
+Body, d elements in n = ceil(d/block) blocks, the last of which may be shorter, with m means each (``count`` = n)::
+
+    0      n*m*s          means, numbers of the layout's dtype (s = 4 or 8 bytes), block after block
+                          m = 1: mean |x| of the block, >= 0
+                          m = 2: the mean of its elements that are not negative, >= 0 (0 where there are none),
+                          then that of the negative ones, <= 0 (-0 where there are none)
+    n*m*s  4*ceil(d/32)   sign words, uint32: bit j of word w is the sign of element 32*w + j, 1 = negative;
+                          bits past the end are zero
+
+sign(0), sign(-0) are +. An element decodes to the mean of its sign (m = 2), or to the mean with its sign (m = 1).
+
+The sums have a fixed shape, so that backends agree bit for bit: the block, padded with zeros to whole groups of 16,
+goes into 64 lanes of the layout's dtype (lane = element mod 64), |x| or max(x, 0) and max(-x, 0); lanes are added in
+float64 by halving (lane i and i + 32, then i and i + 16, ...). A sum that is not finite is taken again in float64,
+element by element. It is divided by its count in float64 and rounded to the layout's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from espresso.compressors.base import Traits
+from espresso.compressors.common import BaseCompressor
+
+MAX_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Signs(BaseCompressor):
+    """Signs and one or two means per block; biased, so that it needs error feedback.
+
+    Attributes:
+        block: elements that share their means, a multiple of 32 up to 65536; 0 for the whole segment.
+    """
+
+    traits: ClassVar[Traits] = Traits()
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_int("block", low=0, high=MAX_BLOCK, multiple=32)
+
+    @property
+    def num_means(self) -> int:
+        """Means per block, 1 or 2."""
+        raise NotImplementedError
+
+    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """Number of blocks, and means plus sign words."""
+        num_blocks = -(-numel // self.block) if self.block else 1
+        return num_blocks, itemsize * num_blocks * self.num_means + 4 * -(-numel // 32)
