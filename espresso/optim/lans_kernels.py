@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from espresso.compressors.base import Array
+from espresso.cpu_offload.intrinsics import room
 from espresso.cpu_offload.jit import Scalar, kernel
 
 BLOCK = 1 << 10
@@ -71,7 +72,7 @@ def update_moments(
         numbers: in the arrays' type: 1 / (‖g‖ + ε) with its sign, ε, λ, 1 - β1^t, 1 - β2^t.
         betas: in the arrays' type: β1, 1 - β1, β2, 1 - β2.
     """
-    r, c = np.empty(BLOCK, x.dtype), np.empty(BLOCK, x.dtype)
+    r, c = room(BLOCK, x.dtype), room(BLOCK, x.dtype)
     inverse = numbers[0]
     keep1, take1, keep2, take2 = betas[0], betas[1], betas[2], betas[3]
     for block in range(first, end):
@@ -91,7 +92,7 @@ def update_moments(
 @kernel
 def apply(x: Array, g: Array, m: Array, v: Array, first: int, end: int, numbers: Array, rates: Array) -> None:
     """``x -= rates[0] * r + rates[1] * c``. One pass; r and c are worked out again rather than kept."""
-    r, c = np.empty(BLOCK, x.dtype), np.empty(BLOCK, x.dtype)
+    r, c = room(BLOCK, x.dtype), room(BLOCK, x.dtype)
     rate_r, rate_c = rates[0], rates[1]
     for block in range(first, end):
         low = block * BLOCK
