@@ -35,15 +35,17 @@ class Traits:
     Attributes:
         summable: payload numbers may be added by a raw reduction (the tree's extension applies).
         lossless: decoding gives the encoded numbers back bit for bit.
-        error_feedback: keeps a residual at every compression site (biased compressors); unbiased ones
-            and casts go without.
+        error_feedback: needs a residual at every compression site (biased compressors), or must not have one:
+            unbiased quantizers, whose residual would grow, and casts.
         stochastic: draws random numbers, so that the draw key matters.
+        exact_size: every byte of a payload counts; False where slots may stay empty, so that its size is a bound.
     """
 
     summable: bool = False
     lossless: bool = False
     error_feedback: bool = True
     stochastic: bool = False
+    exact_size: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Blockwise quantizers: what int8 and int4 share.
+"""Blockwise quantizers: what int8, int4 and fp8 share.
 
 Body of d elements, cut into blocks of B (the last may be shorter), one after the other, each::
 
@@ -6,6 +6,7 @@ Body of d elements, cut into blocks of B (the last may be shorter), one after th
     s  codes  int8: n bytes, code i of element i, two's complement
               int4: h = ceil(n/2) bytes; byte i holds the code of element i in its low nibble and that of element
               i + h in its high nibble (0 past the end), two's complement
+              fp8: n bytes, code i of element i, a floating-point number of 8 bits
 
 An element decodes to ``code * scale``; code = q * (L / absmax) rounded to nearest even, so -L <= code <= L. A block
 whose absmax lies below TINY (2^-100, or 2^-1000 for float64) has scale 0 and codes 0: 1/scale would overflow there.
@@ -14,6 +15,7 @@ whose absmax lies below TINY (2^-100, or 2^-1000 for float64) has scale 0 and co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 from espresso.compressors.base import Traits
@@ -21,6 +23,14 @@ from espresso.compressors.common import BaseCompressor
 
 MAX_BLOCK = 4096
 TINY = {4: 2.0**-100, 8: 2.0**-1000}
+
+
+class Codes(Enum):
+    """What a code is."""
+
+    INTEGER = 0
+    E4M3 = 1
+    E5M2 = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,6 @@ class Blockwise(BaseCompressor):
 
     traits: ClassVar[Traits] = Traits()
     code_bits: ClassVar[int]
-    levels: ClassVar[int]
 
     block: int = 256
 
@@ -42,6 +51,16 @@ class Blockwise(BaseCompressor):
         self.check_int("block", low=32, high=MAX_BLOCK)
         if self.block & (self.block - 1):
             raise ValueError(f"compressor {self.name}: block must be a power of two, got {self.block}")
+
+    @property
+    def codes(self) -> Codes:
+        """Integers, unless a subclass says otherwise."""
+        return Codes.INTEGER
+
+    @property
+    def levels(self) -> int:
+        """L, the code of a block's largest magnitude."""
+        raise NotImplementedError
 
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """Number of blocks, and scales plus codes."""

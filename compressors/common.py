@@ -94,6 +94,13 @@ class BaseCompressor:
             raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {value!r}")
         object.__setattr__(self, key, float(value))
 
+    def check_choice(self, key: str, choices: Sequence[str]) -> None:
+        """Raise ValueError unless the parameter is one of the choices."""
+        if getattr(self, key) not in choices:
+            raise ValueError(
+                f"compressor {self.name}: {key} must be {' or '.join(choices)}, got {getattr(self, key)!r}"
+            )
+
     def check_bool(self, key: str) -> None:
         """Raise ValueError unless the parameter is true or false."""
         if not isinstance(getattr(self, key), bool):

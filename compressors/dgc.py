@@ -45,7 +45,7 @@ class Dgc(BaseCompressor):
     """
 
     name: ClassVar[str] = "dgc"
-    traits: ClassVar[Traits] = Traits()
+    traits: ClassVar[Traits] = Traits(exact_size=False)
     algorithm: ClassVar[int] = 7
 
     ratio: float = 0.01

@@ -15,4 +15,8 @@ class Int4(Blockwise):
     name: ClassVar[str] = "int4"
     algorithm: ClassVar[int] = 4
     code_bits: ClassVar[int] = 4
-    levels: ClassVar[int] = 7
+
+    @property
+    def levels(self) -> int:
+        """7."""
+        return 7

@@ -15,4 +15,8 @@ class Int8(Blockwise):
     name: ClassVar[str] = "int8"
     algorithm: ClassVar[int] = 3
     code_bits: ClassVar[int] = 8
-    levels: ClassVar[int] = 127
+
+    @property
+    def levels(self) -> int:
+        """127."""
+        return 127

@@ -35,9 +35,19 @@ _ENTRIES = {
     "topk": Entry("espresso.compressors.topk:TopK", "espresso.cpu_offload.topk:HostTopK"),
     "dgc": Entry("espresso.compressors.dgc:Dgc", "espresso.cpu_offload.dgc:HostDgc"),
     "randomk": Entry("espresso.compressors.randomk:RandomK", "espresso.cpu_offload.randomk:HostRandomK"),
+    "threshold": Entry(
+        "espresso.compressors.threshold:Threshold", "espresso.cpu_offload.threshold:HostThreshold"
+    ),
+    "fp8": Entry("espresso.compressors.fp8:Fp8", "espresso.cpu_offload.fp8:HostFp8"),
+    "qsgd": Entry("espresso.compressors.qsgd:Qsgd", "espresso.cpu_offload.qsgd:HostQsgd"),
+    "dithering": Entry(
+        "espresso.compressors.dithering:Dithering", "espresso.cpu_offload.dithering:HostDithering"
+    ),
+    "natural": Entry("espresso.compressors.natural:Natural", "espresso.cpu_offload.natural:HostNatural"),
+    "terngrad": Entry("espresso.compressors.terngrad:TernGrad", "espresso.cpu_offload.terngrad:HostTernGrad"),
 }
 
-RESERVED_IDS = ("fp8", "threshold", "qsgd", "dithering", "natural", "terngrad", "powersgd")
+RESERVED_IDS = ("powersgd",)
 """Ids whose names are fixed but whose compressors this version does not have."""
 
 

@@ -25,7 +25,7 @@ class TopK(BaseCompressor):
     """
 
     name: ClassVar[str] = "topk"
-    traits: ClassVar[Traits] = Traits()
+    traits: ClassVar[Traits] = Traits(exact_size=False)
     algorithm: ClassVar[int] = 6
 
     ratio: float = 0.01

@@ -1,4 +1,4 @@
-"""Blockwise quantizers on the host, int8 and int4. Format: :mod:`espresso.compressors.blockwise`.
+"""Blockwise quantizers on the host: int8, int4, fp8. Format: :mod:`espresso.compressors.blockwise`.
 
 Encode makes one pass: a block's q stays in the first-level cache between its maximum, its codes and its residual.
 """
@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from espresso.compressors.base import Array
 from espresso.compressors.blockwise import MAX_BLOCK, TINY, Blockwise
+from espresso.compressors.blockwise import Codes as Form
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
+from espresso.cpu_offload.fp8_kernels import quantize_fp8, widen_fp8
 from espresso.cpu_offload.intrinsics import address, as_number, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q
@@ -25,13 +27,14 @@ from espresso.cpu_offload.vectors import (
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 Codes = npt.NDArray[np.int8]
+E5M2 = Form.E5M2.value
 
 
 @kernel
 def encode_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, stream: bool, numbers: Array, codes: Codes, block: int, code_bits: int,
-    levels: float, tiny: float, magic: float, magnitude: int, infinity: int,
+    levels: float, tiny: float, magic: float, magnitude: int, infinity: int, form: int,
 ) -> Scalar:  # fmt: skip
     """Quantize block by block and write the residual. Returns whether all is finite."""
     itemsize = numbers.itemsize
@@ -65,15 +68,45 @@ def encode_chunks(
             place += itemsize
             if direct and code_bits == 8:
                 quantize(
-                    source, at, scale, old, to, new, to, block, inverse, step, magic, codes, place, stream
+                    source,
+                    at,
+                    scale,
+                    old,
+                    to,
+                    new,
+                    to,
+                    block,
+                    inverse,
+                    step,
+                    magic,
+                    codes,
+                    place,
+                    stream,
+                    form,
                 )
             elif direct:
                 quantize(
-                    source, at, scale, old, to, new, to, block, inverse, step, magic, block_codes, 0, stream
+                    source,
+                    at,
+                    scale,
+                    old,
+                    to,
+                    new,
+                    to,
+                    block,
+                    inverse,
+                    step,
+                    magic,
+                    block_codes,
+                    0,
+                    stream,
+                    form,
                 )
                 pack_nibbles(block_codes, block, codes[place : place + block // 2])
             else:
-                quantize(q, 0, one, zeros, 0, kept, 0, block, inverse, step, magic, block_codes, 0, False)
+                quantize(
+                    q, 0, one, zeros, 0, kept, 0, block, inverse, step, magic, block_codes, 0, False, form
+                )
                 if code_bits == 8:
                     copy_block(codes, place, block_codes, num)
                 else:
@@ -87,10 +120,14 @@ def encode_chunks(
 @kernel
 def quantize(
     source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, inverse: float,
-    step: float, magic: float, codes: Codes, code: int, stream: bool,
+    step: float, magic: float, codes: Codes, code: int, stream: bool, form: int,
 ) -> None:  # fmt: skip
-    """Codes and residual of ``num`` elements, a multiple of a group."""
-    if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
+    """Codes and residual of ``num`` elements, a multiple of a group; ``form`` is that of the codes."""
+    if form:
+        quantize_fp8(
+            source, at, scale, old, kept, new, to, num, inverse, step, codes, code, stream, form == E5M2
+        )
+    elif stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
         for i in range(0, num, GROUP):
             quantize_group_stream(
                 source, at + i, scale, old, kept + i, new, to + i, inverse, step, magic, codes, code + i
@@ -126,12 +163,13 @@ def unpack_nibbles(body: Codes, nibbles: Codes) -> None:
 @kernel
 def decode_chunks(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
-    numbers: Array, codes: Codes, block: int, code_bits: int,
+    numbers: Array, codes: Codes, block: int, code_bits: int, form: int,
 ) -> Scalar:  # fmt: skip
     """``target = scale * sum over rows of code * step``, rows in order. One pass over the target."""
     itemsize = numbers.itemsize
     stride = itemsize + block * code_bits // 8
     nibbles = room(MAX_BLOCK, np.int8)
+    values = room(MAX_BLOCK, target.dtype)
     for chunk in range(first, end):
         segment = chunks[chunk, SEGMENT]
         row = table[segment]
@@ -151,12 +189,16 @@ def decode_chunks(
                     unpack_nibbles(codes[at + itemsize :][: (num + 1) // 2], nibbles)
                     code = nibbles[:num]
                 factor = scale if source == num_rows - 1 else out.dtype.type(1)
-                add_block(code, step, out, source > 0, factor)
+                if form:
+                    widen_fp8(code, values[:num], form == E5M2)
+                    add_block(values[:num], step, out, source > 0, factor)
+                else:
+                    add_block(code, step, out, source > 0, factor)
     return 0
 
 
 @kernel
-def add_block(code: Codes, step: float, out: Array, accumulate: bool, scale: float) -> None:
+def add_block(code: Array, step: float, out: Array, accumulate: bool, scale: float) -> None:
     """``out = (out + code * step) * scale``, or without the sum; ``scale`` is 1 but for the last row."""
     if accumulate:
         for i in range(len(code)):
@@ -185,7 +227,7 @@ class HostBlockwise(HostCodec):
                 encode_chunks(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
                     call.stream, call.numbers, codes, params.block, params.code_bits, kind(params.levels),
-                    kind(TINY[itemsize]), magic, magnitude, call.infinity,
+                    kind(TINY[itemsize]), magic, magnitude, call.infinity, params.codes.value,
                 )
             )  # fmt: skip
 
@@ -200,6 +242,7 @@ class HostBlockwise(HostCodec):
                 decode_chunks(
                     call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes,
                     call.numbers, codes, params.block, params.code_bits,
+                    params.codes.value,
                 )
             )  # fmt: skip
 

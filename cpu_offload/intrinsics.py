@@ -71,6 +71,16 @@ def as_number(typing_context: Any, bits: Any, like: Any) -> Any:
     return like(bits, like), generate
 
 
+@operation
+def as_type(typing_context: Any, value: Any, like: Any) -> Any:
+    """The number converted to the type of ``like``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.cast(builder, arguments[0], *signature.args)
+
+    return like(value, like), generate
+
+
 @literal_operation
 def room(typing_context: Any, size: Any, dtype: Any) -> Any:
     """An array of ``size`` (a constant, at most some thousands) numbers on the stack, not initialised."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from espresso.compressors.base import Array
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.work import HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
+from espresso.cpu_offload.work import HASH, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, START, Table
 
 BLOCK = 1024
 """Elements that kernels treat at a time: a few such blocks stay in the first-level cache."""
@@ -139,6 +139,12 @@ def mix64(value: int) -> Scalar:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+@kernel
+def segment_key(row: Table, salt: int) -> Scalar:
+    """What a segment's draws depend on."""
+    return mix64(mix64(np.uint64(salt) ^ np.uint64(row[HASH])) + np.uint64(row[START]))
 
 
 @kernel

@@ -16,17 +16,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Array, DrawKey, Layout, Starts
+from espresso.compressors.base import Array, Layout, Starts
 from espresso.compressors.randomk import ROUNDS, STRATUM
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall
+from espresso.cpu_offload.draws import shared_salt
 from espresso.cpu_offload.intrinsics import address, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q, mix64
+from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q, mix64, segment_key
 from espresso.cpu_offload.summable import SummableHostCodec
 from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, drop_group, drop_group_stream
 from espresso.cpu_offload.work import (
     COUNT,
-    HASH,
     HIGH,
     LOW,
     NUMEL,
@@ -34,18 +34,11 @@ from espresso.cpu_offload.work import (
     RESIDUAL,
     SEGMENT,
     SOURCE,
-    START,
     Table,
 )
 
 GROUPS = STRATUM // GROUP
 Positions = npt.NDArray[np.int64]
-
-
-@kernel
-def segment_key(row: Table, salt: int) -> Scalar:
-    """What a segment's draws depend on."""
-    return mix64(mix64(np.uint64(salt) ^ np.uint64(row[HASH])) + np.uint64(row[START]))
 
 
 @kernel
@@ -183,7 +176,7 @@ class HostRandomK(SummableHostCodec):
 
     def encode_bodies(self, call: EncodeCall) -> bool:
         """One pass, chunks in any order."""
-        chunks, salt = call.work.chunks, salt_of(call.key)
+        chunks, salt = call.work.chunks, shared_salt(call.key)
 
         def run_part(first: int, end: int) -> bool:
             return bool(
@@ -197,7 +190,7 @@ class HostRandomK(SummableHostCodec):
 
     def decode_bodies(self, call: DecodeCall) -> None:
         """One pass, chunks in any order."""
-        chunks, salt = call.work.chunks, salt_of(call.key)
+        chunks, salt = call.work.chunks, shared_salt(call.key)
 
         def run_part(first: int, end: int) -> None:
             decode_chunks(
@@ -220,14 +213,3 @@ class HostRandomK(SummableHostCodec):
         self.decode_raw_segments(call)
         self.decode_bodies(call)
         return bool(np.isfinite(call.numbers).all())
-
-
-def salt_of(key: DrawKey) -> np.uint64:
-    """The part of the key that all segments share; the rank stays out, since all ranks draw alike."""
-    salt = mix(mix(mix(key.seed) + key.step) + key.site)
-    return np.uint64(salt)
-
-
-def mix(value: int) -> int:
-    """:func:`espresso.cpu_offload.kernels.mix64` on a Python integer."""
-    return int(mix64(np.uint64(value % 2**64)))

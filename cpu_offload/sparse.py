@@ -22,12 +22,11 @@ from espresso.cpu_offload.sparse_kernels import (
     encode_segments,
     exact_threshold,
     filter_chunks,
+    first_threshold,
     lowered,
-    sample_size,
-    sample_threshold,
     scatter_chunks,
 )
-from espresso.cpu_offload.work import COUNT, END_CHUNK, FIRST_CHUNK, HASH, NUMEL
+from espresso.cpu_offload.work import COUNT, END_CHUNK, FIRST_CHUNK, NUMEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class Selection:
         enough: the pass repeats while fewer than ``enough * k`` pass.
         attempts: how often the threshold is lowered before the exact one is computed (or none).
         exact: whether the top k must be complete.
+        threshold: above 0: this one, in place of a sample's.
     """
 
     part: float
@@ -47,6 +47,7 @@ class Selection:
     enough: float
     attempts: int
     exact: bool
+    threshold: float = 0.0
 
 
 class Scratch(threading.local):
@@ -90,8 +91,8 @@ class HostSparse(HostCodec):
                 encode_segments(
                     call.table, work.chunks, work.segments, first, end, call.source, call.scale, call.old, call.new,
                     call.has_feedback, call.stream, magnitude, call.infinity, how.part, how.slack, how.enough,
-                    how.attempts, how.exact, call.key.step, scratch.index, scratch.value, found, scratch.chosen,
-                    scratch.histogram, call.words, call.bits,
+                    how.attempts, how.exact, threshold_bits(call, how), call.key.step, scratch.index, scratch.value,
+                    found, scratch.chosen, scratch.histogram, call.words, call.bits,
                 )
             )  # fmt: skip
 
@@ -122,10 +123,9 @@ class HostSparse(HostCodec):
         low, high, k = int(row[FIRST_CHUNK]), int(row[END_CHUNK]), int(row[COUNT])
         scratch, magnitude = self._scratch, magnitude_bits(call)
         scratch.reserve(int(row[NUMEL]), call.bits.dtype)
-        num_runs, rank = sample_size(int(row[NUMEL]), k, how.part, how.slack)
-        threshold = sample_threshold(
-            row, call.source, call.scale, call.old, call.has_feedback, num_runs, rank,
-            call.key.step ^ int(row[HASH]), scratch.chosen, magnitude, scratch.histogram,
+        threshold = first_threshold(
+            row, call.source, call.scale, call.old, call.has_feedback, how.part, how.slack,
+            threshold_bits(call, how), call.key.step, scratch.chosen, magnitude, scratch.histogram,
         )  # fmt: skip
         index, value = scratch.index, scratch.value  # the pool's threads have scratch of their own
         for attempt in range(how.attempts + 2):
@@ -155,6 +155,12 @@ class HostSparse(HostCodec):
                 scratch.chosen, scratch.histogram, call.words, call.bits,
             )
         )  # fmt: skip
+
+
+def threshold_bits(call: EncodeCall, how: Selection) -> Any:
+    """The fixed threshold as bits; 0 if there is none. At least 1 otherwise, so that zeros never pass."""
+    bits = call.layout.dtype.type(how.threshold).view(call.bits.dtype)
+    return max(bits, call.bits.dtype.type(1)) if how.threshold else bits
 
 
 def magnitude_bits(call: EncodeCall) -> Any:

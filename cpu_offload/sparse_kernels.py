@@ -70,6 +70,20 @@ def sample_threshold(
 
 
 @kernel
+def first_threshold(
+    row: Table, source: Array, scale: float, old: Array, has_feedback: bool, part: float, slack: float, fixed: int,
+    salt: int, sample: Array, magnitude: int, histogram: Histogram,
+) -> Scalar:  # fmt: skip
+    """The fixed threshold, if there is one; else a sample's."""
+    if fixed:
+        return fixed
+    num_runs, rank = sample_size(row[NUMEL], row[COUNT], part, slack)
+    return sample_threshold(
+        row, source, scale, old, has_feedback, num_runs, rank, salt ^ row[HASH], sample, magnitude, histogram
+    )
+
+
+@kernel
 def filter_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, stream: bool, threshold: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array,
@@ -278,27 +292,16 @@ def lowered(threshold: int, one: Array, like: Array) -> Scalar:
 def encode_segments(
     table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
     new: Array, has_feedback: bool, stream: bool, magnitude: int, infinity: int, part: float, slack: float,
-    enough: float, attempts: int, exact: bool, salt: int, index: npt.NDArray[np.uint32], value: Array, found: Table,
-    chosen: Array, histogram: Histogram, words: npt.NDArray[np.uint32], bits: Array,
+    enough: float, attempts: int, exact: bool, fixed: int, salt: int, index: npt.NDArray[np.uint32], value: Array,
+    found: Table, chosen: Array, histogram: Histogram, words: npt.NDArray[np.uint32], bits: Array,
 ) -> Scalar:  # fmt: skip
     """Sample, filter until enough passes, emit; for each of a run of segments. False if one is not finite."""
     finite = True
     for position in range(first, end):
         row = table[segments[position]]
         low, high = row[FIRST_CHUNK], row[END_CHUNK]
-        num_runs, rank = sample_size(row[NUMEL], row[COUNT], part, slack)
-        threshold = sample_threshold(
-            row,
-            source,
-            scale,
-            old,
-            has_feedback,
-            num_runs,
-            rank,
-            salt ^ row[HASH],
-            chosen,
-            magnitude,
-            histogram,
+        threshold = first_threshold(
+            row, source, scale, old, has_feedback, part, slack, fixed, salt, chosen, magnitude, histogram
         )
         for attempt in range(attempts + 2):
             filter_chunks(

@@ -24,7 +24,7 @@ SUM_GROUPS = 4
 """Groups that are summed side by side: one alone would wait for its own last addition."""
 
 _LANE = ir.IntType(32)
-_local: Any = cgutils.alloca_once_value
+local: Any = cgutils.alloca_once_value
 
 
 class GroupBuilder:
@@ -81,10 +81,10 @@ class GroupBuilder:
         function = self.ir.module.globals.get(name) or ir.Function(self.ir.module, kind, name)
         return self.ir.call(function, [value])
 
-    def sum(self, groups: list[Any]) -> Any:
-        """The sum in float64 of a power of two of groups, by halving."""
+    def sum(self, groups: list[Any], *, widen: bool = True) -> Any:
+        """The sum in float64 of a power of two of groups, by halving; unless they are in float64, ``widen`` them."""
         wide = ir.VectorType(ir.DoubleType(), GROUP)
-        groups = [self.ir.fpext(group, wide) if self.size == 4 else group for group in groups]
+        groups = [self.ir.fpext(group, wide) if widen and self.size == 4 else group for group in groups]
         while len(groups) > 1:
             half = len(groups) // 2
             groups = [self.ir.fadd(low, high) for low, high in zip(groups, groups[half:], strict=False)]
@@ -119,7 +119,7 @@ def add_magnitudes(
     return _signature(types.void, source, old, lanes, types.intp), generate
 
 
-def _each_group(
+def each_group(
     group: GroupBuilder, builder: Any, kinds: Any, arguments: Any, add: Callable[[Any, int], None]
 ) -> None:
     """Call ``add(q, lane)`` for every group of ``num`` elements (the sixth argument), ``lane`` = group mod 4."""
@@ -151,12 +151,12 @@ def sum_magnitudes(
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         group = GroupBuilder(context, builder, signature.args[0].dtype)
         zero = ir.Constant(group.numbers, None)
-        lanes = [_local(builder, zero) for _ in range(SUM_GROUPS)]  # LLVM keeps them in registers
+        lanes = [local(builder, zero) for _ in range(SUM_GROUPS)]  # LLVM keeps them in registers
 
         def add(q: Any, lane: int) -> None:
             builder.store(builder.fadd(builder.load(lanes[lane]), group.magnitude(q)), lanes[lane])
 
-        _each_group(group, builder, signature.args, arguments, add)
+        each_group(group, builder, signature.args, arguments, add)
         return group.sum([builder.load(lane) for lane in lanes])
 
     return types.float64(source, types.intp, source.dtype, old, types.intp, types.intp), generate
@@ -169,8 +169,8 @@ def sum_sides(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, k
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         group = GroupBuilder(context, builder, signature.args[0].dtype)
         zero, wide = ir.Constant(group.numbers, None), ir.IntType(64)
-        above, below = ([_local(builder, zero) for _ in range(SUM_GROUPS)] for _ in range(2))
-        count = _local(builder, ir.Constant(wide, 0))
+        above, below = ([local(builder, zero) for _ in range(SUM_GROUPS)] for _ in range(2))
+        count = local(builder, ir.Constant(wide, 0))
 
         def add(q: Any, lane: int) -> None:
             negative = builder.fcmp_ordered("<", q, zero)
@@ -182,7 +182,7 @@ def sum_sides(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, k
             found = builder.zext(builder.ctpop(group.mask(negative)), wide)
             builder.store(builder.add(builder.load(count), found), count)
 
-        _each_group(group, builder, signature.args, arguments, add)
+        each_group(group, builder, signature.args, arguments, add)
         sums = [group.sum([builder.load(lane) for lane in lanes]) for lanes in (above, below)]
         number = builder.sitofp(builder.load(count), ir.DoubleType())
         return context.make_tuple(builder, signature.return_type, [*sums, number])
@@ -200,7 +200,7 @@ def largest(
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         group = GroupBuilder(context, builder, signature.args[0].dtype)
         mask = group.splat(arguments[6], group.bits)
-        tops = [_local(builder, ir.Constant(group.bits, None)) for _ in range(SUM_GROUPS)]
+        tops = [local(builder, ir.Constant(group.bits, None)) for _ in range(SUM_GROUPS)]
 
         def larger(left: Any, right: Any) -> Any:
             return builder.select(builder.icmp_unsigned(">", left, right), left, right)
@@ -209,7 +209,7 @@ def largest(
             sizes = builder.and_(builder.bitcast(q, group.bits), mask)
             builder.store(larger(sizes, builder.load(tops[lane])), tops[lane])
 
-        _each_group(group, builder, signature.args, arguments, add)
+        each_group(group, builder, signature.args, arguments, add)
         low, high, *rest = [builder.load(top) for top in tops]
         top, lanes = larger(larger(low, high), larger(*rest)), GROUP
         while lanes > 1:

@@ -22,9 +22,18 @@ SPECS = (
     "onebit:raw_below=1",
     "onebit:raw_below=1,block=96",
     "onebit:raw_below=1,block=0,means=1",
+    "fp8:raw_below=1,block=64",
+    "fp8:raw_below=1,format=e5m2",
     "topk:raw_below=1,ratio=0.05",
     "dgc:raw_below=1,ratio=0.05",
+    "threshold:raw_below=1,threshold=2,ratio=0.05",
     "randomk:raw_below=1,ratio=0.05",
+    "qsgd:raw_below=1",
+    "qsgd:raw_below=1,levels=127",
+    "dithering:raw_below=1,levels=5,block=64",
+    "dithering:raw_below=1,levels=8,norm=l2,partition=natural",
+    "natural:raw_below=1",
+    "terngrad:raw_below=1",
 )
 DTYPES = (np.float32, np.float64)
 ODD_SIZES = (0, 1, 7, 8, 9, 31, 32, 33, 127, 1021, 1024, 5003)

@@ -155,7 +155,9 @@ def test_duplicate_indices_are_malformed() -> None:
         )
 
 
-@pytest.mark.parametrize("spec", ["efsignsgd", "efsignsgd:block=0", "onebit", "int8"])
+@pytest.mark.parametrize(
+    "spec", ["efsignsgd", "efsignsgd:block=0", "onebit", "int8", "fp8", "qsgd", "terngrad"]
+)
 @pytest.mark.parametrize("scale", [-1.0, np.inf, np.nan])
 def test_impossible_scales_are_malformed(spec: str, scale: float) -> None:
     outcome = round_trip(spec, (1000,), np.float32)

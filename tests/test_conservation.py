@@ -40,13 +40,15 @@ STEPS = 4
 SPECS = {
     "efsignsgd": "efsignsgd",
     "onebit": "onebit",
+    "fp8": "fp8",
+    "threshold": "threshold:threshold=2,ratio=0.05",
     "topk": "topk:ratio=0.05",
     "dgc": "dgc:ratio=0.05",
     "int8": "int8",
     "int4": "int4",
     "randomk": "randomk:ratio=0.05",
 }
-EXACT = ("topk", "dgc", "randomk")
+EXACT = ("topk", "dgc", "threshold", "randomk")
 """Move numbers unchanged, so that the law holds without rounding on small integers."""
 
 ROUNDING = 2e-5

@@ -1,0 +1,42 @@
+"""Fixed threshold. Strom: Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from espresso.compressors.base import Traits
+from espresso.compressors.common import BaseCompressor
+from espresso.compressors.sparse import sparse_body_size
+
+
+@dataclass(frozen=True)
+class Threshold(BaseCompressor):
+    """Sends the numbers of at least the threshold's magnitude; what is kept is below it.
+
+    Body: see :mod:`espresso.compressors.sparse`.
+
+    Deviation from the paper: it sends the threshold with the number's sign, this one the number (as the peers do).
+    Sizes are known before the exchange here, so that a segment has k = ratio * d slots: where more than k pass, the k
+    largest are sent, and the rest is kept with the others until its turn comes.
+
+    Attributes:
+        threshold: in the units of the gradient (loss scale taken out), above 0.
+        ratio: slots / d, in (0, 1].
+    """
+
+    name: ClassVar[str] = "threshold"
+    traits: ClassVar[Traits] = Traits(exact_size=False)
+    algorithm: ClassVar[int] = 11
+
+    threshold: float = 0.001
+    ratio: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_float("threshold", above=0.0, high=1e30)
+        self.check_float("ratio", above=0.0)
+
+    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """k, and the body of k slots."""
+        return sparse_body_size(numel, itemsize, self.ratio)

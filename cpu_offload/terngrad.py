@@ -1,0 +1,9 @@
+"""TernGrad on the host. Format: :mod:`espresso.compressors.terngrad`; passes: :mod:`espresso.cpu_offload.levels`."""
+
+from __future__ import annotations
+
+from espresso.cpu_offload.levels import HostLevels
+
+
+class HostTernGrad(HostLevels):
+    """``terngrad``."""
