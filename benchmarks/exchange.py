@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from espresso.comm import Assignment, Executor, Groups, Record, ResidualStore, Velocities
+from espresso.comm.parameter_server import Client, Link
 from espresso.comm.program import TORCH_DTYPES, Codecs
 from espresso.compressors.base import Correction
 from espresso.host_codecs import HostCodecs
@@ -52,7 +53,9 @@ class Exchange:
         process_group: Any = None,
         seed: int = 0,
         correction: Correction | None = None,
+        client: Client | None = None,
     ) -> None:
+        self._client = client
         self.groups = Groups(process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
         self.codecs: Codecs = HostCodecs(2) if codecs is None else codecs
         self._timeout_s = timeout_s
@@ -73,6 +76,10 @@ class Exchange:
         self.velocities = None
         if self._correction is not None:
             self.velocities = Velocities(self._correction, transactional=transactional)
+        self.link = None
+        if self._client is not None:
+            namespace = self.groups.from_rank_0(self._client.new_namespace())
+            self.link = Link(self._client, self.groups.ranks, self.store, self._timeout_s, namespace)
         self.executor = Executor(
             self.groups,
             self.codecs,
@@ -81,6 +88,7 @@ class Exchange:
             seed=self.seed,
             timeout_s=self._timeout_s,
             velocities=self.velocities,
+            servers=self.link,
         )
 
     @property

@@ -32,6 +32,10 @@ class RankPool:
         self._inboxes: list[Any] = []
         self._results: Any = None
 
+    @property
+    def running(self) -> bool:
+        return bool(self._processes)
+
     def run(self, target: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
         """``target(rank, *args)`` on all ranks; what they returned, in rank order.
 

@@ -28,6 +28,8 @@ from espresso.comm.averaging import Averaging
 from espresso.comm.errors import EspressoError, PeerError
 from espresso.comm.groups import Groups
 from espresso.comm.lanes import Lanes, Node
+from espresso.comm.parameter_server import Line, Link
+from espresso.comm.parameter_server.wire import Key
 from espresso.comm.program import Codecs, Context, PartitionProgram, Round, is_finite
 from espresso.comm.residuals import Residual, ResidualStore
 from espresso.comm.velocities import Velocities
@@ -145,6 +147,7 @@ class Executor:
         seed: for shared random numbers.
         velocities: of momentum correction, where the job has it; they survive likewise.
         timeout_s: an iteration whose gradients are not averaged this long after its last event fails.
+        servers: the way to the parameter servers, if there are any.
     """
 
     def __init__(
@@ -157,9 +160,13 @@ class Executor:
         seed: int = 0,
         timeout_s: float = 60.0,
         velocities: Velocities | None = None,
+        servers: Link | None = None,
     ) -> None:
         self.groups, self.planner, self.store, self.velocities = groups, planner, store, velocities
-        self._context = Context(groups.cluster, groups.rank, groups.scopes, codecs, store, seed, velocities)
+        self._context = Context(
+            groups.cluster, groups.rank, groups.scopes, codecs, store, seed, velocities, servers
+        )
+        self._servers = servers
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._lanes = Lanes(self._failed, self._lock)
@@ -176,6 +183,8 @@ class Executor:
         self._closed = False
         self.error: EspressoError | None = None
         self.step = 0
+        if servers is not None:
+            servers.on_failure(self._lanes.fail)
 
     # -- called from the hook ----------------------------------------------------------------------
 
@@ -346,7 +355,7 @@ class Executor:
             laid = plan(assignment.strategy, assignment.buckets).with_order(assignment.order)
             programs = self._compile(laid)
             self._plain.clear()
-            self._adopt(programs, self._numels | _numels(laid))
+            self._adopt(programs, self._numels | _numels(laid), None, assignment.strategy)
             self._planned = (assignment, laid, programs)
         _, laid, programs = self._planned
         iteration.record.plan = laid
@@ -360,7 +369,7 @@ class Executor:
             laid = plan(strategy, [bucket])
             programs = self._compile(laid)
             self._planned = None
-            self._adopt(programs, self._numels | _numels(laid), only=_numels(laid).keys())
+            self._adopt(programs, self._numels | _numels(laid), _numels(laid).keys(), strategy)
             found = self._plain[bucket] = (strategy, laid, programs)
         self._enqueue(iteration, found[1], found[2], [bucket.index])
 
@@ -368,12 +377,27 @@ class Executor:
         self,
         programs: Sequence[PartitionProgram],
         numels: Mapping[str, int],
-        only: Collection[str] | None = None,
+        only: Collection[str] | None,
+        strategy: Strategy,
     ) -> None:
-        """What these programs keep is in use from now on; what others kept moves there."""
+        """What these programs keep is in use from now on, here and at the servers; what others kept moves there."""
         self.store.adopt(_residuals(programs), numels, only=only)
         if self.velocities is not None:
             self.velocities.adopt([v for program in programs for v in program.velocities], numels, only=only)
+        if self._servers is None:
+            return
+        keys: list[Key] = []
+        lines: dict[int, Line] = {}
+        for program in programs:
+            if program.described is not None:
+                if program.line is not None and program.described.mine is not None:
+                    lines[len(keys) + program.described.mine] = program.line
+                keys += program.described.keys
+        if self._servers.needs(keys, only):
+            try:
+                self._servers.install(keys, lines, numels, only, strategy.digest)
+            except EspressoError as error:
+                raise self._fail_now(str(error)) from error
 
     def _keeps(self, programs: Sequence[PartitionProgram]) -> bool:
         """Whether all that these programs keep is in use."""
@@ -474,6 +498,8 @@ class Executor:
                 store.commit()
             elif store is not None:
                 store.discard()
+        if self._servers is not None:
+            self._servers.settled(iteration.record.iteration, iteration.record.finite)
 
     def _run_more(self, more: Callable[[], None], iteration: _Iteration, bucket: int) -> None:
         try:
@@ -597,6 +623,8 @@ class Executor:
             _fail_open(
                 iteration.futures.values(), EspressoError("espresso was closed during a backward pass")
             )
+        if self._servers is not None:
+            self._servers.close()
         self._lanes.close()
 
 

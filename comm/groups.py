@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed.distributed_c10d as torch_groups
 from espresso.comm.alarm import Alarm
 from espresso.comm.errors import DisagreementError, TopologyError
 from espresso.comm.launch import read_environment
+from espresso.comm.parameter_server import connected
 from espresso.strategies import Cluster, Scope
 
 NodeKey = tuple[Any, ...]
@@ -112,9 +113,17 @@ class Groups:
             self._even_out(parent)
         self.control = self._new(self._ranks, "gloo")
         self.cluster = self._find_cluster(ranks_per_node)
+        client = connected()
+        if client is not None:
+            self.cluster = replace(self.cluster, num_servers=client.num_servers, colocated=client.colocated)
         self.backend: str = dist.get_backend(parent)
         self.scopes = self._make_scopes()
         self.alarm = Alarm(self.control.group.group_name, self.rank)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Everybody's rank in the world, by place in the job."""
+        return self._ranks
 
     @property
     def num_ranks(self) -> int:

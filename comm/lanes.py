@@ -35,6 +35,9 @@ _THREAD_OF = {
     Lane.INTRA: "intra",
     Lane.INTER_OUT: "inter",
     Lane.INTER_IN: "inter",
+    Lane.SERVER_IN: "push",
+    Lane.SERVER: "server",
+    Lane.SERVER_OUT: "pull",
 }
 
 

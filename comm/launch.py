@@ -8,7 +8,10 @@ MPI) and SLURM have names of their own. ``read_environment`` maps the first comp
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -86,6 +89,47 @@ def export_environment(environment: MutableMapping[str, str] | None = None) -> L
         env.setdefault("MASTER_ADDR", "127.0.0.1")
         env.setdefault("MASTER_PORT", "29500")
     return launch
+
+
+def export_worker(
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    *,
+    master: str,
+    environment: MutableMapping[str, str] | None = None,
+) -> None:
+    """Write torchrun's names for a world of workers, smaller than the launcher's by its parameter servers.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` stay where somebody has set them; else they are rank 0's address and 29500.
+    """
+    env = os.environ if environment is None else environment
+    env["RANK"], env["WORLD_SIZE"] = str(rank), str(size)
+    env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(local_rank), str(local_size)
+    env.setdefault("MASTER_ADDR", master)
+    env.setdefault("MASTER_PORT", "29500")
+
+
+def local_address(environment: Mapping[str, str] | None = None) -> str:
+    """The address under which other machines reach this one.
+
+    That of the card in ``GLOO_SOCKET_IFNAME``, else the one that traffic to ``MASTER_ADDR`` leaves by, else the one
+    of this host's name, else loopback.
+    """
+    env = os.environ if environment is None else environment
+    card = env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            if card:
+                packed = struct.pack("256s", card.encode()[:15])
+                # SIOCGIFADDR: the address of a card.
+                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, packed)[20:24])
+            # Connecting a datagram socket sends nothing; it only chooses a route.
+            probe.connect((env.get("MASTER_ADDR", socket.gethostname()), 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

@@ -18,7 +18,10 @@ import numpy.typing as npt
 import torch
 
 from espresso.comm import transport
+from espresso.comm.errors import EspressoError
 from espresso.comm.groups import Member
+from espresso.comm.parameter_server import Described, Line, Link, describe
+from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.residuals import Residual, ResidualStore
 from espresso.comm.velocities import Velocities
 from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment, Starts
@@ -80,6 +83,7 @@ class Context:
     store: ResidualStore
     seed: int = 0
     velocities: Velocities | None = None
+    servers: Link | None = None
 
 
 class PartitionProgram:
@@ -99,6 +103,8 @@ class PartitionProgram:
         self.bytes_sent = 0
         self.residuals: list[Residual] = []
         self.velocities: list[Residual] = []
+        self.described: Described | None = None
+        self.line: Line | None = None
         self._compresses = compressed = self.choice.option.is_compressed
         native = TORCH_DTYPES[self.group.dtype]
         self.work = torch.float64 if native is torch.float64 else torch.float32
@@ -240,6 +246,12 @@ class PartitionProgram:
     def _compile(self, index: int) -> Callable[[], None] | None:
         flow = self.flows[index]
         kind = flow.step.kind
+        if flow.step.device is Device.SERVER:
+            return None  # the servers' own
+        if flow.step.routine is Routine.PUSH:
+            return self._compile_push(flow)
+        if flow.step.routine is Routine.PULL:
+            return self._compile_pull(flow)
         if kind is StepKind.COMPRESS:
             action = self._compile_compress(flow, index)
         elif kind is StepKind.DECOMPRESS:
@@ -252,6 +264,13 @@ class PartitionProgram:
 
     def _codec(self, device: Device) -> Codec:
         return self.context.codecs(self.choice.compressor, device)
+
+    def _wire_codec(self, codec: Any, region: Span) -> Any:
+        """``codec``; on the way to a server plain numbers, where its payload would be no smaller."""
+        if not self.choice.option.uses_servers:
+            return codec
+        dtype = np.float64 if self.work is torch.float64 else np.float32
+        return smaller(codec, self._segments(region)[0], dtype)
 
     def _segments(self, span: Span) -> tuple[list[Segment], npt.NDArray[np.int64]]:
         """The segments of a range of the partition, and where each begins in home."""
@@ -286,6 +305,7 @@ class PartitionProgram:
             velocity = self._keep_velocity(flow.before.region, flow.site)
         if flow.step.form is Form.SUMMABLE:
             return self._compile_compress_values(flow, codec, residual, velocity)
+        codec = self._wire_codec(codec, flow.after.region)
         stride = self._lay_out(index, codec)
         atoms = flow.after.atoms
         payload = np.zeros((1, len(atoms), stride), np.uint8)
@@ -383,6 +403,7 @@ class PartitionProgram:
                 self.finite = finite if ends else None
 
             return run_values
+        codec = self._wire_codec(codec, flow.before.region)
         payload, made = self._payload, self._made
         jobs = [
             (*made[span], payload[:, number, : made[span][0].num_bytes])
@@ -403,9 +424,10 @@ class PartitionProgram:
         return run
 
     def _site_before(self, index: int) -> Site:
-        site = next(f.site for f in reversed(self.flows[:index]) if f.site is not None)
-        assert site is not None
-        return site
+        sites = [f.site for f in self.flows[:index] if f.site is not None]
+        if sites[-1] is Site.SERVER and self._codec(Device.TRAINING).compressor.traits.summable:
+            return sites[0]  # the server draws as the ranks did
+        return sites[-1]
 
     def _residual(self, flow: StepFlow, site: Site) -> Residual:
         residual = self._new_residual(self.context.store, flow.before.region, site)
@@ -446,6 +468,63 @@ class PartitionProgram:
         rank = -1 if shared else self.context.rank
         return DrawKey(self.context.seed, self.round.step, list(Site).index(site), rank)
 
+    # -- parameter servers -----------------------------------------------------------------------
+
+    def _compile_push(self, flow: StepFlow) -> Callable[[], None] | None:
+        """Describe the partition's keys; what is sent and where the answer goes is one buffer or two."""
+        link = self.context.servers
+        if link is None:
+            raise EspressoError(
+                f"option '{self.choice.option}' goes through parameter servers, and this job has none;"
+                " start it with python -m espresso.launch --servers N"
+            )
+        assert flow.step.scope is not None
+        compresses = flow.step.form is Form.PAYLOAD
+        names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+        self.described = describe(
+            self.partition,
+            self.choice,
+            self.context.cluster,
+            self.context.rank,
+            self.context.members[Scope.FLAT].ranks,
+            self._codec(Device.TRAINING) if compresses else None,
+            names[self.dtype],
+            lambda span: self._segments(span)[0],
+            self.context.seed,
+        )
+        if self.described.mine is None:
+            return None
+        key = self.described.keys[self.described.mine]
+        line = self.line = Line(key)
+        self.bytes_sent += key.up_bytes
+        region = flow.before.region
+        sent = self._payload.reshape(-1)[: key.up_bytes] if compresses else None
+        if key.two_way:
+            self._payload = np.zeros_like(self._payload)
+        answer = self._payload.reshape(-1)[: key.down_bytes] if key.two_way else None
+        ranks = self.context.cluster.num_ranks
+
+        def push() -> None:
+            scale = 1.0
+            if compresses and not key.two_way:  # the server decodes last
+                scale = (self.round.grad_scale if self._keeps_residual else 1.0) / ranks
+            numbers = self._region_bytes(region) if sent is None or answer is None else None
+            data = numbers if sent is None else sent
+            place = numbers if answer is None else answer
+            link.push(line, data, place, self.round.step, scale)
+
+        return push
+
+    def _compile_pull(self, flow: StepFlow) -> Callable[[], None] | None:
+        link, line = self.context.servers, self.line
+        if line is None or link is None:
+            return None
+        return lambda: link.pull(line)
+
+    def _region_bytes(self, region: Span) -> Array:
+        """The bytes of a range of home."""
+        return self.home[region[0] : region[1]].view(torch.uint8).numpy()
+
     # -- communication ---------------------------------------------------------------------------
 
     def _compile_numbers(self, flow: StepFlow) -> Callable[[], None]:
@@ -466,11 +545,9 @@ class PartitionProgram:
             store = self.home if values is None else values
             return store[outer[0] : outer[1]]
 
-        self._count(
-            flow,
-            member,
-            (outer[1] - outer[0]) * (values if values is not None else self._sample()).element_size(),
-        )
+        each = (values if values is not None else self._sample()).element_size()
+        each = 2 if flow.step.form is Form.HALF else each
+        self._count(flow, member, (outer[1] - outer[0]) * each)
         routine = flow.step.routine
         if routine is Routine.ALLREDUCE:
             return lambda: transport.allreduce(whole(), member)
@@ -488,6 +565,8 @@ class PartitionProgram:
             return gather_shards
         assert routine is Routine.REDUCE_SCATTER
         mine = shards[member.index]
+        if flow.step.form is Form.HALF:
+            return self._compile_half(whole, shards, member)
         dtype = self.dtype if values is None else values.dtype
         received = [
             None if peer == member.index else torch.empty(mine[1] - mine[0], dtype=dtype)
@@ -498,6 +577,25 @@ class PartitionProgram:
             parts = [whole()[low:high] for low, high in shards]
             transport.all_to_all(parts, received, member)
             sum_in_rank_order(parts[member.index], received)
+
+        return reduce_scatter
+
+    def _compile_half(
+        self, whole: Callable[[], torch.Tensor], shards: Sequence[Span], member: Member
+    ) -> Callable[[], None]:
+        """A reduce-scatter of numbers that travel as float16; every contribution is rounded, our own too."""
+        mine = shards[member.index]
+        received = [torch.empty(mine[1] - mine[0], dtype=torch.float16) for _ in range(member.size)]
+
+        def reduce_scatter() -> None:
+            parts = [whole()[low:high] for low, high in shards]
+            halves = [part.to(torch.float16) for part in parts]
+            transport.all_to_all(halves, received, member)
+            received[member.index].copy_(halves[member.index])
+            total = parts[member.index]
+            total.copy_(received[0])
+            for half in received[1:]:
+                total.add_(half)
 
         return reduce_scatter
 

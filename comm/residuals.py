@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -71,11 +71,22 @@ Piece = tuple[int, Array, int]
 """(first element within the tensor, values, replica number: only replica 0 carries)."""
 
 
+class Remote(Protocol):
+    """Residuals that parameter servers keep for this rank to save and load (``Site.SERVER``)."""
+
+    def snapshot(self) -> dict[Address, list[Piece]]: ...
+
+    def load(self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int]) -> None: ...
+
+    def rescale(self, factors: Mapping[str, float]) -> None: ...
+
+
 class ResidualStore:
     """All residuals of this rank: those in use by the plan, and those carried over from an earlier one."""
 
     def __init__(self, *, transactional: bool = True) -> None:
         self.transactional = transactional
+        self.remote: Remote | None = None
         self._live: list[Residual] = []
         self.carry: dict[str, Array] = {}
         self._carried: dict[str, Array | None] = {}
@@ -162,12 +173,17 @@ class ResidualStore:
         for (tensor, _), parts in self._waiting.items():
             for _, values, _ in parts if tensor in factors else ():
                 values *= factors[tensor]
+        if self.remote is not None:
+            self.remote.rescale(factors)
 
     def snapshot(self) -> tuple[dict[Address, list[Piece]], dict[str, Array]]:
         """Copies of all residuals, those still waiting for a plan included, and of what is carried."""
         pieces = self._export(self._live)
         for address, parts in self._waiting.items():
             pieces.setdefault(address, []).extend(parts)
+        if self.remote is not None:
+            for address, parts in self.remote.snapshot().items():
+                pieces.setdefault(address, []).extend(parts)
         return pieces, {tensor: values.copy() for tensor, values in self.carry.items()}
 
     def load(
@@ -176,6 +192,9 @@ class ResidualStore:
         """Replace everything. Pieces wait until a plan that keeps their tensor is adopted."""
         self.carry = {tensor: values.copy() for tensor, values in carry.items()}
         self._carried.clear()
+        if self.remote is not None:
+            self.remote.load({a: p for a, p in pieces.items() if a[1] is Site.SERVER}, numels)
+            pieces = {a: p for a, p in pieces.items() if a[1] is not Site.SERVER}
         self._waiting = {address: list(parts) for address, parts in pieces.items()}
         for residual in self._live:
             residual.old[:] = 0
@@ -218,6 +237,10 @@ class ResidualStore:
         for residual in self._live:
             residual.written = False
         self._carried.clear()
+
+    def place(self, tensor: str, site: Site, piece: Piece, targets: Sequence[Residual]) -> None:
+        """Add a piece to those of ``targets`` that keep (tensor, site); carry what lies outside."""
+        self._place(tensor, site, piece, {tensor: piece[0] + piece[1].size}, targets)
 
     def _place_all(
         self,

@@ -13,7 +13,16 @@ import numpy as np
 
 from espresso.candidates import compressed_choices, raw_choices
 from espresso.evaluator import Evaluator, evaluator_at
-from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Option, parse_option
+from espresso.strategies import (
+    NONE,
+    PLAIN,
+    RANK_DEVICES,
+    Choice,
+    CompressorSpec,
+    Device,
+    Option,
+    parse_option,
+)
 
 FP16 = CompressorSpec("fp16")
 
@@ -196,7 +205,7 @@ def myopic(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> list[Choice
     """Every unit takes the leaf whose own chain is shortest, as if it were alone (the paper's policy)."""
     job = evaluator.job
     leaves = raw_choices(job.cluster) + tuple(
-        choice for device in Device for choice in compressed_choices(job, specs, device)
+        choice for device in RANK_DEVICES for choice in compressed_choices(job, specs, device)
     )
     best: dict[tuple[int, str, int], Choice] = {}
     for unit in evaluator.units:

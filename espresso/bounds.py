@@ -33,15 +33,18 @@ from espresso.chains import Pricer, partition_segments
 from espresso.job import Job
 from espresso.strategies import DTYPES, Choice
 from espresso.strategies.plan import partition_spans
-from espresso.timeline_kernels import LANES_OF_SET
+from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 
-NUM_LOADS = 7
-"""Loads of a candidate: six lanes, and core time."""
-CHAIN = 7
+CORES = NUM_LANES
+"""Column of the core time in a feature row: after those of the lanes."""
+NUM_LOADS = NUM_LANES + 1
+"""Loads of a candidate: every lane, and core time."""
+CHAIN = NUM_LOADS
 """Column of the chain in a feature row of ``NUM_LOADS + 1``."""
+_HEAD, _REST = CHAIN + 1, CHAIN + 1 + NUM_LANES
 ROUNDING = 1e-9
 """Sums round; the bound gives this much of itself away, so that it never exceeds the optimum by rounding."""
 
@@ -90,15 +93,16 @@ class Relaxation:
 
 @njit(cache=True, nogil=True)
 def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, cores: Reals, out: Reals) -> None:
-    """Per leaf: loads of six lanes, core time, chain; then first and last use of each lane.
+    """Per leaf: loads of the lanes, core time, chain; then first and last use of each lane.
 
     ``numbers`` int64[leaves, longest + 1] of shapes (-1 after the end), priced by ``sets``, ``us``, ``cores``.
-    ``out`` float64[leaves, 8 + 12]: columns 8-13 the time before a lane's first task, 14-19 after its last.
+    ``out`` float64[leaves, CHAIN + 1 + 2 * NUM_LANES]: from ``_HEAD`` the time before a lane's first task, from
+    ``_REST`` after its last.
     """
     for i in range(numbers.shape[0]):
         out[i] = 0.0
-        for lane in range(6):
-            out[i, 8 + lane] = np.inf
+        for lane in range(NUM_LANES):
+            out[i, _HEAD + lane] = np.inf
         before = 0.0
         for k in range(numbers.shape[1]):
             shape = numbers[i, k]
@@ -111,15 +115,15 @@ def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, cores: Reals, out: R
                 if m > 0 and lane == lanes[m - 1]:
                     continue
                 out[i, lane] += time
-                out[i, 8 + lane] = min(out[i, 8 + lane], before)
-                out[i, 14 + lane] = before + time
-            out[i, 6] += time * cores[shape]
+                out[i, _HEAD + lane] = min(out[i, _HEAD + lane], before)
+                out[i, _REST + lane] = before + time
+            out[i, CORES] += time * cores[shape]
             before += time
-        out[i, 7] = before
-        for lane in range(6):
-            if out[i, 8 + lane] == np.inf:
-                out[i, 8 + lane] = 0.0
-            out[i, 14 + lane] = before - out[i, 14 + lane]
+        out[i, CHAIN] = before
+        for lane in range(NUM_LANES):
+            if out[i, _HEAD + lane] == np.inf:
+                out[i, _HEAD + lane] = 0.0
+            out[i, _REST + lane] = before - out[i, _REST + lane]
 
 
 @njit(cache=True, nogil=True)
@@ -129,15 +133,15 @@ def join_partitions(full: Reals, tail: Reals, count: int, out: Reals) -> None:
     The chain is bounded by each lane: it serves all partitions, after the shortest head, before the shortest tail.
     """
     for i in range(full.shape[0]):
-        for k in range(7):
+        for k in range(NUM_LOADS):
             out[i, k] = (count - 1) * full[i, k] + tail[i, k]
-        chain = max(full[i, 7], tail[i, 7]) if count > 1 else tail[i, 7]
-        for lane in range(6):
+        chain = max(full[i, CHAIN], tail[i, CHAIN]) if count > 1 else tail[i, CHAIN]
+        for lane in range(NUM_LANES):
             if count > 1 and out[i, lane] > 0.0:
-                head = min(full[i, 8 + lane], tail[i, 8 + lane])
-                rest = min(full[i, 14 + lane], tail[i, 14 + lane])
+                head = min(full[i, _HEAD + lane], tail[i, _HEAD + lane])
+                rest = min(full[i, _REST + lane], tail[i, _REST + lane])
                 chain = max(chain, head + out[i, lane] + rest)
-        out[i, 7] = chain
+        out[i, CHAIN] = chain
 
 
 @njit(cache=True, nogil=True)
@@ -182,7 +186,7 @@ def undominated_leaves(
     dominated candidate can, rarely, finish earlier.)
 
     Returns:
-        float64[kept, 8] and for every row its (index into ``leaves``, partition size).
+        float64[kept, NUM_LOADS + 1] and for every row its (index into ``leaves``, partition size).
     """
     numel, dtype, runs = size
     blocks: list[Reals] = []
@@ -220,7 +224,7 @@ def _leaf_features(
 ) -> Reals:
     numbers = pricer.catalogue.padded([choice.option for choice in members])
     sets, us, cores = pricer.shape_costs(numbers, (members[0].compressor, elements, dtype, segments))
-    out = np.empty((len(members), NUM_LOADS + 1 + 12))
+    out = np.empty((len(members), NUM_LOADS + 1 + 2 * NUM_LANES))
     leaf_features(numbers, sets, us, cores, out)
     return out
 
@@ -266,20 +270,20 @@ def relax(
 
 @njit(cache=True, nogil=True)
 def _constants(release: Reals, backward: float, cores: float, backward_cores: float) -> Reals:
-    """float64[8, units]: the lines' right-hand sides without the candidates; -inf where a line is not used."""
+    """float64[NUM_LOADS + 1, units]: right-hand sides without candidates; -inf where a line is not used."""
     n = release.shape[0]
-    base = np.empty((8, n))
+    base = np.empty((CHAIN + 1, n))
     for j in range(n):
-        base[:7, j] = release[j]
+        base[:NUM_LOADS, j] = release[j]
         # Units handed over together share their lines: those of the first of them.
         if j > 0 and release[j] == release[j - 1]:
-            base[:7, j] = -np.inf
-        base[7, j] = release[j]
+            base[:NUM_LOADS, j] = -np.inf
+        base[CHAIN, j] = release[j]
         if cores > 0.0:
-            if base[6, j] > -np.inf:
-                base[6, j] += backward_cores * (backward - release[j]) / cores
+            if base[CORES, j] > -np.inf:
+                base[CORES, j] += backward_cores * (backward - release[j]) / cores
         else:
-            base[6, j] = -np.inf
+            base[CORES, j] = -np.inf
             base[0, j] = backward if j == 0 else -np.inf
     return base
 
@@ -289,25 +293,25 @@ def dual(
     weights: Reals, base: Reals, rows: Reals, first: Wholes, last: Wholes, cores: float,
     picked: Wholes, prices: Reals,
 ) -> float:  # fmt: skip
-    """D(y), and in ``picked`` each unit's minimising row. ``prices`` float64[8] is scratch."""
+    """D(y), and in ``picked`` each unit's minimising row. ``prices`` float64[NUM_LOADS + 1] is scratch."""
     n = first.shape[0]
     total = 0.0
     prices[:] = 0.0
     for u in range(n):
-        for k in range(7):
+        for k in range(NUM_LOADS):
             if base[k, u] > -np.inf:
                 prices[k] += weights[k, u]
                 total += weights[k, u] * base[k, u]
-        chain = weights[7, u]
-        total += chain * base[7, u]
-        core_price = prices[6] / cores if cores > 0.0 else 0.0
+        chain = weights[CHAIN, u]
+        total += chain * base[CHAIN, u]
+        core_price = prices[CORES] / cores if cores > 0.0 else 0.0
         least = np.inf
         at = first[u]
         for row in range(first[u], last[u]):
             cost = (
                 prices[0] * rows[row, 0] + prices[1] * rows[row, 1] + prices[2] * rows[row, 2]
                 + prices[3] * rows[row, 3] + prices[4] * rows[row, 4] + prices[5] * rows[row, 5]
-                + core_price * rows[row, 6] + chain * rows[row, 7]
+                + prices[6] * rows[row, 6] + core_price * rows[row, CORES] + chain * rows[row, CHAIN]
             )  # fmt: skip
             if cost < least:
                 least = cost
@@ -320,16 +324,16 @@ def dual(
 @njit(cache=True, nogil=True)
 def lines(base: Reals, rows: Reals, cores: float, picked: Wholes, out: Reals) -> None:
     """Every line's right-hand side for the rows picked: D's supergradient."""
-    loads = np.zeros(7)
+    loads = np.zeros(NUM_LOADS)
     for u in range(picked.shape[0] - 1, -1, -1):
         row = rows[picked[u]]
-        for k in range(6):
+        for k in range(NUM_LANES):
             loads[k] += row[k]
             out[k, u] = base[k, u] + loads[k]
         if cores > 0.0:
-            loads[6] += row[6] / cores
-        out[6, u] = base[6, u] + loads[6]
-        out[7, u] = base[7, u] + row[7]
+            loads[CORES] += row[CORES] / cores
+        out[CORES, u] = base[CORES, u] + loads[CORES]
+        out[CHAIN, u] = base[CHAIN, u] + row[CHAIN]
 
 
 @njit(cache=True, nogil=True)
@@ -350,9 +354,9 @@ def ascend(
     """
     n = first.shape[0]
     picked = np.empty(n, dtype=np.int64)
-    prices = np.empty(8)
-    slope = np.empty((8, n))
-    mean = np.zeros((8, n))
+    prices = np.empty(CHAIN + 1)
+    slope = np.empty((CHAIN + 1, n))
+    mean = np.zeros((CHAIN + 1, n))
     best = -np.inf
     reach = -1.0
     stale = 0
@@ -383,16 +387,16 @@ def ascend(
         # A running mean of supergradients damps the zigzag between equal candidates.
         blend = 1.0 if taken == 1 else 0.3
         widest = 0.0
-        for k in range(8):
+        for k in range(CHAIN + 1):
             for u in range(n):
                 if base[k, u] > -np.inf:
                     mean[k, u] += blend * (slope[k, u] - mean[k, u])
         centre = 0.0
-        for k in range(8):
+        for k in range(CHAIN + 1):
             for u in range(n):
                 if base[k, u] > -np.inf:
                     centre += weights[k, u] * mean[k, u]
-        for k in range(8):
+        for k in range(CHAIN + 1):
             for u in range(n):
                 if base[k, u] > -np.inf and weights[k, u] > 1e-9:
                     widest = max(widest, abs(mean[k, u] - centre))
@@ -402,7 +406,7 @@ def ascend(
             break
         step = (max(best - value, 0.0) + reach) / (widest * widest)
         total = 0.0
-        for k in range(8):
+        for k in range(CHAIN + 1):
             for u in range(n):
                 if base[k, u] > -np.inf:
                     # No weight dies: what is slack now may bind later.
@@ -410,7 +414,7 @@ def ascend(
                         min(max(step * (mean[k, u] - centre), -3.0), 3.0)
                     )
                     total += weights[k, u]
-        for k in range(8):
+        for k in range(CHAIN + 1):
             for u in range(n):
                 weights[k, u] /= total
     return best, taken

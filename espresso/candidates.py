@@ -28,7 +28,7 @@ from espresso.strategies import (
     options_for,
 )
 from espresso.strategies.plan import partition_spans
-from espresso.timeline_kernels import LANES_OF_SET
+from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
@@ -256,30 +256,30 @@ class Candidates:
         return found
 
 
-CHAIN, LONGEST = 6, 9
+CHAIN, HOST, TRAINING_FIRST, LONGEST = range(NUM_LANES, NUM_LANES + 4)
 """Columns of :func:`chain_features`."""
 
 
 @njit(cache=True, nogil=True)
 def chain_features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals) -> Reals:
-    """What pruning compares, float64[n, 10] for chains that start at rows ``starts``.
+    """What pruning compares, float64[n, NUM_LANES + 4] for chains that start at rows ``starts``.
 
-    Columns: totals of the six lanes, length of the chain, host time, training work first, longest task.
+    Columns: totals of the lanes, length of the chain, host time, training work first, longest task.
     """
-    features = np.zeros((len(starts), 10))
+    features = np.zeros((len(starts), NUM_LANES + 4))
     for i in range(len(starts)):
         row = starts[i]
         if task_set[row] == 0:
-            features[i, 8] = task_us[row]
+            features[i, TRAINING_FIRST] = task_us[row]
         while task_set[row] >= 0:
             us = task_us[row]
             lanes = LANES_OF_SET[task_set[row]]
             for k in range(3):
                 if k == 0 or lanes[k] != lanes[k - 1]:
                     features[i, lanes[k]] += us
-            features[i, 6] += us
-            features[i, 7] += us * task_cores[row]
-            features[i, 9] = max(features[i, 9], us)
+            features[i, CHAIN] += us
+            features[i, HOST] += us * task_cores[row]
+            features[i, LONGEST] = max(features[i, LONGEST], us)
             row += 1
     return features
 

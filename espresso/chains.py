@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from espresso.costs import CostModel
+from espresso.costs import CostModel, group_size
 from espresso.strategies import (
     DTYPES,
     Choice,
@@ -48,8 +48,9 @@ LANE_SETS: tuple[tuple[Lane, ...], ...] = (
     (Lane.INTRA,),
     (Lane.INTER_OUT, Lane.INTER_IN),
     (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN),
-    (Lane.INTER_OUT,),
-    (Lane.INTER_IN,),
+    (Lane.INTER_OUT, Lane.SERVER_IN),
+    (Lane.INTER_IN, Lane.SERVER_OUT),
+    (Lane.SERVER,),
 )
 """Every combination of lanes a task can hold; kernels number them in this order."""
 
@@ -344,14 +345,14 @@ class Pricer:
             num_bytes = self._bytes(hold, size)
             return Work(shape, 0.0 if self._free else self.costs.copy_us(num_bytes), 0.0, num_bytes)
         if step.is_communication:
-            num_bytes = max(self._bytes(shape.before, size), self._bytes(shape.after, size))
-            if step.scope is Scope.INTER:
-                num_bytes *= shape.sharers
+            num_bytes = self._moved(shape, size)
             return Work(shape, self.costs.comm_us(step, self.cluster, num_bytes), cores, num_bytes)
         if self._free or step.kind is StepKind.TRANSFORM or step.device is None:
             return Work(shape, 0.0, cores, 0.0)
         held = _after_path(elements, shape.before.path)
-        if step.kind is StepKind.COMPRESS:
+        if step.kind is StepKind.AGGREGATE:
+            time = self.costs.sum_us(shape.before.multiplicity * self._bytes(shape.before, size))
+        elif step.kind is StepKind.COMPRESS:
             stretches = max(
                 _share(segments, held, elements), sum(atom_sizes(held, shape.after.splits).values())
             )
@@ -360,7 +361,26 @@ class Pricer:
             time = self.costs.decode_us(spec, step.device, held, shape.before.multiplicity)
         if step.device is Device.OFFLOAD:
             time *= min(shape.sharers, self.costs.offload_ranks_per_pool)
+        elif step.device is Device.SERVER:
+            time, cores = self._on_servers(time, shape)
         return Work(shape, time, cores, 0.0)
+
+    def _moved(self, shape: Shape, size: SizeKey) -> float:
+        """The routine's whole array S, as :meth:`CostModel.comm_us` counts it."""
+        step = shape.step
+        if step.routine in (Routine.PUSH, Routine.PULL):
+            num_bytes = self._bytes(shape.before, size) * group_size(step.scope or Scope.FLAT, self.cluster)
+        else:
+            num_bytes = max(self._bytes(shape.before, size), self._bytes(shape.after, size))
+        if step.form is Form.HALF:
+            num_bytes *= 2 / max(DTYPES[size[2]], 2)
+        return num_bytes * (shape.sharers if step.scope is Scope.INTER else 1)
+
+    def _on_servers(self, time: float, shape: Shape) -> tuple[float, float]:
+        """(time, cores) of a server's work: all regions of a partition come at once, one from each rank of a node."""
+        regions = shape.sharers if shape.before.path else 1
+        servers = self.costs.servers
+        return self.costs.server_us(time * regions, self.cluster), servers.cores if servers else 0.0
 
     def _bytes(self, hold: Hold, size: SizeKey) -> float:
         spec, elements, dtype, segments = size

@@ -176,7 +176,7 @@ def load(state: EspressoState, body: Any) -> None:
             )
     strategy = _strategy(state, ranks[0])
     state._epoch = ranks[0]["epoch"]
-    if strategy is not None and strategy.cluster == groups.cluster:
+    if strategy is not None and strategy.cluster.shape == groups.cluster.shape:
         state.resume(strategy)
     executor.restart(ranks[0]["step"])
     numels = {t.name: t.numel for t in state._tensors}

@@ -22,7 +22,16 @@ from itertools import pairwise
 from typing import Any
 
 from espresso._fields import JobError, check_keys, curve, items, member, number, text, whole
-from espresso.strategies import Cluster, CompressorSpec, Device, Form, Routine, Scope, Step
+from espresso.strategies import (
+    RANK_DEVICES,
+    Cluster,
+    CompressorSpec,
+    Device,
+    Form,
+    Routine,
+    Scope,
+    Step,
+)
 
 Points = tuple[tuple[float, float], ...]
 """Knots ``(x, microseconds)`` of a piecewise linear curve, x rising."""
@@ -117,9 +126,24 @@ def routine_us(
     if routine is Routine.ALL_TO_ALL:
         crossing = node_ranks * (peers - node_ranks) / peers if node_ranks > 1 else share
         return link.line_us(crossing * total_bytes, peers - 1)
-    if routine in (Routine.PUSH, Routine.PULL):
-        return link.line_us(total_bytes)
     return link.line_us(total_bytes, depth)
+
+
+def server_exchange_us(
+    worker: AlphaBeta, server: AlphaBeta | None, cluster: Cluster, total_bytes: float
+) -> float:
+    """A push or a pull of ``total_bytes`` in all: as long as the busier of workers' and servers' cards needs.
+
+    Partitions are balanced over the servers by bytes, so a partition is charged its share of all servers' cards
+    together. Colocated servers add what they send and receive to their machine's own card.
+    """
+    mine = total_bytes / cluster.num_nodes
+    each = total_bytes / max(cluster.num_servers, 1)
+    if cluster.colocated:
+        remote = (cluster.num_nodes - 1) / cluster.num_nodes
+        return worker.line_us(remote * (mine + each))
+    nic = worker if server is None else server
+    return max(worker.line_us(mine), nic.line_us(each))
 
 
 @dataclass(frozen=True)
@@ -152,16 +176,21 @@ class Links:
                 return points
         return None
 
-    def time_us(self, step: Step, cluster: Cluster, total_bytes: float) -> float:
-        """See :meth:`CostModel.comm_us`."""
+    def time_us(
+        self, step: Step, cluster: Cluster, total_bytes: float, server: AlphaBeta | None = None
+    ) -> float:
+        """See :meth:`CostModel.comm_us`; ``server`` is the card of one parameter server."""
         assert step.routine is not None
         assert step.scope is not None
         peers = group_size(step.scope, cluster)
-        if peers <= 1:
+        to_servers = step.routine in (Routine.PUSH, Routine.PULL)
+        if peers <= 1 and not to_servers:
             return 0.0
         points = self.measured(step.routine, step.scope, step.form)
         if points is not None:
             return interpolate(points, total_bytes)
+        if to_servers:
+            return server_exchange_us(self._line(step, Scope.INTER), server, cluster, total_bytes)
         if step.scope is Scope.FLAT:
             return self._flat_us(step, cluster, total_bytes)
         return routine_us(step.routine, self._line(step, step.scope), peers, total_bytes)
@@ -355,6 +384,8 @@ class Contention:
 
     def demand(self, step: Step) -> float:
         """Cores that a step demands while it runs."""
+        if step.device is Device.SERVER:
+            return 0.0  # see ServerCosts.cores
         if step.device is not None:
             return 1.0 if step.device is Device.TRAINING else self.pool_threads
         assert step.scope is not None
@@ -385,6 +416,49 @@ class Contention:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ServerCosts:
+    """What a parameter server can do.
+
+    Attributes:
+        nic: its network card, one direction; None: like a worker's.
+        sum_us_per_kb: adding up raw numbers, per 1000 bytes of every contribution, on one engine thread.
+        engines: partitions a server works on at the same time.
+        cores: what servers at work take from the cores of a rank; 0 where they have machines of their own.
+    """
+
+    sum_us_per_kb: float
+    engines: int = 1
+    nic: AlphaBeta | None = None
+    cores: float = 0.0
+
+    def __post_init__(self) -> None:
+        number(self.sum_us_per_kb, "servers.sum_us_per_kb")
+        whole(self.engines, "servers.engines", least=1)
+        number(self.cores, "servers.cores")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sum_us_per_kb": self.sum_us_per_kb,
+            "engines": self.engines,
+            "nic": _line_json(self.nic),
+            "cores": self.cores,
+        }
+
+    @classmethod
+    def from_json(cls, body: Any, where: str = "servers") -> ServerCosts | None:
+        """A ``servers`` object, or None for null."""
+        if body is None:
+            return None
+        check_keys(body, where, ("sum_us_per_kb",), ("engines", "nic", "cores"))
+        return cls(
+            number(body["sum_us_per_kb"], f"{where}.sum_us_per_kb"),
+            whole(body.get("engines", 1), f"{where}.engines", least=1),
+            _line(body, "nic", where),
+            number(body.get("cores", 0.0), f"{where}.cores"),
+        )
+
+
 PAPER_CONTENTION = Contention()
 """Training-device compression holds backward up; nothing else slows anything."""
 
@@ -399,6 +473,7 @@ class CostModel:
         copy: host copies of offloaded steps; None in a CPU job, where there are none.
         contention: what shares the cores.
         offload_ranks_per_pool: ranks of a node that share one offload pool (1: every rank has its own).
+        servers: parameter servers; None where there are none.
     """
 
     links: Links
@@ -406,6 +481,7 @@ class CostModel:
     copy: CopyCost | None = None
     contention: Contention = PAPER_CONTENTION
     offload_ranks_per_pool: int = 1
+    servers: ServerCosts | None = None
 
     def __post_init__(self) -> None:
         whole(self.offload_ranks_per_pool, "offload_ranks_per_pool", least=1)
@@ -424,25 +500,31 @@ class CostModel:
         Args:
             step: a communication step.
             cluster: gives the size of the routine's group and who shares a NIC.
-            total_bytes: S, the whole array: reduced, or held by the group together after a gather. For the
+            total_bytes: S, the whole array: reduced, or held by the group together after a gather, or what all
+                ranks of the scope push or pull. For the
                 inter scope the arrays of all ranks of a node that run the routine at the same time are added
                 up, since they share the NIC; measured curves count the same way.
 
         Raises:
             JobError: nothing is known of this routine.
         """
-        return self.links.time_us(step, cluster, total_bytes)
+        server = None if self.servers is None else self.servers.nic
+        return self.links.time_us(step, cluster, total_bytes, server)
 
     def compute_cost(self, spec: CompressorSpec, device: Device, op: Op) -> ComputeCost:
         """The entry for this compressor, else for its bare name.
 
+        A server whose compressors were not measured counts as fast as a host pool, else as the training device.
+
         Raises:
             JobError: neither was measured; says what was.
         """
-        for key in (str(spec), spec.name):
-            cost = self._by_key.get((key, device, op))
-            if cost is not None:
-                return cost
+        devices = (device,) if device is not Device.SERVER else (device, Device.OFFLOAD, Device.TRAINING)
+        for place in devices:
+            for key in (str(spec), spec.name):
+                cost = self._by_key.get((key, place, op))
+                if cost is not None:
+                    return cost
         known = sorted({c.spec for c in self.compute if c.device is device}) or ["none at all"]
         raise JobError(
             f"no {op.value} cost for compressor '{spec}' on the {device.value} device;"
@@ -450,10 +532,10 @@ class CostModel:
         )
 
     def devices(self, spec: CompressorSpec) -> tuple[Device, ...]:
-        """The devices on which both operations of this compressor have a cost."""
+        """The devices of a rank on which both operations of this compressor have a cost."""
         return tuple(
             device
-            for device in Device
+            for device in RANK_DEVICES
             if all(any((key, device, op) in self._by_key for key in (str(spec), spec.name)) for op in Op)
         )
 
@@ -466,6 +548,27 @@ class CostModel:
     ) -> float:
         """One batched decode and sum of ``multiplicity`` payloads of ``elements`` each."""
         return self.compute_cost(spec, device, Op.DECODE).time_us(elements, multiplicity)
+
+    def server_us(self, busy_us: float, cluster: Cluster) -> float:
+        """Time on the lane of all servers' processors for work of ``busy_us`` on one engine thread.
+
+        Partitions spread over servers and their engine threads, so each is charged its share of all of them.
+
+        Raises:
+            JobError: nothing is known of the servers.
+        """
+        return busy_us / (max(cluster.num_servers, 1) * self._known_servers().engines)
+
+    def sum_us(self, num_bytes: float) -> float:
+        """Adding up raw contributions of ``num_bytes`` in all on one engine thread of a server."""
+        return self._known_servers().sum_us_per_kb * num_bytes / KB
+
+    def _known_servers(self) -> ServerCosts:
+        if self.servers is None:
+            raise JobError(
+                "the job says nothing of its parameter servers: give costs.servers (sum_us_per_kb …)"
+            )
+        return self.servers
 
     def copy_us(self, num_bytes: float) -> float:
         """One copy between device and host; nothing where there are no host copies."""
@@ -485,7 +588,7 @@ class CostModel:
             },
             "contention": self.contention.to_json(),
             "offload_ranks_per_pool": self.offload_ranks_per_pool,
-        }
+        } | ({} if self.servers is None else {"servers": self.servers.to_json()})
 
     @classmethod
     def from_json(cls, body: Any, where: str = "costs") -> CostModel:
@@ -494,7 +597,9 @@ class CostModel:
         Raises:
             JobError: an unknown or missing key, or a value that is no cost, by name.
         """
-        check_keys(body, where, ("links", "compute", "contention"), ("copy", "offload_ranks_per_pool"))
+        check_keys(
+            body, where, ("links", "compute", "contention"), ("copy", "offload_ranks_per_pool", "servers")
+        )
         return cls(
             Links.from_json(body["links"], f"{where}.links"),
             tuple(
@@ -504,6 +609,7 @@ class CostModel:
             read_copy(body.get("copy"), f"{where}.copy"),
             Contention.from_json(body["contention"], f"{where}.contention"),
             whole(body.get("offload_ranks_per_pool", 1), f"{where}.offload_ranks_per_pool", least=1),
+            ServerCosts.from_json(body.get("servers"), f"{where}.servers"),
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from espresso.chains import payload_bytes
 from espresso.strategies import (
+    DTYPES,
     Choice,
     Cluster,
     CompressorSpec,
@@ -33,11 +34,23 @@ _SITE_WORDS = {
     Site.INTER_SECOND: "the sum over nodes, before it is spread between nodes",
     Site.INTRA_SECOND: "the sum over all ranks, before it is spread inside the node",
     Site.FLAT_SECOND: "the sum over all ranks, before it is spread",
+    Site.SERVER: "the sum of what was pushed, before it is pulled",
 }
 _SCOPE_WORDS = {
     Scope.FLAT: "all {p} ranks",
     Scope.INTRA: "the {p} ranks of the node",
     Scope.INTER: "the {p} nodes",
+}
+_DEVICE_WORDS = {
+    Device.TRAINING: "on the training device",
+    Device.OFFLOAD: "on the offload pool",
+    Device.SERVER: "on the server",
+}
+_FORM_WORDS = {
+    Form.RAW: "uncompressed",
+    Form.HALF: "as fp16",
+    Form.PAYLOAD: "compressed",
+    Form.SUMMABLE: "compressed numbers",
 }
 _ROUTINE_WORDS = {
     Routine.ALLREDUCE: "add up over {who}; each ends with the whole sum",
@@ -174,12 +187,16 @@ def _sent(flow: StepFlow, whole: int, tensor: TensorSpec, spec: CompressorSpec) 
     """Bytes that one rank taking part sends, on average over the routine's group."""
     routine, others = flow.step.routine, flow.peers - 1
     held = _held_bytes(flow, whole, tensor, spec)
+    if flow.step.form is Form.HALF:
+        held = held * 2 / DTYPES[tensor.dtype]
     if routine is Routine.ALLREDUCE:
         return 2 * held * Fraction(others, flow.peers)
     if routine is Routine.ALLGATHER:
         return held * others
-    if routine in (Routine.PUSH, Routine.PULL):
+    if routine is Routine.PUSH:
         return held
+    if routine is Routine.PULL:
+        return Fraction(0)  # the servers send
     # The others send to the root, or the root to the others; all-to-all keeps one shard at home.
     # A broadcast is counted over its whole group: before it, only the root takes part.
     return held * (others if routine is Routine.BROADCAST else Fraction(others, flow.peers))
@@ -211,12 +228,15 @@ def _words(flow: StepFlow, choice: Choice) -> str:
     step = flow.step
     if step.kind is StepKind.COMMUNICATE:
         return _exchange_words(flow)
-    where = "on the training device" if step.device is Device.TRAINING else "on the offload pool"
+    assert step.device is not None
+    where = _DEVICE_WORDS[step.device]
     if step.kind is StepKind.COMPRESS:
         assert flow.site is not None
         return f"compress with {choice.compressor}, {where}: {_SITE_WORDS[flow.site]}"
     if step.kind is StepKind.TRANSFORM:
         return f"transform the numbers of {choice.compressor}, {where}"
+    if step.kind is StepKind.AGGREGATE:
+        return f"add up the numbers of {flow.before.multiplicity} ranks in rank order, {where}"
     if flow.before.multiplicity > 1:
         return f"decode {flow.before.multiplicity} payloads and add them up, {where}"
     return f"decode, {where}"
@@ -232,5 +252,4 @@ def _exchange_words(flow: StepFlow) -> str:
         action = f"{who} each receive everyone's payloads" if payloads else f"{who} collect all shards"
     else:
         action = _ROUTINE_WORDS[step.routine].format(who=who)
-    carried = {Form.RAW: "uncompressed", Form.PAYLOAD: "compressed", Form.SUMMABLE: "compressed numbers"}
-    return f"{action} ({carried[step.form]})"
+    return f"{action} ({_FORM_WORDS[step.form]})"

@@ -18,6 +18,7 @@ COLOURS = {
     Kind.COMPRESS: "#D55E00",
     Kind.DECOMPRESS: "#E69F00",
     Kind.TRANSFORM: "#CC79A7",
+    Kind.AGGREGATE: "#009E73",
     Kind.COPY: "#F0E442",
     Kind.EXCHANGE_RAW: "#0072B2",
     Kind.EXCHANGE_COMPRESSED: "#56B4E9",

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from espresso.bounds import CHAIN, CORES, NUM_LOADS
 from espresso.timeline_kernels import State, advance_paper, advance_shared, copy_state
 
 Reals = npt.NDArray[np.float64]
@@ -236,17 +237,17 @@ def shortlist(
 
     ``picks`` int64[units, k] takes rows relative to ``first``, ``price`` float64[units, k] their costs.
     """
-    prices = np.zeros(7)
+    prices = np.zeros(NUM_LOADS)
     depth = picks.shape[1]
     for u in range(first.shape[0]):
-        for k in range(7):
+        for k in range(NUM_LOADS):
             if used[k, u]:
                 prices[k] += weights[k, u]
-        core_price = prices[6] / cores if cores > 0.0 else 0.0
+        core_price = prices[CORES] / cores if cores > 0.0 else 0.0
         filled = 0
         for row in range(first[u], last[u]):
-            cost = core_price * rows[row, 6] + weights[7, u] * rows[row, 7]
-            for k in range(6):
+            cost = core_price * rows[row, CORES] + weights[CHAIN, u] * rows[row, CHAIN]
+            for k in range(CORES):
                 cost += prices[k] * rows[row, k]
             at = filled
             while at > 0 and price[u, at - 1] > cost:

@@ -169,7 +169,7 @@ class Job:
             "kind": "espresso-job",
             "model": self.model,
             "mode": self.mode.value,
-            "cluster": {"num_nodes": self.cluster.num_nodes, "ranks_per_node": self.cluster.ranks_per_node},
+            "cluster": self.cluster.to_json(),
             "forward_us": self.forward_us,
             "optimizer_us": self.optimizer_us,
             "tensors": [
@@ -238,9 +238,9 @@ class Job:
 
 
 def _read_cluster(body: Any) -> Cluster:
-    check_keys(body, "cluster", ("num_nodes", "ranks_per_node"))
+    check_keys(body, "cluster", ("num_nodes", "ranks_per_node"), ("num_servers", "colocated"))
     try:
-        return Cluster(body["num_nodes"], body["ranks_per_node"])
+        return Cluster(**body)
     except ValueError as error:
         raise JobError(str(error)) from None
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from espresso.timeline import Timeline
 
 BACKWARD_LANE = "backward"
-LANE_ORDER = (BACKWARD_LANE, "training", "offload", "copy", "intra", "inter_out", "inter_in")
+LANE_ORDER = (BACKWARD_LANE, *(lane.value for lane in Lane))
 """Lanes from top to bottom; ones that are not named here follow in alphabetical order."""
 
 
@@ -30,6 +30,7 @@ class Kind(Enum):
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
     TRANSFORM = "transform"
+    AGGREGATE = "aggregate"
     COPY = "host copy"
     EXCHANGE_RAW = "exchange, raw"
     EXCHANGE_COMPRESSED = "exchange, compressed"
@@ -84,7 +85,12 @@ def kind_of(step: str, compressed: bool | None = None) -> Kind:
     'decompress'
     """
     word = step.partition("@")[0]
-    named = {"comp": Kind.COMPRESS, "dec": Kind.DECOMPRESS, "transform": Kind.TRANSFORM}
+    named = {
+        "comp": Kind.COMPRESS,
+        "dec": Kind.DECOMPRESS,
+        "transform": Kind.TRANSFORM,
+        "sum": Kind.AGGREGATE,
+    }
     named |= {"backward": Kind.BACKWARD, "copy_to_host": Kind.COPY, "copy_to_device": Kind.COPY}
     if word in named:
         return named[word]
@@ -120,7 +126,7 @@ def predicted_events(timeline: Timeline) -> list[LaneEvent]:
                 num_bytes=round(row.num_bytes),
                 start_us=row.start_us,
                 end_us=row.end_us,
-                kind=kind_of(step, compressed=row.step.form is not Form.RAW),
+                kind=kind_of(step, compressed=row.step.form not in (Form.RAW, Form.HALF)),
                 option=row.option,
                 partition=row.partition,
             )

@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from espresso._fields import JobError, check_keys, items, number, text, whole
-from espresso.costs import AlphaBeta, ComputeCost, CopyCost, CostModel, Links, Op, Points, read_copy
+from espresso.costs import (
+    AlphaBeta,
+    ComputeCost,
+    CopyCost,
+    CostModel,
+    Links,
+    Op,
+    Points,
+    ServerCosts,
+    read_copy,
+)
 from espresso.job import Job
 from espresso.strategies import Cluster, Device, Mode, TensorSpec
 
@@ -32,6 +42,7 @@ class ClusterPreset:
 
     Attributes:
         pool_is_the_nodes: whether a node has one offload pool for all its ranks, or one for each.
+        servers: what a parameter server there can do; None takes the stated figures.
     """
 
     name: str
@@ -40,6 +51,7 @@ class ClusterPreset:
     copy: CopyCost | None = None
     pool_is_the_nodes: bool = True
     note: str = ""
+    servers: ServerCosts | None = None
 
 
 def trace_names() -> tuple[str, ...]:
@@ -97,7 +109,7 @@ def _cluster_from_json(name: str, body: Any) -> ClusterPreset:
         body,
         "the cluster",
         ("schema_version", "kind", "intra", "inter"),
-        ("copy", "pool_is_the_nodes", "note"),
+        ("copy", "pool_is_the_nodes", "note", "servers"),
     )
     if body["schema_version"] != CLUSTER_SCHEMA_VERSION:
         raise JobError(
@@ -116,6 +128,7 @@ def _cluster_from_json(name: str, body: Any) -> ClusterPreset:
         read_copy(body.get("copy"), "copy"),
         pool,
         text(body.get("note", ""), "note"),
+        ServerCosts.from_json(body.get("servers")),
     )
 
 
@@ -135,6 +148,15 @@ def _read(name_or_path: str | Path, alternative: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise JobError(f"{path}: not a JSON file ({error})") from None
+
+
+@cache
+def published_servers() -> ServerCosts:
+    """The stated figures of a parameter server whose cluster file says nothing of it."""
+    body = {key: value for key, value in published_costs()["server"].items() if key != "note"}
+    servers = ServerCosts.from_json(body, "server")
+    assert servers is not None
+    return servers
 
 
 @cache
@@ -164,13 +186,21 @@ def published_compute() -> tuple[ComputeCost, ...]:
 
 
 def job_from_trace(
-    trace: str | Path, num_nodes: int, ranks_per_node: int, cluster: str | Path | ClusterPreset
+    trace: str | Path,
+    num_nodes: int,
+    ranks_per_node: int,
+    cluster: str | Path | ClusterPreset,
+    *,
+    servers: int = 0,
+    colocated: bool = False,
 ) -> Job:
     """A job in the paper's mode: a trace's backward pass with the published compressor costs.
 
     Args:
         trace: a name from :func:`trace_names`, or a trace file of the same form.
         cluster: a preset's name, a cluster file, or a preset.
+        servers: parameter servers beside the workers; their cards are like the workers'.
+        colocated: they run on the workers' machines.
 
     Raises:
         JobError: an unknown trace or cluster, or a faulty file.
@@ -185,7 +215,7 @@ def job_from_trace(
     )
     preset = cluster if isinstance(cluster, ClusterPreset) else load_cluster(cluster)
     try:
-        return _job(body, Cluster(num_nodes, ranks_per_node), preset)
+        return _job(body, Cluster(num_nodes, ranks_per_node, servers, colocated), preset)
     except JobError as error:
         raise JobError(f"trace {name}: {error}") from None
 
@@ -208,6 +238,7 @@ def _job(body: Any, cluster: Cluster, preset: ClusterPreset) -> Job:
         published_compute(),
         preset.copy,
         offload_ranks_per_pool=cluster.ranks_per_node if preset.pool_is_the_nodes else 1,
+        servers=preset.servers or published_servers() if cluster.num_servers else None,
     )
     return Job(
         model=text(body["model"], "model"),

@@ -36,6 +36,7 @@ from espresso.comm import (
     read_environment,
 )
 from espresso.comm.hook import espresso_hook
+from espresso.comm.parameter_server import Link, connected
 from espresso.compressors import registry
 from espresso.config import Config
 from espresso.host_codecs import HostCodecs
@@ -133,6 +134,7 @@ class EspressoState:
     def _clear_runtime(self) -> None:
         self._groups: Groups | None = None
         self._executor: Executor | None = None
+        self._servers: Link | None = None
         self._planner: FixedPlanner | AutoPlanner | None = None
         self._store = ResidualStore(transactional=self.config.transactional)
         self._velocities: Velocities | None = None
@@ -193,6 +195,10 @@ class EspressoState:
         self._codecs = HostCodecs(self.config.offload_threads)
         self._artifacts = Artifacts(self.config.artifacts_dir, self._groups)
         self._planner = self._make_planner()
+        client = connected()
+        if client is not None:
+            namespace = self._groups.from_rank_0(client.new_namespace())
+            self._servers = Link(client, self._groups.ranks, self._store, self.config.timeout_s, namespace)
         self._warm_up()
         rule = self._schedule.correction
         if rule is not None:
@@ -205,6 +211,7 @@ class EspressoState:
             seed=self.config.seed,
             timeout_s=self.config.timeout_s,
             velocities=self._velocities,
+            servers=self._servers,
         )
         if self._velocities is not None:
             self._guard = MomentumGuard(_weakly(self._averages))
@@ -291,6 +298,8 @@ class EspressoState:
         for turn in (True, False):
             if goes_first is turn:
                 self._codecs.warm_up(specs - {NONE}, dtypes)
+                if self._servers is not None:
+                    self._servers.prepare(specs - {NONE}, dtypes)
             self._groups.barrier(max(self.config.timeout_s, COMPILE_PATIENCE_S))
 
     # -- the hook ----------------------------------------------------------------------------------

@@ -15,12 +15,11 @@ Arrays of one evaluation (U units, B buckets, C candidates, T task rows):
 
 State (made by :func:`make_state`), a ring of tasks per lane set (end or arrival, row, key) and two vectors::
 
-    real   0-5 lanes free, 6 backward's next hand-over, 7 latest, 8-15 end of each ring's head
-           16-23 work left, 24-31 since, 32-39 rate of running heads, 40-42 the same of backward, 43 now
-    whole  0 next bucket, 1 arrivals, 8-15 ring fronts, 16-23 ring rears, 24-31 whether the head runs
+    real   0-6 lanes free, 7 backward's next hand-over, 8 latest, 9 now, 10-12 backward's work left, since, rate
+           16-31 end of each ring's head, 32-47 work left, 48-63 since, 64-79 rate of running heads
+    whole  0 next bucket, 1 arrivals, 16-31 ring fronts, 32-47 ring rears, 48-63 whether the head runs
 
-It is copied with
-:func:`copy_state` to resume from the event at which a changed unit is handed over.
+It is copied with :func:`copy_state` to resume from the event at which a changed unit is handed over.
 """
 
 from __future__ import annotations
@@ -35,14 +34,25 @@ Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
 State = tuple[Reals, Wholes, Reals, Wholes, Wholes]
 
-NUM_SETS = 8
+NUM_SETS = 9
+NUM_LANES = 7
+BACK, LATEST, NOW, BACK_LEFT, BACK_SINCE, BACK_RATE = 7, 8, 9, 10, 11, 12
+END, LEFT, SINCE, RATE = 16, 32, 48, 64
+"""Places in the real vector; the last four are bases, one entry per lane set."""
+FRONT, REAR, RUNS = 16, 32, 48
+"""Bases in the whole vector."""
 KEY_SHIFT = 24
 """Ring keys order ties: unit number above, partition number below this bit."""
 
-# Three lanes of each set, repeated where it has fewer: training 0, offload 1, copy 2, intra 3, out 4, in 5.
+# Three lanes of each set, repeated where it has fewer: training 0, offload 1, copy 2, intra 3, out 4, in 5, the
+# servers' processors 6. What enters or leaves the servers' network cards holds a worker's card as long, and
+# nothing else goes there, so those lanes need no queue of their own.
 LANES_OF_SET = np.array(
-    [[0, 0, 0], [1, 1, 1], [2, 2, 2], [3, 3, 3], [4, 5, 5], [3, 4, 5], [4, 4, 4], [5, 5, 5]], dtype=np.int64
-)
+    [
+        [0, 0, 0], [1, 1, 1], [2, 2, 2], [3, 3, 3], [4, 5, 5], [3, 4, 5], [4, 4, 4], [5, 5, 5], [6, 6, 6],
+    ],
+    dtype=np.int64,
+)  # fmt: skip
 # Which sets hold a lane in common.
 _SHARE = np.array([[bool(set(a) & set(b)) for b in LANES_OF_SET.tolist()] for a in LANES_OF_SET.tolist()])
 
@@ -53,8 +63,8 @@ def make_state(num_partitions: int) -> State:
     while capacity < num_partitions + 1:
         capacity *= 2
     return (
-        np.zeros(64),
-        np.zeros(32, dtype=np.int64),
+        np.zeros(80),
+        np.zeros(64, dtype=np.int64),
         np.zeros((NUM_SETS, capacity)),
         np.zeros((NUM_SETS, capacity), dtype=np.int64),
         np.zeros((NUM_SETS, capacity), dtype=np.int64),
@@ -67,12 +77,12 @@ def reset(state: State, gaps: Reals, shared: bool) -> None:
     real, whole, _, _, _ = state
     real[:] = 0.0
     whole[:] = 0
-    for s in range(8):
-        real[8 + s] = np.inf
-        real[32 + s] = 1.0
-    real[6] = gaps[0]
-    real[40] = gaps[0]
-    real[42] = 1.0
+    for s in range(NUM_SETS):
+        real[END + s] = np.inf
+        real[RATE + s] = 1.0
+    real[BACK] = gaps[0]
+    real[BACK_LEFT] = gaps[0]
+    real[BACK_RATE] = 1.0
 
 
 @njit(cache=True, nogil=True)
@@ -81,8 +91,8 @@ def copy_state(source: State, target: State) -> None:
     target[0][:] = source[0]
     target[1][:] = source[1]
     mask = source[2].shape[1] - 1
-    for s in range(8):
-        for position in range(source[1][8 + s], source[1][16 + s]):
+    for s in range(NUM_SETS):
+        for position in range(source[1][FRONT + s], source[1][REAR + s]):
             slot = position & mask
             target[2][s, slot] = source[2][s, slot]
             target[3][s, slot] = source[3][s, slot]
@@ -117,17 +127,17 @@ def advance_paper(
     mask = ring_end.shape[1] - 1
     buckets = gaps.shape[0]
     bucket = whole[0]
-    back = real[6]
-    latest = real[7]
+    back = real[BACK]
+    latest = real[LATEST]
     while True:
         at = np.inf
         s = -1
-        for k in range(8):
-            end = real[8 + k]
+        for k in range(NUM_SETS):
+            end = real[END + k]
             if end < at or (
                 end == at
                 and end < np.inf
-                and ring_key[k, whole[8 + k] & mask] < ring_key[s, whole[8 + s] & mask]
+                and ring_key[k, whole[FRONT + k] & mask] < ring_key[s, whole[FRONT + s] & mask]
             ):
                 at = end
                 s = k
@@ -162,14 +172,14 @@ def advance_paper(
                         real[LANES_OF_SET[s, k]] = end
                     if s == 0 and start < back:
                         back += task_us[row]
-                    rear = whole[16 + s]
+                    rear = whole[REAR + s]
                     slot = rear & mask
                     ring_end[s, slot] = end
                     ring_row[s, slot] = row
                     ring_key[s, slot] = (unit << 24) + part
-                    if rear == whole[8 + s]:
-                        real[8 + s] = end
-                    whole[16 + s] = rear + 1
+                    if rear == whole[FRONT + s]:
+                        real[END + s] = end
+                    whole[REAR + s] = rear + 1
                     if end > latest:
                         latest = end
                         if latest >= limit:
@@ -178,13 +188,13 @@ def advance_paper(
             continue
         if s < 0:
             break
-        front = whole[8 + s]
+        front = whole[FRONT + s]
         slot = front & mask
         row = ring_row[s, slot] + 1
         key = ring_key[s, slot]
         front += 1
-        whole[8 + s] = front
-        real[8 + s] = ring_end[s, front & mask] if front < whole[16 + s] else np.inf
+        whole[FRONT + s] = front
+        real[END + s] = ring_end[s, front & mask] if front < whole[REAR + s] else np.inf
         s = task_set[row]
         if s < 0:
             finish[key >> 24] = at
@@ -197,21 +207,21 @@ def advance_paper(
             real[LANES_OF_SET[s, k]] = end
         if s == 0 and start < back:
             back += task_us[row]
-        rear = whole[16 + s]
+        rear = whole[REAR + s]
         slot = rear & mask
         ring_end[s, slot] = end
         ring_row[s, slot] = row
         ring_key[s, slot] = key
-        if rear == whole[8 + s]:
-            real[8 + s] = end
-        whole[16 + s] = rear + 1
+        if rear == whole[FRONT + s]:
+            real[END + s] = end
+        whole[REAR + s] = rear + 1
         if end > latest:
             latest = end
             if latest >= limit:
                 return np.inf
     whole[0] = bucket
-    real[6] = back
-    real[7] = latest
+    real[BACK] = back
+    real[LATEST] = latest
     return float(latest)
 
 
@@ -245,19 +255,19 @@ def _share_cores(
     rates: Reals,
     waiting: Wholes,
 ) -> None:
-    """Max-min fair rates for backward (number 8) and the running task of each set."""
+    """Max-min fair rates for backward (number ``NUM_SETS``) and the running task of each set."""
     mask = ring_row.shape[1] - 1
-    now = real[43]
+    now = real[NOW]
     active = 0
     total = 0.0
     if has_backward:
         demands[active] = backward_cores
-        who[active] = 8
+        who[active] = NUM_SETS
         total += backward_cores
         active += 1
-    for s in range(8):
-        if whole[24 + s]:
-            demands[active] = task_cores[ring_row[s, whole[8 + s] & mask]]
+    for s in range(NUM_SETS):
+        if whole[RUNS + s]:
+            demands[active] = task_cores[ring_row[s, whole[FRONT + s] & mask]]
             who[active] = s
             total += demands[active]
             active += 1
@@ -288,10 +298,10 @@ def _share_cores(
             waits = kept
     for i in range(active):
         s = who[i]
-        if s == 8:
-            _new_rate(real, 40, 41, 42, 6, rates[i], now)
+        if s == NUM_SETS:
+            _new_rate(real, BACK_LEFT, BACK_SINCE, BACK_RATE, BACK, rates[i], now)
         else:
-            _new_rate(real, 16 + s, 24 + s, 32 + s, 8 + s, rates[i], now)
+            _new_rate(real, LEFT + s, SINCE + s, RATE + s, END + s, rates[i], now)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -314,35 +324,35 @@ def advance_shared(
 ) -> float:
     """As :func:`advance_paper`, with ``contention`` float64[2] (cores, backward's demand) shared by all.
 
-    Here ``real[8 + s]`` is the end of the running task of set s; rings hold arrival numbers for ends.
+    Here ``real[END + s]`` is the end of the running task of set s; rings hold arrival numbers for ends.
     """
     real, whole, ring_came, ring_row, ring_key = state
     mask = ring_row.shape[1] - 1
     buckets = gaps.shape[0]
-    demands = np.empty(9)
-    rates = np.empty(9)
-    who = np.empty(9, dtype=np.int64)
-    waiting = np.empty(9, dtype=np.int64)
+    demands = np.empty(NUM_SETS + 1)
+    rates = np.empty(NUM_SETS + 1)
+    who = np.empty(NUM_SETS + 1, dtype=np.int64)
+    waiting = np.empty(NUM_SETS + 1, dtype=np.int64)
     while True:
         at = np.inf
         s = -1
-        for k in range(8):
-            if whole[24 + k]:
-                end = real[8 + k]
+        for k in range(NUM_SETS):
+            if whole[RUNS + k]:
+                end = real[END + k]
                 if end < at or (
-                    end == at and ring_key[k, whole[8 + k] & mask] < ring_key[s, whole[8 + s] & mask]
+                    end == at and ring_key[k, whole[FRONT + k] & mask] < ring_key[s, whole[FRONT + s] & mask]
                 ):
                     at = end
                     s = k
         bucket = whole[0]
-        if bucket < buckets and real[6] < at:
+        if bucket < buckets and real[BACK] < at:
             if bucket == stop:
                 break
-            now = real[6]
-            real[43] = now
+            now = real[BACK]
+            real[NOW] = now
             ready[bucket] = now
-            if now > real[7]:
-                real[7] = now
+            if now > real[LATEST]:
+                real[LATEST] = now
                 if now >= limit:
                     return np.inf
             for unit in range(first_unit[bucket], first_unit[bucket + 1]):
@@ -353,69 +363,69 @@ def advance_shared(
                     s = task_set[row]
                     if s < 0:
                         continue
-                    slot = whole[16 + s] & mask
+                    slot = whole[REAR + s] & mask
                     ring_came[s, slot] = whole[1]
                     ring_row[s, slot] = row
                     ring_key[s, slot] = (unit << 24) + part
-                    whole[16 + s] += 1
+                    whole[REAR + s] += 1
                     whole[1] += 1
             whole[0] = bucket + 1
             if bucket + 1 < buckets:
-                real[40] = gaps[bucket + 1]
-                real[41] = now
-                real[42] = 1.0
-                real[6] = now + real[40]
+                real[BACK_LEFT] = gaps[bucket + 1]
+                real[BACK_SINCE] = now
+                real[BACK_RATE] = 1.0
+                real[BACK] = now + real[BACK_LEFT]
             else:
-                real[6] = np.inf
+                real[BACK] = np.inf
         elif s < 0:
             break
         else:
             now = at
-            real[43] = now
-            if now > real[7]:
-                real[7] = now
+            real[NOW] = now
+            if now > real[LATEST]:
+                real[LATEST] = now
                 if now >= limit:
                     return np.inf
-            slot = whole[8 + s] & mask
+            slot = whole[FRONT + s] & mask
             row = ring_row[s, slot] + 1
             key = ring_key[s, slot]
-            whole[8 + s] += 1
-            whole[24 + s] = 0
-            real[8 + s] = np.inf
+            whole[FRONT + s] += 1
+            whole[RUNS + s] = 0
+            real[END + s] = np.inf
             s = task_set[row]
             if s < 0:
                 finish[key >> 24] = now
             else:
-                slot = whole[16 + s] & mask
+                slot = whole[REAR + s] & mask
                 ring_came[s, slot] = whole[1]
                 ring_row[s, slot] = row
                 ring_key[s, slot] = key
-                whole[16 + s] += 1
+                whole[REAR + s] += 1
                 whole[1] += 1
         # Start every waiting head whose lanes are free of running tasks and of earlier arrivals.
-        for s in range(8):
-            if whole[24 + s] or whole[8 + s] == whole[16 + s]:
+        for s in range(NUM_SETS):
+            if whole[RUNS + s] or whole[FRONT + s] == whole[REAR + s]:
                 continue
             free = True
-            slot = whole[8 + s] & mask
-            for other in range(8):
-                waits = other != s and _SHARE[s, other] and whole[8 + other] < whole[16 + other]
+            slot = whole[FRONT + s] & mask
+            for other in range(NUM_SETS):
+                waits = other != s and _SHARE[s, other] and whole[FRONT + other] < whole[REAR + other]
                 if waits and (
-                    whole[24 + other] or ring_came[other, whole[8 + other] & mask] < ring_came[s, slot]
+                    whole[RUNS + other] or ring_came[other, whole[FRONT + other] & mask] < ring_came[s, slot]
                 ):
                     free = False
             if free:
                 row = ring_row[s, slot]
-                whole[24 + s] = 1
-                real[16 + s] = task_us[row]
-                real[24 + s] = now
-                real[32 + s] = 1.0
-                real[8 + s] = now + task_us[row]
+                whole[RUNS + s] = 1
+                real[LEFT + s] = task_us[row]
+                real[SINCE + s] = now
+                real[RATE + s] = 1.0
+                real[END + s] = now + task_us[row]
         _share_cores(
             real, whole, ring_row, task_cores, contention[0], contention[1], whole[0] < buckets,
             demands, who, rates, waiting,
         )  # fmt: skip
-    return float(real[7])
+    return float(real[LATEST])
 
 
 @njit(cache=True, nogil=True)

@@ -6,6 +6,7 @@ Standard library only: importing this package never loads torch.
 from espresso.strategies.cluster import Cluster
 from espresso.strategies.flow import Site, State, StepFlow, cut, trace
 from espresso.strategies.option import (
+    RANK_DEVICES,
     UNCOMPRESSED,
     Device,
     Form,
@@ -45,6 +46,7 @@ from espresso.strategies.tree import (
     hierarchical_options,
     options_for,
     parse_option,
+    server_options,
     summable_options,
 )
 
@@ -52,6 +54,7 @@ __all__ = [
     "DTYPES",
     "NONE",
     "PLAIN",
+    "RANK_DEVICES",
     "UNCOMPRESSED",
     "Bucket",
     "Choice",
@@ -88,6 +91,7 @@ __all__ = [
     "paper_buckets",
     "parse_option",
     "plan",
+    "server_options",
     "summable_options",
     "trace",
 ]

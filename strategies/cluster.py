@@ -1,4 +1,4 @@
-"""The shape of a cluster: how many nodes, how many ranks on each."""
+"""The shape of a cluster: how many nodes, how many ranks on each, and the parameter servers beside them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,29 @@ from dataclasses import dataclass
 class Cluster:
     """``num_nodes`` machines with ``ranks_per_node`` ranks each; rank = node * ranks_per_node + local rank.
 
+    Attributes:
+        num_servers: parameter servers that the workers can reach; no ranks, they hold no model.
+        colocated: whether the servers run on the workers' machines and share their network cards.
+
     Raises:
-        ValueError: either number is below one.
+        ValueError: a number is too small, or colocated servers are none or more than the nodes.
     """
 
     num_nodes: int
     ranks_per_node: int
+    num_servers: int = 0
+    colocated: bool = False
 
     def __post_init__(self) -> None:
         for field in ("num_nodes", "ranks_per_node"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"cluster: {field} must be a whole number of at least 1, got {value!r}")
+        servers = self.num_servers
+        if not isinstance(servers, int) or isinstance(servers, bool) or servers < 0:
+            raise ValueError(f"cluster: num_servers must be a whole number of at least 0, got {servers!r}")
+        if not isinstance(self.colocated, bool):
+            raise ValueError(f"cluster: colocated must be true or false, got {self.colocated!r}")
 
     @property
     def num_ranks(self) -> int:
@@ -31,5 +42,20 @@ class Cluster:
         """Whether intra and inter steps differ: several nodes *and* several ranks on each."""
         return self.num_nodes > 1 and self.ranks_per_node > 1
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(nodes, ranks on each): what a strategy is made for. Servers may come and go."""
+        return self.num_nodes, self.ranks_per_node
+
+    def to_json(self) -> dict[str, int | bool]:
+        """As in job and strategy files; servers only where there are any."""
+        body: dict[str, int | bool] = {"num_nodes": self.num_nodes, "ranks_per_node": self.ranks_per_node}
+        if self.num_servers:
+            body |= {"num_servers": self.num_servers, "colocated": self.colocated}
+        return body
+
     def __str__(self) -> str:
-        return f"{self.num_nodes} nodes x {self.ranks_per_node} ranks"
+        ranks = f"{self.num_nodes} nodes x {self.ranks_per_node} ranks"
+        if not self.num_servers:
+            return ranks
+        return f"{ranks} and {self.num_servers} {'colocated ' if self.colocated else ''}servers"

@@ -3,7 +3,8 @@
 The timeline reads sizes from it, the executor ranges. The grammar lets compressed communications
 follow each other without a decode between them, so a state carries a *multiplicity*: the number of
 unaggregated payloads held for every element. A first-step gather, allgather or all-to-all over p
-ranks multiplies it by p, a second step leaves it, Comp and Dec set it to one.
+ranks multiplies it by p, and so does a push, where the server holds them (numbers or payloads);
+a second step leaves it, Comp and Dec set it to one.
 
 A payload cannot be cut after it was made. So Comp encodes its region in *atoms*, one payload each:
 the region cut as every all-to-all up to the next Dec will cut it.
@@ -17,7 +18,7 @@ from enum import Enum
 from functools import lru_cache
 
 from espresso.strategies.cluster import Cluster
-from espresso.strategies.option import Form, Option, Phase, Routine, Scope, Step, StepKind
+from espresso.strategies.option import Device, Form, Option, Phase, Routine, Scope, Step, StepKind
 
 SHARD_ALIGN = 64
 """Shards start at multiples of this many elements of their region (words of bit masks, cache lines)."""
@@ -29,7 +30,8 @@ Span = tuple[int, int]
 class Site(Enum):
     """Where a compression sits, and so what its residual means.
 
-    ``LOCAL`` encodes a rank's own gradient; the others encode sums, before the routine they name.
+    ``LOCAL`` encodes a rank's own gradient; the others encode sums, before the routine they name. A ``SERVER``
+    encodes the sum of what was pushed to it and keeps that residual itself.
     """
 
     LOCAL = "local"
@@ -37,6 +39,7 @@ class Site(Enum):
     INTER_SECOND = "inter_second"
     INTRA_SECOND = "intra_second"
     FLAT_SECOND = "flat_second"
+    SERVER = "server"
 
     def replicas(self, cluster: Cluster) -> int:
         """How many ranks hold the same residual range at this site: all nodes at the last intra step."""
@@ -157,6 +160,8 @@ def trace(option: Option, cluster: Cluster, size: int, rank: int = 0, root: int 
         raise ValueError(
             f"option '{option}' needs several nodes with several ranks each; on {cluster} use a flat option"
         )
+    if option.uses_servers and not cluster.num_servers:
+        raise ValueError(f"option '{option}' needs parameter servers, and {cluster} has none")
     state = State(active=True, region=(0, size))
     outer: dict[Scope, State] = {}
     flows: list[StepFlow] = []
@@ -189,6 +194,8 @@ def _compress(option: Option, position: int, state: State, cluster: Cluster) -> 
 
 
 def _site(option: Option, position: int) -> Site:
+    if option.steps[position].device is Device.SERVER:
+        return Site.SERVER
     if not any(step.is_communication for step in option.steps[:position]):
         return Site.LOCAL
     following = next(step for step in option.steps[position:] if step.is_communication)
@@ -214,11 +221,15 @@ def _communicate(
     peers, index, root_index = place(step.scope, cluster, rank, root)
     gathers = step.form is Form.PAYLOAD and step.phase is not Phase.SECOND
     multiplicity = state.multiplicity * (peers if gathers else 1)
+    if step.routine is Routine.PUSH:
+        multiplicity = max(state.multiplicity, 1) * peers
     active, region, splits, cuts = state.active, state.region, state.atom_splits, state.value_cuts
     if step.phase is Phase.FIRST:
         outer[step.scope] = state
         if step.routine in (Routine.REDUCE, Routine.GATHER):
             active = active and index == root_index
+        elif step.routine is Routine.PUSH:
+            pass  # the rank keeps its place: what comes back is of the same region
         elif step.form is Form.SUMMABLE:
             cuts = (*cuts, (peers, index))
         else:

@@ -11,10 +11,15 @@ from enum import Enum
 
 
 class Device(Enum):
-    """Where a compression or decompression runs (the paper's GPU and CPU)."""
+    """Where a computation runs: a rank's own two (the paper's GPU and CPU), or a parameter server's processor."""
 
     TRAINING = "training"
     OFFLOAD = "offload"
+    SERVER = "server"
+
+
+RANK_DEVICES = (Device.TRAINING, Device.OFFLOAD)
+"""The devices of a rank: what compressions of its own may choose from."""
 
 
 class Scope(Enum):
@@ -48,9 +53,13 @@ class Phase(Enum):
 
 
 class Form(Enum):
-    """What a routine moves: numbers of the tensor, opaque payloads, or payloads that add up like numbers."""
+    """What a routine moves: numbers of the tensor, opaque payloads, or payloads that add up like numbers.
+
+    ``HALF``: numbers that travel as float16 and are added up as they were (a reduction inside the node).
+    """
 
     RAW = "raw"
+    HALF = "half"
     PAYLOAD = "payload"
     SUMMABLE = "summable"
 
@@ -59,7 +68,16 @@ class StepKind(Enum):
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
     TRANSFORM = "transform"
+    AGGREGATE = "aggregate"
     COMMUNICATE = "communicate"
+
+
+_WORDS = {
+    StepKind.COMPRESS: "comp",
+    StepKind.DECOMPRESS: "dec",
+    StepKind.TRANSFORM: "transform",
+    StepKind.AGGREGATE: "sum",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +99,11 @@ class Step:
         if self.is_communication:
             assert self.scope is not None
             assert self.routine is not None
-            return f"{self.scope.value}.{self.routine.value}"
-        word = {StepKind.COMPRESS: "comp", StepKind.DECOMPRESS: "dec", StepKind.TRANSFORM: "transform"}[
-            self.kind
-        ]
-        return word if self.device is Device.TRAINING else f"{word}@offload"
+            half = ":fp16" if self.form is Form.HALF else ""
+            return f"{self.scope.value}.{self.routine.value}{half}"
+        assert self.device is not None
+        word = _WORDS[self.kind]
+        return word if self.device is Device.TRAINING else f"{word}@{self.device.value}"
 
 
 def compress(device: Device, form: Form = Form.PAYLOAD) -> Step:
@@ -95,6 +113,11 @@ def compress(device: Device, form: Form = Form.PAYLOAD) -> Step:
 def decompress(device: Device, form: Form = Form.PAYLOAD) -> Step:
     """Decode *and aggregate* every payload held."""
     return Step(StepKind.DECOMPRESS, form, device=device)
+
+
+def aggregate(device: Device) -> Step:
+    """Add up raw numbers that several ranks sent, in rank order."""
+    return Step(StepKind.AGGREGATE, Form.RAW, device=device)
 
 
 def communicate(routine: Routine, scope: Scope, phase: Phase, form: Form) -> Step:
@@ -133,11 +156,15 @@ class Option:
     def uses_offload(self) -> bool:
         return any(step.device is Device.OFFLOAD for step in self.steps)
 
+    @property
+    def uses_servers(self) -> bool:
+        return any(step.device is Device.SERVER for step in self.steps)
+
     def on_device(self, device: Device) -> Option:
-        """The same leaf with every compression and decompression on ``device``."""
+        """The same leaf with every compression and decompression of a rank on ``device``."""
         return Option(
             tuple(
-                step if step.device is None else Step(step.kind, step.form, device=device)
+                step if step.device in (None, Device.SERVER) else Step(step.kind, step.form, device=device)
                 for step in self.steps
             )
         )

@@ -31,7 +31,7 @@ class Mode(Enum):
 
 
 class Lane(Enum):
-    """Where tasks queue. A flat routine holds every link there is."""
+    """Where tasks queue. A flat routine holds every link there is; the last three are all servers' together."""
 
     TRAINING = "training"
     OFFLOAD = "offload"
@@ -39,6 +39,9 @@ class Lane(Enum):
     INTRA = "intra"
     INTER_OUT = "inter_out"
     INTER_IN = "inter_in"
+    SERVER_IN = "server_in"
+    SERVER = "server"
+    SERVER_OUT = "server_out"
 
 
 class Stage(Enum):
@@ -198,14 +201,22 @@ class Plan:
         return trace(group.choice.option, self.cluster, part.numel, rank, part.root)
 
 
+_LANE_OF = {
+    Device.TRAINING: Lane.TRAINING,
+    Device.OFFLOAD: Lane.OFFLOAD,
+    Device.SERVER: Lane.SERVER,
+}
+
+
 def lanes_of(step: Step, cluster: Cluster) -> tuple[Lane, ...]:
     """The lanes a step holds while it runs."""
     if step.kind is not StepKind.COMMUNICATE:
-        return (Lane.TRAINING,) if step.device is Device.TRAINING else (Lane.OFFLOAD,)
+        assert step.device is not None
+        return (_LANE_OF[step.device],)
     if step.routine is Routine.PUSH:
-        return (Lane.INTER_OUT,)
+        return (Lane.INTER_OUT, Lane.SERVER_IN)
     if step.routine is Routine.PULL:
-        return (Lane.INTER_IN,)
+        return (Lane.INTER_IN, Lane.SERVER_OUT)
     if step.scope is Scope.INTRA or cluster.num_nodes == 1:
         return (Lane.INTRA,)
     if step.scope is Scope.INTER or cluster.ranks_per_node == 1:

@@ -69,7 +69,7 @@ PLAIN = Choice()
 
 
 def fingerprint(tensors: Iterable[TensorSpec], cluster: Cluster) -> str:
-    """A digest of names, shapes, dtypes (in name order) and the cluster's shape."""
+    """A digest of names, shapes, dtypes (in name order) and the cluster's shape; servers are no part of it."""
     digest = hashlib.sha256(f"{cluster.num_nodes}x{cluster.ranks_per_node}".encode())
     for tensor in sorted(tensors, key=lambda t: t.name):
         digest.update(f"\n{tensor.name}\t{tensor.shape}\t{tensor.dtype}".encode())
@@ -112,6 +112,8 @@ class Strategy:
                     f"tensor {name!r}: option '{choice.option}' is hierarchical, but the cluster has {self.cluster};"
                     " only flat options can run there"
                 )
+            if choice.option.uses_servers and not self.cluster.num_servers:
+                raise StrategyError(_no_servers(name, choice, self.cluster))
 
     @classmethod
     def uniform(
@@ -174,16 +176,19 @@ class Strategy:
                     f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)} in the model but"
                     f" {ours[name].dtype}{list(ours[name].shape)} in the strategy; search again for this model"
                 )
-        if cluster != self.cluster:
+        if cluster.shape != self.cluster.shape:
             raise StrategyError(
                 f"the strategy was made for {self.cluster}, this job runs on {cluster}; search again for this cluster"
             )
+        for name, choice in self.choices.items():
+            if choice.option.uses_servers and not cluster.num_servers:
+                raise StrategyError(_no_servers(name, choice, cluster))
 
     def to_json(self) -> dict[str, Any]:
         return {
             "schema_version": SCHEMA_VERSION,
             "kind": "espresso-strategy",
-            "cluster": {"num_nodes": self.cluster.num_nodes, "ranks_per_node": self.cluster.ranks_per_node},
+            "cluster": self.cluster.to_json(),
             "partition_bytes": self.partition_bytes,
             "bucket_cap_mb": self.bucket_cap_mb,
             "fingerprint": self.fingerprint,
@@ -214,7 +219,7 @@ class Strategy:
             )
         if body["kind"] != "espresso-strategy":
             raise StrategyError(f"kind is {body['kind']!r}, expected 'espresso-strategy'")
-        _check_keys(body["cluster"], "cluster", {"num_nodes", "ranks_per_node"}, set())
+        _check_keys(body["cluster"], "cluster", {"num_nodes", "ranks_per_node"}, {"num_servers", "colocated"})
         if not isinstance(body["tensors"], list):
             raise StrategyError(f"tensors must be a list, got {type(body['tensors']).__name__}")
         try:
@@ -254,6 +259,13 @@ class Strategy:
             raise StrategyError(f"{path}: not a JSON file ({error})") from None
         except StrategyError as error:
             raise StrategyError(f"{path}: {error}") from None
+
+
+def _no_servers(name: str, choice: Choice, cluster: Cluster) -> str:
+    return (
+        f"tensor {name!r}: option '{choice.option}' goes through parameter servers, but the cluster has {cluster};"
+        " start the job with python -m espresso.launch --servers N"
+    )
 
 
 _REQUIRED = {"schema_version", "kind", "cluster", "partition_bytes", "fingerprint", "tensors"}

@@ -12,6 +12,13 @@ The grammar (EuroSys '23, section 4.2), with two devices for each Comp and Dec::
 
 which has 63 flat and 4278 hierarchical leaves, the paper's 4341. Beside it stands an extension for
 *summable* compressors: compress, any raw pipeline over the payload, decompress. It is counted apart.
+So are the *parameter-server* leaves, where the cluster has servers::
+
+    Raw     = push > sum@server > pull
+    One-way = Comp > push > dec@server > pull
+    Two-way = Comp > push > dec@server > comp@server > pull > Dec
+    Leaf    = Raw | One-way | Two-way                                                      (flat)
+            | intra.reduce_scatter[:fp16] > { Raw | One-way | Two-way } > intra.allgather  (hierarchical)
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from espresso.strategies.option import (
     Routine,
     Scope,
     Step,
+    aggregate,
     communicate,
     compress,
     decompress,
@@ -163,24 +171,65 @@ def summable_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) ->
     )
 
 
+@cache
+def server_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) -> tuple[Option, ...]:
+    """The parameter-server leaves: 7 flat ones with both devices, 3 with one; three times as many hierarchically."""
+    leaves = _through_servers(Scope.FLAT, devices)
+    if hierarchical:
+        back = (communicate(Routine.ALLGATHER, Scope.INTRA, Phase.SECOND, Form.RAW),)
+        for form in (Form.RAW, Form.HALF):
+            first = (communicate(Routine.REDUCE_SCATTER, Scope.INTRA, Phase.FIRST, form),)
+            leaves += _product([first], _through_servers(Scope.INTER, devices), [back])
+    return tuple(map(Option, leaves))
+
+
+def two_way_option(cluster: Cluster) -> Option:
+    """Compressed to the servers and back, on the training device: BytePS-Compress as a leaf."""
+    scope = Scope.INTER if cluster.is_hierarchical else Scope.FLAT
+    steps = _through_servers(scope, (Device.TRAINING,))[-1]
+    if not cluster.is_hierarchical:
+        return Option(steps)
+    first = communicate(Routine.REDUCE_SCATTER, Scope.INTRA, Phase.FIRST, Form.RAW)
+    back = communicate(Routine.ALLGATHER, Scope.INTRA, Phase.SECOND, Form.RAW)
+    return Option((first, *steps, back))
+
+
+def _through_servers(scope: Scope, devices: tuple[Device, ...]) -> list[Tail]:
+    """Raw, one-way and two-way, as the ranks of ``scope`` exchange their regions through the servers."""
+    comps = [(compress(device),) for device in devices]
+    decs = [(decompress(device),) for device in devices]
+    push = {form: (communicate(Routine.PUSH, scope, Phase.FIRST, form),) for form in Form}
+    pull = {form: (communicate(Routine.PULL, scope, Phase.SECOND, form),) for form in Form}
+    decode = (decompress(Device.SERVER),)
+    return [
+        *_product([push[Form.RAW]], [(aggregate(Device.SERVER),)], [pull[Form.RAW]]),
+        *_product(comps, [push[Form.PAYLOAD]], [decode], [pull[Form.RAW]]),
+        *_product(
+            comps, [push[Form.PAYLOAD]], [decode], [(compress(Device.SERVER),)], [pull[Form.PAYLOAD]], decs
+        ),
+    ]
+
+
 def options_for(
     cluster: Cluster,
     *,
     devices: tuple[Device, ...] = _BOTH,
     summable: bool = False,
 ) -> tuple[Option, ...]:
-    """Every option that ``cluster`` can carry out; with ``summable``, the extension's too."""
+    """Every option that ``cluster`` can carry out, through its servers too; with ``summable``, the extension's."""
     options = flat_options(devices)
     if cluster.is_hierarchical:
         options += hierarchical_options(devices)
     if summable:
         options += summable_options(cluster.is_hierarchical, devices)
+    if cluster.num_servers:
+        options += server_options(cluster.is_hierarchical, devices)
     return options
 
 
 @cache
 def _by_id() -> dict[str, Option]:
-    every = flat_options() + hierarchical_options() + summable_options(hierarchical=True)
+    every = flat_options() + hierarchical_options() + summable_options(True) + server_options(True)
     return {str(option): option for option in every}
 
 
@@ -224,5 +273,7 @@ __all__ = [
     "hierarchical_options",
     "options_for",
     "parse_option",
+    "server_options",
     "summable_options",
+    "two_way_option",
 ]

@@ -7,13 +7,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espresso.bounds import CHAIN, Relaxation, certify, pareto, relax, right_hand_sides, undominated_leaves
+from espresso.bounds import (
+    CHAIN,
+    CORES,
+    Relaxation,
+    certify,
+    pareto,
+    relax,
+    right_hand_sides,
+    undominated_leaves,
+)
 from espresso.candidates import every_choice, units_of
 from espresso.chains import Pricer
 from espresso.evaluator import Evaluator
 from espresso.presets import job_from_trace
 from espresso.search import search
-from espresso.strategies import CompressorSpec, Device
+from espresso.strategies import RANK_DEVICES, CompressorSpec
 from tests.timeline_jobs import TOY, compute, jobs, make_job, tenth
 
 slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
@@ -82,7 +91,7 @@ def linear_program(relaxation: Relaxation) -> float:
     for k, j in itertools.product(range(CHAIN + 1), range(units)):
         if not np.isfinite(base[k, j]):
             continue
-        share = 1 / relaxation.cores if k == 6 else 1.0
+        share = 1 / relaxation.cores if k == CORES else 1.0
         row = [relaxation.rows[r, k] * share * (u == j if k == CHAIN else u >= j) for u, r in columns]
         above.append([-1.0, *row])
         right.append(-base[k, j])
@@ -146,4 +155,4 @@ def test_mixed_devices_are_in_the_space():
     devices = {
         frozenset(s.device for s in c.option.steps if s.device) for c in leaves if c.option.is_compressed
     }
-    assert frozenset(Device) in devices
+    assert frozenset(RANK_DEVICES) in devices

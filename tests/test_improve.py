@@ -61,7 +61,7 @@ def test_bert_is_ten_percent_below_the_published_algorithms(cluster):
 def test_leaves_of_mixed_devices_are_used_where_they_pay():
     result = search(job_from_trace("bert_base", 8, 8, "pcie-25g"), "efsignsgd")
     used = [{s.device for s in c.option.steps if s.device} for c in result.strategy.choices.values()]
-    assert set(Device) in used
+    assert {Device.TRAINING, Device.OFFLOAD} in used
 
 
 def test_rounding_keeps_the_fractions_along_a_group():

@@ -23,6 +23,7 @@ from espresso.strategies import (
     Phase,
     Routine,
     Scope,
+    Site,
     Slot,
     Stage,
     StepKind,
@@ -35,6 +36,7 @@ from espresso.strategies import (
     options_for,
     parse_option,
     plan,
+    server_options,
     summable_options,
     trace,
 )
@@ -76,6 +78,28 @@ def test_the_summable_extension_is_counted_apart():
     assert all(
         leaf.is_summable and leaf.num_compressions == 1 for leaf in summable_options(hierarchical=True)
     )
+
+
+def test_the_parameter_server_leaves_are_counted_apart():
+    assert len(server_options(hierarchical=False, devices=TRAINING)) == 3
+    assert len(server_options(hierarchical=False)) == 7
+    assert len(server_options(hierarchical=True)) == 21
+    assert len(options_for(Cluster(8, 8, 4))) == 4341 + 21
+    two_way = parse_option("comp > flat.push > dec@server > comp@server > flat.pull > dec")
+    flows = trace(two_way, Cluster(3, 1, 2), 1000)
+    assert [flow.after.multiplicity for flow in flows] == [1, 3, 0, 1, 1, 0]
+    assert [flow.site for flow in flows if flow.site] == [Site.LOCAL, Site.SERVER]
+    with pytest.raises(ValueError, match="needs parameter servers, and 3 nodes x 1 ranks has none"):
+        trace(two_way, Cluster(3, 1), 1000)
+
+
+def test_a_strategy_may_meet_another_number_of_servers_but_not_none():
+    choice = Choice(parse_option("flat.push > sum@server > flat.pull"))
+    made = Strategy.uniform([TensorSpec("w", (3,))], Cluster(2, 1, 2), choice)
+    assert Strategy.from_json(made.to_json()) == made
+    made.check_model(made.tensors, Cluster(2, 1, 3))
+    with pytest.raises(StrategyError, match=r"goes through parameter servers.*espresso.launch --servers N"):
+        made.check_model(made.tensors, Cluster(2, 1))
 
 
 @pytest.mark.parametrize("cluster", [Cluster(1, 4), Cluster(4, 1), Cluster(1, 1)])

@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 
 from espresso.candidates import units_of
 from espresso.chains import Pricer
-from espresso.costs import Contention, CopyCost, Op
+from espresso.costs import AlphaBeta, Contention, CopyCost, Op, ServerCosts
 from espresso.evaluator import Evaluator
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Lane, parse_option, plan
 from espresso.timeline import list_schedule, simulate, water_fill
 from tests.timeline_jobs import (
     GATHER,
     HOST_GATHER,
+    PUSH_RAW,
     TOY,
+    TWO_WAY,
     choices,
     compute,
     jobs,
@@ -150,6 +152,33 @@ def test_partitions_pipeline():
     assert whole == pytest.approx(40 + 80 + 80)
     # Four parts of 1000: the training lane is busy for 40 + 80 and waits for the first part's 20 at most.
     assert 120 <= cut <= 145
+
+
+def test_server_lanes():
+    # Two workers of 1000 elements (4000 bytes raw, 400 compressed), one server: its card carries twice a worker's.
+    job = make_job([1000], [0], cluster=Cluster(2, 1, 1), servers=ServerCosts(0.5))
+    assert events(run(job, uniform(job, TWO_WAY))) == [
+        ("training", "t0", "comp", 0, 10),
+        ("inter_out", "t0", "flat.push", 10, pytest.approx(10.8)),
+        ("server_in", "t0", "flat.push", 10, pytest.approx(10.8)),
+        ("server", "t0", "dec@server", pytest.approx(10.8), pytest.approx(30.8)),
+        ("server", "t0", "comp@server", pytest.approx(30.8), pytest.approx(40.8)),
+        ("inter_in", "t0", "flat.pull", pytest.approx(40.8), pytest.approx(41.6)),
+        ("server_out", "t0", "flat.pull", pytest.approx(40.8), pytest.approx(41.6)),
+        ("training", "t0", "dec", pytest.approx(41.6), pytest.approx(51.6)),
+    ]
+    assert run(job, uniform(job, PUSH_RAW)).makespan_us == pytest.approx(8 + 0.5 * 8 + 8)
+
+
+def test_more_servers_and_engines_share_the_work():
+    job = make_job([1000], [0], cluster=Cluster(2, 1, 4), servers=ServerCosts(0.5, engines=2))
+    # Four cards take 1 us for what a worker's own needs 4; eight engines share the sum.
+    assert run(job, uniform(job, PUSH_RAW)).makespan_us == pytest.approx(4 + 0.5 * 8 / 8 + 4)
+    slow = make_job([1000], [0], cluster=Cluster(2, 1, 1), servers=ServerCosts(0.5, nic=AlphaBeta(0.0, 10.0)))
+    assert run(slow, uniform(slow, PUSH_RAW)).makespan_us == pytest.approx(80 + 4 + 80)
+    # Colocated servers: half of each worker's 4000 bytes leaves its machine, and as much again goes to the others.
+    near = make_job([1000], [0], cluster=Cluster(2, 1, 2, True), servers=ServerCosts(0.5))
+    assert run(near, uniform(near, PUSH_RAW)).makespan_us == pytest.approx(4 + 0.5 * 8 / 2 + 4)
 
 
 def test_the_plan_order_is_obeyed():

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from espresso.costs import AlphaBeta, ComputeCost, Contention, CopyCost, CostModel, Links, Op
+from espresso.costs import AlphaBeta, ComputeCost, Contention, CopyCost, CostModel, Links, Op, ServerCosts
 from espresso.job import Job
 from espresso.strategies import (
     PLAIN,
@@ -21,6 +21,8 @@ from espresso.strategies import (
 
 TOY = CompressorSpec("efsignsgd")
 GATHER = Choice(parse_option("comp > flat.allgather > dec"), TOY)
+TWO_WAY = Choice(parse_option("comp > flat.push > dec@server > comp@server > flat.pull > dec"), TOY)
+PUSH_RAW = Choice(parse_option("flat.push > sum@server > flat.pull"))
 HOST_GATHER = Choice(parse_option("comp@offload > flat.allgather > dec@offload"), TOY)
 
 
@@ -39,7 +41,17 @@ def compute(encode_us, decode_us, *, host=1.0, name="efsignsgd", per=1000.0):
 
 
 def make_job(
-    sizes, gaps, *, cluster=None, contention=None, beta=1.0, alpha=0.0, copy=None, costs=None, **more
+    sizes,
+    gaps,
+    *,
+    cluster=None,
+    contention=None,
+    beta=1.0,
+    alpha=0.0,
+    copy=None,
+    costs=None,
+    servers=None,
+    **more,
 ):
     """A paper-mode job: beta and alpha for both links; encode and decode 10 us per 1000 elements."""
     line = AlphaBeta(alpha, beta)
@@ -48,7 +60,9 @@ def make_job(
         tuple(TensorSpec(f"t{i}", (size,)) for i, size in enumerate(sizes)),
         tuple(map(float, gaps)),
         cluster or Cluster(2, 1),
-        CostModel(Links(line, line), costs or compute(10.0, 10.0), copy, contention or Contention()),
+        CostModel(
+            Links(line, line), costs or compute(10.0, 10.0), copy, contention or Contention(), 1, servers
+        ),
         **more,
     )
 
@@ -57,7 +71,7 @@ def uniform(job, choice=PLAIN, partition_bytes=0):
     return Strategy.uniform(job.tensors, job.cluster, choice, partition_bytes=partition_bytes)
 
 
-CLUSTERS = (Cluster(2, 1), Cluster(1, 2), Cluster(2, 2), Cluster(3, 2))
+CLUSTERS = (Cluster(2, 1), Cluster(1, 2), Cluster(2, 2), Cluster(3, 2), Cluster(2, 2, 2), Cluster(2, 1, 1))
 SIZES = (64, 100, 1000, 1000, 5000)
 CONTENTIONS = (
     Contention(),
@@ -82,6 +96,7 @@ def jobs(draw, contentions=CONTENTIONS, most=6):
         draw(st.sampled_from((None, CopyCost(0.3, 0.9), CopyCost(0.3, 0.9, True)))),
         draw(st.sampled_from(contentions)),
         cluster.ranks_per_node,
+        ServerCosts(0.1, draw(st.integers(1, 3)), draw(st.sampled_from((None, AlphaBeta(2.0, 0.7))))),
     )
     tensors = tuple(TensorSpec(f"t{i}", (size,)) for i, size in enumerate(sizes))
     if draw(st.booleans()):

@@ -18,6 +18,10 @@ def job(
     cluster: Annotated[
         str, typer.Option(help="Name of a shipped cluster, or path of a cluster file.", show_default=False)
     ],
+    servers: Annotated[int, typer.Option(min=0, help="Parameter servers beside the machines.")] = 0,
+    colocated: Annotated[
+        bool, typer.Option("--colocated", help="The servers run on the workers' machines.")
+    ] = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="The job file to write.")] = Path("job.json"),
     json_output: JsonFlag = False,
 ) -> None:
@@ -26,7 +30,7 @@ def job(
     from espresso.report import human_bytes, human_us
 
     check_output(output)
-    made = job_from_trace(trace, nodes, ranks_per_node, cluster)
+    made = job_from_trace(trace, nodes, ranks_per_node, cluster, servers=servers, colocated=colocated)
     made.save(output)
     num_bytes = sum(tensor.num_bytes for tensor in made.tensors)
     if json_output:

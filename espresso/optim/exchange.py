@@ -15,6 +15,7 @@ from espresso.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, i
 from espresso.names import named_gradients
 from espresso.state import EspressoState, Policy, register
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec
+from espresso.strategies.tree import two_way_option
 
 StrategyLike = str | os.PathLike[str] | Strategy | Policy
 
@@ -24,9 +25,12 @@ class TwoWay:
     """The exchange of BytePS-Compress as a strategy: compressed both ways, error feedback on both sides.
 
     Zhong et al., Compressed Communication for Distributed Training: Adaptive Methods and System, 2021. Gradients are
-    summed inside a node; every rank then is the server of one shard: workers send it their compressed shards, it adds
-    them up in rank order, compresses the sum with a residual of its own, and sends that back. ::
+    summed inside a node and compressed; a server adds them up in rank order, compresses the sum with a residual of its
+    own, and sends that back. In a job without servers (``python -m espresso.launch``) every rank is the server of one
+    shard. ::
 
+        parameter servers                intra reduce-scatter, compressed push, pull, intra all-gather (on one rank a
+                                         node: push and pull); the servers keep their residuals themselves
         several nodes of several ranks   intra reduce-scatter, compressed all-to-all and all-gather between nodes,
                                          intra all-gather
         else                             compressed all-to-all and all-gather over all ranks
@@ -51,6 +55,8 @@ class TwoWay:
 
     def option(self, cluster: Cluster) -> Any:
         """The leaf of the decision tree that does it on this cluster."""
+        if cluster.num_servers:
+            return two_way_option(cluster)
         return inter_all_to_all(cluster.is_hierarchical)
 
     def __call__(self, tensors: Iterable[TensorSpec], cluster: Cluster) -> Strategy:

@@ -1,0 +1,40 @@
+"""The parameter server: servers that add up compressed gradients and answer compressed.
+
+Workers and servers are ranks of one launch (``python -m espresso.launch``); DDP sees the workers only. The leaves
+of the decision tree that go through servers are carried out by :class:`Link`, one per state.
+"""
+
+from espresso.comm.parameter_server.client import Client, Line, Link
+from espresso.comm.parameter_server.keys import Described, describe
+from espresso.comm.parameter_server.server import Server
+from espresso.comm.parameter_server.transport import Channel, GlooTransport, LinkError, Pending, Transport
+
+_client: Client | None = None
+
+
+def connected() -> Client | None:
+    """This process's client, if it was started with servers."""
+    return _client
+
+
+def connect(client: Client | None) -> None:
+    """Make ``client`` this process's (the launcher does it)."""
+    global _client
+    _client = client
+
+
+__all__ = [
+    "Channel",
+    "Client",
+    "Described",
+    "GlooTransport",
+    "Line",
+    "Link",
+    "LinkError",
+    "Pending",
+    "Server",
+    "Transport",
+    "connect",
+    "connected",
+    "describe",
+]

@@ -1,0 +1,350 @@
+"""How a process becomes a worker or a server: roles, addresses, connections, and the world that DDP sees.
+
+1  the launcher's variables say rank and size (espresso.comm.launch)
+2  all ranks tell each other their node and address, over MPI or a TCP store
+3  the last ranks (of the job or of every node) are servers; workers come first in the new numbering
+4  every worker knocks at every server's door, so that an unreachable one is named at once
+5  transports connect; workers get RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a world of their own
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+from espresso.comm.errors import TopologyError
+from espresso.comm.launch import Launch, export_worker, local_address, read_environment
+from espresso.comm.parameter_server.client import Client
+from espresso.comm.parameter_server.server import Server
+from espresso.comm.parameter_server.sums import Codecs
+from espresso.comm.parameter_server.transport import GlooTransport, LinkError, Transport
+
+_LINGER_S = 3.0
+"""A server that fails stays so long, so that workers can say what happened before the launcher ends them."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the launcher's command line says.
+
+    Attributes:
+        servers: the job's last ranks are servers, so many; or
+        servers_per_node: the last ranks of every node, so many.
+        transport: ``auto``, ``mpi`` or ``gloo``.
+        engines: threads of a server that add up.
+        memory_bytes: of a server, for what was pushed and not added up yet.
+        timeout_s: for connecting and for messages that were announced.
+    """
+
+    servers: int = 0
+    servers_per_node: int = 0
+    transport: str = "auto"
+    engines: int = 4
+    memory_bytes: int = 1 << 30
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if (self.servers > 0) == (self.servers_per_node > 0) or min(self.servers, self.servers_per_node) < 0:
+            raise ValueError(
+                "give a number of servers above 0, either in all (--servers) or on every node (--servers-per-node)"
+            )
+        if self.engines < 1 or self.memory_bytes < 1 or not self.timeout_s > 0:
+            raise ValueError("engines, server memory and time-out must be above 0")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a rank tells the others: its node, its address, and where its door is if it becomes a server."""
+
+    node: tuple[Any, ...]
+    address: str
+    door: int
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The launcher's ranks by role, each in ascending order."""
+
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Workers first, then servers: place i is rank i of the transport."""
+        return self.workers + self.servers
+
+
+def assign_roles(nodes: Sequence[tuple[Any, ...]], settings: ServerSettings) -> Roles:
+    """Who serves, from everybody's node in the order of the launcher's ranks.
+
+    Raises:
+        TopologyError: no worker would be left.
+    """
+    ranks = range(len(nodes))
+    if settings.servers:
+        servers = tuple(ranks[-settings.servers :]) if settings.servers < len(nodes) else tuple(ranks)
+    else:
+        members: dict[tuple[Any, ...], list[int]] = {}
+        for rank in ranks:
+            members.setdefault(nodes[rank], []).append(rank)
+        servers = tuple(sorted(r for on in members.values() for r in on[-settings.servers_per_node :]))
+    workers = tuple(rank for rank in ranks if rank not in set(servers))
+    if not workers:
+        raise TopologyError(
+            f"{len(servers)} servers of {len(nodes)} ranks leave no worker; start more processes or fewer servers"
+        )
+    return Roles(workers, servers)
+
+
+class Board(Protocol):
+    """Small values to everybody, before there is a world."""
+
+    def exchange(self, value: Any) -> list[Any]: ...
+
+
+class StoreBoard:
+    """Over a TCP store: the one of torchrun's agent, else rank 0's."""
+
+    def __init__(self, launch: Launch, timeout_s: float) -> None:
+        import torch.distributed as dist
+
+        self._launch, self._round = launch, 0
+        self.where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=launch.rank == 0 and not from_agent,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise LinkError(
+                f"rank {launch.rank} cannot reach rank 0's store at {self.where}: {str(error)[:200]}"
+            ) from error
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"espresso-launch-{attempt}", store)
+
+    def exchange(self, value: Any) -> list[Any]:
+        import pickle
+
+        self._round += 1
+        self.store.set(f"{self._round}/{self._launch.rank}", pickle.dumps(value))
+        found = []
+        for rank in range(self._launch.world_size):
+            try:
+                found.append(pickle.loads(self.store.get(f"{self._round}/{rank}")))
+            except RuntimeError as error:
+                raise LinkError(
+                    f"rank {rank} of {self._launch.world_size} did not report at {self.where}; is it running?"
+                ) from error
+        return found
+
+
+class MpiBoard:
+    """Over MPI's world."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.world = MPI.COMM_WORLD
+
+    def exchange(self, value: Any) -> list[Any]:
+        return list(self.world.allgather(value))
+
+
+class Door:
+    """An open port: whoever can connect to it can reach this process."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_server((address, 0))
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._welcome, name="espresso-door", daemon=True).start()
+
+    def _welcome(self) -> None:
+        while True:
+            try:
+                self._socket.accept()[0].close()
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def knock(rank: int, server: int, address: str, port: int, timeout_s: float) -> None:
+    """Connect to a server's door.
+
+    Raises:
+        LinkError: names the server's rank and address.
+    """
+    try:
+        socket.create_connection((address, port), timeout=timeout_s).close()
+    except OSError as error:
+        raise LinkError(
+            f"worker rank {rank} cannot reach server rank {server} at {address}:{port} ({error}); is a firewall in"
+            " between, or the wrong network card chosen (GLOO_SOCKET_IFNAME)?"
+        ) from error
+
+
+class Joined:
+    """This process's place in the job."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        roles: Roles,
+        facts: Sequence[Fact],
+        settings: ServerSettings,
+        uses_mpi: bool,
+    ) -> None:
+        self._transport, self._settings, self._uses_mpi = transport, settings, uses_mpi
+        self._num_workers = len(roles.workers)
+        self.rank = transport.rank
+        self.client: Client | None = None
+        if not self.is_server:
+            near = {facts[rank].node for rank in roles.workers}
+            self.client = Client(
+                transport,
+                self._num_workers,
+                addresses=[facts[rank].address for rank in roles.servers],
+                colocated=any(facts[rank].node in near for rank in roles.servers),
+                engines=settings.engines,
+            )
+
+    @property
+    def is_server(self) -> bool:
+        return self.rank >= self._num_workers
+
+    def server(self, codecs: Codecs, prepare: Callable[[Any, Any], None] | None = None) -> Server:
+        """The server that this process is to run."""
+        return Server(
+            self._transport,
+            self._num_workers,
+            codecs,
+            engines=self._settings.engines,
+            timeout_s=self._settings.timeout_s,
+            memory_bytes=self._settings.memory_bytes,
+            prepare=prepare,
+        )
+
+    def close(self) -> None:
+        """Leave; servers end when all workers have."""
+        if self.client is not None:
+            self.client.leave()
+        self._transport.close()
+
+    def report_and_abandon(self) -> NoReturn:
+        """In an exception that nobody caught: say what it was, do what was to be done at exit, and end.
+
+        Orderly ways out may wait for ranks that can no longer get there, or for threads that wait for them.
+        """
+        traceback.print_exc()
+        if self.client is not None:
+            self.client.leave()
+        atexit._run_exitfuncs()
+        self.abandon(1)
+
+    def abandon(self, status: int) -> NoReturn:
+        """End at once: peers are gone, and orderly ways out would wait for them."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.is_server:
+            time.sleep(_LINGER_S)
+        if self._uses_mpi:
+            from mpi4py import MPI
+
+            MPI.COMM_WORLD.Abort(status)
+        os._exit(status)
+
+
+def join(settings: ServerSettings) -> Joined:
+    """Take this process's place. All ranks of the launch together.
+
+    Raises:
+        TopologyError: no launcher, or no worker would be left.
+        LinkError: somebody cannot be reached; says who and where.
+    """
+    launch = read_environment()
+    if launch is None:
+        raise TopologyError(
+            "espresso.launch runs inside a launcher: torchrun … -m espresso.launch … or mpirun … python -m"
+            " espresso.launch …"
+        )
+    uses_mpi = _uses_mpi(launch, settings.transport)
+    if not uses_mpi:
+        _default_master(launch)
+    address = local_address()
+    door = Door(address)
+    board: MpiBoard | StoreBoard = MpiBoard() if uses_mpi else StoreBoard(launch, settings.timeout_s)
+    from espresso.comm.groups import node_key
+
+    facts = board.exchange(Fact(node_key(), address, door.port))
+    roles = assign_roles([fact.node for fact in facts], settings)
+    rank = roles.order.index(launch.rank)
+    if rank < len(roles.workers):
+        for number, server in enumerate(roles.servers):
+            fact = facts[server]
+            knock(rank, len(roles.workers) + number, fact.address, fact.door, min(settings.timeout_s, 20.0))
+    board.exchange(None)
+    door.close()
+    transport = _transport(board, roles, rank, settings)
+    if rank < len(roles.workers):
+        _enter_world(launch, roles, facts, rank)
+    joined = Joined(transport, roles, facts, settings, uses_mpi)
+    if joined.client is not None:
+        from espresso.comm.parameter_server import connect
+
+        connect(joined.client)
+    return joined
+
+
+def _uses_mpi(launch: Launch, wanted: str) -> bool:
+    if wanted != "auto":
+        return wanted == "mpi"
+    if launch.launcher == "torchrun":
+        return False
+    try:
+        import mpi4py  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _default_master(launch: Launch) -> None:
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return
+    if launch.local_world_size not in (0, launch.world_size):
+        raise TopologyError(
+            "several nodes without MPI: set MASTER_ADDR and MASTER_PORT to an address of rank 0's machine"
+        )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def _transport(board: MpiBoard | StoreBoard, roles: Roles, rank: int, settings: ServerSettings) -> Transport:
+    if isinstance(board, MpiBoard):
+        from espresso.comm.parameter_server.mpi import MpiTransport
+
+        return MpiTransport(board.world, list(roles.order))
+    return GlooTransport(board.store, rank, len(roles.order), settings.timeout_s)
+
+
+def _enter_world(launch: Launch, roles: Roles, facts: Sequence[Fact], rank: int) -> None:
+    """Write the variables of the workers' world."""
+    mine = facts[roles.workers[rank]].node
+    near = [index for index, worker in enumerate(roles.workers) if facts[worker].node == mine]
+    export_worker(
+        rank, len(roles.workers), near.index(rank), len(near), master=facts[roles.workers[0]].address
+    )

@@ -1,0 +1,128 @@
+"""Plain numbers as a codec: what goes instead of a payload that would be larger.
+
+Lossless, so error feedback hands over everything it kept. The bytes are the numbers themselves, without a header:
+a flag in the message says which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.compressors.base import (
+    Array,
+    Bytes,
+    Codec,
+    DrawKey,
+    Feedback,
+    Layout,
+    Segment,
+    Starts,
+    Traits,
+)
+
+
+class PlainNumbers:
+    """The layout of plain numbers: the segments' elements one after the other."""
+
+    name: ClassVar[str] = "plain_numbers"
+    traits: ClassVar[Traits] = Traits(summable=True, lossless=True, error_feedback=True)
+
+    def layout(self, segments: Sequence[Segment], dtype: npt.DTypeLike = np.float32) -> Layout:
+        """``dtype`` is float32 or float64."""
+        wide = np.dtype(dtype)
+        numels = np.array([segment.numel for segment in segments], np.int64)
+        ends = np.cumsum(numels) * wide.itemsize
+        return Layout(
+            segments=tuple(segments),
+            dtype=wide,
+            num_bytes=int(ends[-1]) if len(ends) else 0,
+            header=b"",
+            numels=numels,
+            offsets=ends - numels * wide.itemsize,
+            counts=np.zeros_like(numels),
+            raw=np.ones(len(numels), np.bool_),
+        )
+
+    def params(self) -> dict[str, Any]:
+        return {}
+
+
+class PlainCodec:
+    """Reads and writes plain numbers; rows are added up in their order."""
+
+    def __init__(self) -> None:
+        self.compressor = PlainNumbers()
+
+    def encode(
+        self,
+        layout: Layout,
+        source: Array,
+        starts: Starts,
+        payload: Bytes,
+        *,
+        scale: float = 1.0,
+        feedback: Feedback | None = None,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """As :meth:`espresso.compressors.Codec.encode`; the new residual is zero."""
+        numbers = payload.view(layout.dtype)
+        finite = True
+        for index, (numel, at) in enumerate(_places(layout)):
+            out = numbers[at : at + numel]
+            np.multiply(source[starts[index] : starts[index] + numel], layout.dtype.type(scale), out=out)
+            if feedback is not None:
+                kept = slice(feedback.starts[index], feedback.starts[index] + numel)
+                out += feedback.old[kept]
+                feedback.new[kept] = 0
+            finite &= bool(np.isfinite(out).all())
+        return finite
+
+    def decode(
+        self,
+        layout: Layout,
+        payloads: npt.NDArray[np.uint8],
+        target: Array,
+        starts: Starts,
+        *,
+        scale: float = 1.0,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """As :meth:`espresso.compressors.Codec.decode`; the first row is copied, the others added to it."""
+        finite = True
+        for index, (numel, at) in enumerate(_places(layout)):
+            out = target[starts[index] : starts[index] + numel]
+            for row, payload in enumerate(payloads):
+                values = payload.view(layout.dtype)[at : at + numel]
+                if row == 0:
+                    out[:] = values
+                else:
+                    out += values
+            out *= layout.dtype.type(scale)
+            finite &= bool(np.isfinite(out).all())
+        return finite
+
+
+def _places(layout: Layout) -> list[tuple[int, int]]:
+    """(elements, first number) of every segment."""
+    return [
+        (int(numel), int(offset) // layout.dtype.itemsize)
+        for numel, offset in zip(layout.numels, layout.offsets, strict=True)
+    ]
+
+
+_PLAIN: Codec = PlainCodec()
+
+
+def smaller(codec: Codec, segments: Sequence[Segment], dtype: npt.DTypeLike) -> Codec:
+    """``codec``, or plain numbers where its payload of these segments would be no smaller than they are."""
+    plain = _PLAIN.compressor.layout(segments, dtype).num_bytes
+    return codec if codec.compressor.layout(segments, dtype).num_bytes < plain else _PLAIN
+
+
+def is_plain(codec: Codec) -> bool:
+    """Whether :func:`smaller` chose plain numbers."""
+    return codec is _PLAIN

@@ -1,0 +1,430 @@
+"""A parameter server: receives pushes, adds them up, compresses the sum once, answers pulls.
+
+::
+
+    worker 0 ── headers ──> receiver ── payload straight into its place ──┐
+    worker 1 ── headers ──> receiver ── payload straight into its place ──┤ all there?
+                                                                          └─> engine of the key:
+              <── answer ───────────────────────── decode + sum in rank order, compress, send
+
+Two threads per worker: one reads headers and posts the receives of what they announce, as far as memory allows;
+the other waits for the payloads in that order. Keys are dealt out to engine threads by their bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from espresso.comm.errors import EspressoError
+from espresso.comm.parameter_server.measure import measure_server
+from espresso.comm.parameter_server.sums import Codecs, KeySum, Slots
+from espresso.comm.parameter_server.transport import Channel, LinkError, Pending, Transport
+from espresso.comm.parameter_server.wire import (
+    HEADER_BYTES,
+    Bytes,
+    Flag,
+    Header,
+    Held,
+    Key,
+    Op,
+    Orphans,
+    ProtocolError,
+    Table,
+    Tag,
+    balance,
+    dump,
+    load,
+)
+from espresso.comm.residuals import ResidualStore
+from espresso.strategies import Site
+
+logger = logging.getLogger("espresso")
+
+DEFAULT_MEMORY_BYTES = 1 << 30
+_NOTICE_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A push on its way into its place."""
+
+    pending: Pending
+    summed: KeySum
+    header: Header
+
+
+class Server:
+    """Serves until every worker has left.
+
+    Args:
+        transport: connected; ranks from ``num_workers`` on are servers.
+        codecs: where codecs come from; engine threads use those of the training device.
+        engines: threads that add up.
+        timeout_s: a payload that was announced, or an answer that is not taken, for so long is an error.
+        memory_bytes: for what was pushed and not yet added up.
+        prepare: compiles the kernels of compressors for gradient types; called when workers ask for it.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        num_workers: int,
+        codecs: Codecs,
+        *,
+        engines: int = 4,
+        timeout_s: float = 300.0,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        prepare: Callable[[Any, Any], None] | None = None,
+    ) -> None:
+        if engines < 1:
+            raise ValueError(f"a server needs at least one engine thread, got {engines}")
+        self._transport, self._codecs, self._timeout_s = transport, codecs, timeout_s
+        self.rank = transport.rank
+        self._index = transport.rank - num_workers
+        self._num_workers = num_workers
+        self._prepare = prepare
+        self._slots = Slots(memory_bytes)
+        self._lock = threading.RLock()
+        self._keys: dict[int, KeySum] = {}
+        self._engine_of: dict[int, int] = {}
+        self._stores: dict[int, ResidualStore] = {}
+        self._tables: dict[tuple[int, tuple[int, ...]], dict[int, Table]] = {}
+        self._engines: list[SimpleQueue[tuple[KeySum, Header] | None]] = [
+            SimpleQueue() for _ in range(engines)
+        ]
+        self._load = [0] * engines
+        self._left: set[int] = set()
+        self._gone: set[int] = set()
+        self._over = threading.Event()
+        self.error: EspressoError | None = None
+        self.busy_s = [0.0] * engines
+
+    def serve(self) -> None:
+        """Run until all workers have left.
+
+        Raises:
+            EspressoError: a worker died or broke the protocol; the other workers have been told.
+        """
+        threads = []
+        for worker in range(self._num_workers):
+            arriving: SimpleQueue[_Arriving | None] = SimpleQueue()
+            threads.append((f"headers-{worker}", partial(self._read_headers, worker, arriving)))
+            threads.append((f"payloads-{worker}", partial(self._await_payloads, worker, arriving)))
+        threads += [
+            (f"engine-{number}", partial(self._run_engine, number)) for number in range(len(self._engines))
+        ]
+        running = [
+            threading.Thread(target=target, name=f"espresso-{name}", daemon=True) for name, target in threads
+        ]
+        for thread in running:
+            thread.start()
+        self._over.wait()
+        for engine in self._engines:
+            engine.put(None)
+        if self.error is not None:
+            raise self.error
+        for thread in running:
+            thread.join(self._timeout_s)
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    def _read_headers(self, worker: int, arriving: SimpleQueue[_Arriving | None]) -> None:
+        try:
+            posted = self._post_header(worker)
+            while True:
+                data, pending = posted
+                pending.wait()
+                header = Header.unpack(data)
+                if header.op is Op.LEAVE:
+                    arriving.put(None)
+                    self._leave(worker)
+                    return
+                posted = self._post_header(worker)
+                if header.op is Op.PUSH:
+                    arriving.put(self._announce(worker, header))
+                else:
+                    self._control(worker, header)
+        except Exception as error:
+            self._fail(worker, error)
+
+    def _post_header(self, worker: int) -> tuple[Bytes, Pending]:
+        data = np.empty(HEADER_BYTES, np.uint8)
+        return data, self._transport.receive(Channel.CONTROL, worker, Tag.HEADER, data)
+
+    def _announce(self, worker: int, header: Header) -> _Arriving:
+        """Post the receive of an announced push; waits while memory is short."""
+        with self._lock:
+            summed = self._keys.get(header.key)
+        if summed is None or worker not in summed.key.workers:
+            raise ProtocolError(f"worker rank {worker} pushed key {header.key}, which is not its to push")
+        if header.num_bytes != summed.key.up_bytes or bool(header.flags & Flag.RAW) != summed.coding_is_plain:
+            raise ProtocolError(
+                f"worker rank {worker} pushes {header.num_bytes} bytes for {summed.key}, expected"
+                f" {summed.key.up_bytes}"
+            )
+        gone = self._left.intersection(summed.key.workers)
+        if gone:
+            raise EspressoError(f"worker rank {min(gone)} has left, and {summed.key} waits for its push")
+        self._give_block(summed)
+        place = summed.place(worker)
+        pending = self._transport.receive(Channel.DATA, worker, Tag.KEYS + header.key, place)
+        return _Arriving(pending, summed, header)
+
+    def _give_block(self, summed: KeySum) -> None:
+        # One taker per key: a second one would wait for memory that this very key could free.
+        with summed.taking:
+            if not summed.has_block:
+                summed.use(self._slots.take(summed.num_bytes))
+
+    def _await_payloads(self, worker: int, arriving: SimpleQueue[_Arriving | None]) -> None:
+        while (push := arriving.get()) is not None:
+            try:
+                push.pending.wait(self._timeout_s)
+                with self._lock:
+                    push.summed.arrived.add(worker)
+                    complete = len(push.summed.arrived) == len(push.summed.key.workers)
+                if complete:
+                    self._engines[self._engine_of[push.summed.key.number]].put((push.summed, push.header))
+            except Exception as error:
+                self._fail(worker, error, push.summed.key)
+                return
+
+    # -- adding up -------------------------------------------------------------------------------
+
+    def _run_engine(self, number: int) -> None:
+        while (job := self._engines[number].get()) is not None:
+            summed, header = job
+            started = time.perf_counter()
+            try:
+                self._finish_round(summed, header)
+            except Exception as error:
+                self._fail(None, error, summed.key)
+                return
+            self.busy_s[number] += time.perf_counter() - started
+
+    def _finish_round(self, summed: KeySum, header: Header) -> None:
+        # The answer before the last was pulled by everybody, or nobody could have pushed this round.
+        for pending in summed.sends[summed.parity]:
+            pending.wait(self._timeout_s)
+        summed.sends[summed.parity].clear()
+        summed.settle(bool(header.flags & Flag.KEPT))
+        sends = summed.sends[summed.parity]
+        answer, block = summed.add_up(header.step, header.scale)
+        self._slots.give(block)
+        tag = Tag.KEYS + summed.key.number
+        sends += [self._transport.send(Channel.DATA, worker, tag, answer) for worker in summed.key.workers]
+
+    # -- control ---------------------------------------------------------------------------------
+
+    def _control(self, worker: int, header: Header) -> None:
+        data = np.empty(header.num_bytes, np.uint8)
+        self._transport.receive(Channel.CONTROL, worker, Tag.BODY, data).wait(self._timeout_s)
+        body = load(data)
+        if header.op is Op.INSTALL:
+            self._offer(worker, body)
+            return
+        handlers: dict[Op, Callable[[Any], Any]] = {
+            Op.PLACE: self._place,
+            Op.FETCH: self._fetch,
+            Op.RESET: self._reset,
+            Op.RESCALE: self._rescale,
+            Op.PREPARE: self._compile,
+            Op.MEASURE: lambda spec: measure_server(self._codecs, *spec),
+        }
+        if header.op not in handlers:
+            raise ProtocolError(f"worker rank {worker} sent {header.op.name}, which only servers send")
+        self._answer(worker, Op.ANSWER, handlers[header.op](body))
+
+    def _answer(self, worker: int, op: Op, body: Any) -> None:
+        data = dump(body)
+        header = Header(op, self.rank, num_bytes=data.nbytes).pack()
+        pending = [
+            self._transport.send(Channel.CONTROL, worker, Tag.ANSWER, header),
+            self._transport.send(Channel.CONTROL, worker, Tag.ANSWER_BODY, data),
+        ]
+        for one in pending:
+            one.wait(self._timeout_s)
+
+    def _offer(self, worker: int, table: Table) -> None:
+        """Take a worker's table; when all have offered theirs, install it or refuse it to all."""
+        with self._lock:
+            offered = self._tables.setdefault((table.namespace, table.workers), {})
+            offered[worker] = table
+            if len(offered) < len(table.workers):
+                return
+            del self._tables[table.namespace, table.workers]
+            refusal = _disagreement(offered)
+            orphans = Orphans() if refusal else self._install(table)
+        first = min(table.workers)
+        for other in table.workers:
+            if refusal is not None:
+                self._answer(other, Op.REFUSAL, refusal)
+            else:
+                self._answer(other, Op.ANSWER, orphans if other == first else Orphans())
+
+    def _install(self, table: Table) -> Orphans:
+        store = self._stores.get(table.namespace)
+        if store is None:
+            store = self._stores[table.namespace] = ResidualStore(transactional=table.transactional)
+        self._settle_all(table.namespace, table.discarded)
+        self._retire(table)
+        mine = [KeySum(key, self._codecs, store) for key in table.keys if key.server == self._index]
+        residuals = [summed.residual for summed in mine if summed.residual is not None]
+        store.adopt(residuals, table.numels, only=table.only)
+        places = balance([s.key.load_bytes for s in mine], len(self._engines), self._load)
+        for summed, engine in zip(mine, places, strict=True):
+            self._keys[summed.key.number] = summed
+            self._engine_of[summed.key.number] = engine
+            self._load[engine] += summed.key.load_bytes
+        pieces = [Held(tensor, 0, values) for tensor, values in store.carry.items()]
+        store.carry.clear()
+        return Orphans(pieces)
+
+    def _retire(self, table: Table) -> None:
+        """Forget the keys that the table replaces."""
+        for number, summed in list(self._keys.items()):
+            tensors = {stretch.tensor for stretch in summed.key.stretches}
+            if _namespace(summed.key) == table.namespace and (table.only is None or tensors & table.only):
+                for pending in [*summed.sends[0], *summed.sends[1]]:
+                    pending.wait(self._timeout_s)
+                self._load[self._engine_of.pop(number)] -= summed.key.load_bytes
+                del self._keys[number]
+
+    def _of(self, namespace: int) -> list[KeySum]:
+        return [summed for summed in self._keys.values() if _namespace(summed.key) == namespace]
+
+    def _settle_all(self, namespace: int, discarded: frozenset[int]) -> None:
+        for summed in self._of(namespace):
+            summed.settle_unless(discarded)
+
+    def _place(self, body: tuple[int, list[Held]]) -> None:
+        """Add residual values to the keys that hold their range."""
+        namespace, pieces = body
+        with self._lock:
+            residuals = [s.residual for s in self._of(namespace) if s.residual is not None]
+            store = self._stores[namespace]
+            for piece in pieces:
+                store.place(piece.tensor, Site.SERVER, (piece.start, piece.values, 0), residuals)
+
+    def _fetch(self, body: tuple[int, frozenset[int]]) -> list[Held]:
+        """Everything kept, as it would be if training stopped here."""
+        namespace, discarded = body
+        with self._lock:
+            self._settle_all(namespace, discarded)
+            return [held for summed in self._of(namespace) for held in summed.kept()]
+
+    def _reset(self, namespace: int) -> None:
+        """Keep nothing: a checkpoint is about to be loaded."""
+        with self._lock:
+            for summed in self._of(namespace):
+                summed.settle(False)
+                if summed.residual is not None:
+                    summed.residual.old[:] = 0
+
+    def _rescale(self, body: tuple[int, frozenset[int], dict[str, float]]) -> None:
+        """Multiply what is kept of the named tensors: the units of their gradients changed."""
+        namespace, discarded, factors = body
+        with self._lock:
+            self._settle_all(namespace, discarded)
+            for summed in self._of(namespace):
+                summed.rescale(factors)
+
+    def _compile(self, body: tuple[Any, Any]) -> None:
+        if self._prepare is not None:
+            self._prepare(*body)
+
+    def _leave(self, worker: int) -> None:
+        """Let a worker go, and its listener, which would otherwise wait on in a process that ends."""
+        with self._lock:
+            self._left.add(worker)
+            if any(s.arrived and worker in s.key.workers for s in self._keys.values()):
+                raise LinkError("it left in the middle of a round")
+        farewell = Header(Op.LEAVE, self.rank).pack()
+        self._transport.send(Channel.CONTROL, worker, Tag.NOTICE, farewell).wait(self._timeout_s)
+        with self._lock:
+            self._gone.add(worker)
+            if len(self._gone) == self._num_workers:
+                self._over.set()
+
+    # -- failure ---------------------------------------------------------------------------------
+
+    def _fail(self, worker: int | None, error: BaseException, key: Key | None = None) -> None:
+        """Tell the other workers once, and stop."""
+        with self._lock:
+            if self.error is not None or self._over.is_set():
+                return
+            self.error = EspressoError(self._say(worker, error, key))
+            self.error.__cause__ = error
+        logger.error("%s", self.error, exc_info=error)
+        self._notify(str(self.error), worker)
+        self._over.set()
+
+    def _say(self, worker: int | None, error: BaseException, key: Key | None) -> str:
+        waiting = [
+            str(summed.key)
+            for summed in self._keys.values()
+            if summed.arrived and worker is not None and worker not in summed.arrived
+        ]
+        about = f"while {key} was on its way" if key is not None else "between its pushes"
+        if waiting:
+            about = f"while {waiting[0]} waited for its push"
+            about += f" ({len(waiting)} keys in all)" if len(waiting) > 1 else ""
+        if worker is not None and isinstance(error, LinkError):
+            return f"worker rank {worker} died or left {about}: server rank {self.rank} lost it ({error})"
+        return f"server rank {self.rank} failed {'' if key is None else f'at {key} '}({type(error).__name__}: {error})"
+
+    def _notify(self, text: str, culprit: int | None) -> None:
+        data = dump(text)
+        header = Header(Op.NOTICE, self.rank, num_bytes=data.nbytes).pack()
+        sends = []
+        for worker in range(self._num_workers):
+            if worker in self._left or worker == culprit:
+                continue
+            try:
+                sends += [
+                    self._transport.send(Channel.CONTROL, worker, Tag.NOTICE, header),
+                    self._transport.send(Channel.CONTROL, worker, Tag.NOTICE_BODY, data),
+                ]
+            except LinkError:
+                continue  # it is gone as well
+        deadline = time.monotonic() + _NOTICE_S
+        for pending in sends:
+            try:
+                pending.wait(max(deadline - time.monotonic(), 0.01))
+            except LinkError:
+                continue
+
+
+def _namespace(key: Key) -> int:
+    return key.number >> NAMESPACE_SHIFT
+
+
+NAMESPACE_SHIFT = 16
+"""Key numbers: the state above this bit, its key below."""
+
+
+def _disagreement(offered: dict[int, Table]) -> str | None:
+    """What is wrong with the tables of all workers, or None."""
+    ranks = sorted(offered)
+    first = offered[ranks[0]]
+    for rank in ranks[1:]:
+        theirs = offered[rank]
+        if theirs.strategy != first.strategy:
+            return (
+                f"worker rank {rank} has another strategy than rank {ranks[0]} (hash {theirs.strategy[:12]}…, not"
+                f" {first.strategy[:12]}…); start all ranks alike"
+            )
+        if theirs.keys != first.keys or theirs.only != first.only:
+            return (
+                f"worker rank {rank} cut the gradients otherwise than rank {ranks[0]}; start all ranks alike"
+            )
+    return None

@@ -1,0 +1,238 @@
+"""What a server does with one key: hold what was pushed, add it up in rank order, make the answer.
+
+::
+
+    rows    [worker, bytes]     one place per worker: a push is received into its place (copied first, never added
+                                to anything), so the sum does not depend on who came first
+    home    numbers             the sum: one decode over all rows, in rank order
+    answers [2, bytes]          of this round and the last: a pull never reads what the next round writes
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from espresso.comm.parameter_server.plain import smaller
+from espresso.comm.parameter_server.wire import Bytes, Coding, Held, Key
+from espresso.comm.residuals import Residual, ResidualStore
+from espresso.compressors.base import Array, Codec, DrawKey, Feedback, Layout, Segment
+from espresso.strategies import CompressorSpec, Device, Run, Site
+
+_TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Codecs(Protocol):
+    """Where the codec of a compressor comes from."""
+
+    def __call__(self, spec: CompressorSpec, device: Device) -> Codec: ...
+
+
+class Slots:
+    """Memory for what was pushed and not yet added up, limited: who pushes ahead waits.
+
+    Keys take and give whole blocks, in the same order for all workers, so that a key which has its block always
+    gets the rest of its pushes: waiting cannot go in circles.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._free: dict[int, list[Bytes]] = {}
+        self._allocated = 0
+        self._in_use = 0
+        self._changed = threading.Condition()
+
+    def take(self, num_bytes: int) -> Bytes:
+        """A block; waits while too much is in use. A block larger than the limit is given when nothing else is."""
+        with self._changed:
+            while self._in_use and self._in_use + num_bytes > self._limit:
+                self._changed.wait()
+            self._in_use += num_bytes
+            fitting = self._free.get(num_bytes)
+            if fitting:
+                return fitting.pop()
+            while self._allocated and self._allocated + num_bytes > self._limit and self._drop_one():
+                pass
+            self._allocated += num_bytes
+        return np.empty(num_bytes, np.uint8)
+
+    def give(self, block: Bytes) -> None:
+        with self._changed:
+            self._in_use -= block.nbytes
+            self._free.setdefault(block.nbytes, []).append(block)
+            self._changed.notify_all()
+
+    def _drop_one(self) -> bool:
+        for size, blocks in self._free.items():
+            if blocks:
+                blocks.pop()
+                self._allocated -= size
+                return True
+        return False
+
+
+def stretch_of_bytes(num_bytes: int) -> int:
+    """Distance of rows: codecs read 8-byte words."""
+    return -(-num_bytes // 8) * 8
+
+
+class KeySum:
+    """One key at its server. Its engine thread calls ``add_up``; receivers fill ``place``."""
+
+    def __init__(self, key: Key, codecs: Codecs, store: ResidualStore) -> None:
+        self.key = key
+        self.arrived: set[int] = set()
+        self.taking = threading.Lock()
+        self.rounds = 0
+        self.sends: tuple[list[Any], list[Any]] = ([], [])
+        self.written_step = -1
+        self.residual: Residual | None = None
+        self._rows: Bytes | None = None
+        self._stride = stretch_of_bytes(key.up_bytes)
+        self._answers = np.zeros((2, stretch_of_bytes(key.down_bytes)), np.uint8)
+        if key.coded:
+            self._prepare_codec(codecs, store)
+
+    def _prepare_codec(self, codecs: Codecs, store: ResidualStore) -> None:
+        key = self.key
+        self._dtype = np.dtype(key.dtype)
+        segments = [Segment(s.tensor, s.start, s.numel) for s in key.stretches]
+        self._starts = np.cumsum([0, *(s.numel for s in key.stretches[:-1])]).astype(np.int64)
+        chosen = codecs(key.compressor, Device.TRAINING)
+        self._codec = smaller(chosen, segments, self._dtype)
+        self._layout: Layout = self._codec.compressor.layout(segments, self._dtype)
+        assert self._layout.num_bytes == key.up_bytes, "both ends lay payloads out alike"
+        self._home: Array = np.zeros(key.numel if key.two_way else 0, self._dtype)
+        self._shares_draws = chosen.compressor.traits.summable
+        if key.keeps_residual:
+            runs = [
+                Run(s.tensor, s.start, int(at), 0, s.numel)
+                for s, at in zip(key.stretches, self._starts, strict=True)
+            ]
+            self.residual = store.new_residual(Site.SERVER, runs, self._dtype, 0)
+            self._kept_at = np.array(self.residual.starts, np.int64)
+
+    # -- a round ---------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the block that holds everybody's push."""
+        return self._stride * len(self.key.workers)
+
+    @property
+    def has_block(self) -> bool:
+        return self._rows is not None
+
+    def use(self, block: Bytes) -> None:
+        self._rows = block
+
+    def place(self, worker: int) -> Bytes:
+        """Where the push of ``worker`` goes."""
+        assert self._rows is not None
+        start = self.key.workers.index(worker) * self._stride
+        return self._rows[start : start + self.key.up_bytes]
+
+    @property
+    def parity(self) -> int:
+        return self.rounds % 2
+
+    def add_up(self, step: int, scale: float) -> tuple[Bytes, Bytes]:
+        """Sum in rank order, compress once. Returns the answer, and the block that is free again."""
+        assert self._rows is not None
+        block, self._rows = self._rows, None
+        rows = block.reshape(len(self.key.workers), self._stride)[:, : self.key.up_bytes]
+        answer = self._answers[self.parity][: self.key.down_bytes]
+        if self.key.coded:
+            self._add_payloads(rows, answer, step, scale)
+        else:
+            self._add_numbers(rows, answer)
+        self.arrived.clear()
+        self.rounds += 1
+        return answer, block
+
+    def _add_numbers(self, rows: npt.NDArray[np.uint8], answer: Bytes) -> None:
+        dtype = _TORCH.get(self.key.dtype)
+        if dtype is None:
+            parts = [row.view(self.key.dtype) for row in rows]
+            out = answer.view(self.key.dtype)
+            np.copyto(out, parts[0]) if len(parts) == 1 else np.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                np.add(out, part, out=out)
+            return
+        total = torch.from_numpy(answer).view(dtype)
+        total.copy_(torch.from_numpy(np.ascontiguousarray(rows[0])).view(dtype))
+        for row in rows[1:]:
+            total.add_(torch.from_numpy(np.ascontiguousarray(row)).view(dtype))
+
+    def _add_payloads(self, rows: npt.NDArray[np.uint8], answer: Bytes, step: int, scale: float) -> None:
+        key = self.key
+        pushed = DrawKey(key.seed, step, key.site, -1)
+        if not key.two_way:
+            out = answer.view(self._dtype)
+            self._codec.decode(self._layout, rows, out, self._starts, scale=scale, key=pushed)
+            return
+        self._codec.decode(self._layout, rows, self._home, self._starts, scale=scale, key=pushed)
+        # What all payloads drew in common the sum is made of, so compressing it alike loses nothing.
+        own = pushed if self._shares_draws else DrawKey(key.seed, step, list(Site).index(Site.SERVER), -1)
+        feedback = self._feedback()
+        self._codec.encode(self._layout, self._home, self._starts, answer, feedback=feedback, key=own)
+        self._wrote(step)
+
+    # -- the residual, in units of the sum -------------------------------------------------------
+
+    def settle(self, kept: bool) -> None:
+        """The last round counts, or never happened."""
+        residual = self.residual
+        if residual is not None and residual.written:
+            if kept and residual.new is not None:
+                residual.old, residual.new = residual.new, residual.old
+            residual.written = False
+
+    def settle_unless(self, discarded: frozenset[int]) -> None:
+        self.settle(self.written_step not in discarded)
+
+    def _feedback(self) -> Feedback | None:
+        residual = self.residual
+        if residual is None:
+            return None
+        if residual.new is None:
+            if residual.scratch is None:
+                residual.scratch = np.zeros_like(residual.old)
+            return Feedback(residual.old, residual.scratch, self._kept_at)
+        return Feedback(residual.old, residual.new, self._kept_at)
+
+    def _wrote(self, step: int) -> None:
+        residual = self.residual
+        self.written_step = step
+        if residual is None:
+            return
+        if residual.new is None:
+            assert residual.scratch is not None
+            residual.old, residual.scratch = residual.scratch, residual.old
+        else:
+            residual.written = True
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiply what is kept of the named tensors."""
+        residual = self.residual
+        for run, at in zip(residual.runs, residual.starts, strict=True) if residual is not None else ():
+            if residual is not None and run.tensor in factors:
+                residual.old[at : at + run.numel] *= factors[run.tensor]
+
+    def kept(self) -> list[Held]:
+        """Copies of what it keeps."""
+        if self.residual is None:
+            return []
+        return [
+            Held(run.tensor, run.tensor_start, self.residual.old[at : at + run.numel].copy())
+            for run, at in zip(self.residual.runs, self.residual.starts, strict=True)
+        ]
+
+    @property
+    def coding_is_plain(self) -> bool:
+        return self.key.up is Coding.RAW

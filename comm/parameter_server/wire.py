@@ -1,0 +1,256 @@
+"""What workers and servers say to each other: headers, keys, tables.
+
+Every message on the control channel begins with a header of 56 bytes, little-endian::
+
+     0  4s  magic "ESPS"
+     4  B   version
+     5  B   operation (Op)
+     6  H   flags (Flag)
+     8  I   key
+    12  i   sender's rank among workers and servers
+    16  q   step: the iteration
+    24  Q   bytes that follow: of the data message for a push, of the body otherwise
+    32  d   scale: multiplies the decoded sum where the server decodes last
+    40  q   step of this key's last round, -1 if it had none
+    48  q   reserved, 0
+
+A push is such a header on the control channel and its payload on the data channel, under the key's tag. The
+answer to a push is the reply on the data channel under the same tag: its size is known to both sides from the
+key's table entry. All other operations carry a pickled body and are answered by a header and a body.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum, IntFlag
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.comm.errors import EspressoError
+from espresso.strategies import CompressorSpec
+
+Bytes = npt.NDArray[np.uint8]
+
+MAGIC, VERSION = b"ESPS", 1
+_HEADER = struct.Struct("<4sBBHIiqQdqq")
+HEADER_BYTES = _HEADER.size
+
+
+class ProtocolError(EspressoError):
+    """A message that no worker or server of this version sends."""
+
+
+class Op(IntEnum):
+    """What a control message is about."""
+
+    PUSH = 1
+    INSTALL = 2
+    PLACE = 3
+    FETCH = 4
+    RESET = 5
+    PREPARE = 6
+    MEASURE = 7
+    LEAVE = 8
+    ANSWER = 9
+    REFUSAL = 10
+    NOTICE = 11
+    RESCALE = 12
+
+
+class Flag(IntFlag):
+    """``RAW``: plain numbers instead of a payload, which would be larger. ``KEPT``: the key's last round counts."""
+
+    NONE = 0
+    RAW = 1
+    KEPT = 2
+
+
+class Tag(IntEnum):
+    """Message tags. Data of key n goes under ``KEYS + n``."""
+
+    HEADER = 1
+    BODY = 2
+    ANSWER = 3
+    ANSWER_BODY = 4
+    NOTICE = 5
+    NOTICE_BODY = 6
+    KEYS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    op: Op
+    sender: int
+    key: int = 0
+    flags: Flag = Flag.NONE
+    step: int = 0
+    num_bytes: int = 0
+    scale: float = 1.0
+    last_step: int = -1
+
+    def pack(self) -> Bytes:
+        packed = _HEADER.pack(
+            MAGIC, VERSION, self.op, self.flags, self.key, self.sender, self.step, self.num_bytes,
+            self.scale, self.last_step, 0,
+        )  # fmt: skip
+        return np.frombuffer(bytearray(packed), np.uint8)
+
+    @classmethod
+    def unpack(cls, data: Bytes) -> Header:
+        """Read a header.
+
+        Raises:
+            ProtocolError: another magic number, version or operation.
+        """
+        magic, version, op, flags, key, sender, step, size, scale, last, _ = _HEADER.unpack(data.tobytes())
+        if magic != MAGIC or version != VERSION:
+            raise ProtocolError(
+                f"a parameter-server message begins with {magic!r}, version {version}; expected {MAGIC!r}, version"
+                f" {VERSION}: do all machines run the same espresso?"
+            )
+        try:
+            return cls(Op(op), sender, key, Flag(flags), step, size, scale, last)
+        except ValueError:
+            raise ProtocolError(f"unknown parameter-server operation {op} from rank {sender}") from None
+
+
+class Coding(Enum):
+    """What a message of a key holds: the compressor's payload, or plain numbers."""
+
+    PAYLOAD = "payload"
+    RAW = "raw"
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """``numel`` elements of a tensor from ``start``."""
+
+    tensor: str
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One region of one partition at one server: what a push, its sum and its pull are about.
+
+    Attributes:
+        number: unique in the job, the message tag.
+        server: index of the server that holds it.
+        workers: ranks that push it, in the order in which they are added up.
+        stretches: what it holds, in order.
+        dtype: of the numbers: that of the gradient where nothing is compressed, else float32 or float64.
+        compressor: of the payloads.
+        coded: whether ranks compress at all (perhaps with ``none``), so that numbers are sums and not averages.
+        two_way: whether the server compresses the sum.
+        keeps_residual: whether it does so with error feedback.
+        up, down: what is pushed and what is pulled.
+        up_bytes, down_bytes: sizes of both messages.
+        site: number of the worker's compression site, for random draws.
+        seed: for random draws.
+    """
+
+    number: int
+    server: int
+    workers: tuple[int, ...]
+    stretches: tuple[Stretch, ...]
+    dtype: str
+    compressor: CompressorSpec
+    coded: bool
+    two_way: bool
+    keeps_residual: bool
+    up: Coding
+    down: Coding
+    up_bytes: int
+    down_bytes: int
+    site: int
+    seed: int
+
+    @property
+    def numel(self) -> int:
+        return sum(stretch.numel for stretch in self.stretches)
+
+    @property
+    def load_bytes(self) -> int:
+        """What it costs its server's network card."""
+        return len(self.workers) * (self.up_bytes + self.down_bytes)
+
+    def __str__(self) -> str:
+        first = self.stretches[0]
+        more = f" and {len(self.stretches) - 1} more" if len(self.stretches) > 1 else ""
+        return f"key {self.number} ({first.tensor}[{first.start}:{first.start + first.numel}]{more})"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The keys of one plan, or of one bucket of it; replaces earlier keys of the same tensors.
+
+    Attributes:
+        namespace: one per state, so that several models can train side by side.
+        workers: ranks that take part.
+        keys: of all servers.
+        numels: elements of every tensor, for residuals that find no place.
+        only: the tensors whose earlier keys it replaces; None: all of the namespace.
+        strategy: digest of the strategy; equal on all workers, or the table is refused.
+        transactional: residuals keep the state before the last round until it is known to count.
+        discarded: steps that did not count (a non-finite gradient somewhere).
+    """
+
+    namespace: int
+    workers: tuple[int, ...]
+    keys: tuple[Key, ...]
+    numels: dict[str, int]
+    only: frozenset[str] | None
+    strategy: str
+    transactional: bool
+    discarded: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Residual values of a stretch of a tensor, as they travel."""
+
+    tensor: str
+    start: int
+    values: npt.NDArray[Any]
+
+
+@dataclass
+class Orphans:
+    """Residuals that the new table has no place for at this server."""
+
+    pieces: list[Held] = field(default_factory=list)
+
+
+def dump(body: Any) -> Bytes:
+    """A pickled body; both ends belong to one job, as with torch's object collectives."""
+    return np.frombuffer(bytearray(pickle.dumps(body, protocol=pickle.HIGHEST_PROTOCOL)), np.uint8)
+
+
+def load(data: Bytes) -> Any:
+    return pickle.loads(data.tobytes())
+
+
+def balance(loads: Sequence[int], num_servers: int, already: Sequence[int]) -> list[int]:
+    """A server for every key: the heaviest first, each to the server with the fewest bytes so far.
+
+    Args:
+        loads: bytes of every key.
+        already: bytes that each server has from other tables.
+
+    Example:
+        >>> balance([4, 4, 2, 1, 1], 2, [0, 0])
+        [0, 1, 0, 1, 1]
+    """
+    total = list(already)
+    place = [0] * len(loads)
+    for index in sorted(range(len(loads)), key=lambda i: -loads[i]):
+        least = min(range(num_servers), key=lambda server: total[server])
+        place[index] = least
+        total[least] += loads[index]
+    return place

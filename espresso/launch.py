@@ -1,0 +1,115 @@
+"""``python -m espresso.launch --servers 2 train.py``: a DDP script with parameter servers beside it.
+
+    mpirun -np 6 python -m espresso.launch --servers 2 train.py --epochs 3
+    torchrun --nproc-per-node 6 -m espresso.launch --servers 2 train.py --epochs 3
+
+Of the six processes four run the script, as an ordinary world of four ranks; two serve until these have ended. The
+last ranks of the job are the servers, or with ``--servers-per-node`` the last ranks of every node. A server that
+shares its machine with workers counts as colocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from espresso.comm.errors import EspressoError
+from espresso.comm.parameter_server.join import Joined, ServerSettings, join
+from espresso.host_codecs import HostCodecs
+
+logger = logging.getLogger("espresso")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; what follows the script's name is the script's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m espresso.launch", description="Run a DDP script with parameter servers beside it."
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--servers", type=int, metavar="N", help="the job's last N ranks are servers")
+    where.add_argument(
+        "--servers-per-node", type=int, metavar="M", help="the last M ranks of every node are servers"
+    )
+    parser.add_argument(
+        "--transport",
+        choices=("auto", "mpi", "gloo"),
+        default="auto",
+        help="auto: mpi under mpirun and srun where mpi4py is installed, else gloo",
+    )
+    parser.add_argument(
+        "--engines", type=int, default=4, metavar="N", help="threads of a server that add up (4)"
+    )
+    parser.add_argument(
+        "--server-memory-mb",
+        type=int,
+        default=1024,
+        metavar="MB",
+        help="for what was pushed and not added up yet (1024); workers wait when it is full",
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=300.0, help="for connecting, and for a message that was announced"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
+    parser.add_argument("script", help="what the workers run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Join the job, then serve or run the script. Returns the exit status."""
+    options = parse(arguments)
+    settings = ServerSettings(
+        servers=options.servers or 0,
+        servers_per_node=options.servers_per_node or 0,
+        transport=options.transport,
+        engines=options.engines,
+        memory_bytes=options.server_memory_mb << 20,
+        timeout_s=options.timeout_s,
+    )
+    try:
+        joined = join(settings)
+    except (EspressoError, ValueError) as error:
+        sys.stderr.write(f"espresso.launch: {error}\n")
+        return 1
+    if joined.is_server:
+        return _serve(joined)
+    _run_script(joined, options)
+    return 0
+
+
+def _serve(joined: Joined) -> int:
+    codecs = HostCodecs(1)
+    server = joined.server(codecs, prepare=codecs.warm_up)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    try:
+        server.serve()
+    except EspressoError:
+        logging.shutdown()  # it is logged already
+        joined.abandon(1)
+    joined.close()
+    return 0
+
+
+def _run_script(joined: Joined, options: argparse.Namespace) -> None:
+    sys.argv = [options.script, *options.arguments]
+    try:
+        if options.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
+            runpy.run_path(options.script, run_name="__main__")
+    except SystemExit:
+        joined.close()
+        raise
+    except BaseException:
+        joined.report_and_abandon()
+    joined.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,459 @@
+"""The parameter server: every leaf against exact sums, both residuals, an independent reference, failures."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.exchange import (
+    digest,
+    exact_average,
+    integers,
+    make_buckets,
+    numels_of,
+    planned,
+    strategy_of,
+)
+from benchmarks.rank_pool import NUM_RANKS, POOL, RanksFailed
+from espresso.comm import Assignment, TopologyError
+from espresso.comm.parameter_server.join import Door, ServerSettings, assign_roles, knock
+from espresso.comm.parameter_server.plain import PlainCodec, smaller
+from espresso.comm.parameter_server.sums import Slots
+from espresso.comm.parameter_server.transport import LinkError
+from espresso.comm.parameter_server.wire import Flag, Header, Op, ProtocolError, balance
+from espresso.comm.residuals import ResidualStore
+from espresso.compressors.base import Feedback, Segment
+from espresso.host_codecs import HostCodecs
+from espresso.strategies import (
+    NONE,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Device,
+    Site,
+    parse_option,
+)
+from espresso.strategies.tree import server_options, two_way_option
+from tests.servers import NUM_SERVERS, client, exchange_over, serving
+
+TWO_WAY = str(two_way_option(Cluster(2, 1, 1)))
+RAW = "flat.push > sum@server > flat.pull"
+ONE_WAY = "comp > flat.push > dec@server > flat.pull"
+SIZES = ({"a": 1021, "b": 7}, {"c": 333, "d": 64})
+TOPK = "topk:ratio=0.05,raw_below=1"
+
+
+@pytest.fixture(scope="module")
+def servers():
+    # So little memory that pushes must wait for it: back-pressure is part of every test here.
+    with serving(POOL, memory_bytes=8192) as running:
+        yield running
+
+
+def choice_of(option: str, spec: str) -> Choice:
+    leaf = parse_option(option)
+    return Choice(leaf, CompressorSpec.parse(spec) if leaf.is_compressed else NONE)
+
+
+# -- what comes back -------------------------------------------------------------------------------
+
+
+def run_every_leaf(rank: int) -> list[tuple[str, list[str], bool]]:
+    """(leaf, digests of its results, whether they are exact) for a compressor that loses nothing."""
+    buckets = make_buckets(*SIZES)
+    found = []
+    for cluster in (Cluster(4, 1, NUM_SERVERS), Cluster(2, 2, NUM_SERVERS)):
+        exchange = exchange_over(4, NUM_SERVERS, rank, cluster.ranks_per_node)
+        for option in server_options(cluster.is_hierarchical):
+            spec = CompressorSpec("none") if option.is_compressed else NONE
+            strategy = strategy_of(buckets, cluster, Choice(option, spec), partition_bytes=1024)
+            results = []
+            for draw in range(2):
+                assignment = Assignment(strategy)
+                assignment = planned(assignment, buckets) if draw else assignment
+                results.append(exchange.step(assignment, buckets, integers(buckets, rank, NUM_RANKS, draw)))
+            exact = all(
+                torch.equal(mine, right)
+                for draw in range(2)
+                for mine, right in zip(results[draw], exact_average(buckets, NUM_RANKS, draw), strict=True)
+            )
+            found.append((str(option), [digest(result) for result in results], exact))
+    return found
+
+
+def test_every_leaf_averages_exactly_and_alike(servers):
+    everybody = POOL.run(run_every_leaf)
+    assert len(everybody[0]) == 7 + 21
+    assert all(mine == everybody[0] for mine in everybody)
+    assert [leaf for leaf, _, exact in everybody[0] if not exact] == []
+
+
+# -- residuals -------------------------------------------------------------------------------------
+
+
+def run_telescoping(rank: int, workers: int, num_servers: int, rounds: int):
+    """The sum of what came back times the workers, of what went in, what is kept, and all digests."""
+    exchange = exchange_over(workers, num_servers, rank)
+    if exchange is None:
+        return None
+    exchange.warm_up([TOPK])
+    buckets = make_buckets(*SIZES)
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, TOPK), partition_bytes=1024)
+    numels = numels_of(buckets)
+    came = {name: np.zeros(numel) for name, numel in numels.items()}
+    went = {name: np.zeros(numel) for name, numel in numels.items()}
+    hashes = []
+    for step in range(rounds):
+        # Workers are not always a power of two: multiples of them keep averages exact.
+        gradients = integers(buckets, rank, workers, step)
+        assignment = Assignment(strategy)
+        results = exchange.step(planned(assignment, buckets) if step == 1 else assignment, buckets, gradients)
+        hashes.append(digest(results))
+        for bucket, gradient, result in zip(buckets, gradients, results, strict=True):
+            for slot in bucket.slots:
+                part = slice(slot.offset, slot.offset + slot.numel)
+                went[slot.tensor] += gradient[part].double().numpy()
+                came[slot.tensor] += result[part].double().numpy() * workers
+    kept = exchange.kept(numels)
+    sites = exchange.sites()
+    return came, went, kept, hashes, sites
+
+
+def check_telescoping(workers: int, num_servers: int, rounds: int) -> None:
+    answers = [a for a in POOL.run(run_telescoping, workers, num_servers, rounds) if a is not None]
+    assert len(answers) == workers
+    assert all(answer[3] == answers[0][3] for answer in answers)  # bit-identical in every round
+    for name in answers[0][0]:
+        sent = answers[0][0][name]
+        left = sum(answer[2][name] for answer in answers)
+        put = sum(answer[1][name] for answer in answers)
+        assert np.array_equal(sent + left, put), (workers, num_servers, name)
+    assert answers[0][4] == {"local", "server"}  # both residuals hold something: compression happened
+    assert all(answer[4] == {"local"} for answer in answers[1:])
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_nothing_is_lost_over_both_residuals(servers, workers, num_servers):
+    check_telescoping(workers, num_servers, 100)
+
+
+# -- an independent reference ----------------------------------------------------------------------
+
+
+def scaled_sign(x: np.ndarray) -> np.ndarray:
+    return np.abs(x).mean() * np.where(x < 0, -1.0, 1.0)
+
+
+def reference(gradients: list[list[dict[str, np.ndarray]]]) -> list[dict[str, np.ndarray]]:
+    """Two-way scaled sign by the book, in float64: one scale for each tensor, residuals at both ends."""
+    workers = len(gradients[0])
+    local = [{name: np.zeros_like(g) for name, g in gradients[0][0].items()} for _ in range(workers)]
+    server = {name: np.zeros_like(g) for name, g in gradients[0][0].items()}
+    averages = []
+    for step in gradients:
+        average = {}
+        for name in server:
+            total = server[name].copy()
+            for worker in range(workers):
+                q = step[worker][name] + local[worker][name]
+                sent = scaled_sign(q)
+                local[worker][name] = q - sent
+                total += sent
+            answer = scaled_sign(total)
+            server[name] = total - answer
+            average[name] = answer / workers
+        averages.append(average)
+    return averages
+
+
+STEPS = 8
+SIGN = "efsignsgd:block=0,raw_below=1"
+
+
+def gradient(rank: int, step: int, numel: int) -> np.ndarray:
+    return np.random.default_rng([rank, step, numel]).standard_normal(numel).astype(np.float32)
+
+
+def run_two_way(rank: int) -> list[dict[str, np.ndarray]]:
+    exchange = exchange_over(NUM_RANKS, 2, rank)
+    exchange.warm_up([SIGN])
+    buckets = make_buckets(*SIZES)
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, SIGN))
+    found = []
+    for step in range(STEPS):
+        flat = [
+            torch.from_numpy(np.concatenate([gradient(rank, step, slot.numel) for slot in bucket.slots]))
+            for bucket in buckets
+        ]
+        results = exchange.step(Assignment(strategy), buckets, flat)
+        found.append(
+            {
+                slot.tensor: result[slot.offset : slot.offset + slot.numel].numpy().copy()
+                for bucket, result in zip(buckets, results, strict=True)
+                for slot in bucket.slots
+            }
+        )
+    return found
+
+
+def test_two_way_equals_an_independent_reference(servers):
+    found = POOL.run(run_two_way)
+    numels = numels_of(make_buckets(*SIZES))
+    draws = [
+        [
+            {name: gradient(rank, step, n).astype(float) for name, n in numels.items()}
+            for rank in range(NUM_RANKS)
+        ]
+        for step in range(STEPS)
+    ]
+    for mine, right in zip(found[0], reference(draws), strict=True):
+        for name, values in right.items():
+            np.testing.assert_allclose(mine[name], values, rtol=2e-4, atol=2e-5)
+
+
+# -- plans that change, checkpoints, non-finite gradients --------------------------------------------
+
+
+def run_changes(rank: int) -> dict[str, object]:
+    """Keep the sum through re-cuts, other servers, other leaves, a NaN, a checkpoint on one server fewer."""
+    exchange = exchange_over(NUM_RANKS, 3, rank)
+    cluster, buckets = exchange.groups.cluster, make_buckets(*SIZES)
+    numels = numels_of(buckets)
+    two_way = strategy_of(buckets, cluster, choice_of(TWO_WAY, TOPK), partition_bytes=1024)
+    recut = strategy_of(buckets, cluster, choice_of(TWO_WAY, TOPK), partition_bytes=2048)
+    raw = strategy_of(buckets, cluster, choice_of(RAW, TOPK))
+    balance_of = {name: np.zeros(numel) for name, numel in numels.items()}
+
+    def step(strategy, draw, spoil=False):
+        gradients = integers(buckets, rank, NUM_RANKS, draw)
+        if spoil and rank == 2:
+            gradients[0][5] = float("nan")
+        results = exchange.step(Assignment(strategy), buckets, gradients)
+        for bucket, given, result in zip(buckets, gradients, results, strict=True):
+            for slot in bucket.slots if not spoil else ():
+                part = slice(slot.offset, slot.offset + slot.numel)
+                balance_of[slot.tensor] += given[part].double().numpy()
+                if rank == 0:
+                    balance_of[slot.tensor] -= result[part].double().numpy() * NUM_RANKS
+        return results
+
+    for draw in range(3):
+        step(two_way, draw)
+    before = exchange.kept(numels)
+    spoilt = step(two_way, 50, spoil=True)
+    after = exchange.kept(numels)
+    same = all(np.array_equal(before[name], after[name]) for name in numels)
+    for draw in range(3, 6):
+        step(recut, draw)
+    # Save, load over two servers instead of three, go on.
+    pieces, carry = exchange.store.snapshot()
+    client().num_servers = 2
+    exchange.groups.cluster = replace(cluster, num_servers=2)
+    exchange.renew()
+    exchange.store.load(pieces, carry, numels)
+    loaded = exchange.kept(numels)
+    for draw in range(6, 9):
+        step(two_way, draw)
+    kept = exchange.kept(numels)
+    server_held = "server" in exchange.sites()
+    step(raw, 9)
+    step(raw, 10)
+    drained = exchange.kept(numels)
+    return {
+        "nan": bool(torch.isnan(spoilt[0][:64]).all()) and bool(torch.isfinite(spoilt[1]).all()),
+        "same": same,
+        "loaded": loaded,
+        "saved": {name: sum_of(pieces, carry, name, numel) for name, numel in numels.items()},
+        "kept": kept,
+        "drained": drained,
+        "balance": balance_of,
+        "server_held": server_held,
+    }
+
+
+def sum_of(pieces, carry, name, numel):
+    total = np.zeros(numel)
+    for (tensor, _), parts in pieces.items():
+        for start, values, _ in parts if tensor == name else ():
+            total[start : start + values.size] += values
+    return total + carry.get(name, 0)
+
+
+def test_changes_of_plan_servers_and_a_nan_lose_nothing(servers):
+    answers = POOL.run(run_changes)
+    assert all(answer["nan"] and answer["same"] for answer in answers)
+    assert answers[0]["server_held"]
+    for name in numels_of(make_buckets(*SIZES)):
+        assert all(np.array_equal(answer["loaded"][name], answer["saved"][name]) for answer in answers)
+        assert not any(answer["drained"][name].any() for answer in answers)
+        assert not sum(answer["balance"][name] for answer in answers).any(), name
+
+
+# -- handshake and failures ------------------------------------------------------------------------
+
+
+def run_other_strategy(rank: int) -> str:
+    exchange = exchange_over(NUM_RANKS, 1, rank)
+    buckets = make_buckets({"a": 100})
+    spec = "topk:ratio=0.5" if rank == 2 else "topk:ratio=0.25"
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, spec))
+    try:
+        exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_another_strategy_on_one_worker_is_refused_at_the_handshake(servers):
+    for text in POOL.run(run_other_strategy):
+        assert "server rank 4 refuses: worker rank 2 has another strategy than rank 0 (hash" in text
+
+
+def run_missing_worker(rank: int) -> str:
+    """Rank 3 stays away from the second round."""
+    exchange = exchange_over(NUM_RANKS, 2, rank, timeout_s=1.5)
+    buckets = make_buckets({"weights": 300})
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(RAW, TOPK))
+    exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
+    if rank == 3:
+        return ""
+    try:
+        exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_answer_that_does_not_come_names_server_and_key():
+    with serving(POOL):
+        texts = POOL.run(run_missing_worker)[:3]
+        for text in texts:
+            assert "server rank 4 did not answer within 1.5 s or is gone: key" in text
+            assert "(weights[0:300])" in text
+            assert "step 3/3 'flat.pull' of bucket 0" in text
+        POOL.close()  # a transfer that timed out has closed its connections
+
+
+def test_a_worker_that_dies_is_named_with_the_key_that_waits_for_it():
+    with pytest.raises(RanksFailed, match="no answer from rank 3"), serving(POOL) as running:
+        POOL.run(run_dying_worker)
+    assert "worker rank 3 died or left while key" in str(running[0].error or running[1].error)
+
+
+def run_dying_worker(rank: int) -> None:
+    import os
+    import time
+
+    exchange = exchange_over(NUM_RANKS, 1, rank)
+    buckets = make_buckets({"weights": 300})
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(RAW, TOPK))
+    exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
+    if rank == 3:
+        time.sleep(0.5)
+        os._exit(1)
+    with pytest.raises(
+        Exception, match=r"server rank 4 reports: worker rank 3 died or left while key \d+ \(weights"
+    ):
+        exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
+
+
+def test_a_closed_door_names_rank_and_address():
+    door = Door("127.0.0.1")
+    knock(0, 5, "127.0.0.1", door.port, 2.0)
+    door.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(LinkError, match=rf"worker rank 2 cannot reach server rank 5 at 127.0.0.1:{port}"):
+            knock(2, 5, "127.0.0.1", port, 2.0)
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def test_roles():
+    nodes = [("a",), ("a",), ("a",), ("b",), ("b",), ("b",)]
+    assert assign_roles(nodes, ServerSettings(servers=2)).workers == (0, 1, 2, 3)
+    per_node = assign_roles(nodes, ServerSettings(servers_per_node=1))
+    assert (per_node.workers, per_node.servers) == ((0, 1, 3, 4), (2, 5))
+    with pytest.raises(TopologyError, match="6 servers of 6 ranks leave no worker"):
+        assign_roles(nodes, ServerSettings(servers=9))
+    with pytest.raises(ValueError, match="either in all"):
+        ServerSettings()
+
+
+def test_balance_is_even_in_bytes_and_counts_what_is_there():
+    assert balance([8, 1, 1, 1, 5], 2, [0, 0]) == [0, 1, 1, 1, 1]
+    assert balance([3], 3, [5, 0, 9]) == [1]
+    random = np.random.default_rng(0)
+    loads = random.integers(1, 4 << 20, 200).tolist()
+    total = np.bincount(balance(loads, 3, [0, 0, 0]), weights=loads)
+    assert total.max() < 1.01 * total.min()
+
+
+def test_headers_round_trip_and_strangers_are_refused():
+    header = Header(Op.PUSH, 3, 77, Flag.RAW | Flag.KEPT, 12, 1 << 33, 0.25, 11)
+    assert Header.unpack(header.pack()) == header
+    with pytest.raises(ProtocolError, match="do all machines run the same espresso"):
+        Header.unpack(np.zeros(56, np.uint8))
+    wrong = header.pack()
+    wrong[5] = 99
+    with pytest.raises(ProtocolError, match="unknown parameter-server operation 99 from rank 3"):
+        Header.unpack(wrong)
+
+
+def test_payloads_larger_than_raw_go_raw():
+    codec = HostCodecs(1)(CompressorSpec.parse("topk:ratio=0.9,raw_below=1"), Device.TRAINING)
+    segments = [Segment("w", 0, 100)]
+    assert isinstance(smaller(codec, segments, np.float32), PlainCodec)
+    assert smaller(codec, [Segment("w", 0, 10_000)], np.float32) is not codec  # 8 bytes for each of 9000
+    assert (
+        smaller(HostCodecs(1)(CompressorSpec("int8"), Device.TRAINING), [Segment("w", 0, 5000)], "f4")
+        is not None
+    )
+    plain = PlainCodec()
+    layout = plain.compressor.layout(segments)
+    assert layout.num_bytes == 400
+    source, starts = np.arange(100, dtype=np.float32), np.zeros(1, np.int64)
+    old, new = np.ones(100, np.float32), np.full(100, 7, np.float32)
+    payload = np.zeros((2, 400), np.uint8)
+    assert plain.encode(layout, source, starts, payload[0], scale=2.0, feedback=Feedback(old, new, starts))
+    payload[1] = payload[0]
+    out = np.empty_like(source)
+    assert plain.decode(layout, payload, out, starts, scale=0.5)
+    assert np.array_equal(out, 2 * source + 1)  # what was kept is sent, and nothing is kept
+    assert not new.any()
+
+
+def test_slots_wait_for_memory_and_reuse_it():
+    slots = Slots(100)
+    first = slots.take(80)
+    got = []
+    waiting = threading.Thread(target=lambda: got.append(slots.take(40)))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    slots.give(first)
+    waiting.join(5.0)
+    assert got[0].nbytes == 40
+    slots.give(got[0])
+    assert slots.take(40) is got[0]
+    slots.give(got[0])
+    assert slots.take(500).nbytes == 500  # larger than the limit: alone, but not never
+
+
+def test_a_store_places_what_a_server_is_given():
+    store = ResidualStore()
+    from espresso.strategies import Run
+
+    residual = store.new_residual(Site.SERVER, [Run("w", 10, 0, 0, 5)], np.float32, 0)
+    store.place("w", Site.SERVER, (12, np.ones(3, np.float32), 0), [residual])
+    assert residual.old.tolist() == [0, 0, 1, 1, 1]
+    assert dist.is_available()
