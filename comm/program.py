@@ -508,9 +508,8 @@ class PartitionProgram:
             scale = 1.0
             if compresses and not key.two_way:  # the server decodes last
                 scale = (self.round.grad_scale if self._keeps_residual else 1.0) / ranks
-            numbers = self._region_bytes(region) if sent is None or answer is None else None
-            data = numbers if sent is None else sent
-            place = numbers if answer is None else answer
+            data = self._region_bytes(region) if sent is None else sent
+            place = self._region_bytes(region) if answer is None else answer
             link.push(line, data, place, self.round.step, scale)
 
         return push

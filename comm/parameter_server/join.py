@@ -115,13 +115,13 @@ class StoreBoard:
     """Over a TCP store: the one of torchrun's agent, else rank 0's."""
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
-        import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self._launch, self._round = launch, 0
         self.where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
-            store = dist.TCPStore(
+            store = TCPStore(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
                 is_master=launch.rank == 0 and not from_agent,
@@ -134,17 +134,17 @@ class StoreBoard:
                 f"rank {launch.rank} cannot reach rank 0's store at {self.where}: {str(error)[:200]}"
             ) from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = dist.PrefixStore(f"espresso-launch-{attempt}", store)
+        self.store = PrefixStore(f"espresso-launch-{attempt}", store)
 
     def exchange(self, value: Any) -> list[Any]:
         import pickle
 
         self._round += 1
-        self.store.set(f"{self._round}/{self._launch.rank}", pickle.dumps(value))
+        self.store.set(f"{self._round}/{self._launch.rank}", pickle.dumps(value).hex())
         found = []
         for rank in range(self._launch.world_size):
             try:
-                found.append(pickle.loads(self.store.get(f"{self._round}/{rank}")))
+                found.append(pickle.loads(bytes.fromhex(self.store.get(f"{self._round}/{rank}").decode())))
             except RuntimeError as error:
                 raise LinkError(
                     f"rank {rank} of {self._launch.world_size} did not report at {self.where}; is it running?"

@@ -16,6 +16,7 @@ from espresso.compressors.base import (
     Array,
     Bytes,
     Codec,
+    Compressor,
     DrawKey,
     Feedback,
     Layout,
@@ -55,7 +56,7 @@ class PlainCodec:
     """Reads and writes plain numbers; rows are added up in their order."""
 
     def __init__(self) -> None:
-        self.compressor = PlainNumbers()
+        self.compressor: Compressor = PlainNumbers()
 
     def encode(
         self,
