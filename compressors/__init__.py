@@ -18,6 +18,7 @@ from espresso.compressors.registry import (
     RESERVED_IDS,
     compressor_ids,
     create,
+    cuda_codec,
     host_codec,
     spec_of,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Traits",
     "compressor_ids",
     "create",
+    "cuda_codec",
     "host_codec",
     "spec_of",
 ]

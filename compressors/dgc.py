@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from espresso.compressors.base import Bytes, Correction, Layout, Traits
 from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import sent_slots, sparse_body_size
+from espresso.compressors.sparse import Selection, sent_slots, sparse_body_size
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,10 @@ class Dgc(BaseCompressor):
     def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """What was chosen, segment by segment."""
         return sent_slots(layout, payload)
+
+    def selection(self) -> Selection:
+        """The threshold aims at k; it is lowered at most ten times where fewer than 0.8 k pass."""
+        return Selection(part=self.sample, slack=0.0, enough=0.8, attempts=10, exact=False)
 
     def at_epoch(self, epoch: int) -> Dgc:
         """The compressor of an epoch: ratio ``max(base^((e+1)/(E+1)), base)`` while it warms up.

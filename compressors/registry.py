@@ -16,25 +16,64 @@ from espresso.strategies import CompressorSpec
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """``module:class`` of the parameters and of the host codec."""
+    """``module:class`` of the parameters, of the host codec and of the GPU codec (empty: there is none yet)."""
 
     compressor: str
     host: str
+    cuda: str = ""
 
 
 _ENTRIES = {
-    "none": Entry("espresso.compressors.none:NoCompression", "espresso.cpu_offload.none:HostNone"),
-    "fp16": Entry("espresso.compressors.fp16:Fp16", "espresso.cpu_offload.fp16:HostFp16"),
-    "bf16": Entry("espresso.compressors.bf16:Bf16", "espresso.cpu_offload.bf16:HostBf16"),
-    "int8": Entry("espresso.compressors.int8:Int8", "espresso.cpu_offload.int8:HostInt8"),
-    "int4": Entry("espresso.compressors.int4:Int4", "espresso.cpu_offload.int4:HostInt4"),
-    "efsignsgd": Entry(
-        "espresso.compressors.efsignsgd:EfSignSgd", "espresso.cpu_offload.efsignsgd:HostEfSignSgd"
+    "none": Entry(
+        "espresso.compressors.none:NoCompression",
+        "espresso.cpu_offload.none:HostNone",
+        "espresso.compressors.cuda.none:CudaNone",
     ),
-    "onebit": Entry("espresso.compressors.onebit:OneBit", "espresso.cpu_offload.onebit:HostOneBit"),
-    "topk": Entry("espresso.compressors.topk:TopK", "espresso.cpu_offload.topk:HostTopK"),
-    "dgc": Entry("espresso.compressors.dgc:Dgc", "espresso.cpu_offload.dgc:HostDgc"),
-    "randomk": Entry("espresso.compressors.randomk:RandomK", "espresso.cpu_offload.randomk:HostRandomK"),
+    "fp16": Entry(
+        "espresso.compressors.fp16:Fp16",
+        "espresso.cpu_offload.fp16:HostFp16",
+        "espresso.compressors.cuda.casts:CudaFp16",
+    ),
+    "bf16": Entry(
+        "espresso.compressors.bf16:Bf16",
+        "espresso.cpu_offload.bf16:HostBf16",
+        "espresso.compressors.cuda.casts:CudaBf16",
+    ),
+    "int8": Entry(
+        "espresso.compressors.int8:Int8",
+        "espresso.cpu_offload.int8:HostInt8",
+        "espresso.compressors.cuda.blockwise:CudaBlockwise",
+    ),
+    "int4": Entry(
+        "espresso.compressors.int4:Int4",
+        "espresso.cpu_offload.int4:HostInt4",
+        "espresso.compressors.cuda.blockwise:CudaBlockwise",
+    ),
+    "efsignsgd": Entry(
+        "espresso.compressors.efsignsgd:EfSignSgd",
+        "espresso.cpu_offload.efsignsgd:HostEfSignSgd",
+        "espresso.compressors.cuda.signs:CudaSigns",
+    ),
+    "onebit": Entry(
+        "espresso.compressors.onebit:OneBit",
+        "espresso.cpu_offload.onebit:HostOneBit",
+        "espresso.compressors.cuda.signs:CudaSigns",
+    ),
+    "topk": Entry(
+        "espresso.compressors.topk:TopK",
+        "espresso.cpu_offload.topk:HostTopK",
+        "espresso.compressors.cuda.sparse:CudaTopK",
+    ),
+    "dgc": Entry(
+        "espresso.compressors.dgc:Dgc",
+        "espresso.cpu_offload.dgc:HostDgc",
+        "espresso.compressors.cuda.sparse:CudaDgc",
+    ),
+    "randomk": Entry(
+        "espresso.compressors.randomk:RandomK",
+        "espresso.cpu_offload.randomk:HostRandomK",
+        "espresso.compressors.cuda.randomk:CudaRandomK",
+    ),
     "threshold": Entry(
         "espresso.compressors.threshold:Threshold", "espresso.cpu_offload.threshold:HostThreshold"
     ),
@@ -91,6 +130,26 @@ def host_codec(compressor: Compressor, pool: Any = None) -> Codec:
         pool: an ``espresso.cpu_offload.WorkerPool``; None encodes and decodes on the calling thread.
     """
     codec: Codec = _load(_entry(compressor.name).host)(compressor, pool)
+    return codec
+
+
+def cuda_codec(compressor: Compressor, device: Any) -> Codec:
+    """The GPU codec of a compressor.
+
+    Args:
+        compressor: of a registered id.
+        device: an ``espresso.compressors.cuda.Device``.
+
+    Raises:
+        ValueError: this compressor has no GPU codec.
+    """
+    entry = _entry(compressor.name)
+    if not entry.cuda:
+        raise ValueError(
+            f"compressor {compressor.name} has no GPU codec in this version: choose options that compress on the host"
+            f" (offload), or one of {', '.join(name for name, other in _ENTRIES.items() if other.cuda)}"
+        )
+    codec: Codec = _load(entry.cuda)(compressor, device)
     return codec
 
 

@@ -13,7 +13,9 @@ or unsorted indices are malformed: decoders scatter-add without looking back, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,46 @@ import numpy.typing as npt
 from espresso.compressors.base import Bytes, Layout
 
 PREFIX_BYTES = 8
+
+RUN = 16
+"""Samples are taken in runs of a cache line."""
+
+MIN_SAMPLE = 4096
+"""Samples of a segment are at least this many; a segment less than twice as long is sampled whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How a sparsifier goes from a sample to what it sends, on every backend.
+
+    Attributes:
+        part: the part of a segment that is sampled.
+        slack: standard deviations by which the sample's rank is raised.
+        enough: the pass repeats while fewer than ``enough * k`` pass.
+        attempts: how often the threshold is lowered before the exact one is computed (or none).
+        exact: whether the top k must be complete.
+        threshold: above 0: this one, in place of a sample's.
+    """
+
+    part: float
+    slack: float
+    enough: float
+    attempts: int
+    exact: bool
+    threshold: float = 0.0
+
+
+def sample_size(numel: int, k: int, part: float, slack: float) -> tuple[int, int]:
+    """How many runs to sample and which rank of the sample to take as threshold.
+
+    The rank that k would have in the sample, raised by ``slack`` standard deviations: with slack the threshold
+    lies below the k-th magnitude most of the time, so that nothing of the top k is missed.
+    """
+    wanted = min(numel, max(MIN_SAMPLE, int(part * numel)))
+    if 2 * wanted >= numel:
+        return (numel + RUN - 1) // RUN, k
+    expected = wanted * (k / numel)
+    return (wanted + RUN - 1) // RUN, max(1, int(expected + slack * math.sqrt(expected) + 0.5))
 
 
 def num_slots(numel: int, ratio: float) -> int:

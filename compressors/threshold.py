@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from espresso.compressors.base import Traits
 from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import sparse_body_size
+from espresso.compressors.sparse import Selection, sparse_body_size
 
 
 @dataclass(frozen=True)
@@ -40,3 +40,7 @@ class Threshold(BaseCompressor):
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and the body of k slots."""
         return sparse_body_size(numel, itemsize, self.ratio)
+
+    def selection(self) -> Selection:
+        """No sample and no second look."""
+        return Selection(part=0.0, slack=0.0, enough=0.0, attempts=0, exact=False, threshold=self.threshold)

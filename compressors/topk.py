@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from espresso.compressors.base import Bytes, Layout, Traits
 from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import sent_slots, sparse_body_size
+from espresso.compressors.sparse import Selection, sent_slots, sparse_body_size
 
 
 @dataclass(frozen=True)
@@ -41,3 +41,7 @@ class TopK(BaseCompressor):
     def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """What was chosen, segment by segment."""
         return sent_slots(layout, payload)
+
+    def selection(self) -> Selection:
+        """A threshold somewhat below the k-th magnitude; if k pass, the top k are among them."""
+        return Selection(part=0.01, slack=4.0, enough=1.0, attempts=2, exact=True)

@@ -8,12 +8,12 @@ residual. Too few: the threshold falls and the pass repeats.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from espresso.compressors.base import Array, Compressor
+from espresso.compressors.sparse import Selection
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.sparse_kernels import (
@@ -27,27 +27,6 @@ from espresso.cpu_offload.sparse_kernels import (
     scatter_chunks,
 )
 from espresso.cpu_offload.work import COUNT, END_CHUNK, FIRST_CHUNK, NUMEL
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """How a sparsifier goes from a sample to what it sends.
-
-    Attributes:
-        part: the part of a segment that is sampled.
-        slack: standard deviations by which the sample's rank is raised.
-        enough: the pass repeats while fewer than ``enough * k`` pass.
-        attempts: how often the threshold is lowered before the exact one is computed (or none).
-        exact: whether the top k must be complete.
-        threshold: above 0: this one, in place of a sample's.
-    """
-
-    part: float
-    slack: float
-    enough: float
-    attempts: int
-    exact: bool
-    threshold: float = 0.0
 
 
 class Scratch(threading.local):

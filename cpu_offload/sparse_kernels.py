@@ -9,7 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from espresso.compressors import sparse
 from espresso.compressors.base import Array
+from espresso.compressors.sparse import RUN
 from espresso.cpu_offload.intrinsics import address, fence, room, trailing_zeros
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q, kth_largest, mix64
@@ -29,13 +31,9 @@ from espresso.cpu_offload.work import (
     Table,
 )
 
-RUN = 16
-"""Samples are taken in runs of a cache line."""
-
-MIN_SAMPLE = 4096
-"""Samples of a segment are at least this many; a segment less than twice as long is sampled whole."""
-
 LOWER_BY = 0.8
+
+sample_size = kernel(sparse.sample_size)
 
 Histogram = npt.NDArray[np.int64]
 
@@ -263,20 +261,6 @@ def scatter_chunks(
             for i in range(len(out)):
                 out[i] *= scale
     return 0
-
-
-@kernel
-def sample_size(numel: int, k: int, part: float, slack: float) -> Scalar:
-    """How many runs to sample and which rank of the sample to take as threshold.
-
-    The rank that k would have in the sample, raised by ``slack`` standard deviations: with slack the threshold
-    lies below the k-th magnitude most of the time, so that nothing of the top k is missed.
-    """
-    wanted = min(numel, max(MIN_SAMPLE, int(part * numel)))
-    if 2 * wanted >= numel:
-        return (numel + RUN - 1) // RUN, k
-    expected = wanted * (k / numel)
-    return (wanted + RUN - 1) // RUN, max(1, int(expected + slack * np.sqrt(expected) + 0.5))
 
 
 @kernel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors import Layout
+from espresso.compressors.draws import tensor_hash
 from espresso.cpu_offload.pool import Part
 
 CHUNK = 1 << 16
@@ -69,11 +69,6 @@ def split_parts(num_items: int, num_parts: int) -> list[Part]:
     """Cut ``range(num_items)`` into at most ``num_parts`` even runs."""
     num_parts = min(num_items, num_parts)
     return [(i * num_items // num_parts, (i + 1) * num_items // num_parts) for i in range(num_parts)]
-
-
-def tensor_hash(name: str) -> int:
-    """A stable 64-bit hash of a tensor's name, as a signed number for int64 tables."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _make_work(layout: Layout) -> Work:

@@ -37,8 +37,7 @@ assert "torch" not in sys.modules, "import espresso.strategies pulled in torch"
 for part in ("strategies", "compressors", "cpu_offload", "comm"):
     package = importlib.import_module("espresso." + part)
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if "cupy" not in found.name and "cuda" not in found.name:
-            importlib.import_module(found.name)
+        importlib.import_module(found.name)
 for name in espresso.__all__:
     getattr(espresso, name)
 ours = ("espresso", "strategies", "compressors", "cpu_offload", "comm")
@@ -158,7 +157,9 @@ def test_wheel_holds_code_and_data(wheel: Path, source: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     for package, folder in FOLDERS.items():
-        files = [path for path in (source / folder).rglob("*") if path.suffix in (".py", ".cu", ".typed")]
+        files = [
+            path for path in (source / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".typed")
+        ]
         files += list((source / "espresso" / "data").rglob("*.json")) if folder == "espresso" else []
         base = package.replace(".", "/")
         missing = {f"{base}/{path.relative_to(source / folder)}" for path in files} - names

@@ -1,0 +1,156 @@
+// Blockwise quantizers, int8 and int4. Format: espresso/compressors/blockwise.py; twin: espresso/cpu_offload/blockwise.py.
+//
+// Encode makes one pass. A warp takes a block: with the default of 256 elements q stays in registers between maximum
+// and codes; other sizes read the block twice, the second time from the caches. Codes go through shared memory, so
+// that they leave as whole words.
+
+#include "common.cuh"
+
+#define TILE 4096  // a multiple of every block
+
+template <typename T> struct Rounding;
+template <> struct Rounding<float> {
+    __device__ static float magic() { return 12582912.0f; }  // 1.5 * 2^23: adding it rounds to a whole number
+    __device__ static float tiny() { return 7.888609052210118e-31f; }  // 2^-100
+};
+template <> struct Rounding<double> {
+    __device__ static double magic() { return 6755399441055744.0; }  // 1.5 * 2^52
+    __device__ static double tiny() { return 9.33263618503218878990e-302; }  // 2^-1000
+};
+
+template <typename B> __device__ inline B warp_largest(B value) {
+    for (int distance = 16; distance; distance /= 2) value = largest(value, __shfl_xor_sync(FULL, value, distance));
+    return value;
+}
+
+template <int CODE_BITS> struct Blockwise : Plain {
+    int block;
+    int levels;
+
+    __device__ Blockwise(int block_, int levels_) : block(block_), levels(levels_) {}
+
+    // PER: elements of a lane, for a whole block of 32 * PER; 0 for any other.
+    template <int PER, typename T>
+    __device__ bool encode_block(
+        const Encode<T>& call, const Row& row, i64 first, int num, signed char* codes
+    ) const {
+        typedef typename Number<T>::Bits Bits;
+        const int lane = threadIdx.x % 32;
+        T kept[PER ? PER : 1];
+        Bits top_bits = 0;
+        if (PER) {
+#pragma unroll
+            for (int part = 0; part < PER; ++part) kept[part] = call.q(row, first + 32 * part + lane);
+#pragma unroll
+            for (int part = 0; part < PER; ++part) top_bits = largest(top_bits, magnitude_of(kept[part]));
+        } else {
+            for (int i = lane; i < num; i += 32) top_bits = largest(top_bits, magnitude_of(call.q(row, first + i)));
+        }
+        top_bits = warp_largest(top_bits);
+        const bool bad = top_bits >= Number<T>::infinity;
+        const T top = bad ? T(0) : number_of(top_bits);
+        const bool small = top < Rounding<T>::tiny();
+        const T step = small ? T(0) : top / (T)levels;
+        const T inverse = small ? T(0) : (T)levels / top;
+        const T magic = Rounding<T>::magic();
+        u8* place = call.template body<u8>(row, first / block * (i64)(sizeof(T) + block * CODE_BITS / 8));
+        if (lane == 0) *(T*)place = step;
+        if (PER) {
+#pragma unroll
+            for (int part = 0; part < PER; ++part) {
+                T rounded = (kept[part] * inverse + magic) - magic;
+                codes[32 * part + lane] = (signed char)(int)rounded;
+                call.keep(row, first + 32 * part + lane, kept[part] - rounded * step);
+            }
+        } else {
+            for (int i = lane; i < num; i += 32) {
+                T q = call.q(row, first + i);
+                T rounded = (q * inverse + magic) - magic;
+                codes[i] = (signed char)(int)rounded;
+                call.keep(row, first + i, q - rounded * step);
+            }
+            if (lane == 0 && num % 2) codes[num] = 0;
+        }
+        __syncwarp();
+        write_codes(codes, num, place + sizeof(T));
+        return bad;
+    }
+
+    // Whole words, then the bytes that are left; a body's codes begin on a multiple of four.
+    __device__ void write_codes(const signed char* codes, int num, u8* out) const {
+        const int lane = threadIdx.x % 32;
+        const int bytes = CODE_BITS == 8 ? num : (num + 1) / 2;
+        for (int word = lane; word < bytes / 4; word += 32) {
+            u32 packed = 0;
+            for (int byte = 0; byte < 4; ++byte) packed |= (u32)code_byte(codes, 4 * word + byte, bytes) << (8 * byte);
+            ((u32*)out)[word] = packed;
+        }
+        for (int at = bytes / 4 * 4 + lane; at < bytes; at += 32) out[at] = code_byte(codes, at, bytes);
+    }
+
+    // int4: element at in the low nibble, element at + half in the high one.
+    __device__ static u8 code_byte(const signed char* codes, int at, int half) {
+        if (CODE_BITS == 8) return (u8)codes[at];
+        return (u8)((codes[at] & 15) | ((u8)codes[at + half] << 4));
+    }
+
+    template <typename T> __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
+        __shared__ __align__(16) signed char codes[TILE + 4];
+        const int warp = threadIdx.x / 32;
+        bool bad = false;
+        for (i64 first = low + warp * block; first < high; first += WARPS * block) {
+            const int num = (int)least((i64)block, high - first);
+            signed char* mine = codes + (first - low);
+            bool wrong = num == 256 && block == 256 ? encode_block<8>(call, row, first, num, mine)
+                                                    : encode_block<0>(call, row, first, num, mine);
+            bad = bad || wrong;
+        }
+        return bad;
+    }
+
+    template <typename T>
+    __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
+        const i64 stride = sizeof(T) + block * CODE_BITS / 8;
+        for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
+            const i64 index = i / block;
+            const int at = (int)(i - index * block);
+            const int half = (int)(least((i64)block, row.numel - index * block) + 1) / 2;
+            T total = 0;
+            for (i64 source = 0; source < call.num_rows; ++source) {
+                const u8* place = call.template body<u8>(source, row, index * stride);
+                const T step = *(const T*)place;
+                if (!(step >= 0 && is_finite(step))) {
+                    call.malformed(source, segment);
+                    break;
+                }
+                T value = (T)code(place + sizeof(T), at, half) * step;
+                T factor = source == call.num_rows - 1 ? call.scale : T(1);
+                total = source ? (total + value) * factor : value * factor;
+            }
+            call.target[row.source + i] = total;
+        }
+    }
+
+    __device__ static int code(const u8* codes, int at, int half) {
+        if (CODE_BITS == 8) return (signed char)codes[at];
+        if (at < half) return (signed char)(codes[at] << 4) >> 4;
+        return (signed char)codes[at - half] >> 4;
+    }
+};
+
+KERNEL(encode_8_f32, THREADS, (ENCODE_PARAMETERS(float), int block, int levels),
+       encode_tile(ENCODE(float), Blockwise<8>(block, levels)))
+KERNEL(encode_8_f64, THREADS, (ENCODE_PARAMETERS(double), int block, int levels),
+       encode_tile(ENCODE(double), Blockwise<8>(block, levels)))
+KERNEL(encode_4_f32, THREADS, (ENCODE_PARAMETERS(float), int block, int levels),
+       encode_tile(ENCODE(float), Blockwise<4>(block, levels)))
+KERNEL(encode_4_f64, THREADS, (ENCODE_PARAMETERS(double), int block, int levels),
+       encode_tile(ENCODE(double), Blockwise<4>(block, levels)))
+KERNEL(decode_8_f32, THREADS, (DECODE_PARAMETERS(float), int block, int levels),
+       decode_tile(DECODE(float), Blockwise<8>(block, levels)))
+KERNEL(decode_8_f64, THREADS, (DECODE_PARAMETERS(double), int block, int levels),
+       decode_tile(DECODE(double), Blockwise<8>(block, levels)))
+KERNEL(decode_4_f32, THREADS, (DECODE_PARAMETERS(float), int block, int levels),
+       decode_tile(DECODE(float), Blockwise<4>(block, levels)))
+KERNEL(decode_4_f64, THREADS, (DECODE_PARAMETERS(double), int block, int levels),
+       decode_tile(DECODE(double), Blockwise<4>(block, levels)))

@@ -1,0 +1,473 @@
+"""What every GPU codec shares: argument checks, tables, launches, and what is read back.
+
+``encode`` and ``decode`` keep the promises of :class:`espresso.compressors.Codec` and wait for the device, since they
+answer with a bool. Training uses ``launch_encode`` and ``launch_decode``, which only launch: whether all was finite
+and well formed then stays on the device, in the header's flag and in a status that is read once an iteration.
+
+Arrays are torch tensors on the device, or what torch reads without a copy (CuPy arrays, by the array interface).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from espresso.compressors.base import Compressor, DrawKey, Feedback, Layout, PayloadError, Starts
+from espresso.compressors.common import BaseCompressor
+from espresso.compressors.cuda.runtime import Device
+from espresso.compressors.cuda.tables import Table, TableCache, Tables
+from espresso.compressors.payload import FLAGS_AT, read_header
+
+THREADS = 256
+TILE = 4096
+"""Elements of a tile, one thread block's work: small enough that a bucket fills a GPU, a multiple of most blocks."""
+
+HEADER_ERROR = 1 << 62
+STATUS_WORDS = 2
+"""Of a decode, int64: 1 if a payload is flagged as not finite; the largest error code."""
+
+Tensor = torch.Tensor
+
+
+@dataclass(eq=False)
+class Scratch:
+    """Buffers of one stream, kept between calls: launches on a stream run in order, so that they may share."""
+
+    device: torch.device
+    sync: Tensor = field(init=False)
+    status: Tensor = field(init=False)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sync = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=self.device)
+
+    def bytes_of(self, name: str, num_bytes: int) -> Tensor:
+        """A buffer of at least this size; its content is whatever the last call left."""
+        held = self.buffers.get(name)
+        if held is None or held.numel() < num_bytes:
+            held = self.buffers[name] = torch.empty(max(num_bytes, 16), dtype=torch.uint8, device=self.device)
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCall:
+    """One encode: the arguments that all encode kernels begin with."""
+
+    layout: Layout
+    tables: Tables
+    rows: Tensor
+    scratch: Scratch
+    key: DrawKey
+    common: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCall:
+    """One decode, likewise."""
+
+    layout: Layout
+    tables: Tables
+    key: DrawKey
+    common: tuple[Any, ...]
+
+
+class CudaCodec:
+    """A compressor on a GPU. Results are ready on torch's current stream.
+
+    Args:
+        compressor: its parameters.
+        device: where kernels run.
+    """
+
+    file: ClassVar[str]
+    """The CUDA source."""
+
+    malformed_body: ClassVar[str] = "its body is malformed"
+    """What is wrong with a body that a kernel refuses."""
+
+    def __init__(self, compressor: BaseCompressor, device: Device) -> None:
+        self.compressor: Compressor = compressor
+        self.device = device
+        self.tile = self.tile_elements()
+        self._tables = TableCache(compressor, self.tile, device.torch_device)
+        self._scratch: dict[int, Scratch] = {}
+        self._lock = threading.Lock()  # an encode may be several launches that share scratch
+
+    # -- what an algorithm adds --------------------------------------------------------------------
+
+    def tile_elements(self) -> int:
+        """Elements of a tile; a codec whose blocks do not divide ``TILE`` says otherwise."""
+        return TILE
+
+    def launch_bodies(self, call: EncodeCall) -> None:
+        """Launch what encodes all segments, raw ones included, and writes the header."""
+        self._launch_encode(call, "encode")
+
+    def launch_sum(self, call: DecodeCall) -> None:
+        """Launch what decodes and sums all segments."""
+        self._launch_decode(call, "decode")
+
+    def encode_arguments(self, call: EncodeCall) -> tuple[Any, ...]:
+        """The kernel's arguments after the common ones."""
+        return ()
+
+    def decode_arguments(self, call: DecodeCall) -> tuple[Any, ...]:
+        """The same for decode."""
+        return ()
+
+    # -- the protocol ------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        layout: Layout,
+        source: Any,
+        starts: Starts,
+        payload: Any,
+        *,
+        scale: float = 1.0,
+        feedback: Feedback | None = None,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """As :meth:`espresso.compressors.Codec.encode`; waits for the device."""
+        self.launch_encode(layout, source, starts, payload, scale=scale, feedback=feedback, key=key)
+        return not int(self._tensor(payload)[FLAGS_AT])
+
+    def launch_encode(
+        self,
+        layout: Layout,
+        source: Any,
+        starts: Starts,
+        payload: Any,
+        *,
+        scale: float = 1.0,
+        feedback: Feedback | None = None,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> None:
+        """``encode`` on torch's current stream, without waiting; the header says whether all was finite."""
+        out = self._tensor(payload)
+        if (
+            out.dtype is not torch.uint8
+            or tuple(out.shape) != (layout.num_bytes,)
+            or not out.is_contiguous()
+            or out.data_ptr() % 8
+        ):
+            raise ValueError(
+                f"payload must be contiguous, 8-byte aligned uint8[{layout.num_bytes}], got"
+                f" {out.dtype}{list(out.shape)} at {out.data_ptr():#x}"
+            )
+        self._encode_into(
+            layout, self._tables.tables(layout), source, starts, out, scale=scale, feedback=feedback, key=key
+        )
+
+    def decode(
+        self,
+        layout: Layout,
+        payloads: Any,
+        target: Any,
+        starts: Starts,
+        *,
+        scale: float = 1.0,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """As :meth:`espresso.compressors.Codec.decode`; waits for the device."""
+        status = self._status()
+        self.launch_decode(layout, payloads, target, starts, status, scale=scale, key=key)
+        return self.read_status(status, layout, payloads)
+
+    def launch_decode(
+        self,
+        layout: Layout,
+        payloads: Any,
+        target: Any,
+        starts: Starts,
+        status: Tensor,
+        *,
+        scale: float = 1.0,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> None:
+        """``decode`` on torch's current stream, without waiting.
+
+        Args:
+            status: int64[STATUS_WORDS] on the device, zeroed by the caller; raised by what this decode finds.
+        """
+        rows = self._tensor(payloads)
+        if rows.dtype is not torch.uint8 or rows.ndim != 2 or (rows.numel() and rows.stride(1) != 1):
+            raise ValueError(f"payloads must be uint8[rows, {layout.num_bytes}] with contiguous rows")
+        if rows.shape[0] and rows.shape[1] != layout.num_bytes:
+            raise PayloadError(
+                f"payload has {rows.shape[1]} bytes, its layout says {layout.num_bytes}: do all ranks use the same"
+                " strategy?"
+            )
+        row_bytes = int(rows.stride(0)) if rows.shape[0] > 1 else layout.num_bytes
+        if row_bytes % 8 or (rows.numel() and rows.data_ptr() % 8):
+            raise ValueError(
+                f"payload rows must be 8-byte aligned and ascending, got a stride of {row_bytes} bytes"
+            )
+        self._decode_from(
+            layout, self._tables.tables(layout), rows, rows.shape[0], row_bytes, target, starts, status,
+            scale=scale, key=key,
+        )  # fmt: skip
+
+    def read_status(self, status: Tensor, layout: Layout, payloads: Any) -> bool:
+        """What a decode found: whether all payloads were finite. Waits for the device.
+
+        Raises:
+            PayloadError: a payload does not belong to the layout, or its body is malformed.
+        """
+        flagged, code = status.cpu().tolist()
+        if code >= HEADER_ERROR:
+            row = divmod(code - HEADER_ERROR - 1, max(len(layout.segments), 1))[0]
+            read_header(self._tensor(payloads)[row].cpu().numpy(), layout)
+            raise PayloadError(f"payload {row}: its header is not that of its layout")
+        if code:
+            row, segment = divmod(code - 1, len(layout.segments))
+            name = layout.segments[segment].tensor
+            raise PayloadError(f"payload {row}, segment {segment} ({name!r}): {self.malformed_body}")
+        return not flagged
+
+    # -- launching ---------------------------------------------------------------------------------
+
+    def _encode_into(
+        self,
+        layout: Layout,
+        tables: Tables,
+        source: Any,
+        starts: Starts,
+        out: Tensor,
+        *,
+        scale: float,
+        feedback: Feedback | None,
+        key: DrawKey,
+    ) -> None:
+        numbers = self._numbers("source", source, layout)
+        old = fresh = None
+        kept = None if feedback is None else feedback.starts
+        if feedback is not None:
+            old = self._numbers("feedback.old", feedback.old, layout)
+            fresh = self._numbers("feedback.new", feedback.new, layout)
+        kept_size = 0 if old is None or fresh is None else min(old.numel(), fresh.numel())
+        rows = self._tables.rows(layout, tables, starts, numbers.numel(), kept, kept_size)
+        with self._lock:
+            scratch = self._scratch_here()
+            null = np.uint64(0)
+            common = (
+                rows,
+                tables.tiles,
+                np.int64(tables.num_tiles),
+                np.int64(self.tile),
+                numbers,
+                layout.dtype.type(scale),
+                null if old is None else old,
+                null if fresh is None else fresh,
+                out,
+                tables.header,
+                np.int64(tables.header.numel()),
+                scratch.sync,
+            )
+            self.launch_bodies(EncodeCall(layout, tables, rows, scratch, key, common))
+
+    def _decode_from(
+        self,
+        layout: Layout,
+        tables: Tables,
+        payloads: Tensor,
+        num_rows: int,
+        row_bytes: int,
+        target: Any,
+        starts: Starts,
+        status: Tensor,
+        *,
+        scale: float,
+        key: DrawKey,
+    ) -> None:
+        numbers = self._numbers("target", target, layout)
+        common = (
+            self._tables.rows(layout, tables, starts, numbers.numel(), None, 0),
+            tables.tiles,
+            np.int64(tables.num_tiles),
+            np.int64(self.tile),
+            np.int64(len(layout.segments)),
+            numbers,
+            layout.dtype.type(scale),
+            np.int64(num_rows),
+            np.int64(row_bytes),
+            payloads,
+            tables.header,
+            np.int64(tables.header.numel()),
+            status,
+        )
+        self.launch_sum(DecodeCall(layout, tables, key, common))
+
+    def _launch_encode(
+        self,
+        call: EncodeCall,
+        kernel: str,
+        *,
+        more: Sequence[Any] | None = None,
+        grid: int | None = None,
+        threads: int = THREADS,
+    ) -> None:
+        arguments = self.encode_arguments(call) if more is None else more
+        grid = max(call.tables.num_tiles, 1) if grid is None else grid
+        self.device.launch(
+            self.file, f"{kernel}_{suffix(call.layout)}", grid, threads, (*call.common, *arguments)
+        )
+
+    def _launch_decode(self, call: DecodeCall, kernel: str) -> None:
+        if call.tables.num_tiles:
+            self.device.launch(
+                self.file,
+                f"{kernel}_{suffix(call.layout)}",
+                call.tables.num_tiles,
+                THREADS,
+                (*call.common, *self.decode_arguments(call)),
+            )
+
+    def _scratch_here(self) -> Scratch:
+        lane = self.device.lane()
+        found = self._scratch.get(lane)
+        if found is None:
+            found = self._scratch[lane] = Scratch(self.device.torch_device)
+        return found
+
+    def _status(self) -> Tensor:
+        return torch.zeros(STATUS_WORDS, dtype=torch.int64, device=self.device.torch_device)
+
+    def _tensor(self, array: Any) -> Tensor:
+        """The array as a tensor that shares its memory."""
+        if isinstance(array, torch.Tensor):
+            return array
+        return torch.as_tensor(array, device=self.device.torch_device)
+
+    def _numbers(self, what: str, array: Any, layout: Layout) -> Tensor:
+        tensor = self._tensor(array)
+        wanted = torch.float32 if layout.dtype.itemsize == 4 else torch.float64
+        here = tensor.device
+        if tensor.dtype is not wanted or tensor.ndim != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{what} must be a contiguous 1-D {layout.dtype} array, got {tensor.dtype}{list(tensor.shape)}"
+                f" with strides {tensor.stride()}"
+            )
+        if here != self.device.torch_device:
+            raise ValueError(f"{what} is on {here}, this codec works on {self.device.torch_device}")
+        return tensor
+
+
+class CudaSummableCodec(CudaCodec):
+    """:class:`espresso.compressors.SummableCodec` on a GPU. Segment after segment, raw ones included."""
+
+    def segment_values(self, layout: Layout) -> Starts:
+        """How many numbers each segment has in the vector."""
+        return layout.numels
+
+    def value_dtype(self, layout: Layout) -> str:
+        """The numbers' type; the layout's own unless a codec says otherwise."""
+        return layout.dtype.name
+
+    def num_values(self, layout: Layout) -> int:
+        """The vector's length."""
+        return int(self.segment_values(layout).sum())
+
+    def encode_values(
+        self,
+        layout: Layout,
+        source: Any,
+        starts: Starts,
+        values: Any,
+        *,
+        scale: float = 1.0,
+        feedback: Feedback | None = None,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """As :meth:`espresso.compressors.SummableCodec.encode_values`; waits for the device."""
+        self.launch_encode_values(layout, source, starts, values, scale=scale, feedback=feedback, key=key)
+        return self._is_finite(self._values(layout, values))
+
+    def launch_encode_values(
+        self,
+        layout: Layout,
+        source: Any,
+        starts: Starts,
+        values: Any,
+        *,
+        scale: float = 1.0,
+        feedback: Feedback | None = None,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> None:
+        """``encode_values`` without waiting; a vector that is not finite says so itself."""
+        out = self._values(layout, values)
+        self._encode_into(
+            layout, self._vector_tables(layout, out), source, starts, out, scale=scale, feedback=feedback,
+            key=key,
+        )  # fmt: skip
+
+    def decode_values(
+        self,
+        layout: Layout,
+        values: Any,
+        target: Any,
+        starts: Starts,
+        *,
+        scale: float = 1.0,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> bool:
+        """As :meth:`espresso.compressors.SummableCodec.decode_values`; waits for the device."""
+        status = self._status()
+        self.launch_decode_values(layout, values, target, starts, status, scale=scale, key=key)
+        return self.read_status(status, layout, values)
+
+    def launch_decode_values(
+        self,
+        layout: Layout,
+        values: Any,
+        target: Any,
+        starts: Starts,
+        status: Tensor,
+        *,
+        scale: float = 1.0,
+        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
+    ) -> None:
+        """``decode_values`` without waiting; ``status`` as for ``launch_decode``."""
+        vector = self._values(layout, values)
+        self._decode_from(
+            layout, self._vector_tables(layout, vector), vector, 1, vector.numel() * vector.element_size(),
+            target, starts, status, scale=scale, key=key,
+        )  # fmt: skip
+
+    def vector_rows(self, rows: Table) -> None:
+        """Change the rows of a vector's table where it holds other numbers than a payload's bodies."""
+
+    def _is_finite(self, vector: Tensor) -> bool:
+        if vector.dtype in (torch.uint16, torch.int16):
+            vector = vector.view(torch.bfloat16)
+        return bool(torch.isfinite(vector).all())
+
+    def _vector_tables(self, layout: Layout, vector: Tensor) -> Tables:
+        ends = np.cumsum(self.segment_values(layout))
+        begins = np.concatenate(([0], ends[:-1]))[: len(ends)].astype(np.int64)
+        return self._tables.tables(layout, begins * vector.element_size(), self.vector_rows)
+
+    def _values(self, layout: Layout, values: Any) -> Tensor:
+        tensor = self._tensor(values)
+        kind, size = self.value_dtype(layout), self.num_values(layout)
+        names = {kind, "uint16", "int16"} if kind == "bfloat16" else {kind}
+        if (
+            str(tensor.dtype).removeprefix("torch.") not in names
+            or tuple(tensor.shape) != (size,)
+            or not tensor.is_contiguous()
+        ):
+            raise ValueError(
+                f"values must be contiguous {kind}[{size}], got {tensor.dtype}{list(tensor.shape)}"
+            )
+        return tensor
+
+
+def suffix(layout: Layout) -> str:
+    """Of kernel names: the type of the layout's numbers."""
+    return "f32" if layout.dtype.itemsize == 4 else "f64"

@@ -1,0 +1,273 @@
+// What all kernels share: types, the tables they read, raw segments, headers. No standard headers: NVRTC has none.
+//
+// Every kernel is compiled without fused multiply-add (--fmad=false), as the host's are: payload bytes must agree.
+// Work comes in tiles: one thread block takes one tile of one segment, so that one launch serves all segments of a
+// group, however small. Kernels are declared with KERNEL, which the host emulation of the tests redefines.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define THREADS 256
+#define WARPS (THREADS / 32)
+#define FULL 0xffffffffu
+
+#ifndef KERNEL
+#define KERNEL(name, threads, parameters, body) \
+    extern "C" __global__ void __launch_bounds__(threads) name parameters { body; }
+#endif
+
+// One row of the segment table. espresso.compressors.cuda.tables writes it: keep both in step.
+struct Row {
+    i64 numel;
+    i64 offset;      // of the body, in bytes from the payload's beginning
+    i64 count;       // the algorithm's own: k, blocks
+    i64 source;      // first element in source or target
+    i64 residual;    // first element in both residual buffers
+    i64 hash;        // of the tensor's name
+    i64 start;       // first element within the tensor
+    i64 raw;         // travels as plain numbers
+    i64 body_end;    // where the body ends,
+    i64 end;         // and where its padding does
+    i64 first_tile;  // its tiles
+    i64 end_tile;
+};
+
+struct Tile {
+    i64 segment;
+    i64 low;  // first element within the segment
+};
+
+template <typename T> struct Number;
+template <> struct Number<float> {
+    typedef u32 Bits;
+    static const u32 magnitude = 0x7fffffffu;
+    static const u32 infinity = 0x7f800000u;
+};
+template <> struct Number<double> {
+    typedef u64 Bits;
+    static const u64 magnitude = 0x7fffffffffffffffull;
+    static const u64 infinity = 0x7ff0000000000000ull;
+};
+
+__device__ inline u32 bits_of(float value) { return __float_as_uint(value); }
+__device__ inline u64 bits_of(double value) { return (u64)__double_as_longlong(value); }
+__device__ inline float number_of(u32 bits) { return __uint_as_float(bits); }
+__device__ inline double number_of(u64 bits) { return __longlong_as_double((i64)bits); }
+
+template <typename T> __device__ inline typename Number<T>::Bits magnitude_of(T value) {
+    return bits_of(value) & Number<T>::magnitude;
+}
+
+template <typename T> __device__ inline bool is_finite(T value) {
+    return magnitude_of(value) < Number<T>::infinity;
+}
+
+template <typename A> __device__ inline A least(A a, A b) { return a < b ? a : b; }
+template <typename A> __device__ inline A largest(A a, A b) { return a < b ? b : a; }
+
+// A bijection of 64-bit numbers (splitmix64's finaliser), as espresso.cpu_offload.kernels.mix64.
+__device__ inline u64 mix64(u64 x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+// -- encode --------------------------------------------------------------------------------------------------------
+
+// One encode. `old` and `fresh` are null without feedback. `sync` is two words of this stream's own, zero between
+// calls: how many blocks are done, and whether one met a number that is not finite.
+template <typename T> struct Encode {
+    const Row* rows;
+    const Tile* tiles;
+    i64 num_tiles;
+    i64 tile;  // elements of a tile
+    const T* source;
+    T scale;
+    const T* old;
+    T* fresh;
+    u8* payload;
+    const u8* header;
+    i64 header_bytes;  // 0: a plain vector for a reduction
+    u32* sync;
+
+    __device__ T q(const Row& row, i64 i) const {
+        T scaled = source[row.source + i] * scale;
+        return old ? scaled + old[row.residual + i] : scaled;
+    }
+    __device__ void keep(const Row& row, i64 i, T value) const {
+        if (fresh) fresh[row.residual + i] = value;
+    }
+    template <typename A> __device__ A* body(const Row& row, i64 bytes = 0) const {
+        return (A*)(payload + row.offset + bytes);
+    }
+};
+
+#define ENCODE_PARAMETERS(T)                                                                                     \
+    const Row *rows, const Tile *tiles, i64 num_tiles, i64 tile, const T *source, T scale, const T *old, T *fresh, \
+        u8 *payload, const u8 *header, i64 header_bytes, u32 *sync
+#define ENCODE(T) \
+    Encode<T> { rows, tiles, num_tiles, tile, source, scale, old, fresh, payload, header, header_bytes, sync }
+
+// q itself is sent, nothing is kept. Returns whether something is not finite.
+template <typename T> __device__ bool encode_raw(const Encode<T>& call, const Row& row, i64 low, i64 high) {
+    T* out = call.template body<T>(row);
+    bool bad = false;
+    for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
+        T q = call.q(row, i);
+        out[i] = q;
+        call.keep(row, i, T(0));
+        bad = bad || !is_finite(q);
+    }
+    return bad;
+}
+
+// The zero bytes behind a body.
+template <typename T> __device__ void pad(const Encode<T>& call, const Row& row) {
+    for (i64 at = row.body_end + threadIdx.x; at < row.end; at += blockDim.x) call.payload[at] = 0;
+}
+
+// The last block to finish writes the header, for only then is it known whether all was finite. Returns, in that
+// block, 1 if all was and 2 if not; 0 in the others.
+template <typename T> __device__ int finish(const Encode<T>& call, bool bad) {
+    __shared__ u32 outcome;
+    int any = __syncthreads_or(bad);
+    if (threadIdx.x == 0) {
+        if (any) atomicOr(call.sync + 1, 1u);
+        __threadfence();
+        outcome = 0;
+        if (atomicAdd(call.sync, 1u) == gridDim.x - 1) {
+            __threadfence();
+            outcome = 1 + atomicOr(call.sync + 1, 0u);
+            call.sync[0] = 0;
+            call.sync[1] = 0;
+        }
+    }
+    __syncthreads();
+    u32 mine = outcome;
+    if (mine) {
+        for (i64 at = threadIdx.x; at < call.header_bytes; at += blockDim.x)
+            call.payload[at] = at == 5 ? (u8)(mine - 1) : call.header[at];
+    }
+    return (int)mine;
+}
+
+// -- decode --------------------------------------------------------------------------------------------------------
+
+#define HEADER_BYTES 24
+#define ENTRY_BYTES 16
+#define FLAGS_AT 5
+#define HEADER_ERROR (1ull << 62)
+
+// One decode. `status`: [0] becomes 1 if a row holds the flag "not finite", [1] the largest error code
+// 1 + row * segments + segment; HEADER_ERROR is added where the header is wrong.
+template <typename T> struct Decode {
+    const Row* rows;
+    const Tile* tiles;
+    i64 num_tiles;
+    i64 tile;
+    i64 num_segments;
+    T* target;
+    T scale;
+    i64 num_rows;
+    i64 row_bytes;
+    const u8* payload;
+    const u8* header;
+    i64 header_bytes;
+    u64* status;
+
+    template <typename A> __device__ const A* body(i64 source, const Row& row, i64 bytes = 0) const {
+        return (const A*)(payload + source * row_bytes + row.offset + bytes);
+    }
+    __device__ void malformed(i64 source, i64 segment) const {
+        atomicMax(status + 1, (u64)(1 + source * num_segments + segment));
+    }
+};
+
+#define DECODE_PARAMETERS(T)                                                                                       \
+    const Row *rows, const Tile *tiles, i64 num_tiles, i64 tile, i64 num_segments, T *target, T scale, i64 num_rows, \
+        i64 row_bytes, const u8 *payload, const u8 *header, i64 header_bytes, u64 *status
+#define DECODE(T)                                                                                                 \
+    Decode<T> {                                                                                                   \
+        rows, tiles, num_tiles, tile, num_segments, target, scale, num_rows, row_bytes, payload, header, header_bytes, \
+            status                                                                                                \
+    }
+
+// Look at every row's header and at this segment's entry of its table: every segment has a tile, so that together
+// the tiles look at everything. Returns, to all threads, whether a row is not finite.
+template <typename T> __device__ bool check_headers(const Decode<T>& call, i64 segment) {
+    bool flagged = false;
+    if (call.header_bytes) {
+        for (i64 source = threadIdx.x; source < call.num_rows; source += blockDim.x) {
+            const u8* head = call.payload + source * call.row_bytes;
+            u8 flags = head[FLAGS_AT];
+            bool wrong = (flags & ~1) != 0;
+            for (int at = 0; at < HEADER_BYTES; ++at) wrong = wrong || (at != FLAGS_AT && head[at] != call.header[at]);
+            i64 entry = HEADER_BYTES + ENTRY_BYTES * segment;
+            for (i64 at = entry; at < least(entry + ENTRY_BYTES, call.header_bytes); ++at)
+                wrong = wrong || head[at] != call.header[at];
+            if (wrong) atomicMax(call.status + 1, HEADER_ERROR + (u64)(1 + source * call.num_segments + segment));
+            flagged = flagged || (flags & 1);
+        }
+    }
+    bool any = __syncthreads_or(flagged) != 0;
+    if (any && threadIdx.x == 0) call.status[0] = 1;
+    return any;
+}
+
+template <typename T> __device__ void fill_nan(const Decode<T>& call, const Row& row, i64 low, i64 high) {
+    const T nan = number_of((typename Number<T>::Bits)(Number<T>::infinity | (Number<T>::infinity >> 1)));
+    for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) call.target[row.source + i] = nan;
+}
+
+// scale * sum of the rows' numbers, rows in order. A vector (no header) is watched for numbers that are not finite.
+template <typename T> __device__ void decode_raw(const Decode<T>& call, const Row& row, i64 low, i64 high) {
+    bool bad = false;
+    for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
+        T total = 0;
+        for (i64 source = 0; source < call.num_rows; ++source) {
+            T value = call.template body<T>(source, row)[i];
+            total = source ? total + value : value;
+            bad = bad || !is_finite(value);
+        }
+        call.target[row.source + i] = total * call.scale;
+    }
+    if (!call.header_bytes && bad) call.status[0] = 1;
+}
+
+// -- tiles ---------------------------------------------------------------------------------------------------------
+
+// Encode this block's tile with `Body::encode`, and the header with the last. Body: a struct of the parameters.
+template <typename T, typename Body> __device__ void encode_tile(const Encode<T>& call, const Body& body) {
+    bool bad = false;
+    if (blockIdx.x < call.num_tiles) {
+        Tile tile = call.tiles[blockIdx.x];
+        Row row = call.rows[tile.segment];
+        i64 high = least(tile.low + call.tile, row.numel);
+        bad = row.raw ? encode_raw(call, row, tile.low, high) : body.encode(call, row, tile.low, high);
+        if (high == row.numel) pad(call, row);
+    }
+    int outcome = finish(call, bad);
+    if (outcome) body.finished(call, outcome == 2);
+}
+
+// Decode this block's tile with `Body::decode`.
+template <typename T, typename Body> __device__ void decode_tile(const Decode<T>& call, const Body& body) {
+    if (blockIdx.x >= call.num_tiles) return;
+    Tile tile = call.tiles[blockIdx.x];
+    Row row = call.rows[tile.segment];
+    i64 high = least(tile.low + call.tile, row.numel);
+    if (check_headers(call, tile.segment))
+        fill_nan(call, row, tile.low, high);
+    else if (row.raw)
+        decode_raw(call, row, tile.low, high);
+    else
+        body.decode(call, row, tile.segment, tile.low, high);
+}
+
+// What most algorithms do once the header is written: nothing.
+struct Plain {
+    template <typename T> __device__ void finished(const Encode<T>&, bool) const {}
+};

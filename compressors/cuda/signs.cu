@@ -1,0 +1,224 @@
+// Scaled sign and onebit. Format: espresso/compressors/signs.py; twins: espresso/cpu_offload/sign_blocks.py,
+// sign_segments.py.
+//
+// Means per block: one pass, a warp a block. Sums have the host's shape: 64 lanes in the numbers' type (lane = element
+// mod 64, of which a thread holds two), added in float64 by halving. With blocks of 256 q stays in registers; other
+// sizes read the block twice, the second time from the caches.
+//
+// One mean per segment (block 0): sum, scale and sign are three launches and two passes. Its sum: 128 lanes over blocks
+// of 4096 elements, the blocks of a chunk of 65536 in order, then the chunks in order.
+
+#include "common.cuh"
+
+#define LANES 128
+#define SUM_BLOCK 4096
+#define CHUNK 65536
+
+template <typename T> __device__ inline T absolute(T value) { return number_of(magnitude_of(value)); }
+
+struct Signs : Plain {
+    int block;  // 0: the segment's one mean is in the body already
+    int means;  // of a block: 1, or 2, that of numbers not negative first
+
+    __device__ Signs(int block_, int means_) : block(block_), means(means_) {}
+
+    template <typename T> __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
+        bool bad = false;
+        if (block) {
+            for (i64 first = low + (i64)(threadIdx.x / 32) * block; first < high; first += (i64)WARPS * block) {
+                const int num = (int)least((i64)block, row.numel - first);
+                bool wrong = num == 256 && block == 256 ? encode_block<8>(call, row, first, num)
+                                                        : encode_block<0>(call, row, first, num);
+                bad = bad || wrong;
+            }
+        } else {
+            const T size = *call.template body<T>(row);
+            const int rows = (int)((high - low + 31) / 32);
+            for (int part = threadIdx.x / 32; part < rows; part += WARPS)
+                sign_row(call, row, low + 32 * part, high, size, -size, call.template body<u32>(row, sizeof(T)));
+        }
+        return bad;
+    }
+
+    // Sign word and residual of up to 32 elements from `first`.
+    template <typename T>
+    __device__ void sign_row(
+        const Encode<T>& call, const Row& row, i64 first, i64 high, T plus, T minus, u32* words
+    ) const {
+        const int lane = threadIdx.x % 32;
+        const i64 i = first + lane;
+        T q = i < high ? call.q(row, i) : T(0);
+        u32 word = __ballot_sync(FULL, q < T(0));
+        if (i < high) call.keep(row, i, q - (q < T(0) ? minus : plus));
+        if (lane == 0) words[first / 32] = word;
+    }
+
+    // What an element adds to the two sums: |q| and nothing, or max(q, 0) and max(-q, 0).
+    template <typename T> __device__ T part_above(T q) const {
+        return means == 1 ? absolute(q) : (q < T(0) ? T(0) : q);
+    }
+    template <typename T> __device__ T part_below(T q) const { return means == 2 && q < T(0) ? -q : T(0); }
+
+    // PER: elements of a lane, for a whole block of 32 * PER; 0 for any other.
+    template <int PER, typename T>
+    __device__ bool encode_block(const Encode<T>& call, const Row& row, i64 first, int num) const {
+        const int lane = threadIdx.x % 32;
+        T kept[PER ? PER : 1];
+        T above[2] = {T(0), T(0)}, below[2] = {T(0), T(0)};  // of rows of 32, even and odd
+        u32 mine = 0;                                        // the sign word that this lane will write
+        int negative = 0;
+        if (PER) {
+#pragma unroll
+            for (int part = 0; part < PER; ++part) kept[part] = call.q(row, first + 32 * part + lane);
+#pragma unroll
+            for (int part = 0; part < PER; ++part) {
+                above[part % 2] += part_above(kept[part]);
+                below[part % 2] += part_below(kept[part]);
+                const u32 word = __ballot_sync(FULL, kept[part] < T(0));
+                negative += __popc(word);
+                mine = lane == part ? word : mine;
+            }
+        } else {
+            for (int part = 0; part < num; part += 64) {
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    const int i = part + 32 * odd + lane;
+                    const T q = i < num ? call.q(row, first + i) : T(0);
+                    above[odd] += part_above(q);
+                    below[odd] += part_below(q);
+                    negative += __popc(__ballot_sync(FULL, q < T(0)));
+                }
+            }
+        }
+        double sum_above = warp_sum(above[0], above[1]);
+        double sum_below = means == 2 ? warp_sum(below[0], below[1]) : 0.0;
+        if (!is_finite(sum_above + sum_below)) plain_sum(call, row, first, first + num, &sum_above, &sum_below);
+        T plus, minus;
+        T* values = call.template body<T>(row) + first / block * means;
+        if (means == 1) {
+            plus = (T)(sum_above / num);
+            minus = -plus;
+        } else {
+            plus = (T)(sum_above / largest((double)(num - negative), 1.0));
+            minus = -(T)(sum_below / largest((double)negative, 1.0));
+            if (lane == 1) values[1] = minus;
+        }
+        if (lane == 0) values[0] = plus;
+        u32* words = call.template body<u32>(row, means * row.count * (i64)sizeof(T));
+        if (PER) {
+#pragma unroll
+            for (int part = 0; part < PER; ++part) {
+                const T q = kept[part];
+                call.keep(row, first + 32 * part + lane, q - (q < T(0) ? minus : plus));
+            }
+            if (lane < PER) words[first / 32 + lane] = mine;
+        } else {
+            for (int part = 0; part < num; part += 32)
+                sign_row(call, row, first + part, first + num, plus, minus, words);
+        }
+        return !is_finite(sum_above + sum_below);
+    }
+
+    // Over 64 lanes, two a thread, in float64 by halving; to all threads.
+    template <typename T> __device__ static double warp_sum(T even, T odd) {
+        double total = (double)even + (double)odd;
+        for (int distance = 16; distance; distance /= 2) total += __shfl_down_sync(FULL, total, distance);
+        return __shfl_sync(FULL, total, 0);
+    }
+
+    // In float64, one after the other: tells an overflow of the lanes from a number that is not finite itself.
+    template <typename T>
+    __device__ void plain_sum(
+        const Encode<T>& call, const Row& row, i64 low, i64 high, double* above, double* below
+    ) const {
+        *above = 0;
+        *below = 0;
+        for (i64 i = low; i < high; ++i) {
+            const double q = (double)call.q(row, i);
+            if (means == 2 && q < 0)
+                *below -= q;
+            else
+                *above += absolute(q);
+        }
+    }
+
+    template <typename T>
+    __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
+        const i64 words_at = means * row.count * (i64)sizeof(T);
+        for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
+            const i64 index = block ? (u32)i / (u32)block : 0;
+            T total = 0;
+            for (i64 source = 0; source < call.num_rows; ++source) {
+                const T* values = call.template body<T>(source, row) + index * means;
+                const T plus = values[0];
+                const T minus = means == 2 ? values[1] : -plus;
+                if (!(plus >= 0 && minus <= 0 && is_finite(plus) && is_finite(minus))) {
+                    call.malformed(source, segment);
+                    break;
+                }
+                const u32 word = call.template body<u32>(source, row, words_at)[i / 32];
+                const T value = word >> (i % 32) & 1 ? minus : plus;
+                const T factor = source == call.num_rows - 1 ? call.scale : T(1);
+                total = source ? (total + value) * factor : value * factor;
+            }
+            call.target[row.source + i] = total;
+        }
+    }
+};
+
+// sums[tile] = sum of |q| of a tile of SUM_BLOCK elements, one thread a lane.
+template <typename T> __device__ void sum_tile(const Encode<T>& call, double* sums) {
+    __shared__ double tree[LANES];
+    if (blockIdx.x >= call.num_tiles) return;
+    const Tile tile = call.tiles[blockIdx.x];
+    const Row row = call.rows[tile.segment];
+    if (row.raw) return;
+    const i64 high = least(tile.low + SUM_BLOCK, row.numel);
+    T lane = 0;
+#pragma unroll 8
+    for (i64 i = tile.low + threadIdx.x; i < high; i += LANES) lane += absolute(call.q(row, i));
+    tree[threadIdx.x] = (double)lane;
+    for (int half = LANES / 2; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) tree[threadIdx.x] += tree[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) sums[blockIdx.x] = tree[0];
+}
+
+// The scale of a segment, one block a segment: every thread adds the tiles of some chunks, the first the chunks.
+template <typename T> __device__ void scale_segment(const Encode<T>& call, double* sums) {
+    const Row row = call.rows[blockIdx.x];
+    if (row.raw) return;
+    const int per_chunk = CHUNK / SUM_BLOCK;
+    for (i64 first = row.first_tile + (i64)threadIdx.x * per_chunk; first < row.end_tile;
+         first += (i64)blockDim.x * per_chunk) {
+        double total = 0;
+        for (i64 tile = first; tile < least(first + per_chunk, row.end_tile); ++tile) total += sums[tile];
+        if (!is_finite(total)) {
+            const i64 low = (first - row.first_tile) * SUM_BLOCK;
+            double nothing;
+            Signs(0, 1).plain_sum(call, row, low, least(low + CHUNK, row.numel), &total, &nothing);
+        }
+        sums[first] = total;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        double total = 0;
+        for (i64 first = row.first_tile; first < row.end_tile; first += per_chunk) total += sums[first];
+        *call.template body<T>(row) = (T)(total / row.numel);
+        if (!is_finite(total)) atomicOr(call.sync + 1, 1u);
+    }
+}
+
+KERNEL(sum_f32, LANES, (ENCODE_PARAMETERS(float), double* sums), sum_tile(ENCODE(float), sums))
+KERNEL(sum_f64, LANES, (ENCODE_PARAMETERS(double), double* sums), sum_tile(ENCODE(double), sums))
+KERNEL(scale_f32, THREADS, (ENCODE_PARAMETERS(float), double* sums), scale_segment(ENCODE(float), sums))
+KERNEL(scale_f64, THREADS, (ENCODE_PARAMETERS(double), double* sums), scale_segment(ENCODE(double), sums))
+KERNEL(encode_f32, THREADS, (ENCODE_PARAMETERS(float), int block, int means),
+       encode_tile(ENCODE(float), Signs(block, means)))
+KERNEL(encode_f64, THREADS, (ENCODE_PARAMETERS(double), int block, int means),
+       encode_tile(ENCODE(double), Signs(block, means)))
+KERNEL(decode_f32, THREADS, (DECODE_PARAMETERS(float), int block, int means),
+       decode_tile(DECODE(float), Signs(block, means)))
+KERNEL(decode_f64, THREADS, (DECODE_PARAMETERS(double), int block, int means),
+       decode_tile(DECODE(double), Signs(block, means)))

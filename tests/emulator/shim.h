@@ -1,0 +1,235 @@
+// Runs the CUDA sources on the host: a test tool that emulates their semantics, not a GPU and not its speed.
+//
+// The threads of a block are fibers on one operating-system thread; they take turns at barriers and warp collectives
+// only, so a missing barrier shows as soon as threads run in another order (`order`: forward, backward, shuffled).
+// Blocks run one after the other, in the same three orders. Shared memory is static and keeps what the block before
+// left in it, as on a device. A collective that not all 32 threads of a warp reach, or a barrier that nobody can
+// release any more, ends the process with a message.
+
+#pragma once
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <ucontext.h>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define __launch_bounds__(threads)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define KERNEL(name, threads, parameters, body) \
+    extern "C" void name parameters { emulator::run([&] { body; }, threads); }
+
+struct Place {
+    unsigned x;
+};
+static Place threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+const size_t STACK_BYTES = 64 * 1024;
+
+struct Warp {
+    int arrived = 0, alive = 0;
+    unsigned generation = 0;
+    uint64_t values[2][32];
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done;
+};
+
+static std::vector<Fiber> fibers;
+static std::vector<Warp> warps;
+static ucontext_t scheduler;
+static std::function<void()> body;
+static int current, alive, arrived, gathered, results[2];
+static unsigned generation;
+static uint64_t progress;
+static int order;
+
+[[noreturn]] inline void fail(const char* what) {
+    fprintf(stderr, "emulated kernel: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
+    abort();
+}
+
+inline void yield() {
+    int mine = current;
+    swapcontext(&fibers[mine].context, &scheduler);
+    current = mine;
+    threadIdx.x = mine;
+}
+
+inline void release_block() {
+    results[generation & 1] = gathered;
+    gathered = 0;
+    arrived = 0;
+    ++generation;
+    ++progress;
+}
+
+inline int barrier(int flag) {
+    unsigned mine = generation;
+    gathered |= flag != 0;
+    if (++arrived == alive)
+        release_block();
+    else
+        while (generation == mine) yield();
+    return results[mine & 1];
+}
+
+// Every lane's value, once all lanes of the warp have come.
+inline const uint64_t* exchange(uint64_t value) {
+    Warp& warp = warps[threadIdx.x / 32];
+    unsigned mine = warp.generation;
+    if (warp.alive != 32) fail("a warp collective that not all 32 threads reach");
+    warp.values[mine & 1][threadIdx.x % 32] = value;
+    if (++warp.arrived == 32) {
+        warp.arrived = 0;
+        ++warp.generation;
+        ++progress;
+    } else {
+        while (warp.generation == mine) yield();
+    }
+    return warp.values[mine & 1];
+}
+
+inline void entry() {
+    body();
+    fibers[current].done = true;
+    ++progress;
+    Warp& warp = warps[threadIdx.x / 32];
+    --warp.alive;
+    if (warp.arrived) fail("a thread ended while others of its warp wait in a collective");
+    if (--alive && arrived == alive) release_block();
+}
+
+// The n-th of `count` in the chosen order.
+inline int turn(int n, int count) {
+    if (order == 0) return n;
+    if (order == 1) return count - 1 - n;
+    int step = 7919;  // a prime, so that every one comes once
+    while (count % step == 0) step += 2;
+    return (int)(((int64_t)n * step + order) % count);
+}
+
+inline void run_block() {
+    int count = (int)blockDim.x;
+    warps.assign((count + 31) / 32, Warp());
+    alive = count;
+    arrived = gathered = 0;
+    for (int i = 0; i < count; ++i) {
+        Fiber& fiber = fibers[i];
+        ++warps[i / 32].alive;
+        fiber.done = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = &scheduler;
+        makecontext(&fiber.context, entry, 0);
+    }
+    while (alive) {
+        uint64_t before = progress;
+        for (int n = 0; n < count; ++n) {
+            current = turn(n, count);
+            if (fibers[current].done) continue;
+            threadIdx.x = current;
+            swapcontext(&scheduler, &fibers[current].context);
+        }
+        if (progress == before) fail("all threads wait: a barrier in divergent code");
+    }
+}
+
+static unsigned grid, threads;
+
+template <typename Body> void run(const Body& kernel, unsigned bound) {
+    if (threads > bound) fail("more threads than the kernel's launch bound");
+    if (fibers.size() < threads) fibers.resize(threads);
+    for (Fiber& fiber : fibers)
+        if (fiber.stack.empty()) fiber.stack.resize(STACK_BYTES);
+    body = kernel;
+    gridDim.x = grid;
+    blockDim.x = threads;
+    for (unsigned n = 0; n < grid; ++n) {
+        blockIdx.x = turn(n, grid);
+        run_block();
+    }
+}
+
+template <typename A> uint64_t pack(A value) {
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof(A));
+    return bits;
+}
+
+template <typename A> A unpack(uint64_t bits) {
+    A value;
+    memcpy(&value, &bits, sizeof(A));
+    return value;
+}
+
+}  // namespace emulator
+
+extern "C" void emulator_configure(unsigned grid, unsigned threads, int order) {
+    emulator::grid = grid;
+    emulator::threads = threads;
+    emulator::order = order;
+}
+
+inline void __syncthreads() { emulator::barrier(0); }
+inline int __syncthreads_or(int flag) { return emulator::barrier(flag); }
+inline void __syncwarp() { emulator::exchange(0); }
+inline void __threadfence() {}
+
+inline unsigned __ballot_sync(unsigned, int flag) {
+    const uint64_t* all = emulator::exchange(flag != 0);
+    unsigned mask = 0;
+    for (int lane = 0; lane < 32; ++lane) mask |= (unsigned)all[lane] << lane;
+    return mask;
+}
+template <typename A> A __shfl_sync(unsigned, A value, int lane) {
+    return emulator::unpack<A>(emulator::exchange(emulator::pack(value))[lane]);
+}
+template <typename A> A __shfl_xor_sync(unsigned, A value, int distance) {
+    int lane = (threadIdx.x % 32) ^ distance;
+    return emulator::unpack<A>(emulator::exchange(emulator::pack(value))[lane]);
+}
+template <typename A> A __shfl_down_sync(unsigned, A value, int distance) {
+    int lane = threadIdx.x % 32 + distance;
+    const uint64_t* all = emulator::exchange(emulator::pack(value));
+    return lane < 32 ? emulator::unpack<A>(all[lane]) : value;
+}
+template <typename A> A __shfl_up_sync(unsigned, A value, int distance) {
+    int lane = (int)(threadIdx.x % 32) - distance;
+    const uint64_t* all = emulator::exchange(emulator::pack(value));
+    return lane >= 0 ? emulator::unpack<A>(all[lane]) : value;
+}
+
+template <typename A> A atomicAdd(A* at, A value) {
+    A old = *at;
+    *at = old + value;
+    return old;
+}
+template <typename A> A atomicOr(A* at, A value) {
+    A old = *at;
+    *at = old | value;
+    return old;
+}
+template <typename A> A atomicMax(A* at, A value) {
+    A old = *at;
+    if (old < value) *at = value;
+    return old;
+}
+
+inline unsigned __float_as_uint(float value) { return emulator::unpack<unsigned>(emulator::pack(value)); }
+inline float __uint_as_float(unsigned bits) { return emulator::unpack<float>(bits); }
+inline long long __double_as_longlong(double value) {
+    return emulator::unpack<long long>(emulator::pack(value));
+}
+inline double __longlong_as_double(long long bits) { return emulator::unpack<double>((uint64_t)bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

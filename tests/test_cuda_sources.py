@@ -1,0 +1,343 @@
+"""The CUDA sources without a GPU: compiled for real devices by nvcc, and run by the emulation against the Numba twins.
+
+The emulation shows that indices, layouts and arithmetic are the host's, byte for byte. It is not a run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from compressor_cases import DTYPES, SPECS, dyadic, make_layout, numbers
+from emulator import BUILD, COMPILER, EmulatedDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espresso.compressors import (
+    Codec,
+    DrawKey,
+    Feedback,
+    Layout,
+    PayloadError,
+    Segment,
+    SummableCodec,
+    compressor_ids,
+    create,
+    cuda_codec,
+    host_codec,
+)
+from espresso.compressors.cuda import CudaDevice, CudaUnavailableError, source_of, sources
+
+NVCC = shutil.which("nvcc")
+ARCHITECTURES = ("75", "80", "90")
+GOLDEN = Path(__file__).parent / "golden" / "compressors.json"
+
+#: Block sizes with registers of their own, and longer segments than one tile; beside the suite's specs.
+MORE_SPECS = (
+    "efsignsgd:raw_below=300",
+    "int8:raw_below=1",
+    "int4:raw_below=1",
+    "int8:raw_below=1,block=4096",
+    "topk:raw_below=300,ratio=0.3",
+    "dgc:ratio=0.001",
+)
+
+
+def has_cuda(spec: str) -> bool:
+    """Whether this id has a GPU codec."""
+    try:
+        cuda_codec(create(spec), EmulatedDevice())
+    except ValueError as error:
+        assert "no GPU codec" in str(error)  # noqa: PT017 (the other outcome is fine)
+        return False
+    return True
+
+
+def ids(spec: str) -> str:
+    return spec.replace(":raw_below=1", "")
+
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation of kernels needs g++")
+specs = [spec for spec in (*SPECS, *MORE_SPECS) if has_cuda(spec)]
+every = pytest.mark.parametrize("spec", specs, ids=ids)
+both = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed: CUDA sources are not compiled here")
+@pytest.mark.parametrize("file", sources())
+def test_nvcc_compiles_it(file: str, tmp_path: Path) -> None:
+    """For sm_75, sm_80 and sm_90, without a warning. A build of the same text is not repeated."""
+    assert NVCC is not None
+    digest = hashlib.blake2b((source_of(file) + "".join(ARCHITECTURES)).encode(), digest_size=10).hexdigest()
+    stamp = BUILD / f"nvcc-{file}-{digest}"
+    if stamp.exists():
+        return
+    source = tmp_path / file
+    source.write_text(source_of(file))
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    command = [NVCC, "-std=c++17", "--fmad=false", "-Werror=all-warnings", *targets, "-fatbin", str(source)]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "out.fatbin")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    BUILD.mkdir(parents=True, exist_ok=True)
+    stamp.touch()
+
+
+def test_most_ids_have_a_gpu_codec() -> None:
+    missing = [name for name in compressor_ids() if not has_cuda(name)]
+    assert not missing
+
+
+class Run:
+    """One encode and one decode of three rows by a codec."""
+
+    def __init__(
+        self, codec: Codec, layout: Layout, starts: np.ndarray, source: np.ndarray, old: np.ndarray | None
+    ) -> None:
+        key = DrawKey(seed=1, step=2**40 + 3, site=3)
+        self.payload = np.full(layout.num_bytes, 0xA5, np.uint8)
+        self.kept, self.decoded = np.full_like(source, 7), np.full_like(source, 7)
+        feedback = None if old is None else Feedback(old, self.kept, starts)
+        self.finite = codec.encode(
+            layout, source, starts, self.payload, scale=0.3, feedback=feedback, key=key
+        )
+        rows = np.zeros((3, layout.num_bytes + 16), np.uint8)[:, : layout.num_bytes]
+        rows[:] = self.payload
+        self.decoded_finite = codec.decode(layout, rows, self.decoded, starts, scale=1 / 3, key=key)
+
+    def check_equal(self, other: Run) -> None:
+        assert self.finite == other.finite == self.decoded_finite == other.decoded_finite
+        if not self.finite:
+            assert self.payload[5] == other.payload[5] == 1
+            return
+        assert self.payload.tobytes() == other.payload.tobytes()
+        assert self.kept.tobytes() == other.kept.tobytes()
+        assert self.decoded.tobytes() == other.decoded.tobytes()
+
+
+def compare(
+    spec: str, dtype: Any, sizes: Any, change: Any = None, *, order: int = 0, feedback: bool = True
+) -> Run:
+    """Both backends on the same input."""
+    compressor = create(spec)
+    layout, starts = make_layout(compressor, sizes, dtype)
+    total = int(starts[-1] + sizes[-1])
+    source, old = numbers(total, dtype, 1), numbers(total, dtype, 2)
+    if change is not None:
+        change(source, old)
+    given = old if feedback else None
+    host = Run(host_codec(compressor), layout, starts, source, given)
+    device = Run(cuda_codec(compressor, EmulatedDevice(order)), layout, starts, source, given)
+    host.check_equal(device)
+    return device
+
+
+@needs_compiler
+@every
+@both
+def test_bytes_are_those_of_the_host(spec: str, dtype: Any) -> None:
+    """Payload, residual and decoded sum; threads forward, backward and shuffled; with and without a residual."""
+    odd = (0, 1, 7, 8, 9, 31, 32, 33, 127, 1021, 1024, 5003)
+    assert compare(spec, dtype, odd, order=1).finite
+    assert compare(spec, dtype, (33, 70_001, 4096), order=11).finite
+    assert compare(spec, dtype, odd, feedback=False).finite
+
+
+@needs_compiler
+@every
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_non_finite_is_flagged(spec: str, value: float) -> None:
+    """In the middle, in a raw segment, in the residual."""
+
+    def spoil(source: np.ndarray, old: np.ndarray) -> None:
+        (old if value > 0 else source)[4400] = value
+
+    run = compare(spec, np.float32, (5003, 8), spoil)
+    assert not run.finite
+    assert np.isnan(run.decoded[:5003]).all()
+
+
+@needs_compiler
+def test_every_fallback_of_the_sparsifiers() -> None:
+    """Inputs that mislead samples: ties, structure, hardly any numbers, nothing at all."""
+    shapes = {
+        "ties": lambda n: np.random.default_rng(0).integers(-3, 4, n).astype(float),
+        "nearly empty": lambda n: np.where(np.arange(n) % 997 == 5, 1.0 + np.arange(n), 0),
+        "one run": lambda n: np.where(np.arange(n) < n // 50, 1e6 + np.arange(n), 1e-6),
+        "hidden": lambda n: np.where(np.arange(n) % 1000 == 999, 1e3, 1.0),
+        "ascending": lambda n: np.arange(n) / n,
+        "zeros": lambda n: np.zeros(n),
+        "steep": lambda n: np.exp(-np.arange(n) / 300.0),
+    }
+    for number, make in enumerate(shapes.values()):
+        for spec in ("topk:ratio=0.01", "dgc:ratio=0.01", "dgc:ratio=0.001"):
+            compare(
+                spec,
+                np.float32,
+                (30_011,),
+                lambda source, old, make=make: (
+                    source.__setitem__(slice(None), make(source.size)),
+                    old.fill(0),
+                ),
+                order=number,
+            )
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_golden_bytes(dtype: str) -> None:
+    golden = json.loads(GOLDEN.read_text())
+    for spec in filter(has_cuda, SPECS):
+        codec = cuda_codec(create(spec), EmulatedDevice())
+        layout, starts = make_layout(codec.compressor, (3, 37, 70, 300), dtype)
+        total = int(starts[-1] + 300)
+        source = ((np.arange(total) * 37 % 101 - 50) / 16).astype(dtype)
+        payload = np.empty(layout.num_bytes, np.uint8)
+        codec.encode(layout, source, starts, payload, key=DrawKey(seed=9, step=8, site=7))
+        assert payload.tobytes().hex() == golden[f"{spec} {dtype}"], spec
+
+
+@needs_compiler
+@pytest.mark.parametrize("spec", ["none", "fp16:raw_below=1", "bf16", "randomk:ratio=0.05"])
+@both
+def test_vectors_are_those_of_the_host(spec: str, dtype: Any) -> None:
+    compressor = create(spec)
+    layout, starts = make_layout(compressor, (1021, 33, 5003), dtype)
+    total, key = int(starts[-1] + 5003), DrawKey(seed=4)
+    for spoilt in (False, True):
+        source = dyadic(total, dtype, 1)
+        source[4000] = np.inf if spoilt else 1
+        outcomes = []
+        for codec in (host_codec(compressor), cuda_codec(compressor, EmulatedDevice(1))):
+            assert isinstance(codec, SummableCodec)
+            kind = codec.value_dtype(layout)
+            values = np.zeros(codec.num_values(layout), np.uint16 if kind == "bfloat16" else kind)
+            old, new, target = numbers(total, dtype), np.zeros(total, dtype), np.zeros(total, dtype)
+            finite = codec.encode_values(
+                layout, source, starts, values, feedback=Feedback(old, new, starts), key=key
+            )
+            again = codec.decode_values(layout, values, target, starts, scale=0.5, key=key)
+            outcomes.append((finite, again, values, new, target))
+        host, device = outcomes
+        assert host[:2] == device[:2] == (not spoilt, not spoilt)
+        if not spoilt:
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(host[2:], device[2:], strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("spec", ["efsignsgd", "int8", "topk:ratio=0.02", "randomk:ratio=0.1"])
+def test_corrupted_payloads_are_survived(spec: str) -> None:
+    """Any bytes decode to numbers or to a PayloadError; what lies around the target stays as it was."""
+    codec = cuda_codec(create(f"{spec}{',' if ':' in spec else ':'}raw_below=1"), EmulatedDevice())
+    layout, starts = make_layout(codec.compressor, (33, 1021), np.float32)
+    good = np.empty(layout.num_bytes, np.uint8)
+    codec.encode(layout, numbers(1057, np.float32), starts, good)
+    guarded = np.zeros(4000, np.float32)
+
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(
+        st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12)
+    )
+    def check(edits: list[tuple[float, int]]) -> None:
+        payload = good.copy()
+        for place, value in edits:
+            payload[int(place * payload.size)] = value
+        guarded[:] = 7
+        with contextlib.suppress(PayloadError):
+            codec.decode(layout, payload.reshape(1, -1), guarded, starts + 1000)
+        assert (guarded[:1000] == 7).all()
+        assert (guarded[1033:1036] == 7).all()
+        assert (guarded[2057:] == 7).all()
+
+    check()
+
+
+@needs_compiler
+def test_malformed_payloads_are_named() -> None:
+    codec = cuda_codec(create("topk:ratio=0.01"), EmulatedDevice())
+    layout, starts = make_layout(codec.compressor, (1000, 9000), np.float32)
+    payload, target = np.empty(layout.num_bytes, np.uint8), np.zeros(10_003, np.float32)
+    codec.encode(layout, numbers(10_003, np.float32), starts, payload)
+    for at, says in (
+        (0, "magic"),
+        (4, "version"),
+        (5, "flags"),
+        (12, "digest"),
+        (24, "segment 0"),
+        (44, "segment 1"),
+    ):
+        bad = payload.copy()
+        bad[at] ^= 0x42
+        with pytest.raises(PayloadError, match=says):
+            codec.decode(layout, bad.reshape(1, -1), target, starts)
+    with pytest.raises(PayloadError, match="bytes"):
+        codec.decode(layout, payload[:-8].reshape(1, -1).copy(), target, starts)
+    for word, value in ((0, 91), (0, 2**32 - 1), (1, 1), (92, 9000), (181, 0), (181, 2**32 - 1)):
+        bad = payload.copy()
+        bad[int(layout.offsets[1]) :].view(np.uint32)[word] = value
+        with pytest.raises(PayloadError, match="layer1"):
+            codec.decode(layout, bad.reshape(1, -1), target, starts)
+
+
+@needs_compiler
+def test_one_launch_serves_all_segments() -> None:
+    """Three hundred small tensors: as many launches as for one."""
+    for spec, launches in (("efsignsgd", 1), ("int8", 1), ("fp16", 1), ("randomk:ratio=0.1", 1), ("topk", 6)):
+        device = EmulatedDevice()
+        codec = cuda_codec(create(spec), device)
+        layout = codec.compressor.layout([Segment(f"t{i}", 0, 300) for i in range(300)])
+        starts = np.arange(300, dtype=np.int64) * 300
+        source, payload = numbers(90_000, np.float32), np.empty((1, layout.num_bytes), np.uint8)
+        codec.encode(layout, source, starts, payload[0])
+        assert len(device.launches) == launches
+        codec.decode(layout, payload, source, starts)
+        assert len(device.launches) == launches + 1
+
+
+@needs_compiler
+def test_wrong_arguments_are_refused() -> None:
+    codec = cuda_codec(create("int8"), EmulatedDevice())
+    layout, starts = make_layout(codec.compressor, (300, 400), np.float32)
+    source, payload = numbers(703, np.float32), np.empty(layout.num_bytes, np.uint8)
+    with pytest.raises(ValueError, match=r"source must be .* float32"):
+        codec.encode(layout, source.astype(np.float64), starts, payload)
+    with pytest.raises(ValueError, match="payload must be"):
+        codec.encode(layout, source, starts, payload[:-1])
+    with pytest.raises(ValueError, match="segment 1 of 400 elements ends outside"):
+        codec.encode(layout, source, starts + 1, payload)
+    with pytest.raises(ValueError, match="ends outside"):
+        codec.encode(
+            layout, source, starts, payload, feedback=Feedback(source[:10], source[:10].copy(), starts)
+        )
+
+
+def test_a_missing_device_is_explained() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(CudaUnavailableError, match="no CUDA device"):
+        CudaDevice()
+
+
+def test_a_missing_cupy_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(CudaUnavailableError, match="CuPy"):
+        CudaDevice()
