@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from espresso.comm import transport
 from espresso.comm.errors import EspressoError
 from espresso.comm.groups import Member
+from espresso.comm.memory import HOST, Array, Memory
 from espresso.comm.parameter_server import Described, Line, Link, describe
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.residuals import Residual, ResidualStore
@@ -40,6 +40,7 @@ from espresso.strategies import (
     Run,
     Scope,
     Site,
+    Stage,
     StepFlow,
     StepKind,
     cut,
@@ -53,8 +54,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-
-Array = npt.NDArray[Any]
 
 
 class Codecs(Protocol):
@@ -84,6 +83,8 @@ class Context:
     seed: int = 0
     velocities: Velocities | None = None
     servers: Link | None = None
+    memory: Memory = HOST
+    host: Memory = HOST
 
 
 class PartitionProgram:
@@ -110,14 +111,17 @@ class PartitionProgram:
         self.work = torch.float64 if native is torch.float64 else torch.float32
         self.dtype = self.work if compressed else native
         self._in_place = self.dtype is native and self._is_one_stretch()
-        self._own = None if self._in_place else torch.empty(partition.numel, dtype=self.dtype)
+        self._memory = context.memory
+        self._own = None if self._in_place else self._memory.numbers(partition.numel, self.dtype)
         self.home: torch.Tensor = torch.empty(0, dtype=self.dtype)
         self.numbers: Array = np.empty(0)
+        self._mirror: torch.Tensor | None = None
+        self._copies: dict[tuple[int, Stage], Callable[[], None]] = {}
         self.buffer: torch.Tensor = torch.empty(0, dtype=native)
         self.round = Round(0)
         self._payload: Array = np.empty(0, np.uint8)
-        self._layouts: list[tuple[Layout, npt.NDArray[np.int64]]] = []
-        self._made: dict[Span, tuple[Layout, npt.NDArray[np.int64]]] = {}
+        self._layouts: list[tuple[Layout, Starts]] = []
+        self._made: dict[Span, tuple[Layout, Starts]] = {}
         self._values: torch.Tensor = torch.empty(0)
         self._keeps_residual = compressed and self._codec(Device.TRAINING).compressor.traits.error_feedback
         self.actions: list[Callable[[], None] | None] = [self._compile(i) for i in range(len(self.flows))]
@@ -147,7 +151,7 @@ class PartitionProgram:
             assert self._own is not None
             self.home = self._own
         if self._compresses:
-            self.numbers = self.home.numpy()
+            self.numbers = self._memory.array(self.home)
 
     def load(self) -> None:
         """Before the first step: fetch the numbers, add what is carried, divide if nothing is compressed."""
@@ -167,9 +171,15 @@ class PartitionProgram:
                 self._bucket_slice(run.bucket_start, run.numel).copy_(self._slice(run.group_start, run.numel))
         narrowed = self.buffer.dtype is not self.dtype
         if check and (self.finite is None or narrowed):
-            self.finite = all(
-                is_finite(self._bucket_slice(run.bucket_start, run.numel)) for run in self.runs if run.numel
+            self.finite = self._memory.all_finite(
+                [self._bucket_slice(run.bucket_start, run.numel) for run in self.runs if run.numel]
             )
+
+    def action(self, step_index: int, stage: Stage) -> Callable[[], None]:
+        """What to do in a step, or in the copy before or after it."""
+        found = self.actions[step_index] if stage is Stage.STEP else self._copies[step_index, stage]
+        assert found is not None
+        return found
 
     def issue(self) -> Any:
         """Start the one allreduce of this partition; returns a future."""
@@ -201,14 +211,14 @@ class PartitionProgram:
 
     def _add_to(self, run: Run, carried: torch.Tensor, weight: float, store: ResidualStore) -> None:
         """Add what is carried of a stretch to our gradient; what a narrow type rounds off stays carried."""
-        values = carried[run.tensor_start : run.tensor_start + run.numel]
         mine = self._slice(run.group_start, run.numel)
+        values = carried[run.tensor_start : run.tensor_start + run.numel].to(mine.device)
         wide = mine.to(values.dtype)
         total = torch.add(wide, values, alpha=weight * self.round.grad_scale)
         mine.copy_(total)
         left = None
         if mine.dtype is not values.dtype:
-            left = total.sub_(mine).div_(weight * self.round.grad_scale).numpy()
+            left = total.sub_(mine).div_(weight * self.round.grad_scale).cpu().numpy()
         store.used_carry(run.tensor, run.tensor_start, left)
 
     # -- momentum --------------------------------------------------------------------------------
@@ -265,6 +275,44 @@ class PartitionProgram:
     def _codec(self, device: Device) -> Codec:
         return self.context.codecs(self.choice.compressor, device)
 
+    # -- offloaded steps of a job on a device: they work on mirrors in host memory ---------------
+
+    def _is_copied(self, device: Device | None) -> bool:
+        return device is Device.OFFLOAD and self._memory.host_copies
+
+    def _memory_of(self, device: Device | None) -> Memory:
+        return self.context.host if self._is_copied(device) else self._memory
+
+    def _numbers_for(self, device: Device | None) -> Callable[[], Array]:
+        """Home as an array where a step runs."""
+        if not self._is_copied(device):
+            return lambda: self.numbers
+        if self._mirror is None:
+            self._mirror = self.context.host.numbers(self.partition.numel, self.dtype)
+        array = self.context.host.array(self._mirror)
+        return lambda: array
+
+    def _copy_before(self, index: int, span: Span | None, here: torch.Tensor, there: torch.Tensor) -> None:
+        """Before an offloaded step ``there`` receives a payload or vector (``here``), or home's ``span``."""
+        self._copies[index, Stage.COPY_TO_HOST] = self._copier(span, here, there, to_host=True)
+
+    def _copy_after(self, index: int, span: Span | None, here: torch.Tensor, there: torch.Tensor) -> None:
+        """After it, the other way."""
+        self._copies[index, Stage.COPY_TO_DEVICE] = self._copier(span, here, there, to_host=False)
+
+    def _copier(
+        self, span: Span | None, here: torch.Tensor, there: torch.Tensor, *, to_host: bool
+    ) -> Callable[[], None]:
+        def copy() -> None:
+            mine, host = here, there
+            if span is not None:
+                assert self._mirror is not None
+                mine, host = self.home[span[0] : span[1]], self._mirror[span[0] : span[1]]
+            target, source = (host, mine) if to_host else (mine, host)
+            target.copy_(source, non_blocking=True)
+
+        return copy
+
     def _wire_codec(self, codec: Any, region: Span) -> Any:
         """``codec``; on the way to a server plain numbers, where its payload would be no smaller."""
         if not self.choice.option.uses_servers:
@@ -272,7 +320,7 @@ class PartitionProgram:
         dtype = np.float64 if self.work is torch.float64 else np.float32
         return smaller(codec, self._segments(region)[0], dtype)
 
-    def _segments(self, span: Span) -> tuple[list[Segment], npt.NDArray[np.int64]]:
+    def _segments(self, span: Span) -> tuple[list[Segment], Starts]:
         """The segments of a range of the partition, and where each begins in home."""
         start = self.partition.start
         runs = self.group.segments(start + span[0], start + span[1])
@@ -282,7 +330,7 @@ class PartitionProgram:
     def _lay_out(self, index: int, codec: Codec) -> int:
         """Layouts of every atom any rank encodes at this step; returns the stride all of them use."""
         dtype = np.float64 if self.work is torch.float64 else np.float32
-        made: dict[Span, tuple[Layout, npt.NDArray[np.int64]]] = {}
+        made: dict[Span, tuple[Layout, Starts]] = {}
         for rank in range(self.context.cluster.num_ranks):
             after = trace(
                 self.choice.option, self.context.cluster, self.partition.numel, rank, self.partition.root
@@ -304,12 +352,18 @@ class PartitionProgram:
         if first and flow.before.active and self.context.velocities is not None:
             velocity = self._keep_velocity(flow.before.region, flow.site)
         if flow.step.form is Form.SUMMABLE:
-            return self._compile_compress_values(flow, codec, residual, velocity)
+            return self._compile_compress_values(flow, index, codec, residual, velocity)
         codec = self._wire_codec(codec, flow.after.region)
         stride = self._lay_out(index, codec)
         atoms = flow.after.atoms
-        payload = np.zeros((1, len(atoms), stride), np.uint8)
-        self._payload = payload
+        memory, numbers = self._memory_of(flow.step.device), self._numbers_for(flow.step.device)
+        shape = (1, len(atoms), stride)
+        payload = self._payload = memory.zeros(shape, np.uint8)
+        if self._is_copied(flow.step.device):
+            self._payload = self._memory.zeros(shape, np.uint8)
+            here, there = self._memory.tensor(self._payload), memory.tensor(payload)
+            self._copy_before(index, flow.before.region, here, there)
+            self._copy_after(index, None, here, there)
         jobs = [
             (
                 layout,
@@ -330,10 +384,10 @@ class PartitionProgram:
                 feedback = self._feedback(residual, kept_at)
                 moved = self._feedback(velocity, moved_at)
                 if moved is None or corrected is None:
-                    codec.encode(layout, self.numbers, starts, out, scale=scale, feedback=feedback, key=key)
+                    codec.encode(layout, numbers(), starts, out, scale=scale, feedback=feedback, key=key)
                 else:
                     corrected.encode(
-                        layout, self.numbers, starts, out,
+                        layout, numbers(), starts, out,
                         scale=scale, feedback=feedback, velocity=moved, key=key,
                     )  # fmt: skip
             self._settle(residual)
@@ -351,15 +405,20 @@ class PartitionProgram:
         return self._keeps_residual or self.context.velocities is not None
 
     def _compile_compress_values(
-        self, flow: StepFlow, codec: Any, residual: Residual | None, velocity: Residual | None
+        self, flow: StepFlow, index: int, codec: Any, residual: Residual | None, velocity: Residual | None
     ) -> Callable[[], None]:
         segments, starts = self._segments(flow.before.region)
         dtype = np.float64 if self.work is torch.float64 else np.float32
         layout = codec.compressor.layout(segments, dtype)
-        values = torch.empty(codec.num_values(layout), dtype=TORCH_DTYPES[codec.value_dtype(layout)])
-        self._values = values
+        memory, source = self._memory_of(flow.step.device), self._numbers_for(flow.step.device)
+        size, dtype = codec.num_values(layout), TORCH_DTYPES[codec.value_dtype(layout)]
+        values = self._values = memory.numbers(size, dtype)
+        if self._is_copied(flow.step.device):
+            self._values = self._memory.numbers(size, dtype)
+            self._copy_before(index, flow.before.region, self._values, values)
+            self._copy_after(index, None, self._values, values)
         self._layouts = [(layout, starts)]
-        numbers = _numbers(values)
+        vector = memory.array(values)
         ranks = self.context.cluster.num_ranks
         site = flow.site
         assert site is not None
@@ -370,15 +429,15 @@ class PartitionProgram:
             # Divide first where nothing is kept: the sum of a cast must not overflow.
             scale = 1.0 if self._keeps_residual else 1.0 / ranks
             unscale = 1.0 / self.round.grad_scale if self._is_unscaled else 1.0
-            source, source_starts = self.numbers, starts
+            mine, source_starts = source(), starts
             moved = self._feedback(velocity, moved_at)
             if moved is None or corrected is None:
                 scale *= unscale
             else:
-                source, source_starts = corrected.advance(layout, source, starts, moved, unscale)
+                mine, source_starts = corrected.advance(layout, mine, starts, moved, unscale)
             feedback = self._feedback(residual, kept_at)
             codec.encode_values(
-                layout, source, source_starts, numbers, scale=scale, feedback=feedback, key=self._key(site)
+                layout, mine, source_starts, vector, scale=scale, feedback=feedback, key=self._key(site)
             )
             self._settle(residual)
             self._settle(velocity)
@@ -391,20 +450,33 @@ class PartitionProgram:
         last = not any(f.step.kind is StepKind.DECOMPRESS for f in self.flows[index + 1 :])
         ends = index == len(self.flows) - 1
         ranks = self.context.cluster.num_ranks
+        memory, numbers = self._memory_of(flow.step.device), self._numbers_for(flow.step.device)
+        copied = self._is_copied(flow.step.device)
         if flow.step.form is Form.SUMMABLE:
-            (layout, starts), values = self._layouts[0], _numbers(self._values)
+            layout, starts = self._layouts[0]
+            vector = self._values
+            if copied:
+                vector = memory.numbers(vector.numel(), vector.dtype)
+                self._copy_before(index, None, self._values, vector)
+                self._copy_after(index, flow.after.region, self._values, vector)
+            values = memory.array(vector)
 
             def run_values() -> None:
                 scale = self.round.grad_scale if self._is_unscaled else 1.0
                 scale = scale / ranks if self._keeps_residual else scale
                 finite = codec.decode_values(
-                    layout, values, self.numbers, starts, scale=scale, key=self._key(Site.LOCAL)
+                    layout, values, numbers(), starts, scale=scale, key=self._key(Site.LOCAL)
                 )
                 self.finite = finite if ends else None
 
             return run_values
         codec = self._wire_codec(codec, flow.before.region)
         payload, made = self._payload, self._made
+        if copied:
+            payload = memory.zeros(tuple(payload.shape), np.uint8)
+            here, there = self._memory.tensor(self._payload), memory.tensor(payload)
+            self._copy_before(index, None, here, there)
+            self._copy_after(index, flow.after.region, here, there)
         jobs = [
             (*made[span], payload[:, number, : made[span][0].num_bytes])
             for number, span in enumerate(flow.before.atoms)
@@ -418,7 +490,7 @@ class PartitionProgram:
             key = DrawKey(self.context.seed, self.round.step, list(Site).index(site), -1)
             finite = True
             for layout, starts, sources in jobs:
-                finite &= codec.decode(layout, sources, self.numbers, starts, scale=scale, key=key)
+                finite &= codec.decode(layout, sources, numbers(), starts, scale=scale, key=key)
             self.finite = finite if ends else None
 
         return run
@@ -430,17 +502,19 @@ class PartitionProgram:
         return sites[-1]
 
     def _residual(self, flow: StepFlow, site: Site) -> Residual:
-        residual = self._new_residual(self.context.store, flow.before.region, site)
+        residual = self._new_residual(
+            self.context.store, flow.before.region, site, self._memory_of(flow.step.device)
+        )
         self.residuals.append(residual)
         return residual
 
-    def _new_residual(self, store: ResidualStore, span: Span, site: Site) -> Residual:
+    def _new_residual(self, store: ResidualStore, span: Span, site: Site, memory: Memory = HOST) -> Residual:
         start = self.partition.start
         runs = self.group.segments(start + span[0], start + span[1])
         node = self.context.rank // self.context.cluster.ranks_per_node
         replica = node if site.replicas(self.context.cluster) > 1 else 0
         dtype = np.float64 if self.work is torch.float64 else np.float32
-        return store.new_residual(site, runs, dtype, replica)
+        return store.new_residual(site, runs, dtype, replica, memory)
 
     def _kept_at(self, residual: Residual | None, starts: Starts) -> Starts:
         """Where segments that begin at ``starts`` of the partition begin in the residual's buffers."""
@@ -452,7 +526,7 @@ class PartitionProgram:
         if residual is None:
             return None
         if residual.new is None:
-            residual.scratch = np.zeros_like(residual.old) if residual.scratch is None else residual.scratch
+            residual.scratch = residual.spare() if residual.scratch is None else residual.scratch
             return Feedback(residual.old, residual.scratch, starts)
         return Feedback(residual.old, residual.new, starts)
 
@@ -568,7 +642,7 @@ class PartitionProgram:
             return self._compile_half(whole, shards, member)
         dtype = self.dtype if values is None else values.dtype
         received = [
-            None if peer == member.index else torch.empty(mine[1] - mine[0], dtype=dtype)
+            None if peer == member.index else self._memory.numbers(mine[1] - mine[0], dtype)
             for peer in range(member.size)
         ]
 
@@ -610,13 +684,14 @@ class PartitionProgram:
             return self._compile_payload_broadcast(flow, member, stride)
         if flow.step.phase is Phase.SECOND:
             return self._compile_payload_second(flow, member, held)
-        out = np.zeros((flow.after.multiplicity, len(flow.after.atoms), stride), np.uint8)
+        memory = self._memory
+        out = memory.zeros((flow.after.multiplicity, len(flow.after.atoms), stride), np.uint8)
         self._payload = out
-        places = [torch.from_numpy(out[p * sources : (p + 1) * sources]) for p in range(member.size)]
+        places = [memory.tensor(out[p * sources : (p + 1) * sources]) for p in range(member.size)]
         self._count(flow, member, held.nbytes if flow.step.routine is Routine.ALL_TO_ALL else out.nbytes)
         if flow.step.routine is Routine.ALL_TO_ALL:
             each = len(flow.after.atoms)
-            parts = [_packed(held[:, p * each : (p + 1) * each]) for p in range(member.size)]
+            parts = [_packed(memory.tensor(held)[:, p * each : (p + 1) * each]) for p in range(member.size)]
 
             def exchange() -> None:
                 outgoing = [part() for part in parts]
@@ -624,7 +699,7 @@ class PartitionProgram:
                 places[member.index].copy_(outgoing[member.index])
 
             return exchange
-        mine = torch.from_numpy(held)
+        mine = memory.tensor(held)
         if flow.step.routine is Routine.GATHER:
 
             def gather() -> None:
@@ -634,8 +709,8 @@ class PartitionProgram:
             return gather
         assert flow.step.routine is Routine.ALLGATHER
         crosses_twice = flow.step.scope is Scope.FLAT and self.context.cluster.is_hierarchical
-        if crosses_twice and out.size:
-            together = torch.from_numpy(out).view(-1)
+        if crosses_twice and out.nbytes:
+            together = memory.tensor(out).view(-1)
             return lambda: transport.allgather_ring(mine.view(-1), together, member)
 
         def allgather() -> None:
@@ -647,13 +722,14 @@ class PartitionProgram:
     def _compile_payload_second(self, flow: StepFlow, member: Member, held: Array) -> Callable[[], None]:
         """All-gather of disjoint shards: the atoms of rank i of the group go to place i, sources stay."""
         sources, each, stride = held.shape
-        out = np.zeros((sources, member.size * each, stride), np.uint8)
+        memory = self._memory
+        out = memory.zeros((sources, member.size * each, stride), np.uint8)
         self._payload = out
-        mine = torch.from_numpy(held)
+        mine, whole = memory.tensor(held), memory.tensor(out)
         self._count(flow, member, out.nbytes)
         direct = sources == 1
         places = [
-            torch.from_numpy(out[:, p * each : (p + 1) * each] if direct else np.zeros_like(held))
+            whole[:, p * each : (p + 1) * each] if direct else torch.zeros_like(mine)
             for p in range(member.size)
         ]
 
@@ -662,7 +738,7 @@ class PartitionProgram:
             places[member.index].copy_(mine)
             if not direct:
                 for peer, place in enumerate(places):
-                    out[:, peer * each : (peer + 1) * each] = place.numpy()
+                    whole[:, peer * each : (peer + 1) * each] = place
 
         return allgather
 
@@ -670,8 +746,8 @@ class PartitionProgram:
         if self._payload.shape[:2] != (flow.after.multiplicity, len(flow.after.atoms)):
             shape = (flow.after.multiplicity, len(flow.after.atoms), stride)
             assert member.index != flow.root, "the root holds what it broadcasts"
-            self._payload = np.zeros(shape, np.uint8)
-        both = torch.from_numpy(self._payload)
+            self._payload = self._memory.zeros(shape, np.uint8)
+        both = self._memory.tensor(self._payload)
         self._count(flow, member, both.nbytes)
         return lambda: transport.broadcast(both, member, flow.root)
 
@@ -708,26 +784,9 @@ def sum_in_rank_order(mine: torch.Tensor, received: Sequence[torch.Tensor | None
         torch.add(total, part, out=mine if position == len(parts) else total)
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """One reading pass: the largest magnitude is NaN or inf exactly if an element is."""
-    return bool(torch.isfinite(torch.linalg.vector_norm(tensor, float("inf"))))
-
-
-def _numbers(values: torch.Tensor) -> Array:
-    """A NumPy view; bfloat16 as uint16, since NumPy has no such type."""
-    return values.view(torch.uint16).numpy() if values.dtype is torch.bfloat16 else values.numpy()
-
-
-def _packed(part: Array) -> Callable[[], torch.Tensor]:
+def _packed(part: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that returns ``part`` as a contiguous tensor: itself, or a copy into a kept buffer."""
-    if part.flags.c_contiguous:
-        tensor = torch.from_numpy(part)
-        return lambda: tensor
-    buffer = np.empty_like(part, order="C")
-    tensor = torch.from_numpy(buffer)
-
-    def pack() -> torch.Tensor:
-        np.copyto(buffer, part)
-        return tensor
-
-    return pack
+    if part.is_contiguous():
+        return lambda: part
+    buffer = torch.empty_like(part, memory_format=torch.contiguous_format)
+    return lambda: buffer.copy_(part)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from espresso.comm.memory import HOST, Memory
 from espresso.strategies import Run, Site
 
 Array = npt.NDArray[Any]
@@ -43,6 +44,7 @@ class Residual:
     starts: tuple[int, ...]
     dtype: Any
     replica: int = 0
+    memory: Memory = HOST
     old: Array = field(init=False)
     new: Array | None = field(init=False)
     transactional: bool = True
@@ -50,9 +52,13 @@ class Residual:
     scratch: Array | None = None
 
     def __post_init__(self) -> None:
+        self.old = self.spare()
+        self.new = self.spare() if self.transactional else None
+
+    def spare(self) -> Array:
+        """A zero buffer of this residual's size, where its step runs."""
         size = self.starts[-1] + self.runs[-1].numel if self.runs else 0
-        self.old = np.zeros(size, self.dtype)
-        self.new = np.zeros(size, self.dtype) if self.transactional else None
+        return self.memory.zeros(size, self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -103,10 +109,13 @@ class ResidualStore:
 
     def norm(self) -> float:
         """Euclidean norm of everything this rank keeps."""
-        arrays = [r.old for r in self._live] + list(self.carry.values())
-        return float(np.sqrt(sum(float(np.vdot(a, a)) for a in arrays)))
+        squares = [r.memory.square_sum(r.old) for r in self._live]
+        squares += [HOST.square_sum(values) for values in self.carry.values()]
+        return float(np.sqrt(sum(squares)))
 
-    def new_residual(self, site: Site, runs: Sequence[Run], dtype: Any, replica: int) -> Residual:
+    def new_residual(
+        self, site: Site, runs: Sequence[Run], dtype: Any, replica: int, memory: Memory = HOST
+    ) -> Residual:
         """A zero residual over these runs; it counts once ``adopt`` has been given it.
 
         Every run begins on a cache line, whatever its place in the bucket: encoders write residuals past
@@ -114,7 +123,7 @@ class ResidualStore:
         """
         lengths = [-(-run.numel // _ALIGN) * _ALIGN for run in runs]
         starts = tuple(accumulate(lengths, initial=0))[: len(runs)]
-        return Residual(site, tuple(runs), starts, dtype, replica, self.transactional)
+        return Residual(site, tuple(runs), starts, dtype, replica, memory, transactional=self.transactional)
 
     def holds(self, residuals: Iterable[Residual]) -> bool:
         """Whether all of these are in use."""
@@ -147,7 +156,7 @@ class ResidualStore:
         pieces: dict[Address, list[Piece]] = {}
         for residual in residuals:
             for run, start in zip(residual.runs, residual.starts, strict=True):
-                values = residual.old[start : start + run.numel].copy()
+                values = residual.memory.read(residual.old, start, run.numel)
                 piece = (run.tensor_start, values, residual.replica)
                 pieces.setdefault((run.tensor, residual.site), []).append(piece)
         return pieces
@@ -271,7 +280,7 @@ class ResidualStore:
                     if run.tensor == tensor and low < high:
                         here, cut = at + low - run.tensor_start, slice(low - start, high - start)
                         kept = np.where(left[cut], values[cut], 0)
-                        residual.old[here : here + high - low] += kept.astype(residual.dtype)
+                        residual.memory.add(residual.old, here, kept.astype(residual.dtype))
                         left[cut] = False
         if replica == 0 and left.any():
             self.add_carry(tensor, start, np.where(left, values, 0).astype(values.dtype), numels[tensor])
