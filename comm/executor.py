@@ -53,6 +53,7 @@ class Assignment:
         buckets: the structure ``order`` is for.
         deferred: start nothing before the last bucket is there, so that backward is measured undisturbed.
         record: keep the intervals of all tasks.
+        concludes_later: a job on a GPU need not wait for this iteration's end before it goes on: nothing is measured.
         drain: send what uncompressed tensors still carry from an earlier strategy. A plain block of a race
             parks it instead: the strategies it races against take it up again where they left it.
     """
@@ -63,6 +64,7 @@ class Assignment:
     deferred: bool = False
     record: bool = False
     drain: bool = True
+    concludes_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,9 @@ class Executor:
         servers: the way to the parameter servers, if there are any.
     """
 
+    host_copies = False
+    """Whether offloaded steps copy between device and host."""
+
     def __init__(
         self,
         groups: Groups,
@@ -231,8 +236,7 @@ class Executor:
                 )
             iteration.touched_s = time.monotonic()
             iteration.record.ready_ns.append(time.perf_counter_ns())
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            iteration.futures[index] = future
+            future = iteration.futures[index] = self._new_future(index)
             iteration.buffers[index] = buffer
             iteration.last_seen = is_last
         if iteration.averaging is not None:
@@ -242,6 +246,9 @@ class Executor:
         else:
             self._follow_plan(iteration, describe(), buffer, grad_scale())
         return future
+
+    def _new_future(self, index: int) -> torch.futures.Future[torch.Tensor]:
+        return torch.futures.Future()
 
     def _follow_plan(
         self, iteration: _Iteration, bucket: Bucket, buffer: torch.Tensor, grad_scale: float | None
@@ -352,7 +359,8 @@ class Executor:
         assert assignment.buckets is not None
         assert assignment.order is not None
         if self._planned is None or self._planned[0] is not assignment:
-            laid = plan(assignment.strategy, assignment.buckets).with_order(assignment.order)
+            laid = plan(assignment.strategy, assignment.buckets, host_copies=self.host_copies)
+            laid = laid.with_order(assignment.order)
             programs = self._compile(laid)
             self._plain.clear()
             self._adopt(programs, self._numels | _numels(laid), None, assignment.strategy)
@@ -366,7 +374,7 @@ class Executor:
         strategy = iteration.record.assignment.strategy
         found = self._plain.get(bucket)
         if found is None or found[0] is not strategy or not self._keeps(found[2]):
-            laid = plan(strategy, [bucket])
+            laid = plan(strategy, [bucket], host_copies=self.host_copies)
             programs = self._compile(laid)
             self._planned = None
             self._adopt(programs, self._numels | _numels(laid), _numels(laid).keys(), strategy)
@@ -457,7 +465,9 @@ class Executor:
     def _task_done(self, iteration: _Iteration, program: PartitionProgram, ends: bool, node: Node) -> None:
         if iteration.record.assignment.record:
             task, part = node.tag
-            iteration.record.intervals.append(Interval(task, node.lanes[0], part, node.start_ns, node.end_ns))
+            lane = node.lanes[0]
+            assert isinstance(lane, Lane)
+            iteration.record.intervals.append(Interval(task, lane, part, node.start_ns, node.end_ns))
         if ends:
             drains = iteration.record.assignment.drain and not self.store.is_empty
             program.finish(check=iteration.checks or drains or self.velocities is not None)
@@ -599,6 +609,9 @@ class Executor:
         waiting = f"; this rank waited for {pending[0]}" if pending else ""
         self._lanes.fail(PeerError(f"rank {rank} failed first: {text.strip().rstrip('.')}{waiting}"))
         return True
+
+    def conclude(self) -> None:
+        """Judge an iteration that is launched but not judged yet; on the host there is none."""
 
     @property
     def next_step(self) -> int:

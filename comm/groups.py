@@ -11,6 +11,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -77,6 +78,11 @@ class Member:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @cached_property
+    def is_gloo(self) -> bool:
+        """Whether its transfers take host memory only."""
+        return bool(dist.get_backend(self.group) == "gloo")
 
 
 class Groups:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 from espresso.strategies.plan import Lane
 
@@ -41,6 +41,12 @@ _THREAD_OF = {
 }
 
 
+LAUNCH = "launch"
+"""A queue that holds tasks to the total order beside their lanes: NCCL wants all launches in one order."""
+
+Queue = Lane | Literal["launch"]
+
+
 @dataclass(eq=False)
 class Node:
     """A task of one iteration.
@@ -53,7 +59,7 @@ class Node:
         label: what people call it in errors and traces.
     """
 
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Queue, ...]
     bucket: int
     run: Callable[[], None]
     label: Callable[[], str]
@@ -98,7 +104,7 @@ class Lanes:
     ) -> None:
         # One lock for the scheduler and its owner: callbacks run in both directions.
         self._lock = threading.RLock() if lock is None else lock
-        self._queues: dict[Lane, deque[Node]] = {lane: deque() for lane in Lane}
+        self._queues: dict[Queue, deque[Node]] = {lane: deque() for lane in (*Lane, LAUNCH)}
         self._ready: set[int] = set()
         self._to_issue: deque[Node] = deque()
         self._issuing = threading.Lock()
@@ -188,7 +194,9 @@ class Lanes:
         if node.issue is not None:
             self._to_issue.append(node)
         else:
-            self._worker(_THREAD_OF[node.lanes[-1]]).submit(partial(self._run, node))
+            lane = node.lanes[-1]
+            assert isinstance(lane, Lane)
+            self._worker(_THREAD_OF[lane]).submit(partial(self._run, node))
 
     def _may_start(self, node: Node) -> bool:
         return (
@@ -197,7 +205,7 @@ class Lanes:
             and all(self._has_turn(node, lane) for lane in node.lanes)
         )
 
-    def _has_turn(self, node: Node, lane: Lane) -> bool:
+    def _has_turn(self, node: Node, lane: Queue) -> bool:
         """Whether only nodes on the wire are ahead of it, and it goes there too, or none at all."""
         for other in self._queues[lane]:
             if other is node:

@@ -6,11 +6,14 @@ make ourselves run in rank order. Only a flat all-gather with several ranks on a
 backend's ring, which crosses each machine's link fewer times.
 
 Sizes are known on both sides, so empty transfers are left out on both.
+
+Tensors on a GPU go through NCCL, which only queues the work on the current stream. Over Gloo (several ranks on one
+GPU) they pass through pinned host memory here: the calling thread, a lane's, waits for its stream, not the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,16 +37,18 @@ def allreduce_async(tensor: torch.Tensor, member: Member) -> Any:
 
 def allreduce(tensor: torch.Tensor, member: Member) -> None:
     """Sum over the group, in place. The library's order of additions, the same on all ranks."""
-    dist.all_reduce(tensor, group=member.group)
+    _through_host(tensor, member, lambda mine: dist.all_reduce(mine, group=member.group))
 
 
 def reduce(tensor: torch.Tensor, member: Member, root: int) -> None:
     """Sum over the group into the root's ``tensor``, in place; elsewhere the content is lost."""
-    dist.reduce(tensor, dst=member.ranks[root], group=member.group)
+    _through_host(tensor, member, lambda mine: dist.reduce(mine, dst=member.ranks[root], group=member.group))
 
 
 def broadcast(tensor: torch.Tensor, member: Member, root: int) -> None:
-    dist.broadcast(tensor, src=member.ranks[root], group=member.group)
+    _through_host(
+        tensor, member, lambda mine: dist.broadcast(mine, src=member.ranks[root], group=member.group)
+    )
 
 
 def all_to_all(
@@ -63,7 +68,12 @@ def allgather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], membe
 
 def allgather_ring(mine: torch.Tensor, out: torch.Tensor, member: Member) -> None:
     """The backend's own all-gather: ``out`` is contiguous, ``size`` times as long as ``mine``."""
-    _all_gather_single(out, mine, group=member.group)
+    if not _is_staged(mine, member):
+        _all_gather_single(out, mine, group=member.group)
+        return
+    host = _host_like(out)
+    _all_gather_single(host, _to_host(mine), group=member.group)
+    out.copy_(host, non_blocking=True)
 
 
 def gather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], member: Member, root: int) -> None:
@@ -83,8 +93,38 @@ def _exchange(
     sends = [(peer, tensor) for peer, tensor, _ in ordered if tensor is not None and tensor.numel()]
     if not receives and not sends:
         return
+    places = receives
+    if _is_staged((receives or sends)[0][1], member):
+        receives = [(peer, _host_like(tensor)) for peer, tensor in places]
+        sends = [(peer, _to_host(tensor)) for peer, tensor in sends]
     for work in _start(receives, sends, member):
         work.wait()
+    if places is not receives:
+        for (_, place), (_, host) in zip(places, receives, strict=True):
+            place.copy_(host, non_blocking=True)
+
+
+def _is_staged(tensor: torch.Tensor, member: Member) -> bool:
+    return tensor.is_cuda and member.is_gloo
+
+
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A pinned copy; waits for the current stream."""
+    return _host_like(tensor).copy_(tensor)
+
+
+def _through_host(tensor: torch.Tensor, member: Member, collective: Callable[[torch.Tensor], object]) -> None:
+    """Run a collective that works in place, on a host copy where the backend knows no other memory."""
+    if not _is_staged(tensor, member):
+        collective(tensor)
+        return
+    host = _to_host(tensor)
+    collective(host)
+    tensor.copy_(host, non_blocking=True)
 
 
 def _start(
