@@ -54,9 +54,12 @@ class Exchange:
         seed: int = 0,
         correction: Correction | None = None,
         client: Client | None = None,
+        host_copies: bool = False,
     ) -> None:
         self._client = client
-        self.groups = Groups(process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+        self.groups = Groups(
+            process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s, host_copies=host_copies
+        )
         self.codecs: Codecs = HostCodecs(2) if codecs is None else codecs
         self._timeout_s = timeout_s
         self.seed = seed
@@ -80,7 +83,10 @@ class Exchange:
         if self._client is not None:
             namespace = self.groups.from_rank_0(self._client.new_namespace())
             self.link = Link(self._client, self.groups.ranks, self.store, self._timeout_s, namespace)
-        self.executor = Executor(
+        self.executor = self._make_executor()
+
+    def _make_executor(self) -> Executor:
+        return Executor(
             self.groups,
             self.codecs,
             self.script,
@@ -90,6 +96,10 @@ class Exchange:
             velocities=self.velocities,
             servers=self.link,
         )
+
+    def planned(self, assignment: Assignment, buckets: Sequence[Bucket]) -> Assignment:
+        """:func:`planned`, with the copies that this exchange makes."""
+        return planned(assignment, buckets, host_copies=self.groups.host_copies)
 
     @property
     def rank(self) -> int:
@@ -182,9 +192,9 @@ def strategy_of(
     return Strategy(tuple(tensors), dict(choice), cluster, partition_bytes)
 
 
-def planned(assignment: Assignment, buckets: Sequence[Bucket]) -> Assignment:
+def planned(assignment: Assignment, buckets: Sequence[Bucket], *, host_copies: bool = False) -> Assignment:
     """The same strategy with a total order for exactly these buckets, as list scheduling would find it."""
-    laid = plan(assignment.strategy, buckets)
+    laid = plan(assignment.strategy, buckets, host_copies=host_copies)
     # Arbitrary but equal on all ranks: later buckets' short tasks overtake earlier buckets' long ones.
     durations = [1.0 + (7 * task.index) % 11 for task in laid.tasks]
     order = list_order(laid, [5.0 * bucket.index for bucket in buckets], durations)

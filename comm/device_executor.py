@@ -10,8 +10,8 @@ A task waits for an event of the task before it and of what held its lanes befor
 and so a thread of their lane: an offloaded step, which works on mirrors in pinned memory, and an exchange over Gloo.
 
 Whether averages were finite and payloads well formed is noted on the device and copied once an iteration. In steady
-state it is read when the next iteration begins, so that the host runs ahead by up to one iteration. While the planner
-measures or races (``Assignment.concludes_later`` is false) the last future waits for it, as on the host.
+state it is read when the next iteration begins, so that the host runs ahead by up to one iteration; what the planner
+has to do then runs there. In a profiled iteration (``Assignment.deferred``) the last future waits, as on the host.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class DeviceExecutor(Executor):
                 return
             self.streams.wait(marks.ends.values())
             verdict = self._verdict(iteration, marks)
-            if iteration.record.assignment.concludes_later:
+            if not iteration.record.assignment.deferred:
                 with self._lock:
                     self._pending, self._iteration = verdict, None
                 iteration.futures[bucket].set_result(iteration.buffers[bucket])

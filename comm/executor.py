@@ -53,7 +53,6 @@ class Assignment:
         buckets: the structure ``order`` is for.
         deferred: start nothing before the last bucket is there, so that backward is measured undisturbed.
         record: keep the intervals of all tasks.
-        concludes_later: a job on a GPU need not wait for this iteration's end before it goes on: nothing is measured.
         drain: send what uncompressed tensors still carry from an earlier strategy. A plain block of a race
             parks it instead: the strategies it races against take it up again where they left it.
     """
@@ -64,7 +63,6 @@ class Assignment:
     deferred: bool = False
     record: bool = False
     drain: bool = True
-    concludes_later: bool = False
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ class Groups:
         process_group: the ranks that train together; None means the world.
         ranks_per_node: overrides the detection of nodes.
         timeout_s: after which a collective of ours fails instead of waiting on.
+        host_copies: whether the model is on a device, so that offloaded steps copy; a part of every plan.
 
     Raises:
         TopologyError: uneven nodes, or ``ranks_per_node`` does not divide the number of ranks.
@@ -103,6 +104,7 @@ class Groups:
         *,
         ranks_per_node: int | None = None,
         timeout_s: float = 60.0,
+        host_copies: bool = False,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TopologyError(
@@ -115,6 +117,7 @@ class Groups:
         self._made: list[Any] = []
         self.rank = self._ranks.index(dist.get_rank())
         self.timeout_s = timeout_s
+        self.host_copies = host_copies
         if not self._whole_world:
             self._even_out(parent)
         self.control = self._new(self._ranks, "gloo")

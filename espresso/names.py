@@ -66,10 +66,9 @@ def _check(name: str, parameter: torch.nn.Parameter) -> None:
         raise UnsupportedModelError(
             f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}; gradients may be {', '.join(DTYPES)}"
         )
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in ("cpu", "cuda"):
         raise UnsupportedModelError(
-            f"parameter {name!r} is on {parameter.device}; this version exchanges gradients of models on the CPU only"
-            " (the GPU encoders are not there yet)"
+            f"parameter {name!r} is on {parameter.device}; gradients may be on the CPU or on a CUDA device"
         )
 
 

@@ -67,7 +67,7 @@ class Orderer:
 
     def _schedule(self, record: Record) -> None:
         order = None
-        laid = plan(self.strategy, record.buckets)
+        laid = plan(self.strategy, record.buckets, host_copies=self._groups.host_copies)
         if self._groups.rank == 0:
             begin = record.ready_ns[0]
             ready = [(ns - begin) / 1e3 for ns in record.ready_ns]

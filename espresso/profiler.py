@@ -11,7 +11,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from espresso.comm import transport
 from espresso.comm.groups import Groups, Member
 from espresso.comm.program import Codecs, sum_in_rank_order
-from espresso.compressors.base import Feedback, Segment
+from espresso.compressors.base import Codec, Feedback, Segment
 from espresso.costs import ComputeCost, LinkCurve, Op
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
 
@@ -128,7 +128,11 @@ class LinkReport:
 
 
 def measure_links(
-    groups: Groups, *, progress: Callable[[str], None] | None = None, repeats: int = 3
+    groups: Groups,
+    *,
+    progress: Callable[[str], None] | None = None,
+    repeats: int = 3,
+    place: Place | None = None,
 ) -> LinkReport:
     """Measure every routine on every scope of the live groups. Collective: all ranks call it together.
 
@@ -145,7 +149,9 @@ def measure_links(
             ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
             points: list[tuple[float, float]] = []
             for size in LINK_SIZES:
-                wall_us, busy = _time_routine(groups, member, routine, form, size, repeats, ring)
+                wall_us, busy = _time_routine(
+                    groups, member, routine, form, size, repeats, ring, place or Place()
+                )
                 points.append((float(size * columns), wall_us))
                 if size == LINK_SIZES[-1] or wall_us > SLOW_US:
                     cpu.setdefault(f"{scope.value}.{routine.value}", []).append(busy)
@@ -168,31 +174,49 @@ def _routines(member: Member) -> list[tuple[Routine, Form]]:
     return [(routine, Form.RAW) for routine in raw] + [(routine, Form.PAYLOAD) for routine in packed]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a model's gradients are: the arrays to measure with, and how to wait until all is done there."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    settle: Callable[[], None] = lambda: None
+
+
 def _time_routine(
-    groups: Groups, member: Member, routine: Routine, form: Form, size: int, repeats: int, ring: bool
+    groups: Groups,
+    member: Member,
+    routine: Routine,
+    form: Form,
+    size: int,
+    repeats: int,
+    ring: bool,
+    place: Place,
 ) -> tuple[float, float]:
     """(microseconds, cores burnt) of one routine; the slowest rank's figures, the same on all ranks."""
-    run = _runner(member, routine, form, size, ring)
+    with place.device:
+        run = _runner(member, routine, form, size, ring)
     run()
-    once = _time_loop(groups, run, 1)
+    place.settle()
+    once = _time_loop(groups, run, 1, place)
     slowest = max(wall for wall, _ in groups.all_objects(once))
     if slowest > SLOW_US:
         timed = [once]
     else:
         count = max(min(int(LOOP_US / max(slowest, 1.0)), MAX_LOOP), 1)
-        timed = [_time_loop(groups, run, count) for _ in range(repeats)]
+        timed = [_time_loop(groups, run, count, place) for _ in range(repeats)]
     everybody = groups.all_objects((median(wall for wall, _ in timed), median(cpu for _, cpu in timed)))
     wall_us = max(wall for wall, _ in everybody)
     busy = max(cpu for _, cpu in everybody) / max(wall_us, 1.0)
     return wall_us, busy
 
 
-def _time_loop(groups: Groups, run: Callable[[], None], count: int) -> tuple[float, float]:
+def _time_loop(groups: Groups, run: Callable[[], None], count: int, place: Place) -> tuple[float, float]:
     """(wall, processor) microseconds of one of ``count`` runs, one after the other."""
     groups.barrier()
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(count):
         run()
+    place.settle()
     wall_us = (time.perf_counter() - wall) * 1e6
     return wall_us / count, (time.process_time() - cpu) * 1e6 / count
 
@@ -259,11 +283,13 @@ def measure_compressor(
     *,
     largest: int,
     repeats: int = 5,
+    timer: CodecTimer | None = None,
 ) -> tuple[ComputeCost, ...]:
     """Encode (with its residual) and decode times of one compressor, on all ranks at once.
 
     Args:
         largest: elements of the largest group; sizes beyond it are not measured.
+        timer: times the training device's codecs, where that is not the host.
 
     Returns:
         Costs whose points are (elements, us), the slowest rank's medians; decode per payload.
@@ -271,7 +297,8 @@ def measure_compressor(
     costs = []
     for device in devices:
         sizes = [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
-        rows = [_time_codec(groups, codecs, spec, device, size, repeats) for size in sizes]
+        timed = _time_codec if timer is None or device is Device.OFFLOAD else timer
+        rows = [timed(groups, codecs(spec, device), size, repeats) for size in sizes]
         for op, column in ((Op.ENCODE, 0), (Op.DECODE, 1)):
             launch = min(0.9 * rows[0][column], 50.0)
             points = [
@@ -283,10 +310,11 @@ def measure_compressor(
     return tuple(costs)
 
 
-def _time_codec(
-    groups: Groups, codecs: Codecs, spec: CompressorSpec, device: Device, size: int, repeats: int
-) -> tuple[float, float]:
-    codec = codecs(spec, device)
+CodecTimer = Callable[[Groups, Codec, int, int], tuple[float, float]]
+"""``(groups, codec, elements, repeats)`` -> microseconds of an encode and of the decode of a payload of every rank."""
+
+
+def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, float]:
     layout = codec.compressor.layout([Segment("probe", 0, size)])
     starts = np.zeros(1, np.int64)
     source = np.random.default_rng(0).standard_normal(size).astype(np.float32)

@@ -44,6 +44,7 @@ from espresso.momentum_guard import MomentumGuard
 from espresso.names import dtype_name, named_gradients, tensor_specs
 from espresso.planner import AutoPlanner, FixedPlanner
 from espresso.profiler import GradientClock, Observation
+from espresso.runtime import Runtime, runtime_of
 from espresso.schedule import Schedule, translate
 from espresso.strategies import (
     NONE,
@@ -124,6 +125,7 @@ class EspressoState:
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._names: dict[int, str] = {}
         self._tensors: tuple[TensorSpec, ...] = ()
+        self._device = torch.device("cpu")
         self._buckets: dict[int, tuple[tuple[int, ...], Bucket]] = {}
         self._pending_state: dict[str, Any] | None = None
         self.before_exchange: list[Callable[[GradBucket, float], None]] = []
@@ -142,6 +144,7 @@ class EspressoState:
         self._base: Strategy | None = None
         self._in_force: dict[CompressorSpec, CompressorSpec] = {}
         self._codecs: HostCodecs | None = None
+        self._runtime: Runtime | None = None
         self._clock: GradientClock | None = None
         self._search: OnlineSearch | None = None
         self._artifacts: Artifacts | None = None
@@ -167,6 +170,7 @@ class EspressoState:
         self._module = weakref.ref(module)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._tensors = tensor_specs(parameters)
+        self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
         if isinstance(self._given, Strategy) and self._groups is None:
             self._given.check_model(self._tensors, self._given.cluster)
         return self
@@ -185,14 +189,18 @@ class EspressoState:
                 "espresso does not know this model's parameter names: use espresso.register(ddp_model, …),"
                 " or call state.bind(model) before the first backward pass"
             )
+        self._runtime = runtime_of(self._device)
         self._groups = Groups(
-            self._process_group, ranks_per_node=self.config.ranks_per_node, timeout_s=self.config.timeout_s
+            self._process_group,
+            ranks_per_node=self.config.ranks_per_node,
+            timeout_s=self.config.timeout_s,
+            host_copies=self._runtime.host_copies,
         )
         if callable(self._given):
             self._given = self._given(self._tensors, self._groups.cluster)
             self._schedule = Schedule(self._given.compressors)
         self._agree()
-        self._codecs = HostCodecs(self.config.offload_threads)
+        self._codecs = self._runtime.codecs(self.config.offload_threads)
         self._artifacts = Artifacts(self.config.artifacts_dir, self._groups)
         self._planner = self._make_planner()
         client = connected()
@@ -203,9 +211,9 @@ class EspressoState:
         rule = self._schedule.correction
         if rule is not None:
             self._velocities = Velocities(rule, transactional=self.config.transactional)
-        self._executor = Executor(
-            self._groups,
+        self._executor = self._runtime.executor(
             self._codecs,
+            self._groups,
             self._planner_with_bookkeeping(),
             store=self._store,
             seed=self.config.seed,
@@ -271,6 +279,7 @@ class EspressoState:
             self._tensors,
             config,
             self._artifacts,
+            self._runtime,
         )
         return AutoPlanner(
             plain,
@@ -437,7 +446,9 @@ class EspressoState:
         if begin:
             module = None if self._module is None else self._module()
             if module is not None and self._clock is None:
-                self._clock = GradientClock(module, self._names)
+                assert self._runtime is not None
+                assert self._executor is not None
+                self._clock = self._runtime.clock(module, self._names, self._executor)
         elif self._clock is not None:
             self._clock.detach()
             self._clock = None
@@ -599,6 +610,7 @@ class EspressoState:
 
     def metrics(self) -> dict[str, float]:
         """Flat figures for any logger: bytes of the latest step, residual norm, predicted and measured step time."""
+        self._conclude()
         predicted = measured = 0.0
         verdict = None if self._planner is None else self._planner.verdict
         if verdict is not None:
@@ -647,6 +659,7 @@ class EspressoState:
 
         For one file that any number of ranks can load, see :meth:`gather_state_dict`.
         """
+        self._conclude()
         return checkpoint.save(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -658,11 +671,18 @@ class EspressoState:
         if self._groups is None:
             self._pending_state = checkpoint.check(state)
             return
+        self._conclude()
         checkpoint.load(self, state)
 
     def gather_state_dict(self) -> dict[str, Any]:
         """All ranks' residuals in one dictionary, the same on every rank. All ranks together."""
+        self._conclude()
         return checkpoint.gather(self)
+
+    def _conclude(self) -> None:
+        """On a GPU the last iteration may be launched but not judged: residuals are read only after that."""
+        if self._executor is not None:
+            self._executor.conclude()
 
     # -- end of life -------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 from espresso.artifacts import Artifacts
 from espresso.comm import Groups, Record
 from espresso.config import Config
-from espresso.costs import Contention, CostModel, Links
+from espresso.costs import ComputeCost, Contention, CostModel, Links
 from espresso.host_codecs import HostCodecs
 from espresso.job import Job
 from espresso.planner import Candidate
@@ -25,6 +25,7 @@ from espresso.profiler import (
     measure_compressor,
     measure_links,
 )
+from espresso.runtime import HostRuntime, Runtime
 from espresso.strategies import Bucket, CompressorSpec, Device, Mode, TensorSpec
 
 logger = logging.getLogger("espresso")
@@ -50,10 +51,12 @@ class OnlineSearch:
         tensors: tuple[TensorSpec, ...],
         config: Config,
         artifacts: Artifacts,
+        runtime: Runtime | None = None,
     ) -> None:
         self._groups, self._codecs, self.compressor = groups, codecs, compressor
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._config, self._artifacts = config, artifacts
+        self._runtime = HostRuntime() if runtime is None else runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0
 
@@ -86,11 +89,22 @@ class OnlineSearch:
         backward = min(float(torch.get_num_threads()), cores)
         if cores > 1.0 and self._codecs.pool.num_threads > 1:
             devices.append(Device.OFFLOAD)
-        links = measure_links(self._groups)
-        compute = measure_compressor(self._groups, self._codecs, self.compressor, devices, largest=largest)
+        runtime = self._runtime
+        links = measure_links(self._groups, place=runtime.place)
+        compute = self._measure_compressor(devices, largest)
         pool = min(float(self._codecs.pool.num_threads), cores)
-        contention = Contention(cores, backward, pool, links.comm_cpu)
-        return CostModel(Links(curves=links.curves), compute, None, contention)
+        contention = runtime.contention(Contention(cores, backward, pool, links.comm_cpu))
+        return CostModel(Links(curves=links.curves), compute, runtime.copy_cost(self._groups), contention)
+
+    def _measure_compressor(self, devices: Sequence[Device], largest: int) -> tuple[ComputeCost, ...]:
+        return measure_compressor(
+            self._groups,
+            self._codecs,
+            self.compressor,
+            devices,
+            largest=largest,
+            timer=self._runtime.codec_timer,
+        )
 
     def _with_compressor(self, job: Job) -> Job:
         """The job with the costs of a compressor that came into force since it was measured."""
@@ -99,7 +113,7 @@ class OnlineSearch:
         if all((str(self.compressor), device) in measured for device in devices):
             return job
         largest = max(bucket.numel for bucket in job.laid_out)
-        more = measure_compressor(self._groups, self._codecs, self.compressor, devices, largest=largest)
+        more = self._measure_compressor(devices, largest)
         return replace(job, costs=replace(job.costs, compute=job.costs.compute + more))
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:

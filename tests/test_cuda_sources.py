@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 from compressor_cases import DTYPES, SPECS, dyadic, make_layout, numbers
-from emulator import BUILD, COMPILER, EmulatedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +33,7 @@ from espresso.compressors import (
     host_codec,
 )
 from espresso.compressors.cuda import CudaDevice, CudaUnavailableError, source_of, sources
+from tests.emulator import BUILD, COMPILER, EmulatedDevice
 
 NVCC = shutil.which("nvcc")
 ARCHITECTURES = ("75", "80", "90")

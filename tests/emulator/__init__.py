@@ -67,6 +67,12 @@ class EmulatedDevice:
             getattr(library, kernel)(*values)
 
 
+def build(files: Sequence[str]) -> None:
+    """Compile ahead: ranks that start together then find the libraries."""
+    for file in files:
+        _load(file)
+
+
 def _load(file: str) -> ctypes.CDLL:
     assert COMPILER is not None, "the emulation needs g++"
     text = f'#include "{SHIM}"\n' + source_of(file)
