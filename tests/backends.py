@@ -1,0 +1,115 @@
+"""The backends of the conformance suite. A new one is an entry of ``MAKERS`` and a line of ``BACKENDS``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from espresso.compressors import Feedback, cuda_codec, host_codec
+from espresso.compressors.cuda import CudaDevice, CudaSummableCodec, Device
+from tests.emulator import COMPILER, EmulatedDevice
+
+_current = "numba"
+
+
+def make_codec(compressor: Any, pool: Any = None) -> Any:
+    """The codec of a compressor on the backend that the suite runs on just now. All take NumPy arrays."""
+    return MAKERS[_current](compressor, pool)
+
+
+def use(backend: str) -> None:
+    """Make this the suite's backend."""
+    global _current
+    _current = backend
+
+
+def on_device(codec: Any) -> OnDevice:
+    """The adapter of a GPU codec."""
+    return SummableOnDevice(codec) if isinstance(codec, CudaSummableCodec) else OnDevice(codec)
+
+
+class OnDevice:
+    """A GPU codec that takes NumPy arrays: copies them there and back."""
+
+    def __init__(self, codec: Any) -> None:
+        self.codec, self.compressor = codec, codec.compressor
+        self._device = codec.device.torch_device
+
+    def _there(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, copy=True)
+
+    def _feedback(self, feedback: Feedback | None) -> Any:
+        if feedback is None:
+            return None
+        return Feedback(self._there(feedback.old), self._there(feedback.new), feedback.starts)  # type: ignore[arg-type]
+
+    def encode(
+        self, layout: Any, source: Any, starts: Any, payload: Any, *, feedback: Any = None, **more: Any
+    ) -> bool:
+        there, kept = self._there(payload), self._feedback(feedback)
+        finite = self.codec.encode(layout, self._there(source), starts, there, feedback=kept, **more)
+        payload[:] = there.cpu().numpy()
+        if feedback is not None:
+            feedback.new[:] = kept.new.cpu().numpy()
+        return bool(finite)
+
+    def decode(self, layout: Any, payloads: Any, target: Any, starts: Any, **more: Any) -> bool:
+        there = self._there(target)
+        try:
+            return bool(self.codec.decode(layout, self._there(payloads), there, starts, **more))
+        finally:
+            target[:] = there.cpu().numpy()
+
+
+class SummableOnDevice(OnDevice):
+    """The same for vectors."""
+
+    def num_values(self, layout: Any) -> int:
+        return int(self.codec.num_values(layout))
+
+    def value_dtype(self, layout: Any) -> str:
+        return str(self.codec.value_dtype(layout))
+
+    def encode_values(
+        self, layout: Any, source: Any, starts: Any, values: Any, *, feedback: Any = None, **more: Any
+    ) -> bool:
+        there, kept = self._there(values), self._feedback(feedback)
+        finite = self.codec.encode_values(layout, self._there(source), starts, there, feedback=kept, **more)
+        values[:] = there.cpu().numpy()
+        if feedback is not None:
+            feedback.new[:] = kept.new.cpu().numpy()
+        return bool(finite)
+
+    def decode_values(self, layout: Any, values: Any, target: Any, starts: Any, **more: Any) -> bool:
+        there = self._there(target)
+        finite = self.codec.decode_values(layout, self._there(values), there, starts, **more)
+        target[:] = there.cpu().numpy()
+        return bool(finite)
+
+
+_devices: dict[str, Device] = {}
+
+
+def cuda_device() -> Device:
+    """One for the whole session: its kernels are compiled once."""
+    return _devices.setdefault("cuda", CudaDevice())
+
+
+MAKERS = {
+    "numba": host_codec,
+    "cuda": lambda compressor, pool: on_device(cuda_codec(compressor, cuda_device())),
+    "emulated": lambda compressor, pool: on_device(cuda_codec(compressor, EmulatedDevice())),
+}
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation of kernels needs g++")
+
+BACKENDS = [
+    pytest.param("numba"),
+    pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
+    pytest.param("emulated", marks=[pytest.mark.bench, needs_compiler]),
+]
+"""``emulated`` takes minutes over the whole suite: it runs on request, with -m bench."""

@@ -1,0 +1,302 @@
+"""What only a GPU shows: ``make gpu``. Skipped visibly without one.
+
+The conformance suite (tests/test_compressors.py and test_compressors_wire.py) runs there too, on its cuda backend.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compressor_cases import DTYPES, SPECS, make_layout, numbers
+
+from espresso.compressors import DrawKey, Feedback, Segment, create, cuda_codec, host_codec
+from espresso.compressors.cuda import CudaCodec
+from espresso.compressors.cuda.codec import STATUS_WORDS
+from tests.backends import cuda_device, on_device
+from tests.workers import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+GOLDEN = Path(__file__).parent / "golden" / "compressors.json"
+LONG = (1 << 20, 300, 70_001, (1 << 21) + 17)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("spec", SPECS)
+def test_bytes_are_those_of_the_host(spec: str, dtype: Any) -> None:
+    """Long segments, where thread blocks really run side by side; twice, since a race may hide once."""
+    compressor = create(spec)
+    layout, starts = make_layout(compressor, LONG, dtype)
+    total = int(starts[-1] + LONG[-1])
+    source, old = numbers(total, dtype, 1), numbers(total, dtype, 2)
+    key = DrawKey(seed=5, step=6, site=1)
+    outcomes = []
+    device = on_device(cuda_codec(compressor, cuda_device()))
+    for codec in (host_codec(compressor), device, device):
+        payload, kept, decoded = (
+            np.zeros(layout.num_bytes, np.uint8),
+            np.zeros_like(source),
+            np.zeros_like(source),
+        )
+        codec.encode(
+            layout, source, starts, payload, scale=0.7, feedback=Feedback(old, kept, starts), key=key
+        )
+        codec.decode(layout, np.stack([payload] * 3), decoded, starts, scale=1 / 3, key=key)
+        outcomes.append((payload.tobytes(), kept.tobytes(), decoded.tobytes()))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[1] == outcomes[2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_golden_bytes(spec: str, dtype: str) -> None:
+    codec = on_device(cuda_codec(create(spec), cuda_device()))
+    layout, starts = make_layout(codec.compressor, (3, 37, 70, 300), dtype)
+    total = int(starts[-1] + 300)
+    source = ((np.arange(total) * 37 % 101 - 50) / 16).astype(dtype)
+    payload = np.empty(layout.num_bytes, np.uint8)
+    codec.encode(layout, source, starts, payload, key=DrawKey(seed=9, step=8, site=7))
+    assert payload.tobytes().hex() == json.loads(GOLDEN.read_text())[f"{spec} {dtype}"]
+
+
+class Large:
+    """An encode whose input is still being made on the current stream when it is launched."""
+
+    def __init__(self, spec: str) -> None:
+        codec = cuda_codec(create(spec), cuda_device())
+        assert isinstance(codec, CudaCodec)
+        self.codec = codec
+        self.layout = codec.compressor.layout([Segment("t", 0, 1 << 20)])
+        self.starts = np.zeros(1, np.int64)
+        self.data = torch.randn(1 << 20, device="cuda")
+        self.expected = self.encoded(self.data)
+
+    def encoded(self, source: torch.Tensor) -> torch.Tensor:
+        payload = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device="cuda")
+        self.codec.launch_encode(self.layout, source, self.starts, payload)
+        return payload
+
+    def race(self) -> torch.Tensor:
+        """Payload of data that arrives late on a stream of its own, read on that stream."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            source = torch.zeros_like(self.data)
+            torch.cuda._sleep(50_000_000)  # some tens of milliseconds
+            source.copy_(self.data)
+            payload = self.encoded(source)
+            copied = payload.cpu()
+        torch.cuda.synchronize()
+        return copied
+
+
+@pytest.mark.parametrize("spec", ["efsignsgd", "int8", "topk:ratio=0.01"])
+def test_kernels_run_on_torchs_current_stream(spec: str) -> None:
+    """CuPy has a current stream of its own; a launch there would encode what is not there yet."""
+    large = Large(spec)
+    assert torch.equal(large.race(), large.expected.cpu())
+
+
+def test_the_race_is_one_that_can_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: launched on another stream, the same encode reads zeros."""
+    large = Large("efsignsgd")
+    elsewhere = torch.cuda.Stream().cuda_stream
+    monkeypatch.setattr(type(large.codec.device), "lane", lambda self: int(elsewhere))
+    assert not torch.equal(large.race(), large.expected.cpu())
+
+
+def test_launching_waits_for_nothing() -> None:
+    large = Large("efsignsgd")
+    status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device="cuda")
+    target, payload = torch.zeros_like(large.data), large.encoded(large.data)
+    large.codec.launch_decode(large.layout, payload.view(1, -1), target, large.starts, status)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(100_000_000)
+        done = torch.cuda.Event()
+        large.codec.launch_encode(large.layout, large.data, large.starts, payload)
+        large.codec.launch_decode(large.layout, payload.view(1, -1), target, large.starts, status)
+        done.record()
+        assert not done.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+def test_memory_is_shared_and_all_of_it_is_torchs() -> None:
+    """CuPy arrays and DLPack capsules go in without a copy; CuPy allocates nothing by itself."""
+    import cupy
+
+    large = Large("int8")
+    before = cupy.get_default_memory_pool().total_bytes()
+    array = cupy.asarray(large.data)
+    assert array.data.ptr == large.data.data_ptr() == torch.from_dlpack(array).data_ptr()
+    assert torch.equal(large.encoded(array), large.expected)
+    assert torch.equal(large.encoded(torch.from_dlpack(array)), large.expected)
+    assert cupy.get_default_memory_pool().total_bytes() == before
+
+
+# -- the hook ---------------------------------------------------------------------------------------
+
+
+def train(backend: str, options: list[tuple[str, str]]) -> list[str]:
+    """Steps with integer gradients through each option; the names of those whose average is not exact."""
+    import torch.distributed as dist
+
+    from tests.ddp import IntegerNet, agreed, registered, sgd, wrap
+
+    torch.cuda.set_device(0)
+    dist.init_process_group(backend)
+    size, wrong = dist.get_world_size(), []
+    per_node = 1 if size == 1 else 2
+    for option, compressor in options:
+        plain, ours = IntegerNet().cuda(), IntegerNet().cuda()
+        ddp = wrap(ours, device_ids=[0])
+        with registered(ddp, option, compressor, ranks_per_node=per_node) as state:
+            for step in range(4):
+                keys = [100 * step + other for other in range(size)]
+                ddp.zero_grad()
+                ddp(keys[dist.get_rank()]).backward()
+                sgd(ddp)
+                plain.zero_grad()
+                for key in keys:
+                    (plain(key) / size).backward()
+                sgd(plain)
+            if not agreed(ddp):
+                wrong.append(f"{option} {compressor}: replicas differ")
+            same = all(
+                torch.allclose(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
+            )
+            if not same:
+                wrong.append(f"{option} {compressor}: not the average")
+            if state.metrics()["espresso/skipped_steps"]:
+                wrong.append(f"{option} {compressor}: steps were skipped")
+    dist.destroy_process_group()
+    return wrong
+
+
+def run_nccl(rank: int) -> list[str]:
+    return train("nccl", [("flat.allreduce", "none"), ("comp > flat.allgather > dec", "none")])
+
+
+def test_one_rank_over_nccl() -> None:
+    assert [o.value for o in run_ranks(run_nccl, 1, init=False, deadline_s=200)] == [[]]
+
+
+EXACT = [
+    ("flat.allreduce", "none"),
+    ("comp > flat.allgather > dec", "none"),
+    ("comp@offload > flat.allgather > dec@offload", "none"),
+    ("comp > flat.all_to_all > dec > comp > flat.allgather > dec", "topk:ratio=1,raw_below=1"),
+    ("intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather", "none"),
+]
+
+
+def run_gloo(rank: int) -> list[str]:
+    return train("gloo", EXACT)
+
+
+def test_four_ranks_on_one_gpu_over_gloo() -> None:
+    outcomes = run_ranks(run_gloo, 4, init=False, deadline_s=230)
+    assert [o.value for o in outcomes] == [[]] * 4
+
+
+def run_lossy(rank: int) -> tuple[bool, bool, float]:
+    import torch.distributed as dist
+    from torch import nn
+
+    from tests.ddp import agreed, mlp, registered, sgd, wrap
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo")
+    ddp = wrap(mlp(64, 128, 10).cuda(), device_ids=[0])
+    losses = []
+    with registered(ddp, "comp > flat.allgather > dec", "efsignsgd", ranks_per_node=1) as state:
+        for step in range(30):
+            draw = torch.Generator().manual_seed(step % 3 + 10 * rank)
+            inputs = torch.randn(32, 64, generator=draw).cuda()
+            targets = (inputs[:, :10].argmax(1)).long()
+            ddp.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(inputs), targets)
+            loss.backward()
+            sgd(ddp, 0.5)
+            losses.append(float(loss))
+        kept = state.metrics()["espresso/residual_norm"]
+        sent = state.metrics()["espresso/bytes_sent"] < state.metrics()["espresso/bytes_raw"]
+    outcome = agreed(ddp) and losses[-1] < 0.6 * losses[0], sent, kept
+    dist.destroy_process_group()
+    return outcome
+
+
+def test_compressed_training_learns_and_replicas_agree() -> None:
+    for outcome in run_ranks(run_lossy, 2, init=False, deadline_s=200):
+        learns, sent, kept = outcome.value
+        assert learns
+        assert sent
+        assert kept > 0
+
+
+def run_auto(rank: int) -> tuple[str, bool]:
+    import torch.distributed as dist
+
+    import espresso
+    from tests.ddp import agreed, mlp, sgd, wrap
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo")
+    ddp = wrap(mlp(256, 512, 512, 10).cuda(), device_ids=[0], bucket_cap_mb=0.5)
+    state = espresso.register(ddp, "efsignsgd", offload_threads=1, ranks_per_node=1)
+    for step in range(60):
+        inputs = torch.randn(16, 256, generator=torch.Generator().manual_seed(step + 100 * rank)).cuda()
+        ddp.zero_grad()
+        ddp(inputs).square().mean().backward()
+        sgd(ddp, 0.01)
+        if state.decided:
+            break
+    outcome = state.verdict, agreed(ddp)
+    state.close()
+    dist.destroy_process_group()
+    return outcome
+
+
+def test_automatic_mode_decides() -> None:
+    outcomes = [o.value for o in run_ranks(run_auto, 2, init=False, deadline_s=220)]
+    assert all(verdict and agree for verdict, agree in outcomes)
+    assert len({verdict for verdict, _ in outcomes}) == 1
+
+
+def run_without_waiting(rank: int) -> bool:
+    """Steady iterations over NCCL with waits forbidden inside backward."""
+    import torch.distributed as dist
+
+    from tests.ddp import mlp, registered, sgd, wrap
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    ddp = wrap(mlp(256, 512, 10).cuda(), device_ids=[0])
+    inputs = torch.randn(64, 256, device="cuda")
+    with registered(ddp, "comp > flat.allgather > dec", "efsignsgd") as state:
+        for step in range(8):
+            ddp.zero_grad()
+            loss = ddp(inputs).square().mean()
+            torch.cuda.set_sync_debug_mode("error" if step > 4 else "default")
+            try:
+                loss.backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            sgd(ddp, 0.01)
+        outcome = state.metrics()["espresso/skipped_steps"] == 0.0
+    dist.destroy_process_group()
+    return outcome
+
+
+def test_nothing_waits_for_the_device_in_steady_state() -> None:
+    assert [o.value for o in run_ranks(run_without_waiting, 1, init=False, deadline_s=200)] == [True]
