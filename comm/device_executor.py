@@ -174,7 +174,7 @@ class DeviceExecutor(Executor):
             action()
             if ends:
                 drains = iteration.record.assignment.drain and not self.store.is_empty
-                program.finish(check=self._checks(iteration) or drains)
+                program.finish(check=iteration.checks or drains)
             end = self.streams.record()
         with self._lock:
             marks.of_node[node] = end
@@ -182,13 +182,11 @@ class DeviceExecutor(Executor):
                 marks.last[lane] = end
             if ends:
                 marks.ends[program] = end
+                iteration.finite.append(program.finite is not False)  # what a step on the host found
             if iteration.record.assignment.record:
                 interval = Interval(task.index, task.lanes[0], task.partition, 0, 0)
                 marks.times.append((interval, begin, end))
         return _LAUNCHED
-
-    def _checks(self, iteration: _Iteration) -> bool:
-        return iteration.compresses
 
     def _task_done(self, iteration: _Iteration, program: PartitionProgram, ends: bool, node: Node) -> None:
         with self._lock:
@@ -269,7 +267,7 @@ class DeviceExecutor(Executor):
                 f"rank {self.groups.rank}: iteration {record.iteration} received a malformed payload"
                 f" (code {malformed:#x}); do all ranks use the same strategy and version?"
             )
-        iteration.finite = [not (not_finite or flagged)]
+        iteration.finite.append(not (not_finite or flagged))
         self._settle(iteration)
         self._take_times(record, verdict)
         return self.planner.after(record)

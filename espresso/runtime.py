@@ -131,8 +131,8 @@ class DeviceRuntime:
         assert isinstance(codecs, DeviceCodecs)
         if more.get("velocities") is not None:
             raise UnsupportedModelError(
-                "momentum correction (dgc with momentum above 0) works on the host's arrays only: leave momentum at 0 for"
-                " a model on a GPU, where the optimizer's own momentum applies"
+                "momentum correction (dgc with momentum above 0) works on the host's arrays only: leave momentum at 0"
+                " for a model on a GPU, where the optimizer's own momentum applies"
             )
         return DeviceExecutor(
             groups, codecs, planner, streams=self.streams, memory=self.memory, note_taker=codecs.notes, **more
