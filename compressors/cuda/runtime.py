@@ -91,9 +91,9 @@ class CudaDevice:
         if stream is None:
             stream = self._streams[lane] = self._cupy.cuda.Stream.from_external(_Stream(lane))
         function = self._kernels.get((file, kernel)) or self._load(file, kernel)
-        values = [
+        values = tuple(
             np.uint64(value.data_ptr()) if isinstance(value, torch.Tensor) else value for value in arguments
-        ]
+        )
         with self._cupy.cuda.Device(self._index), stream:
             function((grid,), (threads,), values)
 
