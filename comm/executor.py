@@ -28,9 +28,10 @@ from espresso.comm.averaging import Averaging
 from espresso.comm.errors import EspressoError, PeerError
 from espresso.comm.groups import Groups
 from espresso.comm.lanes import Lanes, Node
+from espresso.comm.memory import is_finite
 from espresso.comm.parameter_server import Line, Link
 from espresso.comm.parameter_server.wire import Key
-from espresso.comm.program import Codecs, Context, PartitionProgram, Round, is_finite
+from espresso.comm.program import Codecs, Context, PartitionProgram, Round
 from espresso.comm.residuals import Residual, ResidualStore
 from espresso.comm.velocities import Velocities
 from espresso.strategies import DTYPES, Bucket, Lane, Plan, Scope, Strategy, Task, plan

@@ -58,6 +58,11 @@ class Memory(Protocol):
         ...
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """One reading pass: the largest magnitude is NaN or inf exactly if an element is."""
+    return bool(torch.isfinite(torch.linalg.vector_norm(tensor, float("inf"))))
+
+
 class HostMemory:
     """NumPy arrays and CPU tensors; pinned where a device copies from and to them.
 
@@ -86,8 +91,7 @@ class HostMemory:
         return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
     def all_finite(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """One reading pass: the largest magnitude is NaN or inf exactly if an element is."""
-        return all(bool(torch.isfinite(torch.linalg.vector_norm(tensor, float("inf")))) for tensor in tensors)
+        return all(is_finite(tensor) for tensor in tensors)
 
     def square_sum(self, array: Array) -> float:
         return float(np.vdot(array, array))

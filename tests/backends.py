@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,6 @@ _current = "numba"
 def make_codec(compressor: Any, pool: Any = None) -> Any:
     """The codec of a compressor on the backend that the suite runs on just now. All take NumPy arrays."""
     return MAKERS[_current](compressor, pool)
-
-
-def use(backend: str) -> None:
-    """Make this the suite's backend."""
-    global _current
-    _current = backend
 
 
 def on_device(codec: Any) -> OnDevice:
@@ -110,6 +106,15 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation of k
 BACKENDS = [
     pytest.param("numba"),
     pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
-    pytest.param("emulated", marks=[pytest.mark.bench, needs_compiler]),
 ]
-"""``emulated`` takes minutes over the whole suite: it runs on request, with -m bench."""
+if os.environ.get("ESPRESSO_TEST_EMULATED"):  # minutes over the whole suite
+    BACKENDS.append(pytest.param("emulated", marks=needs_compiler))
+
+
+@pytest.fixture(autouse=True, params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs every test of a module that imports it on every backend."""
+    global _current
+    _current = request.param
+    yield
+    _current = "numba"

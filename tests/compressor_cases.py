@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from espresso.compressors import DrawKey, Feedback, Layout, Segment, create, host_codec
+from espresso.compressors import DrawKey, Feedback, Layout, Segment, create
+from tests.backends import make_codec
 
 # Small segments are compressed too (raw_below=1), so that odd lengths reach the kernels.
 SPECS = (
@@ -87,7 +88,7 @@ def round_trip(
     """Encode with feedback and decode; ``change(source, starts)`` edits the input first."""
     key = key or DrawKey(seed=1, step=2, site=3)
     compressor = create(spec)
-    codec = host_codec(compressor, pool)
+    codec = make_codec(compressor, pool)
     codec = wrap(codec) if wrap else codec
     layout, starts = make_layout(compressor, sizes, dtype)
     total = int(starts[-1] + sizes[-1]) if len(sizes) else 0

@@ -30,10 +30,10 @@ from espresso.compressors import (
     SummableCodec,
     compressor_ids,
     create,
-    host_codec,
     spec_of,
 )
 from espresso.cpu_offload import WorkerPool, work
+from tests.backends import backend, make_codec  # noqa: F401 (the fixture runs every test on every backend)
 
 every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.replace(":raw_below=1", ""))
 both = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
@@ -70,8 +70,8 @@ def test_the_payload_is_as_large_as_it_says(spec: str, dtype: type) -> None:
 def test_spec_round_trip(spec: str) -> None:
     compressor = create(spec)
     assert create(str(spec_of(compressor))) == compressor
-    assert isinstance(host_codec(compressor), Codec)
-    assert isinstance(host_codec(compressor), SummableCodec) == compressor.traits.summable
+    assert isinstance(make_codec(compressor), Codec)
+    assert isinstance(make_codec(compressor), SummableCodec) == compressor.traits.summable
 
 
 @every
@@ -91,7 +91,7 @@ def test_what_is_kept_is_what_was_not_sent(spec: str, dtype: type, sizes: tuple[
 @both
 def test_nothing_is_lost_over_steps(spec: str, dtype: type) -> None:
     """Sum of D + e_T = sum of g + e_0, exactly on dyadic inputs where D is exact."""
-    codec = host_codec(create(spec))
+    codec = make_codec(create(spec))
     if codec.compressor.traits.stochastic and not codec.compressor.traits.error_feedback:
         pytest.skip("unbiased: has no residual, which would grow")
     layout, starts = make_layout(codec.compressor, (33, 1021), dtype)
@@ -126,7 +126,7 @@ def test_fused_feedback_equals_the_wrapper(spec: str, dtype: type) -> None:
 @every
 @both
 def test_payload_is_written_completely(spec: str, dtype: type) -> None:
-    codec = host_codec(create(spec))
+    codec = make_codec(create(spec))
     layout, starts = make_layout(codec.compressor, ODD_SIZES, dtype)
     source = numbers(int(starts[-1] + ODD_SIZES[-1]), dtype)
     clean, dirty = np.zeros(layout.num_bytes, np.uint8), np.full(layout.num_bytes, 255, np.uint8)
@@ -140,7 +140,7 @@ def test_payload_is_written_completely(spec: str, dtype: type) -> None:
 @every
 @both
 def test_decode_sums_in_row_order(spec: str, dtype: type) -> None:
-    codec = host_codec(create(spec))
+    codec = make_codec(create(spec))
     layout, starts = make_layout(codec.compressor, (1021, 3000), dtype)
     total = int(starts[-1] + 3000)
     rows = np.zeros((3, layout.num_bytes + 16), np.uint8)[:, : layout.num_bytes]
@@ -205,7 +205,7 @@ def test_streamed_residuals_are_complete(dtype: type) -> None:
     """Layouts above the streaming threshold write the same residuals, at any alignment."""
     specs = "efsignsgd efsignsgd:block=0 efsignsgd:block=65536 onebit int8 fp8 fp8:format=e5m2 topk randomk"
     for spec in specs.split():
-        codec = host_codec(create(spec))
+        codec = make_codec(create(spec))
         count = (1 << 22) // np.dtype(dtype).itemsize + 777
         layout = codec.compressor.layout([Segment("w", 0, count)], dtype)
         source, target = numbers(count, dtype), np.empty(count, dtype)
@@ -235,7 +235,7 @@ def test_casts_round_to_nearest_even(dtype: type, name: str, bits: int) -> None:
     nearly = np.array([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40, 2.0**-25 + 2.0**-60])
     x = np.concatenate([special, nearly, numbers(3000, np.float64), 10 ** numbers(500, np.float64)])
     x = x[np.abs(x) < 65520].astype(dtype)
-    codec = host_codec(create(f"{name}:raw_below=1"))
+    codec = make_codec(create(f"{name}:raw_below=1"))
     layout = codec.compressor.layout([Segment("w", 0, x.size)], dtype)
     payload, out = np.empty((1, layout.num_bytes), np.uint8), np.empty_like(x)
     assert codec.encode(layout, x, np.array([0]), payload[0])
@@ -497,7 +497,7 @@ def test_randomk_draws() -> None:
 @both
 def test_values_are_summable(spec: str, dtype: type) -> None:
     """The vector decodes to what the payload decodes to, and the vectors' sum to the sum."""
-    codec = host_codec(create(spec))
+    codec = make_codec(create(spec))
     assert isinstance(codec, SummableCodec)
     layout, starts = make_layout(codec.compressor, (1021, 33, 5003), dtype)
     total, key = int(starts[-1] + 5003), DrawKey(seed=4)

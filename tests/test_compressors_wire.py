@@ -13,7 +13,8 @@ from compressor_cases import SPECS, make_layout, numbers, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espresso.compressors import DrawKey, PayloadError, Segment, create, host_codec
+from espresso.compressors import DrawKey, PayloadError, Segment, create
+from tests.backends import backend, make_codec  # noqa: F401 (the fixture runs every test on every backend)
 
 GOLDEN = Path(__file__).parent / "golden" / "compressors.json"
 every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.replace(":raw_below=1", ""))
@@ -21,7 +22,7 @@ every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.replace(":r
 
 def golden_payload(spec: str, dtype: str) -> str:
     """A small payload of exact inputs: a tiny segment, an odd one, and longer ones of several scale blocks."""
-    codec = host_codec(create(spec))
+    codec = make_codec(create(spec))
     layout, starts = make_layout(codec.compressor, (3, 37, 70, 300), dtype)
     total = int(starts[-1] + 300)
     source = ((np.arange(total) * 37 % 101 - 50) / 16).astype(dtype)
@@ -81,7 +82,7 @@ def test_a_wrong_header_is_explained(at: int, says: str) -> None:
 def test_a_payload_of_other_parameters_or_length_is_refused() -> None:
     outcome = round_trip("topk:ratio=0.1", (300,), np.float32)
     target, starts = np.zeros(300, np.float32), np.array([0])
-    other = host_codec(create("dgc:ratio=0.1"))
+    other = make_codec(create("dgc:ratio=0.1"))
     layout = other.compressor.layout(outcome.layout.segments)
     with pytest.raises(PayloadError, match="algorithm id is 6, expected 7"):
         other.decode(layout, outcome.payload.reshape(1, -1), target, starts)
@@ -176,7 +177,7 @@ def test_impossible_layouts_are_refused() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    codec = host_codec(create("topk"))
+    codec = make_codec(create("topk"))
     layout, starts = make_layout(codec.compressor, (300, 400), np.float32)
     source, payload = numbers(703, np.float32), np.empty(layout.num_bytes, np.uint8)
     with pytest.raises(ValueError, match=r"source must be .* float32"):
