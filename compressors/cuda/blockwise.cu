@@ -1,4 +1,5 @@
-// Blockwise quantizers, int8 and int4. Format: espresso/compressors/blockwise.py; twin: espresso/cpu_offload/blockwise.py.
+// Blockwise quantizers: int8, int4, fp8. Formats: espresso/compressors/blockwise.py, fp8.py; twins:
+// espresso/cpu_offload/blockwise.py, fp8_kernels.py.
 //
 // Encode makes one pass. A warp takes a block: with the default of 256 elements q stays in registers between maximum
 // and codes; other sizes read the block twice, the second time from the caches. Codes go through shared memory, so
@@ -23,7 +24,51 @@ template <typename B> __device__ inline B warp_largest(B value) {
     return value;
 }
 
-template <int CODE_BITS> struct Blockwise : Plain {
+// A code, and the number that it stands for in units of the block's step.
+template <typename T> struct Code {
+    u8 bits;
+    T value;
+};
+
+// Whole numbers, two's complement.
+struct Whole {
+    template <typename T> __device__ static Code<T> encode(T q, T inverse) {
+        const T magic = Rounding<T>::magic();
+        const T rounded = (q * inverse + magic) - magic;
+        return {(u8)(signed char)(int)rounded, rounded};
+    }
+    template <typename T> __device__ static T decode(u8 bits) { return (T)(signed char)bits; }
+};
+
+// 8-bit floating point, nearest even. Normal numbers are rounded in integer arithmetic; for the others, adding a
+// number whose last bit weighs what the format's last bit weighs there does it.
+template <int MANTISSA, int BIAS> struct Float8 {
+    template <typename T> __device__ static Code<T> encode(T q, T inverse) {
+        typedef typename Number<T>::Bits Bits;
+        const int fraction = sizeof(T) == 4 ? 23 : 52, own_bias = sizeof(T) == 4 ? 127 : 1023;
+        const int shift = fraction - MANTISSA, lift = 1 - BIAS - MANTISSA + fraction;
+        const Bits bits = magnitude_of(q * inverse);
+        const T size = number_of(bits);
+        const T lifting = number_of((Bits)((Bits)(own_bias + lift) << fraction));                // 2^lift
+        const T normal_from = number_of((Bits)((Bits)(own_bias + 1 - BIAS) << fraction));        // 2^(1 - BIAS)
+        const Bits rounded = (bits + (((Bits)1 << (shift - 1)) - 1) + ((bits >> shift) & 1)) >> shift;
+        const T lifted = size + lifting;
+        const bool is_small = size < normal_from, negative = q < T(0);
+        const Bits code = is_small ? bits_of(lifted) - ((Bits)(own_bias + lift) << fraction)
+                                   : rounded - ((Bits)(own_bias - BIAS) << MANTISSA);
+        const T value = is_small ? lifted - lifting : number_of((Bits)(rounded << shift));
+        return {(u8)(code | (negative ? 128 : 0)), negative ? -value : value};
+    }
+    template <typename T> __device__ static T decode(u8 bits) {
+        const u32 size = bits & 127;
+        const float smallest = number_of((u32)(128 - BIAS - MANTISSA) << 23);  // 2^(1 - BIAS - MANTISSA)
+        const float normal = number_of((size << (23 - MANTISSA)) + ((u32)(127 - BIAS) << 23));
+        const float value = size < (1u << MANTISSA) ? (float)size * smallest : normal;
+        return (T)(bits & 128 ? -value : value);
+    }
+};
+
+template <int CODE_BITS, typename Form> struct Blockwise : Plain {
     int block;
     int levels;
 
@@ -32,7 +77,7 @@ template <int CODE_BITS> struct Blockwise : Plain {
     // PER: elements of a lane, for a whole block of 32 * PER; 0 for any other.
     template <int PER, typename T>
     __device__ bool encode_block(
-        const Encode<T>& call, const Row& row, i64 first, int num, signed char* codes
+        const Encode<T>& call, const Row& row, i64 first, int num, u8* codes
     ) const {
         typedef typename Number<T>::Bits Bits;
         const int lane = threadIdx.x % 32;
@@ -52,22 +97,21 @@ template <int CODE_BITS> struct Blockwise : Plain {
         const bool small = top < Rounding<T>::tiny();
         const T step = small ? T(0) : top / (T)levels;
         const T inverse = small ? T(0) : (T)levels / top;
-        const T magic = Rounding<T>::magic();
         u8* place = call.template body<u8>(row, first / block * (i64)(sizeof(T) + block * CODE_BITS / 8));
         if (lane == 0) *(T*)place = step;
         if (PER) {
 #pragma unroll
             for (int part = 0; part < PER; ++part) {
-                T rounded = (kept[part] * inverse + magic) - magic;
-                codes[32 * part + lane] = (signed char)(int)rounded;
-                call.keep(row, first + 32 * part + lane, kept[part] - rounded * step);
+                const Code<T> code = Form::encode(kept[part], inverse);
+                codes[32 * part + lane] = code.bits;
+                call.keep(row, first + 32 * part + lane, kept[part] - code.value * step);
             }
         } else {
             for (int i = lane; i < num; i += 32) {
-                T q = call.q(row, first + i);
-                T rounded = (q * inverse + magic) - magic;
-                codes[i] = (signed char)(int)rounded;
-                call.keep(row, first + i, q - rounded * step);
+                const T q = call.q(row, first + i);
+                const Code<T> code = Form::encode(q, inverse);
+                codes[i] = code.bits;
+                call.keep(row, first + i, q - code.value * step);
             }
             if (lane == 0 && num % 2) codes[num] = 0;
         }
@@ -77,7 +121,7 @@ template <int CODE_BITS> struct Blockwise : Plain {
     }
 
     // Whole words, then the bytes that are left; a body's codes begin on a multiple of four.
-    __device__ void write_codes(const signed char* codes, int num, u8* out) const {
+    __device__ void write_codes(const u8* codes, int num, u8* out) const {
         const int lane = threadIdx.x % 32;
         const int bytes = CODE_BITS == 8 ? num : (num + 1) / 2;
         for (int word = lane; word < bytes / 4; word += 32) {
@@ -89,18 +133,18 @@ template <int CODE_BITS> struct Blockwise : Plain {
     }
 
     // int4: element at in the low nibble, element at + half in the high one.
-    __device__ static u8 code_byte(const signed char* codes, int at, int half) {
-        if (CODE_BITS == 8) return (u8)codes[at];
-        return (u8)((codes[at] & 15) | ((u8)codes[at + half] << 4));
+    __device__ static u8 code_byte(const u8* codes, int at, int half) {
+        if (CODE_BITS == 8) return codes[at];
+        return (u8)((codes[at] & 15) | (codes[at + half] << 4));
     }
 
     template <typename T> __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
-        __shared__ __align__(16) signed char codes[TILE + 4];
+        __shared__ __align__(16) u8 codes[TILE + 4];
         const int warp = threadIdx.x / 32;
         bool bad = false;
         for (i64 first = low + warp * block; first < high; first += WARPS * block) {
             const int num = (int)least((i64)block, high - first);
-            signed char* mine = codes + (first - low);
+            u8* mine = codes + (first - low);
             bool wrong = num == 256 && block == 256 ? encode_block<8>(call, row, first, num, mine)
                                                     : encode_block<0>(call, row, first, num, mine);
             bad = bad || wrong;
@@ -123,7 +167,7 @@ template <int CODE_BITS> struct Blockwise : Plain {
                     call.malformed(source, segment);
                     break;
                 }
-                T value = (T)code(place + sizeof(T), at, half) * step;
+                T value = Form::template decode<T>(code(place + sizeof(T), at, half)) * step;
                 T factor = source == call.num_rows - 1 ? call.scale : T(1);
                 total = source ? (total + value) * factor : value * factor;
             }
@@ -131,26 +175,29 @@ template <int CODE_BITS> struct Blockwise : Plain {
         }
     }
 
-    __device__ static int code(const u8* codes, int at, int half) {
-        if (CODE_BITS == 8) return (signed char)codes[at];
-        if (at < half) return (signed char)(codes[at] << 4) >> 4;
-        return (signed char)codes[at - half] >> 4;
+    __device__ static u8 code(const u8* codes, int at, int half) {
+        if (CODE_BITS == 8) return codes[at];
+        if (at < half) return (u8)((signed char)(codes[at] << 4) >> 4);
+        return (u8)((signed char)codes[at - half] >> 4);
     }
 };
 
-KERNEL(encode_8_f32, THREADS, (ENCODE_PARAMETERS(float), int block, int levels),
-       encode_tile(ENCODE(float), Blockwise<8>(block, levels)))
-KERNEL(encode_8_f64, THREADS, (ENCODE_PARAMETERS(double), int block, int levels),
-       encode_tile(ENCODE(double), Blockwise<8>(block, levels)))
-KERNEL(encode_4_f32, THREADS, (ENCODE_PARAMETERS(float), int block, int levels),
-       encode_tile(ENCODE(float), Blockwise<4>(block, levels)))
-KERNEL(encode_4_f64, THREADS, (ENCODE_PARAMETERS(double), int block, int levels),
-       encode_tile(ENCODE(double), Blockwise<4>(block, levels)))
-KERNEL(decode_8_f32, THREADS, (DECODE_PARAMETERS(float), int block, int levels),
-       decode_tile(DECODE(float), Blockwise<8>(block, levels)))
-KERNEL(decode_8_f64, THREADS, (DECODE_PARAMETERS(double), int block, int levels),
-       decode_tile(DECODE(double), Blockwise<8>(block, levels)))
-KERNEL(decode_4_f32, THREADS, (DECODE_PARAMETERS(float), int block, int levels),
-       decode_tile(DECODE(float), Blockwise<4>(block, levels)))
-KERNEL(decode_4_f64, THREADS, (DECODE_PARAMETERS(double), int block, int levels),
-       decode_tile(DECODE(double), Blockwise<4>(block, levels)))
+#define BLOCKWISE_KERNELS(name, Body)                                                                                \
+    KERNEL(encode_##name##_f32, THREADS, (ENCODE_PARAMETERS(float), int block, int levels),                          \
+           encode_tile(ENCODE(float), Body(block, levels)))                                                   \
+    KERNEL(encode_##name##_f64, THREADS, (ENCODE_PARAMETERS(double), int block, int levels),                         \
+           encode_tile(ENCODE(double), Body(block, levels)))                                                  \
+    KERNEL(decode_##name##_f32, THREADS, (DECODE_PARAMETERS(float), int block, int levels),                          \
+           decode_tile(DECODE(float), Body(block, levels)))                                                   \
+    KERNEL(decode_##name##_f64, THREADS, (DECODE_PARAMETERS(double), int block, int levels),                         \
+           decode_tile(DECODE(double), Body(block, levels)))
+
+typedef Blockwise<8, Whole> Int8;
+typedef Blockwise<4, Whole> Int4;
+typedef Blockwise<8, Float8<3, 7>> E4m3;
+typedef Blockwise<8, Float8<2, 15>> E5m2;
+
+BLOCKWISE_KERNELS(int8, Int8)
+BLOCKWISE_KERNELS(int4, Int4)
+BLOCKWISE_KERNELS(e4m3, E4m3)
+BLOCKWISE_KERNELS(e5m2, E5m2)

@@ -126,10 +126,10 @@ __device__ void gather_sample(
     }
 }
 
-// At least 1, so that zeros never pass.
+// At least 1, so that zeros never pass; or the compressor's own, fixed.
 template <typename T>
 __device__ void sample_threshold(
-    const Encode<T>& call, const Sampling* samplings, const typename Number<T>::Bits* sample, State* states
+    const Encode<T>& call, const Sampling* samplings, const typename Number<T>::Bits* sample, State* states, T fixed
 ) {
     typedef typename Number<T>::Bits Bits;
     const Row row = call.rows[blockIdx.x];
@@ -137,9 +137,9 @@ __device__ void sample_threshold(
     if (threadIdx.x == 0) {
         state.found = 0;
         state.ticket = 0;
-        state.threshold = 1;
+        state.threshold = fixed > T(0) ? bits_of(fixed) : (Bits)1;
     }
-    if (row.raw) return;
+    if (row.raw || fixed > T(0)) return;
     const Sampling how = samplings[blockIdx.x];
     const i64 taken = row.numel / how.num_runs > RUN ? how.num_runs * RUN : row.numel;
     if (how.rank > taken) return;
@@ -450,8 +450,8 @@ struct Scatter {
             Number<T>::Bits* sample),                                                                              \
            gather_sample(ENCODE(T), samplings, sample_tiles, num_sample_tiles, step, sample))                      \
     KERNEL(threshold_##suffix, SELECT_THREADS,                                                                     \
-           (ENCODE_PARAMETERS(T), const Sampling* samplings, const Number<T>::Bits* sample, State* states),        \
-           sample_threshold(ENCODE(T), samplings, sample, states))                                                 \
+           (ENCODE_PARAMETERS(T), const Sampling* samplings, const Number<T>::Bits* sample, State* states, T fixed), \
+           sample_threshold(ENCODE(T), samplings, sample, states, fixed))                                          \
     KERNEL(filter_##suffix, THREADS, (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T)),                              \
            filter(ENCODE(T), CANDIDATES(T)))                                                                       \
     KERNEL(select_##suffix, SELECT_THREADS,                                                                        \
