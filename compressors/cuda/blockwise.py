@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from espresso.compressors.blockwise import Blockwise, Codes
+from espresso.compressors.blockwise import Blockwise
 from espresso.compressors.cuda.codec import CudaCodec, DecodeCall, EncodeCall
 from espresso.compressors.cuda.runtime import Device
 
@@ -20,8 +20,7 @@ class CudaBlockwise(CudaCodec):
     def __init__(self, compressor: Blockwise, device: Device) -> None:
         super().__init__(compressor, device)
         self._params = compressor
-        whole = compressor.codes is Codes.INTEGER
-        self._form = f"int{compressor.code_bits}" if whole else compressor.codes.name.lower()
+        self._form = f"int{compressor.code_bits}"
 
     def launch_bodies(self, call: EncodeCall) -> None:
         """One launch."""

@@ -50,7 +50,7 @@ class CudaSparse(CudaCodec):
         self._launch_encode(
             call,
             "threshold",
-            more=(samplings.table, sample, candidates[0]),
+            more=(samplings.table, sample, candidates[0], call.layout.dtype.type(0)),
             grid=segments,
             threads=SELECT_THREADS,
         )
