@@ -50,13 +50,14 @@ types: $(STAMP)
 	cd $(TYPES)/site && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache --python-executable $(CURDIR)/$(BIN)/python -p espresso -p benchmarks
 
-# The machine's own Python from the repository root, nothing installed: GPU machines often allow no more.
+# The machine's own Python from the repository root, nothing installed: GPU machines often allow no more. The benchmark
+# runs, and prints its table last, also after a failed test; the exit status is that of whatever failed first.
 gpu:
 	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' \
 		|| echo "NO GPU: $(GPU_PYTHON) sees no CUDA device, so every GPU test below is skipped"
-	$(GPU_PYTHON) -m pytest -m gpu -o addopts=-ra -W default; code=$$?; \
-		if [ $$code -eq 5 ]; then echo "NO GPU TESTS: nothing is marked gpu yet"; else exit $$code; fi
-	@if [ -f benchmarks/gpu.py ]; then $(GPU_PYTHON) -m benchmarks.gpu; else echo "NO GPU BENCHMARKS yet"; fi
+	$(GPU_PYTHON) -m pytest -m gpu -q -o addopts= -W default --timeout 240 $(PYTEST_ARGS); tests=$$?; \
+		$(GPU_PYTHON) -m benchmarks.gpu; figures=$$?; \
+		if [ $$tests -ne 0 ]; then exit $$tests; else exit $$figures; fi
 
 clean:
 	rm -rf build dist $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -109,17 +109,16 @@ class CudaDevice:
 
     def _check_same_device(self) -> None:
         """CuPy and torch count devices alike, unless somebody changed CUDA_VISIBLE_DEVICES between them."""
-        ours = str(torch.cuda.get_device_properties(self.torch_device).name)
-        count = self._cupy.cuda.runtime.getDeviceCount()
-        theirs = (
-            self._cupy.cuda.runtime.getDeviceProperties(self._index)["name"].decode()
-            if self._index < count
-            else "nothing"
-        )
+        runtime, count = self._cupy.cuda.runtime, self._cupy.cuda.runtime.getDeviceCount()
+        mine = torch.cuda.get_device_properties(self.torch_device)
+        ours, theirs = (mine.name, getattr(mine, "pci_bus_id", None)), ("nothing", None)
+        if self._index < count:
+            other = runtime.getDeviceProperties(self._index)
+            theirs = (other["name"].decode(), None if ours[1] is None else other["pciBusID"])
         if count != torch.cuda.device_count() or ours != theirs:
             raise CudaUnavailableError(
-                f"torch has {torch.cuda.device_count()} devices and calls number {self._index} {ours!r}, CuPy has"
-                f" {count} and calls it {theirs!r}: set CUDA_VISIBLE_DEVICES before either is imported"
+                f"torch has {torch.cuda.device_count()} devices and calls number {self._index} {ours}, CuPy has"
+                f" {count} and calls it {theirs}: set CUDA_VISIBLE_DEVICES before either is imported"
             )
 
 

@@ -32,6 +32,7 @@ FLAGS = [
 
 _C_TYPES = {
     np.int32: ctypes.c_int32,
+    np.uint32: ctypes.c_uint32,
     np.int64: ctypes.c_int64,
     np.uint64: ctypes.c_uint64,
     np.float32: ctypes.c_float,

@@ -7,6 +7,7 @@
 // release any more, ends the process with a message.
 
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
