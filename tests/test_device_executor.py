@@ -21,8 +21,10 @@ from espresso.comm.memory import DeviceMemory
 from espresso.compressors.cuda import sources
 from espresso.device_codecs import DeviceCodecs
 from espresso.strategies import Choice, CompressorSpec, parse_option
+from tests.ddp import agreed, batch, mlp, sgd, wrap
 from tests.emulator import COMPILER, EmulatedDevice, build
 from tests.emulator.streams import TracedStreams, happens_before
+from tests.workers import run_ranks
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulation of kernels needs g++")
 
@@ -194,3 +196,40 @@ def run_integers(rank: int) -> bool:
 
 def test_uncompressed_options_are_exact() -> None:
     assert all(POOL.run(run_integers))
+
+
+def run_registered(rank: int) -> tuple[str, bool, bool, float]:
+    """``espresso.register`` in automatic mode on a model that passes for one on a device, and a checkpoint."""
+    import espresso
+    import espresso.state
+    from espresso.runtime import DeviceRuntime
+
+    streams = TracedStreams()
+    espresso.state.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    ddp = wrap(mlp(16, 24, 8))
+    state = espresso.register(
+        ddp, "efsignsgd", ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1
+    )
+    for step in range(40):
+        ddp.zero_grad()
+        ddp(batch(rank, step, 16)).square().mean().backward()
+        sgd(ddp)
+        if state.decided:
+            break
+    job = state.job
+    assert job is not None
+    measured = job.host_copies and len(job.costs.compute) >= 2 and min(job.ready_us[1:]) >= 0
+    saved = state.state_dict()
+    outcome = state.verdict, agreed(ddp), measured, float(saved["step"])
+    state.close()
+    return outcome
+
+
+def test_automatic_mode_measures_and_decides_on_a_device() -> None:
+    build(sources())
+    outcomes = [outcome.value for outcome in run_ranks(run_registered, 2, deadline_s=150)]
+    for verdict, agree, measured, step in outcomes:
+        assert verdict == outcomes[0][0] != ""
+        assert agree
+        assert measured
+        assert step > 10
