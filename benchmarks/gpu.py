@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,14 @@ class Bench:
         rounds = max(3, self.repeats)
         times = []
         for _ in range(rounds):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            make: Any = torch.cuda.Event
+            begin, end = (make(enable_timing=True) for _ in range(2))
             begin.record()
             for call in calls:
                 call()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+            times.append(float(begin.elapsed_time(end)) * 1e3 / len(calls))
         return statistics.median(times)
 
     def row(
@@ -115,16 +117,15 @@ class Case:
         self.num_sets = max(1, min(8, ROTATE_BYTES // (12 * self.elements)))
         generator = torch.Generator("cuda").manual_seed(0)
 
-        def numbers() -> torch.Tensor:
+        def numbers() -> Any:
             made = torch.randn(self.elements, device="cuda", generator=generator)
             return made * torch.randn(self.elements, device="cuda", generator=generator).exp_()
 
         self.sources = [numbers() for _ in range(self.num_sets)]
         keeps = codec.compressor.traits.error_feedback
-        self.feedbacks: list[Any] = [
-            Feedback(0.3 * numbers(), torch.empty(self.elements, device="cuda"), self.starts)
-            if keeps
-            else None  # type: ignore[arg-type]
+        fresh: Any = torch.empty
+        self.feedbacks = [
+            Feedback(0.3 * numbers(), fresh(self.elements, device="cuda"), self.starts) if keeps else None
             for _ in range(self.num_sets)
         ]
         shape = (DECODE_ADD_ROWS, self.layout.num_bytes)
@@ -137,8 +138,13 @@ class Case:
     def encodes(self) -> list[Callable[[], object]]:
         """One encode an input set."""
         return [
-            lambda s=source, f=feedback: self.codec.launch_encode(
-                self.layout, s, self.starts, self.payloads[0], feedback=f
+            partial(
+                self.codec.launch_encode,
+                self.layout,
+                source,
+                self.starts,
+                self.payloads[0],
+                feedback=feedback,
             )
             for source, feedback in zip(self.sources, self.feedbacks, strict=True)
         ]
@@ -172,7 +178,7 @@ def measure_topk(bench: Bench, device: CudaDevice) -> list[Row]:
     case = Case("topk:ratio=0.01", [elements], device)
     ours = bench.time_us(case.encodes())
     sources, k = [source.abs() for source in case.sources], elements // 100
-    theirs = bench.time_us([lambda s=s: s.topk(k, sorted=False) for s in sources])
+    theirs = bench.time_us([partial(torch.topk, source, k, sorted=False) for source in sources])
     bar = f"below torch.topk ({theirs:.0f} us)"
     row = bench.row(case.spec, "exact top-k", elements, ours, 20.2)
     return [

@@ -41,7 +41,7 @@ _THREAD_OF = {
 }
 
 
-LAUNCH = "launch"
+LAUNCH: Literal["launch"] = "launch"
 """A queue that holds tasks to the total order beside their lanes: NCCL wants all launches in one order."""
 
 Queue = Lane | Literal["launch"]
@@ -61,7 +61,7 @@ class Node:
 
     lanes: tuple[Queue, ...]
     bucket: int
-    run: Callable[[], None]
+    run: Callable[[], Any]
     label: Callable[[], str]
     after: Node | None = None
     issue: Callable[[], Any] | None = None

@@ -82,7 +82,7 @@ class HostMemory:
         if not self._pinned:
             return np.zeros(shape, dtype)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
-        return torch.zeros(shape, dtype=kind, pin_memory=True).numpy()  # type: ignore[arg-type]
+        return torch.zeros(shape, dtype=kind, pin_memory=True).numpy()
 
     def tensor(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
@@ -126,7 +126,7 @@ class DeviceMemory:
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
-        return torch.zeros(shape, dtype=kind, device=self.device)  # type: ignore[arg-type]
+        return torch.zeros(shape, dtype=kind, device=self.device)
 
     def tensor(self, array: Array) -> torch.Tensor:
         assert isinstance(array, torch.Tensor)

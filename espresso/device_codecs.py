@@ -128,8 +128,11 @@ class DeviceCodecs(HostCodecs):
             if found is None:
                 codec = registry.cuda_codec(registry.create(spec), self._accelerator)
                 assert isinstance(codec, CudaCodec)
-                summable = isinstance(codec, CudaSummableCodec)
-                found = LaunchingSummableCodec(codec) if summable else LaunchingCodec(codec)
+                found = (
+                    LaunchingSummableCodec(codec)
+                    if isinstance(codec, CudaSummableCodec)
+                    else LaunchingCodec(codec)
+                )
                 self._launching[spec] = found
         return found
 

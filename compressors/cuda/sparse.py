@@ -55,8 +55,10 @@ class CudaSparse(CudaCodec):
             threads=SELECT_THREADS,
         )
         self._launch_encode(call, "filter", more=candidates)
-        more = (*candidates, np.float64(how.enough), np.int32(how.attempts), np.int32(how.exact))
-        self._launch_encode(call, "select", more=more, grid=segments, threads=SELECT_THREADS)
+        limits = (np.float64(how.enough), np.int32(how.attempts), np.int32(how.exact))
+        self._launch_encode(
+            call, "select", more=(*candidates, *limits), grid=segments, threads=SELECT_THREADS
+        )
         self._launch_encode(call, "count", more=candidates)
         self._launch_encode(call, "emit", more=candidates)
 
