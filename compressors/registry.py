@@ -75,15 +75,35 @@ _ENTRIES = {
         "espresso.compressors.cuda.randomk:CudaRandomK",
     ),
     "threshold": Entry(
-        "espresso.compressors.threshold:Threshold", "espresso.cpu_offload.threshold:HostThreshold"
+        "espresso.compressors.threshold:Threshold",
+        "espresso.cpu_offload.threshold:HostThreshold",
+        "espresso.compressors.cuda.sparse:CudaThreshold",
     ),
-    "fp8": Entry("espresso.compressors.fp8:Fp8", "espresso.cpu_offload.fp8:HostFp8"),
-    "qsgd": Entry("espresso.compressors.qsgd:Qsgd", "espresso.cpu_offload.qsgd:HostQsgd"),
+    "fp8": Entry(
+        "espresso.compressors.fp8:Fp8",
+        "espresso.cpu_offload.fp8:HostFp8",
+        "espresso.compressors.cuda.blockwise:CudaBlockwise",
+    ),
+    "qsgd": Entry(
+        "espresso.compressors.qsgd:Qsgd",
+        "espresso.cpu_offload.qsgd:HostQsgd",
+        "espresso.compressors.cuda.levels:CudaLevels",
+    ),
     "dithering": Entry(
-        "espresso.compressors.dithering:Dithering", "espresso.cpu_offload.dithering:HostDithering"
+        "espresso.compressors.dithering:Dithering",
+        "espresso.cpu_offload.dithering:HostDithering",
+        "espresso.compressors.cuda.levels:CudaLevels",
     ),
-    "natural": Entry("espresso.compressors.natural:Natural", "espresso.cpu_offload.natural:HostNatural"),
-    "terngrad": Entry("espresso.compressors.terngrad:TernGrad", "espresso.cpu_offload.terngrad:HostTernGrad"),
+    "natural": Entry(
+        "espresso.compressors.natural:Natural",
+        "espresso.cpu_offload.natural:HostNatural",
+        "espresso.compressors.cuda.levels:CudaNatural",
+    ),
+    "terngrad": Entry(
+        "espresso.compressors.terngrad:TernGrad",
+        "espresso.cpu_offload.terngrad:HostTernGrad",
+        "espresso.compressors.cuda.levels:CudaLevels",
+    ),
 }
 
 RESERVED_IDS = ("powersgd",)

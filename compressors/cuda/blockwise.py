@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from espresso.compressors.blockwise import Blockwise
+from espresso.compressors.blockwise import Blockwise, Codes
 from espresso.compressors.cuda.codec import CudaCodec, DecodeCall, EncodeCall
 from espresso.compressors.cuda.runtime import Device
 
@@ -20,7 +20,8 @@ class CudaBlockwise(CudaCodec):
     def __init__(self, compressor: Blockwise, device: Device) -> None:
         super().__init__(compressor, device)
         self._params = compressor
-        self._form = f"int{compressor.code_bits}"
+        whole = compressor.codes is Codes.INTEGER
+        self._form = f"int{compressor.code_bits}" if whole else compressor.codes.name.lower()
 
     def launch_bodies(self, call: EncodeCall) -> None:
         """One launch."""

@@ -15,6 +15,7 @@ from espresso.compressors.cuda.codec import TILE, CudaCodec, EncodeCall
 from espresso.compressors.cuda.runtime import Device
 from espresso.compressors.dgc import Dgc
 from espresso.compressors.sparse import RUN, Selection, sample_size
+from espresso.compressors.threshold import Threshold
 from espresso.compressors.topk import TopK
 
 SELECT_THREADS = 1024
@@ -43,14 +44,14 @@ class CudaSparse(CudaCodec):
         how, samplings = self._selection, self._samplings_of(call.layout)
         sample = call.scratch.bytes_of("sample", call.layout.dtype.itemsize * samplings.num_samples)
         candidates = self._candidates(call)
-        if samplings.num_tiles:
+        if samplings.num_tiles and not how.threshold:
             step = np.uint64(call.key.step & _MASK)
             more = (samplings.table, samplings.tiles, np.int64(samplings.num_tiles), step, sample)
             self._launch_encode(call, "gather", more=more, grid=samplings.num_tiles)
         self._launch_encode(
             call,
             "threshold",
-            more=(samplings.table, sample, candidates[0], call.layout.dtype.type(0)),
+            more=(samplings.table, sample, candidates[0], call.layout.dtype.type(how.threshold)),
             grid=segments,
             threads=SELECT_THREADS,
         )
@@ -118,4 +119,11 @@ class CudaDgc(CudaSparse):
     """``dgc``."""
 
     def __init__(self, compressor: Dgc, device: Device) -> None:
+        super().__init__(compressor, device, compressor.selection())
+
+
+class CudaThreshold(CudaSparse):
+    """``threshold``: nothing is sampled."""
+
+    def __init__(self, compressor: Threshold, device: Device) -> None:
         super().__init__(compressor, device, compressor.selection())
