@@ -552,6 +552,11 @@ class PartitionProgram:
                 f"option '{self.choice.option}' goes through parameter servers, and this job has none;"
                 " start it with python -m espresso.launch --servers N"
             )
+        if self._memory.host_copies:
+            raise EspressoError(
+                f"option '{self.choice.option}' goes through parameter servers, which take gradients from host memory"
+                " only in this version: choose options without them for a model on a GPU"
+            )
         assert flow.step.scope is not None
         compresses = flow.step.form is Form.PAYLOAD
         names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -658,7 +663,7 @@ class PartitionProgram:
     ) -> Callable[[], None]:
         """A reduce-scatter of numbers that travel as float16; every contribution is rounded, our own too."""
         mine = shards[member.index]
-        received = [torch.empty(mine[1] - mine[0], dtype=torch.float16) for _ in range(member.size)]
+        received = [self._memory.numbers(mine[1] - mine[0], torch.float16) for _ in range(member.size)]
 
         def reduce_scatter() -> None:
             parts = [whole()[low:high] for low, high in shards]
