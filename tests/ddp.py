@@ -45,7 +45,7 @@ class IntegerNet(nn.Module):
 
     def forward(self, key: int) -> torch.Tensor:
         draw = torch.Generator().manual_seed(key)
-        terms = [(p * torch.randint(-8, 9, p.shape, generator=draw).to(p.dtype)).sum() for p in self.weights]
+        terms = [(p * torch.randint(-8, 9, p.shape, generator=draw).to(p)).sum() for p in self.weights]
         return torch.stack(terms).sum()
 
 
@@ -112,7 +112,8 @@ def digest(module: nn.Module) -> str:
     """A hash of all parameters, bit for bit."""
     sha = hashlib.sha256()
     for parameter in module.parameters():
-        sha.update(parameter.detach().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        flat = parameter.detach().cpu().clone().contiguous().reshape(-1)
+        sha.update(flat.view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 
