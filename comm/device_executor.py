@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from espresso.comm.errors import EspressoError
-from espresso.comm.executor import Executor, Interval, Record, _Iteration, _label
+from espresso.comm.executor import Executor, Interval, Record, _Iteration, _label, _worded
 from espresso.comm.lanes import LAUNCH, Node
 from espresso.comm.memory import DeviceMemory
 from espresso.comm.program import PartitionProgram
@@ -253,6 +253,9 @@ class DeviceExecutor(Executor):
                 more()
             except EspressoError as error:
                 raise self._fail_now(str(error)) from error
+            except Exception as error:
+                text = f"while the ranks searched or compared after an iteration: {_worded(error)}"
+                raise self._fail_now(text) from error
 
     def _judge(self, verdict: _Verdict) -> Callable[[], None] | None:
         iteration, record = verdict.iteration, verdict.iteration.record
