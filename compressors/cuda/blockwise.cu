@@ -97,7 +97,7 @@ template <int CODE_BITS, typename Form> struct Blockwise : Plain {
         const bool small = top < Rounding<T>::tiny();
         const T step = small ? T(0) : top / (T)levels;
         const T inverse = small ? T(0) : (T)levels / top;
-        u8* place = call.template body<u8>(row, first / block * (i64)(sizeof(T) + block * CODE_BITS / 8));
+        u8* place = call.template body<u8>(row, block_of(first, block) * (i64)(sizeof(T) + block * CODE_BITS / 8));
         if (lane == 0) *(T*)place = step;
         if (PER) {
 #pragma unroll
@@ -156,7 +156,7 @@ template <int CODE_BITS, typename Form> struct Blockwise : Plain {
     __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
         const i64 stride = sizeof(T) + block * CODE_BITS / 8;
         for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-            const i64 index = i / block;
+            const i64 index = block_of(i, block);
             const int at = (int)(i - index * block);
             const int half = (int)(least((i64)block, row.numel - index * block) + 1) / 2;
             T total = 0;

@@ -156,8 +156,8 @@ template <typename T> __device__ int finish(const Encode<T>& call, bool bad) {
 
 // -- decode --------------------------------------------------------------------------------------------------------
 
-#define HEADER_BYTES 24
-#define ENTRY_BYTES 16
+#define HEADER_WORDS 3  // of 8 bytes
+#define ENTRY_WORDS 2
 #define FLAGS_AT 5
 #define HEADER_ERROR (1ull << 62)
 
@@ -195,19 +195,23 @@ template <typename T> struct Decode {
             status                                                                                                \
     }
 
+// The number of the block of `size` that an element is in; segments have fewer than 2^32 elements.
+__device__ inline i64 block_of(i64 element, int size) { return (u32)element / (u32)size; }
+
 // Look at every row's header and at this segment's entry of its table: every segment has a tile, so that together
 // the tiles look at everything. Returns, to all threads, whether a row is not finite.
 template <typename T> __device__ bool check_headers(const Decode<T>& call, i64 segment) {
     bool flagged = false;
     if (call.header_bytes) {
         for (i64 source = threadIdx.x; source < call.num_rows; source += blockDim.x) {
-            const u8* head = call.payload + source * call.row_bytes;
-            u8 flags = head[FLAGS_AT];
-            bool wrong = (flags & ~1) != 0;
-            for (int at = 0; at < HEADER_BYTES; ++at) wrong = wrong || (at != FLAGS_AT && head[at] != call.header[at]);
-            i64 entry = HEADER_BYTES + ENTRY_BYTES * segment;
-            for (i64 at = entry; at < least(entry + ENTRY_BYTES, call.header_bytes); ++at)
-                wrong = wrong || head[at] != call.header[at];
+            const u64* head = (const u64*)(call.payload + source * call.row_bytes);
+            const u64* wanted = (const u64*)call.header;
+            const i64 entry = HEADER_WORDS + ENTRY_WORDS * segment;
+            const u64 flags = head[0] >> (8 * FLAGS_AT) & 255;
+            u64 differs = (head[0] ^ wanted[0]) & ~(255ull << (8 * FLAGS_AT));
+            for (int word = 1; word < HEADER_WORDS; ++word) differs |= head[word] ^ wanted[word];
+            for (int word = 0; word < ENTRY_WORDS; ++word) differs |= head[entry + word] ^ wanted[entry + word];
+            const bool wrong = differs != 0 || (flags & ~1ull) != 0;
             if (wrong) atomicMax(call.status + 1, HEADER_ERROR + (u64)(1 + source * call.num_segments + segment));
             flagged = flagged || (flags & 1);
         }

@@ -122,7 +122,7 @@ template <typename T> struct Levels : Plain {
                 const bool usable = tiny <= size && is_finite(size);
                 step = usable ? (T)(size / divisor) : T(0);
                 inverse = usable ? (T)(divisor / size) : T(0);
-                if (lane == 0) steps[first / block] = step;
+                if (lane == 0) steps[block_of(first, block)] = step;
             }
             bad = bad || !(good && is_finite(step));
             for (int part = 0; part < num; part += 64) {
@@ -156,7 +156,7 @@ template <typename T> struct Levels : Plain {
         for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
             T total = 0;
             for (i64 source = 0; source < call.num_rows; ++source) {
-                const T step = norm == NO_NORM ? T(1) : call.template body<T>(source, row)[i / block];
+                const T step = norm == NO_NORM ? T(1) : call.template body<T>(source, row)[block_of(i, block)];
                 if (!(step >= 0 && is_finite(step))) {
                     call.malformed(source, segment);
                     break;

@@ -94,7 +94,7 @@ struct Signs : Plain {
         double sum_below = means == 2 ? warp_sum(below[0], below[1]) : 0.0;
         if (!is_finite(sum_above + sum_below)) plain_sum(call, row, first, first + num, &sum_above, &sum_below);
         T plus, minus;
-        T* values = call.template body<T>(row) + first / block * means;
+        T* values = call.template body<T>(row) + block_of(first, block) * means;
         if (means == 1) {
             plus = (T)(sum_above / num);
             minus = -plus;
@@ -146,7 +146,7 @@ struct Signs : Plain {
     __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
         const i64 words_at = means * row.count * (i64)sizeof(T);
         for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-            const i64 index = block ? (u32)i / (u32)block : 0;
+            const i64 index = block ? block_of(i, block) : 0;
             T total = 0;
             for (i64 source = 0; source < call.num_rows; ++source) {
                 const T* values = call.template body<T>(source, row) + index * means;
