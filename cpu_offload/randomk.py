@@ -20,7 +20,7 @@ from espresso.compressors.base import Array, Layout, Starts
 from espresso.compressors.randomk import ROUNDS, STRATUM
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall
 from espresso.cpu_offload.draws import shared_salt
-from espresso.cpu_offload.intrinsics import address, fence, room
+from espresso.cpu_offload.intrinsics import address, fence, prefetch, room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q, mix64, segment_key
 from espresso.cpu_offload.summable import SummableHostCodec
@@ -38,6 +38,10 @@ from espresso.cpu_offload.work import (
 )
 
 GROUPS = STRATUM // GROUP
+
+AHEAD = 1024
+"""Elements between what is streamed and what is prefetched, so that memory works while positions are drawn."""
+
 Positions = npt.NDArray[np.int64]
 
 
@@ -131,6 +135,8 @@ def drop_groups(
     unlike = np.uint16(0)
     if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
         for i in range(0, num, GROUP):
+            prefetch(source, at + i + AHEAD)
+            prefetch(old, kept + i + AHEAD)
             unlike |= drop_group_stream(
                 source, at + i, scale, old, kept + i, new, to + i, dropped[i // GROUP], infinity
             )
