@@ -525,17 +525,12 @@ class PartitionProgram:
     def _feedback(self, residual: Residual | None, starts: Starts) -> Feedback | None:
         if residual is None:
             return None
-        if residual.new is None:
-            residual.scratch = residual.spare() if residual.scratch is None else residual.scratch
-            return Feedback(residual.old, residual.scratch, starts)
-        return Feedback(residual.old, residual.new, starts)
+        return Feedback(*residual.buffers(), starts)
 
     def _settle(self, residual: Residual | None) -> None:
         if residual is None:
             return
-        residual.written = True
-        if residual.new is None and residual.scratch is not None:
-            residual.old, residual.scratch = residual.scratch, None
+        residual.settle()
 
     def _key(self, site: Site) -> DrawKey:
         shared = site.replicas(self.context.cluster) > 1

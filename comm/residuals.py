@@ -12,9 +12,8 @@ intra step encodes the same aggregate on every node) only the first replica carr
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -22,53 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.comm.memory import HOST, Memory
+from espresso.comm.residual import FULL, PackedResidual, Residual, check_storage
 from espresso.strategies import Run, Site
+
+logger = logging.getLogger("espresso")
 
 Array = npt.NDArray[Any]
 
 _ALIGN = 16
 """Elements: 64 bytes of float32."""
-
-
-@dataclass(eq=False)
-class Residual:
-    """The residual of one partition at one site on this rank: a pair of buffers over its region.
-
-    Attributes:
-        runs: the tensor stretches of the region, in order; run i lies at ``starts[i]`` of the buffers.
-        replica: 0 on the ranks that answer for it when it is carried or gathered, else above 0.
-    """
-
-    site: Site
-    runs: tuple[Run, ...]
-    starts: tuple[int, ...]
-    dtype: Any
-    replica: int = 0
-    memory: Memory = HOST
-    old: Array = field(init=False)
-    new: Array | None = field(init=False)
-    transactional: bool = True
-    written: bool = False
-    scratch: Array | None = None
-
-    def __post_init__(self) -> None:
-        self.old = self.spare()
-        self.new = self.spare() if self.transactional else None
-
-    def spare(self) -> Array:
-        """A zero buffer of this residual's size, where its step runs."""
-        size = self.starts[-1] + self.runs[-1].numel if self.runs else 0
-        made: Array = self.memory.zeros(size, self.dtype)
-        return made
-
-    @property
-    def num_bytes(self) -> int:
-        return self.old.nbytes * (1 if self.new is None else 2)
-
-    def locate(self, group_start: int) -> int:
-        """Where the element at this position of the group lies in the buffers."""
-        index = bisect_right(self.runs, group_start, key=lambda run: run.group_start) - 1
-        return self.starts[index] + group_start - self.runs[index].group_start
 
 
 Address = tuple[str, Site]
@@ -91,8 +52,10 @@ class Remote(Protocol):
 class ResidualStore:
     """All residuals of this rank: those in use by the plan, and those carried over from an earlier one."""
 
-    def __init__(self, *, transactional: bool = True) -> None:
+    def __init__(self, *, transactional: bool = True, storage: str = FULL) -> None:
         self.transactional = transactional
+        self.storage = check_storage(storage)
+        self._reported = 0
         self.remote: Remote | None = None
         self._live: list[Residual] = []
         self.carry: dict[str, Array] = {}
@@ -110,7 +73,7 @@ class ResidualStore:
 
     def norm(self) -> float:
         """Euclidean norm of everything this rank keeps."""
-        squares = [r.memory.square_sum(r.old) for r in self._live]
+        squares = [r.square_sum() for r in self._live]
         squares += [HOST.square_sum(values) for values in self.carry.values()]
         return float(np.sqrt(sum(squares)))
 
@@ -124,7 +87,13 @@ class ResidualStore:
         """
         lengths = [-(-run.numel // _ALIGN) * _ALIGN for run in runs]
         starts = tuple(accumulate(lengths, initial=0))[: len(runs)]
-        return Residual(site, tuple(runs), starts, dtype, replica, memory, transactional=self.transactional)
+        if self.storage == FULL:
+            return Residual(
+                site, tuple(runs), starts, dtype, replica, memory, transactional=self.transactional
+            )
+        return PackedResidual(
+            site, tuple(runs), starts, dtype, replica, memory, self.transactional, storage=self.storage
+        )
 
     def holds(self, residuals: Iterable[Residual]) -> bool:
         """Whether all of these are in use."""
@@ -152,12 +121,22 @@ class ResidualStore:
         self._place_all(pieces, numels, fresh)
         for tensor, values in waiting.items():
             self._place(tensor, Site.LOCAL, (0, values, 0), numels, fresh)
+        self._report()
+
+    def _report(self) -> None:
+        """Log what residuals take, before the first of them is used."""
+        if self.num_bytes != self._reported:
+            self._reported = self.num_bytes
+            logger.info(
+                "residuals take %.2f MiB on this rank (%s, %s)", self._reported / 2**20, self.storage,
+                "both buffers of each" if self.transactional else "one buffer each",
+            )  # fmt: skip
 
     def _export(self, residuals: Iterable[Residual]) -> dict[Address, list[Piece]]:
         pieces: dict[Address, list[Piece]] = {}
         for residual in residuals:
             for run, start in zip(residual.runs, residual.starts, strict=True):
-                values = residual.memory.read(residual.old, start, run.numel)
+                values = residual.read(start, run.numel)
                 piece = (run.tensor_start, values, residual.replica)
                 pieces.setdefault((run.tensor, residual.site), []).append(piece)
         return pieces
@@ -177,7 +156,7 @@ class ResidualStore:
         for residual in self._live:
             for run, start in zip(residual.runs, residual.starts, strict=True):
                 if run.tensor in factors:
-                    residual.old[start : start + run.numel] *= factors[run.tensor]
+                    residual.scale(start, run.numel, factors[run.tensor])
         for tensor in self.carry.keys() & factors.keys():
             self.carry[tensor] *= factors[tensor]
         for (tensor, _), parts in self._waiting.items():
@@ -207,7 +186,7 @@ class ResidualStore:
             pieces = {a: p for a, p in pieces.items() if a[1] is not Site.SERVER}
         self._waiting = {address: list(parts) for address, parts in pieces.items()}
         for residual in self._live:
-            residual.old[:] = 0
+            residual.clear()
         live = {run.tensor for residual in self._live for run in residual.runs}
         self._place_all(self._claim(live), numels, self._live)
 
@@ -233,9 +212,7 @@ class ResidualStore:
     def commit(self) -> None:
         """The iteration counts: what was written becomes what is kept."""
         for residual in self._live:
-            if residual.written and residual.new is not None:
-                residual.old, residual.new = residual.new, residual.old
-            residual.written = False
+            residual.commit()
         for tensor, left in self._carried.items():
             self.carry.pop(tensor, None)
             if left is not None and left.any():
@@ -281,7 +258,7 @@ class ResidualStore:
                     if run.tensor == tensor and low < high:
                         here, cut = at + low - run.tensor_start, slice(low - start, high - start)
                         kept = np.where(left[cut], values[cut], 0)
-                        residual.memory.add(residual.old, here, kept.astype(residual.dtype))
+                        residual.add(here, kept.astype(residual.dtype))
                         left[cut] = False
         if replica == 0 and left.any():
             self.add_carry(tensor, start, np.where(left, values, 0).astype(values.dtype), numels[tensor])

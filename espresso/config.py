@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
+from espresso.comm.residual import check_storage
+
 logger = logging.getLogger("espresso")
 
 _ENVIRONMENT = {
@@ -29,6 +31,8 @@ class Config:
         seed: of the shared random numbers.
         transactional: keep residuals untouched by a non-finite iteration. False halves residual memory,
             and a step with an inf or NaN then damages the residuals it touched.
+        residual_dtype: how residuals are kept between iterations: ``float32``, ``bf16`` (half the memory) or ``int8``
+            (a quarter, blocks of 256). The narrow ones lose a rounding in every iteration (``comm/residual.py``).
         offload_threads: threads of the host worker pool; None takes the cores this rank may use.
         warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
         profile_steps: plain steps in which gaps are measured.
@@ -44,6 +48,7 @@ class Config:
     partition_bytes: int | None = None
     seed: int = 0
     transactional: bool = True
+    residual_dtype: str = "float32"
     offload_threads: int | None = None
     warmup_steps: int = 4
     profile_steps: int = 8
@@ -61,6 +66,7 @@ class Config:
         for name in ("warmup_steps", "check_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
+        check_storage(self.residual_dtype)
         if self.partition_bytes is not None and self.partition_bytes < 0:
             raise ValueError(f"partition_bytes must be at least 0, got {self.partition_bytes!r}")
         if self.steps_per_epoch is not None and self.steps_per_epoch < 1:

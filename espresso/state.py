@@ -138,7 +138,9 @@ class EspressoState:
         self._executor: Executor | None = None
         self._servers: Link | None = None
         self._planner: FixedPlanner | AutoPlanner | None = None
-        self._store = ResidualStore(transactional=self.config.transactional)
+        self._store = ResidualStore(
+            transactional=self.config.transactional, storage=self.config.residual_dtype
+        )
         self._velocities: Velocities | None = None
         self._guard: MomentumGuard | None = None
         self._base: Strategy | None = None

@@ -1,0 +1,132 @@
+"""Residuals kept in 16 or 8 bits: what the rounding loses, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from compressor_cases import numbers
+
+from benchmarks.exchange import Exchange, make_buckets, numels_of, strategy_of
+from benchmarks.rank_pool import POOL
+from espresso import EspressoState
+from espresso.comm import Assignment, ResidualStore
+from espresso.compressors import Feedback, create, host_codec
+from espresso.compressors.base import Segment
+from espresso.strategies import Choice, CompressorSpec, Run, Site, parse_option
+from tests.test_conservation import SHAPES, SIZES, TWO_BY_TWO, Books, check_replicas, imbalance
+
+RUNS = (Run("a", 0, 0, 0, 1000), Run("b", 5, 1000, 1000, 301))
+
+
+def bound(storage: str, left: np.ndarray, starts: tuple[int, ...]) -> np.ndarray:
+    """What a rounding of ``left`` may lose."""
+    if storage == "float32":
+        return np.zeros(left.size)
+    if storage == "bf16":
+        return 2.0**-8 * np.abs(left)
+    lost = np.zeros(left.size)
+    for run, start in zip(RUNS, starts, strict=True):
+        for low in range(start, start + run.numel, 256):
+            block = slice(low, min(low + 256, start + run.numel))
+            lost[block] = np.abs(left[block]).max() / 254
+    return lost * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("transactional", [True, False])
+def test_the_law_holds_up_to_what_is_stated(storage: str, transactional: bool) -> None:
+    """sum sent + e_T + sum r_t = sum given, r_t within its bound in every step."""
+    store = ResidualStore(transactional=transactional, storage=storage)
+    residual = store.new_residual(Site.LOCAL, RUNS, np.float32, 0)
+    store.adopt([residual], {"a": 1000, "b": 306})
+    starts = np.array(residual.starts)
+    codec = host_codec(create("topk:raw_below=1,ratio=0.05"))
+    layout = codec.compressor.layout([Segment(r.tensor, r.tensor_start, r.numel) for r in RUNS])
+    size = residual.starts[1] + 301
+    payload, out = np.zeros((1, layout.num_bytes), np.uint8), np.zeros(size, np.float32)
+    balance, rounded = np.zeros(size), 0.0
+    for step in range(20):
+        gradient = numbers(size, np.float32, step)
+        before = residual.old
+        old, new = residual.buffers()
+        codec.encode(layout, gradient, starts, payload[0], feedback=Feedback(old, new, starts))
+        codec.decode(layout, payload, out, starts)
+        left = new.copy()
+        residual.settle()
+        store.commit()
+        lost = (left - residual.old)[residual_places(residual.starts)]
+        assert (np.abs(lost) <= bound(storage, left, residual.starts)[residual_places(residual.starts)]).all()
+        rounded += float(np.abs(lost).sum())
+        inside = residual_places(residual.starts)
+        q = (gradient + before)[inside]
+        assert np.array_equal(q, (out + left)[inside])
+        balance[inside] += lost
+    assert (rounded > 0) is (storage != "float32")
+    full = ResidualStore(transactional=transactional)
+    full.adopt([full.new_residual(Site.LOCAL, RUNS, np.float32, 0)], {"a": 1000, "b": 306})
+    share = store.num_bytes / full.num_bytes
+    assert share < {"float32": 1.01, "bf16": 0.6, "int8": 0.35}[storage]
+
+
+def residual_places(starts: tuple[int, ...]) -> np.ndarray:
+    """Elements of the buffers that belong to runs."""
+    return np.concatenate([np.arange(s, s + r.numel) for s, r in zip(starts, RUNS, strict=True)])
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+def test_a_discarded_iteration_leaves_every_bit(storage: str) -> None:
+    store = ResidualStore(storage=storage)
+    residual = store.new_residual(Site.LOCAL, RUNS, np.float32, 0)
+    store.adopt([residual], {"a": 1000, "b": 306})
+    residual.old = numbers(residual.old.size, np.float32)
+    before = residual.old
+    _, new = residual.buffers()
+    new[:] = np.nan
+    residual.settle()
+    store.discard()
+    assert np.array_equal(residual.old, before)
+    other = ResidualStore(storage=storage)
+    pieces, carry = store.snapshot()
+    other.load(pieces, carry, {"a": 1000, "b": 306})
+    fresh = other.new_residual(Site.LOCAL, RUNS, np.float32, 0)
+    other.adopt([fresh], {"a": 1000, "b": 306})
+    places = residual_places(residual.starts)
+    again = fresh.old[places]
+    assert np.abs(again - before[places]).max() <= (0 if storage == "bf16" else np.abs(before).max() * 1e-6)
+
+
+def test_the_budget_is_reported_and_wrong_settings_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "espresso"):
+        store = ResidualStore(storage="bf16")
+        store.adopt([store.new_residual(Site.LOCAL, RUNS, np.float32, 0)], {"a": 1000, "b": 306})
+    assert "residuals take 0.01 MiB on this rank (bf16, both buffers of each)" in caplog.text
+    with pytest.raises(ValueError, match="residual_dtype must be one of float32, bf16, int8, got 'fp4'"):
+        EspressoState("topk", residual_dtype="fp4")
+
+
+def run_stored(rank: int, storage: str) -> object:
+    exchange = Exchange(2)
+    exchange.warm_up({"topk:ratio=0.05"})
+    exchange.store.storage = storage
+    buckets = make_buckets(*SIZES)
+    choice = Choice(parse_option(SHAPES["three sites"]), CompressorSpec.parse("topk:ratio=0.05"))
+    assignment = Assignment(strategy_of(buckets, TWO_BY_TWO, choice, partition_bytes=8192))
+    books = Books(exchange, numels_of(buckets))
+    for step in range(6):
+        random = np.random.default_rng([step, rank])
+        mine = [torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets]
+        books.step(assignment, buckets, mine)
+    exchange.close()
+    return books.ledger()
+
+
+@pytest.mark.parametrize(("storage", "allowed"), [("bf16", 0.3), ("int8", 0.6)])
+def test_the_executor_keeps_narrow_residuals_at_every_site(storage: str, allowed: float) -> None:
+    """Six steps at three sites of four ranks: the imbalance is that of roundings, far below what is kept."""
+    ledgers = POOL.run(run_stored, storage)
+    check_replicas(ledgers)
+    assert 0 < imbalance(ledgers) < allowed
+    assert imbalance(ledgers, residuals=0.0) > 5 * allowed
