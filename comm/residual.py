@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.comm.memory import HOST, HostMemory, Memory
+from espresso.comm.memory import HOST, Memory
 from espresso.compressors import Codec, Layout, Segment, create, host_codec
 from espresso.strategies import Run, Site
 
@@ -135,7 +135,7 @@ class PackedResidual(Residual):
         self, site: Site, runs: tuple[Run, ...], starts: tuple[int, ...], dtype: Any, replica: int, memory: Memory,
         transactional: bool, *, storage: str,
     ) -> None:  # fmt: skip
-        if not isinstance(memory, HostMemory):
+        if memory.host_copies:
             raise ValueError(
                 f"residual_dtype={storage!r} is for steps on the host; this one compresses on a GPU, where residuals"
                 f" are kept as {FULL} only"
