@@ -9,8 +9,9 @@ notices (it normalises gradients). Every rank is the server of a quarter of each
 lays it out.
 
 A compressed arm passes if its mean test loss is at most ``BAND_LOSS`` above the uncompressed optimizer's, and its mean
-test accuracy at most ``BAND_ACCURACY`` below. Every compressor with error feedback has two controls, the same run with
-the server's residuals thrown away, or with their sign turned, after every step: those must fail.
+test accuracy at most ``BAND_ACCURACY`` below. Compressors in ``CONTROLLED`` have two controls, the same run with the
+servers' residuals thrown away, or with their sign turned, after every step: those must fail. (An unbiased compressor
+has no residuals; int8 errs so little that nothing shows.) Compressed Adam in its paper's form runs for information.
 """
 
 import json
@@ -42,18 +43,22 @@ from espresso.strategies import Site
 NUM_RANKS = 4
 BATCH_SIZE = 48
 RAW_BELOW_BYTES = 1024
-BAND_LOSS = 0.05
+BAND_LOSS = {"clan": 0.05, "compressed adam": 0.02}
 """Nats of test loss."""
 BAND_ACCURACY = 0.02
 
 COMPRESSORS = ("efsignsgd", "topk:ratio=0.05", "dithering", "int8")
 """Scaled 1-bit, top-k, dithering, and a quantizer with error feedback for comparison."""
 
+CONTROLLED = ("efsignsgd", "topk:ratio=0.05")
+UNDIVIDED = "compressed adam, undivided"
+"""The paper's form: momentum is compressed before it is divided by the frozen deviation."""
+
 SERVER_SITES = (Site.FLAT_SECOND, Site.INTER_SECOND)
 CONTROLS = {"": 1.0, "server residual off": 0.0, "server residual's sign turned": -1.0}
 """What the servers' residuals are multiplied by after every step."""
 
-FAMILIES: dict[str, str] = {"clan": "lans", "compressed adam": "adam"}
+FAMILIES: dict[str, str] = {"clan": "lans", "compressed adam": "adam", UNDIVIDED: "adam"}
 """Compressed optimizer, and the uncompressed one it has to keep up with."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -102,18 +107,19 @@ class Row:
 
     @property
     def is_as_wanted(self) -> bool:
-        """Within the band, or, for a control, outside."""
+        """Within the band, or, for a control, outside. What runs for information may end anywhere."""
+        if self.arm.optimizer not in BAND_LOSS:
+            return True
         return self.within is (self.arm.control == "")
 
 
 def arms_for(compressors: Sequence[str]) -> list[Arm]:
     """Both uncompressed optimizers, then every compressor with CLAN and scaled sign with compressed Adam."""
-    arms = [Arm(name) for name in FAMILIES.values()]
+    arms = [Arm(name) for name in dict.fromkeys(FAMILIES.values())]
     for optimizer, specs in (("clan", compressors), ("compressed adam", compressors[:1])):
         for spec in specs:
-            has_residual = registry.create(spec).traits.error_feedback
-            arms += [Arm(optimizer, spec, control) for control in (CONTROLS if has_residual else ("",))]
-    return arms
+            arms += [Arm(optimizer, spec, control) for control in (CONTROLS if spec in CONTROLLED else ("",))]
+    return [*arms, Arm(UNDIVIDED, compressors[0])]
 
 
 def judge(runs: Sequence[Run]) -> list[Row]:
@@ -125,7 +131,7 @@ def judge(runs: Sequence[Run]) -> list[Row]:
         losses, accuracies = tuple(r.loss for r in mine), tuple(r.accuracy for r in mine)
         above = statistics.fmean(losses) - statistics.fmean(r.loss for r in plain)
         below = statistics.fmean(r.accuracy for r in plain) - statistics.fmean(accuracies)
-        within = above <= BAND_LOSS and below <= BAND_ACCURACY
+        within = above <= BAND_LOSS.get(arm.optimizer, 0.0) and below <= BAND_ACCURACY
         share = mine[-1].bytes_sent / mine[-1].bytes_raw
         rows.append(Row(arm, losses, accuracies, above, below, share, within))
     return rows
@@ -181,6 +187,9 @@ def _make_optimizer(model: DistributedDataParallel, arm: Arm, steps: int) -> tor
         "clan": lambda: CLAN(model, lr=0.01, **settings),
         "adam": lambda: torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0),
         "compressed adam": lambda: CompressedAdam(model, lr=2e-3, warmup_steps=steps // 5, **settings),
+        UNDIVIDED: lambda: CompressedAdam(
+            model, lr=2e-3, warmup_steps=steps // 5, precondition=False, **settings
+        ),
     }
     return makers[arm.optimizer]()
 

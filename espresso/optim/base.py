@@ -68,7 +68,7 @@ class AdaptiveOptimizer(Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step for every parameter that has a gradient.
 
         Args:
@@ -126,8 +126,8 @@ class AdaptiveOptimizer(Optimizer):
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(saved, params, strict=True):
-            kept = state_dict["state"].get(number) if param.dtype in _HALVES else None
-            for name in _MOMENTS if kept else ():
+            kept: dict[str, Tensor] = state_dict["state"].get(number) or {}
+            for name in _MOMENTS if kept and param.dtype in _HALVES else ():
                 value = kept[name]
                 self.state[param][name] = value.detach().to(param.device, work_dtype(param.dtype), copy=True)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
-from espresso.optim.exchange import BYTEPS_RAW_BELOW_BYTES, StrategyLike, attach, parameters_of
+from espresso.optim.exchange import RAW_BELOW_BYTES, StrategyLike, attach, parameters_of
 from espresso.optim.lans import LANS
 from espresso.optim.residual_rate import scale_residuals as follow_rate
 from espresso.state import EspressoState
@@ -63,7 +63,7 @@ class CLAN(LANS):
         fused: bool | None = None,
         compressor: str | CompressorSpec = "efsignsgd",
         strategy: StrategyLike | None = None,
-        raw_below_bytes: int = BYTEPS_RAW_BELOW_BYTES,
+        raw_below_bytes: int = RAW_BELOW_BYTES,
         scale_residuals: bool = False,
         exchange: EspressoState | None = None,
         **settings: Any,

@@ -29,7 +29,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from espresso.comm import EspressoError
 from espresso.optim.base import AdaptiveOptimizer, Group, Row, by_kind
-from espresso.optim.exchange import BYTEPS_RAW_BELOW_BYTES, StrategyLike, attach, bucket_view, parameters_of
+from espresso.optim.exchange import RAW_BELOW_BYTES, StrategyLike, attach, bucket_view, parameters_of
 from espresso.state import AUTO, EspressoState
 from espresso.strategies import CompressorSpec, Strategy
 
@@ -81,7 +81,7 @@ class CompressedAdam(AdaptiveOptimizer):
         maximize: bool = False,
         compressor: str | CompressorSpec = "efsignsgd",
         strategy: StrategyLike | None = None,
-        raw_below_bytes: int = BYTEPS_RAW_BELOW_BYTES,
+        raw_below_bytes: int = RAW_BELOW_BYTES,
         exchange: EspressoState | None = None,
         **settings: Any,
     ) -> None:

@@ -17,6 +17,9 @@ from espresso.state import EspressoState, Policy, register
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec
 from espresso.strategies.tree import two_way_option
 
+RAW_BELOW_BYTES = BYTEPS_RAW_BELOW_BYTES
+"""Smaller tensors travel uncompressed, as in BytePS-Compress."""
+
 StrategyLike = str | os.PathLike[str] | Strategy | Policy
 
 
@@ -46,7 +49,7 @@ class TwoWay:
     """
 
     compressor: CompressorSpec
-    raw_below_bytes: int = BYTEPS_RAW_BELOW_BYTES
+    raw_below_bytes: int = RAW_BELOW_BYTES
     partition_bytes: int = BYTEPS_PARTITION_BYTES
 
     def __post_init__(self) -> None:
