@@ -276,6 +276,11 @@ def known(compressors: str) -> tuple[str, ...]:
     )
 
 
+def _without_nan(body: Any) -> Any:
+    """The same with null for NaN, which JSON does not have (a run that diverged)."""
+    return json.loads(json.dumps(body), parse_constant=lambda _: None)
+
+
 @app.command()
 def main(
     steps: Annotated[int, typer.Option(help="Of every run.")] = 400,
@@ -299,7 +304,7 @@ def main(
         "raw_below_bytes": RAW_BELOW_BYTES, "band_loss": BAND_LOSS, "band_accuracy": BAND_ACCURACY,
     }  # fmt: skip
     body = results.record(config, 0, [asdict(row) | {"is_as_wanted": row.is_as_wanted} for row in rows])
-    results.write(json_path, body | {"runs": json.loads(json.dumps([asdict(run) for run in runs]))})
+    results.write(json_path, _without_nan(body | {"runs": [asdict(run) for run in runs]}))
     title = f"{steps} steps on {NUM_RANKS} ranks with different digits, mean of {seeds} seeds"
     Console(highlight=False, width=None if sys.stdout.isatty() else 130).print(table_of(rows, title))
     if not all(row.is_as_wanted for row in rows) or not all(run.replicas_equal for run in runs):

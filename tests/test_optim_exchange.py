@@ -358,7 +358,7 @@ def frozen_variance(rank: int) -> Any:
         twin = mlp(20, 30, 3)
         with adam(
             ddp, lr=0.01, weight_decay=0.1, warmup_steps=3, compressor="none", maximize=maximize,
-            precondition=precondition,
+            precondition=precondition, deviation_floor=0.0,
         ) as optimizer:  # fmt: skip
             for step in range(STEPS):
                 twin.load_state_dict(ddp.module.state_dict())

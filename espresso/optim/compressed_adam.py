@@ -43,8 +43,7 @@ class CompressedAdam(AdaptiveOptimizer):
     """Adam for ``warmup_steps`` over plain allreduce, then frozen variance and two-way compressed momentum.
 
     The warm-up is ``torch.optim.AdamW`` bit for bit. Deviations from the paper: bias correction stays on, momentum is
-    divided before it is compressed (see the module), and an element whose variance is zero when the warm-up ends (its
-    gradient was always zero) is not moved afterwards.
+    divided before it is compressed (see the module), and small frozen variances have a floor.
 
     From the end of the warm-up ``param.grad`` holds the averaged momentum, divided, between backward and step:
     clipping then clips that. Accumulate gradients under ``no_sync()``: one exchange per step. The optimizer's
@@ -56,6 +55,9 @@ class CompressedAdam(AdaptiveOptimizer):
         lr, betas, eps: as in Adam.
         weight_decay: decoupled, as in AdamW.
         warmup_steps: of plain Adam. The paper: until the variance is stable, about 15-20 % of all steps.
+        deviation_floor: elements whose √v̂ is below this share of their tensor's root mean square are divided by that
+            instead: a gradient that was all but absent in the warm-up says nothing of its size later. 0 switches it
+            off; elements without any variance then stay where they are.
         precondition: exchange momentum divided by √v̂ + ε; False exchanges momentum itself, as the paper does.
         maximize: climb instead of descend.
         compressor, raw_below_bytes, exchange, **settings: see :class:`espresso.optim.CLAN`.
@@ -77,6 +79,7 @@ class CompressedAdam(AdaptiveOptimizer):
         weight_decay: float = 0.0,
         *,
         warmup_steps: int,
+        deviation_floor: float = 0.1,
         precondition: bool = True,
         maximize: bool = False,
         compressor: str | CompressorSpec = "efsignsgd",
@@ -89,6 +92,8 @@ class CompressedAdam(AdaptiveOptimizer):
             raise ValueError(
                 f"warmup_steps must be at least 1, got {warmup_steps!r}: the variance comes from it"
             )
+        if not 0.0 <= deviation_floor <= 1.0:
+            raise ValueError(f"deviation_floor must be from 0 to 1, got {deviation_floor!r}")
         if strategy == AUTO:
             raise ValueError(
                 "automatic mode measures gradients over all steps; give CompressedAdam a strategy"
@@ -99,6 +104,7 @@ class CompressedAdam(AdaptiveOptimizer):
         super().__init__(parameters_of(ddp_model) if params is None else params, defaults)
         self.warmup_steps = warmup_steps
         self.precondition = precondition
+        self.deviation_floor = deviation_floor
         self.exchange = attach(ddp_model, compressor, strategy, raw_below_bytes, exchange, settings)
         if not self.exchange.decided:
             raise ValueError("the given exchange is in automatic mode; register it with a strategy")
@@ -158,14 +164,18 @@ class CompressedAdam(AdaptiveOptimizer):
         super().zero_grad(set_to_none)
 
     def _inverse(self, param: Tensor) -> Tensor:
-        """1 / (√v̂ + ε) of the frozen variance, and 0 where that is 0. Worked out once."""
+        """1 / (√v̂ + ε) of the frozen variance with its floor, and 0 where that is 0. Worked out once."""
         found = self._inverses.get(param)
         if found is None:
             group, state = self._groups[id(param)], self.state[param]
             correction = 1.0 - float(group["betas"][1]) ** state.get(_VARIANCE_STEPS, 1)
             variance = state["exp_avg_sq"]
-            found = (variance / correction).sqrt_().add_(float(group["eps"])).reciprocal_()
-            self._inverses[param] = found.masked_fill_(variance == 0, 0.0)
+            deviation = (variance / correction).sqrt_()
+            if param.numel():
+                deviation.clamp_(min=self.deviation_floor * float(deviation.square().mean().sqrt()))
+            still = deviation == 0
+            found = deviation.add_(float(group["eps"])).reciprocal_().masked_fill_(still, 0.0)
+            self._inverses[param] = found
         return found
 
     # -- the hook --------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ class LANS(AdaptiveOptimizer):
         weight_decay: λ, inside the normalisation.
         bias_correction: divide the moments by 1-β^t.
         maximize: climb instead of descend.
-        foreach: use the multi-tensor implementation; None decides with ``fused``.
-        fused: use the fused one; None does so for what it can do, and foreach for the rest.
+        foreach: use the multi-tensor implementation; None does so for what ``fused`` leaves, off the CPU.
+        fused: use the fused one; None does so for what it can do.
 
     Raises:
         ValueError: a setting out of range. TypeError: complex or integer parameters.
@@ -104,13 +104,12 @@ class LANS(AdaptiveOptimizer):
         for row in fused:
             lans_fused.step(row, settings)
         taken = set(map(id, fused))
-        others = [row for row in rows if id(row) not in taken and row.param.numel()]
-        if group["foreach"] is False:
-            for row in others:
-                lans_tensors.step([row], settings)
-            return
+        others = [row for row in rows if id(row) not in taken]
         for alike in by_kind(others):
-            lans_tensors.step(alike, settings)
+            # On a CPU a call costs little and temporaries of all tensors at once cost caches.
+            together = group["foreach"] or (group["foreach"] is None and alike[0].param.device.type != "cpu")
+            for rows_of_a_call in [alike] if together else [[row] for row in alike]:
+                lans_tensors.step(rows_of_a_call, settings)
 
 
 def _fusable(row: Row) -> bool:
