@@ -602,7 +602,17 @@ class EspressoState:
         return self._names.get(id(parameter))
 
     def rescale_residuals(self, factors: Mapping[str, float]) -> None:
-        """Multiply what is kept of the named tensors at every site. All ranks alike, between iterations."""
+        """Multiply what is kept of the named tensors at every site. All ranks alike, between iterations.
+
+        Raises:
+            EspressoError: the strategy leaves residuals with parameter servers, which cannot be reached for this.
+        """
+        strategy = self.strategy
+        if strategy is not None and any(choice.option.uses_servers for choice in strategy.choices.values()):
+            raise EspressoError(
+                "residuals at parameter servers cannot be rescaled; leave scale_residuals off, or give a strategy"
+                " without servers"
+            )
         self._store.rescale(factors)
 
     @property

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from espresso.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
 from espresso.names import named_gradients
 from espresso.state import EspressoState, Policy, register
-from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Option, Strategy, TensorSpec
 from espresso.strategies.tree import two_way_option
 
 RAW_BELOW_BYTES = BYTEPS_RAW_BELOW_BYTES
@@ -56,7 +56,7 @@ class TwoWay:
         if self.raw_below_bytes < 0:
             raise ValueError(f"raw_below_bytes must be at least 0, got {self.raw_below_bytes!r}")
 
-    def option(self, cluster: Cluster) -> Any:
+    def option(self, cluster: Cluster) -> Option:
         """The leaf of the decision tree that does it on this cluster."""
         if cluster.num_servers:
             return two_way_option(cluster)
