@@ -32,7 +32,8 @@ from espresso.comm.memory import is_finite
 from espresso.comm.parameter_server import Line, Link
 from espresso.comm.parameter_server.wire import Key
 from espresso.comm.program import Codecs, Context, PartitionProgram, Round
-from espresso.comm.residuals import Residual, ResidualStore
+from espresso.comm.residual import Residual
+from espresso.comm.residuals import ResidualStore
 from espresso.comm.velocities import Velocities
 from espresso.strategies import DTYPES, Bucket, Lane, Plan, Scope, Strategy, Task, plan
 

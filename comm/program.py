@@ -22,7 +22,8 @@ from espresso.comm.groups import Member
 from espresso.comm.memory import HOST, Array, Memory
 from espresso.comm.parameter_server import Described, Line, Link, describe
 from espresso.comm.parameter_server.plain import smaller
-from espresso.comm.residuals import Residual, ResidualStore
+from espresso.comm.residual import Residual
+from espresso.comm.residuals import ResidualStore
 from espresso.comm.velocities import Velocities
 from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment, Starts
 from espresso.compressors.momentum import MomentumCorrection, advance

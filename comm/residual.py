@@ -159,7 +159,7 @@ class PackedResidual(Residual):
         return self._old.nbytes * (1 if self._new is None else 2)
 
     @property
-    def old(self) -> Array:  # type: ignore[override]
+    def old(self) -> Array:
         """A copy of what is kept; assign to change it."""
         values = np.zeros(self._size, self.dtype)
         self._unpack(values)

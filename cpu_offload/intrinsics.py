@@ -10,6 +10,9 @@ from numba.np.arrayobj import populate_array
 
 from espresso.cpu_offload.jit import literal_operation, operation
 
+_on_stack: Any = cgutils.alloca_once
+_populate: Any = populate_array
+
 
 @operation
 def trailing_zeros(typing_context: Any, value: Any) -> Any:
@@ -88,12 +91,12 @@ def room(typing_context: Any, size: Any, dtype: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = context.get_data_type(number)
-        place = cgutils.alloca_once(builder, kind, size=size.literal_value)
+        place = _on_stack(builder, kind, size=size.literal_value)
         place.align = 64
         item, count = number.bitwidth // 8, ir.Constant(ir.IntType(64), size.literal_value)
         width = ir.Constant(ir.IntType(64), item)
         array = context.make_array(signature.return_type)(context, builder)
-        populate_array(array, data=place, shape=[count], strides=[width], itemsize=width, meminfo=None)
+        _populate(array, data=place, shape=[count], strides=[width], itemsize=width, meminfo=None)
         return array._getvalue()
 
     return types.Array(number, 1, "C")(size, dtype), generate

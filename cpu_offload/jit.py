@@ -31,6 +31,9 @@ literal_operation: Any = intrinsic(prefer_literal=True)
 """The same, for operations that take constants."""
 
 
+_compile: Any = njit  # its annotations do not have the option that kernels need
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile single-threaded, without the interpreter lock, cached on disk per combination of argument types.
 
@@ -38,7 +41,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     instructions, and each of those waits for all streamed stores (scaled sign ran at a third of its rate). So kernels
     cannot allocate: they take buffers as arguments, or small ones from :func:`espresso.cpu_offload.intrinsics.room`.
     """
-    dispatcher: Any = njit(nogil=True, cache=True, _nrt=False)(function)
+    dispatcher: Any = _compile(nogil=True, cache=True, _nrt=False)(function)
     dispatcher._cache = _KernelCache(function)
     return dispatcher
 

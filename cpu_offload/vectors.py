@@ -25,6 +25,7 @@ SUM_GROUPS = 4
 
 _LANE = ir.IntType(32)
 local: Any = cgutils.alloca_once_value
+_tuple_of: Any = types.UniTuple
 
 
 class GroupBuilder:
@@ -187,7 +188,7 @@ def sum_sides(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, k
         number = builder.sitofp(builder.load(count), ir.DoubleType())
         return context.make_tuple(builder, signature.return_type, [*sums, number])
 
-    three = types.UniTuple(types.float64, 3)
+    three = _tuple_of(types.float64, 3)
     return three(source, types.intp, source.dtype, old, types.intp, types.intp), generate
 
 

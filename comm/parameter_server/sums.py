@@ -20,7 +20,8 @@ import torch
 
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.parameter_server.wire import Bytes, Coding, Held, Key
-from espresso.comm.residuals import Residual, ResidualStore
+from espresso.comm.residual import Residual
+from espresso.comm.residuals import ResidualStore
 from espresso.compressors.base import Array, Codec, DrawKey, Feedback, Layout, Segment
 from espresso.strategies import CompressorSpec, Device, Run, Site
 
