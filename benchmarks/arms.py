@@ -8,6 +8,8 @@
 | ``powersgd:rank=1``          | PyTorch's own hook, from its second step on                         |
 | ``espresso:SPEC``            | ``strategy="auto"`` with that compressor                            |
 | ``espresso:SPEC@PATH``       | a given strategy file                                               |
+| ``servers:raw``              | uncompressed, through parameter servers (``espresso.launch``)       |
+| ``servers:SPEC``             | two-way through parameter servers, every tensor                     |
 """
 
 # No `from __future__ import annotations` here: DDP refuses hooks whose annotations are strings.
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-KINDS = ("none", "plain", "fp16", "powersgd", "espresso")
+KINDS = ("none", "plain", "fp16", "powersgd", "espresso", "servers")
 
 
 class Decider(Protocol):
@@ -52,8 +54,10 @@ class Arm:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"arm {self.name!r}: no kind {self.kind!r}; there are {', '.join(KINDS)}")
-        if self.kind == "espresso" and not self.detail:
-            raise ValueError(f"arm {self.name!r} names no compressor: write espresso:efsignsgd, for example")
+        if self.kind in ("espresso", "servers") and not self.detail:
+            raise ValueError(
+                f"arm {self.name!r} names no compressor: write {self.kind}:efsignsgd, for example"
+            )
         if self.kind == "powersgd" and not self.detail.removeprefix("rank=").isdigit():
             raise ValueError(f"arm {self.name!r}: write powersgd:rank=1, for example")
 
@@ -79,7 +83,24 @@ class Arm:
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif self.kind == "espresso":
             return self._register(model, artifacts_dir)
+        elif self.kind == "servers":
+            return self._register_servers(model)
         return None
+
+    def _register_servers(self, model: DistributedDataParallel) -> Decider:
+        import espresso
+        from espresso.optim.exchange import TwoWay
+        from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
+
+        def raw(tensors: tuple[TensorSpec, ...], cluster: Cluster) -> Strategy:
+            return Strategy.uniform(
+                tensors, cluster, Choice(parse_option("flat.push > sum@server > flat.pull"))
+            )
+
+        spec = CompressorSpec.parse("none" if self.detail == "raw" else self.detail)
+        policy = raw if self.detail == "raw" else TwoWay(spec, raw_below_bytes=0)
+        state: Decider = espresso.register(model, compressor=spec, strategy=policy)
+        return state
 
     def _register(self, model: DistributedDataParallel, artifacts_dir: Path | None) -> Decider:
         import espresso

@@ -643,6 +643,9 @@ class EspressoState:
             "espresso/steps": self._totals["steps"],
             "espresso/skipped_steps": self._totals["skipped"],
             "espresso/tensors_compressed": 0.0 if strategy is None else float(strategy.num_compressed),
+            "espresso/tensors_through_servers": 0.0
+            if strategy is None
+            else float(strategy.num_through_servers),
             "espresso/decided": float(self.decided),
         }
 

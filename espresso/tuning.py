@@ -26,6 +26,7 @@ from espresso.profiler import (
     measure_links,
 )
 from espresso.runtime import HostRuntime, Runtime
+from espresso.server_profile import measure_exchange, measure_processors
 from espresso.strategies import Bucket, CompressorSpec, Device, Mode, TensorSpec
 
 logger = logging.getLogger("espresso")
@@ -93,8 +94,11 @@ class OnlineSearch:
         links = measure_links(self._groups, place=runtime.place)
         compute = self._measure_compressor(devices, largest)
         pool = min(float(self._codecs.pool.num_threads), cores)
-        contention = runtime.contention(Contention(cores, backward, pool, links.comm_cpu))
-        return CostModel(Links(curves=links.curves), compute, runtime.copy_cost(self._groups), contention)
+        pushes, burnt = measure_exchange(self._groups)
+        servers, on_servers = measure_processors(self._groups, self.compressor)
+        contention = runtime.contention(Contention(cores, backward, pool, {**links.comm_cpu, **burnt}))
+        curves, copies = Links(curves=links.curves + pushes), runtime.copy_cost(self._groups)
+        return CostModel(curves, compute + on_servers, copies, contention, servers=servers)
 
     def _measure_compressor(self, devices: Sequence[Device], largest: int) -> tuple[ComputeCost, ...]:
         return measure_compressor(

@@ -154,6 +154,10 @@ class Strategy:
         return {choice.compressor for choice in self.choices.values()}
 
     @property
+    def num_through_servers(self) -> int:
+        return sum(choice.option.uses_servers for choice in self.choices.values())
+
+    @property
     def num_offloaded(self) -> int:
         return sum(choice.option.uses_offload for choice in self.choices.values())
 

@@ -94,6 +94,11 @@ class Client:
         where = f" ({self._addresses[server]})" if server < len(self._addresses) else ""
         return f"server rank {self.num_workers + server}{where}"
 
+    def measure(self, spec: CompressorSpec | None, sizes: Sequence[int], num_workers: int) -> dict[str, Any]:
+        """What the first server's processor needs: see :func:`measure_server`."""
+        answer: dict[str, Any] = self.ask(0, Op.MEASURE, (spec, tuple(sizes), num_workers), PATIENCE_S)
+        return answer
+
     def new_namespace(self) -> int:
         """A number that no other state of any worker has; the first worker of a group picks it for all."""
         self._namespaces += 1

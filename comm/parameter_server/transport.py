@@ -6,6 +6,7 @@ contiguous uint8 arrays that stay untouched until their ``Pending`` is over.
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
@@ -52,6 +53,11 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+def _worded(error: RuntimeError) -> str:
+    """Gloo's error without its source lines and advice."""
+    return re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ", "", str(error)).partition(". This is typically")[0]
+
+
 class _GlooPending:
     def __init__(self, work: Any, peer: int, buffer: torch.Tensor) -> None:
         self._work, self._peer, self._buffer = work, peer, buffer
@@ -60,7 +66,7 @@ class _GlooPending:
         try:
             self._work.wait(FOREVER if timeout_s is None else timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise LinkError(f"rank {self._peer}: {str(error).partition('. This')[0]}") from error
+            raise LinkError(f"rank {self._peer}: {_worded(error)}") from error
 
 
 class GlooTransport:
@@ -101,7 +107,7 @@ class GlooTransport:
         try:
             return _GlooPending(call([buffer], peer, tag), peer, buffer)
         except RuntimeError as error:
-            raise LinkError(f"rank {peer}: {str(error).partition('. This')[0]}") from error
+            raise LinkError(f"rank {peer}: {_worded(error)}") from error
 
     def close(self) -> None:
         self._groups.clear()

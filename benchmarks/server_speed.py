@@ -1,0 +1,139 @@
+"""Training steps through a parameter server, against the uncompressed server and plain DDP.
+
+    python -m benchmarks.server_speed
+
+Two worker hosts and one server host with one network card each (namespaces, ``tbf``), one core pinned to each host
+(hosts share cores when there are fewer). All arms live in one job and alternate in blocks. The bars: two-way 1-bit at
+least 2.5 times the step rate of the uncompressed server, and wherever the search chooses servers, no slower than plain.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import results
+from benchmarks.emulated import open_network, run_workers
+from benchmarks.prediction import describe
+from benchmarks.ratios import paired_ratio
+
+ROOT = Path(__file__).resolve().parents[1]
+LEAST = 2.5
+RAW, TWO_WAY = "servers:raw", "servers:efsignsgd"
+ARMS = ("plain", RAW, TWO_WAY, "espresso:efsignsgd")
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a network of a rate."""
+
+    name: str
+    model: str
+    rate: str
+    blocks: int
+    steps: int
+
+
+CASES = (
+    Case("mlp-1g", "mlp", "1gbit", 4, 3),
+    Case("cnn-1g", "cnn", "1gbit", 5, 5),
+    Case("cnn-200m", "cnn", "200mbit", 4, 3),
+)
+
+
+def run_case(case: Case, seed: int, out: Path, deadline_s: float) -> tuple[str, list[dict[str, Any]]]:
+    """(the network in words, the trainer's rows)."""
+    with open_network(3, case.rate) as network:
+        words = describe(network)
+        argv = [sys.executable, "-m", "espresso.launch", "--servers", "1", "--engines", "1"]
+        argv += ["-m", "benchmarks.train", "--model", case.model, "--arms", ",".join(ARMS)]
+        argv += ["--blocks", str(case.blocks), "--steps-per-block", str(case.steps), "--seed", str(seed)]
+        argv += ["--json", str(out), "--timeout-s", "300"]
+        run_workers(network, argv, pin=True, deadline_s=deadline_s, env={"PYTHONPATH": str(ROOT)})
+    body = json.loads(out.read_text())
+    out.unlink()
+    return words, body["arms"]
+
+
+def rows_of(case: Case, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rates over the uncompressed server and over plain, and what is judged of them."""
+    times = {arm["name"]: arm["block_step_ms"] for arm in arms}
+    rows = []
+    for arm in arms:
+        over_raw = paired_ratio(times[RAW], arm["block_step_ms"])
+        over_plain = paired_ratio(times["plain"], arm["block_step_ms"])
+        through = int(arm["metrics"].get("espresso/tensors_through_servers", 0))
+        row = {
+            "case": case.name,
+            "arm": arm["name"],
+            "step_ms": arm["step_ms"],
+            "rate_over_raw_server": asdict(over_raw),
+            "rate_over_plain": asdict(over_plain),
+            "tensors_through_servers": through,
+            "verdict": arm["verdict"],
+            "replicas_equal": arm["replicas_equal"],
+            "passes": None,
+        }
+        if arm["name"] == TWO_WAY:
+            row["passes"] = over_raw.value >= LEAST
+        elif arm["name"].startswith("espresso:") and through:
+            row["passes"] = over_plain.high >= 1.0
+        rows.append(row)
+    return rows
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """For people."""
+    table = Table(title="two workers, one server", title_justify="left")
+    for header in ("case", "arm", "step, ms", "x raw server", "x plain", "via servers", "bar"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        raw, plain = row["rate_over_raw_server"], row["rate_over_plain"]
+        table.add_row(
+            row["case"], row["arm"], f"{row['step_ms']:.1f}",
+            f"{raw['value']:.2f} ({raw['low']:.2f} … {raw['high']:.2f})",
+            f"{plain['value']:.2f} ({plain['low']:.2f} … {plain['high']:.2f})",
+            str(row["tensors_through_servers"]), {None: "", True: "pass", False: "MISS"}[row["passes"]],
+        )  # fmt: skip
+    return table
+
+
+@app.command()
+def main(
+    cases: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(c.name for c in CASES)}.")] = "",
+    seed: Annotated[int, typer.Option()] = 0,
+    deadline_s: Annotated[float, typer.Option()] = 400.0,
+    json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "server_speed.json",
+) -> None:
+    """Measure the arms on every case."""
+    wanted = [name for name in cases.split(",") if name] or [case.name for case in CASES]
+    unknown = sorted(set(wanted) - {case.name for case in CASES})
+    if unknown:
+        raise typer.BadParameter(f"no case is called {unknown[0]!r}")
+    rows: list[dict[str, Any]] = []
+    networks = {}
+    if json_path.exists():  # cases measured before stay
+        before = json.loads(json_path.read_text())
+        rows = [row for row in before["rows"] if row["case"] not in wanted]
+        networks = before["config"]["networks"]
+    for case in (case for case in CASES if case.name in wanted):
+        networks[case.name], arms = run_case(case, seed, json_path.with_suffix(".raw"), deadline_s)
+        rows += rows_of(case, arms)
+        config = {"networks": networks, "cases": [asdict(c) for c in CASES], "least": LEAST}
+        results.write(json_path, results.record(config, seed, rows))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    console.print(table_of(rows))
+    for row in rows:
+        if row["verdict"]:
+            console.print(f"{row['case']} {row['arm']}: {row['verdict']}")
+
+
+if __name__ == "__main__":
+    app()
