@@ -86,7 +86,10 @@ def worker(
     rank, size = exchange.rank, exchange.groups.num_ranks
     # A few draws, used over and over: drawing numbers would take longer than the exchange.
     draws = [integers(buckets, rank, size, draw) for draw in range(8)]
-    exact = [sum(integers(buckets, r, size, d)[0].double() for r in range(size)) / size for d in range(8)]
+    exact = [
+        torch.stack([integers(buckets, r, size, d)[0].double() for r in range(size)]).sum(0) / size
+        for d in range(8)
+    ]
     went, came = np.zeros(30_029), np.zeros(30_029)
     wrong, memory, servers = 0, [], server_pids()
     start = time.perf_counter()

@@ -604,15 +604,8 @@ class EspressoState:
     def rescale_residuals(self, factors: Mapping[str, float]) -> None:
         """Multiply what is kept of the named tensors at every site. All ranks alike, between iterations.
 
-        Raises:
-            EspressoError: the strategy leaves residuals with parameter servers, which cannot be reached for this.
+        Residuals at parameter servers are reached through the first rank, which waits for their answer.
         """
-        strategy = self.strategy
-        if strategy is not None and any(choice.option.uses_servers for choice in strategy.choices.values()):
-            raise EspressoError(
-                "residuals at parameter servers cannot be rescaled; leave scale_residuals off, or give a strategy"
-                " without servers"
-            )
         self._store.rescale(factors)
 
     @property

@@ -27,7 +27,7 @@ from espresso.profiler import (
 )
 from espresso.runtime import HostRuntime, Runtime
 from espresso.server_profile import measure_exchange, measure_processors
-from espresso.strategies import Bucket, CompressorSpec, Device, Mode, TensorSpec
+from espresso.strategies import RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, TensorSpec
 
 logger = logging.getLogger("espresso")
 
@@ -113,7 +113,7 @@ class OnlineSearch:
     def _with_compressor(self, job: Job) -> Job:
         """The job with the costs of a compressor that came into force since it was measured."""
         measured = {(cost.spec, cost.device) for cost in job.costs.compute}
-        devices = list(dict.fromkeys(cost.device for cost in job.costs.compute))
+        devices = [d for d in dict.fromkeys(cost.device for cost in job.costs.compute) if d in RANK_DEVICES]
         if all((str(self.compressor), device) in measured for device in devices):
             return job
         largest = max(bucket.numel for bucket in job.laid_out)

@@ -252,6 +252,12 @@ def run_changes(rank: int) -> dict[str, object]:
     same = all(np.array_equal(before[name], after[name]) for name in numels)
     for draw in range(3, 6):
         step(recut, draw)
+    # Other units and back again: doubling is exact.
+    twice = exchange.kept(numels)
+    exchange.store.rescale(dict.fromkeys(numels, 2.0))
+    doubled = exchange.kept(numels)
+    same = same and all(np.array_equal(doubled[name], 2 * twice[name]) for name in numels)
+    exchange.store.rescale(dict.fromkeys(numels, 0.5))
     # Save, load over two servers instead of three, go on.
     pieces, carry = exchange.store.snapshot()
     client().num_servers = 2

@@ -6,7 +6,7 @@ a flag in the message says which of the two it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from espresso.compressors.base import (
     Bytes,
     Codec,
     Compressor,
+    Correction,
     DrawKey,
     Feedback,
     Layout,
@@ -47,6 +48,22 @@ class PlainNumbers:
             counts=np.zeros_like(numels),
             raw=np.ones(len(numels), np.bool_),
         )
+
+    @property
+    def correction(self) -> Correction | None:
+        """None: momentum is for sparsifiers to ask for."""
+        return None
+
+    @property
+    def is_scheduled(self) -> bool:
+        return False
+
+    def in_force(self, epoch: int, step: int) -> Compressor:
+        return self
+
+    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """Everything."""
+        return ((index, np.arange(numel, dtype=np.uint32)) for index, numel in enumerate(layout.numels))
 
     def params(self) -> dict[str, Any]:
         return {}

@@ -326,9 +326,7 @@ class Server:
         """Keep nothing: a checkpoint is about to be loaded."""
         with self._lock:
             for summed in self._of(namespace):
-                summed.settle(False)
-                if summed.residual is not None:
-                    summed.residual.old[:] = 0
+                summed.forget()
 
     def _rescale(self, body: tuple[int, frozenset[int], dict[str, float]]) -> None:
         """Multiply what is kept of the named tensors: the units of their gradients changed."""

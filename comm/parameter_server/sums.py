@@ -180,59 +180,49 @@ class KeySum:
         self._codec.decode(self._layout, rows, self._home, self._starts, scale=scale, key=pushed)
         # What all payloads drew in common the sum is made of, so compressing it alike loses nothing.
         own = pushed if self._shares_draws else DrawKey(key.seed, step, list(Site).index(Site.SERVER), -1)
-        feedback = self._feedback()
+        residual = self.residual
+        feedback = None if residual is None else Feedback(*residual.buffers(), self._kept_at)
         self._codec.encode(self._layout, self._home, self._starts, answer, feedback=feedback, key=own)
-        self._wrote(step)
+        self.written_step = step
+        if residual is not None:
+            residual.settle()
 
     # -- the residual, in units of the sum -------------------------------------------------------
 
     def settle(self, kept: bool) -> None:
         """The last round counts, or never happened."""
-        residual = self.residual
-        if residual is not None and residual.written:
-            if kept and residual.new is not None:
-                residual.old, residual.new = residual.new, residual.old
-            residual.written = False
+        if self.residual is not None and kept:
+            self.residual.commit()
+        elif self.residual is not None:
+            self.residual.written = False
 
     def settle_unless(self, discarded: frozenset[int]) -> None:
         self.settle(self.written_step not in discarded)
 
-    def _feedback(self) -> Feedback | None:
-        residual = self.residual
-        if residual is None:
-            return None
-        if residual.new is None:
-            if residual.scratch is None:
-                residual.scratch = np.zeros_like(residual.old)
-            return Feedback(residual.old, residual.scratch, self._kept_at)
-        return Feedback(residual.old, residual.new, self._kept_at)
-
-    def _wrote(self, step: int) -> None:
-        residual = self.residual
-        self.written_step = step
-        if residual is None:
-            return
-        if residual.new is None:
-            assert residual.scratch is not None
-            residual.old, residual.scratch = residual.scratch, residual.old
-        else:
-            residual.written = True
-
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply what is kept of the named tensors."""
-        residual = self.residual
-        for run, at in zip(residual.runs, residual.starts, strict=True) if residual is not None else ():
-            if residual is not None and run.tensor in factors:
-                residual.old[at : at + run.numel] *= factors[run.tensor]
+        for residual, run, at in self._stretches():
+            if run.tensor in factors:
+                residual.scale(at, run.numel, factors[run.tensor])
 
     def kept(self) -> list[Held]:
         """Copies of what it keeps."""
-        if self.residual is None:
-            return []
         return [
-            Held(run.tensor, run.tensor_start, self.residual.old[at : at + run.numel].copy())
-            for run, at in zip(self.residual.runs, self.residual.starts, strict=True)
+            Held(run.tensor, run.tensor_start, residual.read(at, run.numel))
+            for residual, run, at in self._stretches()
         ]
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self.settle(False)
+        if self.residual is not None:
+            self.residual.clear()
+
+    def _stretches(self) -> list[tuple[Residual, Run, int]]:
+        residual = self.residual
+        if residual is None:
+            return []
+        return [(residual, run, at) for run, at in zip(residual.runs, residual.starts, strict=True)]
 
     @property
     def coding_is_plain(self) -> bool:
