@@ -7,6 +7,7 @@ from espresso.comm.errors import (
     UnsupportedModelError,
 )
 from espresso.comm.executor import Assignment, Executor, Interval, Planner, Record
+from espresso.comm.factors import FactorStore
 from espresso.comm.groups import Groups, cluster_from_nodes, node_key
 from espresso.comm.hook import espresso_hook
 from espresso.comm.launch import Launch, export_environment, read_environment
@@ -18,6 +19,7 @@ __all__ = [
     "DisagreementError",
     "EspressoError",
     "Executor",
+    "FactorStore",
     "Groups",
     "Interval",
     "Launch",

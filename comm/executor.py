@@ -26,6 +26,7 @@ import torch
 from espresso.comm.alarm import LOOK_AFTER_S
 from espresso.comm.averaging import Averaging
 from espresso.comm.errors import EspressoError, PeerError
+from espresso.comm.factors import FactorStore
 from espresso.comm.groups import Groups
 from espresso.comm.lanes import Lanes, Node
 from espresso.comm.memory import is_finite
@@ -148,6 +149,7 @@ class Executor:
         store: residuals; survives changes of plan.
         seed: for shared random numbers.
         velocities: of momentum correction, where the job has it; they survive likewise.
+        factors: what compressors of several rounds keep; they survive likewise.
         timeout_s: an iteration whose gradients are not averaged this long after its last event fails.
         servers: the way to the parameter servers, if there are any.
     """
@@ -166,10 +168,20 @@ class Executor:
         timeout_s: float = 60.0,
         velocities: Velocities | None = None,
         servers: Link | None = None,
+        factors: FactorStore | None = None,
     ) -> None:
         self.groups, self.planner, self.store, self.velocities = groups, planner, store, velocities
+        self.factors = FactorStore() if factors is None else factors
         self._context = Context(
-            groups.cluster, groups.rank, groups.scopes, codecs, store, seed, velocities, servers
+            groups.cluster,
+            groups.rank,
+            groups.scopes,
+            codecs,
+            store,
+            seed,
+            velocities,
+            servers,
+            factors=self.factors,
         )
         self._servers = servers
         self._timeout_s = timeout_s
@@ -503,7 +515,7 @@ class Executor:
         if iteration.averaging is not None and iteration.checks:
             iteration.finite = [is_finite(buffer) for buffer in iteration.buffers.values() if buffer.numel()]
         iteration.record.finite = all(iteration.finite)
-        for store in (self.store, self.velocities):
+        for store in (self.store, self.velocities, self.factors):
             if store is not None and iteration.record.finite:
                 store.commit()
             elif store is not None:

@@ -9,7 +9,7 @@ buffers of shape [sources, atoms, stride], sources in rank order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -18,12 +18,14 @@ import torch
 
 from espresso.comm import transport
 from espresso.comm.errors import EspressoError
+from espresso.comm.factors import FactorStore
 from espresso.comm.groups import Member
 from espresso.comm.memory import HOST, Array, Memory
 from espresso.comm.parameter_server import Described, Line, Link, describe
 from espresso.comm.parameter_server.plain import smaller
-from espresso.comm.residual import Residual
+from espresso.comm.residual import FULL, Residual
 from espresso.comm.residuals import ResidualStore
+from espresso.comm.rounds import Rounds
 from espresso.comm.velocities import Velocities
 from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment, Starts
 from espresso.compressors.momentum import MomentumCorrection, advance
@@ -86,6 +88,7 @@ class Context:
     servers: Link | None = None
     memory: Memory = HOST
     host: Memory = HOST
+    factors: FactorStore = field(default_factory=FactorStore)
 
 
 class PartitionProgram:
@@ -124,6 +127,8 @@ class PartitionProgram:
         self._layouts: list[tuple[Layout, Starts]] = []
         self._made: dict[Span, tuple[Layout, Starts]] = {}
         self._values: torch.Tensor = torch.empty(0)
+        self._rounds: Rounds | None = None
+        self._first_residual: Residual | None = None
         self._keeps_residual = compressed and self._codec(Device.TRAINING).compressor.traits.error_feedback
         self.actions: list[Callable[[], None] | None] = [self._compile(i) for i in range(len(self.flows))]
         if context.velocities is not None and not compressed:
@@ -265,6 +270,8 @@ class PartitionProgram:
             return self._compile_pull(flow)
         if kind is StepKind.COMPRESS:
             action = self._compile_compress(flow, index)
+        elif kind is StepKind.TRANSFORM:
+            action = self._compile_transform(flow)
         elif kind is StepKind.DECOMPRESS:
             action = self._compile_decompress(flow, index)
         elif flow.step.form is Form.PAYLOAD:
@@ -325,7 +332,7 @@ class PartitionProgram:
         """The segments of a range of the partition, and where each begins in home."""
         start = self.partition.start
         runs = self.group.segments(start + span[0], start + span[1])
-        segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in runs]
+        segments = [Segment(run.tensor, run.tensor_start, run.numel, run.shape) for run in runs]
         return segments, np.array([run.group_start - start for run in runs], np.int64)
 
     def _lay_out(self, index: int, codec: Codec) -> int:
@@ -411,6 +418,9 @@ class PartitionProgram:
         segments, starts = self._segments(flow.before.region)
         dtype = np.float64 if self.work is torch.float64 else np.float32
         layout = codec.compressor.layout(segments, dtype)
+        if self.choice.option.num_rounds > 1:
+            assert residual is not None
+            return self._compile_first_round(flow, codec, layout, starts, residual, velocity)
         memory, source = self._memory_of(flow.step.device), self._numbers_for(flow.step.device)
         size, kind = codec.num_values(layout), TORCH_DTYPES[codec.value_dtype(layout)]
         values = self._values = memory.numbers(size, kind)
@@ -445,12 +455,81 @@ class PartitionProgram:
 
         return run
 
+    # -- several rounds --------------------------------------------------------------------------
+
+    def _compile_first_round(
+        self,
+        flow: StepFlow,
+        codec: Any,
+        layout: Layout,
+        starts: Starts,
+        residual: Residual,
+        velocity: Residual | None,
+    ) -> Callable[[], None]:
+        if self._memory.host_copies:
+            raise EspressoError(
+                f"compressor '{self.choice.compressor}' works on gradients in host memory only in this version: choose"
+                " another one for a model on a GPU"
+            )
+        kept_at, moved_at = self._kept_at(residual, starts), self._kept_at(velocity, starts)
+        site, numbers = flow.site, self._numbers_for(flow.step.device)
+        assert site is not None
+        self._first_residual = residual
+
+        def feedback() -> Feedback:
+            found = self._feedback(residual, kept_at)
+            assert found is not None
+            return found
+
+        rounds = Rounds(
+            layout, starts, self.context.factors, feedback, lambda: self._key(site),
+            packed=self.context.store.storage != FULL,
+        )  # fmt: skip
+        self._rounds, self._values = rounds, rounds.vector(codec)
+        corrected = self._corrected(codec)
+
+        def run() -> None:
+            source, source_starts, scale = numbers(), starts, 1.0 / self.round.grad_scale
+            moved = self._feedback(velocity, moved_at)
+            if moved is not None and corrected is not None:
+                source, source_starts = corrected.advance(layout, source, starts, moved, scale)
+                scale = 1.0
+            rounds.encode(codec, source, source_starts, scale)
+            self._settle(velocity)
+
+        return run
+
+    def _compile_transform(self, flow: StepFlow) -> Callable[[], None]:
+        assert flow.step.device is not None
+        assert self._rounds is not None
+        codec: Any = self._codec(flow.step.device)
+        rounds, residual = self._rounds, self._first_residual
+        self._values = rounds.vector(codec)
+
+        def run() -> None:
+            rounds.transform(codec)
+            self._settle(residual)
+
+        return run
+
+    def _compile_last_round(
+        self, codec: Any, rounds: Rounds, numbers: Callable[[], Array]
+    ) -> Callable[[], None]:
+        ranks = self.context.cluster.num_ranks
+
+        def run() -> None:
+            self.finite = rounds.decode(codec, numbers(), self.round.grad_scale / ranks)
+
+        return run
+
     def _compile_decompress(self, flow: StepFlow, index: int) -> Callable[[], None]:
         assert flow.step.device is not None
         codec: Any = self._codec(flow.step.device)
         last = not any(f.step.kind is StepKind.DECOMPRESS for f in self.flows[index + 1 :])
         ends = index == len(self.flows) - 1
         ranks = self.context.cluster.num_ranks
+        if self._rounds is not None:
+            return self._compile_last_round(codec, self._rounds, self._numbers_for(flow.step.device))
         memory, numbers = self._memory_of(flow.step.device), self._numbers_for(flow.step.device)
         copied = self._is_copied(flow.step.device)
         if flow.step.form is Form.SUMMABLE:
@@ -623,6 +702,10 @@ class PartitionProgram:
         each = 2 if flow.step.form is Form.HALF else each
         self._count(flow, member, (outer[1] - outer[0]) * each)
         routine = flow.step.routine
+        if outer[0] == outer[1]:
+            return lambda: (
+                None
+            )  # the same on all ranks of the group: a second round in which nothing takes part
         if routine is Routine.ALLREDUCE:
             return lambda: transport.allreduce(whole(), member)
         if routine is Routine.REDUCE:

@@ -15,7 +15,6 @@ from espresso.compressors.base import (
 from espresso.compressors.error_feedback import ErrorFeedback
 from espresso.compressors.momentum import MomentumCorrection
 from espresso.compressors.registry import (
-    RESERVED_IDS,
     compressor_ids,
     create,
     cuda_codec,
@@ -24,7 +23,6 @@ from espresso.compressors.registry import (
 )
 
 __all__ = [
-    "RESERVED_IDS",
     "Codec",
     "Compressor",
     "Correction",

@@ -39,6 +39,8 @@ class Traits:
             unbiased quantizers, whose residual would grow, and casts.
         stochastic: draws random numbers, so that the draw key matters.
         exact_size: every byte of a payload counts; False where slots may stay empty, so that its size is a bound.
+        rounds: vectors that are summed one after the other, with a transform between; above 1 the compressor
+            has no payload, works on whole tensors, and goes through the tree's extension only.
     """
 
     summable: bool = False
@@ -46,6 +48,7 @@ class Traits:
     error_feedback: bool = True
     stochastic: bool = False
     exact_size: bool = True
+    rounds: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,15 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """``numel`` elements of ``tensor`` from ``tensor_start``: the unit of scales, k and residual ranges."""
+    """``numel`` elements of ``tensor`` from ``tensor_start``: the unit of scales, k and residual ranges.
+
+    ``shape`` is the whole tensor's, where it is known.
+    """
 
     tensor: str
     tensor_start: int
     numel: int
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,11 @@ class Compressor(Protocol):
     @property
     def is_scheduled(self) -> bool:
         """Whether :meth:`in_force` depends on the epoch or the step."""
+        ...
+
+    @property
+    def start_step(self) -> int:
+        """The first step that compresses; :meth:`in_force` gives no compression before."""
         ...
 
     def in_force(self, epoch: int, step: int) -> Compressor:
@@ -259,6 +271,61 @@ class SummableCodec(Codec, Protocol):
         *,
         scale: float = 1.0,
         key: DrawKey = DrawKey(),
+    ) -> bool:
+        """Write ``scale * decoded`` to the segments; returns whether all is finite."""
+        ...
+
+
+class Factors(Protocol):
+    """What a compressor of several rounds keeps from one step to the next, by tensor; equal on all ranks."""
+
+    def read(self, tensor: str) -> Array | None:
+        """What the last step that counted left."""
+        ...
+
+    def write(self, tensor: str, values: Array) -> None:
+        """For the next step, if this one counts; the array is the store's from now on."""
+        ...
+
+
+class RoundsCodec(Protocol):
+    """A codec of several rounds. Vectors are 1-D of the layout's dtype; a reduction adds them up between calls."""
+
+    compressor: Compressor
+
+    def num_values(self, layout: Layout, number: int) -> int:
+        """How many numbers the vector of a round has."""
+        ...
+
+    def encode_values(
+        self,
+        layout: Layout,
+        source: Array,
+        starts: Starts,
+        values: Array,
+        *,
+        scale: float,
+        feedback: Feedback,
+        key: DrawKey,
+        factors: Factors,
+    ) -> None:
+        """Write ``scale * source + residual`` to ``feedback.new``, and the first round's vector."""
+        ...
+
+    def transform_values(self, layout: Layout, summed: Array, values: Array, *, feedback: Feedback) -> None:
+        """From the first round's sum (changed in place) make the second vector; ``feedback.new`` keeps what is left."""
+        ...
+
+    def decode_values(
+        self,
+        layout: Layout,
+        first: Array,
+        second: Array,
+        target: Array,
+        starts: Starts,
+        *,
+        scale: float,
+        factors: Factors,
     ) -> bool:
         """Write ``scale * decoded`` to the segments; returns whether all is finite."""
         ...

@@ -56,6 +56,11 @@ class BaseCompressor:
         """Whether :meth:`in_force` depends on the epoch or the step."""
         return False
 
+    @property
+    def start_step(self) -> int:
+        """The first step that compresses."""
+        return 0
+
     def in_force(self, epoch: int, step: int) -> Compressor:
         """What to run in this step; itself, as there is no schedule."""
         return self

@@ -104,10 +104,8 @@ _ENTRIES = {
         "espresso.cpu_offload.terngrad:HostTernGrad",
         "espresso.compressors.cuda.levels:CudaLevels",
     ),
+    "powersgd": Entry("espresso.compressors.powersgd:PowerSgd", "espresso.cpu_offload.powersgd:HostPowerSgd"),
 }
-
-RESERVED_IDS = ("powersgd",)
-"""Ids whose names are fixed but whose compressors this version does not have."""
 
 
 def compressor_ids() -> tuple[str, ...]:
@@ -176,8 +174,7 @@ def cuda_codec(compressor: Compressor, device: Any) -> Codec:
 def _entry(name: str) -> Entry:
     entry = _ENTRIES.get(name)
     if entry is None:
-        reserved = " (a name kept for a later version)" if name in RESERVED_IDS else ""
-        raise ValueError(f"no compressor {name!r}{reserved}; there are {', '.join(_ENTRIES)}")
+        raise ValueError(f"no compressor {name!r}; there are {', '.join(_ENTRIES)}")
     return entry
 
 

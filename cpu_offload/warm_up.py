@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Codec, Feedback, Segment, SummableCodec
+from espresso.compressors.base import Codec, DrawKey, Feedback, Segment, SummableCodec
 from espresso.cpu_offload.work import FUSED
 
 
@@ -19,6 +20,9 @@ def warm_up(codec: Codec, dtypes: Sequence[npt.DTypeLike] = (np.float32,), *, sp
         dtypes: layout dtypes to come.
         split: also the kernels for segments that the pool's threads share; takes some megabytes for a moment.
     """
+    if codec.compressor.traits.rounds > 1:
+        _warm_up_rounds(codec, dtypes)
+        return
     sizes = [1, 5000] + ([FUSED + 1] if split else [])
     for dtype in dtypes:
         segments = [Segment(f"warm-up {index}", 0, size) for index, size in enumerate(sizes)]
@@ -36,3 +40,30 @@ def warm_up(codec: Codec, dtypes: Sequence[npt.DTypeLike] = (np.float32,), *, sp
             values = np.empty(codec.num_values(layout), np.uint16 if kind == "bfloat16" else kind)
             codec.encode_values(layout, source, starts, values, feedback=feedback)
             codec.decode_values(layout, values, target, starts)
+
+
+def _warm_up_rounds(codec: Any, dtypes: Sequence[npt.DTypeLike]) -> None:
+    for dtype in dtypes:
+        layout = codec.compressor.layout(
+            [Segment("warm-up", 0, 5000, (50, 100)), Segment("bias", 0, 3, (3,))], dtype
+        )
+        starts = np.array([0, 5000])
+        source = np.linspace(-1, 1, layout.num_elements, dtype=layout.dtype)
+        feedback = Feedback(np.zeros_like(source), np.empty_like(source), starts)
+        first, second = (np.empty(codec.num_values(layout, number), layout.dtype) for number in (0, 1))
+        factors = _Forgetful()
+        codec.encode_values(
+            layout, source, starts, first, scale=1.0, feedback=feedback, key=DrawKey(), factors=factors
+        )
+        codec.transform_values(layout, first, second, feedback=feedback)
+        codec.decode_values(layout, first, second, source, starts, scale=1.0, factors=factors)
+
+
+class _Forgetful:
+    """Factors of a codec that is only tried."""
+
+    def read(self, tensor: str) -> None:
+        return None
+
+    def write(self, tensor: str, values: Any) -> None:
+        return None

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from espresso.candidates import compressed_choices, raw_choices
+from espresso.candidates import Size, compressed_choices, raw_choices
+from espresso.chains import create_compressor
 from espresso.evaluator import Evaluator, evaluator_at
 from espresso.strategies import (
     NONE,
@@ -173,6 +174,10 @@ def simple_baselines(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> l
         for device in _devices(evaluator, spec)[:1]:
             if spec == FP16:
                 uniform("fp16", Choice(parse_option("comp > flat.allreduce > dec").on_device(device), FP16))
+            leaves = compressed_choices(evaluator.job, (spec,), device)
+            rows.append(_best_uniform(evaluator, "compress everything" + suffix, leaves))
+            if create_compressor(spec).traits.rounds > 1:
+                continue  # the policies of other systems exchange payloads, which it does not have
             shapes: tuple[tuple[str, Callable[[bool], Option]], ...] = (
                 ("inter-allgather", inter_allgather),
                 ("inter-all-to-all", inter_all_to_all),
@@ -189,8 +194,6 @@ def simple_baselines(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> l
                     own.partition_bytes,
                 )
             )  # fmt: skip
-            leaves = compressed_choices(evaluator.job, (spec,), device)
-            rows.append(_best_uniform(evaluator, "compress everything" + suffix, leaves))
     add("myopic", myopic(evaluator, specs))
     return rows
 
@@ -207,7 +210,7 @@ def myopic(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> list[Choice
     leaves = raw_choices(job.cluster) + tuple(
         choice for device in RANK_DEVICES for choice in compressed_choices(job, specs, device)
     )
-    best: dict[tuple[int, str, int], Choice] = {}
+    best: dict[Size, Choice] = {}
     for unit in evaluator.units:
         if unit.size not in best:
             numbers = evaluator.candidates.numbers(unit.size, leaves)

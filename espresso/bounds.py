@@ -29,7 +29,7 @@ import numpy.typing as npt
 from numba import njit
 
 from espresso.candidates import Size, Unit
-from espresso.chains import Pricer, partition_segments
+from espresso.chains import Pricer, Stretches, partition_segments
 from espresso.job import Job
 from espresso.strategies import DTYPES, Choice
 from espresso.strategies.plan import partition_spans
@@ -204,12 +204,17 @@ def undominated_leaves(
             while stop < len(leaves) and leaves[stop].compressor == leaves[start].compressor:
                 stop += 1
             members = leaves[start:stop]
+            # Compressors of several rounds are never cut.
+            cuts = spans if members[0].option.num_rounds == 1 else [(0, numel)]
             parts = [
-                _leaf_features(pricer, members, length, dtype, partition_segments(runs, length, numel))
-                for length in (spans[0][1] - spans[0][0], spans[-1][1] - spans[-1][0])
-            ]
+                _leaf_features(
+                    pricer, members, length, dtype,
+                    runs if len(cuts) == 1 else partition_segments(runs, length, numel),
+                )
+                for length in (cuts[0][1] - cuts[0][0], cuts[-1][1] - cuts[-1][0])
+            ]  # fmt: skip
             rows = np.empty((len(members), NUM_LOADS + 1))
-            join_partitions(parts[0], parts[1], len(spans), rows)
+            join_partitions(parts[0], parts[1], len(cuts), rows)
             kept = np.flatnonzero(pareto(rows, np.argsort(rows.sum(axis=1), kind="stable")))
             blocks.append(rows[kept])
             origin += [(start + int(index), limit) for index in kept]
@@ -220,7 +225,7 @@ def undominated_leaves(
 
 
 def _leaf_features(
-    pricer: Pricer, members: tuple[Choice, ...], elements: int, dtype: str, segments: int
+    pricer: Pricer, members: tuple[Choice, ...], elements: int, dtype: str, segments: Stretches
 ) -> Reals:
     numbers = pricer.catalogue.padded([choice.option for choice in members])
     sets, us, cores = pricer.shape_costs(numbers, (members[0].compressor, elements, dtype, segments))

@@ -15,16 +15,18 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from espresso.chains import Pricer, create_compressor, partition_segments
+from espresso.chains import Pricer, Shapes, Stretches, create_compressor, partition_segments
 from espresso.job import Job
 from espresso.strategies import (
     DTYPES,
     NONE,
     PLAIN,
+    Bucket,
     Choice,
     Cluster,
     CompressorSpec,
     Device,
+    compressed_options,
     options_for,
 )
 from espresso.strategies.plan import partition_spans
@@ -32,6 +34,10 @@ from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
+
+
+Size = tuple[int, str, Stretches]
+"""(elements, dtype, stretches): see :attr:`Unit.size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,12 @@ class Unit:
     tensors: tuple[str, ...]
     numel: int
     dtype: str
+    shapes: Shapes | None = None
 
     @property
-    def size(self) -> tuple[int, str, int]:
-        """Units with equal sizes cost the same: (elements, dtype, stretches)."""
-        return self.numel, self.dtype, len(self.tensors)
+    def size(self) -> Size:
+        """Units with equal sizes cost the same: (elements, dtype, stretches), their shapes if those matter."""
+        return self.numel, self.dtype, len(self.tensors) if self.shapes is None else self.shapes
 
     @property
     def num_bytes(self) -> int:
@@ -55,22 +62,25 @@ class Unit:
 
 def units_of(job: Job) -> tuple[Unit, ...]:
     """One unit per tensor (paper) or per bucket (DDP), in the order in which they become ready."""
-    return tuple(
-        Unit(bucket.index, tuple(slot.tensor for slot in bucket.slots), bucket.numel, bucket.dtype)
-        for bucket in job.laid_out
-    )
+    return tuple(unit_of(job, bucket, [slot.tensor for slot in bucket.slots]) for bucket in job.laid_out)
+
+
+def unit_of(job: Job, bucket: Bucket, names: Sequence[str]) -> Unit:
+    """These tensors of a bucket as one unit."""
+    numels = {slot.tensor: slot.numel for slot in bucket.slots}
+    shapes = None
+    if job.costs.has_rounds:
+        of = {tensor.name: tensor.shape for tensor in job.tensors}
+        shapes = tuple(of[name] for name in names)
+    return Unit(bucket.index, tuple(names), sum(numels[name] for name in names), bucket.dtype, shapes)
 
 
 @lru_cache(maxsize=256)
-def choices_for(
-    cluster: Cluster, spec: CompressorSpec, device: Device, *, summable: bool
-) -> tuple[Choice, ...]:
-    """Every compressed leaf with all its compressions on one device."""
-    return tuple(
-        Choice(option, spec)
-        for option in options_for(cluster, devices=(device,), summable=summable)
-        if option.is_compressed
-    )
+def choices_for(cluster: Cluster, spec: CompressorSpec, devices: tuple[Device, ...]) -> tuple[Choice, ...]:
+    """Every compressed leaf that the compressor's traits allow, its computations on these devices."""
+    traits = create_compressor(spec).traits
+    options = compressed_options(cluster, devices, summable=traits.summable, rounds=traits.rounds)
+    return tuple(Choice(option, spec) for option in options)
 
 
 @lru_cache(maxsize=64)
@@ -80,18 +90,13 @@ def raw_choices(cluster: Cluster) -> tuple[Choice, ...]:
     return (PLAIN, *(choice for choice in leaves if choice != PLAIN))
 
 
-def is_summable(spec: CompressorSpec) -> bool:
-    """Whether the compressor's payloads add up in a raw reduction (the registry's trait)."""
-    return create_compressor(spec).traits.summable
-
-
 def compressed_choices(job: Job, specs: Iterable[CompressorSpec], device: Device) -> tuple[Choice, ...]:
     """The compressed leaves of every compressor that the job can price on this device."""
     return tuple(
         choice
         for spec in specs
         if spec != NONE and device in job.costs.devices(spec)
-        for choice in choices_for(job.cluster, spec, device, summable=is_summable(spec))
+        for choice in choices_for(job.cluster, spec, (device,))
     )
 
 
@@ -100,10 +105,7 @@ def _every(
     cluster: Cluster, priced: tuple[tuple[CompressorSpec, tuple[Device, ...]], ...]
 ) -> tuple[Choice, ...]:
     return raw_choices(cluster) + tuple(
-        Choice(option, spec)
-        for spec, devices in priced
-        for option in options_for(cluster, devices=devices, summable=is_summable(spec))
-        if option.is_compressed
+        choice for spec, devices in priced for choice in choices_for(cluster, spec, devices)
     )
 
 
@@ -130,9 +132,6 @@ class _Interned:
 
 
 _interned = _Interned()
-
-Size = tuple[int, str, int]
-"""(elements, dtype, stretches): see :attr:`Unit.size`."""
 
 
 @dataclass(frozen=True)
@@ -185,22 +184,39 @@ class Candidates:
         return block.numbers
 
     def _add(self, size: Size, leaves: Sequence[Choice]) -> Wholes:
+        whole = [leaf.option.num_rounds > 1 for leaf in leaves]
+        if any(whole):
+            count, full, tail = (np.empty(len(leaves), dtype=np.int64) for _ in range(3))
+            for kind in (False, True):
+                where = np.flatnonzero(np.array(whole) == kind)
+                if where.size:
+                    rows = self._rows_of(size, [leaves[index] for index in where.tolist()], whole=kind)
+                    count[where], full[where], tail[where] = rows
+        else:
+            count, full, tail = self._rows_of(size, leaves, whole=False)
+        first = len(self.choices)
+        for number, choice in enumerate(leaves, start=first):
+            self._number[size, _interned.number(choice)] = number
+        self.choices += leaves
+        self._columns.append((count, full, tail))
+        self._frozen = None
+        return np.arange(first, len(self.choices))
+
+    def _rows_of(self, size: Size, leaves: Sequence[Choice], *, whole: bool) -> tuple[Wholes, Wholes, Wholes]:
+        """(partitions, row of a full one, row of the last) of every leaf; ``whole`` ones are never cut."""
         numel, dtype, runs = size
+        if whole:
+            row = self._price(leaves, numel, dtype, runs)
+            return np.ones(len(leaves), dtype=np.int64), row, row
         spans = partition_spans(numel, self._partition_bytes // DTYPES[dtype])
         lengths = [stop - start for start, stop in spans]
         tail = self._price(leaves, lengths[-1], dtype, partition_segments(runs, lengths[-1], numel))
         full = tail
         if lengths[0] != lengths[-1]:
             full = self._price(leaves, lengths[0], dtype, partition_segments(runs, lengths[0], numel))
-        first = len(self.choices)
-        for number, choice in enumerate(leaves, start=first):
-            self._number[size, _interned.number(choice)] = number
-        self.choices += leaves
-        self._columns.append((np.full(len(leaves), len(lengths), dtype=np.int64), full, tail))
-        self._frozen = None
-        return np.arange(first, len(self.choices))
+        return np.full(len(leaves), len(lengths), dtype=np.int64), full, tail
 
-    def _price(self, leaves: Sequence[Choice], elements: int, dtype: str, segments: int) -> Wholes:
+    def _price(self, leaves: Sequence[Choice], elements: int, dtype: str, segments: Stretches) -> Wholes:
         """Append the chains of ``leaves`` at one length; returns the row at which each starts."""
         starts = np.empty(len(leaves), dtype=np.int64)
         # Leaves of one compressor lie together; each run is priced at once.

@@ -7,6 +7,7 @@ is cut, how many payloads are held and who shares the link, not on the leaf arou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -82,6 +83,29 @@ def _layout_bytes(spec: CompressorSpec, numels: tuple[int, ...], dtype: str) -> 
     return create_compressor(spec).layout(segments, dtype).num_bytes
 
 
+Shapes = tuple[tuple[int, ...], ...]
+Stretches = int | Shapes
+"""What a group consists of: how many stretches of tensors, or the shapes of whole ones where those matter."""
+
+
+def count_of(stretches: Stretches) -> int:
+    """How many stretches."""
+    return stretches if isinstance(stretches, int) else len(stretches)
+
+
+@lru_cache(maxsize=1 << 12)
+def round_bytes(spec: CompressorSpec, elements: int, dtype: str, stretches: Stretches, number: int) -> int:
+    """Bytes of the vector of one round; where no shapes are known, those of a square matrix of so many elements."""
+    from espresso.compressors.base import Segment
+
+    side = max(math.isqrt(elements), 1)
+    shapes: Shapes = ((side, -(-elements // side)),) if isinstance(stretches, int) else stretches
+    compressor: Any = create_compressor(spec)
+    wide = "float64" if dtype == "float64" else "float32"
+    layout = compressor.layout([Segment("", 0, math.prod(shape), shape) for shape in shapes], wide)
+    return int(compressor.num_values(layout, number) * layout.dtype.itemsize)
+
+
 _LARGE = 1 << 16
 
 
@@ -111,6 +135,7 @@ class Hold:
     value_parts: int
     multiplicity: int
     form: Form
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +262,7 @@ class Catalogue:
             value_parts = 1
             for count, _ in state.value_cuts:
                 value_parts *= count
-            found = Hold(path, state.atom_splits, value_parts, state.multiplicity, state.form)
+            found = Hold(path, state.atom_splits, value_parts, state.multiplicity, state.form, state.round)
             self._holds[key] = found
         return found
 
@@ -269,7 +294,7 @@ def atom_sizes(elements: int, splits: tuple[int, ...]) -> dict[int, int]:
     return sizes
 
 
-SizeKey = tuple[CompressorSpec, int, str, int]
+SizeKey = tuple[CompressorSpec, int, str, Stretches]
 """(compressor, elements, dtype, segments) of a partition."""
 
 
@@ -295,7 +320,7 @@ class Pricer:
         self._chains: dict[tuple[Option, SizeKey], tuple[Work, ...]] = {}
         self._derived: dict[Hashable, Any] = {}
 
-    def chain(self, choice: Choice, elements: int, dtype: str, segments: int = 1) -> tuple[Work, ...]:
+    def chain(self, choice: Choice, elements: int, dtype: str, segments: Stretches = 1) -> tuple[Work, ...]:
         """The priced tasks of one partition, in order; they match the plan's tasks one to one."""
         size: SizeKey = (choice.compressor, elements, dtype, segments)
         found = self._chains.get((choice.option, size))
@@ -347,11 +372,13 @@ class Pricer:
         if step.is_communication:
             num_bytes = self._moved(shape, size)
             return Work(shape, self.costs.comm_us(step, self.cluster, num_bytes), cores, num_bytes)
-        if self._free or step.kind is StepKind.TRANSFORM or step.device is None:
+        if self._free or step.device is None:
             return Work(shape, 0.0, cores, 0.0)
         held = _after_path(elements, shape.before.path)
         if step.kind is StepKind.AGGREGATE:
             time = self.costs.sum_us(shape.before.multiplicity * self._bytes(shape.before, size))
+        elif step.kind is StepKind.TRANSFORM:
+            time = self.costs.transform_us(spec, step.device, held, count_of(segments))
         elif step.kind is StepKind.COMPRESS:
             stretches = max(
                 _share(segments, held, elements), sum(atom_sizes(held, shape.after.splits).values())
@@ -387,6 +414,8 @@ class Pricer:
         held = _after_path(elements, hold.path)
         if hold.form is Form.RAW:
             return held * DTYPES[dtype]
+        if hold.form is Form.SUMMABLE and create_compressor(spec).traits.rounds > 1:
+            return round_bytes(spec, elements, dtype, segments, hold.round) / hold.value_parts
         if hold.form is Form.SUMMABLE:
             return self._payload(spec, held, dtype, _share(segments, held, elements)) / hold.value_parts
         return hold.multiplicity * sum(
@@ -417,12 +446,12 @@ def _after_path(elements: int, path: tuple[int, ...]) -> int:
     return elements
 
 
-def _share(segments: int, part: int, whole: int) -> int:
+def _share(segments: Stretches, part: int, whole: int) -> int:
     """How many of a partition's segments lie in a part of it, about."""
-    return max(1, -(-segments * part // whole)) if whole else 1
+    return max(1, -(-count_of(segments) * part // whole)) if whole else 1
 
 
-def partition_segments(runs: int, part: int, whole: int) -> int:
+def partition_segments(runs: Stretches, part: int, whole: int) -> int:
     """Segments of a partition of ``part`` of the ``whole`` elements of a group with ``runs`` stretches."""
     return _share(runs, part, whole)
 
@@ -432,7 +461,9 @@ def price_plan(plan: Plan, pricer: Pricer) -> list[Work]:
     works: list[Work] = []
     for part in plan.partitions:
         group = plan.groups[part.group]
-        segments = partition_segments(len(group.runs), part.numel, group.numel)
+        segments: Stretches = partition_segments(len(group.runs), part.numel, group.numel)
+        if group.choice.option.num_rounds > 1:
+            segments = tuple(run.shape for run in group.runs)
         works += pricer.chain(group.choice, part.numel, group.dtype, segments)
     assert len(works) == len(plan.tasks)
     return works

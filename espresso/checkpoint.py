@@ -25,7 +25,7 @@ VERSION = 2
 _ROW_KEYS = {"tensor", "site", "start", "replica", "values"}
 _KEYS = {
     "version", "kind", "rank", "num_ranks", "model", "step", "epoch", "strategy",
-    "residuals", "carry", "velocities", "velocity_carry",
+    "residuals", "carry", "velocities", "velocity_carry", "factors",
 }  # fmt: skip
 _KEPT = (("residuals", "carry"), ("velocities", "velocity_carry"))
 """(what sites hold, what is carried) of every store."""
@@ -50,6 +50,7 @@ def save(state: EspressoState) -> dict[str, Any]:
         "strategy": None if decided is None else decided.to_json(),
         **_rows("residuals", "carry", state._store),
         **_rows("velocities", "velocity_carry", state._velocities),
+        "factors": {name: torch.from_numpy(values) for name, values in state._factors.snapshot().items()},
     }
 
 
@@ -106,10 +107,13 @@ def check(body: Any) -> dict[str, Any]:
         ("carry", dict),
         ("velocities", list),
         ("velocity_carry", dict),
+        ("factors", dict),
     ):
         if not isinstance(body[entry], kind):
             wanted = getattr(kind, "__name__", str(kind))
             raise CheckpointError(f"entry {entry!r} should be {wanted}, got {body[entry]!r:.60}")
+    for name, values in body["factors"].items():
+        _check_values(f"factors of {name!r}", values)
     for held, carried in _KEPT:
         for row in body[held]:
             _check_row(row)
@@ -179,6 +183,7 @@ def load(state: EspressoState, body: Any) -> None:
     if strategy is not None and strategy.cluster.shape == groups.cluster.shape:
         state.resume(strategy)
     executor.restart(ranks[0]["step"])
+    state._factors.load({name: _numpy(values) for name, values in ranks[0]["factors"].items()})
     numels = {t.name: t.numel for t in state._tensors}
     for (held, carried), store in zip(_KEPT, (state._store, state._velocities), strict=True):
         if store is None:

@@ -45,6 +45,11 @@ class Op(Enum):
 
     ENCODE = "encode"
     DECODE = "decode"
+    TRANSFORM = "transform"
+
+
+COMMON_OPS = (Op.ENCODE, Op.DECODE)
+"""What every compressor does; those of several rounds transform between them too."""
 
 
 def interpolate(points: Points, x: float) -> float:
@@ -532,12 +537,19 @@ class CostModel:
         )
 
     def devices(self, spec: CompressorSpec) -> tuple[Device, ...]:
-        """The devices of a rank on which both operations of this compressor have a cost."""
+        """The devices of a rank on which encode and decode of this compressor have a cost."""
         return tuple(
             device
             for device in RANK_DEVICES
-            if all(any((key, device, op) in self._by_key for key in (str(spec), spec.name)) for op in Op)
+            if all(
+                any((key, device, op) in self._by_key for key in (str(spec), spec.name)) for op in COMMON_OPS
+            )
         )
+
+    @cached_property
+    def has_rounds(self) -> bool:
+        """Whether a compressor of several rounds was measured, for which the shapes of tensors matter."""
+        return any(cost.op is Op.TRANSFORM for cost in self.compute)
 
     def encode_us(self, spec: CompressorSpec, device: Device, elements: float, segments: int = 1) -> float:
         """One batched encode of ``elements`` in all."""
@@ -548,6 +560,10 @@ class CostModel:
     ) -> float:
         """One batched decode and sum of ``multiplicity`` payloads of ``elements`` each."""
         return self.compute_cost(spec, device, Op.DECODE).time_us(elements, multiplicity)
+
+    def transform_us(self, spec: CompressorSpec, device: Device, elements: float, segments: int = 1) -> float:
+        """Making the next round's vector, for ``elements`` of the tensors in all."""
+        return self.compute_cost(spec, device, Op.TRANSFORM).time_us(elements, 1, segments)
 
     def server_us(self, busy_us: float, cluster: Cluster) -> float:
         """Time on the lane of all servers' processors for work of ``busy_us`` on one engine thread.

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from espresso.chains import payload_bytes
+from espresso.chains import create_compressor, payload_bytes, round_bytes
 from espresso.strategies import (
     DTYPES,
     Choice,
@@ -210,7 +210,10 @@ def _held_bytes(flow: StepFlow, whole: int, tensor: TensorSpec, spec: Compressor
         return part * tensor.num_bytes
     if state.form is Form.SUMMABLE:
         start, stop = shard_values(whole, state.value_cuts)
-        return Fraction(stop - start, whole) * payload_bytes(spec, tensor.numel, tensor.dtype)
+        held = payload_bytes(spec, tensor.numel, tensor.dtype) if create_compressor(spec).traits.rounds == 1 else (
+            round_bytes(spec, tensor.numel, tensor.dtype, (tensor.shape,), state.round)
+        )  # fmt: skip
+        return Fraction(stop - start, whole) * held
     atoms = len(state.atoms)
     elements = max(round(part * tensor.numel / atoms), 1)
     return Fraction(state.multiplicity * atoms * payload_bytes(spec, elements, tensor.dtype))

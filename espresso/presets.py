@@ -20,12 +20,12 @@ from typing import Any
 
 from espresso._fields import JobError, check_keys, items, number, text, whole
 from espresso.costs import (
+    COMMON_OPS,
     AlphaBeta,
     ComputeCost,
     CopyCost,
     CostModel,
     Links,
-    Op,
     Points,
     ServerCosts,
     read_copy,
@@ -170,14 +170,14 @@ def published_compute() -> tuple[ComputeCost, ...]:
     figures = published_costs()
     gpu = figures["gpu"]
     costs = []
-    for op in Op:
+    for op in COMMON_OPS:
         for name, us in gpu[f"{op.value}_us"].items():
             points: Points = ((0.0, 0.0), (float(gpu["per_elements"]), float(us)))
             costs.append(ComputeCost(name, Device.TRAINING, op, points, floor_us=float(us)))
     for name, rows in figures["cpu"].items():
         if name == "columns":
             continue
-        for column, op in enumerate(Op, start=1):
+        for column, op in enumerate(COMMON_OPS, start=1):
             (x0, y0), (x1, y1) = ((row[0], row[column]) for row in rows[:2])
             launch = max(y0 - x0 * (y1 - y0) / (x1 - x0), 0.0)
             points = ((0.0, 0.0), *((float(row[0]), max(float(row[column]) - launch, 0.0)) for row in rows))

@@ -6,6 +6,7 @@ hook call, so that ranks that share cores or a network card measure what they wi
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 
 from espresso.comm import transport
+from espresso.comm.factors import FactorStore
 from espresso.comm.groups import Groups, Member
 from espresso.comm.program import Codecs, sum_in_rank_order
-from espresso.compressors.base import Codec, Feedback, Segment
-from espresso.costs import ComputeCost, LinkCurve, Op
+from espresso.compressors.base import Codec, DrawKey, Feedback, Segment
+from espresso.costs import COMMON_OPS, ComputeCost, LinkCurve, Op
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
 
 LINK_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
@@ -297,24 +299,27 @@ def measure_compressor(
     costs = []
     for device in devices:
         sizes = [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
+        rounds = codecs(spec, device).compressor.traits.rounds > 1
         timed = _time_codec if timer is None or device is Device.OFFLOAD else timer
+        timed = _time_rounds if rounds else timed
         rows = [timed(groups, codecs(spec, device), size, repeats) for size in sizes]
-        for op, column in ((Op.ENCODE, 0), (Op.DECODE, 1)):
+        for op, column in zip(Op if rounds else COMMON_OPS, range(3), strict=False):
             launch = min(0.9 * rows[0][column], 50.0)
             points = [
                 (float(size), max(row[column] - launch, 0.0)) for size, row in zip(sizes, rows, strict=True)
             ]
-            share = groups.num_ranks if op is Op.DECODE else 1
+            # Decoders of payloads read one of every rank; a sum is decoded once.
+            share = groups.num_ranks if op is Op.DECODE and not rounds else 1
             scaled = tuple((size, us / share) for size, us in points)
             costs.append(ComputeCost(str(spec), device, op, scaled, launch_us=launch))
     return tuple(costs)
 
 
-CodecTimer = Callable[[Groups, Codec, int, int], tuple[float, float]]
+CodecTimer = Callable[[Groups, Codec, int, int], tuple[float, ...]]
 """``(groups, codec, elements, repeats)`` -> microseconds of an encode and of the decode of a payload of every rank."""
 
 
-def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, float]:
+def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, ...]:
     layout = codec.compressor.layout([Segment("probe", 0, size)])
     starts = np.zeros(1, np.int64)
     source = np.random.default_rng(0).standard_normal(size).astype(np.float32)
@@ -335,7 +340,34 @@ def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[
             encode.append((middle - begin) * 1e6)
             decode.append((time.perf_counter() - start) * 1e6)
     everybody = groups.all_objects((median(encode), median(decode)))
-    return max(e for e, _ in everybody), max(d for _, d in everybody)
+    return tuple(map(max, zip(*everybody, strict=True)))
+
+
+def _time_rounds(groups: Groups, codec: Any, size: int, repeats: int) -> tuple[float, ...]:
+    """Encode, decode and transform of one square matrix of about ``size`` elements."""
+    side = max(math.isqrt(size), 1)
+    size = side * side
+    layout = codec.compressor.layout([Segment("probe", 0, size, (side, side))])
+    starts, factors = np.zeros(1, np.int64), FactorStore()
+    source = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    feedback = Feedback(np.zeros(size, np.float32), np.zeros(size, np.float32), starts)
+    first, second = (np.zeros(codec.num_values(layout, number), np.float32) for number in (0, 1))
+    times = []
+    for _ in range(repeats + 1):
+        groups.barrier()
+        begin = time.perf_counter()
+        codec.encode_values(
+            layout, source, starts, first, scale=1.0, feedback=feedback, key=DrawKey(), factors=factors
+        )
+        encoded = time.perf_counter()
+        codec.transform_values(layout, first, second, feedback=feedback)
+        transformed = time.perf_counter()
+        codec.decode_values(layout, first, second, source, starts, scale=1.0, factors=factors)
+        factors.commit()
+        end = time.perf_counter()
+        times.append((encoded - begin, end - transformed, transformed - encoded))
+    medians = tuple(median(column) * 1e6 for column in zip(*times[1:], strict=True))
+    return tuple(map(max, zip(*groups.all_objects(medians), strict=True)))
 
 
 # -- the machine -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from rich.text import Text
 from espresso.costs import LinkCurve, fit_line, group_size
 from espresso.explain import ExplainedGroup
 from espresso.lane_events import LaneEvent, busy_us, sorted_lanes
+from espresso.schedule import misfit
 from espresso.strategies import Cluster, Routine, Scope, Strategy, StrategyError
 
 MAX_NAMES = 3
@@ -49,6 +50,8 @@ def check_compressors(strategy: Strategy) -> None:
             except (ValueError, TypeError) as error:
                 faults[choice.compressor] = str(error)
         fault = faults[choice.compressor]
+        if fault is None:
+            fault = misfit(choice)
         if fault is not None:
             raise StrategyError(f"tensor {name!r}: {fault}")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from espresso.compressors import registry
 from espresso.compressors.base import Correction
-from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Strategy
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Strategy, StrategyError
 
 
 class Schedule:
@@ -26,6 +26,11 @@ class Schedule:
     def __init__(self, specs: Iterable[CompressorSpec]) -> None:
         self._compressors = {spec: registry.create(spec) for spec in specs if spec != NONE}
         self.correction = self._find_correction()
+
+    @property
+    def start_step(self) -> int:
+        """The first step in which all of them compress."""
+        return max((compressor.start_step for compressor in self._compressors.values()), default=0)
 
     @property
     def is_fixed(self) -> bool:
@@ -48,6 +53,35 @@ class Schedule:
                 f" {listed}"
             )
         return next(iter(asked.values()), None)
+
+
+def misfit(choice: Choice) -> str | None:
+    """Why the compressor cannot take the option, if so."""
+    if not choice.option.is_compressed:
+        return None
+    traits, rounds = registry.create(choice.compressor).traits, choice.option.num_rounds
+    if traits.rounds != rounds:
+        wanted = (
+            "go through the leaves with a transform step" if traits.rounds > 1 else "have no transform step"
+        )
+        return (
+            f"option '{choice.option}' does not fit compressor '{choice.compressor}', whose options {wanted}"
+        )
+    if choice.option.is_summable and not traits.summable:
+        return f"option '{choice.option}' adds payloads up; those of '{choice.compressor}' do not add"
+    return None
+
+
+def check_choices(strategy: Strategy) -> None:
+    """Check that every tensor's option and compressor go together.
+
+    Raises:
+        StrategyError: names the first tensor whose do not.
+    """
+    faults = {choice: misfit(choice) for choice in set(strategy.choices.values())}
+    for name, choice in strategy.choices.items():
+        if faults[choice] is not None:
+            raise StrategyError(f"tensor {name!r}: {faults[choice]}")
 
 
 def translate(strategy: Strategy, specs: dict[CompressorSpec, CompressorSpec]) -> Strategy:

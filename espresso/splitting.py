@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from espresso.candidates import Unit
+from espresso.candidates import Unit, unit_of
 from espresso.evaluator import Evaluator
 from espresso.job import Job
 from espresso.strategies import DTYPES, Bucket, Choice
@@ -44,7 +44,7 @@ def split_buckets(
     best = evaluator.makespan(strategy)
     by_size = sorted(job.laid_out, key=lambda bucket: -bucket.numel)
     for bucket in [bucket for bucket in by_size if len(bucket.slots) > 1][:most]:
-        for parts in _ways(bucket):
+        for parts in _ways(job, bucket):
             tried, position = _replace(job, evaluator, bucket.index, parts)
             choices = evaluator.decode(strategy)
             start = tried.encode([*choices[:position], choices[position], *choices[position:]])
@@ -56,7 +56,7 @@ def split_buckets(
     return evaluator, strategy
 
 
-def _ways(bucket: Bucket) -> Iterator[tuple[Unit, Unit]]:
+def _ways(job: Job, bucket: Bucket) -> Iterator[tuple[Unit, Unit]]:
     """Two units in the order of their first slots, as the plan numbers its groups."""
     largest = max(bucket.slots, key=lambda slot: slot.numel)
     small = {slot.tensor for slot in bucket.slots if slot.numel * DTYPES[bucket.dtype] < SMALL_BYTES}
@@ -67,14 +67,11 @@ def _ways(bucket: Bucket) -> Iterator[tuple[Unit, Unit]]:
             continue
         tried |= {frozenset(names), others}
         first, second = (names, others) if bucket.slots[0].tensor in names else (others, names)
-        yield _unit(bucket, first), _unit(bucket, second)
+        yield _unit(job, bucket, first), _unit(job, bucket, second)
 
 
-def _unit(bucket: Bucket, names: set[str] | frozenset[str]) -> Unit:
-    slots = [slot for slot in bucket.slots if slot.tensor in names]
-    return Unit(
-        bucket.index, tuple(slot.tensor for slot in slots), sum(slot.numel for slot in slots), bucket.dtype
-    )
+def _unit(job: Job, bucket: Bucket, names: set[str] | frozenset[str]) -> Unit:
+    return unit_of(job, bucket, [slot.tensor for slot in bucket.slots if slot.tensor in names])
 
 
 def _replace(job: Job, evaluator: Evaluator, bucket: int, parts: Sequence[Unit]) -> tuple[Evaluator, int]:

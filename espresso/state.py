@@ -28,6 +28,7 @@ from espresso.comm import (
     DisagreementError,
     EspressoError,
     Executor,
+    FactorStore,
     Groups,
     Record,
     ResidualStore,
@@ -45,7 +46,7 @@ from espresso.names import dtype_name, named_gradients, tensor_specs
 from espresso.planner import AutoPlanner, FixedPlanner
 from espresso.profiler import GradientClock, Observation
 from espresso.runtime import Runtime, runtime_of
-from espresso.schedule import Schedule, translate
+from espresso.schedule import Schedule, check_choices, translate
 from espresso.strategies import (
     NONE,
     Bucket,
@@ -115,6 +116,8 @@ class EspressoState:
         )  # fmt: skip
         # An unknown id or parameter is an error here, not in the first step.
         registry.create(self.compressor)
+        if isinstance(self._given, Strategy):
+            check_choices(self._given)
         self._schedule = Schedule(
             self._given.compressors if isinstance(self._given, Strategy) else {self.compressor}
         )
@@ -142,6 +145,7 @@ class EspressoState:
             transactional=self.config.transactional, storage=self.config.residual_dtype
         )
         self._velocities: Velocities | None = None
+        self._factors = FactorStore()
         self._guard: MomentumGuard | None = None
         self._base: Strategy | None = None
         self._in_force: dict[CompressorSpec, CompressorSpec] = {}
@@ -201,6 +205,7 @@ class EspressoState:
         if callable(self._given):
             self._given = self._given(self._tensors, self._groups.cluster)
             self._schedule = Schedule(self._given.compressors)
+            check_choices(self._given)
         self._agree()
         self._codecs = self._runtime.codecs(self.config.offload_threads)
         self._artifacts = Artifacts(self.config.artifacts_dir, self._groups)
@@ -222,6 +227,7 @@ class EspressoState:
             timeout_s=self.config.timeout_s,
             velocities=self._velocities,
             servers=self._servers,
+            factors=self._factors,
         )
         if self._velocities is not None:
             self._guard = MomentumGuard(_weakly(self._averages))
@@ -277,7 +283,7 @@ class EspressoState:
         self._search = OnlineSearch(
             self._groups,
             self._codecs,
-            self._in_force.get(self.compressor, self.compressor),
+            self._searched_for(),
             self._tensors,
             config,
             self._artifacts,
@@ -287,7 +293,8 @@ class EspressoState:
             plain,
             self._groups,
             _weakly(self._find),
-            warmup_steps=config.warmup_steps,
+            # What starts late is searched for and raced once it has started.
+            warmup_steps=max(config.warmup_steps, self._schedule.start_step - config.profile_steps),
             profile_steps=config.profile_steps,
             race_steps=config.race_steps,
             race_rounds=config.race_rounds,
@@ -433,8 +440,14 @@ class EspressoState:
             self._planner = FixedPlanner(translate(self._base, now), self._groups)
         elif isinstance(self._planner, AutoPlanner):
             assert self._search is not None
-            self._search.compressor = now.get(self.compressor, self.compressor)
-            self._planner.reconsider()
+            before, self._search.compressor = self._search.compressor, self._searched_for()
+            if self._search.compressor != before:
+                self._planner.reconsider()
+
+    def _searched_for(self) -> CompressorSpec:
+        """What automatic mode measures: the compressor in force, or the one to come while nothing is."""
+        found = self._in_force.get(self.compressor, self.compressor)
+        return self.compressor if found == NONE else found
 
     def _averages(self, parameter: int) -> bool:
         return not self._closed and parameter in self._names
@@ -473,6 +486,7 @@ class EspressoState:
             raise EspressoError("the exchange has not started; call state.start() before state.use(…)")
         assert self._codecs is not None
         strategy.check_model(self._tensors, self._groups.cluster)
+        check_choices(strategy)
         schedule = Schedule(strategy.compressors)
         rule = None if self._velocities is None else self._velocities.rule
         if schedule.correction not in (None, rule):

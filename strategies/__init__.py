@@ -42,10 +42,12 @@ from espresso.strategies.strategy import (
     fingerprint,
 )
 from espresso.strategies.tree import (
+    compressed_options,
     flat_options,
     hierarchical_options,
     options_for,
     parse_option,
+    round_options,
     server_options,
     summable_options,
 )
@@ -83,6 +85,7 @@ __all__ = [
     "StrategyError",
     "Task",
     "TensorSpec",
+    "compressed_options",
     "cut",
     "fingerprint",
     "flat_options",
@@ -91,6 +94,7 @@ __all__ = [
     "paper_buckets",
     "parse_option",
     "plan",
+    "round_options",
     "server_options",
     "summable_options",
     "trace",

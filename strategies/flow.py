@@ -77,6 +77,7 @@ class State:
         value_cuts: for ``Form.SUMMABLE``, the (parts, index) cuts applied to the payload's numbers.
         multiplicity: unaggregated payloads held for every atom; 0 when nothing is compressed.
         form: what the data is.
+        round: for ``Form.SUMMABLE``, which of a compressor's vectors is held.
     """
 
     active: bool
@@ -85,6 +86,7 @@ class State:
     value_cuts: tuple[tuple[int, int], ...] = ()
     multiplicity: int = 0
     form: Form = Form.RAW
+    round: int = 0
 
     @property
     def elements(self) -> int:
@@ -170,6 +172,11 @@ def trace(option: Option, cluster: Cluster, size: int, rank: int = 0, root: int 
             flow = _communicate(step, state, outer, cluster, rank, root)
         elif step.kind is StepKind.COMPRESS:
             flow = _compress(option, position, state, cluster)
+        elif step.kind is StepKind.TRANSFORM:
+            after = State(
+                state.active, state.region, multiplicity=1, form=Form.SUMMABLE, round=state.round + 1
+            )
+            flow = StepFlow(step, state, after)
         else:
             after = State(state.active, state.region, value_cuts=state.value_cuts)
             flow = StepFlow(step, state, after)
@@ -243,5 +250,5 @@ def _communicate(
             else:
                 region = before.region
                 splits = (peers, *splits) if step.form is Form.PAYLOAD else ()
-    after = State(active, region, splits, cuts, multiplicity, state.form)
+    after = State(active, region, splits, cuts, multiplicity, state.form, state.round)
     return StepFlow(step, state, after, peers, index, root_index)

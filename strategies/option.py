@@ -120,6 +120,11 @@ def aggregate(device: Device) -> Step:
     return Step(StepKind.AGGREGATE, Form.RAW, device=device)
 
 
+def transform(device: Device) -> Step:
+    """Between two rounds of a summable compressor: make the next round's vector from the sum of the last."""
+    return Step(StepKind.TRANSFORM, Form.SUMMABLE, device=device)
+
+
 def communicate(routine: Routine, scope: Scope, phase: Phase, form: Form) -> Step:
     return Step(StepKind.COMMUNICATE, form, routine=routine, scope=scope, phase=phase)
 
@@ -143,6 +148,11 @@ class Option:
     def is_summable(self) -> bool:
         """Whether the payload goes through raw reductions, which only a summable compressor allows."""
         return any(step.form is Form.SUMMABLE for step in self.steps)
+
+    @property
+    def num_rounds(self) -> int:
+        """How many vectors are summed, one after the other; above 1 tensors are kept whole."""
+        return 1 + sum(step.kind is StepKind.TRANSFORM for step in self.steps)
 
     @property
     def is_hierarchical(self) -> bool:

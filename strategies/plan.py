@@ -76,13 +76,17 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A stretch of one tensor inside a group: where it lies in tensor, group and bucket (elements)."""
+    """A stretch of one tensor inside a group: where it lies in tensor, group and bucket (elements).
+
+    ``shape`` is the whole tensor's.
+    """
 
     tensor: str
     tensor_start: int
     group_start: int
     bucket_start: int
     numel: int
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +111,8 @@ class Group:
             high = min(stop, run.group_start + run.numel)
             if low < high:
                 skip = low - run.group_start
-                clipped.append(
-                    Run(run.tensor, run.tensor_start + skip, low, run.bucket_start + skip, high - low)
-                )
+                at, where = run.tensor_start + skip, run.bucket_start + skip
+                clipped.append(Run(run.tensor, at, low, where, high - low, run.shape))
         return tuple(clipped)
 
 
@@ -260,9 +263,9 @@ def plan(
     order: list[int] = []
     for bucket in buckets:
         for choice, slots in _by_choice(bucket, strategy.choices).items():
-            group = _group(len(groups), bucket, choice, slots)
+            group = _group(len(groups), bucket, choice, slots, strategy.shapes)
             groups.append(group)
-            limit = strategy.partition_bytes // DTYPES[bucket.dtype]
+            limit = partition_limit(choice, strategy.partition_bytes, bucket.dtype)
             waves: list[tuple[int, int, int]] = []
             for number, (start, stop) in enumerate(partition_spans(group.numel, limit)):
                 part = Partition(len(partitions), group.index, start, stop, root=len(partitions))
@@ -287,13 +290,24 @@ def _by_choice(bucket: Bucket, choices: Mapping[str, Choice]) -> dict[Choice, li
     return grouped
 
 
-def _group(index: int, bucket: Bucket, choice: Choice, slots: Sequence[Slot]) -> Group:
+def _group(
+    index: int,
+    bucket: Bucket,
+    choice: Choice,
+    slots: Sequence[Slot],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Group:
     runs = []
     position = 0
     for slot in slots:
-        runs.append(Run(slot.tensor, 0, position, slot.offset, slot.numel))
+        runs.append(Run(slot.tensor, 0, position, slot.offset, slot.numel, shapes[slot.tensor]))
         position += slot.numel
     return Group(index, bucket.index, choice, tuple(runs), bucket.dtype)
+
+
+def partition_limit(choice: Choice, partition_bytes: int, dtype: str) -> int:
+    """Elements a partition may have, 0 for no limit: a compressor of several rounds works on whole tensors."""
+    return 0 if choice.option.num_rounds > 1 else partition_bytes // DTYPES[dtype]
 
 
 def partition_spans(numel: int, limit: int) -> list[tuple[int, int]]:

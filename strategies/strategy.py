@@ -140,6 +140,11 @@ class Strategy:
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
     @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape, by name."""
+        return {tensor.name: tensor.shape for tensor in self.tensors}
+
+    @cached_property
     def num_compressed(self) -> int:
         return sum(choice.option.is_compressed for choice in self.choices.values())
 

@@ -11,7 +11,8 @@ The grammar (EuroSys '23, section 4.2), with two devices for each Comp and Dec::
     Hier = Comm1 > T3 | Comm1 > Comp > T4 | Comp > Comm1c > { T4 | Dec > T3 | Dec > Comp > T4 }
 
 which has 63 flat and 4278 hierarchical leaves, the paper's 4341. Beside it stands an extension for
-*summable* compressors: compress, any raw pipeline over the payload, decompress. It is counted apart.
+*summable* compressors: compress, any raw pipeline over the payload, decompress; for those of two rounds
+(PowerSGD) compress, a pipeline, transform, the same pipeline again, decompress. Both are counted apart.
 So are the *parameter-server* leaves, where the cluster has servers::
 
     Raw     = push > sum@server > pull
@@ -39,6 +40,7 @@ from espresso.strategies.option import (
     communicate,
     compress,
     decompress,
+    transform,
 )
 
 Tail = tuple[Step, ...]
@@ -154,20 +156,61 @@ def summable_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) ->
 
     Nine raw pipelines on a hierarchical cluster, three on a flat one, times the devices of both ends.
     """
-    pipelines = [option for option in flat_options(devices) if not option.is_compressed]
-    if hierarchical:
-        pipelines += [option for option in hierarchical_options(devices) if not option.is_compressed]
+    return tuple(
+        Option((compress(first, Form.SUMMABLE), *pipeline, decompress(last, Form.SUMMABLE)))
+        for pipeline in _value_pipelines(hierarchical, devices)
+        for first in devices
+        for last in devices
+    )
+
+
+@cache
+def round_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) -> tuple[Option, ...]:
+    """The extension for two rounds: the same raw pipeline over both vectors, a transform step between.
+
+    Nine raw pipelines on a hierarchical cluster, three on a flat one, times the devices of the three steps:
+    72 and 24 with both devices, 9 and 3 with one.
+    """
     return tuple(
         Option(
             (
                 compress(first, Form.SUMMABLE),
-                *(Step(s.kind, Form.SUMMABLE, None, s.routine, s.scope, s.phase) for s in pipeline.steps),
+                *pipeline,
+                transform(between),
+                *pipeline,
                 decompress(last, Form.SUMMABLE),
             )
         )
-        for pipeline in pipelines
+        for pipeline in _value_pipelines(hierarchical, devices)
         for first in devices
+        for between in devices
         for last in devices
+    )
+
+
+def _value_pipelines(hierarchical: bool, devices: tuple[Device, ...]) -> list[Tail]:
+    """The raw pipelines, over a summable payload's numbers."""
+    pipelines = [option for option in flat_options(devices) if not option.is_compressed]
+    if hierarchical:
+        pipelines += [option for option in hierarchical_options(devices) if not option.is_compressed]
+    return [
+        tuple(Step(s.kind, Form.SUMMABLE, None, s.routine, s.scope, s.phase) for s in pipeline.steps)
+        for pipeline in pipelines
+    ]
+
+
+def compressed_options(
+    cluster: Cluster,
+    devices: tuple[Device, ...] = _BOTH,
+    *,
+    summable: bool = False,
+    rounds: int = 1,
+) -> tuple[Option, ...]:
+    """The options that a compressor of these traits can take; one of several rounds has no payload of its own."""
+    if rounds > 1:
+        return round_options(cluster.is_hierarchical, devices)
+    return tuple(
+        option for option in options_for(cluster, devices=devices, summable=summable) if option.is_compressed
     )
 
 
@@ -229,7 +272,13 @@ def options_for(
 
 @cache
 def _by_id() -> dict[str, Option]:
-    every = flat_options() + hierarchical_options() + summable_options(True) + server_options(True)
+    every = (
+        flat_options()
+        + hierarchical_options()
+        + summable_options(True)
+        + round_options(True)
+        + server_options(True)
+    )
     return {str(option): option for option in every}
 
 
@@ -268,11 +317,13 @@ def count_by_compressions(options: Iterable[Option]) -> dict[int, int]:
 
 
 __all__ = [
+    "compressed_options",
     "count_by_compressions",
     "flat_options",
     "hierarchical_options",
     "options_for",
     "parse_option",
+    "round_options",
     "server_options",
     "summable_options",
     "two_way_option",

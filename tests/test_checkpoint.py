@@ -34,6 +34,7 @@ ARMS = (
     (HIERARCHICAL, "dgc:ratio=0.05", 2),
     ("comp > flat.allreduce > dec", "randomk:ratio=0.1", 1),
     (HIERARCHICAL, "dgc:ratio=0.05,momentum=0.75", 2),
+    ("comp > flat.allreduce > transform > flat.allreduce > dec", "powersgd:rank=2,start_iter=2", 1),
 )
 BREAK, END = 4, 8
 

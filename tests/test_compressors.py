@@ -40,7 +40,8 @@ both = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__
 
 
 def test_the_suite_covers_every_id() -> None:
-    assert {spec.partition(":")[0] for spec in SPECS} == set(compressor_ids())
+    with_payloads = {name for name in compressor_ids() if create(name).traits.rounds == 1}
+    assert {spec.partition(":")[0] for spec in SPECS} == with_payloads  # the others: test_powersgd.py
 
 
 def test_ids_are_told_apart_on_the_wire() -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from espresso import cpu_offload
 from espresso.compressors import (
-    RESERVED_IDS,
     Correction,
     Feedback,
     MomentumCorrection,
@@ -60,12 +59,6 @@ def test_create_from_text_and_spec() -> None:
 def test_wrong_specs_name_the_fault(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         create(spec)
-
-
-@pytest.mark.parametrize("name", RESERVED_IDS)
-def test_ids_of_later_versions_say_what_exists(name: str) -> None:
-    with pytest.raises(ValueError, match=r"later version.*there are none, fp16, .*randomk"):
-        create(name)
 
 
 def test_compressors_do_not_import_the_host_backend() -> None:

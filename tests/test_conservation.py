@@ -228,7 +228,8 @@ def test_every_compressor_on_every_shape(name):
 
 
 def test_every_lossy_compressor_is_covered():
-    lossy = {name for name in compressor_ids() if create(name).traits.error_feedback}
+    every = {name: create(name).traits for name in compressor_ids()}  # several rounds: test_powersgd.py
+    lossy = {name for name, traits in every.items() if traits.error_feedback and traits.rounds == 1}
     assert lossy <= set(SPECS), "give the new compressor a spec in SPECS"
 
 

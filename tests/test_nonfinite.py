@@ -31,6 +31,7 @@ ARMS = (
     (HIERARCHICAL, "dgc:ratio=0.05", 2),
     (ROOTED, "efsignsgd", 2),
     ("comp > flat.allreduce > dec", "randomk:ratio=0.1", 1),
+    ("comp > flat.allreduce > transform > flat.allreduce > dec", "powersgd:rank=2,start_iter=0", 1),
     ("comp > flat.allreduce > dec", "fp16", 1),
     (ALLGATHER, "none", 1),
 )
@@ -125,6 +126,8 @@ def kept(state: EspressoState) -> dict[str, bytes]:
             here[row["start"] :][: row["values"].numel()] += row["values"]
         for name, values in body[carried].items():
             kept.setdefault(f"{held} of {name}", torch.zeros(20_000))[: values.numel()] += values
+    for name, values in body["factors"].items():
+        kept[f"factors of {name}"] = values
     return {name: values.numpy().tobytes() for name, values in kept.items()}
 
 

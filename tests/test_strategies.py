@@ -30,12 +30,14 @@ from espresso.strategies import (
     Strategy,
     StrategyError,
     TensorSpec,
+    compressed_options,
     cut,
     flat_options,
     hierarchical_options,
     options_for,
     parse_option,
     plan,
+    round_options,
     server_options,
     summable_options,
     trace,
@@ -100,6 +102,22 @@ def test_a_strategy_may_meet_another_number_of_servers_but_not_none():
     made.check_model(made.tensors, Cluster(2, 1, 3))
     with pytest.raises(StrategyError, match=r"goes through parameter servers.*espresso.launch --servers N"):
         made.check_model(made.tensors, Cluster(2, 1))
+
+
+def test_options_of_two_rounds_are_counted_apart():
+    assert len(round_options(hierarchical=True, devices=TRAINING)) == 9
+    assert len(round_options(hierarchical=False, devices=TRAINING)) == 3
+    assert len(round_options(hierarchical=True)) == 72
+    assert len(round_options(hierarchical=False)) == 24
+    for leaf in round_options(hierarchical=True):
+        assert parse_option(str(leaf)) == leaf
+        assert (leaf.num_rounds, leaf.num_compressions, leaf.is_summable) == (2, 1, True)
+        middle = [step.kind for step in leaf.steps].index(StepKind.TRANSFORM)
+        assert leaf.steps[1:middle] == leaf.steps[middle + 1 : -1]
+    assert compressed_options(Cluster(2, 2), TRAINING, summable=True, rounds=2) == round_options(
+        True, TRAINING
+    )
+    assert len(compressed_options(Cluster(2, 2), TRAINING, summable=True)) == 174 - 9 + 9
 
 
 @pytest.mark.parametrize("cluster", [Cluster(1, 4), Cluster(4, 1), Cluster(1, 1)])

@@ -1,0 +1,411 @@
+"""PowerSGD: its codec against NumPy, every leaf of two rounds on real ranks, torch's own hook as an oracle."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.exchange import Exchange, digest, make_buckets, numels_of, planned
+from benchmarks.rank_pool import NUM_RANKS, POOL
+from espresso.comm import Assignment, FactorStore
+from espresso.compressors import DrawKey, Feedback, Segment, create, host_codec
+from espresso.compressors.powersgd import PowerSgd, matrix_of
+from espresso.costs import COMMON_OPS, AlphaBeta, ComputeCost, Contention, CostModel, Links, Op
+from espresso.cpu_offload import WorkerPool
+from espresso.cpu_offload.powersgd import orthonormalise
+from espresso.job import Job
+from espresso.schedule import check_choices
+from espresso.search import lay_out, search
+from espresso.strategies import (
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Device,
+    Mode,
+    Strategy,
+    StrategyError,
+    TensorSpec,
+    parse_option,
+    plan,
+    round_options,
+)
+from espresso.timeline import simulate
+from tests.ddp import Played, agreed, batch, registered, sgd, wrap
+
+FLAT = "comp > flat.allreduce > transform > flat.allreduce > dec"
+SHAPES = {"w": (60, 40), "bias": (60,), "conv": (24, 8, 3, 3), "thin": (300, 2), "tiny": (5, 6)}
+RANK = 3
+SPEC = f"powersgd:rank={RANK},start_iter=0"
+STEPS = 4
+
+
+# The codec
+
+
+class Step:
+    """One rank's encode and transform of the matrices in SHAPES, alone: the sums are its own vectors."""
+
+    def __init__(self, dtype: Any, pool: WorkerPool | None = None) -> None:
+        self.codec: Any = host_codec(create(SPEC), pool)
+        sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
+        segments = [Segment(n, 0, size, s) for (n, s), size in zip(SHAPES.items(), sizes, strict=True)]
+        self.layout = self.codec.compressor.layout(segments, dtype)
+        self.starts = np.cumsum([0, *sizes[:-1]]).astype(np.int64)
+        self.factors, self.old = FactorStore(), np.zeros(sum(sizes), dtype)
+
+    def run(self, gradient: Any, scale: float = 1.0) -> Any:
+        new = np.full_like(self.old, np.nan)
+        feedback = Feedback(self.old, new, self.starts)
+        first, second = (np.zeros(self.codec.num_values(self.layout, n), new.dtype) for n in (0, 1))
+        self.codec.encode_values(
+            self.layout, gradient, self.starts, first, scale=scale, feedback=feedback, key=DrawKey(),
+            factors=self.factors,
+        )  # fmt: skip
+        self.codec.transform_values(self.layout, first, second, feedback=feedback)
+        out = np.full_like(gradient, np.nan)
+        assert self.codec.decode_values(
+            self.layout, first, second, out, self.starts, scale=1.0, factors=self.factors
+        )
+        self.factors.commit()
+        before, self.old = self.old, new
+        self.first, self.second = first, second
+        return before, out
+
+    def part(self, name: str, values: Any) -> Any:
+        index = list(SHAPES).index(name)
+        start, numel = int(self.starts[index]), int(self.layout.numels[index])
+        return values[start : start + numel].reshape(
+            matrix_of(SHAPES[name]) if len(SHAPES[name]) > 1 else (-1, 1)
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_codec_against_numpy(dtype, threads):
+    """P spans M Q; what is sent is M's projection onto it, what is kept the rest, and Q starts the next step."""
+    tolerance = 2e-5 if dtype is np.float32 else 1e-12
+    with WorkerPool(threads) as pool:
+        step = Step(dtype, pool)
+        assert step.layout.counts.tolist() == [RANK, 0, RANK, 0, 0]
+        sizes = (RANK * 60 + 60 + RANK * 24 + 600 + 30, RANK * 40 + RANK * 72)
+        random = np.random.default_rng(0)
+        q = {}
+        for turn in range(3):
+            gradient = random.standard_normal(step.old.size).astype(dtype)
+            kept_before, sent = step.run(gradient, scale=0.5)
+            assert (step.first.size, step.second.size) == sizes
+            for name in ("w", "conv"):
+                m = 0.5 * step.part(name, gradient) + step.part(name, kept_before)
+                p = np.linalg.qr(m @ q[name].T)[0] if turn else None
+                if p is not None:
+                    assert np.allclose(step.part(name, sent), p @ (p.T @ m), atol=50 * tolerance)
+                residual = step.part(name, step.old)
+                assert np.allclose(step.part(name, sent) + residual, m, atol=tolerance)
+                kept = step.factors.read(name).reshape(RANK, -1)
+                basis = np.linalg.qr(
+                    step.part(name, sent) @ np.linalg.pinv(kept.astype(float)).astype(dtype)
+                )[0]
+                assert np.abs(basis.T @ residual).max() < 100 * tolerance, "what is kept is orthogonal to P"
+                assert 0 < np.linalg.norm(residual) < np.linalg.norm(m)
+                q[name] = kept.astype(float)
+            for name in ("bias", "thin", "tiny"):
+                assert np.array_equal(step.part(name, sent), dtype(0.5) * step.part(name, gradient))
+                assert not step.part(name, step.old).any()
+
+
+def test_warm_start_finds_the_matrix():
+    """The same matrix of rank 3 again and again: power iteration leaves nothing behind."""
+    random = np.random.default_rng(1)
+    step = Step(np.float64)
+    gradient = np.zeros(step.old.size)
+    for name in ("w", "conv"):
+        rows, columns = matrix_of(SHAPES[name])
+        step.part(name, gradient)[:] = random.standard_normal((rows, RANK)) @ random.standard_normal(
+            (RANK, columns)
+        )
+    for _ in range(3):
+        _, sent = step.run(gradient)
+    assert np.abs(step.old).max() < 1e-9
+    assert np.allclose(sent, gradient, atol=1e-9)
+
+
+def test_a_step_of_zeros_sends_zeros_and_the_next_starts_afresh():
+    step = Step(np.float32)
+    random = np.random.default_rng(2)
+    _, sent = step.run(np.zeros(step.old.size, np.float32))
+    assert not sent.any()
+    gradient = random.standard_normal(step.old.size).astype(np.float32)
+    _, sent = step.run(gradient)
+    assert np.linalg.matrix_rank(step.part("w", sent)) == RANK
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_orthonormalising(dtype):
+    random = np.random.default_rng(3)
+    p = random.standard_normal((4, 1000)).astype(dtype)
+    p[1] = p[0] + 1e-4 * p[1]  # nearly dependent
+    p[3] = 2 * p[0] - p[2]  # dependent
+    scaled = (p * dtype(1e-18)).copy()
+    for q in (p, scaled):
+        orthonormalise(q)
+        assert np.allclose(q[:3] @ q[:3].T, np.eye(3), atol=1e-6 if dtype is np.float32 else 1e-12)
+        assert not q[3].any()
+    spoilt = np.ones((2, 5), dtype)
+    spoilt[0, 2] = np.inf
+    orthonormalise(spoilt)
+    assert np.isnan(spoilt).any()
+
+
+def test_what_travels_raw():
+    compressor = PowerSgd(rank=2)
+    assert compressor.rank_of((1000, 1000)) == 2
+    assert compressor.rank_of((16, 16)) == 2
+    assert compressor.rank_of((15, 16)) == 0  # below raw_below
+    assert compressor.rank_of((100, 4)) == 0  # 2 * 104 * 2 > 400
+    assert compressor.rank_of((100,)) == compressor.rank_of(()) == compressor.rank_of((0, 5)) == 0
+    with pytest.raises(
+        ValueError, match=r"whole tensors; 'w' of shape \[20, 30\] was given as 64 elements from 64"
+    ):
+        compressor.layout([Segment("w", 64, 64, (20, 30))])
+    for text, message in (("powersgd:rank=0", "rank"), ("powersgd:min_saving=0.5", "min_saving")):
+        with pytest.raises(ValueError, match=message):
+            create(text)
+
+
+def test_options_and_compressors_that_do_not_go_together():
+    tensors = (TensorSpec("a", (30, 30)),)
+    for option, spec, message in (
+        ("comp > flat.allgather > dec", "powersgd", r"tensor 'a'.*leaves with a transform step"),
+        (FLAT, "efsignsgd", "have no transform step"),
+        ("comp > flat.allreduce > dec", "efsignsgd", "do not add"),
+    ):
+        choice = Choice(parse_option(option), CompressorSpec.parse(spec))
+        with pytest.raises(StrategyError, match=message):
+            check_choices(Strategy.uniform(tensors, Cluster(2, 1), choice))
+
+
+def test_groups_are_not_cut():
+    tensors = tuple(TensorSpec(name, shape) for name, shape in SHAPES.items())
+    choice = Choice(parse_option(FLAT), CompressorSpec.parse(SPEC))
+    strategy = Strategy.uniform(tensors, Cluster(2, 1), choice, partition_bytes=1024)
+    laid = plan(strategy, buckets_of())
+    assert [part.numel for part in laid.partitions] == [bucket.numel for bucket in buckets_of()]
+    assert [run.shape for group in laid.groups for run in group.runs] == list(SHAPES.values())
+
+
+# Every leaf of two rounds, on two nodes of two ranks
+
+
+def buckets_of(dtype: str = "float32") -> Any:
+    sizes = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
+    names = list(sizes)
+    return make_buckets(
+        *({n: sizes[n] for n in part} for part in (names[:2], names[2:3], names[3:])), dtype=dtype
+    )
+
+
+def run_leaves(rank: int, texts: list[str], dtype: str) -> dict[str, dict[str, Any]]:
+    exchange = Exchange(2)
+    exchange.warm_up({SPEC}, [dtype])
+    buckets = buckets_of(dtype)
+    numels = numels_of(buckets)
+    tensors = tuple(TensorSpec(name, shape, dtype) for name, shape in SHAPES.items())
+    results = {}
+    for text in texts:
+        exchange.renew()
+        choice = Choice(parse_option(text), CompressorSpec.parse(SPEC))
+        plain = Assignment(Strategy.uniform(tensors, exchange.groups.cluster, choice, partition_bytes=1024))
+        digests, averages = [], {name: np.zeros(n) for name, n in numels.items()}
+        given = {name: np.zeros(n) for name, n in numels.items()}
+        for step in range(STEPS):
+            random = np.random.default_rng([step, rank])
+            mine = [
+                torch.from_numpy(random.standard_normal(b.numel)).to(getattr(torch, dtype)) for b in buckets
+            ]
+            got = exchange.step(plain if step < 2 else planned(plain, buckets), buckets, mine)
+            digests.append(digest(got))
+            for bucket, gradient, average in zip(buckets, mine, got, strict=True):
+                for slot in bucket.slots:
+                    here = slice(slot.offset, slot.offset + slot.numel)
+                    given[slot.tensor] += gradient[here].double().numpy()
+                    averages[slot.tensor] += average[here].double().numpy()
+        record = exchange.record
+        results[text] = {
+            "digests": digests, "averages": averages, "given": given, "kept": exchange.kept(numels),
+            "sent": record.bytes_sent, "raw": record.bytes_raw, "sites": exchange.sites(),
+            "factors": digest(torch.from_numpy(v) for v in exchange.executor.factors.snapshot().values()),
+        }  # fmt: skip
+    exchange.close()
+    return results
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_every_leaf_of_two_rounds(dtype):
+    """Bit-identical on all ranks, nothing lost, and all pipelines agree."""
+    texts = [str(leaf) for leaf in round_options(True, (Device.TRAINING,))]
+    texts = texts if dtype == "float32" else texts[::4]
+    texts.append(str(round_options(True)[-1])) if dtype == "float32" else None  # everything on the pool
+    answers = POOL.run(run_leaves, texts, dtype, deadline_s=120)
+    rounding = {"float32": 5e-5, "float64": 1e-12, "bfloat16": 0.1}[dtype]
+    for text in texts:
+        rows = [answer[text] for answer in answers]
+        assert all(row["digests"] == rows[0]["digests"] for row in rows), text
+        assert all(row["factors"] == rows[0]["factors"] for row in rows), text
+        for name in SHAPES:
+            kept, given = (sum(row[what][name] for row in rows) for what in ("kept", "given"))
+            sent = rows[0]["averages"][name] * NUM_RANKS
+            assert np.abs(sent + kept - given).max() < rounding, (text, name)
+            assert (np.abs(kept).max() > 0.1) == (name in ("w", "conv"))
+            assert (
+                np.abs(rows[0]["averages"][name] - answers[0][texts[0]]["averages"][name]).max()
+                < 20 * rounding
+            )
+        assert sum(row["sent"] for row in rows) < 0.6 * sum(row["raw"] for row in rows)
+        assert set().union(*(row["sites"] for row in rows)) == {"local"}
+
+
+# Costs, timeline and search
+
+
+def job() -> Job:
+    tensors = (TensorSpec("a", (1000, 2000)), TensorSpec("b", (1000,)), TensorSpec("c", (3000, 500)))
+    compute = tuple(
+        ComputeCost("powersgd", device, op, ((0.0, 0.0), (1e6, 400.0)), launch_us=10.0)
+        for device in (Device.TRAINING, Device.OFFLOAD)
+        for op in (*COMMON_OPS, Op.TRANSFORM)
+    )
+    costs = CostModel(
+        Links(AlphaBeta(20, 0.1), AlphaBeta(50, 8.0)), compute, None, Contention(2.0, 1.0, 2.0, {})
+    )
+    return Job("toy", tensors, (0.0, 500.0, 4000.0), Cluster(2, 2), costs, mode=Mode.PAPER, forward_us=3000.0)
+
+
+def test_the_search_prices_both_rounds_by_the_shapes():
+    found = search(job(), CompressorSpec.parse("powersgd:rank=4"))
+    best = found.alternatives[0]
+    assert best.strategy.num_compressed >= 2
+    assert found.lower_bound_us <= best.predicted_us < 0.25 * found.uncompressed_us
+    laid = lay_out(job(), best.strategy)
+    timeline = simulate(laid, job())
+    assert timeline.iteration_us == pytest.approx(best.predicted_us)
+    by_task = {row.task: row for row in timeline.intervals if row.tensors == ("a",) and row.num_bytes}
+    sizes = [by_task[task].num_bytes for task in sorted(by_task)]
+    flat = [s for s in sizes if s]
+    assert 4 * 4 * 1000 in flat or 4 * 4 * 1000 * 2 in flat
+    assert 4 * 4 * 2000 in flat or 4 * 4 * 2000 * 2 in flat
+    kinds = [str(task.step) for task in laid.tasks if task.partition == 0]
+    assert kinds.count("transform") + kinds.count("transform@offload") == 1
+
+
+# On live models
+
+
+class Net(nn.Module):
+    """One matrix and one bias, so that torch's hook has a single bucket (with more it times out on Gloo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(48, 64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs).tanh()
+
+
+def descend(ddp: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        ddp.zero_grad()
+        inputs = batch(rank, step % 3, 48, rows=16)
+        (ddp(inputs) - inputs.roll(1, 1)[:, :1].sin()).square().mean().backward()
+        sgd(ddp, 0.5)
+
+
+def beside_torch(rank: int) -> tuple[float, float, bool, float]:
+    """(distance to torch's parameters, how far those moved, replicas agree, bytes sent over raw)."""
+    theirs = DistributedDataParallel(Net())
+    hook = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    ours = wrap(Net(), bucket_cap_mb=25)
+    begun = ours.module.layer.weight.detach().clone()
+    with registered(ours, FLAT, "powersgd:rank=2,start_iter=2") as state:
+        descend(ours, rank, range(2))
+        assert state.metrics()["espresso/residual_norm"] == 0.0
+        # The same first Q: torch keeps [columns, rank], and takes it as warm if both memories are there.
+        codec: Any = host_codec(create("powersgd:rank=2"))
+        start = codec._start("layer.weight", 2, 48, np.dtype(np.float32), DrawKey(0, 2), FactorStore())
+        hook.p_memory_dict[0] = torch.zeros(2 * 64)
+        hook.q_memory_dict[0] = torch.from_numpy(start.T.copy()).reshape(-1)
+        theirs.register_comm_hook(hook, powerSGD_hook.powerSGD_hook)
+        descend(theirs, rank, range(10))
+        descend(ours, rank, range(2, 10))
+        record = state.metrics()
+        distance = float((ours.module.layer.weight - theirs.module.layer.weight).abs().max())
+        moved = float((ours.module.layer.weight - begun).abs().max())
+        assert record["espresso/residual_norm"] > 0
+        return distance, moved, agreed(ours), record["espresso/bytes_sent"] / record["espresso/bytes_raw"]
+
+
+def packed_residuals(rank: int) -> tuple[float, float, float, float]:
+    ends, sizes = [], []
+    for storage in ("bf16", "float32"):
+        torch.manual_seed(0)
+        ddp = wrap(nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 48)))
+        begun = ddp.module[0].weight.detach().clone()
+        with registered(ddp, FLAT, "powersgd:rank=2,start_iter=0", residual_dtype=storage) as state:
+            descend(ddp, rank, range(6))
+            assert agreed(ddp)
+            sizes.append(state.metrics()["espresso/residual_bytes"])
+        ends.append(ddp.module[0].weight.detach())
+    return float((ends[0] - ends[1]).abs().max()), float((ends[1] - begun).abs().max()), sizes[0], sizes[1]
+
+
+def automatic(rank: int) -> tuple[bool, int, bool, set[str]]:
+    ddp = wrap(nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 32)))
+    with registered(ddp, compressor="powersgd:rank=2", strategy="auto", timeout_s=60.0) as state:
+        decided_at = 0
+        for step in range(60):
+            ddp.zero_grad()
+            ddp(batch(rank, step, 48)).square().mean().backward()
+            sgd(ddp)
+            if state.decided and not decided_at:
+                decided_at = step + 1
+        assert state.job is not None
+        return (
+            agreed(ddp),
+            decided_at,
+            bool(state.job.costs.has_rounds),
+            {c.spec for c in state.job.costs.compute},
+        )
+
+
+def test_torchs_own_hook_goes_the_same_way(played):
+    for distance, moved, same, share in played(beside_torch):
+        assert same
+        assert moved > 0.05
+        assert distance < 1e-4 * moved + 1e-6
+        assert share < 0.2
+
+
+def test_packed_residuals_keep_their_matrix_between_the_rounds(played):
+    """Several groups share the room that residuals are unpacked into."""
+    for distance, moved, packed, full in played(packed_residuals):
+        assert 0 < distance < 0.02 * moved
+        assert packed < 0.6 * full
+
+
+def test_automatic_mode_measures_and_decides(played):
+    for same, decided_at, has_rounds, specs in played(automatic):
+        assert same
+        assert 0 < decided_at <= 60
+        assert has_rounds
+        assert specs == {"powersgd:rank=2"}
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(__name__, (beside_torch, packed_residuals, automatic), 2, ranks_per_node=1)
