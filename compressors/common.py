@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,35 @@ from espresso.compressors.base import Bytes, Compressor, Correction, Layout, Seg
 from espresso.compressors.payload import build_layout, params_digest
 
 
+class Steady:
+    """What a compressor is that asks for no momentum, follows no schedule and masks nothing."""
+
+    @property
+    def correction(self) -> Correction | None:
+        """The momentum this compressor asks of the job, if any."""
+        return None
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether :meth:`in_force` depends on the epoch or the step."""
+        return False
+
+    @property
+    def start_step(self) -> int:
+        """The first step that compresses."""
+        return 0
+
+    def in_force(self, epoch: int, step: int) -> Compressor:
+        """What to run in this step; itself, as there is no schedule."""
+        return cast(Compressor, self)
+
+    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """What a sparsifier chose; nothing here."""
+        return iter(())
+
+
 @dataclass(frozen=True)
-class BaseCompressor:
+class BaseCompressor(Steady):
     """Parameters of one algorithm; subclasses add theirs and say how large a body is.
 
     Attributes:
@@ -45,29 +72,6 @@ class BaseCompressor:
             segments=segments,
             dtype=dtype,
         )
-
-    @property
-    def correction(self) -> Correction | None:
-        """The momentum this compressor asks of the job, if any."""
-        return None
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether :meth:`in_force` depends on the epoch or the step."""
-        return False
-
-    @property
-    def start_step(self) -> int:
-        """The first step that compresses."""
-        return 0
-
-    def in_force(self, epoch: int, step: int) -> Compressor:
-        """What to run in this step; itself, as there is no schedule."""
-        return self
-
-    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """What a sparsifier chose; nothing here."""
-        return iter(())
 
     def params(self) -> dict[str, Any]:
         """The parameters that differ from their defaults, as a spec writes them."""

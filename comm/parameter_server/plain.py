@@ -25,9 +25,10 @@ from espresso.compressors.base import (
     Starts,
     Traits,
 )
+from espresso.compressors.common import Steady
 
 
-class PlainNumbers:
+class PlainNumbers(Steady):
     """The layout of plain numbers: the segments' elements one after the other."""
 
     name: ClassVar[str] = "plain_numbers"
