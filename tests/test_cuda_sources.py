@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from espresso.compressors import (
     host_codec,
 )
 from espresso.compressors.cuda import CudaDevice, CudaUnavailableError, source_of, sources
-from tests.emulator import BUILD, COMPILER, EmulatedDevice
+from tests.emulator import BUILD, COMPILER, EmulatedDevice, build
 
 NVCC = shutil.which("nvcc")
 ARCHITECTURES = ("75", "80", "90")
@@ -70,29 +71,47 @@ every = pytest.mark.parametrize("spec", specs, ids=ids)
 both = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 
 
-@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed: CUDA sources are not compiled here")
-@pytest.mark.parametrize("file", sources())
-def test_nvcc_compiles_it(file: str, tmp_path: Path) -> None:
-    """For sm_75, sm_80 and sm_90, without a warning. A build of the same text is not repeated."""
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    """The emulation's, compiled before the first test."""
+    if COMPILER is not None:
+        build(sources())
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What nvcc says of each source, for sm_75, sm_80 and sm_90; two at a time."""
+    folder = tmp_path_factory.mktemp("nvcc")
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(sources(), pool.map(lambda file: nvcc_says(file, folder), sources()), strict=True))
+
+
+def nvcc_says(file: str, folder: Path) -> str:
+    """Warnings and errors; nothing if all is well. A build of the same text is not repeated."""
     assert NVCC is not None
     digest = hashlib.blake2b((source_of(file) + "".join(ARCHITECTURES)).encode(), digest_size=10).hexdigest()
     stamp = BUILD / f"nvcc-{file}-{digest}"
     if stamp.exists():
-        return
-    source = tmp_path / file
+        return ""
+    source = folder / file
     source.write_text(source_of(file))
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
     command = [NVCC, "-std=c++17", "--fmad=false", "-Werror=all-warnings", *targets, "-fatbin", str(source)]
     done = subprocess.run(
-        [*command, "-o", str(tmp_path / "out.fatbin")],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+        [*command, "-o", f"{source}.fatbin"], capture_output=True, text=True, timeout=200, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    BUILD.mkdir(parents=True, exist_ok=True)
-    stamp.touch()
+    if done.returncode == 0:
+        BUILD.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
+        return ""
+    return f"{done.stdout}{done.stderr} (exit status {done.returncode})"
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed: CUDA sources are not compiled here")
+@pytest.mark.parametrize("file", sources())
+def test_nvcc_compiles_it(file: str, verdicts: dict[str, str]) -> None:
+    """For every architecture, without a warning."""
+    assert verdicts[file] == ""
 
 
 def test_most_ids_have_a_gpu_codec() -> None:
