@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -258,6 +259,12 @@ class DeviceExecutor(Executor):
                 raise self._fail_now(text) from error
 
     def _judge(self, verdict: _Verdict) -> Callable[[], None] | None:
+        self._read(verdict)
+        self._take_times(verdict.iteration.record, verdict)
+        return self.planner.after(verdict.iteration.record)
+
+    def _read(self, verdict: _Verdict) -> None:
+        """Wait for the device, and commit or discard residuals."""
         iteration, record = verdict.iteration, verdict.iteration.record
         if not self.streams.wait_here(verdict.event, self._timeout_s):
             raise self._fail_now(
@@ -272,8 +279,6 @@ class DeviceExecutor(Executor):
             )
         iteration.finite.append(not (not_finite or flagged))
         self._settle(iteration)
-        self._take_times(record, verdict)
-        return self.planner.after(record)
 
     def _conclude_now(self, verdict: _Verdict, bucket: int) -> None:
         """On the control thread: judge, let the planner work, then complete the last future."""
@@ -318,10 +323,9 @@ class DeviceExecutor(Executor):
         self._clock = clock
 
     def close(self) -> None:
-        """Judge what is left, then as on the host."""
-        if self.error is None and self._pending is not None:
-            try:
-                self.conclude()
-            except EspressoError:
-                self._pending = None
+        """Commit or discard what is left, then as on the host. The planner hears no more: its state may be gone."""
+        verdict, self._pending = self._pending, None
+        if self.error is None and verdict is not None:
+            with suppress(EspressoError):  # kept and logged
+                self._read(verdict)
         super().close()
