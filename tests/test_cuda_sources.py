@@ -114,9 +114,9 @@ def test_nvcc_compiles_it(file: str, verdicts: dict[str, str]) -> None:
     assert verdicts[file] == ""
 
 
-def test_most_ids_have_a_gpu_codec() -> None:
-    missing = [name for name in compressor_ids() if not has_cuda(name)]
-    assert not missing
+def test_which_ids_have_no_gpu_codec() -> None:
+    """PowerSGD: two rounds of matrix products on the host so far. It is refused by name."""
+    assert [name for name in compressor_ids() if not has_cuda(name)] == ["powersgd"]
 
 
 class Run:
