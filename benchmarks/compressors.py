@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.results import RESULTS_DIR, record, write
 from espresso.compressors import Codec, Feedback, Layout, Segment, compressor_ids, create, host_codec
 from espresso.cpu_offload import WorkerPool, available_cores, warm_up
 
@@ -151,6 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch", action="store_true", help="PyTorch's plain operations as well")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument(
+        "--save", action="store_true", help="put the rows into benchmarks/results/compressors.*"
+    )
+    parser.add_argument(
         "--cpu-time",
         action="store_true",
         help="count CPU time, not wall time: for one thread on a busy machine",
@@ -175,18 +179,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     rows += measure_torch(bench)
                     if not options.json:
                         _write(rows[-3:])
+    facts = {
+        "machine": platform.machine(),
+        "cores": available_cores(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "clock": clock.__name__,
+        "repeats": options.repeats,
+        "seed": 0,
+    }
+    if options.save:
+        save(rows, facts)
     if options.json:
-        facts = {
-            "machine": platform.machine(),
-            "cores": available_cores(),
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "clock": clock.__name__,
-            "repeats": options.repeats,
-            "seed": 0,
-        }
         sys.stdout.write(json.dumps({**facts, "rows": [asdict(row) for row in rows]}) + "\n")
     return 0
+
+
+def save(rows: Sequence[Row], facts: dict[str, Any]) -> None:
+    """Put rows into the committed result, in place of those of the same measurement, and write its table anew."""
+    path = RESULTS_DIR / "compressors.json"
+    known = json.loads(path.read_text())["rows"] if path.exists() else []
+    merged = {_name(row): row for row in [*known, *map(asdict, rows)]}
+    write(path, record(facts, 0, list(merged.values())))
+    (RESULTS_DIR / "compressors.md").write_text(table(list(merged.values())))
+
+
+def _name(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("compressor", "op", "elements", "segment_elements", "threads"))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rates by compressor, operation and threads, a column per size: GB/s, and the fraction of a plain copy."""
+    sizes = sorted({row["elements"] for row in rows})
+    lines = [
+        "# Host compressors: GB/s of fp32 input (fraction of `np.copyto`'s rate, same run, same threads)",
+        "",
+        "| compressor | operation | threads | "
+        + " | ".join(f"2^{size.bit_length() - 1}" for size in sizes)
+        + " |",
+        "| --- | --- | --- |" + " --- |" * len(sizes),
+    ]
+    cells: dict[tuple[Any, ...], dict[int, str]] = {}
+    for row in rows:
+        key = (row["compressor"], row["op"], row["threads"])
+        cells.setdefault(key, {})[row["elements"]] = f"{row['gb_per_s']:.2f} ({row['copy_fraction']:.2f})"
+    for key, by_size in sorted(cells.items()):
+        lines.append(
+            f"| {key[0]} | {key[1]} | {key[2]} | "
+            + " | ".join(by_size.get(size, "") for size in sizes)
+            + " |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _write(rows: Sequence[Row]) -> None:
