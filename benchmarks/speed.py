@@ -162,6 +162,9 @@ def main(
     compressors: Annotated[
         str, typer.Option(help="Separated by semicolons, since a spec may hold a comma.")
     ] = ";".join(COMPRESSORS),
+    beside: Annotated[
+        str, typer.Option(help="More arms, comma-separated, such as powersgd:rank=1 (PyTorch's own hook).")
+    ] = "",
     quick: Annotated[bool, typer.Option(help="Half the rounds, and efsignsgd only.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "speed.json",
@@ -176,7 +179,13 @@ def main(
         )
     chosen = [case for case in CASES if not names or case.name in names]
     specs = ["efsignsgd"] if quick else compressors.split(";")
-    arms = ["none", "plain", "fp16", *(f"espresso:{spec}" for spec in specs)]
+    arms = [
+        "none",
+        "plain",
+        "fp16",
+        *filter(None, beside.split(",")),
+        *(f"espresso:{spec}" for spec in specs),
+    ]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     measured: list[Row] = []
     networks: dict[str, str] = {}
