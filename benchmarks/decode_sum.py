@@ -104,9 +104,10 @@ def main(
         table.add_column(header, justify="right")
     for row in rows:
         verdict = "" if not row["judged"] else ("pass" if row["rate_over_copy"] >= LEAST else "MISS")
+        rate = f"{row['rate_over_copy']:.2f} ({row['low']:.2f} … {row['high']:.2f})"
         table.add_row(
             row["compressor"], str(row["elements"]), str(row["keys"]), f"{row['copy_us']:.0f}",
-            f"{row['decode_us_per_payload']:.0f}", f"{row['rate_over_copy']:.2f} ({row['low']:.2f} … {row['high']:.2f})", verdict,
+            f"{row['decode_us_per_payload']:.0f}", rate, verdict,
         )  # fmt: skip
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
     config = {

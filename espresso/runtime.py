@@ -134,6 +134,10 @@ class DeviceRuntime:
                 "momentum correction (dgc with momentum above 0) works on the host's arrays only: leave momentum at 0"
                 " for a model on a GPU, where the optimizer's own momentum applies"
             )
+        if more.get("servers") is not None:
+            raise UnsupportedModelError(
+                "parameter servers serve models on CPUs: start a job whose model is on a GPU without espresso.launch"
+            )
         return DeviceExecutor(
             groups, codecs, planner, streams=self.streams, memory=self.memory, note_taker=codecs.notes, **more
         )

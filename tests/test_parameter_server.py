@@ -144,6 +144,25 @@ def test_nothing_is_lost_over_both_residuals(servers, workers, num_servers):
     check_telescoping(workers, num_servers, 100)
 
 
+def run_shared_draws(rank: int) -> tuple[set[str], bool]:
+    exchange = exchange_over(NUM_RANKS, 2, rank)
+    spec = "randomk:ratio=0.1,raw_below=1"
+    exchange.warm_up([spec])
+    buckets = make_buckets(*SIZES)
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, spec))
+    results = [
+        exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS, draw))
+        for draw in range(3)
+    ]
+    return exchange.sites(), bool(results[-1][0].any())
+
+
+def test_shared_draws_make_the_second_compression_lossless(servers):
+    for sites, moved in POOL.run(run_shared_draws):
+        assert moved
+        assert sites == {"local"}  # nothing is left at a server
+
+
 # -- an independent reference ----------------------------------------------------------------------
 
 
