@@ -3,8 +3,8 @@
     python -m benchmarks.server_speed
 
 Two worker hosts and one server host (one case: four and two) with one network card each (namespaces, ``tbf``), one
-core pinned to each host (hosts share cores when there are fewer). All arms live in one job and alternate in blocks. The
-bars: two-way 1-bit at least 2.5 times the step rate of the uncompressed server, and wherever the search chooses servers,
+core pinned to each host (hosts share cores where there are fewer). All arms live in one job and alternate in blocks.
+The bars: two-way 1-bit at least 2.5 times the step rate of the uncompressed server; where the search takes servers,
 no slower than plain.
 """
 
