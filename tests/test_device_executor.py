@@ -106,8 +106,10 @@ def run_traced(rank: int) -> list[str]:
     device = DeviceExchange(2)
     device.warm_up(["efsignsgd"])
     buckets = make_buckets(*SIZES)
-    choice = Choice(parse_option(OPTIONS[4]), CompressorSpec.parse("efsignsgd"))
-    strategy = strategy_of(buckets, device.groups.cluster, choice, partition_bytes=4096)
+    # Flat steps hold the lanes of two streams: only events keep them apart from hierarchical ones.
+    turns = [Choice(parse_option(OPTIONS[i]), CompressorSpec.parse("efsignsgd")) for i in (4, 0)]
+    choices = {name: turns[number % 2] for number, name in enumerate(numels_of(buckets))}
+    strategy = strategy_of(buckets, device.groups.cluster, choices, partition_bytes=4096)
     assignment = device.planned(Assignment(strategy, record=True), buckets)
     wrong = []
     for _ in range(2):
