@@ -49,8 +49,10 @@ CASES = (
     Case("mlp-1g", "mlp", "1gbit", 4, 3),
     Case("cnn-1g", "cnn", "1gbit", 5, 5),
     Case("cnn-200m", "cnn", "200mbit", 4, 3),
-    # More workers, where payloads for everybody cost more than a server: here the search may well choose servers.
+    # More workers: payloads for everybody cost more than over two.
     Case("cnn-4w", "cnn", "100mbit", 4, 3, 4, 2, ("plain", TWO_WAY, "espresso:efsignsgd")),
+    # As many servers as workers and a mild compressor: less on every card than any exchange without servers.
+    Case("cnn-4w4s", "cnn", "200mbit", 3, 3, 4, 4, ("plain", "servers:int8", "espresso:int8")),
 )
 
 
