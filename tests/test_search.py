@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from espresso.algorithms import bubbles, greedy, offload, size_order
 from espresso.baselines import simple_baselines
 from espresso.candidates import compressed_choices, raw_choices, units_of
-from espresso.costs import Contention, CopyCost
+from espresso.costs import AlphaBeta, Contention, CopyCost
 from espresso.evaluator import Evaluator
 from espresso.job import JobError
 from espresso.presets import job_from_trace
@@ -276,3 +276,19 @@ def test_a_bucket_is_split_where_both_devices_can_work_on_it():
     assert len(set(split.strategy.choices.values())) == 2
     assert split.predicted_us < 0.9 * whole.predicted_us
     assert len(split.plan.groups) == 2
+
+
+def test_servers_are_chosen_where_they_pay():
+    alone = search(job_from_trace("vgg16", 8, 8, "pcie-25g"), "efsignsgd")
+    beside = search(job_from_trace("vgg16", 8, 8, "pcie-25g", servers=8), "efsignsgd")
+    assert 0 < beside.strategy.num_through_servers < len(beside.strategy.tensors)  # tensor by tensor
+    assert beside.predicted_us < 0.95 * alone.predicted_us
+    assert 0 <= beside.gap < 0.1  # certified over the leaves of the servers too
+    # Servers behind cards a thousand times as thin are left alone.
+    job = job_from_trace("vgg16", 8, 8, "pcie-25g", servers=1)
+    assert job.costs.servers is not None
+    thin = replace(job.costs.servers, nic=AlphaBeta(5e4, 1000 * job.costs.links.inter.beta_us_per_kb))
+    assert (
+        search(job.with_costs(replace(job.costs, servers=thin)), "efsignsgd").strategy.num_through_servers
+        == 0
+    )
