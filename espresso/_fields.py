@@ -27,6 +27,30 @@ def check_keys(body: Any, where: str, required: Iterable[str], optional: Iterabl
         raise JobError(f"{where} lacks the key {missing[0]!r}")
 
 
+KINDS = {
+    "espresso-job": "a job",
+    "espresso-strategy": "a strategy",
+    "espresso-cluster": "a cluster",
+    "espresso-sensitivity": "a sensitivity",
+}
+"""What a file says it is."""
+
+
+def other_kind(body: Any, wanted: str) -> str | None:
+    """What to say of a file of another kind than ``wanted``; None if it may be of that kind."""
+    kind = body.get("kind") if isinstance(body, dict) else None
+    if kind == wanted or not isinstance(kind, str) or kind not in KINDS:
+        return None
+    return f"this is {KINDS[kind]} file, and {KINDS[wanted]} file is wanted here"
+
+
+def check_kind(body: Any, wanted: str) -> None:
+    """Raise :class:`JobError` for a file of another kind, before anything is said of its keys."""
+    fault = other_kind(body, wanted)
+    if fault is not None:
+        raise JobError(fault)
+
+
 def number(value: Any, where: str, *, positive: bool = False) -> float:
     """``value`` as a finite float of at least zero (above zero where ``positive``)."""
     if isinstance(value, bool) or not isinstance(value, int | float):

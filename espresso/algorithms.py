@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from espresso.algorithm_kernels import ROUNDING, finished_units, greedy_units
 from espresso.candidates import Size, Unit
 from espresso.evaluator import Evaluator
 from espresso.strategies import PLAIN, Choice, Device
@@ -24,8 +25,8 @@ Progress = Callable[[str, float], None]
 
 OFFLOAD_CAP = 4096
 """Most evaluations of Algorithm 2's product; above it groups are settled one after the other."""
-_ROUNDING = 1 - 1e-9
-"""A strategy is better only by more than rounding."""
+_AT_ONCE = 64
+"""Units between two reports of progress."""
 
 
 def bubbles(evaluator: Evaluator, strategy: Wholes) -> int:
@@ -35,10 +36,7 @@ def bubbles(evaluator: Evaluator, strategy: Wholes) -> int:
     finished when the next becomes ready. (A link idle just once is not enough: it costs up to half.)
     """
     evaluator.makespan(strategy)
-    finished = np.maximum.accumulate(evaluator.finish)[:-1]
-    following = evaluator.buckets[1:]
-    gone = np.flatnonzero((following != evaluator.buckets[:-1]) & (finished <= evaluator.ready[following]))
-    return int(gone[-1]) + 1 if len(gone) else 0
+    return int(finished_units(evaluator.buckets, evaluator.ready, evaluator.finish))
 
 
 def size_order(units: Sequence[Unit]) -> list[int]:
@@ -47,32 +45,38 @@ def size_order(units: Sequence[Unit]) -> list[int]:
 
 
 def greedy(
-    evaluator: Evaluator, leaves: tuple[Choice, ...], *, prune: bool = True, progress: Progress | None = None
+    evaluator: Evaluator,
+    leaves: tuple[Choice, ...],
+    *,
+    prune: bool = True,
+    start: Wholes | None = None,
+    progress: Progress | None = None,
 ) -> Wholes:
     """Algorithm 1: from uncompressed, every unit in size order takes the leaf of least F, or keeps its own.
 
     Args:
         leaves: what is tried; the uncompressed start is always kept as a choice.
         prune: leave out dominated leaves (see :meth:`Candidates.distinct` for what that gives up).
+        start: where to begin; the published algorithm begins uncompressed.
 
     Returns:
-        Candidate numbers, never worse than the uncompressed strategy.
+        Candidate numbers, never worse than where it began.
     """
-    strategy = evaluator.uniform(PLAIN)
+    strategy = evaluator.uniform(PLAIN) if start is None else start.copy()
     options = evaluator.options(leaves, prune=prune)
     best = evaluator.makespan(strategy)
     dropped = bubbles(evaluator, strategy)
-    order = size_order(evaluator.units)
-    for position, index in enumerate(order):
-        if index < dropped:
-            continue
-        numbers = options[index]
-        found, makespan = evaluator.best(strategy, index, numbers, best * _ROUNDING)
-        if found >= 0:
-            strategy[index], best = found, makespan
-            dropped = bubbles(evaluator, strategy)
+    order = np.array(size_order(evaluator.units), dtype=np.int64)
+    first = np.cumsum([0, *map(len, options)]).astype(np.int64)
+    flat = np.concatenate(options)
+    arrays = evaluator.kernel_arrays()
+    for begin in range(0, len(order), _AT_ONCE):
+        best, dropped = greedy_units(
+            *arrays.states, order[begin : begin + _AT_ONCE], flat, first, evaluator.buckets, strategy, best,
+            dropped, arrays.rest,
+        )  # fmt: skip
         if progress is not None:
-            progress("greedy", (position + 1) / len(order))
+            progress("greedy", min((begin + _AT_ONCE) / len(order), 1.0))
     return strategy
 
 
@@ -106,7 +110,7 @@ def offload(evaluator: Evaluator, strategy: Wholes, cap: int = OFFLOAD_CAP) -> t
         for row, vector in zip(batch, vectors, strict=True):
             for group, number, count in zip(members, moved, vector, strict=True):
                 row[group[:count]] = number
-        index, _, _ = evaluator.batch(batch, best * _ROUNDING, cut=True)
+        index, _, _ = evaluator.batch(batch, best * ROUNDING, cut=True)
         return (batch[index] if index >= 0 else strategy), False
     kept = [int(strategy[group[0]]) for group in members]
     strategy = strategy.copy()
@@ -118,7 +122,7 @@ def offload(evaluator: Evaluator, strategy: Wholes, cap: int = OFFLOAD_CAP) -> t
             for count in range(len(group) + 1):
                 batch[count, group[:count]] = number
                 batch[count, group[count:]] = old
-            index, makespan, _ = evaluator.batch(batch, best * _ROUNDING, cut=True)
+            index, makespan, _ = evaluator.batch(batch, best * ROUNDING, cut=True)
             if index >= 0:
                 strategy, best, improved = batch[index], makespan, True
     return strategy, True
@@ -135,7 +139,7 @@ def improve(
         changed = False
         for index in size_order(evaluator.units):
             numbers = options[index]
-            found, makespan = evaluator.best(strategy, index, numbers, best * _ROUNDING)
+            found, makespan = evaluator.best(strategy, index, numbers, best * ROUNDING)
             if found >= 0:
                 strategy[index], best, changed = found, makespan, True
         if not changed:

@@ -1,52 +1,58 @@
-"""A certificate: a lower bound on the iteration time of *every* strategy, by Lagrangian duality.
+"""A certificate: a lower bound on the iteration time of *every* strategy, by Lagrangian duality and branching.
 
-Whatever strategy is chosen and in whatever order the lanes serve it, three things hold for its makespan F
-(unit u released at r_u, candidate c of u with load l(c) on a lane and chain h(c)):
+Whatever strategy is chosen, these lines hold for its makespan F (unit u released at r_u, candidate c of u with load
+l(c) on a lane, chain h(c), and e(c) of training work before anything else):
 
 - what is released from unit j on passes its lane after r_j:  F >= r_j + sum_{u >= j} l(c_u)  (each lane, each j);
 - a unit finishes after its own chain:                        F >= r_u + h(c_u)                  (each u);
-- work that contends with backward delays its end:            F >= R + sum_u t(c_u)              (R: backward).
+- work that contends with backward delays its end:            F >= R + sum_u t(c_u)              (R: backward);
+- the same for a link and the largest units G alone, which all start and end elsewhere:
+  F >= min_{u in G} (r_u + head(c_u)) + sum_{u in G} l(c_u) + min_{u in G} tail(c_u).
 
-The last line is for training-device work under the paper's assumption; where cores are shared it reads, for
+Under the paper's assumption r_j is not the undisturbed release but that plus sum_{r_u < r_j} e(c_u): training
+work that comes first in its chain is queued when its unit is handed over, and backward goes on only when
+the lane is empty. Where cores are shared, releases are the undisturbed ones and the third line reads, for
 every j, F >= r_j + (b(R - r_j) + sum_{u >= j} w(c_u)) / cores, with w the core time of a candidate.
 
 Weights y >= 0 on these lines that sum to one give D(y) = sum_k y_k rhs_k, minimised over each unit's
 candidates *on its own*: a bound for any weights (weak duality), which is why a solver's tolerance never
-matters. :func:`ascend` climbs D by entropic mirror ascent; its optimum is that of the linear program in which
-every unit may mix its candidates, which the tests solve with HiGHS.
+matters. An error budget adds a price on error. :func:`espresso.bound_kernels.ascend` climbs D by entropic mirror
+ascent; its optimum is that of the linear program in which every unit may mix its candidates, which the tests
+solve with HiGHS. A giant that mixes is most of the gap, so :class:`Branching` splits the giants' candidates in
+two, again and again, always where the bound is least.
 
 What the bound covers: every leaf of the tree, each compression on either device, every partition size asked
-for, each unit with a partition size of its own (a relaxation), and any list schedule.
+for, scheduled first come first served as the timeline does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from espresso.candidates import Size, Unit
-from espresso.chains import Pricer, Stretches, partition_segments
-from espresso.job import Job
-from espresso.strategies import DTYPES, Choice
-from espresso.strategies.plan import partition_spans
-from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES
+from espresso.bound_kernels import (
+    CHAIN,
+    COSTS,
+    GIANT_LINES,
+    NUM_LINES,
+    ascend,
+    constants,
+    giant_constants,
+    unit_prices,
+)
+from espresso.relaxation import Relaxation
+from espresso.timeline_kernels import NUM_LANES
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 
-CORES = NUM_LANES
-"""Column of the core time in a feature row: after those of the lanes."""
-NUM_LOADS = NUM_LANES + 1
-"""Loads of a candidate: every lane, and core time."""
-CHAIN = NUM_LOADS
-"""Column of the chain in a feature row of ``NUM_LOADS + 1``."""
-_HEAD, _REST = CHAIN + 1, CHAIN + 1 + NUM_LANES
 ROUNDING = 1e-9
 """Sums round; the bound gives this much of itself away, so that it never exceeds the optimum by rounding."""
+NODE_ROUNDS = 30
+ROOT_ROUNDS = 60
 
 
 @dataclass(frozen=True)
@@ -55,381 +61,50 @@ class Certificate:
 
     Attributes:
         makespan_us: no strategy's makespan is below it.
-        weights: y, float64[NUM_LOADS + 1, units]: the lines' weights; restarts a later ascent.
-        support: for every unit, feature row -> how often the ascent's minimum was there, normalised: the
-            fractions of the linear program's solution, about.
+        weights: y, float64[NUM_LINES, units]: the lines' weights; restarts a later ascent.
+        support: for every unit, row -> how often the ascent's minimum was there, lately: the fractions of the
+            linear program's solution, about.
         rounds: iterations of the ascent.
+        error_price: the budget's multiplier, microseconds per unit of error.
     """
 
     makespan_us: float
     weights: Reals
     support: Reals
     rounds: int
-
-
-@dataclass(frozen=True)
-class Relaxation:
-    """The linear program's data, candidates pooled by unit size.
-
-    Attributes:
-        release_us: float64[units], undisturbed.
-        backward_us: R.
-        rows: float64[candidates, NUM_LOADS + 1], those of one size together.
-        first, last: int64[units]: each unit's candidates among ``rows``.
-        origin: for every row (index into the leaves, partition size).
-        cores: cores shared by everything, 0 under the paper's assumption.
-        backward_cores: what backward demands.
-    """
-
-    release_us: Reals
-    backward_us: float
-    rows: Reals
-    first: Wholes
-    last: Wholes
-    origin: tuple[tuple[int, int], ...]
-    cores: float
-    backward_cores: float
-
-
-@njit(cache=True, nogil=True)
-def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, cores: Reals, out: Reals) -> None:
-    """Per leaf: loads of the lanes, core time, chain; then first and last use of each lane.
-
-    ``numbers`` int64[leaves, longest + 1] of shapes (-1 after the end), priced by ``sets``, ``us``, ``cores``.
-    ``out`` float64[leaves, CHAIN + 1 + 2 * NUM_LANES]: from ``_HEAD`` the time before a lane's first task, from
-    ``_REST`` after its last.
-    """
-    for i in range(numbers.shape[0]):
-        out[i] = 0.0
-        for lane in range(NUM_LANES):
-            out[i, _HEAD + lane] = np.inf
-        before = 0.0
-        for k in range(numbers.shape[1]):
-            shape = numbers[i, k]
-            if shape < 0:
-                break
-            time = us[shape]
-            lanes = LANES_OF_SET[sets[shape]]
-            for m in range(3):
-                lane = lanes[m]
-                if m > 0 and lane == lanes[m - 1]:
-                    continue
-                out[i, lane] += time
-                out[i, _HEAD + lane] = min(out[i, _HEAD + lane], before)
-                out[i, _REST + lane] = before + time
-            out[i, CORES] += time * cores[shape]
-            before += time
-        out[i, CHAIN] = before
-        for lane in range(NUM_LANES):
-            if out[i, _HEAD + lane] == np.inf:
-                out[i, _HEAD + lane] = 0.0
-            out[i, _REST + lane] = before - out[i, _REST + lane]
-
-
-@njit(cache=True, nogil=True)
-def join_partitions(full: Reals, tail: Reals, count: int, out: Reals) -> None:
-    """Features of ``count`` partitions that run through the same leaf: loads add up, chains overlap.
-
-    The chain is bounded by each lane: it serves all partitions, after the shortest head, before the shortest tail.
-    """
-    for i in range(full.shape[0]):
-        for k in range(NUM_LOADS):
-            out[i, k] = (count - 1) * full[i, k] + tail[i, k]
-        chain = max(full[i, CHAIN], tail[i, CHAIN]) if count > 1 else tail[i, CHAIN]
-        for lane in range(NUM_LANES):
-            if count > 1 and out[i, lane] > 0.0:
-                head = min(full[i, _HEAD + lane], tail[i, _HEAD + lane])
-                rest = min(full[i, _REST + lane], tail[i, _REST + lane])
-                chain = max(chain, head + out[i, lane] + rest)
-        out[i, CHAIN] = chain
-
-
-@njit(cache=True, nogil=True)
-def pareto(rows: Reals, order: Wholes) -> npt.NDArray[np.bool_]:
-    """Rows that no other row matches or beats in every column; of equal ones the first in ``order``.
-
-    ``order`` sorts by the sum of columns, so that a dominating row always comes first.
-    """
-    n, width = rows.shape
-    keep = np.zeros(n, dtype=np.bool_)
-    front = np.empty(n, dtype=np.int64)
-    size = 0
-    for i in order:
-        dominated = False
-        for position in range(size):
-            j = front[position]
-            worse = False
-            for k in range(width):
-                if rows[j, k] > rows[i, k]:
-                    worse = True
-                    break
-            if not worse:
-                dominated = True
-                # Move to front: a row that beats one often beats the next.
-                front[position] = front[position // 2]
-                front[position // 2] = j
-                break
-        if not dominated:
-            keep[i] = True
-            front[size] = i
-            size += 1
-    return keep
-
-
-def undominated_leaves(
-    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partitions: Sequence[int]
-) -> tuple[Reals, list[tuple[int, int]]]:
-    """The features of a size's leaves at every partition size, dominated ones dropped.
-
-    Safe for the bound: D prices a candidate with weights that are never negative, so one that is no less
-    in every load and in its chain never is a minimum alone. (It says nothing about list schedules: there a
-    dominated candidate can, rarely, finish earlier.)
-
-    Returns:
-        float64[kept, NUM_LOADS + 1] and for every row its (index into ``leaves``, partition size).
-    """
-    numel, dtype, runs = size
-    blocks: list[Reals] = []
-    origin: list[tuple[int, int]] = []
-    seen: set[tuple[tuple[int, int], ...]] = set()
-    for limit in partitions:
-        spans = partition_spans(numel, limit // DTYPES[dtype])
-        if (key := tuple(spans)) in seen:
-            continue
-        seen.add(key)
-        start = 0
-        while start < len(leaves):
-            # Leaves of one compressor lie together; each run is priced at once.
-            stop = start
-            while stop < len(leaves) and leaves[stop].compressor == leaves[start].compressor:
-                stop += 1
-            members = leaves[start:stop]
-            # Compressors of several rounds are never cut.
-            cuts = spans if members[0].option.num_rounds == 1 else [(0, numel)]
-            parts = [
-                _leaf_features(
-                    pricer, members, length, dtype,
-                    runs if len(cuts) == 1 else partition_segments(runs, length, numel),
-                )
-                for length in (cuts[0][1] - cuts[0][0], cuts[-1][1] - cuts[-1][0])
-            ]  # fmt: skip
-            rows = np.empty((len(members), NUM_LOADS + 1))
-            join_partitions(parts[0], parts[1], len(cuts), rows)
-            kept = np.flatnonzero(pareto(rows, np.argsort(rows.sum(axis=1), kind="stable")))
-            blocks.append(rows[kept])
-            origin += [(start + int(index), limit) for index in kept]
-            start = stop
-    rows = np.concatenate(blocks)
-    kept = np.flatnonzero(pareto(rows, np.argsort(rows.sum(axis=1), kind="stable")))
-    return rows[kept], [origin[index] for index in kept]
-
-
-def _leaf_features(
-    pricer: Pricer, members: tuple[Choice, ...], elements: int, dtype: str, segments: Stretches
-) -> Reals:
-    numbers = pricer.catalogue.padded([choice.option for choice in members])
-    sets, us, cores = pricer.shape_costs(numbers, (members[0].compressor, elements, dtype, segments))
-    out = np.empty((len(members), NUM_LOADS + 1 + 2 * NUM_LANES))
-    leaf_features(numbers, sets, us, cores, out)
-    return out
-
-
-def _remembered(
-    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partitions: tuple[int, ...]
-) -> tuple[Reals, list[tuple[int, int]]]:
-    # The leaves are kept with the answer, so that their identity stays their own.
-    rows, names, _ = pricer.remember(
-        ("undominated", size, id(leaves), partitions),
-        lambda: (*undominated_leaves(pricer, size, leaves, partitions), leaves),
-    )
-    return rows, names
-
-
-def relax(
-    job: Job, units: Sequence[Unit], leaves: tuple[Choice, ...], partitions: Sequence[int], pricer: Pricer
-) -> Relaxation:
-    """The linear program of a job: see the module's text."""
-    where: dict[Size, tuple[int, int]] = {}
-    blocks, origin, total = [], [], 0
-    for unit in units:
-        if unit.size not in where:
-            rows, names = _remembered(pricer, unit.size, leaves, tuple(partitions))
-            where[unit.size] = (total, total + len(rows))
-            blocks.append(rows)
-            origin += names
-            total += len(rows)
-    spans = np.array([where[unit.size] for unit in units], dtype=np.int64)
-    ready = np.array(job.ready_us)
-    contention = job.costs.contention
-    return Relaxation(
-        ready[[unit.bucket for unit in units]],
-        float(ready[-1]),
-        np.concatenate(blocks),
-        spans[:, 0].copy(),
-        spans[:, 1].copy(),
-        tuple(origin),
-        contention.cores or 0.0,
-        contention.backward_cores,
-    )
-
-
-@njit(cache=True, nogil=True)
-def _constants(release: Reals, backward: float, cores: float, backward_cores: float) -> Reals:
-    """float64[NUM_LOADS + 1, units]: right-hand sides without candidates; -inf where a line is not used."""
-    n = release.shape[0]
-    base = np.empty((CHAIN + 1, n))
-    for j in range(n):
-        base[:NUM_LOADS, j] = release[j]
-        # Units handed over together share their lines: those of the first of them.
-        if j > 0 and release[j] == release[j - 1]:
-            base[:NUM_LOADS, j] = -np.inf
-        base[CHAIN, j] = release[j]
-        if cores > 0.0:
-            if base[CORES, j] > -np.inf:
-                base[CORES, j] += backward_cores * (backward - release[j]) / cores
-        else:
-            base[CORES, j] = -np.inf
-            base[0, j] = backward if j == 0 else -np.inf
-    return base
-
-
-@njit(cache=True, nogil=True)
-def dual(
-    weights: Reals, base: Reals, rows: Reals, first: Wholes, last: Wholes, cores: float,
-    picked: Wholes, prices: Reals,
-) -> float:  # fmt: skip
-    """D(y), and in ``picked`` each unit's minimising row. ``prices`` float64[NUM_LOADS + 1] is scratch."""
-    n = first.shape[0]
-    total = 0.0
-    prices[:] = 0.0
-    for u in range(n):
-        for k in range(NUM_LOADS):
-            if base[k, u] > -np.inf:
-                prices[k] += weights[k, u]
-                total += weights[k, u] * base[k, u]
-        chain = weights[CHAIN, u]
-        total += chain * base[CHAIN, u]
-        core_price = prices[CORES] / cores if cores > 0.0 else 0.0
-        least = np.inf
-        at = first[u]
-        for row in range(first[u], last[u]):
-            cost = (
-                prices[0] * rows[row, 0] + prices[1] * rows[row, 1] + prices[2] * rows[row, 2]
-                + prices[3] * rows[row, 3] + prices[4] * rows[row, 4] + prices[5] * rows[row, 5]
-                + prices[6] * rows[row, 6] + core_price * rows[row, CORES] + chain * rows[row, CHAIN]
-            )  # fmt: skip
-            if cost < least:
-                least = cost
-                at = row
-        picked[u] = at
-        total += least
-    return total
-
-
-@njit(cache=True, nogil=True)
-def lines(base: Reals, rows: Reals, cores: float, picked: Wholes, out: Reals) -> None:
-    """Every line's right-hand side for the rows picked: D's supergradient."""
-    loads = np.zeros(NUM_LOADS)
-    for u in range(picked.shape[0] - 1, -1, -1):
-        row = rows[picked[u]]
-        for k in range(NUM_LANES):
-            loads[k] += row[k]
-            out[k, u] = base[k, u] + loads[k]
-        if cores > 0.0:
-            loads[CORES] += row[CORES] / cores
-        out[CORES, u] = base[CORES, u] + loads[CORES]
-        out[CHAIN, u] = base[CHAIN, u] + row[CHAIN]
-
-
-@njit(cache=True, nogil=True)
-def ascend(
-    weights: Reals, base: Reals, rows: Reals, first: Wholes, last: Wholes, cores: float,
-    above: float, rounds: int, close: float, best_weights: Reals, frequency: Reals,
-) -> tuple[float, int]:  # fmt: skip
-    """Entropic mirror ascent on D with Polyak's step; ``weights`` is where it starts and is overwritten.
-
-    Args:
-        above: a makespan that some strategy reaches: no bound is above it.
-        close: stop when the bound is within this fraction of ``above``.
-        best_weights: the weights of the best bound found.
-        frequency: float64[units, most candidates]: a running mean of the minimising rows.
-
-    Returns:
-        (best bound, rounds taken).
-    """
-    n = first.shape[0]
-    picked = np.empty(n, dtype=np.int64)
-    prices = np.empty(CHAIN + 1)
-    slope = np.empty((CHAIN + 1, n))
-    mean = np.zeros((CHAIN + 1, n))
-    best = -np.inf
-    reach = -1.0
-    stale = 0
-    taken = 0
-    for taken in range(1, rounds + 1):
-        value = dual(weights, base, rows, first, last, cores, picked, prices)
-        if value > best:
-            if value > best + 0.1 * reach * 0.05:
-                stale = 0
-            best = value
-            best_weights[:] = weights
-            if best >= above * (1.0 - close):
-                break
-        if reach < 0.0:
-            reach = max(above - best, 1e-6 * above)
-        stale += 1
-        if stale > 12:
-            reach *= 0.6
-            stale = 0
-            weights[:] = best_weights
-            if reach < 2e-4 * above:
-                break
-            dual(weights, base, rows, first, last, cores, picked, prices)
-        for u in range(n):
-            frequency[u] *= 0.95
-            frequency[u, picked[u] - first[u]] += 0.05
-        lines(base, rows, cores, picked, slope)
-        # A running mean of supergradients damps the zigzag between equal candidates.
-        blend = 1.0 if taken == 1 else 0.3
-        widest = 0.0
-        for k in range(CHAIN + 1):
-            for u in range(n):
-                if base[k, u] > -np.inf:
-                    mean[k, u] += blend * (slope[k, u] - mean[k, u])
-        centre = 0.0
-        for k in range(CHAIN + 1):
-            for u in range(n):
-                if base[k, u] > -np.inf:
-                    centre += weights[k, u] * mean[k, u]
-        for k in range(CHAIN + 1):
-            for u in range(n):
-                if base[k, u] > -np.inf and weights[k, u] > 1e-9:
-                    widest = max(widest, abs(mean[k, u] - centre))
-                elif base[k, u] > -np.inf:
-                    widest = max(widest, mean[k, u] - centre)
-        if widest == 0.0:
-            break
-        step = (max(best - value, 0.0) + reach) / (widest * widest)
-        total = 0.0
-        for k in range(CHAIN + 1):
-            for u in range(n):
-                if base[k, u] > -np.inf:
-                    # No weight dies: what is slack now may bind later.
-                    weights[k, u] = max(weights[k, u], 1e-12) * np.exp(
-                        min(max(step * (mean[k, u] - centre), -3.0), 3.0)
-                    )
-                    total += weights[k, u]
-        for k in range(CHAIN + 1):
-            for u in range(n):
-                weights[k, u] /= total
-    return best, taken
+    error_price: float = 0.0
 
 
 def right_hand_sides(relaxation: Relaxation) -> Reals:
-    """float64[NUM_LOADS + 1, units]: every line without its candidates; -inf where there is no line."""
-    found: Reals = _constants(
+    """float64[NUM_LINES, units]: every line without its candidates; -inf where there is no line."""
+    base: Reals = constants(
         relaxation.release_us, relaxation.backward_us, relaxation.cores, relaxation.backward_cores
     )
+    if len(relaxation.giants) > 1:
+        giant_constants(
+            relaxation.release_us, relaxation.giants, relaxation.rows, relaxation.first, relaxation.last, base
+        )
+    return base
+
+
+def _is_giant(relaxation: Relaxation) -> npt.NDArray[np.bool_]:
+    flags = np.zeros(len(relaxation.first), dtype=np.bool_)
+    flags[relaxation.giants] = True
+    return flags
+
+
+def fees(relaxation: Relaxation, error_price: float) -> Reals:
+    """float64[units, kinds]: what a compressor's error costs a unit, its share of the budget given back."""
+    if not relaxation.has_budget:
+        return np.zeros_like(relaxation.errors)
+    share: Reals = error_price * (relaxation.errors - relaxation.budget / len(relaxation.errors))
+    return share
+
+
+def prices(relaxation: Relaxation, weights: Reals) -> Reals:
+    """float64[units, COSTS]: what each unit pays per cost under these weights."""
+    found = np.empty((len(relaxation.first), COSTS))
+    unit_prices(weights, right_hand_sides(relaxation), _is_giant(relaxation), relaxation.cores, found)
     return found
 
 
@@ -440,6 +115,7 @@ def certify(
     rounds: int = 600,
     close: float = 1e-4,
     start: Reals | None = None,
+    error_price: float | None = None,
 ) -> Certificate:
     """The best bound that the ascent finds.
 
@@ -448,27 +124,256 @@ def certify(
         rounds: most iterations.
         close: good enough, as a fraction of ``above``.
         start: weights of an earlier certificate of the same units.
+        error_price: where to start with the budget's multiplier.
     """
     base = right_hand_sides(relaxation)
+    weights = _first_weights(base) if start is None else start
+    if not relaxation.has_budget:
+        return _ascend(relaxation, base, weights, above, rounds, close, 0.0)
+    return _priced(relaxation, base, weights, above, rounds, close, error_price)
+
+
+def ascend_from(relaxation: Relaxation, near: Certificate, above: float, *, rounds: int) -> Certificate:
+    """A bound from the weights of a similar relaxation (of the same units): short steps, few of them."""
+    if relaxation.has_budget:
+        return certify(relaxation, above, rounds=rounds, start=near.weights, error_price=near.error_price)
+    reach = 0.3 * max(above - near.makespan_us, 1e-3 * above)
+    return _ascend(relaxation, right_hand_sides(relaxation), near.weights, above, rounds, 1e-4, 0.0, reach)
+
+
+def _first_weights(base: Reals) -> Reals:
+    """Without knowledge: each resource's first line carries most, early lines more than late ones."""
+    n = base.shape[1]
     used = np.isfinite(base)
-    if start is None:
-        # Without knowledge: each resource's first line carries most, early lines more than late ones.
-        n = base.shape[1]
-        weights = np.where(used, 1e-4 / n, 0.0)
-        weights[:, 0] += used[:, 0] * 1.0
-        weights[CHAIN] = 0.05 / n
-    else:
-        weights = np.where(used, np.maximum(start, 1e-9), 0.0)
+    weights = np.where(used, 1e-4 / n, 0.0)
+    weights[:GIANT_LINES, 0] += used[:GIANT_LINES, 0] * 1.0
+    weights[CHAIN] = 0.05 / n
+    return weights
+
+
+def _ascend(
+    relaxation: Relaxation,
+    base: Reals,
+    start: Reals,
+    above: float,
+    rounds: int,
+    close: float,
+    error_price: float,
+    reach: float = 0.0,
+) -> Certificate:
+    weights = np.where(np.isfinite(base), np.maximum(start, 1e-9), 0.0)
     weights /= weights.sum()
     best_weights = weights.copy()
     most = int((relaxation.last - relaxation.first).max())
-    frequency = np.zeros((len(relaxation.first), most))
+    support = np.zeros((len(relaxation.first), most))
     best, taken = ascend(
-        weights, base, relaxation.rows, relaxation.first, relaxation.last, relaxation.cores,
-        above, rounds, close, best_weights, frequency,
+        weights, base, relaxation.rows, fees(relaxation, error_price), relaxation.kind_of, relaxation.first,
+        relaxation.last, _is_giant(relaxation), relaxation.cores, above, reach, rounds, close, best_weights,
+        support,
     )  # fmt: skip
     bound = max(best, relaxation.backward_us) * (1.0 - ROUNDING)
-    return Certificate(min(bound, above), best_weights, frequency, taken)
+    return Certificate(min(bound, above), best_weights, support, taken, error_price)
 
 
-__all__ = ["Certificate", "Relaxation", "certify", "relax", "right_hand_sides", "undominated_leaves"]
+def _priced(
+    relaxation: Relaxation,
+    base: Reals,
+    start: Reals,
+    above: float,
+    rounds: int,
+    close: float,
+    first_price: float | None,
+) -> Certificate:
+    """As :func:`_ascend`, and the budget's multiplier by bisection: more where the fractions overspend."""
+    best = tried = _ascend(relaxation, base, start, above, rounds, close, first_price or 0.0)
+    low, high = 0.0, np.inf
+    price = best.error_price
+    for _ in range(14):
+        if _spent(relaxation, tried) > relaxation.budget:
+            low = price
+        else:
+            high = price
+            if price == 0.0:
+                break
+        scale = above / max(relaxation.errors.max(axis=1).sum(), 1e-30)
+        price = max(low * 4, scale / 64) if high == np.inf else (low + high) / 2
+        tried = _ascend(relaxation, base, best.weights, above, max(rounds // 4, 40), close, price)
+        if tried.makespan_us > best.makespan_us:
+            best = tried
+        if best.makespan_us >= above * (1 - close) or high - low < 1e-3 * high:
+            break
+    return best
+
+
+def _spent(relaxation: Relaxation, certificate: Certificate) -> float:
+    """The error of the fractions."""
+    total = 0.0
+    for unit, (first, last) in enumerate(zip(relaxation.first, relaxation.last, strict=True)):
+        share = certificate.support[unit, : last - first]
+        if not share.any():
+            continue  # the ascent was over before it began
+        total += float(share @ relaxation.errors[unit, relaxation.kind_of[first:last]]) / float(share.sum())
+    return total
+
+
+@dataclass(order=True)
+class _Node:
+    bound: float
+    number: int
+    sets: list[Wholes] = field(compare=False)
+    certificate: Certificate = field(compare=False)
+
+
+class Branching:
+    """Branch and bound over the giants' candidates, at one partition size.
+
+    ``bound`` is the least over all open nodes, and valid at any time; :meth:`step` opens the least one.
+    Candidates that no strategy below ``above`` can have are dropped on the way: those whose own chain or load
+    is too long where their unit is released, and those that cost too much under the weights of a bound that is near.
+    """
+
+    def __init__(self, relaxation: Relaxation, certificate: Certificate, above: float) -> None:
+        self._relaxation, self._above = relaxation, above
+        self._giants = relaxation.giants
+        self._open: list[_Node] = []
+        self._made = 0
+        self._settled = np.inf
+        sets = [self._possible(giant) for giant in self._giants]
+        if all(len(rows) for rows in sets):
+            self._push(sets, certificate.makespan_us, certificate, ROOT_ROUNDS)
+
+    def _possible(self, giant: int) -> Wholes:
+        """The giant's rows that a strategy below ``above`` can have."""
+        whole = self._relaxation
+        every: Wholes = np.arange(whole.first[giant], whole.last[giant])
+        costs, release = whole.rows[every], whole.release_us[giant]
+        least = release + np.maximum(costs[:, CHAIN], costs[:, 1:NUM_LANES].max(axis=1))
+        if whole.cores == 0.0:
+            least = np.maximum(least, whole.backward_us + costs[:, 0])
+        return every[least < self._above]
+
+    @property
+    def bound(self) -> float:
+        """No strategy's makespan is below it."""
+        return min(self._settled, self._open[0].bound if self._open else np.inf, self._above)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether another step can raise the bound."""
+        return bool(self._open) and self._open[0].bound < min(self._settled, self._above * (1 - 1e-4))
+
+    def step(self) -> None:
+        """Split the least open node in two and bound both halves."""
+        node = heapq.heappop(self._open)
+        split = self._split(node)
+        if split is None:
+            # Its giants are decided; branching has nothing more to say about it.
+            self._settled = min(self._settled, node.bound)
+            return
+        giant, low = split
+        for half in (low, ~low):
+            sets = list(node.sets)
+            sets[giant] = sets[giant][half]
+            self._push(sets, node.bound, node.certificate, NODE_ROUNDS)
+
+    @property
+    def step_cost(self) -> int:
+        """Multiplications in a step, about: two ascents, each over every unit's rows and lines."""
+        whole = self._relaxation
+        rows = int((whole.last - whole.first).sum())
+        return 2 * NODE_ROUNDS * (2 * rows + 50 * len(whole.first))
+
+    def _push(self, sets: list[Wholes], bound: float, near: Certificate, rounds: int) -> None:
+        """Bound a node and keep it open, unless nothing in it can be below ``above``."""
+        self._made += 1
+        found = self._solve(sets, bound, near, rounds)
+        if found.makespan_us >= self._above * (1 - 1e-4):
+            return
+        sets, found = self._affordable(sets, found)
+        if all(len(rows) for rows in sets):
+            heapq.heappush(self._open, _Node(max(bound, found.makespan_us), self._made, sets, found))
+
+    def _affordable(self, sets: list[Wholes], found: Certificate) -> tuple[list[Wholes], Certificate]:
+        """The rows whose cost under the weights leaves the bound below ``above``."""
+        whole = self._relaxation
+        node = self._restricted(sets)
+        paid = prices(node, found.weights)
+        kinds = fees(node, found.error_price)
+        support = found.support.copy()
+        kept = []
+        for unit, rows in zip(self._giants, sets, strict=True):
+            costs = whole.rows[rows, :COSTS] @ paid[unit] + kinds[unit, whole.kind_of[rows]]
+            few = found.makespan_us + costs - costs.min() < self._above
+            support[unit] = 0.0
+            support[unit, : few.sum()] = found.support[unit, : len(rows)][few]
+            kept.append(rows[few])
+        return kept, replace(found, support=support)
+
+    def _split(self, node: _Node) -> tuple[int, npt.NDArray[np.bool_]] | None:
+        """The giant whose candidates in use differ most, and which of its set lie on the lower side."""
+        best: tuple[float, int, npt.NDArray[np.bool_]] | None = None
+        # What nothing pays for tells candidates apart no more than a little.
+        paid = prices(self._relaxation, node.certificate.weights) + 1e-3
+        for position, (unit, rows) in enumerate(zip(self._giants, node.sets, strict=True)):
+            if len(rows) < 2:
+                continue
+            share = node.certificate.support[unit, : len(rows)]
+            share = share / share.sum() if share.any() else np.full(len(rows), 1 / len(rows))
+            costs = self._relaxation.rows[rows, :COSTS]
+            mean = share @ costs
+            spread = np.sqrt(share @ (costs - mean) ** 2) * paid[unit]
+            column = int(np.argmax(spread))
+            low = costs[:, column] <= mean[column]
+            if low.all() or not low.any():
+                order = np.argsort(costs[:, column], kind="stable")
+                low = np.zeros(len(rows), dtype=np.bool_)
+                low[order[: len(rows) // 2]] = True
+            if best is None or spread[column] > best[0]:
+                best = (float(spread[column]), position, low)
+        return None if best is None else (best[1], best[2])
+
+    def _solve(self, sets: list[Wholes], bound: float, near: Certificate, rounds: int) -> Certificate:
+        node = self._restricted(sets)
+        reach = 0.3 * max(self._above - bound, 1e-3 * self._above)
+        return _ascend(
+            node, right_hand_sides(node), near.weights, self._above, rounds, 1e-4, near.error_price, reach
+        )
+
+    def _restricted(self, sets: list[Wholes]) -> Relaxation:
+        """The relaxation in which giants have only these rows."""
+        whole = self._relaxation
+        first, last, blocks = whole.first.copy(), whole.last.copy(), [np.arange(len(whole.rows))]
+        total = len(whole.rows)
+        for unit, rows in zip(self._giants, sets, strict=True):
+            first[unit], last[unit] = total, total + len(rows)
+            total += len(rows)
+            blocks.append(rows)
+        taken = np.concatenate(blocks)
+        return replace(
+            whole, rows=whole.rows[taken], kind_of=whole.kind_of[taken], first=first, last=last, origin=()
+        )
+
+
+def branch(branchings: list[Branching], effort: int) -> None:
+    """Take steps where the bound of all together is least, until ``effort`` multiplications are spent."""
+    left = effort
+    while branchings and left > 0:
+        least = min(branchings, key=lambda one: one.bound)
+        if not least.can_step:
+            return
+        least.step()
+        left -= least.step_cost
+
+
+__all__ = [
+    "CHAIN",
+    "NUM_LINES",
+    "Branching",
+    "Certificate",
+    "ascend_from",
+    "branch",
+    "certify",
+    "fees",
+    "prices",
+    "right_hand_sides",
+]

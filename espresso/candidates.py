@@ -6,15 +6,15 @@ equal size share their candidates. Which leaves are offered is decided here, by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from espresso.candidate_kernels import CHAIN, LONGEST, chain_features, first_of_equals, undominated
 from espresso.chains import Pricer, Shapes, Stretches, create_compressor, partition_segments
 from espresso.job import Job
 from espresso.strategies import (
@@ -26,11 +26,11 @@ from espresso.strategies import (
     Cluster,
     CompressorSpec,
     Device,
+    Strategy,
     compressed_options,
     options_for,
 )
 from espresso.strategies.plan import partition_spans
-from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
@@ -63,6 +63,17 @@ class Unit:
 def units_of(job: Job) -> tuple[Unit, ...]:
     """One unit per tensor (paper) or per bucket (DDP), in the order in which they become ready."""
     return tuple(unit_of(job, bucket, [slot.tensor for slot in bucket.slots]) for bucket in job.laid_out)
+
+
+def units_for(job: Job, strategy: Strategy) -> tuple[Unit, ...]:
+    """One unit per group of the plan: the tensors of a bucket to which a strategy gives the same choice."""
+    units: list[Unit] = []
+    for bucket in job.laid_out:
+        groups: dict[Choice, list[str]] = {}
+        for slot in bucket.slots:
+            groups.setdefault(strategy.choices[slot.tensor], []).append(slot.tensor)
+        units += [unit_of(job, bucket, names) for names in groups.values()]
+    return tuple(units)
 
 
 def unit_of(job: Job, bucket: Bucket, names: Sequence[str]) -> Unit:
@@ -230,6 +241,10 @@ class Candidates:
             self._num_rows += sets.size
         return starts
 
+    def kinds(self, columns: Mapping[object, int]) -> Wholes:
+        """int64[candidates]: the column of each candidate's compressor; 0 for those without."""
+        return np.array([columns.get(choice.compressor, 0) for choice in self.choices], dtype=np.int64)
+
     def arrays(self) -> tuple[Wholes, Wholes, Wholes, Wholes, Reals, Reals]:
         """(count, full, tail, task_set, task_us, task_cores) as the kernels take them."""
         if self._frozen is None:
@@ -272,99 +287,17 @@ class Candidates:
         return found
 
 
-CHAIN, HOST, TRAINING_FIRST, LONGEST = range(NUM_LANES, NUM_LANES + 4)
-"""Columns of :func:`chain_features`."""
-
-
-@njit(cache=True, nogil=True)
-def chain_features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals) -> Reals:
-    """What pruning compares, float64[n, NUM_LANES + 4] for chains that start at rows ``starts``.
-
-    Columns: totals of the lanes, length of the chain, host time, training work first, longest task.
-    """
-    features = np.zeros((len(starts), NUM_LANES + 4))
-    for i in range(len(starts)):
-        row = starts[i]
-        if task_set[row] == 0:
-            features[i, TRAINING_FIRST] = task_us[row]
-        while task_set[row] >= 0:
-            us = task_us[row]
-            lanes = LANES_OF_SET[task_set[row]]
-            for k in range(3):
-                if k == 0 or lanes[k] != lanes[k - 1]:
-                    features[i, lanes[k]] += us
-            features[i, CHAIN] += us
-            features[i, HOST] += us * task_cores[row]
-            features[i, LONGEST] = max(features[i, LONGEST], us)
-            row += 1
-    return features
-
-
-@njit(cache=True, nogil=True)
-def undominated(features: Reals) -> npt.NDArray[np.bool_]:
-    """Rows that no other row, earlier or strictly better somewhere, matches or beats everywhere."""
-    n, width = features.shape
-    keep = np.ones(n, dtype=np.bool_)
-    for i in range(n):
-        for j in range(n):
-            if i == j:
-                continue
-            no_worse = True
-            better = j < i
-            for k in range(width):
-                if features[j, k] > features[i, k]:
-                    no_worse = False
-                    break
-                if features[j, k] < features[i, k]:
-                    better = True
-            if no_worse and better:
-                keep[i] = False
-                break
-    return keep
-
-
-@njit(cache=True, nogil=True)
-def first_of_equals(
-    features: Reals, full: Wholes, tail: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals
-) -> npt.NDArray[np.bool_]:
-    """Rows whose task sequences differ from those of every earlier row."""
-    n, width = features.shape
-    keep = np.ones(n, dtype=np.bool_)
-    for i in range(n):
-        for j in range(i):
-            same = True
-            for k in range(width):
-                if features[j, k] != features[i, k]:
-                    same = False
-                    break
-            if (
-                same
-                and _equal_chains(full[i], full[j], task_set, task_us, task_cores)
-                and _equal_chains(tail[i], tail[j], task_set, task_us, task_cores)
-            ):
-                keep[i] = False
-                break
-    return keep
-
-
-@njit(cache=True, nogil=True)
-def _equal_chains(a: int, b: int, task_set: Wholes, task_us: Reals, task_cores: Reals) -> bool:
-    while task_set[a] == task_set[b]:
-        if task_set[a] < 0:
-            return True
-        if task_us[a] != task_us[b] or task_cores[a] != task_cores[b]:
-            return False
-        a += 1
-        b += 1
-    return False
+PARTS = (2, 3, 4, 6, 8, 16)
+LEAST_PARTITION_BYTES = 1 << 20
 
 
 def partition_sizes(job: Job, units: Sequence[Unit]) -> tuple[int, ...]:
-    """The partition sizes worth trying: never cutting, then those that cut something into few pieces."""
+    """The partition sizes worth trying: never cutting, then those that cut the largest unit into a few equal parts."""
     largest = max(unit.num_bytes for unit in units)
     sizes = [0]
-    for mib in (64, 32, 16, 8, 4, 1):
-        size = mib << 20
-        if size < largest <= 64 * size:
+    for parts in PARTS:
+        # Rounded up to whole cache lines, as partitions are.
+        size = -(-largest // (parts * 512)) * 512
+        if size >= LEAST_PARTITION_BYTES:
             sizes.append(size)
     return tuple(sizes)

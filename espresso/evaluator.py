@@ -14,7 +14,16 @@ from espresso.chains import PayloadBytes, Pricer, payload_bytes
 from espresso.costs import PAPER_CONTENTION
 from espresso.job import Job
 from espresso.strategies import Choice
-from espresso.timeline_kernels import State, best_of, copy_state, evaluate_batch, kernel, make_state, reset
+from espresso.timeline_kernels import (
+    NUM_LANES,
+    State,
+    advance_kernel,
+    best_of,
+    copy_state,
+    evaluate_batch,
+    make_state,
+    reset,
+)
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
@@ -24,7 +33,7 @@ Reals = npt.NDArray[np.float64]
 class KernelArrays:
     """An evaluator's buffers: (shared cores?, start of backward, two scratch states), and the job's arrays:
 
-    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, ready, finish.
+    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish.
     """
 
     states: tuple[bool, State, State, State]
@@ -61,17 +70,18 @@ class Evaluator:
         self._shared = contention.cores is not None
         self._contention = np.array([contention.cores or 0.0, contention.backward_cores])
         self._gaps = np.diff(np.array(job.ready_us), prepend=0.0)
-        self.buckets = np.array([unit.bucket for unit in units])
+        self.buckets = np.array([unit.bucket for unit in units], dtype=np.int64)
         self._first_unit = np.searchsorted(self.buckets, np.arange(len(self._gaps) + 1)).astype(np.int64)
         self._sizes = list(dict.fromkeys(unit.size for unit in self.units))
         place = {size: index for index, size in enumerate(self._sizes)}
         self._size_of = np.array([place[unit.size] for unit in self.units])
         self.ready = np.zeros(len(self._gaps))
+        self._rest = np.zeros((len(self._gaps) + 1, NUM_LANES))
         self.finish = np.zeros(len(units))
         parts = sum(self._partitions(unit) for unit in units)
         self._origin, self._start, self._scratch = (make_state(parts) for _ in range(3))
         reset(self._origin, self._gaps, self._shared)
-        self._advance = kernel(self._shared)
+        self._advance = advance_kernel(self._shared)
 
     def _partitions(self, unit: Unit) -> int:
         return 1 if self.partition_bytes == 0 else -(-unit.num_bytes // self.partition_bytes) + 1
@@ -114,7 +124,7 @@ class Evaluator:
         self._run(self._start, strategy, self.units[unit].bucket)
         best, time = best_of(
             self._shared, self._start, self._scratch, unit, numbers, self._gaps, self._first_unit, strategy,
-            *self.candidates.arrays(), self._contention, limit, self.ready, self.finish,
+            *self.candidates.arrays(), self._contention, limit, self._rest, self.ready, self.finish,
         )  # fmt: skip
         return int(best), float(time)
 
@@ -128,7 +138,7 @@ class Evaluator:
         times = np.empty(len(strategies))
         best, time = evaluate_batch(
             self._shared, self._origin, self._scratch, strategies, self._gaps, self._first_unit,
-            *self.candidates.arrays(), self._contention, limit, cut, times, self.ready, self.finish,
+            *self.candidates.arrays(), self._contention, limit, cut, times, self._rest, self.ready, self.finish,
         )  # fmt: skip
         return int(best), float(time), times
 
@@ -137,8 +147,8 @@ class Evaluator:
         return KernelArrays(
             (self._shared, self._origin, self._start, self._scratch),
             (
-                self._gaps, self._first_unit, *self.candidates.arrays(), self._contention, self.ready,
-                self.finish,
+                self._gaps, self._first_unit, *self.candidates.arrays(), self._contention, self._rest,
+                self.ready, self.finish,
             ),
         )  # fmt: skip
 
@@ -146,7 +156,7 @@ class Evaluator:
         return float(
             self._advance(
                 state, self._gaps, self._first_unit, strategy, *self.candidates.arrays(), self._contention,
-                stop, np.inf, self.ready, self.finish,
+                stop, np.inf, self._rest, self.ready, self.finish,
             )
         )  # fmt: skip
 

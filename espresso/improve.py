@@ -3,21 +3,23 @@
 At one partition size: the dual ascent (:mod:`espresso.bounds`) gives every unit the few leaves that are
 cheapest under its weights, mixed devices and partial offload included, and fractions that say how often
 each should be used. Their rounding and the best strategies known are then searched locally: single units in order
-of release, blocks of one size, exchanges and annealing (:mod:`espresso.improve_kernels`). Single moves alone
-stall, since F is a maximum.
+of release, blocks of one size, pairs of giants, exchanges and annealing (:mod:`espresso.improve_kernels`). Single
+moves alone stall, since F is a maximum.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.bounds import Certificate, Relaxation, right_hand_sides
+from espresso.bound_kernels import CHAIN, shortlist
+from espresso.bounds import Certificate, fees, prices
 from espresso.candidates import Size
 from espresso.evaluator import Evaluator
-from espresso.improve_kernels import anneal, blocks, shortlist, spread, sweep
+from espresso.improve_kernels import Losses, anneal, blocks, pairs, spread, sweep
+from espresso.relaxation import Relaxation
 from espresso.strategies import Choice
 
 Wholes = npt.NDArray[np.int64]
@@ -25,6 +27,7 @@ Reals = npt.NDArray[np.float64]
 
 _STRIDES = (1, 2, 3, 4, 6, 8)
 _WINDOWS = ((0, 8), (0, 4), (4, 8), (6, 8), (0, 2), (7, 8), (2, 6))
+PAIR_DEPTH = 12
 
 
 def _patterns() -> Wholes:
@@ -37,8 +40,6 @@ def _patterns() -> Wholes:
 PATTERNS = _patterns()
 MOST_SWEPT_UNITS = 1500
 """Above this single-unit sweeps are left out: their time grows with the square of the units."""
-LARGE_BUDGET = 2_000_000
-"""Units that block moves of one descent may evaluate in a larger job."""
 
 
 @dataclass(frozen=True)
@@ -46,30 +47,33 @@ class Effort:
     """How long to search: counts and not seconds, so that the same search gives the same answer.
 
     Attributes:
-        task_trials: tasks that one annealing may simulate; divided by a strategy's tasks it gives the trials.
-        sweeps: most passes of single-unit and block moves at each stage.
-        sizes: partition sizes searched by descent.
-        deep: partition sizes annealed.
+        events: of the timeline that the whole improvement may simulate (about 10 ns each).
+        sizes: partition sizes that single units are tried at.
+        variants: further starts at the best size: (how many times longer chains are taken to be, how many
+            times as many leaves each unit may take).
+        finalists: of all these, how many go on to blocks and pairs.
+        branching: multiplications (about 1 ns each) that the certificate's branching may take.
     """
 
-    task_trials: int = 2_000_000
-    sweeps: int = 1
-    sizes: int = 2
-    deep: int = 1
-
-    def patterns(self, units: int, groups: int, depth: int) -> int:
-        """How many block patterns are tried: a block costs an evaluation, whose time grows with the units."""
-        if units <= MOST_SWEPT_UNITS:
-            return len(PATTERNS)
-        return max(LARGE_BUDGET // (units * groups * depth), 0)
+    events: int = 10_000_000
+    sizes: int = 4
+    variants: tuple[tuple[float, float], ...] = ((1.5, 1.0), (3.0, 2.0))
+    finalists: int = 2
+    branching: int = 40_000_000
 
     def depth(self, units: int) -> int:
         """Leaves tried for each unit: small jobs can afford more."""
         return min(max(1600 // units, 4), 40)
 
-    def rounds(self, units: int, *, warm: bool) -> int:
-        """Iterations of the dual ascent."""
-        return max(min((150 if warm else 400), 400_000 // units), 40)
+    def rounds(self, units: int) -> int:
+        """Iterations of a dual ascent that starts from nothing."""
+        return max(min(400, 800_000 // units), 80)
+
+
+NO_EFFORT = Effort(events=0, sizes=0, variants=(), finalists=0, branching=0)
+"""Certify only."""
+REPLAN_EFFORT = Effort(events=1_500_000, sizes=1, variants=(), finalists=1, branching=4_000_000)
+"""From a strategy that was good a moment ago."""
 
 
 @dataclass
@@ -78,8 +82,11 @@ class Guide:
 
     Attributes:
         lists, price: see :mod:`espresso.improve_kernels`.
-        rounded: the strategy that the fractions round to.
+        rounded: the strategy that the fractions round to, within the budget.
         members, starts: units by size, in order of release.
+        giants: the largest units.
+        errors, budget: what a candidate's kind adds to the error, float64[units, kinds], and the most allowed.
+        kinds: compressor to column.
     """
 
     lists: Wholes
@@ -87,6 +94,10 @@ class Guide:
     rounded: Wholes
     members: Wholes
     starts: Wholes
+    giants: Wholes
+    errors: Reals
+    budget: float
+    kinds: dict[object, int] = field(default_factory=dict)
 
 
 def guide(
@@ -108,11 +119,13 @@ def guide(
     picks = np.full((len(units), depth), -1, dtype=np.int64)
     price = np.full((len(units), depth), np.inf)
     shortlist(
-        certificate.weights, np.isfinite(right_hand_sides(relaxation)), relaxation.rows, first, last,
-        relaxation.cores, picks, price,
+        prices(relaxation, certificate.weights), relaxation.rows, fees(relaxation, certificate.error_price),
+        relaxation.kind_of, first, last, picks, price,
     )  # fmt: skip
     rounded = np.zeros(len(units), dtype=np.int64)
     spread(certificate.support, last - first, members, starts, rounded)
+    if relaxation.has_budget:
+        _keep_to_budget(relaxation, rounded)
     lists = np.full_like(picks, -1)
     strategy = np.zeros(len(units), dtype=np.int64)
     for size, group in groups.items():
@@ -125,51 +138,92 @@ def guide(
         number[wanted] = evaluator.candidates.many(size, choices)
         lists[mine] = number[picks[mine]]
         strategy[mine] = number[rounded[mine]]
-    return Guide(lists, price, strategy, members, starts)
+    return Guide(
+        lists, price, strategy, members, starts, relaxation.giants, relaxation.errors, relaxation.budget,
+        relaxation.kinds,
+    )  # fmt: skip
+
+
+def _keep_to_budget(relaxation: Relaxation, rounded: Wholes) -> None:
+    """Give the units that lose most a row of the next lesser loss, until the budget is kept."""
+    errors, kind, first = relaxation.errors, relaxation.kind_of, relaxation.first
+    lost = np.array([errors[u, kind[first[u] + row]] for u, row in enumerate(rounded)])
+    while lost.sum() > relaxation.budget and lost.max() > 0.0:
+        unit = int(np.argmax(lost))
+        rows = np.arange(first[unit], relaxation.last[unit])
+        losses = errors[unit, kind[rows]]
+        lesser = rows[losses < lost[unit]]
+        # Of the rows that lose the most among those that lose less, the one with the shortest chain.
+        most = lesser[errors[unit, kind[lesser]] == errors[unit, kind[lesser]].max()]
+        pick = most[np.argmin(relaxation.rows[most, CHAIN])]
+        rounded[unit] = pick - first[unit]
+        lost[unit] = errors[unit, kind[pick]]
 
 
 class LocalSearch:
-    """The kernels of :mod:`espresso.improve_kernels` with one evaluator's arrays."""
+    """The kernels of :mod:`espresso.improve_kernels` with one evaluator's arrays.
 
-    def __init__(self, evaluator: Evaluator, led: Guide, effort: Effort) -> None:
-        self._evaluator, self._led, self._effort = evaluator, led, effort
+    Attributes:
+        spent: events simulated so far.
+    """
+
+    def __init__(self, evaluator: Evaluator, led: Guide) -> None:
+        self._led = led
         arrays = evaluator.kernel_arrays()
         self._shared, self._origin, self._cursor, self._scratch = arrays.states
-        self._rest = arrays.rest
-        count = arrays.rest[2]
-        self._tasks = max(int(count[led.rounded].sum()) * 8, 1)
-
-    def descend(self, strategy: Wholes, time: float, paid: Reals) -> float:
-        led = self._led
-        patterns = PATTERNS[: self._effort.patterns(len(strategy), len(led.starts) - 1, led.lists.shape[1])]
-        for _ in range(self._effort.sweeps):
-            before = time
-            if len(strategy) <= MOST_SWEPT_UNITS:
-                time = float(
-                sweep(
-                    self._shared, self._origin, self._cursor, self._scratch, strategy, time, led.lists,
-                    led.price, paid, *self._rest,
-                )
-            )  # fmt: skip
-            time = float(
-                blocks(
-                    self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
-                    led.members, led.starts, patterns, *self._rest,
-                )
-            )  # fmt: skip
-            if time >= before * (1 - 1e-6):
-                break
-        return time
-
-    def anneal(self, strategy: Wholes, time: float, paid: Reals, seed: int = 1) -> float:
-        led = self._led
-        trials = self._effort.task_trials // self._tasks
-        return float(
-            anneal(
-                self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
-                led.members, led.starts, trials, 1e-2, 1e-4, seed, *self._rest,
-            )
+        self._job = arrays.rest
+        self._losses: Losses = (
+            led.errors, evaluator.candidates.kinds(led.kinds), led.budget * (1 + 1e-12)
         )  # fmt: skip
+        self.spent = 0
+
+    def sweep(self, strategy: Wholes, time: float, paid: Reals, effort: int) -> float:
+        """Single units, in the order of release; ``strategy`` is changed. Large jobs are left alone."""
+        if len(strategy) > MOST_SWEPT_UNITS:
+            return time
+        led = self._led
+        time, events = sweep(
+            self._shared, self._origin, self._cursor, self._scratch, strategy, time, led.lists, led.price,
+            paid, self._losses, effort, self._job,
+        )  # fmt: skip
+        self._count(events)
+        return float(time)
+
+    def descend(self, strategy: Wholes, time: float, paid: Reals, effort: int, *, rounds: int = 4) -> float:
+        """Blocks, pairs and sweeps until nothing improves or the effort is spent; ``strategy`` is changed."""
+        led = self._led
+        end = self.spent + effort
+        for _ in range(rounds):
+            before = time
+            time, events = blocks(
+                self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
+                led.members, led.starts, PATTERNS, self._losses, end - self.spent, self._job,
+            )  # fmt: skip
+            self._count(events)
+            if len(led.giants) > 1 and self.spent < end:
+                time, events = pairs(
+                    self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
+                    led.giants, PAIR_DEPTH, self._losses, end - self.spent, self._job,
+                )  # fmt: skip
+                self._count(events)
+            if self.spent < end:
+                time = self.sweep(strategy, time, paid, end - self.spent)
+            if time >= before * (1 - 1e-5) or self.spent >= end:
+                break
+        return float(time)
+
+    def anneal(self, strategy: Wholes, time: float, paid: Reals, effort: int, seed: int = 1) -> float:
+        """Random moves; ``strategy`` ends as the best one met."""
+        led = self._led
+        time, events = anneal(
+            self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
+            led.members, led.starts, 1e-2, 1e-4, seed, self._losses, effort, self._job,
+        )  # fmt: skip
+        self._count(events)
+        return float(time)
+
+    def _count(self, events: int) -> None:
+        self.spent += int(events)
 
 
-__all__ = ["Effort", "Guide", "LocalSearch", "guide"]
+__all__ = ["NO_EFFORT", "REPLAN_EFFORT", "Effort", "Guide", "LocalSearch", "guide"]

@@ -1,113 +1,139 @@
-"""Local search over a strategy, compiled: single units, blocks of one size, neighbours, annealing.
+"""Local search over a strategy, compiled: single units, blocks of one size, pairs of giants, annealing.
 
 All moves evaluate with the timeline's own kernels. F is a maximum, so most moves leave it as it is; of equal
 times the one with the lower *price* wins, the candidate's cost under the certificate's weights, so that a
-plateau is crossed in the direction of the linear program. ``lists`` int64[units, k] holds the candidates worth
-trying for each unit (-1 after the end), ``price`` float64[units, k] what they cost under the weights.
+plateau is crossed in the direction of the linear program. Arrays that all kernels take:
+
+- ``lists`` int64[units, k]: the candidates worth trying for each unit (-1 after the end);
+- ``price`` float64[units, k]: what they cost under the weights; ``paid`` float64[units]: what the present ones do;
+- ``losses`` = (errors float64[units, kinds], kind int64[candidates], budget): a move may not exceed the budget;
+- ``job``: the evaluator's arrays (:class:`espresso.evaluator.KernelArrays`);
+- ``effort``: events that may be simulated. Every kernel returns (makespan, events simulated).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from espresso.bounds import CHAIN, CORES, NUM_LOADS
-from espresso.timeline_kernels import State, advance_paper, advance_shared, copy_state
+from espresso.jit import kernel
+from espresso.timeline_kernels import EVENTS, State, advance_paper, advance_shared, copy_state, remaining
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
+Losses = tuple[Reals, Wholes, float]
+JobArrays = tuple[Any, ...]
 BETTER = 1.0 - 1e-9
 """A time is shorter only by more than rounding."""
 _SAME = 1.0 + 1e-12
 
 
-@njit(cache=True, nogil=True)
-def _advance(
-    shared: bool, state: State, gaps: Reals, first_unit: Wholes, choice: Wholes, count: Wholes, full: Wholes,
-    tail: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals, contention: Reals, stop: int,
-    limit: float, ready: Reals, finish: Reals,
-) -> float:  # fmt: skip
+@kernel
+def _advance(shared: bool, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> float:
+    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish = job
     if shared:
         return advance_shared(
             state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
-            stop, limit, ready, finish,
+            stop, limit, rest, ready, finish,
         )  # fmt: skip
     return advance_paper(
         state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
-        stop, limit, ready, finish,
+        stop, limit, rest, ready, finish,
     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@kernel
+def _remaining(choice: Wholes, job: JobArrays) -> None:
+    gaps, first_unit, count, full, tail, task_set, task_us, _, _, rest, _, _ = job
+    remaining(gaps, first_unit, choice, count, full, tail, task_set, task_us, rest)
+
+
+@kernel
+def total_loss(losses: Losses, choice: Wholes) -> float:
+    """The error of a whole strategy."""
+    errors, kind, _ = losses
+    total = 0.0
+    for unit in range(choice.shape[0]):
+        total += errors[unit, kind[choice[unit]]]
+    return total
+
+
+@kernel
 def sweep(
     shared: bool, origin: State, cursor: State, scratch: State, choice: Wholes, best: float,
-    lists: Wholes, price: Reals, paid: Reals, gaps: Reals, first_unit: Wholes, count: Wholes, full: Wholes,
-    tail: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals, contention: Reals, ready: Reals,
-    finish: Reals,
-) -> float:  # fmt: skip
+    lists: Wholes, price: Reals, paid: Reals, losses: Losses, effort: int, job: JobArrays,
+) -> tuple[float, int]:  # fmt: skip
     """Every unit, in the order of release, takes the best of its list, the others fixed.
 
-    ``cursor`` follows the sweep, so that each trial resumes at its own bucket. ``choice`` and ``paid``, what
-    each unit's candidate costs, are updated. Returns the makespan.
+    ``cursor`` follows the sweep, so that each trial resumes at its own bucket.
     """
-    buckets = gaps.shape[0]
+    first_unit = job[1]
+    buckets = first_unit.shape[0] - 1
+    errors, kind, budget = losses
+    lost = total_loss(losses, choice)
+    events = 0
     copy_state(origin, cursor)
+    # Of what is handed over later nothing changes before the sweep gets there.
+    _remaining(choice, job)
     for bucket in range(buckets):
-        _advance(
-            shared, cursor, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
-            contention, bucket, np.inf, ready, finish,
-        )  # fmt: skip
+        if events > effort:
+            break
+        _advance(shared, cursor, choice, bucket, np.inf, job)
         for unit in range(first_unit[bucket], first_unit[bucket + 1]):
             chosen = choice[unit]
             for k in range(lists.shape[1]):
                 candidate = lists[unit, k]
                 if candidate < 0:
                     break
-                if candidate == chosen:
+                change = errors[unit, kind[candidate]] - errors[unit, kind[chosen]]
+                if candidate == chosen or (change > 0.0 and lost + change > budget):
                     continue
                 cheaper = price[unit, k] < paid[unit]
                 choice[unit] = candidate
                 copy_state(cursor, scratch)
                 time = _advance(
-                    shared, scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us,
-                    task_cores, contention, buckets + 1, best * _SAME if cheaper else best * BETTER, ready,
-                    finish,
-                )  # fmt: skip
+                    shared, scratch, choice, buckets + 1, best * _SAME if cheaper else best * BETTER, job
+                )
+                events += scratch[1][EVENTS] - cursor[1][EVENTS]
                 if time < best * BETTER or (cheaper and time <= best):
                     chosen = candidate
                     best = min(time, best)
                     paid[unit] = price[unit, k]
+                    lost += change
             choice[unit] = chosen
-    return best
+    return best, events
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def blocks(
     shared: bool, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
-    paid: Reals, members: Wholes, starts: Wholes, patterns: Wholes, gaps: Reals, first_unit: Wholes,
-    count: Wholes, full: Wholes, tail: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals,
-    contention: Reals, ready: Reals, finish: Reals,
-) -> float:  # fmt: skip
+    paid: Reals, members: Wholes, starts: Wholes, patterns: Wholes, losses: Losses, effort: int,
+    job: JobArrays,
+) -> tuple[float, int]:  # fmt: skip
     """Moves of many units of one size at once: every q-th from an offset, between two fractions of the group.
 
     ``members`` lists the units group by group, group g from ``starts[g]`` to ``starts[g + 1]``; ``patterns``
     int64[n, 4] holds stride, offset, and the window in eighths of the group. Tried candidates are those of
-    the window's middle unit. Returns the makespan.
+    the window's middle unit.
     """
-    buckets = gaps.shape[0]
+    buckets = job[1].shape[0] - 1
+    errors, kind, budget = losses
+    lost = total_loss(losses, choice)
     kept = np.empty_like(choice)
     paid_before = np.empty_like(paid)
-    for group in range(starts.shape[0] - 1):
-        length = starts[group + 1] - starts[group]
-        if length < 2:
-            continue
-        for pattern in range(patterns.shape[0]):
-            stride, offset, low, high = patterns[pattern]
+    events = 0
+    for pattern in range(patterns.shape[0]):
+        stride, offset, low, high = patterns[pattern]
+        for group in range(starts.shape[0] - 1):
+            length = starts[group + 1] - starts[group]
             begin = starts[group] + length * low // 8 + offset
             end = starts[group] + (length * high + 7) // 8
-            if begin + stride >= end and stride > 1:
+            if length < 2 or (begin + stride >= end and stride > 1):
                 continue
+            if events > effort:
+                return best, events
             guide = members[(begin + end) // 2] if (begin + end) // 2 < end else members[begin]
             for k in range(lists.shape[1]):
                 candidate = lists[guide, k]
@@ -116,44 +142,87 @@ def blocks(
                 kept[:] = choice
                 paid_before[:] = paid
                 changed = False
-                position = begin
-                while position < end:
+                change = 0.0
+                for position in range(begin, end, stride):
                     unit = members[position]
                     if choice[unit] != candidate:
                         changed = True
+                        change += errors[unit, kind[candidate]] - errors[unit, kind[choice[unit]]]
                         choice[unit] = candidate
                         paid[unit] = price[guide, k]
-                    position += stride
-                if not changed:
-                    continue
-                copy_state(origin, scratch)
-                time = _advance(
-                    shared, scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us,
-                    task_cores, contention, buckets + 1, best * BETTER, ready, finish,
-                )  # fmt: skip
+                time = np.inf
+                if changed and (change <= 0.0 or lost + change <= budget):
+                    copy_state(origin, scratch)
+                    _remaining(choice, job)
+                    time = _advance(shared, scratch, choice, buckets + 1, best * BETTER, job)
+                    events += scratch[1][EVENTS]
                 if time < best * BETTER:
                     best = time
+                    lost += change
                 else:
                     choice[:] = kept
                     paid[:] = paid_before
-    return best
+    return best, events
 
 
-@njit(cache=True, nogil=True)
+@kernel
+def pairs(
+    shared: bool, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
+    paid: Reals, units: Wholes, depth: int, losses: Losses, effort: int, job: JobArrays,
+) -> tuple[float, int]:  # fmt: skip
+    """Two of a few units at once, over the first ``depth`` candidates of both."""
+    buckets = job[1].shape[0] - 1
+    errors, kind, budget = losses
+    lost = total_loss(losses, choice)
+    events = 0
+    for i in range(units.shape[0]):
+        for j in range(i + 1, units.shape[0]):
+            a, b = units[i], units[j]
+            kept_a, kept_b = choice[a], choice[b]
+            for k in range(min(depth, lists.shape[1])):
+                for m in range(min(depth, lists.shape[1])):
+                    left, right = lists[a, k], lists[b, m]
+                    if left < 0 or right < 0 or (left == kept_a or right == kept_b):
+                        continue
+                    change = (
+                        errors[a, kind[left]] - errors[a, kind[kept_a]]
+                        + errors[b, kind[right]] - errors[b, kind[kept_b]]
+                    )  # fmt: skip
+                    if change > 0.0 and lost + change > budget:
+                        continue
+                    if events > effort:
+                        choice[a], choice[b] = kept_a, kept_b
+                        return best, events
+                    choice[a], choice[b] = left, right
+                    copy_state(origin, scratch)
+                    _remaining(choice, job)
+                    time = _advance(shared, scratch, choice, buckets + 1, best * BETTER, job)
+                    events += scratch[1][EVENTS]
+                    if time < best * BETTER:
+                        best = time
+                        lost += change
+                        kept_a, kept_b = left, right
+                        paid[a], paid[b] = price[a, k], price[b, m]
+            choice[a], choice[b] = kept_a, kept_b
+    return best, events
+
+
+@kernel
 def anneal(
     shared: bool, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
-    paid: Reals, members: Wholes, starts: Wholes, trials: int, hot: float, cold: float, seed: int,
-    gaps: Reals, first_unit: Wholes, count: Wholes, full: Wholes, tail: Wholes, task_set: Wholes,
-    task_us: Reals, task_cores: Reals, contention: Reals, ready: Reals, finish: Reals,
-) -> float:  # fmt: skip
-    """Threshold accepting: random moves, kept while they stay below the present time plus a random margin.
+    paid: Reals, members: Wholes, starts: Wholes, hot: float, cold: float, seed: int, losses: Losses,
+    effort: int, job: JobArrays,
+) -> tuple[float, int]:  # fmt: skip
+    """Random moves, kept while they stay below the present time plus a random margin.
 
-    The margin's mean falls from ``hot`` to ``cold`` (fractions of the time). A move changes one unit, or
-    exchanges two of one size. Its limit is known before it is evaluated, so most fail early. ``choice`` ends
-    as the best strategy met. Deterministic for a seed. Returns its makespan.
+    The margin's mean falls from ``hot`` to ``cold`` (fractions of the time) as the effort is spent. A move changes
+    one unit, or exchanges two of one size. Its limit is known before it is evaluated, so most fail early.
+    ``choice`` ends as the best strategy met. Deterministic for a seed.
     """
     np.random.seed(seed)
-    buckets = gaps.shape[0]
+    buckets = job[1].shape[0] - 1
+    errors, kind, budget = losses
+    lost = total_loss(losses, choice)
     units = choice.shape[0]
     top = choice.copy()
     top_paid = paid.copy()
@@ -166,35 +235,45 @@ def anneal(
         while width[unit] < lists.shape[1] and lists[unit, width[unit]] >= 0:
             width[unit] += 1
     now = best
-    for trial in range(trials):
-        heat = hot * (cold / hot) ** (trial / trials)
+    events = 0
+    while events < effort:
+        # What is rejected unseen costs a little too, so that this ends.
+        events += 8
+        heat = hot * (cold / hot) ** (events / effort)
         limit = now + now * heat * -np.log(np.random.random() + 1e-12)
         unit = np.random.randint(units)
         group = group_of[unit]
         length = starts[group + 1] - starts[group]
         other = -1
-        if length > 1 and np.random.random() < 0.4:
-            other = members[starts[group] + np.random.randint(length)]
-            if choice[other] == choice[unit]:
-                continue
         before = choice[unit]
         paid_unit = paid[unit]
-        if other >= 0:
+        if length > 1 and np.random.random() < 0.4:
+            other = members[starts[group] + np.random.randint(length)]
+            if choice[other] == before:
+                continue
+            change = (
+                errors[unit, kind[choice[other]]] - errors[unit, kind[before]]
+                + errors[other, kind[before]] - errors[other, kind[choice[other]]]
+            )  # fmt: skip
+            if change > 0.0 and lost + change > budget:
+                continue
             choice[unit], choice[other] = choice[other], before
             paid[unit], paid[other] = paid[other], paid_unit
         else:
             k = np.random.randint(width[unit])
-            if lists[unit, k] == before:
+            candidate = lists[unit, k]
+            change = errors[unit, kind[candidate]] - errors[unit, kind[before]]
+            if candidate == before or (change > 0.0 and lost + change > budget):
                 continue
-            choice[unit] = lists[unit, k]
+            choice[unit] = candidate
             paid[unit] = price[unit, k]
         copy_state(origin, scratch)
-        time = _advance(
-            shared, scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
-            contention, buckets + 1, limit, ready, finish,
-        )  # fmt: skip
+        _remaining(choice, job)
+        time = _advance(shared, scratch, choice, buckets + 1, limit, job)
+        events += scratch[1][EVENTS]
         if time < limit:
             now = time
+            lost += change
             if now < best * BETTER:
                 best = now
                 top[:] = choice
@@ -207,10 +286,10 @@ def anneal(
             paid[unit] = paid_unit
     choice[:] = top
     paid[:] = top_paid
-    return best
+    return best, events
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def spread(frequency: Reals, width: Wholes, members: Wholes, starts: Wholes, rows: Wholes) -> None:
     """Round the linear program's fractions: along each group, in order of release, by error diffusion.
 
@@ -226,40 +305,3 @@ def spread(frequency: Reals, width: Wholes, members: Wholes, starts: Wholes, row
             pick = np.argmax(owed[: width[unit]])
             owed[pick] -= 1.0
             rows[unit] = pick
-
-
-@njit(cache=True, nogil=True)
-def shortlist(
-    weights: Reals, used: npt.NDArray[np.bool_], rows: Reals, first: Wholes, last: Wholes, cores: float,
-    picks: Wholes, price: Reals,
-) -> None:  # fmt: skip
-    """For every unit the rows of least cost under the weights, cheapest first (-1 after the end).
-
-    ``picks`` int64[units, k] takes rows relative to ``first``, ``price`` float64[units, k] their costs.
-    """
-    prices = np.zeros(NUM_LOADS)
-    depth = picks.shape[1]
-    for u in range(first.shape[0]):
-        for k in range(NUM_LOADS):
-            if used[k, u]:
-                prices[k] += weights[k, u]
-        core_price = prices[CORES] / cores if cores > 0.0 else 0.0
-        filled = 0
-        for row in range(first[u], last[u]):
-            cost = core_price * rows[row, CORES] + weights[CHAIN, u] * rows[row, CHAIN]
-            for k in range(CORES):
-                cost += prices[k] * rows[row, k]
-            at = filled
-            while at > 0 and price[u, at - 1] > cost:
-                at -= 1
-            if at >= depth:
-                continue
-            filled = min(filled + 1, depth)
-            for k in range(filled - 1, at, -1):
-                price[u, k] = price[u, k - 1]
-                picks[u, k] = picks[u, k - 1]
-            price[u, at] = cost
-            picks[u, at] = row - first[u]
-        for k in range(filled, depth):
-            picks[u, k] = -1
-            price[u, k] = np.inf

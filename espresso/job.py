@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from espresso._fields import JobError, check_keys, items, member, number, text, whole
+from espresso._fields import JobError, check_keys, check_kind, items, member, number, text, whole
 from espresso.costs import CostModel
 from espresso.strategies import (
     Bucket,
@@ -189,6 +189,7 @@ class Job:
         Raises:
             JobError: an unknown or missing key, or a faulty value, by name.
         """
+        check_kind(body, "espresso-job")
         check_keys(body, "the job", _REQUIRED, _OPTIONAL)
         if body["schema_version"] != SCHEMA_VERSION:
             raise JobError(

@@ -7,31 +7,38 @@ The figures lie in ``espresso/data`` with their sources. A cluster file is JSON:
      "inter": {"alpha_us": 50, "beta_us_per_kb": 0.1},
      "copy": {"alpha_us": 10, "beta_us_per_kb": 0.1, "shares_intra": false},
      "pool_is_the_nodes": true, "note": "free text"}
+
+``espresso links -o`` writes one, with what it measured beside the lines.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from espresso._fields import JobError, check_keys, items, number, text, whole
+from espresso._fields import JobError, check_keys, check_kind, items, number, text, whole
 from espresso.costs import (
     COMMON_OPS,
     AlphaBeta,
     ComputeCost,
     CopyCost,
     CostModel,
+    LinkCurve,
     Links,
     Points,
     ServerCosts,
+    fit_line,
+    group_size,
     read_copy,
 )
 from espresso.job import Job
-from espresso.strategies import Cluster, Device, Mode, TensorSpec
+from espresso.strategies import Cluster, Device, Mode, Routine, Scope, TensorSpec
 
 CLUSTER_SCHEMA_VERSION = 1
 
@@ -104,12 +111,65 @@ def load_cluster(name_or_path: str | Path) -> ClusterPreset:
         raise JobError(f"{name}: {error}") from None
 
 
+def measured_cluster(curves: Sequence[LinkCurve], cluster: Cluster, measured: Any) -> dict[str, Any]:
+    """A cluster file from measured links: for each scope the medians of its routines' latencies and rates.
+
+    A scope that this cluster does not have takes the other's line, and the note says so.
+    """
+    lines = {scope: _median_line(curves, scope, cluster) for scope in Scope}
+    intra = lines[Scope.INTRA] or (lines[Scope.FLAT] if cluster.num_nodes == 1 else None)
+    inter = lines[Scope.INTER] or (lines[Scope.FLAT] if cluster.ranks_per_node == 1 else None)
+    note = f"measured by espresso links on {cluster}; medians over the routines of a scope"
+    for name, line in (("intra", intra), ("inter", inter)):
+        if line is None:
+            note += f"; {name} was not there to measure and has the other scope's line"
+    pair = (intra or inter, inter or intra)
+    if pair[0] is None or pair[1] is None:
+        raise JobError("no link was measured")
+    return {
+        "schema_version": CLUSTER_SCHEMA_VERSION,
+        "kind": "espresso-cluster",
+        **{
+            name: {"alpha_us": line.alpha_us, "beta_us_per_kb": line.beta_us_per_kb}
+            for name, line in zip(("intra", "inter"), pair, strict=True)
+            if line is not None
+        },
+        "note": note,
+        "measured": measured,
+    }
+
+
+def _median_line(curves: Sequence[LinkCurve], scope: Scope, cluster: Cluster) -> AlphaBeta | None:
+    peers = group_size(scope, cluster)
+    found = [
+        fit_line(curve.points, *_ON_LINK[curve.routine](peers))
+        for curve in curves
+        if curve.scope is scope and curve.routine in _ON_LINK and peers > 1
+    ]
+    if not found:
+        return None
+    return AlphaBeta(
+        statistics.median(line.alpha_us for line in found),
+        statistics.median(line.beta_us_per_kb for line in found),
+    )
+
+
+# How often a routine over p ranks pays the latency, and its bytes on a link per byte of the array (costs.routine_us).
+_ON_LINK: dict[Routine, Callable[[int], tuple[float, float]]] = {
+    Routine.ALLREDUCE: lambda p: (2 * (p - 1), 2 * (p - 1) / p),
+    Routine.REDUCE_SCATTER: lambda p: (p - 1, (p - 1) / p),
+    Routine.ALLGATHER: lambda p: (p - 1, (p - 1) / p),
+    Routine.ALL_TO_ALL: lambda p: (p - 1, (p - 1) / p),
+}
+
+
 def _cluster_from_json(name: str, body: Any) -> ClusterPreset:
+    check_kind(body, "espresso-cluster")
     check_keys(
         body,
         "the cluster",
         ("schema_version", "kind", "intra", "inter"),
-        ("copy", "pool_is_the_nodes", "note", "servers"),
+        ("copy", "pool_is_the_nodes", "note", "servers", "measured"),
     )
     if body["schema_version"] != CLUSTER_SCHEMA_VERSION:
         raise JobError(
@@ -260,6 +320,7 @@ __all__ = [
     "cluster_names",
     "job_from_trace",
     "load_cluster",
+    "measured_cluster",
     "published_compute",
     "published_costs",
     "trace_names",

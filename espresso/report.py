@@ -56,6 +56,16 @@ def check_compressors(strategy: Strategy) -> None:
             raise StrategyError(f"tensor {name!r}: {fault}")
 
 
+def frontier_table(points: Sequence[tuple[float, float, int]]) -> Table:
+    """Rows of (error, predicted iteration in us, compressed tensors)."""
+    table = Table(title="time against error", title_justify="left")
+    for name in ("error", "predicted iteration", "tensors compressed"):
+        table.add_column(name, justify="right")
+    for error, us, count in points:
+        table.add_row(f"{error:.4f}", human_us(us), str(count))
+    return table
+
+
 def human_bytes(count: float) -> str:
     """
     >>> human_bytes(1234567)

@@ -1,4 +1,4 @@
-"""The search: the paper's two algorithms over the whole tree, at several partition sizes, then improvement.
+"""The search: baselines, the paper's two algorithms, the certificate, improvement; partition and bucket sizes.
 
 The result is never above the best baseline, and comes with its plan, whose order the executor follows.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,130 +16,34 @@ import numpy.typing as npt
 from espresso.algorithms import Progress, greedy, offload
 from espresso.algorithms import improve as improve_locally
 from espresso.baselines import simple_baselines
+from espresso.bounds import Certificate
+from espresso.bucket_caps import caps_for, rebucketed
 from espresso.candidates import (
     Unit,
     compressed_choices,
     every_choice,
     partition_sizes,
     raw_choices,
+    units_for,
     units_of,
 )
 from espresso.chains import PayloadBytes, Pricer, payload_bytes, shared_pricer
+from espresso.error_budget import ErrorTable, Sensitivity, normal_sensitivity
 from espresso.evaluator import Evaluator, evaluator_at
-from espresso.improve import Effort
+from espresso.improve import NO_EFFORT, REPLAN_EFFORT, Effort
 from espresso.job import Job, JobError
 from espresso.refine import Refined, Start, certify_units, refine
+from espresso.search_result import CapRow, ChoiceRow, Ranked, SearchResult
 from espresso.splitting import split_buckets
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Mode, Plan, Strategy, plan
 from espresso.timeline import list_schedule
 
 MOST_GREEDY_UNITS = 1500
 """Above this the published algorithms are left out: their time grows with the square of the units."""
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """A strategy with its predicted iteration time and where it came from."""
-
-    name: str
-    strategy: Strategy
-    predicted_us: float
-    job: Job
-    pricer: Pricer
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The strategy laid over the job, in the order of its list schedule."""
-        laid = plan(self.strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
-        return list_schedule(laid, self.job, pricer=self.pricer)
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceRow:
-    """A line of the table of choices: how many tensors, and how much of the model, use a choice."""
-
-    option: str
-    compressor: str
-    num_tensors: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search found.
-
-    Attributes:
-        chosen: the best; its plan is laid out when it is first asked for.
-        predicted_us: its iteration time: forward, to the latest finish, optimizer.
-        uncompressed_us: flat allreduce of everything.
-        upper_bound_us: the paper's upper bound on throughput, as an iteration time: compression free, nothing
-            contending. (Of the best strategy found under that assumption: not a certificate.)
-        lower_bound_us: certified: no strategy of the space is predicted below it (see
-            :mod:`espresso.bounds`). In DDP mode the space is one choice per bucket, or per part where the
-            search split one.
-        search_ms: wall time of everything.
-        algorithms_ms: of baselines and Algorithms 1 and 2 alone.
-        certificate_ms: of the certificate alone.
-        improve_ms: of the improvement alone.
-        alternatives: the best distinct strategies, best first, the chosen one among them, never plain.
-        baselines: name to predicted iteration time.
-        num_candidates: leaves considered per tensor before deduplication.
-        offload_capped: whether Algorithm 2's product was larger than its cap.
-    """
-
-    chosen: Ranked
-    predicted_us: float
-    uncompressed_us: float
-    upper_bound_us: float
-    lower_bound_us: float
-    search_ms: float
-    algorithms_ms: float
-    certificate_ms: float
-    improve_ms: float
-    alternatives: tuple[Ranked, ...]
-    baselines: dict[str, float]
-    num_candidates: int
-    offload_capped: bool
-
-    @property
-    def strategy(self) -> Strategy:
-        """The best strategy found."""
-        return self.chosen.strategy
-
-    @property
-    def plan(self) -> Plan:
-        """It laid over the job, in its total order."""
-        return self.chosen.plan
-
-    @property
-    def gap(self) -> float:
-        """Iteration time over the certified bound, minus one."""
-        return self.predicted_us / self.lower_bound_us - 1 if self.lower_bound_us else 0.0
-
-    @property
-    def num_tensors(self) -> int:
-        return len(self.strategy.tensors)
-
-    @property
-    def num_compressed(self) -> int:
-        return self.strategy.num_compressed
-
-    @property
-    def num_offloaded(self) -> int:
-        return sum(choice.option.uses_offload for choice in self.strategy.choices.values())
-
-    @property
-    def top_choices(self) -> tuple[ChoiceRow, ...]:
-        """The choices in use, those of most bytes first."""
-        rows: dict[Choice, list[int]] = {}
-        for tensor in self.strategy.tensors:
-            row = rows.setdefault(self.strategy.choices[tensor.name], [0, 0])
-            row[0] += 1
-            row[1] += tensor.num_bytes
-        return tuple(
-            ChoiceRow(str(choice.option), str(choice.compressor), count, size)
-            for choice, (count, size) in sorted(rows.items(), key=lambda item: -item[1][1])
-        )
+CAP_GAIN = 0.98
+"""Another bucket size must gain this much, or the buckets stay as they are."""
+PUBLISHED = "algorithms 1 and 2"
+GREEDY = "greedy from the best baseline"
 
 
 @dataclass
@@ -151,6 +54,41 @@ class _Found:
     evaluator: Evaluator
     choices: tuple[Choice, ...]
     makespan_us: float
+
+    @property
+    def by_tensor(self) -> dict[str, Choice]:
+        return {
+            name: choice
+            for unit, choice in zip(self.evaluator.units, self.choices, strict=True)
+            for name in unit.tensors
+        }
+
+
+@dataclass
+class _Space:
+    """What one search may choose: everything but the job's buckets."""
+
+    specs: tuple[CompressorSpec, ...]
+    training: tuple[Choice, ...]
+    offloaded: tuple[Choice, ...]
+    raw: tuple[Choice, ...]
+    every: tuple[Choice, ...]
+    payload: PayloadBytes
+    errors: ErrorTable | None
+
+    @property
+    def budget(self) -> ErrorTable | None:
+        """The errors, if they bind."""
+        return self.errors if self.errors is not None and self.errors.budget < math.inf else None
+
+    def allows(self, row: _Found) -> bool:
+        """Whether a strategy keeps to the budget."""
+        limit = self.budget
+        if limit is None:
+            return True
+        if not all(limit.knows(choice.compressor) for choice in row.choices):
+            return False
+        return limit.of_choices(row.by_tensor) <= limit.budget * (1 + 1e-9)
 
 
 def upper_bound_us(
@@ -213,6 +151,9 @@ def search(
     partitions: Sequence[int] | None = None,
     progress: Progress | None = None,
     payload: PayloadBytes = payload_bytes,
+    bucket_caps: Sequence[float] | None = (),
+    error_budget: float | None = None,
+    sensitivity: Sensitivity | None = None,
 ) -> SearchResult:
     """Find a strategy for a job.
 
@@ -224,63 +165,206 @@ def search(
         partitions: partition sizes in bytes to try (0: never cut); by default a few that fit the job.
         progress: called with a phase and its fraction done.
         payload: for tests.
+        bucket_caps: for DDP jobs, bucket sizes to search beside the job's own; None: those that fit the job.
+        error_budget: the most a strategy's error may be (:mod:`espresso.error_budget`).
+        sensitivity: what compressors lose; by default, with a budget, measured on normal numbers.
 
     Raises:
-        JobError: the job has no costs for a compressor, or for a routine of the tree.
+        JobError: the job has no costs for a compressor, or for a routine of the tree; a bad budget.
     """
     started = time.perf_counter()
-    specs = _check_specs(job, compressor)
+    space = _space(job, _check_specs(job, compressor), payload, error_budget, sensitivity)
+    caps: tuple[float, ...] = ()
+    if job.mode is Mode.DDP:
+        caps = caps_for(job) if bucket_caps is None else tuple(bucket_caps)
+    own = [job, *(rebucketed(job, cap) for cap in caps)]
+    results = []
+    for number, one in enumerate(own):
+        results.append(_search_buckets(one, space, improve, partitions, _part_of(progress, number, len(own))))
+    if progress is not None:
+        progress("search", 1.0)
+    return replace(
+        _with_caps(results, (None, *caps)) if caps else results[0],
+        search_ms=(time.perf_counter() - started) * 1e3,
+    )
+
+
+def advised_bucket_cap(
+    job: Job, compressor: CompressorSpec, result: SearchResult, caps: Sequence[float] | None = None
+) -> CapRow | None:
+    """A bucket size of DDP with which even a certified-only search (no improvement) beats ``result`` by 2 %."""
+    best: CapRow | None = None
+    for cap in caps_for(job) if caps is None else caps:
+        other = rebucketed(job, cap)
+        found = search(other, compressor, improve=False, partitions=(0,))
+        row = CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
+        if row.predicted_us < (result if best is None else best).predicted_us * (
+            CAP_GAIN if best is None else 1
+        ):
+            best = row
+    return best
+
+
+def replan(
+    job: Job,
+    old: Strategy,
+    *,
+    compressor: CompressorSpec | str | Sequence[CompressorSpec | str] | None = None,
+    certificates: dict[int, Certificate] | None = None,
+    payload: PayloadBytes = payload_bytes,
+) -> SearchResult:
+    """Search from an old strategy, for a job whose costs changed: much faster than from scratch.
+
+    Only the old partition size is searched and certified, the paper's algorithms are left out, and of the
+    baselines only ``uncompressed`` is looked at; the result is above neither it nor the old strategy.
+
+    Args:
+        compressor: by default those that the old strategy uses.
+        certificates: of the earlier search, if it is at hand.
+
+    Raises:
+        JobError: as :func:`search`. StrategyError: the strategy is for another model or cluster.
+    """
+    started = time.perf_counter()
+    old.check_model(job.tensors, job.cluster)
+    used = dict.fromkeys(choice.compressor for choice in old.choices.values())
+    space = _space(job, _check_specs(job, tuple(used) if compressor is None else compressor), payload)
+    units = units_for(job, old)
+    evaluator = Evaluator(
+        job, units, old.partition_bytes, pricer=shared_pricer(job.costs, job.cluster, payload)
+    )
+    rows = [_found("uncompressed", evaluator, evaluator.uniform(PLAIN))]
+    begun = evaluator.encode([old.choices[unit.tensors[0]] for unit in units])
+    rows.append(_found("old strategy", evaluator, begun))
+    algorithms_ms = (time.perf_counter() - started) * 1e3
+    refined = refine(
+        job, evaluator, [Start(row.choices, old.partition_bytes, row.makespan_us) for row in rows],
+        space.every, (old.partition_bytes,), effort=REPLAN_EFFORT, warm=certificates,
+    )  # fmt: skip
+    rows.append(_found("replanned", refined.evaluator, refined.strategy))
+    baselines = {row.name: row.makespan_us for row in rows[:2]}
+    return _result(job, space, rows, baselines, False, started, refined.bound_us, refined, algorithms_ms)
+
+
+def _space(
+    job: Job,
+    specs: tuple[CompressorSpec, ...],
+    payload: PayloadBytes,
+    error_budget: float | None = None,
+    sensitivity: Sensitivity | None = None,
+) -> _Space:
+    errors = None
+    if error_budget is not None or sensitivity is not None:
+        errors = ErrorTable(
+            sensitivity or normal_sensitivity(specs),
+            job.tensors,
+            specs,
+            math.inf if error_budget is None else error_budget,
+        )
+    training, offloaded = _all_compressed(job, specs)
+    return _Space(
+        specs, training, offloaded, raw_choices(job.cluster), every_choice(job, specs), payload, errors
+    )
+
+
+def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) -> SearchResult:
+    """The best bucket size's result; the job's own buckets stay unless another gains something."""
+    own = results[0]
+    best = min(range(len(results)), key=lambda index: results[index].predicted_us)
+    if results[best].predicted_us > own.predicted_us * CAP_GAIN:
+        best = 0
+    found = results[best]
+    rows = tuple(
+        CapRow(cap, len(result.chosen.job.laid_out), result.predicted_us, result.uncompressed_us)
+        for cap, result in zip(caps, results, strict=True)
+    )
+    strategy = replace(found.strategy, bucket_cap_mb=caps[best])
+    return replace(
+        found,
+        chosen=replace(found.chosen, strategy=strategy),
+        uncompressed_us=own.uncompressed_us,
+        baselines=own.baselines,
+        lower_bound_us=min(result.lower_bound_us for result in results),
+        upper_bound_us=min(result.upper_bound_us for result in results),
+        algorithms_ms=sum(result.algorithms_ms for result in results),
+        certificate_ms=sum(result.certificate_ms for result in results),
+        improve_ms=sum(result.improve_ms for result in results),
+        offload_capped=any(result.offload_capped for result in results),
+        caps=rows,
+    )
+
+
+def _search_buckets(
+    job: Job,
+    space: _Space,
+    improve: bool,
+    partitions: Sequence[int] | None,
+    progress: Progress | None,
+) -> SearchResult:
+    """The search at one bucketing."""
+    started = time.perf_counter()
     units = units_of(job)
-    first, moved = _all_compressed(job, specs)
-    raw = raw_choices(job.cluster)
-    tree, host_tree = raw + first, raw + moved
     sizes = tuple(partitions) if partitions is not None else partition_sizes(job, units)
     found: list[_Found] = []
     baselines: dict[str, float] = {}
     capped = False
-    pricer = shared_pricer(job.costs, job.cluster, payload)
+    pricer = shared_pricer(job.costs, job.cluster, space.payload)
     # The improvement looks at every partition size; the algorithms as published know one.
     published = sizes[:1] if improve else sizes
     for number, size in enumerate(published):
         report = _part_of(progress, number, len(published))
-        evaluator = Evaluator(job, units, size, pricer=pricer)
-        rows = [
-            _Found(row.name, evaluator_at(evaluator, row.partition_bytes), row.choices, row.makespan_us)
-            for row in simple_baselines(evaluator, specs)
-        ]
-        if len(units) <= MOST_GREEDY_UNITS:
-            strategy = greedy(evaluator, tree, progress=report)
-            rows.append(_found("training device only", evaluator, strategy))
-            strategy, bitten = offload(evaluator, strategy)
-            capped = capped or bitten
-            rows.append(_found("algorithms 1 and 2", evaluator, strategy))
-            if moved:
-                rows.append(_found("offload only", evaluator, greedy(evaluator, host_tree)))
+        rows, bitten = _known(Evaluator(job, units, size, pricer=pricer), space, report)
+        capped = capped or bitten
         for row in rows:
             baselines[row.name] = min(row.makespan_us, baselines.get(row.name, math.inf))
         found += rows
     algorithms_ms = (time.perf_counter() - started) * 1e3
-    leaves = every_choice(job, specs)
+    allowed = [row for row in found if space.allows(row)]
     refined = refine(
         job, found[0].evaluator,
-        [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in found],
-        leaves, sizes, effort=Effort() if improve else Effort(task_trials=0, sizes=0, deep=0),
+        [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in allowed],
+        space.every, sizes, effort=Effort() if improve else NO_EFFORT, errors=space.budget,
     )  # fmt: skip
     bound = refined.bound_us
     if improve:
-        found.append(_found("improved", refined.evaluator, refined.strategy))
-        if job.mode is Mode.DDP:
-            both = raw + first + moved
+        allowed.append(_found("improved", refined.evaluator, refined.strategy))
+        # A split would have to watch the budget as well; whole buckets do.
+        if job.mode is Mode.DDP and space.budget is None:
+            both = space.raw + space.training + space.offloaded
             evaluator, split = split_buckets(job, refined.evaluator, refined.strategy, both)
             if evaluator is not refined.evaluator:
-                found.append(_found("buckets split", evaluator, split))
-                bound = min(bound, certify_units(job, evaluator, leaves, sizes, bound))
-    result = _result(
-        job, specs, found, baselines, capped, len(leaves), started, payload, bound, refined, algorithms_ms
-    )
-    if progress is not None:
-        progress("search", 1.0)
-    return result
+                allowed.append(_found("buckets split", evaluator, split))
+                bound = min(bound, certify_units(job, evaluator, space.every, sizes, bound))
+    return _result(job, space, allowed, baselines, capped, started, bound, refined, algorithms_ms)
+
+
+def _known(evaluator: Evaluator, space: _Space, progress: Progress | None) -> tuple[list[_Found], bool]:
+    """The baselines and the algorithms, and whether Algorithm 2's product was capped.
+
+    The algorithms as published start from the uncompressed strategy and can end above a baseline. The greedy of
+    this product is the same two algorithms begun from the best baseline, where that is below, and never above any.
+    """
+    rows = [
+        _Found(row.name, evaluator_at(evaluator, row.partition_bytes), row.choices, row.makespan_us)
+        for row in simple_baselines(evaluator, space.specs)
+    ]
+    if len(evaluator.units) > MOST_GREEDY_UNITS:
+        return rows, False
+    tree = space.raw + space.training
+    strategy = greedy(evaluator, tree, progress=progress)
+    rows.append(_found("training device only", evaluator, strategy))
+    strategy, capped = offload(evaluator, strategy)
+    published = _found(PUBLISHED, evaluator, strategy)
+    if space.offloaded:
+        rows.append(_found("offload only", evaluator, greedy(evaluator, space.raw + space.offloaded)))
+    best = min(rows, key=lambda row: row.makespan_us)
+    again = replace(published, name=GREEDY)
+    if best.makespan_us < published.makespan_us:
+        begun = greedy(best.evaluator, tree, start=best.evaluator.encode(best.choices))
+        begun, bitten = offload(best.evaluator, begun)
+        capped = capped or bitten
+        again = _found(GREEDY, best.evaluator, begun)
+    return [*rows, published, again], capped
 
 
 def _part_of(progress: Progress | None, number: int, total: int) -> Progress | None:
@@ -295,13 +379,11 @@ def _found(name: str, evaluator: Evaluator, strategy: npt.NDArray[np.int64]) -> 
 
 def _result(
     job: Job,
-    specs: Sequence[CompressorSpec],
+    space: _Space,
     found: list[_Found],
     baselines: dict[str, float],
     capped: bool,
-    num_candidates: int,
     started: float,
-    payload: PayloadBytes,
     lower: float,
     refined: Refined,
     algorithms_ms: float,
@@ -314,8 +396,10 @@ def _result(
     alternatives = [_ranked(job, row) for row in _distinct(ranked)]
     best = ranked[0].evaluator
     bound = upper_bound_us(
-        job, specs, best.units, payload, partition_bytes=best.partition_bytes, start=ranked[0].choices
-    )
+        job, space.specs, best.units, space.payload, partition_bytes=best.partition_bytes,
+        start=ranked[0].choices,
+    )  # fmt: skip
+    known = space.errors is not None and all(space.errors.knows(c.compressor) for c in ranked[0].choices)
     return SearchResult(
         chosen=chosen,
         predicted_us=chosen.predicted_us,
@@ -328,8 +412,11 @@ def _result(
         improve_ms=refined.improve_ms,
         alternatives=tuple(alternatives),
         baselines={name: makespan + beside for name, makespan in baselines.items()},
-        num_candidates=num_candidates,
+        num_candidates=len(space.every),
         offload_capped=capped,
+        error=space.errors.of_choices(ranked[0].by_tensor) if space.errors is not None and known else None,
+        error_budget=None if space.budget is None else space.budget.budget,
+        certificates=refined.certificates,
     )
 
 
@@ -354,23 +441,23 @@ def lay_out(job: Job, strategy: Strategy, *, payload: PayloadBytes = payload_byt
 
 
 def _ranked(job: Job, row: _Found) -> Ranked:
-    choices = {
-        name: choice
-        for unit, choice in zip(row.evaluator.units, row.choices, strict=True)
-        for name in unit.tensors
-    }
     predicted = job.forward_us + row.makespan_us + job.optimizer_us
     notes = {"predicted_us": predicted, "mode": job.mode.value, "found_by": row.name}
-    strategy = Strategy(job.tensors, choices, job.cluster, row.evaluator.partition_bytes, notes=notes)
+    strategy = Strategy(job.tensors, row.by_tensor, job.cluster, row.evaluator.partition_bytes, notes=notes)
     return Ranked(row.name, strategy, predicted, job, row.evaluator.pricer)
 
 
 __all__ = [
+    "GREEDY",
+    "PUBLISHED",
+    "CapRow",
     "ChoiceRow",
     "Progress",
     "Ranked",
     "SearchResult",
+    "advised_bucket_cap",
     "lay_out",
+    "replan",
     "search",
     "upper_bound_us",
 ]

@@ -602,6 +602,11 @@ class EspressoState:
         return "" if verdict is None else f"{verdict.name}: {verdict.reason}"
 
     @property
+    def advice(self) -> str:
+        """What to set for a shorter iteration, DDP's bucket size for one (rank 0, automatic mode); else empty."""
+        return "" if self._search is None else self._search.advice
+
+    @property
     def job(self) -> Any:
         """The measured :class:`~espresso.job.Job` (rank 0, after profiling), else None."""
         return None if self._search is None else self._search.job

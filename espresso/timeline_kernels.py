@@ -17,7 +17,8 @@ State (made by :func:`make_state`), a ring of tasks per lane set (end or arrival
 
     real   0-6 lanes free, 7 backward's next hand-over, 8 latest, 9 now, 10-12 backward's work left, since, rate
            16-31 end of each ring's head, 32-47 work left, 48-63 since, 64-79 rate of running heads
-    whole  0 next bucket, 1 arrivals, 16-31 ring fronts, 32-47 ring rears, 48-63 whether the head runs
+           80-86 time that tasks not yet queued will take on each lane, of units handed over (paper only)
+    whole  0 next bucket, 1 arrivals, 2 events so far, 16-31 ring fronts, 32-47 ring rears, 48-63 whether the head runs
 
 It is copied with :func:`copy_state` to resume from the event at which a changed unit is handed over.
 """
@@ -28,7 +29,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from espresso.jit import kernel
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
@@ -38,7 +40,10 @@ NUM_SETS = 9
 NUM_LANES = 7
 BACK, LATEST, NOW, BACK_LEFT, BACK_SINCE, BACK_RATE = 7, 8, 9, 10, 11, 12
 END, LEFT, SINCE, RATE = 16, 32, 48, 64
-"""Places in the real vector; the last four are bases, one entry per lane set."""
+COMING = 80
+"""Places in the real vector; the last five are bases, one entry per lane set, or lane."""
+EVENTS = 2
+"""Where a state counts its events: hand-overs and completions."""
 FRONT, REAR, RUNS = 16, 32, 48
 """Bases in the whole vector."""
 KEY_SHIFT = 24
@@ -63,7 +68,7 @@ def make_state(num_partitions: int) -> State:
     while capacity < num_partitions + 1:
         capacity *= 2
     return (
-        np.zeros(80),
+        np.zeros(96),
         np.zeros(64, dtype=np.int64),
         np.zeros((NUM_SETS, capacity)),
         np.zeros((NUM_SETS, capacity), dtype=np.int64),
@@ -71,7 +76,7 @@ def make_state(num_partitions: int) -> State:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def reset(state: State, gaps: Reals, shared: bool) -> None:
     """Go to the start of backward."""
     real, whole, _, _, _ = state
@@ -85,7 +90,7 @@ def reset(state: State, gaps: Reals, shared: bool) -> None:
     real[BACK_RATE] = 1.0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def copy_state(source: State, target: State) -> None:
     """Make ``target`` equal to ``source``: vectors, and the queued tasks only."""
     target[0][:] = source[0]
@@ -99,7 +104,45 @@ def copy_state(source: State, target: State) -> None:
             target[4][s, slot] = source[4][s, slot]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel
+def remaining(
+    gaps: Reals,
+    first_unit: Wholes,
+    choice: Wholes,
+    count: Wholes,
+    full: Wholes,
+    tail: Wholes,
+    task_set: Wholes,
+    task_us: Reals,
+    rest: Reals,
+) -> None:
+    """What is left before the hand-over of each bucket: ``rest`` float64[B + 1, NUM_LANES].
+
+    Per lane the time of all tasks not yet handed over, each of which queues behind what is there already. For
+    the training lane backward's remaining gaps are added: counted from the next hand-over, both must pass.
+    """
+    buckets = gaps.shape[0]
+    rest[buckets] = 0.0
+    for bucket in range(buckets - 1, -1, -1):
+        rest[bucket] = rest[bucket + 1]
+        if bucket + 1 < buckets:
+            rest[bucket, 0] += gaps[bucket + 1]
+        for unit in range(first_unit[bucket], first_unit[bucket + 1]):
+            candidate = choice[unit]
+            copies = count[candidate] - 1
+            for part in range(2):
+                row = tail[candidate] if part else full[candidate]
+                times = 1 if part else copies
+                while times > 0 and task_set[row] >= 0:
+                    us = task_us[row] * times
+                    lanes = LANES_OF_SET[task_set[row]]
+                    for k in range(3):
+                        if k == 0 or lanes[k] != lanes[k - 1]:
+                            rest[bucket, lanes[k]] += us
+                    row += 1
+
+
+@kernel
 def advance_paper(
     state: State,
     gaps: Reals,
@@ -114,13 +157,18 @@ def advance_paper(
     contention: Reals,
     stop: int,
     limit: float,
+    rest: Reals,
     ready: Reals,
     finish: Reals,
 ) -> float:
     """Run events up to the hand-over of bucket ``stop`` (beyond the last: to the end).
 
+    Args:
+        rest: what lanes still have before them (:func:`remaining`): an evaluation that this shows to reach
+            ``limit`` ends at once.
+
     Returns:
-        The latest time so far, backward's included; infinity as soon as it reaches ``limit``.
+        The latest time so far, backward's included; infinity as soon as it is sure to reach ``limit``.
         ``ready`` float64[B] and ``finish`` float64[U] are filled along the way.
     """
     real, whole, ring_end, ring_row, ring_key = state
@@ -129,6 +177,7 @@ def advance_paper(
     bucket = whole[0]
     back = real[BACK]
     latest = real[LATEST]
+    events = whole[EVENTS]
     while True:
         at = np.inf
         s = -1
@@ -145,10 +194,12 @@ def advance_paper(
             if bucket == stop:
                 break
             now = back
+            events += 1
             ready[bucket] = now
             if now > latest:
                 latest = now
                 if latest >= limit:
+                    whole[EVENTS] = events
                     return np.inf
             if bucket + 1 < buckets:
                 gap = gaps[bucket + 1]
@@ -168,6 +219,15 @@ def advance_paper(
                     for k in range(3):
                         start = max(start, real[LANES_OF_SET[s, k]])
                     end = start + task_us[row]
+                    coming = row + 1
+                    while task_set[coming] >= 0:
+                        lanes = LANES_OF_SET[task_set[coming]]
+                        real[COMING + lanes[0]] += task_us[coming]
+                        if lanes[1] != lanes[0]:
+                            real[COMING + lanes[1]] += task_us[coming]
+                        if lanes[2] != lanes[1]:
+                            real[COMING + lanes[2]] += task_us[coming]
+                        coming += 1
                     for k in range(3):
                         real[LANES_OF_SET[s, k]] = end
                     if s == 0 and start < back:
@@ -183,11 +243,22 @@ def advance_paper(
                     if end > latest:
                         latest = end
                         if latest >= limit:
+                            whole[EVENTS] = events
                             return np.inf
             bucket += 1
+            if limit < np.inf:
+                # Rounding adds up over the tasks; what is cut off must be sure to reach the limit.
+                sure = limit * (1.0 + 1e-11)
+                over = bucket < buckets and back + real[COMING] + rest[bucket, 0] >= sure
+                for k in range(1, NUM_LANES):
+                    over |= real[k] + real[COMING + k] + rest[bucket, k] >= sure
+                if over:
+                    whole[EVENTS] = events
+                    return np.inf
             continue
         if s < 0:
             break
+        events += 1
         front = whole[FRONT + s]
         slot = front & mask
         row = ring_row[s, slot] + 1
@@ -200,11 +271,17 @@ def advance_paper(
             finish[key >> 24] = at
             continue
         start = at
+        lanes = LANES_OF_SET[s]
         for k in range(3):
-            start = max(start, real[LANES_OF_SET[s, k]])
+            start = max(start, real[lanes[k]])
         end = start + task_us[row]
         for k in range(3):
-            real[LANES_OF_SET[s, k]] = end
+            real[lanes[k]] = end
+        real[COMING + lanes[0]] -= task_us[row]
+        if lanes[1] != lanes[0]:
+            real[COMING + lanes[1]] -= task_us[row]
+        if lanes[2] != lanes[1]:
+            real[COMING + lanes[2]] -= task_us[row]
         if s == 0 and start < back:
             back += task_us[row]
         rear = whole[REAR + s]
@@ -218,14 +295,16 @@ def advance_paper(
         if end > latest:
             latest = end
             if latest >= limit:
+                whole[EVENTS] = events
                 return np.inf
     whole[0] = bucket
+    whole[EVENTS] = events
     real[BACK] = back
     real[LATEST] = latest
     return float(latest)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _new_rate(real: Reals, left: int, since: int, rate: int, end: int, value: float, now: float) -> None:
     """Go on at another rate; an unchanged one keeps the end exactly as it was."""
     if value == real[rate]:
@@ -241,7 +320,7 @@ def _new_rate(real: Reals, left: int, since: int, rate: int, end: int, value: fl
         real[end] = np.inf
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _share_cores(
     real: Reals,
     whole: Wholes,
@@ -304,7 +383,7 @@ def _share_cores(
             _new_rate(real, LEFT + s, SINCE + s, RATE + s, END + s, rates[i], now)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel
 def advance_shared(
     state: State,
     gaps: Reals,
@@ -319,10 +398,13 @@ def advance_shared(
     contention: Reals,
     stop: int,
     limit: float,
+    rest: Reals,
     ready: Reals,
     finish: Reals,
 ) -> float:
     """As :func:`advance_paper`, with ``contention`` float64[2] (cores, backward's demand) shared by all.
+
+    ``rest`` is not used: lanes have no end here until their tasks have theirs.
 
     Here ``real[END + s]`` is the end of the running task of set s; rings hold arrival numbers for ends.
     """
@@ -349,6 +431,7 @@ def advance_shared(
             if bucket == stop:
                 break
             now = real[BACK]
+            whole[EVENTS] += 1
             real[NOW] = now
             ready[bucket] = now
             if now > real[LATEST]:
@@ -381,6 +464,7 @@ def advance_shared(
             break
         else:
             now = at
+            whole[EVENTS] += 1
             real[NOW] = now
             if now > real[LATEST]:
                 real[LATEST] = now
@@ -428,7 +512,7 @@ def advance_shared(
     return float(real[LATEST])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def best_of(
     shared: bool,
     start: State,
@@ -446,6 +530,7 @@ def best_of(
     task_cores: Reals,
     contention: Reals,
     limit: float,
+    rest: Reals,
     ready: Reals,
     finish: Reals,
 ) -> tuple[int, float]:
@@ -457,18 +542,20 @@ def best_of(
     kept = choice[unit]
     best = -1
     buckets = gaps.shape[0]
+    # Valid for every candidate: only what is handed over after the unit's own bucket is read.
+    remaining(gaps, first_unit, choice, count, full, tail, task_set, task_us, rest)
     for candidate in candidates:
         choice[unit] = candidate
         copy_state(start, scratch)
         if shared:
             time = advance_shared(
                 scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, limit, ready, finish,
+                contention, buckets + 1, limit, rest, ready, finish,
             )  # fmt: skip
         else:
             time = advance_paper(
                 scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, limit, ready, finish,
+                contention, buckets + 1, limit, rest, ready, finish,
             )  # fmt: skip
         if time < limit:
             limit = time
@@ -477,7 +564,7 @@ def best_of(
     return best, limit
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def evaluate_batch(
     shared: bool,
     start: State,
@@ -495,6 +582,7 @@ def evaluate_batch(
     limit: float,
     cut: bool,
     times: Reals,
+    rest: Reals,
     ready: Reals,
     finish: Reals,
 ) -> tuple[int, float]:
@@ -510,15 +598,17 @@ def evaluate_batch(
     for index in range(batch.shape[0]):
         copy_state(start, scratch)
         bound = limit if cut else np.inf
+        if cut:
+            remaining(gaps, first_unit, batch[index], count, full, tail, task_set, task_us, rest)
         if shared:
             time = advance_shared(
                 scratch, gaps, first_unit, batch[index], count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, bound, ready, finish,
+                contention, buckets + 1, bound, rest, ready, finish,
             )  # fmt: skip
         else:
             time = advance_paper(
                 scratch, gaps, first_unit, batch[index], count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, bound, ready, finish,
+                contention, buckets + 1, bound, rest, ready, finish,
             )  # fmt: skip
         times[index] = time
         if time < limit:
@@ -527,6 +617,6 @@ def evaluate_batch(
     return best, limit
 
 
-def kernel(shared: bool) -> Any:
+def advance_kernel(shared: bool) -> Any:
     """The advance function for jobs with or without shared cores."""
     return advance_shared if shared else advance_paper

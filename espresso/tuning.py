@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,13 @@ from espresso.runtime import HostRuntime, Runtime
 from espresso.server_profile import measure_exchange, measure_processors
 from espresso.strategies import RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, TensorSpec
 
+if TYPE_CHECKING:
+    from espresso.search_result import SearchResult
+
 logger = logging.getLogger("espresso")
+
+ADVISED_CAPS_MB = (5, 25, 100)
+"""Bucket sizes that automatic mode looks at: few, since all ranks wait for it."""
 
 MAX_CANDIDATES = 2
 """Strategies that race against plain: more would take too many steps."""
@@ -42,6 +48,7 @@ class OnlineSearch:
         compressor: the one in force; a later call measures what has changed, and searches again.
         job: what was measured, on every rank; None before.
         uncompressed_us: predicted iteration time of the plain strategy.
+        advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class OnlineSearch:
         self._runtime = HostRuntime() if runtime is None else runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0
+        self.advice = ""
 
     def __call__(self, records: Sequence[Record], observations: Sequence[Observation]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best."""
@@ -142,6 +150,18 @@ class OnlineSearch:
             meta=machine_facts() | {"compressor": str(self.compressor)},
         )
 
+    def _advise_bucket_size(self, job: Job, result: SearchResult) -> None:
+        """Say which bucket size would be better: DDP fixes its own when it is made, so only the user can set it."""
+        from espresso.search import advised_bucket_cap
+
+        found = advised_bucket_cap(job, self.compressor, result, ADVISED_CAPS_MB)
+        if found is not None:
+            self.advice = (
+                f"DistributedDataParallel(bucket_cap_mb={found.bucket_cap_mb:g}) is predicted to take"
+                f" {found.predicted_us / 1e3:.1f} ms instead of {result.predicted_us / 1e3:.1f} ms"
+            )
+            logger.info("buckets: %s", self.advice)
+
     def _search(self, job: Job) -> tuple[list[Candidate], float]:
         from espresso.search import search  # compiles kernels: only rank 0 needs them
 
@@ -152,6 +172,7 @@ class OnlineSearch:
             for found in result.alternatives
             if found.predicted_us < result.uncompressed_us and found.strategy.num_compressed
         ][:MAX_CANDIDATES]
+        self._advise_bucket_size(job, result)
         logger.info(
             "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
             len(job.tensors),

@@ -221,6 +221,7 @@ class Strategy:
         Raises:
             StrategyError: an unknown or missing key, an unknown option, a wrong type or a wrong fingerprint, by name.
         """
+        _check_kind(body)
         _check_keys(body, "the strategy", _REQUIRED, {"bucket_cap_mb", "notes"})
         if body["schema_version"] != SCHEMA_VERSION:
             raise StrategyError(
@@ -301,6 +302,14 @@ def _read_tensors(rows: list[Any]) -> tuple[list[TensorSpec], dict[str, Choice]]
         except (ValueError, TypeError) as error:
             raise StrategyError(f"tensor {name!r}: {error}") from None
     return tensors, choices
+
+
+def _check_kind(body: Any) -> None:
+    """Say what a file of another kind is, before anything is said of its keys."""
+    kind = body.get("kind") if isinstance(body, dict) else None
+    if isinstance(kind, str) and kind.startswith("espresso-") and kind != "espresso-strategy":
+        name = kind.removeprefix("espresso-")
+        raise StrategyError(f"this is a {name} file, and a strategy file is wanted here")
 
 
 def _check_keys(body: Any, where: str, required: set[str], optional: set[str]) -> None:

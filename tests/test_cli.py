@@ -258,8 +258,12 @@ def test_missing_and_malformed_files(files: dict[str, Path], tmp_path: Path) -> 
     refused(espresso("search", none, *search), str(none), "no such file")
     refused(espresso("search", broken, *search), str(broken), "not a JSON file")
     refused(espresso("search", tmp_path, *search), str(tmp_path), "is a directory")
-    refused(espresso("search", files["strategy"], *search), str(files["strategy"]), "unknown key")
-    refused(espresso("explain", files["job"]), "unknown key")
+    refused(
+        espresso("search", files["strategy"], *search),
+        str(files["strategy"]),
+        "this is a strategy file, and a job file is wanted",
+    )
+    refused(espresso("explain", files["job"]), "this is a job file, and a strategy file is wanted")
     refused(espresso("explain", none), "no such file")
     refused(espresso("simulate", none, files["strategy"]), str(none))
     refused(espresso("simulate", files["job"], none), str(none))
@@ -597,4 +601,9 @@ def test_links_under_torchrun_prints_once(tmp_path: Path) -> None:
     assert (body["num_nodes"], body["ranks_per_node"]) == (2, 1)
     assert {"allreduce", "allgather", "all_to_all"} <= {row["routine"] for row in body["links"]}
     assert all(row["points"] and row["alpha_us"] >= 0 for row in body["links"])
-    assert json.loads((tmp_path / "links.json").read_text()) == body
+    assert json.loads((tmp_path / "links.json").read_text())["measured"] == body
+    made = espresso(
+        "job", "lstm", "--nodes", "2", "--ranks-per-node", "1", "--cluster", tmp_path / "links.json",
+        "-o", tmp_path / "job.json",
+    )  # fmt: skip
+    assert made.exit_code == 0, made.stderr

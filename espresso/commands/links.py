@@ -28,7 +28,10 @@ def links(
         typer.Option(min=1, help="Ranks that count as one node; found out by itself.", show_default=False),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Also write the links as JSON.", show_default=False)
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Also write a cluster file for espresso job.", show_default=False
+        ),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -87,8 +90,11 @@ def _print(cluster: Any, measured: Any, output: Path | None, json_output: bool) 
         "comm_cpu": dict(measured.comm_cpu),
     }
     if output is not None:
-        output.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        say(f"links written to {output}")
+        from espresso.presets import measured_cluster
+
+        written = measured_cluster(measured.curves, cluster, body)
+        output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        say(f"cluster file written to {output}; next: espresso job TRACE --cluster {output} …")
     if json_output:
         emit_json(body)
         return

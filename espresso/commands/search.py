@@ -1,14 +1,16 @@
 """``espresso search``: from a job to a strategy."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from espresso.commands._common import (
     CompressorOption,
+    ExitStatus,
     JobFile,
     JsonFlag,
+    UserError,
     check_output,
     emit_json,
     out,
@@ -18,6 +20,12 @@ from espresso.commands._common import (
     working,
 )
 
+if TYPE_CHECKING:
+    from espresso.frontier import FrontierPoint
+    from espresso.job import Job
+    from espresso.search_result import SearchResult
+    from espresso.strategies import CompressorSpec
+
 
 @user_errors
 def search(
@@ -26,45 +34,118 @@ def search(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The strategy file to write.", show_default=False)
     ] = None,
+    error_budget: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Most error a strategy may make (docs/search.md).", show_default=False),
+    ] = None,
+    sensitivity: Annotated[
+        Path | None,
+        typer.Option(help="File: each compressor's relative error per tensor.", show_default=False),
+    ] = None,
+    frontier: Annotated[
+        int | None,
+        typer.Option(min=2, help="Also print time against error, so many points.", show_default=False),
+    ] = None,
+    old: Annotated[
+        Path | None,
+        typer.Option("--from", help="Replan: begin with this strategy, much faster.", show_default=False),
+    ] = None,
+    bucket_caps: Annotated[bool, typer.Option(help="DDP jobs: also search the bucket size to set.")] = True,
     json_output: JsonFlag = False,
 ) -> None:
     """Search the strategy with the shortest predicted iteration, and say what it chose."""
-    from espresso.explain import explain
+    from espresso.error_budget import Sensitivity
     from espresso.job import Job
-    from espresso.report import BOUND, CERTIFICATE, choices_table, human_us, prediction_table
 
     specs = parse_compressors(compressor)
     check_output(output)
+    if old is not None and (error_budget is not None or sensitivity is not None or frontier is not None):
+        raise UserError(
+            "--from replans without an error budget; leave the other options out", ExitStatus.USAGE
+        )
     loaded = Job.load(job)
-    with working(f"Searching {len(loaded.tensors)} tensors") as progress:
-        from espresso.search import search as find
+    lost = None if sensitivity is None else Sensitivity.load(sensitivity)
+    points: list[FrontierPoint] = []
+    with working(f"Searching {len(loaded.tensors)} tensors: loading and compiling") as progress:
+        if old is not None:
+            result = _replan(loaded, specs, old)
+        else:
+            from espresso.search import search as find
 
-        result = find(loaded, specs, progress=progress.update)
+            result = find(
+                loaded, specs, progress=progress.update, bucket_caps=None if bucket_caps else (),
+                error_budget=error_budget, sensitivity=lost,
+            )  # fmt: skip
+        if frontier is not None:
+            from espresso.frontier import frontier as sweep
+
+            progress.describe("time against error")
+            points = sweep(loaded, specs, sensitivity=lost, points=frontier)
     if output is not None:
         result.strategy.save(output)
     if json_output:
-        emit_json(
-            {
-                "predicted_us": result.predicted_us,
-                "uncompressed_us": result.uncompressed_us,
-                "upper_bound_us": result.upper_bound_us,
-                "lower_bound_us": result.lower_bound_us,
-                "gap": result.gap,
-                "search_ms": result.search_ms,
-                "algorithms_ms": result.algorithms_ms,
-                "certificate_ms": result.certificate_ms,
-                "improve_ms": result.improve_ms,
-                "num_tensors": result.num_tensors,
-                "num_compressed": result.num_compressed,
-                "num_offloaded": result.num_offloaded,
-                "num_candidates": result.num_candidates,
-                "compressors": [str(spec) for spec in specs],
-                "mode": loaded.mode.value,
-                "baselines": dict(result.baselines),
-                "strategy": None if output is None else str(output),
-            }
-        )
+        emit_json(_summary(loaded, specs, result, output) | _frontier_json(points, frontier))
         return
+    _print(loaded, result, points)
+    if output is not None:
+        say(f"strategy written to {output}")
+
+
+def _replan(job: "Job", specs: "tuple[CompressorSpec, ...]", old: Path) -> "SearchResult":
+    from espresso.search import replan
+    from espresso.strategies import Strategy
+
+    return replan(job, Strategy.load(old), compressor=specs)
+
+
+def _summary(
+    job: "Job", specs: "tuple[CompressorSpec, ...]", result: "SearchResult", output: Path | None
+) -> dict[str, Any]:
+    return {
+        "predicted_us": result.predicted_us,
+        "uncompressed_us": result.uncompressed_us,
+        "upper_bound_us": result.upper_bound_us,
+        "lower_bound_us": result.lower_bound_us,
+        "gap": result.gap,
+        "search_ms": result.search_ms,
+        "algorithms_ms": result.algorithms_ms,
+        "certificate_ms": result.certificate_ms,
+        "improve_ms": result.improve_ms,
+        "num_tensors": result.num_tensors,
+        "num_compressed": result.num_compressed,
+        "num_offloaded": result.num_offloaded,
+        "num_candidates": result.num_candidates,
+        "offload_capped": result.offload_capped,
+        "partition_bytes": result.strategy.partition_bytes,
+        "bucket_cap_mb": result.bucket_cap_mb,
+        "bucket_caps": [
+            {
+                "bucket_cap_mb": row.bucket_cap_mb,
+                "num_buckets": row.num_buckets,
+                "predicted_us": row.predicted_us,
+                "uncompressed_us": row.uncompressed_us,
+            }
+            for row in result.caps
+        ],
+        "error": result.error,
+        "error_budget": result.error_budget,
+        "compressors": [str(spec) for spec in specs],
+        "mode": job.mode.value,
+        "baselines": dict(result.baselines),
+        "strategy": None if output is None else str(output),
+    }
+
+
+def _frontier_json(points: "list[FrontierPoint]", asked: int | None) -> dict[str, Any]:
+    if asked is None:
+        return {}
+    return {"frontier": [{"error": p.error, "predicted_us": p.predicted_us} for p in points]}
+
+
+def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]") -> None:
+    from espresso.explain import explain
+    from espresso.report import BOUND, CERTIFICATE, choices_table, frontier_table, human_us, prediction_table
+
     console = out()
     rows = {
         "uncompressed": result.uncompressed_us,
@@ -78,11 +159,37 @@ def search(
     console.print(
         f"{result.num_compressed} of {result.num_tensors} tensors compressed,"
         f" {result.num_offloaded} on the offload pool; {result.num_candidates} leaves a tensor searched in"
-        f" {human_us(result.search_ms * 1e3)}; prediction for {loaded.mode.value} mode"
+        f" {human_us(result.search_ms * 1e3)}; prediction for {job.mode.value} mode"
     )
     console.print(
         f"certified: no strategy is below {human_us(result.lower_bound_us)}, so this one is within"
         f" {100 * result.gap:.1f} % of the best; certificate in {human_us(result.certificate_ms * 1e3)}"
     )
-    if output is not None:
-        say(f"strategy written to {output}")
+    for line in _remarks(result):
+        console.print(line)
+    if points:
+        console.print()
+        console.print(frontier_table([(p.error, p.predicted_us, p.result.num_compressed) for p in points]))
+
+
+def _remarks(result: "SearchResult") -> list[str]:
+    from espresso.report import human_us
+
+    lines = []
+    if result.bucket_cap_mb is not None:
+        own = result.caps[0].predicted_us
+        lines.append(
+            f"set DistributedDataParallel(bucket_cap_mb={result.bucket_cap_mb:g}): with the buckets of the job"
+            f" the best is {human_us(own)}"
+        )
+    elif result.caps:
+        lines.append("the job's own bucket size stays: no other gains 2 %")
+    if result.error is not None and result.error_budget is not None:
+        lines.append(f"error {result.error:.4g} of a budget of {result.error_budget:.4g}")
+    elif result.error is not None:
+        lines.append(f"error {result.error:.4g}")
+    if result.offload_capped:
+        lines.append(
+            "Algorithm 2 had more combinations than its cap allows; it settled its groups one after the other"
+        )
+    return lines

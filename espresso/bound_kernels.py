@@ -1,0 +1,385 @@
+"""The certificate's kernels: what a leaf loads, which leaves matter, and the ascent on the dual function.
+
+A candidate is a row of ``WIDTH`` figures::
+
+    0-6 time on each lane   7 core time   8 chain   9 training work that comes first
+    10, 11  least time before the intra and the inter link are first used   12, 13  least time after their last use
+
+A line is one lower bound on the makespan (:mod:`espresso.bounds`); there are up to ``NUM_LINES`` for each unit::
+
+    0-6 lanes   7 cores   8 chain   9, 10 intra and inter link for the largest units alone, ends included
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.jit import kernel
+from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES
+
+Wholes = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+CORES = NUM_LANES
+NUM_LOADS = NUM_LANES + 1
+"""Loads of a candidate: the lanes, and core time."""
+CHAIN = NUM_LOADS
+FIRST = CHAIN + 1
+COSTS = FIRST + 1
+"""Columns that have a price; dominance compares them."""
+HEADS = COSTS
+TAILS = HEADS + 2
+WIDTH = TAILS + 2
+GIANT_LINES = CHAIN + 1
+NUM_LINES = GIANT_LINES + 2
+"""The first of the two lines of the largest units."""
+GIANT_LANES = 3
+"""The intra link; the inter link's outward lane follows."""
+
+
+@kernel
+def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, cores: Reals, out: Reals) -> None:
+    """Per leaf and partition: the ``COSTS`` columns, then each lane's time before its first and after its last task.
+
+    ``numbers`` int64[leaves, longest + 1] of shapes (-1 after the end), priced by ``sets``, ``us``, ``cores``;
+    ``out`` float64[leaves, COSTS + 2 * NUM_LANES].
+    """
+    for i in range(numbers.shape[0]):
+        out[i] = 0.0
+        for lane in range(NUM_LANES):
+            out[i, COSTS + lane] = np.inf
+        before = 0.0
+        if numbers[i, 0] >= 0 and sets[numbers[i, 0]] == 0:
+            out[i, FIRST] = us[numbers[i, 0]]
+        for k in range(numbers.shape[1]):
+            shape = numbers[i, k]
+            if shape < 0:
+                break
+            time = us[shape]
+            lanes = LANES_OF_SET[sets[shape]]
+            for m in range(3):
+                lane = lanes[m]
+                if m > 0 and lane == lanes[m - 1]:
+                    continue
+                out[i, lane] += time
+                out[i, COSTS + lane] = min(out[i, COSTS + lane], before)
+                out[i, COSTS + NUM_LANES + lane] = before + time
+            out[i, CORES] += time * cores[shape]
+            before += time
+        out[i, CHAIN] = before
+        for lane in range(NUM_LANES):
+            # A lane that is not used bounds nothing: no ends.
+            if out[i, lane] == 0.0:
+                out[i, COSTS + lane] = 0.0
+                out[i, COSTS + NUM_LANES + lane] = 0.0
+            else:
+                out[i, COSTS + NUM_LANES + lane] = before - out[i, COSTS + NUM_LANES + lane]
+
+
+@kernel
+def join_partitions(full: Reals, tail: Reals, count: int, out: Reals) -> None:
+    """Rows of ``count`` partitions that run through the same leaf: loads add up, chains overlap.
+
+    The chain is bounded by each lane: it serves all partitions, after the shortest head, before the shortest tail.
+    """
+    for i in range(full.shape[0]):
+        for k in range(NUM_LOADS):
+            out[i, k] = (count - 1) * full[i, k] + tail[i, k]
+        out[i, FIRST] = (count - 1) * full[i, FIRST] + tail[i, FIRST]
+        chain = max(full[i, CHAIN], tail[i, CHAIN]) if count > 1 else tail[i, CHAIN]
+        for lane in range(NUM_LANES):
+            head = tail[i, COSTS + lane]
+            rest = tail[i, COSTS + NUM_LANES + lane]
+            if count > 1:
+                head = min(head, full[i, COSTS + lane])
+                rest = min(rest, full[i, COSTS + NUM_LANES + lane])
+                if out[i, lane] > 0.0:
+                    chain = max(chain, head + out[i, lane] + rest)
+            if lane == GIANT_LANES or lane == GIANT_LANES + 1:
+                out[i, HEADS + lane - GIANT_LANES] = head
+                out[i, TAILS + lane - GIANT_LANES] = rest
+        out[i, CHAIN] = chain
+
+
+@kernel
+def pareto(rows: Reals, order: Wholes) -> Flags:
+    """Rows that no other row matches or beats in every cost; of equal ones the first in ``order``.
+
+    ``order`` sorts by the sum of costs, so that a dominating row always comes first. A row that goes leaves the
+    lesser of its heads and tails with the one that beats it, whose line then speaks for both.
+    """
+    n = rows.shape[0]
+    keep = np.zeros(n, dtype=np.bool_)
+    front = np.empty(n, dtype=np.int64)
+    size = 0
+    for i in order:
+        dominated = False
+        for position in range(size):
+            j = front[position]
+            worse = False
+            for k in range(COSTS):
+                if rows[j, k] > rows[i, k]:
+                    worse = True
+                    break
+            if not worse:
+                dominated = True
+                for k in range(HEADS, WIDTH):
+                    rows[j, k] = min(rows[j, k], rows[i, k])
+                # Move to front: a row that beats one often beats the next.
+                front[position] = front[position // 2]
+                front[position // 2] = j
+                break
+        if not dominated:
+            keep[i] = True
+            front[size] = i
+            size += 1
+    return keep
+
+
+@kernel
+def constants(release: Reals, backward: float, cores: float, backward_cores: float) -> Reals:
+    """float64[NUM_LINES, units]: the lines without the candidates; -inf where a line is not used."""
+    n = release.shape[0]
+    base = np.full((NUM_LINES, n), -np.inf)
+    for j in range(n):
+        base[CHAIN, j] = release[j]
+        # Units handed over together share their lines: those of the first of them.
+        if j > 0 and release[j] == release[j - 1]:
+            continue
+        base[1:NUM_LANES, j] = release[j]
+        if cores > 0.0:
+            base[0, j] = release[j]
+            base[CORES, j] = release[j] + backward_cores * (backward - release[j]) / cores
+    if cores == 0.0:
+        base[0, 0] = backward
+    return base
+
+
+@kernel
+def giant_constants(
+    release: Reals, giants: Wholes, rows: Reals, first: Wholes, last: Wholes, base: Reals
+) -> None:
+    """The lines of the largest units: from one of them on, their link time between the least head and tail.
+
+    ``giants`` int64[few] in order of release. The heads and tails are the least among the rows that are left.
+    """
+    for link in range(2):
+        start = np.inf
+        tail = np.inf
+        for position in range(giants.shape[0] - 1, -1, -1):
+            unit = giants[position]
+            head = np.inf
+            for row in range(first[unit], last[unit]):
+                head = min(head, rows[row, HEADS + link])
+                tail = min(tail, rows[row, TAILS + link])
+            start = min(start, release[unit] + head)
+            base[GIANT_LINES + link, unit] = start + tail
+
+
+@kernel
+def unit_prices(weights: Reals, base: Reals, giant: Flags, cores: float, prices: Reals) -> float:
+    """What each unit pays per cost, float64[units, COSTS], and the constant part of the dual function."""
+    n = giant.shape[0]
+    total = 0.0
+    running = np.zeros(NUM_LINES)
+    for u in range(n):
+        for k in range(NUM_LINES):
+            if base[k, u] > -np.inf:
+                total += weights[k, u] * base[k, u]
+                if k != CHAIN:
+                    running[k] += weights[k, u]
+        for k in range(NUM_LANES):
+            prices[u, k] = running[k]
+        prices[u, CORES] = running[CORES] / cores if cores > 0.0 else 0.0
+        prices[u, CHAIN] = weights[CHAIN, u]
+        if giant[u]:
+            for link in range(2):
+                prices[u, GIANT_LANES + link] += running[GIANT_LINES + link]
+    later = 0.0
+    pending = 0.0
+    for u in range(n - 1, -1, -1):
+        if u < n - 1 and base[CHAIN, u] < base[CHAIN, u + 1]:
+            later += pending
+            pending = 0.0
+        prices[u, FIRST] = later if cores == 0.0 else 0.0
+        for k in range(1, NUM_LINES):
+            if base[k, u] > -np.inf:
+                pending += weights[k, u]
+    return total
+
+
+@kernel
+def cheapest(
+    prices: Reals, rows: Reals, fees: Reals, fee_of: Wholes, first: Wholes, last: Wholes, picked: Wholes
+) -> float:
+    """Each unit's cheapest row in ``picked``; returns the sum of their costs.
+
+    ``fees`` float64[units, kinds] and ``fee_of`` int64[rows] add what a row's kind costs a unit.
+    """
+    total = 0.0
+    for u in range(first.shape[0]):
+        p = prices[u]
+        least = np.inf
+        at = first[u]
+        for row in range(first[u], last[u]):
+            cost = (
+                p[0] * rows[row, 0] + p[1] * rows[row, 1] + p[2] * rows[row, 2] + p[3] * rows[row, 3]
+                + p[4] * rows[row, 4] + p[5] * rows[row, 5] + p[6] * rows[row, 6] + p[7] * rows[row, 7]
+                + p[8] * rows[row, 8] + p[9] * rows[row, 9] + fees[u, fee_of[row]]
+            )  # fmt: skip
+            if cost < least:
+                least = cost
+                at = row
+        picked[u] = at
+        total += least
+    return total
+
+
+@kernel
+def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, out: Reals) -> None:
+    """Every line for the rows picked: the dual function's supergradient."""
+    loads = np.zeros(NUM_LINES)
+    n = picked.shape[0]
+    for u in range(n - 1, -1, -1):
+        row = rows[picked[u]]
+        for k in range(NUM_LANES):
+            loads[k] += row[k]
+        if cores > 0.0:
+            loads[CORES] += row[CORES] / cores
+        if giant[u]:
+            for link in range(2):
+                loads[GIANT_LINES + link] += row[GIANT_LANES + link]
+        for k in range(NUM_LINES):
+            out[k, u] = base[k, u] + loads[k]
+        out[CHAIN, u] = base[CHAIN, u] + row[CHAIN]
+    if cores > 0.0:
+        return
+    before = 0.0
+    pending = 0.0
+    for u in range(n):
+        if u > 0 and base[CHAIN, u] > base[CHAIN, u - 1]:
+            before += pending
+            pending = 0.0
+        pending += rows[picked[u], FIRST]
+        for k in range(1, NUM_LINES):
+            out[k, u] += before
+
+
+@kernel
+def ascend(
+    weights: Reals, base: Reals, rows: Reals, fees: Reals, fee_of: Wholes, first: Wholes, last: Wholes,
+    giant: Flags, cores: float, above: float, reach: float, rounds: int, close: float, best_weights: Reals,
+    frequency: Reals,
+) -> tuple[float, int]:  # fmt: skip
+    """Entropic mirror ascent with Polyak's step; ``weights`` is where it starts and is overwritten.
+
+    Args:
+        above: a makespan that some strategy reaches: no bound is above it.
+        reach: how far above the first value the optimum is taken to be; 0: as far as ``above``.
+        close: stop when the bound is within this fraction of ``above``.
+        best_weights: the weights of the best bound found.
+        frequency: float64[units, most candidates]: a running mean of the minimising rows.
+
+    Returns:
+        (best bound, rounds taken).
+    """
+    n = first.shape[0]
+    picked = np.empty(n, dtype=np.int64)
+    prices = np.empty((n, COSTS))
+    slope = np.empty((NUM_LINES, n))
+    mean = np.zeros((NUM_LINES, n))
+    best = -np.inf
+    stale = 0
+    taken = 0
+    known = reach > 0.0
+    for taken in range(1, rounds + 1):
+        value = unit_prices(weights, base, giant, cores, prices)
+        value += cheapest(prices, rows, fees, fee_of, first, last, picked)
+        if value > best:
+            if value > best + 0.005 * reach:
+                stale = 0
+            best = value
+            best_weights[:] = weights
+            if best >= above * (1.0 - close):
+                break
+        if not known:
+            reach = max(above - best, 1e-6 * above)
+            known = True
+        stale += 1
+        if stale > 12:
+            reach *= 0.6
+            stale = 0
+            weights[:] = best_weights
+            if reach < 2e-4 * above:
+                break
+            unit_prices(weights, base, giant, cores, prices)
+            cheapest(prices, rows, fees, fee_of, first, last, picked)
+        for u in range(n):
+            for k in range(last[u] - first[u]):
+                frequency[u, k] *= 0.95
+            frequency[u, picked[u] - first[u]] += 0.05
+        lines(base, rows, giant, cores, picked, slope)
+        # A running mean of supergradients damps the zigzag between equal candidates.
+        blend = 1.0 if taken == 1 else 0.3
+        centre = 0.0
+        for k in range(NUM_LINES):
+            for u in range(n):
+                if base[k, u] > -np.inf:
+                    mean[k, u] += blend * (slope[k, u] - mean[k, u])
+                    centre += weights[k, u] * mean[k, u]
+        widest = 0.0
+        for k in range(NUM_LINES):
+            for u in range(n):
+                if base[k, u] > -np.inf:
+                    off = mean[k, u] - centre
+                    widest = max(widest, abs(off) if weights[k, u] > 1e-9 else off)
+        if widest == 0.0:
+            break
+        step = (max(best - value, 0.0) + reach) / (widest * widest)
+        total = 0.0
+        for k in range(NUM_LINES):
+            for u in range(n):
+                if base[k, u] > -np.inf:
+                    # No weight dies: what is slack now may bind later.
+                    weights[k, u] = max(weights[k, u], 1e-12) * np.exp(
+                        min(max(step * (mean[k, u] - centre), -3.0), 3.0)
+                    )
+                    total += weights[k, u]
+        for k in range(NUM_LINES):
+            for u in range(n):
+                weights[k, u] /= total
+    return best, taken
+
+
+@kernel
+def shortlist(
+    prices: Reals, rows: Reals, fees: Reals, fee_of: Wholes, first: Wholes, last: Wholes, picks: Wholes,
+    costs: Reals,
+) -> None:  # fmt: skip
+    """For every unit the rows of least cost, cheapest first (-1 after the end).
+
+    ``picks`` int64[units, k] takes rows relative to ``first``, ``costs`` float64[units, k] their costs.
+    """
+    depth = picks.shape[1]
+    for u in range(first.shape[0]):
+        filled = 0
+        for row in range(first[u], last[u]):
+            cost = fees[u, fee_of[row]]
+            for k in range(COSTS):
+                cost += prices[u, k] * rows[row, k]
+            at = filled
+            while at > 0 and costs[u, at - 1] > cost:
+                at -= 1
+            if at >= depth:
+                continue
+            filled = min(filled + 1, depth)
+            for k in range(filled - 1, at, -1):
+                costs[u, k] = costs[u, k - 1]
+                picks[u, k] = picks[u, k - 1]
+            costs[u, at] = cost
+            picks[u, at] = row - first[u]
+        for k in range(filled, depth):
+            picks[u, k] = -1
+            costs[u, k] = np.inf

@@ -1,0 +1,46 @@
+"""How the search's kernels are compiled, in one place.
+
+Numba's cache on disk notices a change of the file that a kernel is in, not of helpers and constants in other files
+that were compiled into it, and would go on running the old code. The cache here takes a digest of every
+``*_kernels.py`` of this package into its keys, so helpers and constants of kernels live in such files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+from numba.core import caching
+
+
+def source_digest() -> str:
+    """A digest of the sources that kernels draw on."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.glob("*_kernels.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+_DIGEST = source_digest()
+_Cache: Any = caching.FunctionCache
+
+
+class _KernelCache(_Cache):  # type: ignore[misc]  # Numba's classes are untyped
+    """Numba's cache, keyed by the digest as well."""
+
+    def _index_key(self, *arguments: Any) -> tuple[Any, ...]:
+        key: tuple[Any, ...] = super()._index_key(*arguments)
+        return (*key, _DIGEST)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile without the interpreter lock, cached on disk; division by zero is infinity, as in NumPy."""
+    dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy")(function)
+    dispatcher._cache = _KernelCache(function)
+    return dispatcher
+
+
+__all__ = ["kernel", "source_digest"]

@@ -1,0 +1,95 @@
+"""DDP's bucket size as a dimension of the search, and replanning."""
+
+from dataclasses import replace
+
+import pytest
+
+from espresso.bucket_caps import caps_for, rebucketed
+from espresso.costs import AlphaBeta, Links
+from espresso.presets import job_from_trace
+from espresso.search import replan, search
+from espresso.strategies import Mode, StrategyError
+from tests.timeline_jobs import TOY, compute, make_job, tenth
+
+MIB = 1 << 18
+"""Elements."""
+
+
+def ddp_job(sizes, gaps, **more):
+    """A job whose tensors all lie in one bucket."""
+    paper = make_job(sizes, gaps, **more)
+    return rebucketed(
+        replace(paper, mode=Mode.DDP, buckets=rebuild(paper), bucket_ready_us=(sum(paper.gaps_us),)), 1e6
+    )
+
+
+def rebuild(paper):
+    from espresso.strategies import Bucket, Slot
+
+    offset, slots = 0, []
+    for tensor in paper.tensors:
+        slots.append(Slot(tensor.name, offset, tensor.numel))
+        offset += tensor.numel
+    return (Bucket(0, tuple(slots)),)
+
+
+def test_buckets_fill_in_ready_order_as_ddp_fills_them():
+    job = ddp_job([MIB, MIB, 3 * MIB, 10, MIB], [0, 10, 10, 10, 10])
+    two = rebucketed(job, 2)
+    assert [[slot.tensor for slot in b.slots] for b in two.laid_out] == [["t0", "t1"], ["t2"], ["t3", "t4"]]
+    assert two.ready_us == (10.0, 20.0, 40.0)
+    assert two.laid_out[0].slots[1].offset == MIB
+    assert [len(rebucketed(job, cap).laid_out) for cap in (1, 4, 100)] == [4, 2, 1]
+    assert caps_for(job) == (1, 5, 10)
+
+
+def test_the_search_says_which_bucket_size_to_set():
+    """One bucket leaves the link idle until backward ends; small ones overlap."""
+    job = ddp_job([MIB] * 8, [0, *[3000] * 7], beta=2.0)
+    result = search(job, TOY, payload=tenth, bucket_caps=None)
+    assert result.bucket_cap_mb is not None
+    assert result.caps[0].bucket_cap_mb is None
+    assert result.predicted_us == min(row.predicted_us for row in result.caps) < result.caps[0].predicted_us
+    assert result.strategy.bucket_cap_mb == result.bucket_cap_mb
+    assert result.lower_bound_us <= result.predicted_us
+    assert len(result.plan.buckets) > 1
+    own = search(job, TOY, payload=tenth)
+    assert own.caps == ()
+    assert own.bucket_cap_mb is None
+    assert own.predicted_us == result.caps[0].predicted_us
+
+
+def test_a_bucket_size_that_gains_nothing_is_not_asked_for():
+    job = ddp_job([MIB] * 2, [0, 1], beta=2.0, alpha=5000.0)
+    result = search(job, TOY, payload=tenth, bucket_caps=None)
+    assert result.bucket_cap_mb is None
+    assert len(result.caps) > 1
+
+
+def test_paper_jobs_have_no_buckets():
+    with pytest.raises(ValueError, match="ddp mode"):
+        rebucketed(make_job([10], [0]), 25)
+
+
+def test_replanning_keeps_what_is_good_and_mends_what_is_not():
+    job = job_from_trace("lstm", 8, 8, "nvlink-100g")
+    old = search(job, "dgc:ratio=0.01")
+    links = job.costs.links
+    slower = job.with_costs(replace(job.costs, links=Links(links.intra, AlphaBeta(50.0, 0.4))))
+    again = replan(slower, old.strategy, certificates=dict(old.certificates))
+    assert again.predicted_us <= again.baselines["old strategy"]
+    assert again.lower_bound_us <= again.predicted_us
+    whole = search(slower, "dgc:ratio=0.01")
+    assert again.predicted_us <= 1.1 * whole.predicted_us
+    same = replan(job, old.strategy)
+    assert same.predicted_us <= old.predicted_us * (1 + 1e-9)
+    with pytest.raises(StrategyError, match="tensor"):
+        replan(job_from_trace("vgg16", 8, 8, "nvlink-100g"), old.strategy)
+
+
+def test_a_split_bucket_stays_split_when_replanned():
+    job = ddp_job([50_000, 50_000], [0, 5], beta=30.0, costs=compute(8.0, 1.0))
+    old = search(job, TOY, payload=tenth, partitions=(0,))
+    assert len(set(old.strategy.choices.values())) == 2
+    again = replan(job, old.strategy, payload=tenth)
+    assert again.predicted_us <= old.predicted_us * (1 + 1e-9)
