@@ -1,7 +1,7 @@
 """The search on every published trace, cluster preset and compressor, at scale, and beside the paper's tables.
 
     python -m benchmarks.search                 # everything
-    python -m benchmarks.search --only scale    # traces, scale or paper
+    python -m benchmarks.search --only scale    # traces, scale, options, paper or speed
 
 Writes ``benchmarks/results/search.json``, ``search.md`` and ``search.png``. Times are medians of repeated searches
 with kernels compiled and options cached; the first search of a job, which builds the options, is reported apart.
@@ -26,9 +26,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks import search_speed
 from espresso.job import Job
 from espresso.presets import cluster_names, job_from_trace, published_costs, trace_names
-from espresso.search import SearchResult, search
+from espresso.search import GREEDY, PUBLISHED, search
+from espresso.search_result import SearchResult
 from espresso.strategies import TensorSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,7 +66,7 @@ def _case(trace: str, preset: str, compressor: str) -> dict[str, Any]:
     cold = (time.perf_counter() - began) * 1e3
     runs = [search(job, compressor) for _ in range(REPEATS)]
     best = runs[0]
-    fixed = {n: t for n, t in best.baselines.items() if n not in ("algorithms 1 and 2", "offload only")}
+    fixed = {n: t for n, t in best.baselines.items() if n not in (PUBLISHED, GREEDY)}
     name = min(fixed, key=lambda n: fixed[n])
     return {
         "trace": trace,
@@ -73,7 +75,8 @@ def _case(trace: str, preset: str, compressor: str) -> dict[str, Any]:
         "tensors": best.num_tensors,
         "predicted_us": best.predicted_us,
         "uncompressed_us": best.uncompressed_us,
-        "algorithms_us": best.baselines["algorithms 1 and 2"],
+        "algorithms_us": best.baselines[PUBLISHED],
+        "greedy_us": best.baselines[GREEDY],
         "best_baseline": name,
         "best_baseline_us": fixed[name],
         "lower_bound_us": best.lower_bound_us,
@@ -119,6 +122,17 @@ def scale() -> list[dict[str, Any]]:
     return rows
 
 
+def options() -> list[dict[str, Any]]:
+    """How the search's time grows with the leaves that a tensor may take: BERT with one to three compressors."""
+    job = job_from_trace("bert_base", *SHAPE, "nvlink-100g")
+    rows = []
+    for count in range(1, len(COMPRESSORS) + 1):
+        search(job, COMPRESSORS[:count])
+        runs = [search(job, COMPRESSORS[:count]) for _ in range(REPEATS)]
+        rows.append({"options": runs[0].num_candidates, "gap": runs[0].gap, **_times(runs)})
+    return rows
+
+
 def paper() -> list[dict[str, Any]]:
     """The published relative speed-ups beside ours, on the same models and clusters."""
     rows = []
@@ -136,7 +150,7 @@ def paper() -> list[dict[str, Any]]:
                     "over": system,
                     "published": published,
                     "ours": other / result.predicted_us,
-                    "ours_published_algorithms": other / result.baselines["algorithms 1 and 2"],
+                    "ours_published_algorithms": other / result.baselines[PUBLISHED],
                 }
             )
     return rows
@@ -171,8 +185,17 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "largest_gap": max(gaps),
         "gaps_above_8_percent": sum(gap > 0.08 for gap in gaps),
         "largest_certificate_and_improvement_ms": max(both),
-        "least_gain_on_bert_base": min(
-            1 - row["predicted_us"] / row["algorithms_us"] for row in rows if row["trace"] == "bert_base"
+        **{
+            f"least_gain_on_bert_base_over_{name}": min(
+                1 - row["predicted_us"] / row[f"{name}_us"] for row in rows if row["trace"] == "bert_base"
+            )
+            for name in ("algorithms", "greedy")
+        },
+        "times_the_algorithms_are_above_the_best_baseline": sum(
+            row["algorithms_us"] > row["best_baseline_us"] * (1 + 1e-9) for row in rows
+        ),
+        "times_the_greedy_is_above_the_best_baseline": sum(
+            row["greedy_us"] > row["best_baseline_us"] * (1 + 1e-9) for row in rows
         ),
     }
 
@@ -182,12 +205,16 @@ def markdown(body: dict[str, Any]) -> str:
     about = body["facts"]
     out = ["# Search", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
     if "traces" in body:
-        out += ["| trace | cluster | compressor | fp32 ms | best fixed policy | Alg. 1+2 ms | ours ms | bound ms |"
-                " gap | Alg. ms | certificate ms | improvement ms | first ms |", "|" + " --- |" * 13]  # fmt: skip
+        columns = (
+            "trace", "cluster", "compressor", "fp32 ms", "best baseline", "Alg. 1+2 ms", "greedy ms", "ours ms",
+            "bound ms", "gap", "baselines and Alg. ms", "certificate ms", "improvement ms", "first ms",
+        )  # fmt: skip
+        out += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
         for r in body["traces"]:
             out.append(
                 f"| {r['trace']} | {r['cluster']} | {r['compressor']} | {r['uncompressed_us'] / 1e3:.1f} |"
                 f" {r['best_baseline']} {r['best_baseline_us'] / 1e3:.1f} | {r['algorithms_us'] / 1e3:.1f} |"
+                f" {r['greedy_us'] / 1e3:.1f} |"
                 f" {r['predicted_us'] / 1e3:.1f} | {r['lower_bound_us'] / 1e3:.1f} | {100 * r['gap']:.1f} % |"
                 f" {r['algorithms_ms']:.0f} | {r['certificate_ms']:.0f} | {r['improve_ms']:.0f} |"
                 f" {r['first_ms']:.0f} |"
@@ -201,6 +228,19 @@ def markdown(body: dict[str, Any]) -> str:
             f" {r['certificate_ms']:.0f} | {r['improve_ms']:.0f} | {r['first_ms']:.0f} |"
             for r in body["scale"]
         ]
+    if "options" in body:
+        out += [
+            "",
+            "| leaves a tensor | gap | search ms | certificate ms | improvement ms |",
+            "|" + " --- |" * 5,
+        ]
+        out += [
+            f"| {r['options']} | {100 * r['gap']:.1f} % | {r['search_ms']:.0f} | {r['certificate_ms']:.0f} |"
+            f" {r['improve_ms']:.0f} |"
+            for r in body["options"]
+        ]
+    if "speed" in body:
+        out += search_speed.markdown(body["speed"][0])
     if "paper" in body:
         out += ["", "Espresso over other systems: published, and simulated here.", "",
                 "| model | cluster | compressor | over | published | ours | Alg. 1+2 | ours / published |",
@@ -218,15 +258,17 @@ def draw(body: dict[str, Any], path: Path) -> None:
     """Gaps of all cases, and how time grows."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(19, 4.5), layout="constrained")
+    left, right, far, leaves = figure.subplots(1, 4)
     for trace in trace_names():
         gaps = [100 * row["gap"] for row in body.get("traces", ()) if row["trace"] == trace]
         left.plot(sorted(gaps), marker="o", label=trace)
     left.axhline(8, color="grey", linewidth=0.8, linestyle="--")
     left.set(xlabel="cluster and compressor, sorted", ylabel="certified gap, %")
     left.legend(fontsize=8)
-    rows = [row for row in body.get("scale", ()) if row["nodes"] == 8]
+    rows = [row for row in body.get("scale", ()) if row["nodes"] == 8 and row["tensors"] != 1000]
+    thousand = [row for row in body.get("scale", ()) if row["tensors"] == 1000]
+    rows = sorted(rows + thousand[:1], key=lambda row: row["tensors"])
     if rows:
         sizes = np.array([row["tensors"] for row in rows])
         right.loglog(sizes, [row["search_ms"] for row in rows], marker="o", label="search")
@@ -236,6 +278,17 @@ def draw(body: dict[str, Any], path: Path) -> None:
         )
         right.set(xlabel="tensors", ylabel="ms")
         right.legend(fontsize=8)
+    nodes = sorted({row["nodes"]: row for row in thousand}.values(), key=lambda row: row["nodes"])
+    if nodes:
+        sizes = [row["nodes"] for row in nodes]
+        far.loglog(sizes, [row["search_ms"] for row in nodes], marker="o", label="options cached")
+        far.loglog(sizes, [row["first_ms"] for row in nodes], marker="s", label="options built too")
+        far.set(xlabel="nodes of 8, 1000 tensors", ylabel="search, ms")
+        far.legend(fontsize=8)
+    counts = [row["options"] for row in body.get("options", ())]
+    if counts:
+        leaves.plot(counts, [row["search_ms"] for row in body["options"]], marker="o")
+        leaves.set(xlabel="leaves a tensor may take, BERT", ylabel="search, ms", ylim=(0, None))
     figure.savefig(path, dpi=110)
 
 
@@ -244,7 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "traces": traces,
         "scale": scale,
+        "options": options,
         "paper": paper,
+        "speed": search_speed.speed,
     }
     parser.add_argument("--only", choices=sections, help="one section; the others keep their last results")
     chosen = parser.parse_args(argv).only
