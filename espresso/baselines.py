@@ -97,9 +97,11 @@ def byteps_pipeline(hierarchical: bool) -> Option:
 def byteps_compress(evaluator: Evaluator, spec: CompressorSpec) -> tuple[Evaluator, list[Choice]]:
     """BytePS-Compress (Zhong et al. 2021, "Compressed Communication for Distributed Training").
 
-    Its definition there, section 4: gradients are summed inside the node first; tensors of at least 64 KiB are
-    compressed by the worker's CPU threads, in partitions of 4 MB, and again by the server; smaller ones travel
-    raw. Nothing looks at the timeline. Without a host cost for the compressor, the training device serves.
+    Its definition, from the system's own documents and source (BytePS, ``docs/gradient-compression.md`` and the
+    defaults of ``global.cc``): gradients are summed inside the node by the device's own library and copied to the
+    host (its optional fp16 there is left out, as the raw sum is what the others do too); tensors of at least
+    64 KiB are compressed by the worker's CPU threads, in partitions of 4 MB, and again by the server; smaller ones
+    travel raw. Nothing looks at the timeline. Without a host cost for the compressor, the training device serves.
     """
     device = Device.OFFLOAD if Device.OFFLOAD in _devices(evaluator, spec) else Device.TRAINING
     option = byteps_pipeline(evaluator.job.cluster.is_hierarchical).on_device(device)
@@ -121,6 +123,9 @@ def hitopkcomm(evaluator: Evaluator, spec: CompressorSpec) -> list[Choice]:
     """HiTopKComm (Shi et al., MLSys '21, "Towards Scalable Distributed Training of Deep Learning on Public
     Cloud Clusters"): every tensor is reduce-scattered in the node, its shard compressed on the training device,
     allgathered between nodes, decoded, and allgathered in the node.
+
+    The paper's text was not at hand when this was written: the pipeline is the one that the Espresso paper
+    compares with, and that HiTopKComm's title algorithm names (hierarchical top-k communication).
     """
     option = inter_allgather(evaluator.job.cluster.is_hierarchical)
     device = _devices(evaluator, spec)[0]
@@ -134,6 +139,9 @@ def hipress(evaluator: Evaluator, spec: CompressorSpec) -> list[Choice]:
 
     Compressed, it follows CaSync-PS with colocated aggregators: sum in the node, compressed all-to-all, merge,
     compressed allgather. Raw, it takes flat allreduce.
+
+    The paper's text was not at hand when this was written: its planner also chooses how many partitions a gradient
+    is cut into, which is left out here, and it models the exchange by its own cost formulas, ours by the timeline's.
     """
     option = inter_all_to_all(evaluator.job.cluster.is_hierarchical)
     choice = Choice(option.on_device(_devices(evaluator, spec)[0]), spec)

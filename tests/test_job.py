@@ -113,7 +113,7 @@ def _edit(body, path, value):
         (("cluster", "gpus"), 1, "cluster has an unknown key 'gpus'"),
         (("forward_us",), _DROP, "lacks the key 'forward_us'"),
         (("schema_version",), 2, "schema_version 2 is not supported"),
-        (("kind",), "espresso-strategy", "kind is 'espresso-strategy'"),
+        (("kind",), "espresso-strategy", "this is a strategy file"),
         (("mode",), "gpu", "mode is 'gpu', which is none of paper, ddp"),
         (("forward_us",), -1, "forward_us must be finite and at least zero, got -1"),
         (("forward_us",), "1", "forward_us must be a number, got '1'"),

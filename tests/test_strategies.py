@@ -389,7 +389,7 @@ _DROP = object()
         (("tensors", 1, "name"), "a", "tensor 'a' appears twice"),
         (("tensors", 1, "name"), 7, "name must be text"),
         (("schema_version",), 99, "schema_version 99 is not supported"),
-        (("kind",), "espresso-job", "kind is 'espresso-job'"),
+        (("kind",), "espresso-job", "this is a job file"),
         (("cluster", "num_nodes"), 0, "num_nodes must be a whole number of at least 1, got 0"),
         (("partition_bytes",), -1, "partition_bytes must be"),
         (("partition_bytes",), "big", "partition_bytes must be"),
