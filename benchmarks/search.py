@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import search_speed
+from benchmarks import search_evidence, search_speed
 from espresso.job import Job
 from espresso.presets import cluster_names, job_from_trace, published_costs, trace_names
 from espresso.search import GREEDY, PUBLISHED, search
@@ -220,8 +220,9 @@ def markdown(body: dict[str, Any]) -> str:
                 f" {r['first_ms']:.0f} |"
             )
         out += ["", *(f"- {key}: {value:.3g}" for key, value in body["summary"].items()), ""]
+    out += search_evidence.markdown(body.get("evidence", ()))
     if "scale" in body:
-        out += ["| tensors | nodes | gap | search ms | certificate ms | improvement ms | first ms |",
+        out += ["", "| tensors | nodes | gap | search ms | certificate ms | improvement ms | first ms |",
                 "|" + " --- |" * 7]  # fmt: skip
         out += [
             f"| {r['tensors']} | {r['nodes']} | {100 * r['gap']:.1f} % | {r['search_ms']:.0f} |"
@@ -311,6 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             body[name] = section()
     if "traces" in body:
         body["summary"] = summary(body["traces"])
+        if chosen in (None, "traces"):
+            body["evidence"] = search_evidence.evidence(body["traces"])
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(body, indent=1) + "\n")
     (RESULTS / "search.md").write_text(markdown(body))
