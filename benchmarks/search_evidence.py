@@ -19,8 +19,8 @@ from espresso.presets import job_from_trace
 from espresso.search import search
 from espresso.strategies import CompressorSpec
 
-TENSORS = 3
-MOST = 20_000_000
+TENSORS = 4
+MOST = 3_000_000
 
 
 def sub_job(job: Job, count: int = TENSORS) -> Job:
