@@ -355,3 +355,22 @@ def test_a_cluster_file_is_read_and_its_faults_named(tmp_path):
         load_cluster("nvlink-1g")
     with pytest.raises(JobError, match=r"neither a file nor a published trace .*bert_base"):
         job_from_trace("alexnet", 2, 2, "pcie-25g")
+
+
+def test_measured_links_make_a_cluster_file(tmp_path):
+    from espresso.costs import AlphaBeta, LinkCurve, routine_us
+    from espresso.presets import load_cluster, measured_cluster
+    from espresso.strategies import Cluster, Form, Routine, Scope
+
+    line = AlphaBeta(40.0, 0.3)
+    curves = [
+        LinkCurve(r, Scope.FLAT, Form.RAW, tuple((n, routine_us(r, line, 4, n)) for n in (1e3, 1e5, 1e7)))
+        for r in (Routine.ALLGATHER, Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL)
+    ]
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(measured_cluster(curves, Cluster(4, 1), {"num_nodes": 4})))
+    loaded = load_cluster(path)
+    assert loaded.inter.alpha_us == pytest.approx(40.0, rel=1e-3)
+    assert loaded.inter.beta_us_per_kb == pytest.approx(0.3, rel=1e-3)
+    assert loaded.intra == loaded.inter
+    assert "intra was not there to measure" in loaded.note

@@ -385,3 +385,15 @@ def test_costs_are_found_for_both_devices():
     assert costs.devices(TOY) == (Device.TRAINING, Device.OFFLOAD)
     assert costs.compute_cost(TOY, Device.OFFLOAD, Op.DECODE).time_us(1000) == 10.0
     assert PLAIN.option.is_compressed is False
+
+
+def test_an_edit_of_any_kernel_file_invalidates_the_cache_of_compiled_code(monkeypatch):
+    """Numba alone looks only at the file that a kernel is in, not at the helpers compiled into it."""
+    from espresso import jit
+    from espresso.timeline_kernels import copy_state
+
+    signature, library = ("signature",), type("Codegen", (), {"magic_tuple": lambda self: ("machine",)})()
+    key = copy_state._cache._index_key(signature, library)
+    assert key[-1] == jit.source_digest()
+    monkeypatch.setattr(jit, "_DIGEST", "of edited sources")
+    assert copy_state._cache._index_key(signature, library)[-1] == "of edited sources"
