@@ -54,7 +54,6 @@ def search(
     json_output: JsonFlag = False,
 ) -> None:
     """Search the strategy with the shortest predicted iteration, and say what it chose."""
-    from espresso.error_budget import Sensitivity
     from espresso.job import Job
 
     specs = parse_compressors(compressor)
@@ -64,9 +63,12 @@ def search(
             "--from replans without an error budget; leave the other options out", ExitStatus.USAGE
         )
     loaded = Job.load(job)
-    lost = None if sensitivity is None else Sensitivity.load(sensitivity)
     points: list[FrontierPoint] = []
-    with working(f"Searching {len(loaded.tensors)} tensors: loading and compiling") as progress:
+    # Loading compiles on the first call of all; the line that says so must be up by then.
+    with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)") as progress:
+        from espresso.error_budget import Sensitivity
+
+        lost = None if sensitivity is None else Sensitivity.load(sensitivity)
         if old is not None:
             result = _replan(loaded, specs, old)
         else:
