@@ -296,6 +296,8 @@ class Branching:
     def _affordable(self, sets: list[Wholes], found: Certificate) -> tuple[list[Wholes], Certificate]:
         """The rows whose cost under the weights leaves the bound below ``above``."""
         whole = self._relaxation
+        if found.makespan_us <= whole.backward_us:
+            return sets, found  # not from the weights, which then say nothing of what is left
         node = self._restricted(sets)
         paid = prices(node, found.weights)
         kinds = fees(node, found.error_price)
