@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.jit import kernel
-from espresso.timeline_kernels import State, advance_paper, advance_shared, best_of, copy_state
+from espresso.timeline_kernels import Shared, State, advance_paper, advance_shared, best_of, copy_state
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
@@ -18,9 +18,9 @@ ROUNDING = 1 - 1e-9
 
 
 @kernel
-def _advance(shared: bool, state: State, choice: Wholes, stop: int, job: JobArrays) -> float:
+def _advance(shared: Shared, state: State, choice: Wholes, stop: int, job: JobArrays) -> float:
     gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish = job
-    if shared:
+    if shared is not None:
         return advance_shared(
             state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
             stop, np.inf, rest, ready, finish,
@@ -46,7 +46,7 @@ def finished_units(buckets: Wholes, ready: Reals, finish: Reals) -> int:
 
 @kernel
 def greedy_units(
-    shared: bool, origin: State, start: State, scratch: State, order: Wholes, options: Wholes,
+    shared: Shared, origin: State, start: State, scratch: State, order: Wholes, options: Wholes,
     option_first: Wholes, buckets: Wholes, choice: Wholes, best: float, dropped: int, job: JobArrays,
 ) -> tuple[float, int]:  # fmt: skip
     """The units of ``order``, in turn; ``choice`` is changed.

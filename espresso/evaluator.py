@@ -16,6 +16,7 @@ from espresso.job import Job
 from espresso.strategies import Choice
 from espresso.timeline_kernels import (
     NUM_LANES,
+    Shared,
     State,
     advance_kernel,
     best_of,
@@ -36,7 +37,7 @@ class KernelArrays:
     gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish.
     """
 
-    states: tuple[bool, State, State, State]
+    states: tuple[Shared, State, State, State]
     rest: tuple[npt.NDArray[Any], ...]
 
 
@@ -67,7 +68,7 @@ class Evaluator:
             ("candidates", partition_bytes), lambda: Candidates(self.pricer, partition_bytes)
         )
         contention = costs.contention
-        self._shared = contention.cores is not None
+        self._shared: Shared = None if contention.cores is None else True
         self._contention = np.array([contention.cores or 0.0, contention.backward_cores])
         self._gaps = np.diff(np.array(job.ready_us), prepend=0.0)
         self.buckets = np.array([unit.bucket for unit in units], dtype=np.int64)
@@ -80,8 +81,8 @@ class Evaluator:
         self.finish = np.zeros(len(units))
         parts = sum(self._partitions(unit) for unit in units)
         self._origin, self._start, self._scratch = (make_state(parts) for _ in range(3))
-        reset(self._origin, self._gaps, self._shared)
-        self._advance = advance_kernel(self._shared)
+        reset(self._origin, self._gaps, self._shared is not None)
+        self._advance = advance_kernel(self._shared is not None)
 
     def _partitions(self, unit: Unit) -> int:
         return 1 if self.partition_bytes == 0 else -(-unit.num_bytes // self.partition_bytes) + 1

@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.jit import kernel
-from espresso.timeline_kernels import EVENTS, State, advance_paper, advance_shared, copy_state, remaining
+from espresso.timeline_kernels import (
+    EVENTS,
+    Shared,
+    State,
+    advance_paper,
+    advance_shared,
+    copy_state,
+    remaining,
+)
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
@@ -31,9 +39,9 @@ _SAME = 1.0 + 1e-12
 
 
 @kernel
-def _advance(shared: bool, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> float:
+def _advance(shared: Shared, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> float:
     gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish = job
-    if shared:
+    if shared is not None:
         return advance_shared(
             state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
             stop, limit, rest, ready, finish,
@@ -62,7 +70,7 @@ def total_loss(losses: Losses, choice: Wholes) -> float:
 
 @kernel
 def sweep(
-    shared: bool, origin: State, cursor: State, scratch: State, choice: Wholes, best: float,
+    shared: Shared, origin: State, cursor: State, scratch: State, choice: Wholes, best: float,
     lists: Wholes, price: Reals, paid: Reals, losses: Losses, effort: int, job: JobArrays,
 ) -> tuple[float, int]:  # fmt: skip
     """Every unit, in the order of release, takes the best of its list, the others fixed.
@@ -108,7 +116,7 @@ def sweep(
 
 @kernel
 def blocks(
-    shared: bool, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
+    shared: Shared, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
     paid: Reals, members: Wholes, starts: Wholes, patterns: Wholes, losses: Losses, effort: int,
     job: JobArrays,
 ) -> tuple[float, int]:  # fmt: skip
@@ -167,7 +175,7 @@ def blocks(
 
 @kernel
 def pairs(
-    shared: bool, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
+    shared: Shared, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
     paid: Reals, units: Wholes, depth: int, losses: Losses, effort: int, job: JobArrays,
 ) -> tuple[float, int]:  # fmt: skip
     """Two of a few units at once, over the first ``depth`` candidates of both."""
@@ -209,7 +217,7 @@ def pairs(
 
 @kernel
 def anneal(
-    shared: bool, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
+    shared: Shared, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
     paid: Reals, members: Wholes, starts: Wholes, hot: float, cold: float, seed: int, losses: Losses,
     effort: int, job: JobArrays,
 ) -> tuple[float, int]:  # fmt: skip

@@ -35,6 +35,8 @@ from espresso.jit import kernel
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
 State = tuple[Reals, Wholes, Reals, Wholes, Wholes]
+Shared = bool | None
+"""Whether cores are shared: True, or None and not False, so that kernels are compiled for the one case alone."""
 
 NUM_SETS = 9
 NUM_LANES = 7
@@ -514,7 +516,7 @@ def advance_shared(
 
 @kernel
 def best_of(
-    shared: bool,
+    shared: Shared,
     start: State,
     scratch: State,
     unit: int,
@@ -547,7 +549,7 @@ def best_of(
     for candidate in candidates:
         choice[unit] = candidate
         copy_state(start, scratch)
-        if shared:
+        if shared is not None:
             time = advance_shared(
                 scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
                 contention, buckets + 1, limit, rest, ready, finish,
@@ -566,7 +568,7 @@ def best_of(
 
 @kernel
 def evaluate_batch(
-    shared: bool,
+    shared: Shared,
     start: State,
     scratch: State,
     batch: Wholes,
@@ -600,7 +602,7 @@ def evaluate_batch(
         bound = limit if cut else np.inf
         if cut:
             remaining(gaps, first_unit, batch[index], count, full, tail, task_set, task_us, rest)
-        if shared:
+        if shared is not None:
             time = advance_shared(
                 scratch, gaps, first_unit, batch[index], count, full, tail, task_set, task_us, task_cores,
                 contention, buckets + 1, bound, rest, ready, finish,
