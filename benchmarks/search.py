@@ -281,9 +281,9 @@ def draw(body: dict[str, Any], path: Path) -> None:
         right.legend(fontsize=8)
     nodes = sorted({row["nodes"]: row for row in thousand}.values(), key=lambda row: row["nodes"])
     if nodes:
-        sizes = [row["nodes"] for row in nodes]
-        far.loglog(sizes, [row["search_ms"] for row in nodes], marker="o", label="options cached")
-        far.loglog(sizes, [row["first_ms"] for row in nodes], marker="s", label="options built too")
+        counts = [row["nodes"] for row in nodes]
+        far.loglog(counts, [row["search_ms"] for row in nodes], marker="o", label="options cached")
+        far.loglog(counts, [row["first_ms"] for row in nodes], marker="s", label="options built too")
         far.set(xlabel="nodes of 8, 1000 tensors", ylabel="search, ms")
         far.legend(fontsize=8)
     counts = [row["options"] for row in body.get("options", ())]

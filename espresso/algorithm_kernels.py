@@ -18,7 +18,7 @@ ROUNDING = 1 - 1e-9
 
 
 @kernel
-def _advance(shared: Shared, state: State, choice: Wholes, stop: int, job: JobArrays) -> float:
+def _advance(shared: Shared, state: State, choice: Wholes, stop: int, job: JobArrays) -> Any:
     gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish = job
     if shared is not None:
         return advance_shared(

@@ -250,7 +250,8 @@ class Branching:
         least = release + np.maximum(costs[:, CHAIN], costs[:, 1:NUM_LANES].max(axis=1))
         if whole.cores == 0.0:
             least = np.maximum(least, whole.backward_us + costs[:, 0])
-        return every[least < self._above]
+        possible: Wholes = every[least < self._above]
+        return possible
 
     @property
     def bound(self) -> float:

@@ -55,11 +55,11 @@ class Effort:
         branching: multiplications (about 1 ns each) that the certificate's branching may take.
     """
 
-    events: int = 5_000_000
+    events: int = 10_000_000
     sizes: int = 4
     variants: tuple[tuple[float, float], ...] = ((1.5, 1.0), (3.0, 2.0))
     finalists: int = 2
-    branching: int = 25_000_000
+    branching: int = 40_000_000
 
     def depth(self, units: int) -> int:
         """Leaves tried for each unit: small jobs can afford more."""

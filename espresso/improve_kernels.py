@@ -39,7 +39,7 @@ _SAME = 1.0 + 1e-12
 
 
 @kernel
-def _advance(shared: Shared, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> float:
+def _advance(shared: Shared, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> Any:
     gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish = job
     if shared is not None:
         return advance_shared(

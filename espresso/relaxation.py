@@ -189,7 +189,7 @@ def relax(
         table,
         np.inf if errors is None else errors.budget,
         _giants(units),
-        {} if errors is None else dict(errors.columns),
+        {} if errors is None else {spec: column for spec, column in errors.columns.items()},
     )
 
 
