@@ -1,7 +1,8 @@
 """A plan compiled for one rank: every step becomes an action on buffers that are allocated once.
 
-Raw numbers live in one place, the partition's *home*: a view of DDP's bucket where the group is one
-stretch of it and codecs can read its type, else a workspace of our own. Reductions, gathers and decodes
+Raw numbers live in one place, the partition's *home*: a view of DDP's bucket where codecs can read its type
+and the group is one stretch of it (or only codecs touch the numbers: they know where each tensor begins), else
+a workspace of our own. Reductions, gathers and decodes
 write home at the coordinates of their region, so nothing is copied between steps. Payloads live in
 buffers of shape [sources, atoms, stride], sources in rank order.
 """
@@ -114,9 +115,12 @@ class PartitionProgram:
         native = TORCH_DTYPES[self.group.dtype]
         self.work = torch.float64 if native is torch.float64 else torch.float32
         self.dtype = self.work if compressed else native
-        self._in_place = self.dtype is native and self._is_one_stretch()
         self._memory = context.memory
+        together = self._moves_numbers() or self._memory.host_copies
+        self._in_place = self.dtype is native and (self._is_one_stretch() or not together)
         self._own = None if self._in_place else self._memory.numbers(partition.numel, self.dtype)
+        self._first = min((run.bucket_start for run in self.runs), default=0)
+        self._last = max((run.bucket_start + run.numel for run in self.runs), default=0)
         self.home: torch.Tensor = torch.empty(0, dtype=self.dtype)
         self.numbers: Array = np.empty(0)
         self._mirror: torch.Tensor | None = None
@@ -151,8 +155,7 @@ class PartitionProgram:
         """Point home at this iteration's bucket buffer."""
         self.buffer, self.round, self.finite = buffer, now, None
         if self._in_place:
-            start = self.runs[0].bucket_start if self.runs else 0
-            self.home = buffer[start : start + self.partition.numel]
+            self.home = buffer[self._first : self._last]
         else:
             assert self._own is not None
             self.home = self._own
@@ -163,7 +166,7 @@ class PartitionProgram:
         """Before the first step: fetch the numbers, add what is carried, divide if nothing is compressed."""
         if not self._in_place:
             for run in self.runs:
-                self._slice(run.group_start, run.numel).copy_(self._bucket_slice(run.bucket_start, run.numel))
+                self._at_home(run).copy_(self._bucket_slice(run.bucket_start, run.numel))
         if self.context.velocities is not None:
             self._move_velocity(self.context.velocities)
         self._add_carry()
@@ -174,7 +177,7 @@ class PartitionProgram:
         """After the last step: write home back to the bucket; with ``check``, see whether it is finite."""
         if not self._in_place:
             for run in self.runs:
-                self._bucket_slice(run.bucket_start, run.numel).copy_(self._slice(run.group_start, run.numel))
+                self._bucket_slice(run.bucket_start, run.numel).copy_(self._at_home(run))
         narrowed = self.buffer.dtype is not self.dtype
         if check and (self.finite is None or narrowed):
             self.finite = self._memory.all_finite(
@@ -196,9 +199,17 @@ class PartitionProgram:
         shifts = {run.bucket_start - run.group_start for run in self.group.runs if run.numel}
         return len(shifts) <= 1
 
-    def _slice(self, group_start: int, numel: int) -> torch.Tensor:
-        start = group_start - self.partition.start
-        return self.home[start : start + numel]
+    def _moves_numbers(self) -> bool:
+        """Whether a routine works on the numbers themselves, which must then lie side by side."""
+        steps = [flow.step for flow in self.flows]
+        return any(step.routine is not None and step.form is Form.RAW for step in steps)
+
+    def _home_start(self, run: Run) -> int:
+        return run.bucket_start - self._first if self._in_place else run.group_start - self.partition.start
+
+    def _at_home(self, run: Run) -> torch.Tensor:
+        start = self._home_start(run)
+        return self.home[start : start + run.numel]
 
     def _bucket_slice(self, start: int, numel: int) -> torch.Tensor:
         return self.buffer[start : start + numel]
@@ -217,7 +228,7 @@ class PartitionProgram:
 
     def _add_to(self, run: Run, carried: torch.Tensor, weight: float, store: ResidualStore) -> None:
         """Add what is carried of a stretch to our gradient; what a narrow type rounds off stays carried."""
-        mine = self._slice(run.group_start, run.numel)
+        mine = self._at_home(run)
         values = carried[run.tensor_start : run.tensor_start + run.numel].to(mine.device)
         wide = mine.to(values.dtype)
         total = torch.add(wide, values, alpha=weight * self.round.grad_scale)
@@ -250,7 +261,7 @@ class PartitionProgram:
             feedback = self._feedback(velocity, np.array([start], np.int64))
             assert feedback is not None
             here = slice(start, start + run.numel)
-            mine = self._slice(run.group_start, run.numel)
+            mine = self._at_home(run)
             numbers = mine.to(self.work).numpy()  # itself where it is that wide already
             advance(store.rule, numbers, 1.0 / scale, feedback.old[here], feedback.new[here], numbers)
             if scale != 1.0 or mine.dtype is not self.work:
@@ -328,12 +339,15 @@ class PartitionProgram:
         dtype = np.float64 if self.work is torch.float64 else np.float32
         return smaller(codec, self._segments(region)[0], dtype)
 
+    def _runs(self, span: Span) -> list[Run]:
+        """The stretches of tensors in a range of the partition."""
+        return list(self.group.segments(self.partition.start + span[0], self.partition.start + span[1]))
+
     def _segments(self, span: Span) -> tuple[list[Segment], Starts]:
         """The segments of a range of the partition, and where each begins in home."""
-        start = self.partition.start
-        runs = self.group.segments(start + span[0], start + span[1])
+        runs = self._runs(span)
         segments = [Segment(run.tensor, run.tensor_start, run.numel, run.shape) for run in runs]
-        return segments, np.array([run.group_start - start for run in runs], np.int64)
+        return segments, np.array([self._home_start(run) for run in runs], np.int64)
 
     def _lay_out(self, index: int, codec: Codec) -> int:
         """Layouts of every atom any rank encodes at this step; returns the stride all of them use."""
@@ -376,11 +390,12 @@ class PartitionProgram:
             (
                 layout,
                 starts,
-                self._kept_at(residual, starts),
-                self._kept_at(velocity, starts),
+                self._kept_at(residual, span),
+                self._kept_at(velocity, span),
                 payload[0, number, : layout.num_bytes],
             )
-            for number, (layout, starts) in enumerate(self._made[span] for span in atoms)
+            for number, span in enumerate(atoms)
+            for layout, starts in (self._made[span],)
         ]
         site = flow.site
         corrected = self._corrected(codec)
@@ -415,7 +430,8 @@ class PartitionProgram:
     def _compile_compress_values(
         self, flow: StepFlow, index: int, codec: Any, residual: Residual | None, velocity: Residual | None
     ) -> Callable[[], None]:
-        segments, starts = self._segments(flow.before.region)
+        region = flow.before.region
+        segments, starts = self._segments(region)
         dtype = np.float64 if self.work is torch.float64 else np.float32
         layout = codec.compressor.layout(segments, dtype)
         if self.choice.option.num_rounds > 1:
@@ -433,7 +449,7 @@ class PartitionProgram:
         ranks = self.context.cluster.num_ranks
         site = flow.site
         assert site is not None
-        kept_at, moved_at = self._kept_at(residual, starts), self._kept_at(velocity, starts)
+        kept_at, moved_at = self._kept_at(residual, region), self._kept_at(velocity, region)
         corrected = self._corrected(codec)
 
         def run() -> None:
@@ -471,7 +487,8 @@ class PartitionProgram:
                 f"compressor '{self.choice.compressor}' works on gradients in host memory only in this version: choose"
                 " another one for a model on a GPU"
             )
-        kept_at, moved_at = self._kept_at(residual, starts), self._kept_at(velocity, starts)
+        region = flow.before.region
+        kept_at, moved_at = self._kept_at(residual, region), self._kept_at(velocity, region)
         site, numbers = flow.site, self._numbers_for(flow.step.device)
         assert site is not None
         self._first_residual = residual
@@ -596,11 +613,10 @@ class PartitionProgram:
         dtype = np.float64 if self.work is torch.float64 else np.float32
         return store.new_residual(site, runs, dtype, replica, memory)
 
-    def _kept_at(self, residual: Residual | None, starts: Starts) -> Starts:
-        """Where segments that begin at ``starts`` of the partition begin in the residual's buffers."""
-        if residual is None:
-            return starts
-        return np.array([residual.locate(self.partition.start + int(start)) for start in starts], np.int64)
+    def _kept_at(self, residual: Residual | None, span: Span) -> Starts:
+        """Where the segments of a range of the partition begin in the residual's buffers."""
+        starts = [0 if residual is None else residual.locate(run.group_start) for run in self._runs(span)]
+        return np.array(starts, np.int64)
 
     def _feedback(self, residual: Residual | None, starts: Starts) -> Feedback | None:
         if residual is None:

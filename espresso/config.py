@@ -27,6 +27,8 @@ class Config:
             dies is noticed at once, through its closed connections; this is for one that hangs. Longer than
             the longest pause of a rank in which the others train on (an evaluation on rank 0, a checkpoint).
         ranks_per_node: overrides which ranks share a node; 1 leaves only the flat options.
+        exact_vectors: automatic mode leaves tensors of at most one dimension and this many elements uncompressed
+            (biases, norms): they are few bytes, and compressing them costs training the most. 0 leaves none.
         partition_bytes: groups above this size are cut and pipelined; None lets the search decide.
         seed: of the shared random numbers.
         transactional: keep residuals untouched by a non-finite iteration. False halves residual memory,
@@ -45,6 +47,7 @@ class Config:
 
     timeout_s: float = 300.0
     ranks_per_node: int | None = None
+    exact_vectors: int = 16384
     partition_bytes: int | None = None
     seed: int = 0
     transactional: bool = True
@@ -63,7 +66,7 @@ class Config:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
-        for name in ("warmup_steps", "check_every"):
+        for name in ("warmup_steps", "check_every", "exact_vectors"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
         check_storage(self.residual_dtype)

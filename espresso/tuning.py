@@ -27,7 +27,16 @@ from espresso.profiler import (
 )
 from espresso.runtime import HostRuntime, Runtime
 from espresso.server_profile import measure_exchange, measure_processors
-from espresso.strategies import RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, TensorSpec
+from espresso.strategies import (
+    PLAIN,
+    RANK_DEVICES,
+    Bucket,
+    CompressorSpec,
+    Device,
+    Mode,
+    Strategy,
+    TensorSpec,
+)
 
 if TYPE_CHECKING:
     from espresso.search_result import SearchResult
@@ -168,7 +177,7 @@ class OnlineSearch:
         size = self._config.partition_bytes
         result = search(job, self.compressor, partitions=None if size is None else [size])
         candidates = [
-            Candidate(found.name, found.strategy, found.plan.order, job.buckets or (), found.predicted_us)
+            self._candidate(job, found.name, found.strategy)
             for found in result.alternatives
             if found.predicted_us < result.uncompressed_us and found.strategy.num_compressed
         ][:MAX_CANDIDATES]
@@ -181,3 +190,25 @@ class OnlineSearch:
             result.predicted_us / 1e3,
         )
         return candidates, result.uncompressed_us
+
+    def _candidate(self, job: Job, name: str, strategy: Strategy) -> Candidate:
+        """A strategy that was found, with small vectors left exact, and what it takes so."""
+        from espresso.search import lay_out
+        from espresso.timeline import simulate
+
+        strategy = leave_vectors(strategy, self._config.exact_vectors)
+        laid = lay_out(job, strategy)
+        predicted = simulate(laid, job).iteration_us
+        strategy = replace(strategy, notes={**strategy.notes, "predicted_us": predicted})
+        return Candidate(name, strategy, laid.order, job.buckets or (), predicted)
+
+
+def leave_vectors(strategy: Strategy, most: int) -> Strategy:
+    """The strategy with every tensor of at most one dimension and ``most`` elements uncompressed.
+
+    Biases and the weights of norms are a thousandth of a model's bytes. Compressed, they disturb training more
+    than all the rest: a step of theirs moves every unit of a layer alike.
+    """
+    small = {t.name: PLAIN for t in strategy.tensors if len(t.shape) <= 1 and t.numel <= most}
+    changed = strategy.with_choices(small)
+    return changed if changed.num_compressed else strategy

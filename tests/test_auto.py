@@ -6,11 +6,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
+from espresso.tuning import leave_vectors
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
 DECIDED_WITHIN = 60
 POISONED = (1, 6, 20, 29)
 """While warming up, profiling and racing."""
+
+
+def test_small_vectors_stay_exact_unless_there_is_nothing_else():
+    sign = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec("efsignsgd"))
+    shapes = {"w": (300, 300), "b": (300,), "scalar": (), "table": (90000,)}
+    strategy = Strategy.uniform([TensorSpec(n, s) for n, s in shapes.items()], Cluster(2, 1), sign)
+    left = leave_vectors(strategy, 16384)
+    assert {name for name, choice in left.choices.items() if choice == PLAIN} == {"b", "scalar"}
+    assert leave_vectors(strategy, 0).choices["b"] == sign
+    only = Strategy.uniform([TensorSpec("b", (300,))], Cluster(2, 1), sign)
+    assert leave_vectors(only, 16384) == only
 
 
 def test_decides_within_sixty_steps_and_learns(played):

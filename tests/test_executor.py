@@ -34,6 +34,31 @@ def lossless(text: str) -> Choice:
     return Choice(parse_option(text))
 
 
+def run_between(rank: int) -> list[bool]:
+    """Compressed tensors with uncompressed ones between them, flat and hierarchical, with and without partitions."""
+    exchange = Exchange(2)
+    buckets = make_buckets({"w1": 3000, "b1": 70, "w2": 2000, "b2": 30}, {"b3": 11, "w3": 4001})
+    right = []
+    for text in (ALLGATHER, PAIR):
+        for size in (0, 4096):
+            mine = integers(buckets, rank, NUM_RANKS)
+            wanted = exact_average(buckets, NUM_RANKS)
+            choices = {
+                s.tensor: lossless(text) if s.tensor.startswith("w") else PLAIN
+                for b in buckets
+                for s in b.slots
+            }
+            strategy = strategy_of(buckets, exchange.groups.cluster, choices, partition_bytes=size)
+            got = exchange.step(Assignment(strategy), buckets, mine)
+            right += [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
+    exchange.close()
+    return right
+
+
+def test_tensors_between_others_of_their_bucket_keep_their_own_choice():
+    assert all(all(right) for right in POOL.run(run_between))
+
+
 def normal(buckets: Any, rank: int) -> list[torch.Tensor]:
     random = np.random.default_rng(rank)
     return [torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets]
