@@ -121,7 +121,8 @@ class _Job:
         elif arm == "torch's allreduce hook":
             model.register_comm_hook(None, default_hooks.allreduce_hook)
         elif arm != "plain":
-            model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+            kinds: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+            model._register_builtin_comm_hook(kinds.ALLREDUCE)  # type: ignore[no-untyped-call]
 
     def block(self, arm: str, steps: int) -> float:
         """Seconds per step on the slowest rank, between barriers."""

@@ -15,11 +15,12 @@ import numpy as np
 from numba import njit
 
 from espresso.compressors.base import Array, DrawKey, Factors, Feedback, Layout, Starts
+from espresso.compressors.draws import tensor_hash
 from espresso.compressors.powersgd import PowerSgd, matrix_of
 from espresso.cpu_offload.codec import check_array, check_range
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.pool import WorkerPool
-from espresso.cpu_offload.work import split_parts, tensor_hash
+from espresso.cpu_offload.work import split_parts
 
 
 class HostPowerSgd:
