@@ -10,6 +10,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadfile
 DEMO_ARGS ?=
 GPU_PYTHON ?= python3
+GPU_PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -56,7 +57,7 @@ types: $(STAMP)
 gpu:
 	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' \
 		|| echo "NO GPU: $(GPU_PYTHON) sees no CUDA device, so every GPU test below is skipped"
-	$(GPU_PYTHON) -m pytest -m gpu -q -o addopts= -W default --timeout 240 $(PYTEST_ARGS); tests=$$?; \
+	$(GPU_PYTHON) -m pytest -m gpu -q -o addopts= -W default --timeout 240 $(GPU_PYTEST_ARGS); tests=$$?; \
 		$(GPU_PYTHON) -m benchmarks.gpu; figures=$$?; \
 		if [ $$tests -ne 0 ]; then exit $$tests; else exit $$figures; fi
 
