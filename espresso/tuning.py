@@ -31,11 +31,13 @@ from espresso.strategies import (
     PLAIN,
     RANK_DEVICES,
     Bucket,
+    Choice,
     CompressorSpec,
     Device,
     Mode,
     Strategy,
     TensorSpec,
+    parse_option,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +47,13 @@ logger = logging.getLogger("espresso")
 
 ADVISED_CAPS_MB = (5, 25, 100)
 """Bucket sizes that automatic mode looks at: few, since all ranks wait for it."""
+
+TWICE_MUST_SAVE = 1.25
+"""Compressing a sum again must save this factor of a step. Its error is no rank's own, and the residuals of both
+ends push each other up: at a learning rate that plain training and one compression take well, two may diverge."""
+
+_ONCE_FLAT = "comp > flat.allgather > dec"
+_ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
 
 MAX_CANDIDATES = 2
 """Strategies that race against plain: more would take too many steps."""
@@ -176,11 +185,16 @@ class OnlineSearch:
 
         size = self._config.partition_bytes
         result = search(job, self.compressor, partitions=None if size is None else [size])
-        candidates = [
-            self._candidate(job, found.name, found.strategy)
+        gentle = [
+            self._gentler(job, found.name, found.strategy)
             for found in result.alternatives
             if found.predicted_us < result.uncompressed_us and found.strategy.num_compressed
-        ][:MAX_CANDIDATES]
+        ]
+        candidates: list[Candidate] = []
+        for candidate in gentle:
+            if all(candidate.strategy != other.strategy for other in candidates):
+                candidates.append(candidate)
+        candidates = candidates[:MAX_CANDIDATES]
         self._advise_bucket_size(job, result)
         logger.info(
             "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
@@ -190,6 +204,15 @@ class OnlineSearch:
             result.predicted_us / 1e3,
         )
         return candidates, result.uncompressed_us
+
+    def _gentler(self, job: Job, name: str, strategy: Strategy) -> Candidate:
+        """The strategy, or the one that compresses every gradient once where that is nearly as fast."""
+        found = self._candidate(job, name, strategy)
+        once = compress_once(strategy)
+        if once == strategy:
+            return found
+        other = self._candidate(job, f"{name}, compressed once", once)
+        return other if other.predicted_us <= TWICE_MUST_SAVE * found.predicted_us else found
 
     def _candidate(self, job: Job, name: str, strategy: Strategy) -> Candidate:
         """A strategy that was found, with small vectors left exact, and what it takes so."""
@@ -201,6 +224,17 @@ class OnlineSearch:
         predicted = simulate(laid, job).iteration_us
         strategy = replace(strategy, notes={**strategy.notes, "predicted_us": predicted})
         return Candidate(name, strategy, laid.order, job.buckets or (), predicted)
+
+
+def compress_once(strategy: Strategy) -> Strategy:
+    """The strategy with an all-gather of payloads wherever a sum would be compressed again."""
+    once = parse_option(_ONCE_HIERARCHICAL if strategy.cluster.is_hierarchical else _ONCE_FLAT)
+    changes = {
+        name: Choice(once, choice.compressor)
+        for name, choice in strategy.choices.items()
+        if choice.option.num_compressions > 1 and not choice.option.uses_offload
+    }
+    return strategy.with_choices(changes)
 
 
 def leave_vectors(strategy: Strategy, most: int) -> Strategy:

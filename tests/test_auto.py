@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
-from espresso.tuning import leave_vectors
+from espresso.tuning import compress_once, leave_vectors
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
 DECIDED_WITHIN = 60
@@ -24,6 +24,29 @@ def test_small_vectors_stay_exact_unless_there_is_nothing_else():
     assert leave_vectors(strategy, 0).choices["b"] == sign
     only = Strategy.uniform([TensorSpec("b", (300,))], Cluster(2, 1), sign)
     assert leave_vectors(only, 16384) == only
+
+
+@pytest.mark.parametrize(
+    ("cluster", "twice"),
+    [
+        (Cluster(2, 1), "comp > flat.all_to_all > dec > comp > flat.allgather > dec"),
+        (
+            Cluster(2, 2),
+            "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather",
+        ),
+    ],
+)
+def test_a_sum_that_would_be_compressed_again_is_gathered_instead(cluster, twice):
+    spec = CompressorSpec("efsignsgd")
+    tensors = [TensorSpec("w", (300, 300)), TensorSpec("v", (300, 300))]
+    strategy = Strategy.uniform(tensors, cluster, Choice(parse_option(twice), spec)).with_choices(
+        {"v": PLAIN}
+    )
+    once = compress_once(strategy)
+    assert once.choices["w"].option.num_compressions == 1
+    assert once.choices["w"].compressor == spec
+    assert once.choices["v"] == PLAIN
+    assert compress_once(once) == once
 
 
 def test_decides_within_sixty_steps_and_learns(played):
