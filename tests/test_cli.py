@@ -63,6 +63,12 @@ def as_process(
     )
 
 
+@pytest.fixture(autouse=True)
+def no_width_of_somebodys_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plug-in that spreads tests over processes sets one."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small job and a strategy that was searched for it."""
