@@ -28,7 +28,7 @@ class Config:
             the longest pause of a rank in which the others train on (an evaluation on rank 0, a checkpoint).
         ranks_per_node: overrides which ranks share a node; 1 leaves only the flat options.
         exact_vectors: automatic mode leaves tensors of at most one dimension and this many elements uncompressed
-            (biases, norms): they are few bytes, and compressing them costs training the most. 0 leaves none.
+            (biases, norms): there is next to nothing to save on them. 0 leaves none.
         partition_bytes: groups above this size are cut and pipelined; None lets the search decide.
         seed: of the shared random numbers.
         transactional: keep residuals untouched by a non-finite iteration. False halves residual memory,

@@ -240,8 +240,8 @@ def compress_once(strategy: Strategy) -> Strategy:
 def leave_vectors(strategy: Strategy, most: int) -> Strategy:
     """The strategy with every tensor of at most one dimension and ``most`` elements uncompressed.
 
-    Biases and the weights of norms are a thousandth of a model's bytes. Compressed, they disturb training more
-    than all the rest: a step of theirs moves every unit of a layer alike.
+    Biases and the weights of norms are a thousandth of a model's bytes: there is next to nothing to save on
+    them, and an error in one of them moves every unit of a layer alike.
     """
     small = {t.name: PLAIN for t in strategy.tensors if len(t.shape) <= 1 and t.numel <= most}
     changed = strategy.with_choices(small)
