@@ -651,6 +651,10 @@ class Executor:
         if self._servers is not None:
             self._servers.close()
         self._lanes.close()
+        # A daemon thread that comes back from a library call while the interpreter ends aborts the process.
+        watchdog = self._watchdog
+        if watchdog is not None and watchdog is not threading.current_thread():
+            watchdog.join(timeout=2.0)
 
 
 def _fail_open(futures: Iterable[torch.futures.Future[torch.Tensor]], error: BaseException) -> None:
