@@ -52,13 +52,16 @@ types: $(STAMP)
 	cd $(TYPES)/site && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache --python-executable $(CURDIR)/$(BIN)/python -p espresso -p benchmarks
 
-# The machine's own Python from the repository root, nothing installed: GPU machines often allow no more. The benchmark
-# runs, and prints its table last, also after a failed test; the exit status is that of whatever failed first.
+# The machine's own Python from the repository root, nothing installed: GPU machines often allow no more. Tests run side
+# by side where pytest-xdist is there; pytest-benchmark, which refuses to, is left out. The benchmark runs, and prints
+# its table last, also after a failed test; the exit status is that of whatever failed first.
 gpu:
 	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' \
 		|| echo "NO GPU: $(GPU_PYTHON) sees no CUDA device, so every GPU test below is skipped"
-	$(GPU_PYTHON) -m pytest -m gpu -q -o addopts= -W default --timeout 240 $(GPU_PYTEST_ARGS); tests=$$?; \
-		$(GPU_PYTHON) -m benchmarks.gpu; figures=$$?; \
+	workers=$$($(GPU_PYTHON) -c 'import importlib.util as u, os; \
+		print(f"-n {min(8, max(1, len(os.sched_getaffinity(0)) // 2))}" if u.find_spec("xdist") else "")'); \
+		$(GPU_PYTHON) -m pytest -m gpu -q -o addopts= -W default -p no:benchmark --timeout 240 $$workers \
+		$(GPU_PYTEST_ARGS); tests=$$?; $(GPU_PYTHON) -m benchmarks.gpu; figures=$$?; \
 		if [ $$tests -ne 0 ]; then exit $$tests; else exit $$figures; fi
 
 clean:

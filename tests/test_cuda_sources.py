@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from espresso.compressors import (
     host_codec,
 )
 from espresso.compressors.cuda import CudaDevice, CudaUnavailableError, source_of, sources
+from espresso.compressors.cuda.runtime import CubinCache
 from tests.emulator import BUILD, COMPILER, EmulatedDevice, build
 
 NVCC = shutil.which("nvcc")
@@ -172,6 +173,54 @@ def test_bytes_are_those_of_the_host(spec: str, dtype: Any) -> None:
     assert compare(spec, dtype, odd, order=1).finite
     assert compare(spec, dtype, (33, 70_001, 4096), order=11).finite
     assert compare(spec, dtype, odd, feedback=False).finite
+
+
+@needs_compiler
+@every
+def test_subnormal_numbers_stay(spec: str) -> None:
+    """All numbers below the least normal one; test_gpu.py shows that a device keeps them too."""
+
+    def shrink(source: np.ndarray, old: np.ndarray) -> None:
+        source *= np.float32(1e-39)
+        old *= np.float32(1e-39)
+
+    assert compare(spec, np.float32, (33, 5003), shrink).finite
+
+
+def test_the_compiler_is_told_what_the_host_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither fused multiply-add nor flushing; and not by CuPy's own compilation, which adds flushing last."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new"))
+    cache = CubinCache(FakeCompiler(), (9, 0))
+    assert cache.path("none.cu").read_bytes() == b"for sm_90"
+    assert cache.path("none.cu").read_bytes() == b"for sm_90"
+    (options,) = FakeCompiler.compiled
+    assert options == ("--std=c++17", "--fmad=false", "--ftz=false", "--gpu-architecture=sm_90")
+    assert CubinCache(FakeCompiler(), (12, 5))._options[-1] == "--gpu-architecture=compute_120"
+
+
+class FakeCompiler:
+    """CuPy's binding of NVRTC, as far as it is used."""
+
+    NVRTCError = RuntimeError
+    compiled: ClassVar[list[tuple[str, ...]]] = []
+
+    def getVersion(self) -> tuple[int, int]:
+        return 13, 0
+
+    def getSupportedArchs(self) -> tuple[int, ...]:
+        return 75, 90, 120
+
+    def createProgram(self, text: str, name: str, headers: tuple[()], names: tuple[()]) -> int:
+        return 1
+
+    def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
+        self.compiled.append(options)
+
+    def getCUBIN(self, program: int) -> bytes:
+        return b"for sm_90"
+
+    def destroyProgram(self, program: int) -> None:
+        pass
 
 
 @needs_compiler

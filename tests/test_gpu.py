@@ -55,6 +55,22 @@ def test_bytes_are_those_of_the_host(spec: str, dtype: Any) -> None:
     assert outcomes[1] == outcomes[2]
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_subnormal_numbers_are_not_flushed(spec: str) -> None:
+    """CuPy compiles with ``-ftz=true`` by itself, with which gradients and halves below 2^-126 become zero."""
+    compressor, key = create(spec), DrawKey(seed=5)
+    layout, starts = make_layout(compressor, (33, 70_001), np.float32)
+    total = int(starts[-1] + 70_001)
+    source, old = (numbers(total, np.float32, seed) * np.float32(1e-39) for seed in (1, 2))
+    outcomes = []
+    for codec in (host_codec(compressor), on_device(cuda_codec(compressor, cuda_device()))):
+        payload, kept, decoded = np.zeros(layout.num_bytes, np.uint8), np.zeros_like(old), np.zeros_like(old)
+        codec.encode(layout, source, starts, payload, feedback=Feedback(old, kept, starts), key=key)
+        codec.decode(layout, payload.reshape(1, -1), decoded, starts)
+        outcomes.append((payload.tobytes(), kept.tobytes(), decoded.tobytes()))
+    assert outcomes[0] == outcomes[1]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_golden_bytes(spec: str, dtype: str) -> None:
