@@ -311,7 +311,7 @@ def markdown(made: dict[str, Any]) -> str:
     lines = [
         "# GPU compressors against a device-to-device copy",
         "",
-        "Written by `python -m benchmarks.gpu`. What the columns mean is said there and in [gpu.md](../../docs/gpu.md).",
+        "Written by `python -m benchmarks.gpu`, which says what the columns mean; see [gpu.md](../../docs/gpu.md) too.",
         "",
         f"{made['date']}, {config['gpu']} (compute capability {config['capability']}), CUDA {config['cuda']}, torch"
         f" {versions['torch']}, Python {versions['python']}, commit {versions['commit']}. A copy moves"

@@ -68,6 +68,44 @@ template <int MANTISSA, int BIAS> struct Float8 {
     }
 };
 
+template <int CODE_BITS, typename Form, typename T> struct BlockwiseReader {
+    struct Loaded {
+        T step;
+        u8 code;
+    };
+    static const int at_once = CODE_BITS == 8 ? Number<T>::at_once : Number<T>::at_once / 2;
+    const Decode<T>& call;
+    const Row& row;
+    i64 segment;
+    int block;
+    BlockOf index_of;
+
+    __device__ Loaded load(i64 source, i64 i) const {
+        const i64 index = index_of(i);
+        const u8* place = call.template body<u8>(source, row, index * (i64)(sizeof(T) + block * CODE_BITS / 8));
+        int at = (int)(i - index * block);
+        if (CODE_BITS == 4) {
+            const int half = half_of(index);
+            at = at < half ? at : at - half;
+        }
+        return {*(const T*)place, place[sizeof(T) + at]};
+    }
+    __device__ T value(const Loaded& loaded, i64 i, bool& wrong) const {
+        wrong = wrong || !(loaded.step >= 0 && is_finite(loaded.step));
+        u8 code = loaded.code;
+        if (CODE_BITS == 4) {
+            const i64 index = index_of(i);
+            code = i - index * block < half_of(index) ? (u8)((signed char)(code << 4) >> 4)
+                                                      : (u8)((signed char)code >> 4);
+        }
+        return Form::template decode<T>(code) * loaded.step;
+    }
+    __device__ void complain(i64 source) const { call.malformed(source, segment); }
+
+    // int4: elements of a block's first half are low nibbles.
+    __device__ int half_of(i64 index) const { return (int)(least((i64)block, row.numel - index * block) + 1) / 2; }
+};
+
 template <int CODE_BITS, typename Form> struct Blockwise : Plain {
     int block;
     int levels;
@@ -154,31 +192,10 @@ template <int CODE_BITS, typename Form> struct Blockwise : Plain {
 
     template <typename T>
     __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
-        const i64 stride = sizeof(T) + block * CODE_BITS / 8;
-        for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-            const i64 index = block_of(i, block);
-            const int at = (int)(i - index * block);
-            const int half = (int)(least((i64)block, row.numel - index * block) + 1) / 2;
-            T total = 0;
-            for (i64 source = 0; source < call.num_rows; ++source) {
-                const u8* place = call.template body<u8>(source, row, index * stride);
-                const T step = *(const T*)place;
-                if (!(step >= 0 && is_finite(step))) {
-                    call.malformed(source, segment);
-                    break;
-                }
-                T value = Form::template decode<T>(code(place + sizeof(T), at, half)) * step;
-                T factor = source == call.num_rows - 1 ? call.scale : T(1);
-                total = source ? (total + value) * factor : value * factor;
-            }
-            call.target[row.source + i] = total;
-        }
-    }
-
-    __device__ static u8 code(const u8* codes, int at, int half) {
-        if (CODE_BITS == 8) return codes[at];
-        if (at < half) return (u8)((signed char)(codes[at] << 4) >> 4);
-        return (u8)((signed char)codes[at - half] >> 4);
+        decode_sum(
+            call, row, low, high,
+            BlockwiseReader<CODE_BITS, Form, T>{call, row, segment, block, BlockOf(low, block)}
+        );
     }
 };
 
@@ -187,9 +204,9 @@ template <int CODE_BITS, typename Form> struct Blockwise : Plain {
            encode_tile(ENCODE(float), Body(block, levels)))                                                   \
     KERNEL(encode_##name##_f64, THREADS, (ENCODE_PARAMETERS(double), int block, int levels),                         \
            encode_tile(ENCODE(double), Body(block, levels)))                                                  \
-    KERNEL(decode_##name##_f32, THREADS, (DECODE_PARAMETERS(float), int block, int levels),                          \
+    SMALL_KERNEL(decode_##name##_f32, (DECODE_PARAMETERS(float), int block, int levels),                          \
            decode_tile(DECODE(float), Body(block, levels)))                                                   \
-    KERNEL(decode_##name##_f64, THREADS, (DECODE_PARAMETERS(double), int block, int levels),                         \
+    SMALL_KERNEL(decode_##name##_f64, (DECODE_PARAMETERS(double), int block, int levels),                         \
            decode_tile(DECODE(double), Body(block, levels)))
 
 typedef Blockwise<8, Whole> Int8;

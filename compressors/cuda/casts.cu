@@ -43,48 +43,63 @@ __device__ inline u16 to_bfloat(float single) {
 
 __device__ inline float from_bfloat(u16 brain) { return number_of((u32)brain << 16); }
 
-template <bool HALF> struct Cast : Plain {
+template <bool HALF> struct Coding {
     static const u16 infinity = HALF ? 0x7c00 : 0x7f80;
 
-    __device__ static float widen(u16 code) { return HALF ? from_half(code) : from_bfloat(code); }
+    __device__ static u16 narrowed(float single) { return HALF ? to_half(single) : to_bfloat(single); }
+    __device__ static float widened(u16 code) { return HALF ? from_half(code) : from_bfloat(code); }
+    __device__ static bool is_infinite(u16 code) { return (code & infinity) == infinity; }
+};
 
+template <bool HALF, typename T> struct CastReader {
+    typedef u16 Loaded;
+    static const int at_once = Number<T>::at_once;
+    const Decode<T>& call;
+    const Row& row;
+
+    __device__ u16 load(i64 source, i64 i) const { return call.template body<u16>(source, row)[i]; }
+    __device__ T value(u16 code, i64, bool& wrong) const {
+        wrong = wrong || Coding<HALF>::is_infinite(code);
+        return (T)Coding<HALF>::widened(code);
+    }
+    __device__ void complain(i64) const {
+        if (!call.header_bytes) call.status[0] = 1;
+    }
+};
+
+template <bool HALF> struct Cast : Plain {
     // An overflow counts as not finite.
     template <typename T> __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
         u16* out = call.template body<u16>(row);
         bool bad = false;
-#pragma unroll 4
-        for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-            T q = call.q(row, i);
-            float single = narrow(q);
-            u16 code = HALF ? to_half(single) : to_bfloat(single);
-            out[i] = code;
-            bad = bad || (code & infinity) == infinity;
-            call.keep(row, i, q - (T)widen(code));
+        for (i64 first = low; first < high; first += Number<T>::at_once * THREADS) {
+            T q[Number<T>::at_once];
+            load_q(call, row, first, high, q);
+#pragma unroll
+            for (int part = 0; part < Number<T>::at_once; ++part) {
+                const i64 i = first + part * THREADS + threadIdx.x;
+                const u16 code = Coding<HALF>::narrowed(narrow(q[part]));
+                bad = bad || Coding<HALF>::is_infinite(code);
+                if (i < high) {
+                    out[i] = code;
+                    call.keep(row, i, q[part] - (T)Coding<HALF>::widened(code));
+                }
+            }
         }
         return bad;
     }
 
     template <typename T>
     __device__ void decode(const Decode<T>& call, const Row& row, i64, i64 low, i64 high) const {
-        bool bad = false;
-        for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-            T total = 0;
-            for (i64 source = 0; source < call.num_rows; ++source) {
-                u16 code = call.template body<u16>(source, row)[i];
-                bad = bad || (code & infinity) == infinity;
-                total = source ? total + (T)widen(code) : (T)widen(code);
-            }
-            call.target[row.source + i] = total * call.scale;
-        }
-        if (!call.header_bytes && bad) call.status[0] = 1;
+        decode_sum(call, row, low, high, CastReader<HALF, T>{call, row});
     }
 };
 
 KERNEL(encode_half_f32, THREADS, (ENCODE_PARAMETERS(float)), encode_tile(ENCODE(float), Cast<true>()))
 KERNEL(encode_half_f64, THREADS, (ENCODE_PARAMETERS(double)), encode_tile(ENCODE(double), Cast<true>()))
-KERNEL(decode_half_f32, THREADS, (DECODE_PARAMETERS(float)), decode_tile(DECODE(float), Cast<true>()))
-KERNEL(decode_half_f64, THREADS, (DECODE_PARAMETERS(double)), decode_tile(DECODE(double), Cast<true>()))
+SMALL_KERNEL(decode_half_f32, (DECODE_PARAMETERS(float)), decode_tile(DECODE(float), Cast<true>()))
+SMALL_KERNEL(decode_half_f64, (DECODE_PARAMETERS(double)), decode_tile(DECODE(double), Cast<true>()))
 KERNEL(encode_bfloat_f32, THREADS, (ENCODE_PARAMETERS(float)), encode_tile(ENCODE(float), Cast<false>()))
 KERNEL(encode_bfloat_f64, THREADS, (ENCODE_PARAMETERS(double)), encode_tile(ENCODE(double), Cast<false>()))
-KERNEL(decode_bfloat_f32, THREADS, (DECODE_PARAMETERS(float)), decode_tile(DECODE(float), Cast<false>()))
-KERNEL(decode_bfloat_f64, THREADS, (DECODE_PARAMETERS(double)), decode_tile(DECODE(double), Cast<false>()))
+SMALL_KERNEL(decode_bfloat_f32, (DECODE_PARAMETERS(float)), decode_tile(DECODE(float), Cast<false>()))
+SMALL_KERNEL(decode_bfloat_f64, (DECODE_PARAMETERS(double)), decode_tile(DECODE(double), Cast<false>()))

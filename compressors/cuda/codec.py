@@ -54,6 +54,13 @@ class Scratch:
             held = self.buffers[name] = torch.empty(max(num_bytes, 16), dtype=torch.uint8, device=self.device)
         return held
 
+    def zeros_of(self, name: str, num_bytes: int) -> Tensor:
+        """The same, zero when it is new: for what kernels leave as they found it."""
+        held = self.buffers.get(name)
+        if held is None or held.numel() < num_bytes:
+            held = self.buffers[name] = torch.zeros(max(num_bytes, 16), dtype=torch.uint8, device=self.device)
+        return held
+
 
 @dataclass(frozen=True, slots=True)
 class EncodeCall:

@@ -2,7 +2,8 @@
 //
 // Every kernel is compiled without fused multiply-add (--fmad=false), as the host's are: payload bytes must agree.
 // Work comes in tiles: one thread block takes one tile of one segment, so that one launch serves all segments of a
-// group, however small. Kernels are declared with KERNEL, which the host emulation of the tests redefines.
+// group, however small. Kernels are declared with
+// KERNEL or SMALL_KERNEL, which the host emulation of the tests redefines.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -14,9 +15,12 @@ typedef long long i64;
 #define WARPS (THREADS / 32)
 #define FULL 0xffffffffu
 
+// SMALL_KERNEL: at most 64 registers a thread, so that four blocks fit a multiprocessor, for kernels that wait a lot.
 #ifndef KERNEL
 #define KERNEL(name, threads, parameters, body) \
     extern "C" __global__ void __launch_bounds__(threads) name parameters { body; }
+#define SMALL_KERNEL(name, parameters, body) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) name parameters { body; }
 #endif
 
 // One row of the segment table. espresso.compressors.cuda.tables writes it: keep both in step.
@@ -40,16 +44,19 @@ struct Tile {
     i64 low;  // first element within the segment
 };
 
+// at_once: elements that a thread loads before it uses the first, for the memory is far away.
 template <typename T> struct Number;
 template <> struct Number<float> {
     typedef u32 Bits;
     static const u32 magnitude = 0x7fffffffu;
     static const u32 infinity = 0x7f800000u;
+    static const int at_once = 8;
 };
 template <> struct Number<double> {
     typedef u64 Bits;
     static const u64 magnitude = 0x7fffffffffffffffull;
     static const u64 infinity = 0x7ff0000000000000ull;
+    static const int at_once = 4;
 };
 
 __device__ inline u32 bits_of(float value) { return __float_as_uint(value); }
@@ -111,15 +118,31 @@ template <typename T> struct Encode {
 #define ENCODE(T) \
     Encode<T> { rows, tiles, num_tiles, tile, source, scale, old, fresh, payload, header, header_bytes, sync }
 
+// q of at_once elements of this thread, from `first` on, THREADS apart. Those past the end come out as zero.
+template <typename T> __device__ void load_q(const Encode<T>& call, const Row& row, i64 first, i64 high, T* q) {
+#pragma unroll
+    for (int part = 0; part < Number<T>::at_once; ++part) {
+        const i64 i = first + part * THREADS + threadIdx.x;
+        q[part] = i < high ? call.q(row, i) : T(0);
+    }
+}
+
 // q itself is sent, nothing is kept. Returns whether something is not finite.
 template <typename T> __device__ bool encode_raw(const Encode<T>& call, const Row& row, i64 low, i64 high) {
     T* out = call.template body<T>(row);
     bool bad = false;
-    for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-        T q = call.q(row, i);
-        out[i] = q;
-        call.keep(row, i, T(0));
-        bad = bad || !is_finite(q);
+    for (i64 first = low; first < high; first += Number<T>::at_once * THREADS) {
+        T q[Number<T>::at_once];
+        load_q(call, row, first, high, q);
+#pragma unroll
+        for (int part = 0; part < Number<T>::at_once; ++part) {
+            const i64 i = first + part * THREADS + threadIdx.x;
+            if (i < high) {
+                out[i] = q[part];
+                call.keep(row, i, T(0));
+            }
+            bad = bad || !is_finite(q[part]);
+        }
     }
     return bad;
 }
@@ -198,6 +221,20 @@ template <typename T> struct Decode {
 // The number of the block of `size` that an element is in; segments have fewer than 2^32 elements.
 __device__ inline i64 block_of(i64 element, int size) { return (u32)element / (u32)size; }
 
+// The same for many elements of a tile, which begins with a block and has at most 2^16 elements: a multiplication each.
+struct BlockOf {
+    i64 low, first;
+    u32 inverse;
+
+    __device__ BlockOf() : low(0), first(0), inverse(0) {}  // all elements in block 0
+    __device__ BlockOf(i64 low_, int size)
+        : low(low_), first(block_of(low_, size)), inverse(0xffffffffu / (u32)size + 1) {}
+
+    __device__ i64 operator()(i64 element) const {
+        return first + (i64)((u64)(u32)(element - low) * inverse >> 32);
+    }
+};
+
 // Look at every row's header and at this segment's entry of its table: every segment has a tile, so that together
 // the tiles look at everything. Returns, to all threads, whether a row is not finite.
 template <typename T> __device__ bool check_headers(const Decode<T>& call, i64 segment) {
@@ -226,19 +263,58 @@ template <typename T> __device__ void fill_nan(const Decode<T>& call, const Row&
     for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) call.target[row.source + i] = nan;
 }
 
-// scale * sum of the rows' numbers, rows in order. A vector (no header) is watched for numbers that are not finite.
-template <typename T> __device__ void decode_raw(const Decode<T>& call, const Row& row, i64 low, i64 high) {
-    bool bad = false;
-    for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-        T total = 0;
+// target = scale * sum of the rows' numbers, rows in order. Reader: `load` fetches an element of a row, whatever it
+// holds, `at_once` of them before the first is used; `value` makes the number of it and says if it is wrong; `complain`
+// is told of a row with something wrong.
+// All threads of the block call `load` and `value` together, those past the end with the last element.
+template <typename T, typename Reader>
+__device__ void decode_sum(const Decode<T>& call, const Row& row, i64 low, i64 high, const Reader& reader) {
+    const int at_once = Reader::at_once;
+    for (i64 first = low; first < high; first += at_once * THREADS) {
+        T total[at_once];
+#pragma unroll
+        for (int part = 0; part < at_once; ++part) total[part] = T(0);
         for (i64 source = 0; source < call.num_rows; ++source) {
-            T value = call.template body<T>(source, row)[i];
-            total = source ? total + value : value;
-            bad = bad || !is_finite(value);
+            typename Reader::Loaded loaded[at_once];
+            bool wrong = false;
+#pragma unroll
+            for (int part = 0; part < at_once; ++part)
+                loaded[part] = reader.load(source, least(first + part * THREADS + threadIdx.x, high - 1));
+#pragma unroll
+            for (int part = 0; part < at_once; ++part) {
+                const i64 i = least(first + part * THREADS + threadIdx.x, high - 1);
+                const T value = reader.value(loaded[part], i, wrong);
+                total[part] = source ? total[part] + value : value;
+            }
+            if (wrong) reader.complain(source);
         }
-        call.target[row.source + i] = total * call.scale;
+#pragma unroll
+        for (int part = 0; part < at_once; ++part) {
+            const i64 i = first + part * THREADS + threadIdx.x;
+            if (i < high) call.target[row.source + i] = total[part] * call.scale;
+        }
     }
-    if (!call.header_bytes && bad) call.status[0] = 1;
+}
+
+// Plain numbers. A vector (no header) is watched for such as are not finite.
+template <typename T> struct RawReader {
+    typedef T Loaded;
+    static const int at_once = Number<T>::at_once;
+    const Decode<T>& call;
+    const Row& row;
+
+    __device__ T load(i64 source, i64 i) const { return call.template body<T>(source, row)[i]; }
+    __device__ T value(T loaded, i64, bool& wrong) const {
+        wrong = wrong || !is_finite(loaded);
+        return loaded;
+    }
+    __device__ void complain(i64) const {
+        if (!call.header_bytes) call.status[0] = 1;
+    }
+};
+
+template <typename T> __device__ void decode_raw(const Decode<T>& call, const Row& row, i64 low, i64 high) {
+    decode_sum(call, row, low, high, RawReader<T>{call, row});
 }
 
 // -- tiles ---------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 // Stochastic quantizers: dithering, QSGD, natural compression, TernGrad. Format, formulas and draws:
 // espresso/compressors/levels.py; twins: espresso/cpu_offload/level_kernels.py, level_vectors.py.
 //
-// One pass each way, a warp a block; the block is read a second time, from the caches, for its codes. A thread takes
-// elements t and t + 32 of every row of 64: both draws come from one Philox counter.
+// One pass each way, a warp a block. With blocks of 256 q stays in registers; other sizes are read a second time, from
+// the caches, for their codes. A thread takes elements t and t + 32 of every row of 64: both draws come from one Philox
+// counter, which threads t and t + 16 share.
 
 #include "common.cuh"
 
@@ -39,6 +40,8 @@ __device__ inline u32 exponent_of(double v, u32 draw) { return (u32)((bits_of(v)
 __device__ inline float power_of_two(int exponent, float) { return number_of((u32)(127 + exponent) << 23); }
 __device__ inline double power_of_two(int exponent, double) { return number_of((u64)(1023 + exponent) << 52); }
 
+template <typename T> struct LevelReader;
+
 template <typename T> struct Levels : Plain {
     typedef typename Number<T>::Bits Bits;
     int block;
@@ -59,18 +62,75 @@ template <typename T> struct Levels : Plain {
         : block(block_), width(width_), norm(norm_), natural(natural_), divisor(divisor_), cap(cap_), levels(levels_),
           tiny(tiny_), limit(limit_), salt(salt_) {}
 
-    // The block's norm in float64; whether all is finite.
-    __device__ bool norm_of(const Encode<T>& call, const Row& row, i64 first, int num, double* size) const {
+    // PER: elements of a lane, for a whole block of 32 * PER; 0 for any other. Returns whether something is not finite.
+    template <int PER>
+    __device__ bool encode_block(const Encode<T>& call, const Row& row, i64 first, int num, u64 key) const {
         const int lane = threadIdx.x % 32;
+        T kept[PER ? PER : 2];
         double even = 0, odd = 0;
         Bits top = 0;
-        for (int part = 0; part < num; part += 64) {
-            const int i = part + lane, j = i + 32;
-            const T q = i < num ? call.q(row, first + i) : T(0), r = j < num ? call.q(row, first + j) : T(0);
-            even += (double)q * (double)q;
-            odd += (double)r * (double)r;
-            top = largest(top, largest(magnitude_of(q), magnitude_of(r)));
+        if (PER) {
+#pragma unroll
+            for (int part = 0; part < PER; ++part) kept[part] = call.q(row, first + 32 * part + lane);
+#pragma unroll
+            for (int part = 0; part < PER; part += 2) add_to_norm(kept + part, even, odd, top);
+        } else {
+            for (int part = 0; part < num; part += 64) {
+                load_two(call, row, first, part + lane, num, kept);
+                add_to_norm(kept, even, odd, top);
+            }
         }
+        double size;
+        const bool good = norm_of(even, odd, top, &size);
+        T step = 1, inverse = 1;
+        if (norm != NO_NORM) {
+            const bool usable = tiny <= size && is_finite(size);
+            step = usable ? (T)(size / divisor) : T(0);
+            inverse = usable ? (T)(divisor / size) : T(0);
+            if (lane == 0) call.template body<T>(row)[block_of(first, block)] = step;
+        }
+        const u64 counter = (u64)(16 * (first / 64) + lane % 16);
+        if (PER) {
+#pragma unroll
+            for (int part = 0; part < PER; part += 4) {  // the lower half draws for two rows of 32, the upper for the next
+                const Draws draws(key, counter + 16 * (part / 2 + lane / 16));
+                const u32 low = lane < 16 ? draws.words[0] : draws.words[1];
+                const u32 high = lane < 16 ? draws.words[2] : draws.words[3];
+                const u32 other_low = __shfl_xor_sync(FULL, lane < 16 ? draws.words[1] : draws.words[0], 16);
+                const u32 other_high = __shfl_xor_sync(FULL, lane < 16 ? draws.words[3] : draws.words[2], 16);
+                const u32 draw[4] = {lane < 16 ? low : other_low, lane < 16 ? high : other_high,
+                                     lane < 16 ? other_low : low, lane < 16 ? other_high : high};
+#pragma unroll
+                for (int odd_part = 0; odd_part < 4; ++odd_part)
+                    emit(call, row, first, 32 * (part + odd_part), num, kept[part + odd_part], draw[odd_part], step,
+                         inverse);
+            }
+        } else {
+            for (int part = 0; part < num; part += 64) {
+                const Draws draws(key, counter + (u64)(part / 4));
+                load_two(call, row, first, part + lane, num, kept);
+                emit(call, row, first, part, num, kept[0], lane < 16 ? draws.words[0] : draws.words[1], step, inverse);
+                if (part + 32 < num)
+                    emit(call, row, first, part + 32, num, kept[1], lane < 16 ? draws.words[2] : draws.words[3], step,
+                         inverse);
+            }
+        }
+        return !(good && is_finite(step));
+    }
+
+    __device__ static void load_two(const Encode<T>& call, const Row& row, i64 first, int i, int num, T* kept) {
+        kept[0] = i < num ? call.q(row, first + i) : T(0);
+        kept[1] = i + 32 < num ? call.q(row, first + i + 32) : T(0);
+    }
+
+    __device__ static void add_to_norm(const T* kept, double& even, double& odd, Bits& top) {
+        even += (double)kept[0] * (double)kept[0];
+        odd += (double)kept[1] * (double)kept[1];
+        top = largest(top, largest(magnitude_of(kept[0]), magnitude_of(kept[1])));
+    }
+
+    // The block's norm in float64; whether all is finite.
+    __device__ bool norm_of(double even, double odd, Bits top, double* size) const {
         if (norm == L2) {
             double total = even + odd;
             for (int distance = 16; distance; distance /= 2) total += __shfl_down_sync(FULL, total, distance);
@@ -81,6 +141,26 @@ template <typename T> struct Levels : Plain {
         for (int distance = 16; distance; distance /= 2) top = largest(top, __shfl_xor_sync(FULL, top, distance));
         *size = (double)number_of(top);
         return top < limit;
+    }
+
+    // Code and residual of a warp's 32 elements from `at` on, within the block.
+    __device__ void emit(
+        const Encode<T>& call, const Row& row, i64 first, int at, int num, T q, u32 draw, T step, T inverse
+    ) const {
+        const int lane = threadIdx.x % 32, i = at + lane;
+        u8* codes = call.template body<u8>(row, row.count * (i64)sizeof(T));
+        const u32 code = i < num ? code_of(q, inverse, draw) : 0;
+        if (width == 8) {
+            if (i < num) codes[first + i] = (u8)code;
+        } else {
+            u32 mine = 0;
+            for (int plane = 0; plane < width; ++plane) {
+                const u32 word = __ballot_sync(FULL, code >> plane & 1);
+                mine = lane == plane ? word : mine;
+            }
+            if (lane < width) ((u32*)codes)[(first + at) / 32 * width + lane] = mine;
+        }
+        if (i < num) call.keep(row, first + i, q - value_of(code) * step);
     }
 
     __device__ u32 code_of(T q, T inverse, u32 draw) const {
@@ -108,74 +188,54 @@ template <typename T> struct Levels : Plain {
     }
 
     __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
-        const int lane = threadIdx.x % 32;
         const u64 key = mix64(mix64(salt ^ (u64)row.hash) + (u64)row.start);
-        T* steps = call.template body<T>(row);
-        u8* codes = call.template body<u8>(row, row.count * (i64)sizeof(T));
         bool bad = false;
         for (i64 first = low + (i64)(threadIdx.x / 32) * block; first < high; first += (i64)WARPS * block) {
             const int num = (int)least((i64)block, high - first);
-            double size;
-            bool good = norm_of(call, row, first, num, &size);
-            T step = 1, inverse = 1;
-            if (norm != NO_NORM) {
-                const bool usable = tiny <= size && is_finite(size);
-                step = usable ? (T)(size / divisor) : T(0);
-                inverse = usable ? (T)(divisor / size) : T(0);
-                if (lane == 0) steps[block_of(first, block)] = step;
-            }
-            bad = bad || !(good && is_finite(step));
-            for (int part = 0; part < num; part += 64) {
-                const Draws draws(key, (u64)(16 * ((first + part) / 64) + lane % 16));
-                const u32 draw[2] = {lane < 16 ? draws.words[0] : draws.words[1],
-                                     lane < 16 ? draws.words[2] : draws.words[3]};
-#pragma unroll
-                for (int odd = 0; odd < 2; ++odd) {
-                    const int at = part + 32 * odd;
-                    if (at >= num) break;
-                    const int i = at + lane;
-                    const T q = i < num ? call.q(row, first + i) : T(0);
-                    const u32 code = i < num ? code_of(q, inverse, draw[odd]) : 0;
-                    if (width == 8) {
-                        if (i < num) codes[first + i] = (u8)code;
-                    } else {
-                        u32* planes = (u32*)codes + (first + at) / 32 * width;
-                        for (int plane = 0; plane < width; ++plane) {
-                            const u32 word = __ballot_sync(FULL, code >> plane & 1);
-                            if (lane == plane) planes[plane] = word;
-                        }
-                    }
-                    if (i < num) call.keep(row, first + i, q - value_of(code) * step);
-                }
-            }
+            bool wrong = num == 256 && block == 256 ? encode_block<8>(call, row, first, num, key)
+                                                    : encode_block<0>(call, row, first, num, key);
+            bad = bad || wrong;
         }
         return bad;
     }
 
     __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
-        for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-            T total = 0;
-            for (i64 source = 0; source < call.num_rows; ++source) {
-                const T step = norm == NO_NORM ? T(1) : call.template body<T>(source, row)[block_of(i, block)];
-                if (!(step >= 0 && is_finite(step))) {
-                    call.malformed(source, segment);
-                    break;
-                }
-                const u8* codes = call.template body<u8>(source, row, row.count * (i64)sizeof(T));
-                u32 code = 0;
-                if (width == 8) {
-                    code = codes[i];
-                } else {
-                    const u32* planes = (const u32*)codes + i / 32 * width;
-                    for (int plane = 0; plane < width; ++plane) code |= (planes[plane] >> (i % 32) & 1) << plane;
-                }
-                const T value = value_of(code) * step;
-                const T factor = source == call.num_rows - 1 ? call.scale : T(1);
-                total = source ? (total + value) * factor : value * factor;
-            }
-            call.target[row.source + i] = total;
-        }
+        decode_sum(call, row, low, high, LevelReader<T>{call, row, *this, segment, BlockOf(low, block)});
     }
+};
+
+// A warp's 32 elements, or those up to the end, have `width` words of code, one for each of its first threads; or bytes.
+template <typename T> struct LevelReader {
+    struct Loaded {
+        T step;
+        u32 code;
+    };
+    static const int at_once = Number<T>::at_once / 2;
+    const Decode<T>& call;
+    const Row& row;
+    const Levels<T>& levels;
+    i64 segment;
+    BlockOf index_of;
+
+    __device__ Loaded load(i64 source, i64 i) const {
+        const int lane = threadIdx.x % 32, width = levels.width;
+        const T step = levels.norm == NO_NORM ? T(1) : call.template body<T>(source, row)[index_of(i)];
+        const u8* codes = call.template body<u8>(source, row, row.count * (i64)sizeof(T));
+        if (width == 8) return {step, codes[i]};
+        return {step, lane < width ? ((const u32*)codes)[i / 32 * width + lane] : 0};
+    }
+    __device__ T value(const Loaded& loaded, i64, bool& wrong) const {
+        const T step = loaded.step;
+        wrong = wrong || !(step >= 0 && is_finite(step));
+        u32 code = loaded.code;
+        if (levels.width < 8) {
+            code = 0;
+            for (int plane = 0; plane < levels.width; ++plane)
+                code |= (__shfl_sync(FULL, loaded.code, plane) >> (threadIdx.x % 32) & 1) << plane;
+        }
+        return levels.value_of(code) * step;
+    }
+    __device__ void complain(i64 source) const { call.malformed(source, segment); }
 };
 
 #define LEVEL_PARAMETERS(T) \
@@ -187,7 +247,7 @@ KERNEL(encode_f32, THREADS, (ENCODE_PARAMETERS(float), LEVEL_PARAMETERS(float)),
        encode_tile(ENCODE(float), LEVELS(float)))
 KERNEL(encode_f64, THREADS, (ENCODE_PARAMETERS(double), LEVEL_PARAMETERS(double)),
        encode_tile(ENCODE(double), LEVELS(double)))
-KERNEL(decode_f32, THREADS, (DECODE_PARAMETERS(float), LEVEL_PARAMETERS(float)),
+SMALL_KERNEL(decode_f32, (DECODE_PARAMETERS(float), LEVEL_PARAMETERS(float)),
        decode_tile(DECODE(float), LEVELS(float)))
-KERNEL(decode_f64, THREADS, (DECODE_PARAMETERS(double), LEVEL_PARAMETERS(double)),
+SMALL_KERNEL(decode_f64, (DECODE_PARAMETERS(double), LEVEL_PARAMETERS(double)),
        decode_tile(DECODE(double), LEVELS(double)))

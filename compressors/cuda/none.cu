@@ -9,5 +9,5 @@ struct Nothing : Plain {
 
 KERNEL(encode_f32, THREADS, (ENCODE_PARAMETERS(float)), encode_tile(ENCODE(float), Nothing()))
 KERNEL(encode_f64, THREADS, (ENCODE_PARAMETERS(double)), encode_tile(ENCODE(double), Nothing()))
-KERNEL(decode_f32, THREADS, (DECODE_PARAMETERS(float)), decode_tile(DECODE(float), Nothing()))
-KERNEL(decode_f64, THREADS, (DECODE_PARAMETERS(double)), decode_tile(DECODE(double), Nothing()))
+SMALL_KERNEL(decode_f32, (DECODE_PARAMETERS(float)), decode_tile(DECODE(float), Nothing()))
+SMALL_KERNEL(decode_f64, (DECODE_PARAMETERS(double)), decode_tile(DECODE(double), Nothing()))

@@ -56,11 +56,15 @@ struct RandomK {
     template <typename T> __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
         bool bad = false;
         if (low >= high) return false;
-#pragma unroll 4
-        for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-            T q = call.q(row, i);
-            bad = bad || !is_finite(q);
-            call.keep(row, i, q);
+        for (i64 first = low; first < high; first += Number<T>::at_once * THREADS) {
+            T q[Number<T>::at_once];
+            load_q(call, row, first, high, q);
+#pragma unroll
+            for (int part = 0; part < Number<T>::at_once; ++part) {
+                const i64 i = first + part * THREADS + threadIdx.x;
+                bad = bad || !is_finite(q[part]);
+                if (i < high) call.keep(row, i, q[part]);
+            }
         }
         __syncthreads();
         const Draw draw(row, salt, low, high);
@@ -101,5 +105,5 @@ struct RandomK {
 
 KERNEL(encode_f32, THREADS, (ENCODE_PARAMETERS(float), u64 salt), encode_tile(ENCODE(float), RandomK(salt)))
 KERNEL(encode_f64, THREADS, (ENCODE_PARAMETERS(double), u64 salt), encode_tile(ENCODE(double), RandomK(salt)))
-KERNEL(decode_f32, THREADS, (DECODE_PARAMETERS(float), u64 salt), decode_tile(DECODE(float), RandomK(salt)))
-KERNEL(decode_f64, THREADS, (DECODE_PARAMETERS(double), u64 salt), decode_tile(DECODE(double), RandomK(salt)))
+SMALL_KERNEL(decode_f32, (DECODE_PARAMETERS(float), u64 salt), decode_tile(DECODE(float), RandomK(salt)))
+SMALL_KERNEL(decode_f64, (DECODE_PARAMETERS(double), u64 salt), decode_tile(DECODE(double), RandomK(salt)))

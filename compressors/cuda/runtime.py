@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -44,7 +45,7 @@ _SLOTS = {
 """How an argument lies in its slot of eight bytes; tensors pass their address."""
 
 _FOLDER = Path(__file__).parent
-_INCLUDE = '#include "common.cuh"'
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
 class CudaUnavailableError(RuntimeError):
@@ -77,8 +78,7 @@ def sources() -> tuple[str, ...]:
 @cache
 def source_of(file: str) -> str:
     """A CUDA source with what it includes put in its place: a cache keyed by the text then sees every change."""
-    text = (_FOLDER / file).read_text()
-    return text.replace(_INCLUDE, (_FOLDER / "common.cuh").read_text())
+    return _INCLUDE.sub(lambda found: source_of(found[1]), (_FOLDER / file).read_text())
 
 
 class CudaDevice:

@@ -16,6 +16,31 @@
 
 template <typename T> __device__ inline T absolute(T value) { return number_of(magnitude_of(value)); }
 
+template <typename T> struct SignReader {
+    struct Loaded {
+        T plus, minus;
+        u32 word;
+    };
+    static const int at_once = Number<T>::at_once / 2;
+    const Decode<T>& call;
+    const Row& row;
+    i64 segment;
+    int means;
+    BlockOf index_of;
+
+    __device__ Loaded load(i64 source, i64 i) const {
+        const T* values = call.template body<T>(source, row) + index_of(i) * means;
+        const u32* words = call.template body<u32>(source, row, means * row.count * (i64)sizeof(T));
+        return {values[0], means == 2 ? values[1] : -values[0], words[i / 32]};
+    }
+    __device__ T value(const Loaded& loaded, i64 i, bool& wrong) const {
+        const T plus = loaded.plus, minus = loaded.minus;
+        wrong = wrong || !(plus >= 0 && minus <= 0 && is_finite(plus) && is_finite(minus));
+        return loaded.word >> (i % 32) & 1 ? minus : plus;
+    }
+    __device__ void complain(i64 source) const { call.malformed(source, segment); }
+};
+
 struct Signs : Plain {
     int block;  // 0: the segment's one mean is in the body already
     int means;  // of a block: 1, or 2, that of numbers not negative first
@@ -144,25 +169,8 @@ struct Signs : Plain {
 
     template <typename T>
     __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
-        const i64 words_at = means * row.count * (i64)sizeof(T);
-        for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) {
-            const i64 index = block ? block_of(i, block) : 0;
-            T total = 0;
-            for (i64 source = 0; source < call.num_rows; ++source) {
-                const T* values = call.template body<T>(source, row) + index * means;
-                const T plus = values[0];
-                const T minus = means == 2 ? values[1] : -plus;
-                if (!(plus >= 0 && minus <= 0 && is_finite(plus) && is_finite(minus))) {
-                    call.malformed(source, segment);
-                    break;
-                }
-                const u32 word = call.template body<u32>(source, row, words_at)[i / 32];
-                const T value = word >> (i % 32) & 1 ? minus : plus;
-                const T factor = source == call.num_rows - 1 ? call.scale : T(1);
-                total = source ? (total + value) * factor : value * factor;
-            }
-            call.target[row.source + i] = total;
-        }
+        const BlockOf index_of = block ? BlockOf(low, block) : BlockOf();
+        decode_sum(call, row, low, high, SignReader<T>{call, row, segment, means, index_of});
     }
 };
 
@@ -218,7 +226,7 @@ KERNEL(encode_f32, THREADS, (ENCODE_PARAMETERS(float), int block, int means),
        encode_tile(ENCODE(float), Signs(block, means)))
 KERNEL(encode_f64, THREADS, (ENCODE_PARAMETERS(double), int block, int means),
        encode_tile(ENCODE(double), Signs(block, means)))
-KERNEL(decode_f32, THREADS, (DECODE_PARAMETERS(float), int block, int means),
+SMALL_KERNEL(decode_f32, (DECODE_PARAMETERS(float), int block, int means),
        decode_tile(DECODE(float), Signs(block, means)))
-KERNEL(decode_f64, THREADS, (DECODE_PARAMETERS(double), int block, int means),
+SMALL_KERNEL(decode_f64, (DECODE_PARAMETERS(double), int block, int means),
        decode_tile(DECODE(double), Signs(block, means)))

@@ -1,31 +1,42 @@
 // Top-k and DGC. Format: espresso/compressors/sparse.py; twins: espresso/cpu_offload/sparse.py, sparse_kernels.py.
 //
 // The pass over memory is the host's: a sample sets a threshold, one pass writes q to the residual and collects what
-// passes, and the top k of the few that passed are sent and cleared in the residual. Six launches for all segments:
+// passes, and the top k of the few that passed are sent and cleared in the residual. Four launches for all segments:
 //
-//   gather     tiles of samples   magnitudes of the sample
-//   threshold  segments           its rank-th largest
-//   filter     tiles              q to the residual; candidates to the tile's place, in order; their magnitudes to the
-//                                 segment's pool, in any order: selection does not look at it
-//   select     segments           the k-th largest of the pool, and how many equal to it belong to the top k. Where too
-//                                 few passed, this block alone lowers the threshold and looks at the segment again
-//   count      tiles              candidates above the cut and on it; the segment's last block adds them up
-//   emit       tiles              body and residual
+//   sample  tiles of samples  magnitudes of the sample, and how many have which leading bits; the segment's last block
+//                             finds the rank-th largest
+//   filter  tiles             q to the residual; candidates to the tile's place, in order, and how many lie how far above
+//                             the threshold; the segment's last block finds the bin that the k-th largest lies in
+//   count   tiles             candidates above the bin, and a list of those in it; the segment's last block finds the k-th
+//                             largest among them, and what every tile sends
+//   emit    tiles             body and residual
+//
+// A segment of one tile needs only the last: a thread block holds all of it. Where too few passed, the last block of
+// `filter` alone lowers the threshold and looks at the segment again: slow, and rare.
 //
 // Magnitudes are compared as unsigned integers; infinities and NaNs lie on top and so are always among the candidates.
+// What blocks leave for the last of them is read past the first-level cache, which may hold an older line. States and
+// histograms are zero between calls.
 
 #include "common.cuh"
+#include "selection.cuh"
 
 #define TILE 4096
-#define RUN 16
-#define SELECT_THREADS 1024
-#define BINS 2048
+#include "scatter.cuh"
 
-// How a segment is sampled. espresso.compressors.cuda.sparse writes it.
+#define ROWS (TILE / THREADS)  // elements of a thread
+#define RUN 16
+#define SAMPLE_THREADS 1024
+#define SAMPLES (TILE / SAMPLE_THREADS)
+#define NO_BIN 0xffffffffu
+
+// How a segment is sampled. espresso.compressors.cuda.sparse writes it. Zero where the segment is raw or has one tile.
 struct Sampling {
     i64 num_runs;
     i64 rank;
-    i64 first;  // of the segment's samples, in the buffer of all samples
+    i64 first;      // of the segment's samples, in the buffer of all samples
+    i64 num_tiles;  // of samples
+    i64 histogram;  // which of the histograms is the segment's
 };
 
 struct State {
@@ -34,132 +45,104 @@ struct State {
     i64 ties;
     i64 above;  // candidates above the cut, and on it
     i64 equal;
-    u32 found;
-    u32 ticket;
+    i64 rest;    // how many of the bin belong to the top k
+    u32 bin;     // or NO_BIN: all candidates are sent
+    u32 found;   // candidates
+    u32 listed;  // in the bin
+    u32 tickets[3];
 };
 
 template <typename T> struct Candidates {
     typedef typename Number<T>::Bits Bits;
+    const Sampling* samplings;
     State* states;
+    u32* histograms;
     u32* found;  // of every tile
     u32* above;  // of every tile; then of all tiles of its segment before it
     u32* equal;
     u32* index;  // of tile t from t * TILE on
     Bits* value;
-    Bits* pool;  // of a segment from first_tile * TILE on
+    u32* list;  // of a segment from first_tile * TILE on: where in `index` and `value` a candidate lies
+
+    __device__ u32* histogram(i64 segment) const { return histograms + samplings[segment].histogram * BINS; }
 };
 
-#define CANDIDATE_PARAMETERS(T) \
-    State *states, u32 *found, u32 *above, u32 *equal, u32 *index, Number<T>::Bits *value, Number<T>::Bits *pool
+#define CANDIDATE_PARAMETERS(T)                                                                               \
+    const Sampling *samplings, State *states, u32 *histograms, u32 *found, u32 *above, u32 *equal, u32 *index, \
+        Number<T>::Bits *value, u32 *list
 #define CANDIDATES(T) \
-    Candidates<T> { states, found, above, equal, index, value, pool }
+    Candidates<T> { samplings, states, histograms, found, above, equal, index, value, list }
 
-// The k-th largest of `num` values (1 <= k <= num) and how many equal to it belong to the top k; to all threads.
-template <typename B, typename Values>
-__device__ void kth_largest(const Values& values, i64 num, i64 k, B* kth, i64* ties) {
-    __shared__ u32 histogram[BINS];
-    __shared__ u64 found;
-    __shared__ i64 left;
-    const int width = 8 * sizeof(B);
-    u64 prefix = 0;
-    int shift = width;
-    while (shift > 0) {
-        const int step = least(11, shift);
-        shift -= step;
-        const int num_bins = 1 << step;
-        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) histogram[bin] = 0;
-        __syncthreads();
-#pragma unroll 4
-        for (i64 i = threadIdx.x; i < num; i += blockDim.x) {
-            const u64 value = values(i);
-            if (shift + step >= width || value >> (shift + step) == prefix >> (shift + step))
-                atomicAdd(&histogram[(value >> shift) & (num_bins - 1)], 1u);
-        }
-        __syncthreads();
-        if (threadIdx.x < 32) {  // the bin in which the count from above reaches k
-            const int each = BINS / 32, top = BINS - 1 - each * (int)threadIdx.x;
-            i64 mine = 0;
-            for (int bin = 0; bin < each; ++bin) mine += histogram[top - bin];
-            i64 through = mine;
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const i64 other = __shfl_up_sync(FULL, through, distance);
-                if (threadIdx.x >= distance) through += other;
-            }
-            if (through >= k && through - mine < k) {
-                i64 rest = k - (through - mine);
-                int bin = top;
-                while (histogram[bin] < rest) rest -= histogram[bin--];
-                found = prefix | (u64)bin << shift;
-                left = rest;
-            }
-        }
-        __syncthreads();
-        prefix = found;
-        k = left;
-        __syncthreads();
-    }
-    *kth = (B)prefix;
-    *ties = k;
-}
+__device__ inline bool is_small(const Row& row) { return row.end_tile - row.first_tile == 1; }
+
+// -- sample --------------------------------------------------------------------------------------------------------
 
 template <typename T>
-__device__ void gather_sample(
-    const Encode<T>& call, const Sampling* samplings, const Tile* sample_tiles, i64 num_sample_tiles, u64 step,
+__device__ void sample_tile(
+    const Encode<T>& call, const Candidates<T>& to, const Tile* sample_tiles, i64 num_sample_tiles, u64 step,
     typename Number<T>::Bits* sample
 ) {
+    typedef typename Number<T>::Bits Bits;
+    const int shift = 8 * sizeof(Bits) - DIGIT;
+    __shared__ u32 histogram[BINS];
     if (blockIdx.x >= num_sample_tiles) return;
     const Tile tile = sample_tiles[blockIdx.x];  // low: a position in the segment's sample
     const Row row = call.rows[tile.segment];
-    const Sampling how = samplings[tile.segment];
+    const Sampling how = to.samplings[tile.segment];
     const i64 stride = largest(row.numel / how.num_runs, (i64)RUN);
+    const i64 taken = stride > RUN ? how.num_runs * RUN : row.numel;
     const u64 salt = step ^ (u64)row.hash;
-    for (i64 at = tile.low + threadIdx.x; at < tile.low + TILE; at += blockDim.x) {
-        const i64 run = at / RUN;
+    for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) histogram[bin] = 0;
+    Bits some[SAMPLES];
+#pragma unroll
+    for (int part = 0; part < SAMPLES; ++part) {
+        const i64 at = tile.low + part * SAMPLE_THREADS + threadIdx.x, run = at / RUN;
         i64 i = run * stride + at % RUN;
-        if (stride > RUN) {
-            if (run >= how.num_runs) break;
-            i += (i64)(mix64(salt + (u64)run) % (u64)(stride - RUN));
-        } else if (i >= row.numel) {
-            break;
+        if (stride > RUN) i += (i64)(mix64(salt + (u64)run) % (u64)(stride - RUN));
+        some[part] = at < taken ? magnitude_of(call.q(row, i)) : 0;
+    }
+    __syncthreads();
+    Bits* mine = sample + how.first;
+#pragma unroll
+    for (int part = 0; part < SAMPLES; ++part) {
+        const i64 at = tile.low + part * SAMPLE_THREADS + threadIdx.x;
+        if (at < taken) {
+            mine[at] = some[part];
+            atomicAdd(&histogram[some[part] >> shift], 1u);
         }
-        sample[how.first + at] = magnitude_of(call.q(row, i));
+    }
+    __syncthreads();
+    u32* counts = to.histogram(tile.segment);
+    for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x)
+        if (histogram[bin]) atomicAdd(counts + bin, histogram[bin]);
+    State& state = to.states[tile.segment];
+    if (!is_last(&state.tickets[0], how.num_tiles)) return;
+    for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
+        histogram[bin] = fresh(counts[bin]);
+        counts[bin] = 0;
+    }
+    Bits kth = 0;
+    i64 ties;
+    if (how.rank <= taken)
+        kth_largest<Bits>(each_of([=](i64 i) { return (u64)fresh(mine[i]); }, taken), how.rank, histogram, true, &kth,
+                          &ties);
+    if (threadIdx.x == 0) {
+        state.threshold = largest(kth, (Bits)1);  // zeros never pass
+        state.tickets[0] = 0;
     }
 }
 
-// At least 1, so that zeros never pass; or the compressor's own, fixed.
-template <typename T>
-__device__ void sample_threshold(
-    const Encode<T>& call, const Sampling* samplings, const typename Number<T>::Bits* sample, State* states, T fixed
-) {
-    typedef typename Number<T>::Bits Bits;
-    const Row row = call.rows[blockIdx.x];
-    State& state = states[blockIdx.x];
-    if (threadIdx.x == 0) {
-        state.found = 0;
-        state.ticket = 0;
-        state.threshold = fixed > T(0) ? bits_of(fixed) : (Bits)1;
-    }
-    if (row.raw || fixed > T(0)) return;
-    const Sampling how = samplings[blockIdx.x];
-    const i64 taken = row.numel / how.num_runs > RUN ? how.num_runs * RUN : row.numel;
-    if (how.rank > taken) return;
-    const Bits* mine = sample + how.first;
-    Bits kth;
-    i64 ties;
-    kth_largest<Bits>([=](i64 i) { return (u64)mine[i]; }, taken, how.rank, &kth, &ties);
-    if (threadIdx.x == 0) state.threshold = largest(kth, (Bits)1);
-}
+// -- filter --------------------------------------------------------------------------------------------------------
 
 // Collect a tile's candidates in order and write q to the residual; returns whether something is not finite.
-template <int NUM_WARPS, typename T>
+template <typename T>
 __device__ bool filter_tile(
-    const Encode<T>& call, const Candidates<T>& to, const Row& row, State& state, i64 tile, i64 low,
+    const Encode<T>& call, const Candidates<T>& to, const Row& row, i64 segment, i64 tile, i64 low,
     typename Number<T>::Bits threshold
 ) {
     typedef typename Number<T>::Bits Bits;
-    const int ROWS = TILE / 32 / NUM_WARPS;
-    __shared__ u32 counts[NUM_WARPS];
-    __shared__ u32 base;
+    __shared__ u32 counts[WARPS];
+    __shared__ u32 histogram[BINS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i64 high = least(low + TILE, row.numel);
     Bits bits[ROWS];
@@ -184,38 +167,37 @@ __device__ bool filter_tile(
     if (lane == 0) counts[warp] = mine;
     __syncthreads();
     u32 at = 0, total = 0;
-    for (int other = 0; other < NUM_WARPS; ++other) {
+    for (int other = 0; other < WARPS; ++other) {
         at += other < warp ? counts[other] : 0;
         total += counts[other];
     }
     if (threadIdx.x == 0) {
         to.found[tile] = total;
-        base = atomicAdd(&state.found, total);
+        atomicAdd(&to.states[segment].found, total);
     }
-    __syncthreads();
-    Bits* pool = to.pool + row.first_tile * TILE + base;
+    u32* bins = to.histogram(segment);
+    const bool many = total > TILE / 4;  // then they are counted here first
+    if (many) {
+        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) histogram[bin] = 0;
+        __syncthreads();
+    }
 #pragma unroll
     for (int part = 0; part < ROWS; ++part) {
         if (masks[part] >> lane & 1) {
-            const u32 place = at + __popc(masks[part] & ((1u << lane) - 1));
-            to.index[tile * TILE + place] = (u32)(low + (warp * ROWS + part) * 32 + lane);
-            to.value[tile * TILE + place] = bits[part];
-            pool[place] = bits[part] & Number<T>::magnitude;
+            const i64 place = tile * TILE + at + __popc(masks[part] & ((1u << lane) - 1));
+            to.index[place] = (u32)(low + (warp * ROWS + part) * 32 + lane);
+            to.value[place] = bits[part];
+            const u32 bin = Bin<Bits>::of((bits[part] & Number<T>::magnitude) - threshold);
+            atomicAdd(many ? histogram + bin : bins + bin, 1u);
         }
         at += __popc(masks[part]);
     }
+    if (many) {
+        __syncthreads();
+        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x)
+            if (histogram[bin]) atomicAdd(bins + bin, histogram[bin]);
+    }
     return bad;
-}
-
-template <typename T> __device__ void filter(const Encode<T>& call, const Candidates<T>& to) {
-    typedef typename Number<T>::Bits Bits;
-    if (blockIdx.x >= call.num_tiles) return;
-    const Tile tile = call.tiles[blockIdx.x];
-    const Row row = call.rows[tile.segment];
-    if (row.raw) return;
-    State& state = to.states[tile.segment];
-    bool bad = filter_tile<WARPS>(call, to, row, state, (i64)blockIdx.x, tile.low, (Bits)state.threshold);
-    if (__syncthreads_or(bad) && threadIdx.x == 0) atomicOr(call.sync + 1, 1u);
 }
 
 // How many of the segment have at least this magnitude; to all threads.
@@ -225,10 +207,10 @@ __device__ i64 count_from(const Encode<T>& call, const Row& row, typename Number
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
     u32 mine = 0;
-#pragma unroll 4
-    for (i64 i = threadIdx.x; i < row.numel; i += blockDim.x) mine += magnitude_of(call.q(row, i)) >= threshold;
-    for (int distance = 16; distance; distance /= 2) mine += __shfl_down_sync(FULL, mine, distance);
-    if (threadIdx.x % 32 == 0) atomicAdd(&total, mine);
+    each_of([&](i64 i) { return (u64)magnitude_of(call.q(row, i)); }, row.numel)([&](u64 value) {
+        mine += value >= threshold;
+    });
+    atomicAdd(&total, mine);
     __syncthreads();
     const i64 all = total;
     __syncthreads();
@@ -236,21 +218,27 @@ __device__ i64 count_from(const Encode<T>& call, const Row& row, typename Number
 }
 
 template <typename T>
-__device__ void select(const Encode<T>& call, const Candidates<T>& to, double enough, int attempts, int exact) {
+__device__ void filter(const Encode<T>& call, const Candidates<T>& to, T fixed, double enough, int attempts, int exact) {
     typedef typename Number<T>::Bits Bits;
-    const Row row = call.rows[blockIdx.x];
-    if (row.raw) return;
-    State& state = to.states[blockIdx.x];
-    Bits threshold = (Bits)state.threshold;
-    i64 found = state.found, ties;
+    __shared__ u32 histogram[BINS];
+    if (blockIdx.x >= call.num_tiles) return;
+    const Tile tile = call.tiles[blockIdx.x];
+    const Row row = call.rows[tile.segment];
+    if (row.raw || is_small(row)) return;
+    State& state = to.states[tile.segment];
+    Bits threshold = fixed > T(0) ? bits_of(fixed) : (Bits)state.threshold;
+    const bool bad = filter_tile(call, to, row, tile.segment, (i64)blockIdx.x, tile.low, threshold);
+    if (bad) atomicOr(call.sync + 1, 1u);
+    if (!is_last(&state.tickets[1], row.end_tile - row.first_tile)) return;
+    i64 found = fresh(state.found), rest = 0;
+    u32* bins = to.histogram(tile.segment);
     int attempt = 0;
     for (; !((double)found >= enough * (double)row.count || threshold <= 1); ++attempt) {
         if (attempt < attempts) {
             threshold = largest(bits_of(number_of(threshold) * T(0.8)), (Bits)1);
         } else if (exact && attempt == attempts) {
-            kth_largest<Bits>(
-                [&](i64 i) { return (u64)magnitude_of(call.q(row, i)); }, row.numel, row.count, &threshold, &ties
-            );
+            kth_largest<Bits>(each_of([&](i64 i) { return (u64)magnitude_of(call.q(row, i)); }, row.numel), row.count,
+                              histogram, false, &threshold, &rest);
             threshold = largest(threshold, (Bits)1);
         } else {
             break;
@@ -258,101 +246,147 @@ __device__ void select(const Encode<T>& call, const Candidates<T>& to, double en
         found = count_from(call, row, threshold);
     }
     if (attempt) {
-        if (threadIdx.x == 0) state.found = 0;
+        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) bins[bin] = 0;
+        __threadfence();
         __syncthreads();
-        for (i64 tile = row.first_tile; tile < row.end_tile; ++tile)
-            filter_tile<SELECT_THREADS / 32>(call, to, row, state, tile, (tile - row.first_tile) * TILE, threshold);
+        for (i64 again = row.first_tile; again < row.end_tile; ++again)
+            filter_tile(call, to, row, tile.segment, again, (again - row.first_tile) * TILE, threshold);
+        __threadfence();
         __syncthreads();
     }
-    Bits cut = 0;
-    ties = found;
-    if (found > row.count) {
-        const Bits* pool = to.pool + row.first_tile * TILE;
-        kth_largest<Bits>([=](i64 i) { return (u64)pool[i]; }, found, row.count, &cut, &ties);
+    u32 bin = NO_BIN;
+    for (int at = threadIdx.x; at < BINS; at += blockDim.x) {
+        histogram[at] = fresh(bins[at]);
+        bins[at] = 0;
     }
+    if (found > row.count) find_bin(histogram, row.count, &bin, &rest);
+    __syncthreads();  // all have read state.found
     if (threadIdx.x == 0) {
-        state.cut = cut;
-        state.ties = ties;
+        state.threshold = threshold;
+        state.bin = bin;
+        state.rest = rest;
+        state.found = 0;
+        state.tickets[1] = 0;
     }
 }
 
-// Sum over the block, and over the threads before this one; to all threads. `sums`: a word for every warp.
-__device__ inline u32 block_scan(u32 mine, u32* sums, u32* total) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-    u32 through = mine;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const u32 other = __shfl_up_sync(FULL, through, distance);
-        if (lane >= distance) through += other;
+// -- count ---------------------------------------------------------------------------------------------------------
+
+// Turns the tiles' counts into those of all tiles before; tiles of a thread lie side by side.
+template <typename T> __device__ void add_up(const Candidates<T>& to, const Row& row, State& state) {
+    i64 above_done = 0, equal_done = 0, above_before, equal_before, above_all, equal_all;
+    for (i64 first = row.first_tile; first < row.end_tile; first += ROWS * THREADS) {
+        const i64 mine = first + ROWS * (i64)threadIdx.x;
+        u32 above[ROWS], equal[ROWS], above_sum = 0, equal_sum = 0;
+#pragma unroll
+        for (int part = 0; part < ROWS; ++part) {
+            const bool inside = mine + part < row.end_tile;
+            above[part] = inside ? fresh(to.above[mine + part]) : 0;
+            equal[part] = inside ? fresh(to.equal[mine + part]) : 0;
+        }
+#pragma unroll
+        for (int part = 0; part < ROWS; ++part) {
+            above_sum += above[part];
+            equal_sum += equal[part];
+        }
+        block_scan(above_sum, equal_sum, &above_before, &equal_before, &above_all, &equal_all);
+        above_before += above_done;
+        equal_before += equal_done;
+#pragma unroll
+        for (int part = 0; part < ROWS; ++part) {
+            if (mine + part < row.end_tile) {
+                to.above[mine + part] = (u32)above_before;
+                to.equal[mine + part] = (u32)equal_before;
+            }
+            above_before += above[part];
+            equal_before += equal[part];
+        }
+        above_done += above_all;
+        equal_done += equal_all;
     }
-    __syncthreads();
-    if (lane == 31) sums[warp] = through;
-    __syncthreads();
-    u32 before = through - mine;
-    *total = 0;
-    for (int other = 0; other < num_warps; ++other) {
-        before += other < warp ? sums[other] : 0;
-        *total += sums[other];
+    if (threadIdx.x == 0) {
+        state.above = above_done;
+        state.equal = equal_done;
     }
-    return before;
 }
 
 template <typename T> __device__ void count(const Encode<T>& call, const Candidates<T>& to) {
     typedef typename Number<T>::Bits Bits;
-    __shared__ u32 sums[WARPS];
-    __shared__ u32 last;
+    __shared__ u32 histogram[BINS];
+    __shared__ u32 totals[2];
     if (blockIdx.x >= call.num_tiles) return;
-    const i64 segment = call.tiles[blockIdx.x].segment;
+    const i64 segment = call.tiles[blockIdx.x].segment, tile = blockIdx.x;
     const Row row = call.rows[segment];
-    if (row.raw) return;
+    if (row.raw || is_small(row)) return;
     State& state = to.states[segment];
-    const Bits cut = (Bits)state.cut;
-    u32 above = 0, equal = 0, all_above, all_equal;
-    for (u32 i = threadIdx.x; i < to.found[blockIdx.x]; i += blockDim.x) {
-        const Bits magnitude = to.value[(i64)blockIdx.x * TILE + i] & Number<T>::magnitude;
-        above += magnitude > cut;
-        equal += magnitude == cut;
+    const Bits threshold = (Bits)state.threshold;
+    const u32 bin = state.bin, found = to.found[tile];
+    const bool is_exact = bin < Bin<Bits>::exact, listing = bin != NO_BIN && !is_exact;
+    const u32 lane = threadIdx.x % 32;
+    u32* list = to.list + row.first_tile * TILE;
+    if (threadIdx.x < 2) totals[threadIdx.x] = 0;
+    __syncthreads();
+    u32 above = 0, inside = 0;
+    for (u32 first = 0; first < found; first += blockDim.x) {
+        const u32 i = first + threadIdx.x;
+        const Bits magnitude = i < found ? to.value[tile * TILE + i] & Number<T>::magnitude : threshold;
+        const u32 mine = Bin<Bits>::of(magnitude - threshold);
+        const bool is_above = i < found && (bin == NO_BIN || mine > bin), is_inside = i < found && mine == bin;
+        const u32 mask = __ballot_sync(FULL, is_inside);
+        above += __popc(__ballot_sync(FULL, is_above));
+        inside += __popc(mask);
+        if (listing && mask) {
+            u32 place = 0;
+            if (lane == 0) place = atomicAdd(&state.listed, (u32)__popc(mask));
+            place = __shfl_sync(FULL, place, 0) + __popc(mask & ((1u << lane) - 1));
+            if (is_inside) list[place] = (u32)((tile - row.first_tile) * TILE + i);
+        }
     }
-    block_scan(above, sums, &all_above);
-    block_scan(equal, sums, &all_equal);
-    if (threadIdx.x == 0) {
-        to.above[blockIdx.x] = all_above;
-        to.equal[blockIdx.x] = all_equal;
-        __threadfence();
-        last = atomicAdd(&state.ticket, 1u) == (u32)(row.end_tile - row.first_tile - 1);
+    if (lane == 0) {
+        atomicAdd(&totals[0], above);
+        atomicAdd(&totals[1], inside);
     }
     __syncthreads();
-    if (!last) return;
-    __threadfence();
-    u32 above_before = 0, equal_before = 0;  // in tiles already added up
-    for (i64 first = row.first_tile; first < row.end_tile; first += blockDim.x) {
-        const i64 tile = first + threadIdx.x;
-        const bool inside = tile < row.end_tile;
-        // volatile: past the first-level cache, which may hold a neighbour's line from before
-        const u32 tile_above = inside ? ((volatile u32*)to.above)[tile] : 0;
-        const u32 tile_equal = inside ? ((volatile u32*)to.equal)[tile] : 0;
-        above = block_scan(tile_above, sums, &all_above);
-        equal = block_scan(tile_equal, sums, &all_equal);
-        if (inside) {
-            to.above[tile] = above_before + above;
-            to.equal[tile] = equal_before + equal;
-        }
-        above_before += all_above;
-        equal_before += all_equal;
-    }
     if (threadIdx.x == 0) {
-        state.above = above_before;
-        state.equal = equal_before;
+        to.above[tile] = totals[0];
+        to.equal[tile] = is_exact ? totals[1] : 0;
+    }
+    if (!is_last(&state.tickets[2], row.end_tile - row.first_tile)) return;
+    Bits cut = is_exact ? threshold + bin : 0;
+    i64 ties = is_exact ? fresh(state.rest) : 0;
+    if (listing) {
+        const i64 num = fresh(state.listed);
+        const Bits* values = to.value + row.first_tile * TILE;
+        const auto magnitude = [=](i64 i) { return (u64)(fresh(values[fresh(list[i])]) & Number<T>::magnitude); };
+        kth_largest<Bits>(each_of(magnitude, num), fresh(state.rest), histogram, false, &cut, &ties);
+        for (i64 i = threadIdx.x; i < num; i += blockDim.x) {
+            const u64 mine = magnitude(i);
+            const i64 from = row.first_tile + fresh(list[i]) / TILE;
+            if (mine >= cut) atomicAdd(mine > cut ? to.above + from : to.equal + from, 1u);
+        }
+        __threadfence();
+        __syncthreads();
+    }
+    add_up(to, row, state);
+    if (threadIdx.x == 0) {
+        state.cut = cut;
+        state.ties = ties;
+        state.listed = 0;
+        state.tickets[2] = 0;
     }
 }
 
-template <typename T> struct Sparse : Plain {
-    Candidates<T> from;
+// -- emit ----------------------------------------------------------------------------------------------------------
 
-    __device__ explicit Sparse(const Candidates<T>& from_) : from(from_) {}
+template <typename T> struct Sparse : Plain {
+    typedef typename Number<T>::Bits Bits;
+    Candidates<T> from;
+    T fixed;
+
+    __device__ Sparse(const Candidates<T>& from_, T fixed_) : from(from_), fixed(fixed_) {}
 
     __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
-        typedef typename Number<T>::Bits Bits;
-        __shared__ u32 sums[WARPS];
+        if (is_small(row)) return encode_small(call, row);
         const i64 tile = blockIdx.x;
         const State state = from.states[call.tiles[tile].segment];
         Bits* values = call.template body<Bits>(row, 8);
@@ -362,14 +396,15 @@ template <typename T> struct Sparse : Plain {
         for (u32 first = 0; first < num; first += blockDim.x) {
             const u32 i = first + threadIdx.x;
             const Bits value = i < num ? from.value[tile * TILE + i] : 0;
+            const u32 index = i < num ? from.index[tile * TILE + i] : 0;
             const Bits magnitude = value & Number<T>::magnitude;
-            const u32 is_above = i < num && magnitude > state.cut, is_equal = i < num && magnitude == state.cut;
-            u32 all_above, all_equal;
-            const i64 above_here = above + block_scan(is_above, sums, &all_above);
-            const i64 equal_here = equal + block_scan(is_equal, sums, &all_equal);
+            const bool is_above = i < num && magnitude > state.cut, is_equal = i < num && magnitude == state.cut;
+            i64 above_here, equal_here, all_above, all_equal;
+            block_scan(is_above, is_equal, &above_here, &equal_here, &all_above, &all_equal);
+            above_here += above;
+            equal_here += equal;
             if (is_above || (is_equal && equal_here < state.ties)) {
                 const i64 slot = above_here + least(equal_here, state.ties);
-                const u32 index = from.index[tile * TILE + i];
                 values[slot] = value;
                 indices[slot] = index;
                 call.keep(row, index, T(0));
@@ -377,90 +412,104 @@ template <typename T> struct Sparse : Plain {
             above += all_above;
             equal += all_equal;
         }
-        if (high == row.numel) {  // the last tile: the count, and slots without a number
-            const i64 sent = state.above + least(state.equal, state.ties);
-            if (threadIdx.x == 0) {
-                u32* prefix = call.template body<u32>(row);
-                prefix[0] = (u32)sent;
-                prefix[1] = 0;
-            }
-            for (i64 slot = sent + threadIdx.x; slot < row.count; slot += blockDim.x) {
-                values[slot] = 0;
-                indices[slot] = 0;
-            }
-        }
+        if (high == row.numel) close(call, row, state.above + least(state.equal, state.ties));
         return false;  // filter has looked
     }
-};
 
-// -- decode --------------------------------------------------------------------------------------------------------
-
-// The first slot whose index is at least `wanted`, if the indices ascend.
-__device__ inline i64 lower_bound(const u32* indices, i64 num, i64 wanted) {
-    i64 low = 0, high = num;
-    while (low < high) {
-        const i64 middle = (low + high) / 2;
-        if ((i64)indices[middle] < wanted)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-// A tile is summed in shared memory: rows in order, the slots of a row side by side. Every index is checked, in the
-// tile and ascending; neighbouring tiles search for the same bound, so a row passes only if all its indices are good.
-struct Scatter {
-    template <typename T>
-    __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
-        __shared__ T total[TILE];
-        __shared__ i64 bounds[2];
-        for (int i = threadIdx.x; i < TILE; i += blockDim.x) total[i] = T(0);
-        for (i64 source = 0; source < call.num_rows; ++source) {
-            const u32* prefix = call.template body<u32>(source, row);
-            const i64 num = prefix[0];
-            const bool wrong = num > row.count || prefix[1] != 0;
-            const T* values = call.template body<T>(source, row, 8);
-            const u32* indices = call.template body<u32>(source, row, 8 + row.count * (i64)sizeof(T));
-            __syncthreads();
-            if (threadIdx.x < 2 && !wrong) bounds[threadIdx.x] = lower_bound(indices, num, threadIdx.x ? high : low);
-            __syncthreads();
-            if (wrong || bounds[1] < bounds[0] || (high == row.numel && bounds[1] != num)) {
-                if (threadIdx.x == 0) call.malformed(source, segment);
-                continue;
-            }
-            for (i64 slot = bounds[0] + threadIdx.x; slot < bounds[1]; slot += blockDim.x) {
-                const i64 position = indices[slot];
-                const i64 previous = slot > bounds[0] ? (i64)indices[slot - 1] : low - 1;
-                if (position <= previous || position < low || position >= high)
-                    call.malformed(source, segment);
-                else
-                    total[position - low] += values[slot];
-            }
+    // How many slots count, and those that do not.
+    __device__ void close(const Encode<T>& call, const Row& row, i64 sent) const {
+        Bits* values = call.template body<Bits>(row, 8);
+        u32* indices = call.template body<u32>(row, 8 + row.count * (i64)sizeof(T));
+        if (threadIdx.x == 0) {
+            u32* prefix = call.template body<u32>(row);
+            prefix[0] = (u32)sent;
+            prefix[1] = 0;
         }
-        __syncthreads();
-        for (i64 i = low + threadIdx.x; i < high; i += blockDim.x)
-            call.target[row.source + i] = call.scale == T(1) ? total[i - low] : total[i - low] * call.scale;
+        for (i64 slot = sent + threadIdx.x; slot < row.count; slot += blockDim.x) {
+            values[slot] = 0;
+            indices[slot] = 0;
+        }
+    }
+
+    // A whole segment. Its sample is all of it, so that the threshold is its k-th largest, or 1 if that is zero.
+    __device__ bool encode_small(const Encode<T>& call, const Row& row) const {
+        __shared__ u32 histogram[BINS];
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        Bits bits[ROWS];
+        u32 passed = 0;
+        bool bad = false;
+        if (row.numel == 0) {
+            close(call, row, 0);
+            return false;
+        }
+#pragma unroll
+        for (int part = 0; part < ROWS; ++part) {
+            const i64 i = (warp * ROWS + part) * 32 + lane;
+            bits[part] = i < row.numel ? bits_of(call.q(row, i)) : 0;
+        }
+        const Bits bound = bits_of(fixed);
+#pragma unroll
+        for (int part = 0; part < ROWS; ++part) {
+            const Bits magnitude = bits[part] & Number<T>::magnitude;
+            bad = bad || magnitude >= Number<T>::infinity;
+            passed += magnitude >= bound;
+        }
+        i64 all_above, all_equal, above, equal, ties = 0;
+        block_scan(passed, 0, &above, &equal, &all_above, &all_equal);
+        Bits cut = bound - 1;
+        if (!(fixed > T(0)) || all_above > row.count) {
+            const auto each = [&](const auto& use) {
+#pragma unroll
+                for (int part = 0; part < ROWS; ++part) use((u64)(bits[part] & Number<T>::magnitude));
+            };
+            kth_largest<Bits>(each, row.count, histogram, false, &cut, &ties);
+            if (cut == 0) ties = 0;
+        }
+        u32 is_above = 0, is_equal = 0;
+#pragma unroll
+        for (int part = 0; part < ROWS; ++part) {
+            const Bits magnitude = bits[part] & Number<T>::magnitude;
+            is_above += __popc(__ballot_sync(FULL, magnitude > cut));
+            is_equal += __popc(__ballot_sync(FULL, magnitude == cut));
+        }
+        block_scan(lane ? 0 : is_above, lane ? 0 : is_equal, &above, &equal, &all_above, &all_equal);
+        above = __shfl_sync(FULL, above, 0);  // of the warps before
+        equal = __shfl_sync(FULL, equal, 0);
+        Bits* values = call.template body<Bits>(row, 8);
+        u32* indices = call.template body<u32>(row, 8 + row.count * (i64)sizeof(T));
+#pragma unroll
+        for (int part = 0; part < ROWS; ++part) {
+            const i64 i = (warp * ROWS + part) * 32 + lane;
+            const Bits magnitude = bits[part] & Number<T>::magnitude;
+            const u32 over = __ballot_sync(FULL, magnitude > cut), on = __ballot_sync(FULL, magnitude == cut);
+            const i64 equal_here = equal + __popc(on & ((1u << lane) - 1));
+            const bool sent = magnitude > cut || (magnitude == cut && equal_here < ties);
+            if (sent) {
+                const i64 slot = above + __popc(over & ((1u << lane) - 1)) + least(equal_here, ties);
+                values[slot] = bits[part];
+                indices[slot] = (u32)i;
+            }
+            if (i < row.numel) call.keep(row, i, sent ? T(0) : number_of(bits[part]));
+            above += __popc(over);
+            equal += __popc(on);
+        }
+        close(call, row, all_above + least(all_equal, ties));
+        return bad;
     }
 };
 
-#define SPARSE_KERNELS(T, suffix)                                                                                  \
-    KERNEL(gather_##suffix, THREADS,                                                                               \
-           (ENCODE_PARAMETERS(T), const Sampling* samplings, const Tile* sample_tiles, i64 num_sample_tiles, u64 step, \
-            Number<T>::Bits* sample),                                                                              \
-           gather_sample(ENCODE(T), samplings, sample_tiles, num_sample_tiles, step, sample))                      \
-    KERNEL(threshold_##suffix, SELECT_THREADS,                                                                     \
-           (ENCODE_PARAMETERS(T), const Sampling* samplings, const Number<T>::Bits* sample, State* states, T fixed), \
-           sample_threshold(ENCODE(T), samplings, sample, states, fixed))                                          \
-    KERNEL(filter_##suffix, THREADS, (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T)),                              \
-           filter(ENCODE(T), CANDIDATES(T)))                                                                       \
-    KERNEL(select_##suffix, SELECT_THREADS,                                                                        \
-           (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T), double enough, int attempts, int exact),                \
-           select(ENCODE(T), CANDIDATES(T), enough, attempts, exact))                                              \
-    KERNEL(count_##suffix, THREADS, (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T)), count(ENCODE(T), CANDIDATES(T))) \
-    KERNEL(emit_##suffix, THREADS, (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T)),                                \
-           encode_tile(ENCODE(T), Sparse<T>(CANDIDATES(T))))                                                       \
-    KERNEL(decode_##suffix, THREADS, (DECODE_PARAMETERS(T)), decode_tile(DECODE(T), Scatter()))
+#define SPARSE_KERNELS(T, suffix)                                                                                      \
+    KERNEL(sample_##suffix, SAMPLE_THREADS,                                                                            \
+           (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T), const Tile* sample_tiles, i64 num_sample_tiles, u64 step,   \
+            Number<T>::Bits* sample),                                                                                  \
+           sample_tile(ENCODE(T), CANDIDATES(T), sample_tiles, num_sample_tiles, step, sample))                        \
+    SMALL_KERNEL(filter_##suffix,                                                                                   \
+           (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T), T fixed, double enough, int attempts, int exact),           \
+           filter(ENCODE(T), CANDIDATES(T), fixed, enough, attempts, exact))                                           \
+    SMALL_KERNEL(count_##suffix, (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T)), count(ENCODE(T), CANDIDATES(T)))   \
+    KERNEL(emit_##suffix, THREADS, (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T), T fixed),                           \
+           encode_tile(ENCODE(T), Sparse<T>(CANDIDATES(T), fixed)))                                                    \
+    SMALL_KERNEL(decode_##suffix, (DECODE_PARAMETERS(T)), decode_tile(DECODE(T), Scatter()))
 
 SPARSE_KERNELS(float, f32)
 SPARSE_KERNELS(double, f64)

@@ -1,4 +1,7 @@
-"""Top-k and DGC on a GPU; kernels in sparse.cu. Six launches, one pass over memory; decode is one launch."""
+"""Top-k, DGC and threshold on a GPU; kernels in sparse.cu. One pass over memory each way.
+
+Encode is four launches (three with a fixed threshold), or one where every segment fits a tile; decode is one.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from espresso.compressors.sparse import RUN, Selection, sample_size
 from espresso.compressors.threshold import Threshold
 from espresso.compressors.topk import TopK
 
-SELECT_THREADS = 1024
-STATE_BYTES = 48
+SAMPLE_THREADS = 1024
+STATE_BYTES = 72
+HISTOGRAM_BYTES = 4 << 11
 _MASK = 2**64 - 1
 
 
@@ -36,45 +40,42 @@ class CudaSparse(CudaCodec):
         self._making = threading.Lock()
 
     def launch_bodies(self, call: EncodeCall) -> None:
-        """Sample, filter, select, emit."""
-        segments, tiles = len(call.layout.segments), call.tables.num_tiles
-        if not tiles:
-            self._launch_encode(call, "emit", more=self._candidates(call))
-            return
+        """Sample, filter, count, emit."""
         how, samplings = self._selection, self._samplings_of(call.layout)
-        sample = call.scratch.bytes_of("sample", call.layout.dtype.itemsize * samplings.num_samples)
-        candidates = self._candidates(call)
-        if samplings.num_tiles and not how.threshold:
-            step = np.uint64(call.key.step & _MASK)
-            more = (samplings.table, samplings.tiles, np.int64(samplings.num_tiles), step, sample)
-            self._launch_encode(call, "gather", more=more, grid=samplings.num_tiles)
-        self._launch_encode(
-            call,
-            "threshold",
-            more=(samplings.table, sample, candidates[0], call.layout.dtype.type(how.threshold)),
-            grid=segments,
-            threads=SELECT_THREADS,
-        )
-        self._launch_encode(call, "filter", more=candidates)
-        limits = (np.float64(how.enough), np.int32(how.attempts), np.int32(how.exact))
-        self._launch_encode(
-            call, "select", more=(*candidates, *limits), grid=segments, threads=SELECT_THREADS
-        )
-        self._launch_encode(call, "count", more=candidates)
-        self._launch_encode(call, "emit", more=candidates)
+        candidates = self._candidates(call, samplings)
+        fixed = call.layout.dtype.type(how.threshold)
+        try:
+            if samplings.num_large:
+                if not how.threshold:
+                    size = call.layout.dtype.itemsize * samplings.num_samples
+                    step = np.uint64(call.key.step & _MASK)
+                    sampled = (np.int64(samplings.num_tiles), step, call.scratch.bytes_of("sample", size))
+                    self._launch_encode(
+                        call, "sample", more=(*candidates, samplings.tiles, *sampled), grid=samplings.num_tiles,
+                        threads=SAMPLE_THREADS,
+                    )  # fmt: skip
+                limits = (fixed, np.float64(how.enough), np.int32(how.attempts), np.int32(how.exact))
+                self._launch_encode(call, "filter", more=(*candidates, *limits))
+                self._launch_encode(call, "count", more=candidates)
+            self._launch_encode(call, "emit", more=(*candidates, fixed))
+        except BaseException:
+            call.scratch.buffers.clear()  # states that launches which did not come would have cleared
+            raise
 
-    def _candidates(self, call: EncodeCall) -> tuple[torch.Tensor, ...]:
+    def _candidates(self, call: EncodeCall, samplings: _Samplings) -> tuple[torch.Tensor, ...]:
         """States, counts per tile, and room for every element to be a candidate, touched only where used."""
-        tiles, itemsize = call.tables.num_tiles, call.layout.dtype.itemsize
-        need = call.scratch.bytes_of
+        tiles = call.tables.num_tiles if samplings.num_large else 0
+        need, zeros = call.scratch.bytes_of, call.scratch.zeros_of
         return (
-            need("states", STATE_BYTES * len(call.layout.segments)),
+            samplings.table,
+            zeros("states", STATE_BYTES * len(call.layout.segments)),
+            zeros("histograms", HISTOGRAM_BYTES * samplings.num_large),
             need("found", 4 * tiles),
             need("above", 4 * tiles),
             need("equal", 4 * tiles),
             need("index", 4 * tiles * TILE),
-            need("value", itemsize * tiles * TILE),
-            need("pool", itemsize * tiles * TILE),
+            need("value", call.layout.dtype.itemsize * tiles * TILE),
+            need("list", 4 * tiles * TILE),
         )
 
     def _samplings_of(self, layout: Layout) -> _Samplings:
@@ -88,22 +89,29 @@ class CudaSparse(CudaCodec):
 
 
 class _Samplings:
-    """How every segment is sampled: the table of ``Sampling`` in sparse.cu, and tiles of samples to gather."""
+    """How every segment is sampled: the table of ``Sampling`` in sparse.cu, and tiles of samples.
+
+    Segments of one tile are not sampled, nor are any where the threshold is fixed.
+    """
 
     def __init__(self, layout: Layout, how: Selection, device: torch.device) -> None:
-        rows = np.zeros((len(layout.segments), 3), np.int64)
+        rows = np.zeros((len(layout.segments), 5), np.int64)
         tiles: list[tuple[int, int]] = []
-        first = 0
+        first = large = 0
         counts = zip(layout.numels.tolist(), layout.counts.tolist(), layout.raw.tolist(), strict=True)
         for index, (numel, k, raw) in enumerate(counts):
-            if raw:
+            if raw or numel <= TILE:
                 continue
-            num_runs, rank = sample_size(numel, k, how.part, how.slack)
-            rows[index] = num_runs, rank, first
-            tiles += [(index, low) for low in range(0, num_runs * RUN, TILE)]
-            first += num_runs * RUN
-        self.num_samples = first
-        self.num_tiles = len(tiles)
+            mine: list[tuple[int, int]] = []
+            if not how.threshold:
+                num_runs, rank = sample_size(numel, k, how.part, how.slack)
+                mine = [(index, low) for low in range(0, num_runs * RUN, TILE)]
+                rows[index, :3] = num_runs, rank, first
+                first += num_runs * RUN
+            rows[index, 3:] = len(mine), large
+            tiles += mine
+            large += 1
+        self.num_samples, self.num_tiles, self.num_large = first, len(tiles), large
         self.table = torch.from_numpy(rows).to(device)
         self.tiles = torch.from_numpy(np.array(tiles, np.int64).reshape(-1, 2)).to(device)
 

@@ -23,6 +23,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define KERNEL(name, threads, parameters, body) \
     extern "C" void name parameters { emulator::run([&] { body; }, threads); }
+#define SMALL_KERNEL(name, parameters, body) KERNEL(name, THREADS, parameters, body)
 
 struct Place {
     unsigned x;
@@ -234,3 +235,6 @@ inline long long __double_as_longlong(double value) {
 }
 inline double __longlong_as_double(long long bits) { return emulator::unpack<double>((uint64_t)bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz((unsigned)bits) : 32; }
+inline int __clzll(long long bits) { return bits ? __builtin_clzll((unsigned long long)bits) : 64; }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
