@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gpu": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
+        "cupy": import_module("cupy").__version__,
         "copy_gb_per_s": bench.copy_bytes_per_us / 1e3,
         "repeats": options.repeats,
     }
