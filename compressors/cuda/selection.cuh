@@ -2,7 +2,7 @@
 
 #define BINS 2048
 #define DIGIT 11    // bits
-#define AT_ONCE 8  // values that a thread reads before it uses the first
+#define AT_ONCE 16  // values that a thread reads before it uses the first
 
 template <typename A> __device__ inline A fresh(const A& at) { return *(const volatile A*)&at; }
 
@@ -26,7 +26,8 @@ __device__ inline void find_bin(const u32* histogram, i64 k, u32* bin, i64* rest
         const int each = BINS / 32, top = BINS - 1 - each * (int)threadIdx.x;
         i64 mine = 0;
 #pragma unroll 8
-        for (int at = 0; at < each; ++at) mine += histogram[top - at];
+        for (int at = 0; at < each; ++at)  // every thread begins elsewhere: else all would ask the same bank
+            mine += histogram[top - ((at + (int)threadIdx.x) & (each - 1))];
         i64 through = mine;
         for (int distance = 1; distance < 32; distance *= 2) {
             const i64 other = __shfl_up_sync(FULL, through, distance);
@@ -76,24 +77,26 @@ __device__ void kth_largest(const Each& each, i64 k, u32* histogram, bool counte
     *ties = k;
 }
 
-// For kth_largest: `num` values that any thread can read, eight at a time.
-template <typename Values> struct EachOf {
+// For kth_largest: `num` values that any thread can read, many at a time, since the few threads there are wait for them.
+template <typename B, typename Values> struct EachOf {
     Values values;
     i64 num;
 
     template <typename Use> __device__ void operator()(const Use& use) const {
         for (i64 first = threadIdx.x; first < num; first += AT_ONCE * (i64)blockDim.x) {
-            u64 some[AT_ONCE];
+            B some[AT_ONCE];
 #pragma unroll
             for (int part = 0; part < AT_ONCE; ++part)
                 some[part] = values(least(first + part * (i64)blockDim.x, num - 1));
 #pragma unroll
             for (int part = 0; part < AT_ONCE; ++part)
-                if (first + part * (i64)blockDim.x < num) use(some[part]);
+                if (first + part * (i64)blockDim.x < num) use((u64)some[part]);
         }
     }
 };
-template <typename Values> __device__ EachOf<Values> each_of(const Values& values, i64 num) { return {values, num}; }
+template <typename B, typename Values> __device__ EachOf<B, Values> each_of(const Values& values, i64 num) {
+    return {values, num};
+}
 
 // Bins of distances above the threshold, narrow near it, where the k-th largest is expected, and 1/64 (float64: 1/32)
 // of the distance wide further up. The first are of one distance each.

@@ -124,7 +124,7 @@ __device__ void sample_tile(
     Bits kth = 0;
     i64 ties;
     if (how.rank <= taken)
-        kth_largest<Bits>(each_of([=](i64 i) { return (u64)fresh(mine[i]); }, taken), how.rank, histogram, true, &kth,
+        kth_largest<Bits>(each_of<Bits>([=](i64 i) { return fresh(mine[i]); }, taken), how.rank, histogram, true, &kth,
                           &ties);
     if (threadIdx.x == 0) {
         state.threshold = largest(kth, (Bits)1);  // zeros never pass
@@ -203,11 +203,12 @@ __device__ bool filter_tile(
 // How many of the segment have at least this magnitude; to all threads.
 template <typename T>
 __device__ i64 count_from(const Encode<T>& call, const Row& row, typename Number<T>::Bits threshold) {
+    typedef typename Number<T>::Bits Bits;
     __shared__ u32 total;
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
     u32 mine = 0;
-    each_of([&](i64 i) { return (u64)magnitude_of(call.q(row, i)); }, row.numel)([&](u64 value) {
+    each_of<Bits>([&](i64 i) { return magnitude_of(call.q(row, i)); }, row.numel)([&](u64 value) {
         mine += value >= threshold;
     });
     atomicAdd(&total, mine);
@@ -237,7 +238,7 @@ __device__ void filter(const Encode<T>& call, const Candidates<T>& to, T fixed, 
         if (attempt < attempts) {
             threshold = largest(bits_of(number_of(threshold) * T(0.8)), (Bits)1);
         } else if (exact && attempt == attempts) {
-            kth_largest<Bits>(each_of([&](i64 i) { return (u64)magnitude_of(call.q(row, i)); }, row.numel), row.count,
+            kth_largest<Bits>(each_of<Bits>([&](i64 i) { return magnitude_of(call.q(row, i)); }, row.numel), row.count,
                               histogram, false, &threshold, &rest);
             threshold = largest(threshold, (Bits)1);
         } else {
@@ -357,10 +358,10 @@ template <typename T> __device__ void count(const Encode<T>& call, const Candida
     if (listing) {
         const i64 num = fresh(state.listed);
         const Bits* values = to.value + row.first_tile * TILE;
-        const auto magnitude = [=](i64 i) { return (u64)(fresh(values[fresh(list[i])]) & Number<T>::magnitude); };
-        kth_largest<Bits>(each_of(magnitude, num), fresh(state.rest), histogram, false, &cut, &ties);
+        const auto magnitude = [=](i64 i) { return (Bits)(fresh(values[fresh(list[i])]) & Number<T>::magnitude); };
+        kth_largest<Bits>(each_of<Bits>(magnitude, num), fresh(state.rest), histogram, false, &cut, &ties);
         for (i64 i = threadIdx.x; i < num; i += blockDim.x) {
-            const u64 mine = magnitude(i);
+            const Bits mine = magnitude(i);
             const i64 from = row.first_tile + fresh(list[i]) / TILE;
             if (mine >= cut) atomicAdd(mine > cut ? to.above + from : to.equal + from, 1u);
         }
