@@ -1,12 +1,15 @@
 """Whether the compressed optimizers end where the uncompressed ones do, and whether that check can fail.
 
     python -m benchmarks.optimizers
-    python -m benchmarks.optimizers --steps 400 --seeds 3 --compressors "efsignsgd;topk:ratio=0.05"
+    python -m benchmarks.optimizers --optimizers clan --compressors "dithering"
 
 Four real ranks over Gloo on loopback train a small network on handwritten digits. Each rank sees only some of the ten
 digits, so that ranks pull apart and what a server throws away is missed; with equal data on all ranks LANS hardly
 notices (it normalises gradients). Every rank is the server of a quarter of each tensor, as ``espresso.optim.TwoWay``
-lays it out.
+lays it out; the arms "2 servers" are jobs of ``espresso.launch``, four workers and two dedicated server processes.
+
+Arms that were measured before, with the same settings and seeds, stay in the result file, so that the whole may be
+run in pieces. The bands were set after a run with seed 0, so seed 0 is not among those that are judged.
 
 A compressed arm passes if its mean test loss is at most ``BAND_LOSS`` above the uncompressed optimizer's, and its mean
 test accuracy at most ``BAND_ACCURACY`` below. Compressors in ``CONTROLLED`` have two controls, the same run with the
@@ -15,8 +18,12 @@ has no residuals; int8 errs so little that nothing shows.) Compressed Adam in it
 """
 
 import json
+import math
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -35,12 +42,15 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import results
 from benchmarks.models import Batch, digits
 from benchmarks.rank_pool import RankPool
+from espresso.comm.residuals import ResidualStore
 from espresso.compressors import registry
 from espresso.optim import CLAN, LANS, CompressedAdam
 from espresso.state import EspressoState
 from espresso.strategies import Site
 
+ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 4
+NUM_SERVERS = 2
 BATCH_SIZE = 48
 RAW_BELOW_BYTES = 1024
 BAND_LOSS = {"clan": 0.05, "compressed adam": 0.02}
@@ -66,11 +76,18 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train: optimizer, compressor ("" for an uncompressed optimizer) and control ("" for none)."""
+    """One way to train.
+
+    Attributes:
+        compressor: "" for an uncompressed optimizer.
+        control: "" for none.
+        servers: dedicated ones; 0: every rank is the server of a share.
+    """
 
     optimizer: str
     compressor: str = ""
     control: str = ""
+    servers: int = 0
 
     @property
     def reference(self) -> str:
@@ -87,6 +104,7 @@ class Run:
     loss: float
     accuracy: float
     tensors_compressed: int
+    through_servers: int
     bytes_sent: float
     bytes_raw: float
     replicas_equal: bool
@@ -113,13 +131,15 @@ class Row:
         return self.within is (self.arm.control == "")
 
 
-def arms_for(compressors: Sequence[str]) -> list[Arm]:
-    """Both uncompressed optimizers, then every compressor with CLAN and scaled sign with compressed Adam."""
-    arms = [Arm(name) for name in dict.fromkeys(FAMILIES.values())]
-    for optimizer, specs in (("clan", compressors), ("compressed adam", compressors[:1])):
-        for spec in specs:
-            arms += [Arm(optimizer, spec, control) for control in (CONTROLS if spec in CONTROLLED else ("",))]
-    return [*arms, Arm(UNDIVIDED, compressors[0])]
+def arms_for(optimizers: Sequence[str], compressors: Sequence[str], servers: Sequence[int]) -> list[Arm]:
+    """Uncompressed optimizers, then every compressor with CLAN and scaled sign with compressed Adam."""
+    arms = [Arm(name) for name in dict.fromkeys(FAMILIES[optimizer] for optimizer in optimizers)]
+    for optimizer in optimizers:
+        for number in servers if optimizer in BAND_LOSS else servers[:1]:
+            for spec in compressors if optimizer == "clan" else compressors[:1]:
+                controls = CONTROLS if spec in CONTROLLED and optimizer in BAND_LOSS else ("",)
+                arms += [Arm(optimizer, spec, control, number) for control in controls]
+    return arms
 
 
 def judge(runs: Sequence[Run]) -> list[Row]:
@@ -169,6 +189,7 @@ def train_once(rank: int, arm: Arm, seed: int, steps: int) -> Run:
     run = Run(
         arm, seed, *_measure(module),
         tensors_compressed=int(found.get("espresso/tensors_compressed", 0)),
+        through_servers=int(found.get("espresso/tensors_through_servers", 0)),
         bytes_sent=found.get("espresso/bytes_sent", 1.0), bytes_raw=found.get("espresso/bytes_raw", 1.0),
         replicas_equal=_replicas_equal(module), seconds=seconds,
     )  # fmt: skip
@@ -208,11 +229,18 @@ def _interfere(exchange: EspressoState, factor: float) -> None:
 
     def commit_and_spoil() -> None:
         commit()
-        for residual in store._live:
-            if residual.site in SERVER_SITES:
-                residual.old *= factor
+        _spoil(store, factor, list(exchange._names.values()))
 
     store.commit = commit_and_spoil  # type: ignore[method-assign]
+
+
+def _spoil(store: ResidualStore, factor: float, tensors: Sequence[str]) -> None:
+    """Dedicated servers are told to; without them the residuals of shares are at hand."""
+    for residual in store._live:
+        if residual.site in SERVER_SITES:
+            residual.old *= factor
+    if store.remote is not None:
+        store.remote.rescale(dict.fromkeys(tensors, factor))
 
 
 @torch.no_grad()
@@ -237,7 +265,65 @@ def _replicas_equal(module: nn.Module) -> bool:
     return bool(same)
 
 
+def train_with_servers(job_path: Path) -> None:
+    """What a worker of ``espresso.launch`` runs: the arms of a job file; rank 0 writes the runs into it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    job = json.loads(job_path.read_text())
+    rank = dist.get_rank()
+    runs = [train_once(rank, Arm(**arm), seed, job["steps"]) for arm in job["arms"] for seed in job["seeds"]]
+    if rank == 0:
+        job_path.write_text(json.dumps([asdict(run) for run in runs]))
+    dist.destroy_process_group()
+
+
 # -- outside -----------------------------------------------------------------------------------------
+
+
+def run_with_servers(arms: Sequence[Arm], seeds: Sequence[int], steps: int, deadline_s: float) -> list[Run]:
+    """One job of the launcher for all arms that have the same number of servers."""
+    servers = arms[0].servers
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job.json"
+        job.write_text(json.dumps({"arms": [asdict(arm) for arm in arms], "seeds": seeds, "steps": steps}))
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        argv += ["--nproc-per-node", str(NUM_RANKS + servers), "-m", "espresso.launch"]
+        argv += ["--servers", str(servers), "--engines", "1", "--timeout-s", "60"]
+        argv += ["-m", "benchmarks.optimizers", "--job", str(job)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(argv, cwd=ROOT, env=env, timeout=deadline_s, check=True)
+        return [run_from(row) for row in json.loads(job.read_text())]
+
+
+def run_from(row: dict[str, Any]) -> Run:
+    """A run as it was written; NaN was written as null."""
+    numbers = {key: math.nan if value is None else value for key, value in row.items() if key != "arm"}
+    return Run(arm=Arm(**row["arm"]), **numbers)
+
+
+def measured_before(path: Path, config: dict[str, Any]) -> list[Run]:
+    """The runs of an earlier call with the same settings."""
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    if before["config"] != json.loads(json.dumps(config)):
+        return []
+    return [run_from(row) for row in before["runs"]]
+
+
+def measure(arms: Sequence[Arm], seeds: Sequence[int], steps: int) -> list[Run]:
+    """Train every arm with every seed."""
+    runs: list[Run] = []
+    pool = RankPool(NUM_RANKS)
+    try:
+        for arm in (arm for arm in arms if not arm.servers):
+            runs += [pool.run(train_once, arm, seed, steps, deadline_s=180.0)[0] for seed in seeds]
+    finally:
+        pool.close()
+    for servers in sorted({arm.servers for arm in arms} - {0}):
+        same = [arm for arm in arms if arm.servers == servers]
+        runs += run_with_servers(same, seeds, steps, 180.0 * len(same) * len(seeds))
+    return runs
 
 
 def table_of(rows: Sequence[Row], title: str) -> Table:
@@ -246,6 +332,7 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
     for header in (
         "optimizer",
         "compressor",
+        "servers",
         "control",
         "test loss",
         "above",
@@ -261,8 +348,9 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
         verdict = "within" if row.within else "outside"
         if not row.is_as_wanted:
             verdict = f"[bold red]{'not caught' if row.arm.control else 'outside'}[/]"
+        where = str(row.arm.servers or "shares")
         table.add_row(
-            row.arm.optimizer, row.arm.compressor, row.arm.control, f"{statistics.fmean(row.losses):.4f}",
+            row.arm.optimizer, row.arm.compressor, where, row.arm.control, f"{statistics.fmean(row.losses):.4f}",
             f"{row.above:+.4f}", f"{statistics.fmean(row.accuracies):.3f}", f"{row.below:+.3f}",
             f"{row.bytes_share:.0%}", verdict,
         )  # fmt: skip
@@ -284,29 +372,36 @@ def _without_nan(body: Any) -> Any:
 @app.command()
 def main(
     steps: Annotated[int, typer.Option(help="Of every run.")] = 400,
-    seeds: Annotated[int, typer.Option(help="Of every arm.", min=1)] = 3,
+    seeds: Annotated[str, typer.Option(help="Of every arm, separated by commas.")] = "3,4,5",
+    optimizers: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(FAMILIES),
     compressors: Annotated[str, typer.Option(help="Separated by semicolons.")] = ";".join(COMPRESSORS),
+    servers: Annotated[
+        str, typer.Option(help="Dedicated servers, separated by commas; 0: ranks share it.")
+    ] = f"0,{NUM_SERVERS}",
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "optimizers.json",
+    job: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train with and without compression, and with the servers' residuals spoilt."""
-    arms = arms_for(known(compressors))
-    pool = RankPool(NUM_RANKS)
-    runs: list[Run] = []
-    try:
-        for arm in arms:
-            for seed in range(seeds):
-                runs.append(pool.run(train_once, arm, seed, steps, deadline_s=180.0)[0])
-    finally:
-        pool.close()
-    rows = judge(runs)
-    config = {
-        "steps": steps, "seeds": seeds, "compressors": compressors, "ranks": NUM_RANKS, "batch_size": BATCH_SIZE,
+    if job is not None:
+        train_with_servers(job)
+        return
+    numbers = [int(seed) for seed in seeds.split(",")]
+    config: dict[str, Any] = {
+        "steps": steps, "seeds": numbers, "ranks": NUM_RANKS, "batch_size": BATCH_SIZE,
         "raw_below_bytes": RAW_BELOW_BYTES, "band_loss": BAND_LOSS, "band_accuracy": BAND_ACCURACY,
     }  # fmt: skip
-    body = results.record(config, 0, [asdict(row) | {"is_as_wanted": row.is_as_wanted} for row in rows])
+    arms = arms_for(optimizers.split(","), known(compressors), [int(number) for number in servers.split(",")])
+    before = measured_before(json_path, config)
+    # What others are compared with is not measured again.
+    arms = [arm for arm in arms if arm.compressor or arm not in {run.arm for run in before}]
+    runs = [run for run in before if run.arm not in arms] + measure(arms, numbers, steps)
+    rows = judge(runs)
+    body = results.record(
+        config, numbers[0], [asdict(row) | {"is_as_wanted": row.is_as_wanted} for row in rows]
+    )
     results.write(json_path, _without_nan(body | {"runs": [asdict(run) for run in runs]}))
-    title = f"{steps} steps on {NUM_RANKS} ranks with different digits, mean of {seeds} seeds"
-    Console(highlight=False, width=None if sys.stdout.isatty() else 130).print(table_of(rows, title))
+    title = f"{steps} steps on {NUM_RANKS} ranks with different digits, mean of seeds {seeds}"
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table_of(rows, title))
     if not all(row.is_as_wanted for row in rows) or not all(run.replicas_equal for run in runs):
         raise typer.Exit(1)
 

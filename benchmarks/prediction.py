@@ -305,7 +305,8 @@ def describe(network: Network) -> str:
     rates = measure_bulk_rate(network)
     verdict = "verified" if all(rate.is_verified for rate in rates) else "NOT as asked"
     bulk = ", ".join(format_rate(rate.payload_bps) for rate in rates)
-    return f"{format_rate(network.rate_bps)} (bulk TCP {bulk}: {verdict})"
+    limits = dict.fromkeys(format_rate(host.rate_bps or 0) for host in network.hosts)
+    return f"{', '.join(limits)} (bulk TCP {bulk}: {verdict})"
 
 
 def _as_worker(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.server_speed
 
-Two worker hosts and one server host (one case: four and two) with one network card each (namespaces, ``tbf``), one
+Two worker hosts and one server host (some cases: more) with one network card each (namespaces, ``tbf``), one
 core pinned to each host (hosts share cores where there are fewer). All arms live in one job and alternate in blocks.
 The bars: two-way 1-bit at least 2.5 times the step rate of the uncompressed server; where the search takes servers,
 no slower than plain.
@@ -33,7 +33,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a network of a rate."""
+    """A model on a network of a rate; ``server_rate`` is that of the servers' cards if they have another one."""
 
     name: str
     model: str
@@ -43,6 +43,7 @@ class Case:
     workers: int = 2
     servers: int = 1
     arms: tuple[str, ...] = ARMS
+    server_rate: str = ""
 
 
 CASES = (
@@ -53,12 +54,16 @@ CASES = (
     Case("cnn-4w", "cnn", "100mbit", 4, 3, 4, 2, ("plain", TWO_WAY, "espresso:efsignsgd")),
     # As many servers as workers and a mild compressor: less on every card than any exchange without servers.
     Case("cnn-4w4s", "cnn", "200mbit", 3, 3, 4, 4, ("plain", "servers:int8", "espresso:int8")),
+    # Thin cards at the workers, a thick one at the server: a payload leaves each worker once, not one and a half times.
+    Case("cnn-thick", "cnn", "50mbit", 3, 3, 4, 1, ("plain", "servers:int8", "espresso:int8"), "1gbit"),
 )
 
 
 def run_case(case: Case, seed: int, out: Path, deadline_s: float) -> tuple[str, list[dict[str, Any]]]:
     """(the network in words, the trainer's rows)."""
-    with open_network(case.workers + case.servers, case.rate) as network:
+    servers = range(case.workers, case.workers + case.servers)
+    rates = dict.fromkeys(servers, case.server_rate) if case.server_rate else {}
+    with open_network(case.workers + case.servers, case.rate, rates=rates) as network:
         words = describe(network)
         argv = [sys.executable, "-m", "espresso.launch", "--servers", str(case.servers), "--engines", "1"]
         argv += ["-m", "benchmarks.train", "--model", case.model, "--arms", ",".join(case.arms)]

@@ -42,6 +42,9 @@ logger = logging.getLogger("espresso")
 
 
 _SIGNS_OF_A_LOST_PEER = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out")
+_NOTICE_S = 1.0
+"""How long a lost connection waits for a server to say whose it was."""
+
 _LOST_PEER = " Another rank died, hangs or left: look for the first error in the other ranks' logs."
 
 
@@ -550,6 +553,9 @@ class Executor:
         where = "" if node is None else f", {node.label()}"
         what = str(error) if isinstance(error, EspressoError) else _worded(error)
         hint = _LOST_PEER if any(sign in what for sign in _SIGNS_OF_A_LOST_PEER) else ""
+        if hint and self._servers is not None:
+            notice = self._servers.wait_for_notice(_NOTICE_S)
+            hint = hint if notice is None or str(notice) in what else f" {str(notice).rstrip('.')}."
         # DDP puts "Unable to cast " before the text and " to Tensor" behind it.
         text = (
             f"espresso on rank {self.groups.rank} failed in iteration {self.step}{where}: {what.strip().rstrip('.')}."

@@ -22,12 +22,15 @@ from espresso.cpu_offload.vectors import (
     sign_group_stream,
     sum_magnitudes,
     sum_sides,
-    unpack_group,
+    unpack_groups,
 )
 from espresso.cpu_offload.work import COUNT, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 AHEAD = 1024
 """Elements between what is worked on and what is prefetched, at least: measured best from 256 to 2048."""
+
+TOGETHER = 4
+"""Rows that are decoded in one pass over the target."""
 
 Halves = npt.NDArray[np.uint16]
 
@@ -139,40 +142,102 @@ def decode_blocks(
 ) -> Scalar:  # fmt: skip
     """``target = scale * sum over rows of their means by sign``, rows in order; ``block`` 0 means the whole segment.
 
-    One pass over the target.
+    One pass over the target, ``TOGETHER`` rows at a time.
     """
     tail = room(GROUP, target.dtype)
     clear_block(tail, 0, GROUP)
-    one = target.dtype.type(1)
     for chunk in range(first, end):
         segment = chunks[chunk, SEGMENT]
         row = table[segment]
         length = block if block else row[NUMEL] + GROUP
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], BLOCK):
             high = min(low + BLOCK, chunks[chunk, HIGH])
-            whole = high - (high - low) % GROUP
-            at, first_index = row[SOURCE], low // length
+            at = row[SOURCE]
             if not num_rows:
                 clear_block(target, at + low, high - low)
-            for source in range(num_rows):
-                body = source * row_bytes + row[OFFSET]
-                scales = body // numbers.itemsize
-                signs = (body + means * row[COUNT] * numbers.itemsize) // 2
-                factor = scale if source == num_rows - 1 else one
-                start, index = low, first_index
+            done = 0
+            while done < num_rows:
+                taken = TOGETHER if num_rows - done >= TOGETHER else 1
+                body = done * row_bytes + row[OFFSET]
+                factor = scale if done + taken == num_rows else 1.0
+                start, index = low, low // length
                 while start < high:
                     stop = min((index + 1) * length, high)
-                    plus = numbers[scales + means * index]
-                    minus = numbers[scales + 2 * index + 1] if means == 2 else -plus
-                    if not (0 <= plus < np.inf and -np.inf < minus <= 0):
-                        return 1 + source * len(table) + segment
-                    for i in range(start, min(stop, whole), GROUP):
-                        unpack_group(
-                            halves[signs + i // GROUP], plus, minus, target, at + i, source > 0, factor
-                        )
-                    if stop > whole:
-                        copy_block(tail, 0, target[at + whole :], high - whole)
-                        unpack_group(halves[signs + whole // GROUP], plus, minus, tail, 0, source > 0, factor)
-                        copy_block(target, at + whole, tail, high - whole)
+                    if taken == TOGETHER:
+                        bad = add_four(
+                            target, at, start, stop, numbers, halves, body, row_bytes, row[COUNT], index, means,
+                            done > 0, factor, tail,
+                        )  # fmt: skip
+                    else:
+                        bad = add_one(
+                            target, at, start, stop, numbers, halves, body, row_bytes, row[COUNT], index, means,
+                            done > 0, factor, tail,
+                        )  # fmt: skip
+                    if bad >= 0:
+                        return 1 + (done + bad) * len(table) + segment
                     start, index = stop, index + 1
+                done += taken
     return 0
+
+
+@kernel
+def add_four(
+    target: Array, at: int, start: int, stop: int, numbers: Array, halves: Halves, body: int, row_bytes: int,
+    count: int, index: int, means: int, accumulate: bool, factor: float, tail: Array,
+) -> Scalar:  # fmt: skip
+    """Add four rows' elements from ``start`` to ``stop``, all of block ``index``; the first bad row, or -1."""
+    a, b, c, d = body, body + row_bytes, body + 2 * row_bytes, body + 3 * row_bytes
+    plus_a, minus_a, signs_a = numbers_of(numbers, a, count, index, means)
+    plus_b, minus_b, signs_b = numbers_of(numbers, b, count, index, means)
+    plus_c, minus_c, signs_c = numbers_of(numbers, c, count, index, means)
+    plus_d, minus_d, signs_d = numbers_of(numbers, d, count, index, means)
+    plus, minus = (plus_a, plus_b, plus_c, plus_d), (minus_a, minus_b, minus_c, minus_d)
+    for place in range(TOGETHER):
+        if not are_means(plus[place], minus[place]):
+            return place
+    rows = (signs_a, signs_b, signs_c, signs_d)
+    add_rows(target, at, start, stop, halves, rows, plus, minus, accumulate, factor, tail)
+    return -1
+
+
+@kernel
+def add_one(
+    target: Array, at: int, start: int, stop: int, numbers: Array, halves: Halves, body: int, row_bytes: int,
+    count: int, index: int, means: int, accumulate: bool, factor: float, tail: Array,
+) -> Scalar:  # fmt: skip
+    """The same of one row."""
+    plus, minus, signs = numbers_of(numbers, body, count, index, means)
+    if not are_means(plus, minus):
+        return 0
+    add_rows(target, at, start, stop, halves, (signs,), (plus,), (minus,), accumulate, factor, tail)
+    return -1
+
+
+@kernel
+def numbers_of(numbers: Array, body: int, count: int, index: int, means: int) -> Scalar:
+    """Both means of a row's block, and where its signs begin among the 16-bit words."""
+    scales = body // numbers.itemsize
+    plus = numbers[scales + means * index]
+    minus = numbers[scales + 2 * index + 1] if means == 2 else -plus
+    return plus, minus, (body + means * count * numbers.itemsize) // 2
+
+
+@kernel
+def are_means(plus: float, minus: float) -> Scalar:
+    """Whether they have their signs and are finite."""
+    return 0 <= plus < np.inf and -np.inf < minus <= 0
+
+
+@kernel
+def add_rows(
+    target: Array, at: int, start: int, stop: int, halves: Halves, rows: Scalar, plus: Scalar, minus: Scalar,
+    accumulate: bool, factor: float, tail: Array,
+) -> None:  # fmt: skip
+    """Add rows (tuples of one length) to the target; a last group that is not whole goes by way of ``tail``."""
+    whole = stop - (stop - start) % GROUP
+    for i in range(start, whole, GROUP):
+        unpack_groups(halves, rows, i // GROUP, plus, minus, target, at + i, accumulate, factor)
+    if stop > whole:
+        copy_block(tail, 0, target[at + whole :], stop - whole)
+        unpack_groups(halves, rows, whole // GROUP, plus, minus, tail, 0, accumulate, factor)
+        copy_block(target, at + whole, tail, stop - whole)

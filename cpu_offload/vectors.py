@@ -345,20 +345,39 @@ quantize_group_stream = _make_quantize_group(True)
 
 
 @operation
-def unpack_group(
-    typing_context: Any, signs: Any, plus: Any, minus: Any, target: Any, at: Any, accumulate: Any, scale: Any
-) -> Any:
-    """``target[at:][:16] = (target + plus or minus) * scale`` by 16 sign bits; no sum unless ``accumulate``."""
+def unpack_groups(
+    typing_context: Any, halves: Any, rows: Any, half: Any, plus: Any, minus: Any, target: Any, at: Any,
+    accumulate: Any, scale: Any,
+) -> Any:  # fmt: skip
+    """``target[at:][:16] = (target + row + row + …) * scale``, added in this order, as many rows as the tuples hold.
+
+    A row's 16 sign bits are ``halves[row + half]``, its numbers are plus or minus. No target in the sum unless
+    ``accumulate``. Several rows at once spare the target's way through the registers for each of them.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        signs, plus, minus, target, at, accumulate, scale = arguments
-        group, kind = GroupBuilder(context, builder, signature.args[3].dtype), signature.args[3]
-        negative = builder.bitcast(signs, ir.VectorType(ir.IntType(1), GROUP))
-        value = builder.select(negative, group.splat(minus, group.numbers), group.splat(plus, group.numbers))
-        summed = builder.fadd(group.load(kind, target, at), value)
-        value = builder.select(accumulate, summed, value)
-        group.store(builder.fmul(value, group.splat(scale, group.numbers)), kind, target, at, False)
+        halves, rows, half, plus, minus, target, at, accumulate, scale = arguments
+        kind = signature.args[5]
+        group = GroupBuilder(context, builder, kind.dtype)
+
+        def values(row: Any, above: Any, below: Any) -> Any:
+            bits = ir.VectorType(ir.IntType(1), GROUP)
+            loaded = builder.load(
+                group.pointer(signature.args[0], halves, builder.add(row, half), ir.IntType(16))
+            )
+            loaded.align = 2
+            above, below = group.splat(above, group.numbers), group.splat(below, group.numbers)
+            return builder.select(builder.bitcast(loaded, bits), below, above)
+
+        tuples = (cgutils.unpack_tuple(builder, one) for one in (rows, plus, minus))
+        first, *others = [values(*row) for row in zip(*tuples, strict=True)]
+        total = builder.select(accumulate, builder.fadd(group.load(kind, target, at), first), first)
+        for other in others:
+            total = builder.fadd(total, other)
+        group.store(builder.fmul(total, group.splat(scale, group.numbers)), kind, target, at, False)
         return context.get_dummy_value()
 
     number = target.dtype
-    return types.void(types.uint16, number, number, target, types.intp, types.boolean, number), generate
+    places, numbers = _tuple_of(types.intp, len(rows)), _tuple_of(number, len(rows))
+    more = (target, types.intp, types.boolean, number)
+    return types.void(halves, places, types.intp, numbers, numbers, *more), generate

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from espresso.comm.errors import EspressoError
-from espresso.comm.parameter_server.join import Joined, ServerSettings, join
+from espresso.comm.parameter_server.join import Joined, ServerSettings, abort_mpi, join
 from espresso.host_codecs import HostCodecs
 
 logger = logging.getLogger("espresso")
@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         joined = join(settings)
     except (EspressoError, ValueError) as error:
         sys.stderr.write(f"espresso.launch: {error}\n")
+        abort_mpi(1)
         return 1
     if joined.is_server:
         return _serve(joined)

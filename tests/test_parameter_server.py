@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -356,14 +357,45 @@ def run_missing_worker(rank: int) -> str:
     return "no error"
 
 
-def test_an_answer_that_does_not_come_names_server_and_key():
+def test_a_worker_that_hangs_is_named_by_the_server_with_the_key():
     with serving(POOL):
         texts = POOL.run(run_missing_worker)[:3]
         for text in texts:
-            assert "server rank 4 did not answer within 1.5 s or is gone: key" in text
+            assert "server rank 4 reports: worker rank 3 died, left or hangs while key" in text
+            assert "(weights[0:300]) waited for its push" in text
+            assert "no push within 1.35 s" in text
+        POOL.close()
+
+
+def test_an_answer_that_does_not_come_names_server_and_key():
+    with serving(POOL) as running:
+        POOL.run(run_round, 20.0)
+        with running[0]._lock:  # it hangs
+            texts = POOL.run(run_round, 1.0)
+        for text in texts:
+            assert "server rank 4 did not answer within 1 s or is gone: key" in text
             assert "(weights[0:300])" in text
             assert "step 3/3 'flat.pull' of bucket 0" in text
         POOL.close()  # a transfer that timed out has closed its connections
+
+
+_kept: list[Any] = []
+
+
+def run_round(rank: int, timeout_s: float) -> str:
+    """One more round of the same exchange; what it raised."""
+    buckets = make_buckets({"weights": 300})
+    if not _kept:
+        exchange = exchange_over(NUM_RANKS, 2, rank)
+        strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(RAW, TOPK))
+        _kept.extend((exchange, Assignment(strategy)))
+    exchange, assignment = _kept
+    exchange.link._timeout_s = timeout_s
+    try:
+        exchange.step(assignment, buckets, integers(buckets, rank, NUM_RANKS))
+    except Exception as error:
+        return str(error)
+    return "no error"
 
 
 def test_a_worker_that_dies_is_named_with_the_key_that_waits_for_it():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ SCRIPT = """
 import json, os, sys
 import torch, torch.distributed as dist
 import espresso
+from espresso.optim import scale_residuals
 from espresso.optim.exchange import TwoWay
 from espresso.strategies import CompressorSpec
 
@@ -27,16 +29,29 @@ ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 30))
 spec = CompressorSpec("efsignsgd")
 state = espresso.register(ddp, compressor=spec, strategy=TwoWay(spec, raw_below_bytes=1000), timeout_s=60)
 optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-torch.manual_seed(dist.get_rank())
-for _ in range(4):
+scale_residuals(state, optimizer)
+weight, mine = ddp.module.weight, torch.Generator().manual_seed(dist.get_rank())
+start, moved, rates = weight.detach().double(), 0.0, (0.5, 0.125, 0.25, 1.0)
+for rate in rates:
+    optimizer.param_groups[0]["lr"] = rate
     optimizer.zero_grad()
-    ddp(torch.randn(8, 300)).square().mean().backward()
+    inputs = torch.randn(8, 300, generator=mine)
+    ddp(inputs).sum().backward()  # a gradient that does not depend on the parameters
+    moved += rate * inputs.double().sum(0) / 2
     optimizer.step()
 state.check_replicas()
+kept = {"local": torch.zeros(9000), "server": torch.zeros(9000)}
+for body in state.gather_state_dict()["ranks"]:
+    for row in body["residuals"]:
+        kept[row["site"]][row["start"] : row["start"] + row["values"].numel()] += row["values"]
+dist.all_reduce(moved)
+missing = (weight.detach().double() - start + moved).flatten() / rates[-1]
+off = float((missing - (kept["local"] + kept["server"]) / 2).abs().max())
 sites = {row["site"] for row in state.state_dict()["residuals"]}
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 body = {"env": [os.environ[name] for name in names], "world": dist.get_world_size(), "arguments": sys.argv[1:],
         "servers": state.cluster.num_servers, "colocated": state.cluster.colocated, "sites": sorted(sites),
+        "off": off, "at_the_server": float(kept["server"].abs().max()),
         "through": state.metrics()["espresso/tensors_through_servers"]}
 with open(os.path.join(sys.argv[1], f"{dist.get_rank()}.json"), "w") as file:
     json.dump(body, file)
@@ -58,6 +73,8 @@ def check(folder: Path, rank: int) -> None:
     assert (body["world"], body["servers"], body["colocated"]) == (2, 1, True)
     assert body["arguments"] == [str(folder), "--servers", "mine"]  # what follows the script is the script's
     assert body["through"] == 1
+    # Rates changed: SGD's movement is conserved only if the server rescales what it keeps.
+    assert body["off"] < 1e-3 < 0.1 < body["at_the_server"]
     assert body["sites"] == (["local", "server"] if rank == 0 else ["local"])
 
 
@@ -77,7 +94,8 @@ def command(script: Path, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_three_processes_over_gloo_are_two_workers_and_a_server(script, tmp_path):
+def over_gloo(argv: list[str], timeout_s: float = 100.0) -> list[tuple[int, str]]:
+    """Three processes with the variables of torchrun: exit status and standard error of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,28 +103,148 @@ def test_three_processes_over_gloo_are_two_workers_and_a_server(script, tmp_path
     for rank in range(3):
         env = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": port}
         variables = {**environment(), "MASTER_ADDR": "127.0.0.1", **{k: str(v) for k, v in env.items()}}
-        processes.append(subprocess.Popen(command(script, tmp_path), env=variables, stderr=subprocess.PIPE))
-    errors = [process.communicate(timeout=100)[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], errors
+        processes.append(subprocess.Popen(argv, env=variables, stderr=subprocess.PIPE))
+    try:
+        return [
+            (process.wait(), error)
+            for process in processes
+            for error in [process.communicate(timeout=timeout_s)[1].decode()]
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed")
+
+
+def over_mpi(argv: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
+    """The same under mpirun."""
+    pytest.importorskip("mpi4py")
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return subprocess.run(
+        [str(MPIRUN), "--oversubscribe", *flags, "-np", "3", *argv],
+        env={**environment(), **allowed}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def test_three_processes_over_gloo_are_two_workers_and_a_server(script, tmp_path):
+    ends = over_gloo(command(script, tmp_path))
+    assert [status for status, _ in ends] == [0, 0, 0], ends
     check(tmp_path, 0)
     check(tmp_path, 1)
 
 
-@pytest.mark.skipif(
-    shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") is None,
-    reason="mpirun is not installed",
-)
+@needs_mpirun
 def test_three_processes_over_mpi_are_two_workers_and_a_server(script, tmp_path):
-    pytest.importorskip("mpi4py")
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    argv = [str(mpirun), "--oversubscribe", "-np", "3", *command(script, tmp_path)]
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(
-        argv, env={**environment(), **allowed}, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = over_mpi(command(script, tmp_path))
     assert done.returncode == 0, done.stderr
     check(tmp_path, 0)
     check(tmp_path, 1)
+
+
+# -- what people see when something fails ----------------------------------------------------------
+
+CLOSED = """
+import os, sys
+import espresso.comm.parameter_server.join as join
+from espresso.launch import main
+
+if os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "2":
+    class Closed(join.Door):
+        def __init__(self, address):
+            super().__init__(address)
+            self.close()  # nobody can come in, as behind a firewall
+
+    join.Door = Closed
+sys.exit(main(["--servers", "1", "--timeout-s", "10", "train.py"]))
+"""
+UNREACHABLE = r"espresso.launch: worker rank \d cannot reach server rank 2 at \d+\.\d+\.\d+\.\d+:\d+ \("
+
+
+@pytest.fixture
+def closed(tmp_path):
+    path = tmp_path / "closed.py"
+    path.write_text(CLOSED)
+    return [sys.executable, str(path)]
+
+
+def test_an_unreachable_server_is_named_over_gloo(closed):
+    ends = over_gloo(closed)
+    for status, error in ends[:2]:
+        assert status == 1
+        assert re.search(UNREACHABLE, error), error
+    assert ends[2][0] != 0
+
+
+@needs_mpirun
+def test_an_unreachable_server_is_named_over_mpi(closed):
+    done = over_mpi(closed)
+    assert done.returncode != 0
+    assert re.search(UNREACHABLE, done.stderr), done.stderr
+
+
+DEATH = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import espresso
+from espresso.optim.exchange import TwoWay
+from espresso.strategies import CompressorSpec
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, folder, victim = dist.get_rank(), sys.argv[1], int(sys.argv[2])
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 30))
+spec = CompressorSpec("efsignsgd")
+espresso.register(ddp, compressor=spec, strategy=TwoWay(spec, raw_below_bytes=0), timeout_s=2)
+for step in range(20):
+    if step == 10 and rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 10 and rank == 0 and victim == 2:
+        os.kill(int(open(os.path.join(folder, "server")).read()), signal.SIGKILL)
+    try:
+        ddp(torch.randn(8, 300)).square().mean().backward()
+    except Exception as error:
+        with open(os.path.join(folder, f"{rank}.txt"), "w") as file:
+            file.write(str(error))
+        raise
+"""
+STARTER = """
+import os, sys
+from espresso.launch import main
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+    with open(os.path.join(sys.argv[1], "server"), "w") as file:
+        file.write(str(os.getpid()))
+script = os.path.join(sys.argv[1], "death.py")
+sys.exit(main(["--servers", "1", "--timeout-s", "30", script, *sys.argv[1:]]))
+"""
+SURVIVE = ("--runtime-options", "recoverable,continuous,error-nonzero-status=false")
+"""With these mpirun leaves the others running when a process dies."""
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("victim", "survivors", "said"),
+    [
+        (
+            1,
+            [0],
+            r"server rank 2 .*reports: worker rank 1 died, left or hangs while key \d+ \(.* waited for its push",
+        ),
+        (2, [0, 1], r"server rank 2 .*did not answer within 2 s or is gone: key \d+ \("),
+    ],
+)
+def test_who_dies_under_mpi_is_named_with_a_key_by_the_others(tmp_path, victim, survivors, said):
+    (tmp_path / "death.py").write_text(DEATH)
+    (tmp_path / "start.py").write_text(STARTER)
+    done = over_mpi([sys.executable, str(tmp_path / "start.py"), str(tmp_path), str(victim)], *SURVIVE)
+    assert done.returncode != 0
+    for rank in survivors:
+        text = (tmp_path / f"{rank}.txt").read_text()
+        assert re.search(said, text), (text, done.stderr)
 
 
 def test_outside_a_launcher_it_says_how_to_start(monkeypatch, capsys):

@@ -44,7 +44,7 @@ def measure_bulk_rate(network: Network, duration_s: float = 0.9) -> tuple[BulkRa
     if len(hosts) < 2:
         return ()
     pairs = [(host, hosts[(host.index + 1) % len(hosts)]) for host in hosts]
-    return tuple(BulkRate(a.index, b.index, _transfer(a, b, duration_s), network.rate_bps) for a, b in pairs)
+    return tuple(BulkRate(a.index, b.index, _transfer(a, b, duration_s), a.rate_bps) for a, b in pairs)
 
 
 def _transfer(sender: Host, receiver: Host, duration_s: float) -> float:

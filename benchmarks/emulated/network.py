@@ -14,7 +14,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +34,13 @@ _COUNTER = itertools.count()
 
 @dataclass(frozen=True)
 class Host:
-    """One emulated host. ``namespace`` is None on loopback, where all hosts are this machine."""
+    """One emulated host. On loopback, where all hosts are this machine, ``namespace`` and ``rate_bps`` are None."""
 
     index: int
     namespace: str | None
     address: str
     interface: str
+    rate_bps: int | None = None
 
     def command(self, argv: list[str]) -> list[str]:
         """``argv`` as a command that runs on this host (under the same pid: nothing is forked between)."""
@@ -55,7 +56,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts and the limit between them. On loopback ``rate_bps`` is None and ``why_unlimited`` says why."""
+    """Hosts and the limit between them. On loopback ``rate_bps`` is None and ``why_unlimited`` says why.
+
+    ``rate_bps`` is that of all hosts which were given no rate of their own.
+    """
 
     hosts: tuple[Host, ...]
     rate_bps: int | None
@@ -94,13 +98,17 @@ def why_not_permitted() -> str | None:
 
 @contextmanager
 def open_network(
-    num_hosts: int, rate: str = "1gbit", burst_bytes: int = MAX_BURST_BYTES
+    num_hosts: int,
+    rate: str = "1gbit",
+    burst_bytes: int = MAX_BURST_BYTES,
+    rates: Mapping[int, str] | None = None,
 ) -> Iterator[Network]:
     """Make the network, and remove it however the block is left (SIGINT and SIGTERM included).
 
     Args:
         num_hosts: at least one.
         rate: each host's egress limit, such as ``1gbit``.
+        rates: another rate for some hosts, by index.
         burst_bytes: the token bucket's size, at most 128 KiB: a larger one sends whole gradients for free.
 
     Raises:
@@ -108,6 +116,7 @@ def open_network(
         CommandError: namespaces are permitted here, and yet the network could not be made.
     """
     rate_bps = parse_rate(rate)
+    others = {index: parse_rate(text) for index, text in (rates or {}).items()}
     if num_hosts < 1 or num_hosts > 250:
         raise ValueError(f"num_hosts is {num_hosts}; it must lie between 1 and 250")
     if not 0 < burst_bytes <= MAX_BURST_BYTES:
@@ -120,10 +129,13 @@ def open_network(
     remove_leftovers()
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_COUNTER)}"
     with _owned(prefix):
-        hosts = tuple(Host(i, f"{prefix}-host{i}", f"10.231.0.{i + 1}", "eth0") for i in range(num_hosts))
+        hosts = tuple(
+            Host(i, f"{prefix}-host{i}", f"10.231.0.{i + 1}", "eth0", others.get(i, rate_bps))
+            for i in range(num_hosts)
+        )
         _connect(hosts, f"{prefix}-switch")
         for host in hosts:
-            _limit(str(host.namespace), host.interface, rate_bps, burst_bytes)
+            _limit(str(host.namespace), host.interface, others.get(host.index, rate_bps), burst_bytes)
         log.info("%d hosts, each limited to %s", num_hosts, format_rate(rate_bps))
         yield Network(hosts, rate_bps)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -270,6 +271,13 @@ class Link:
     def on_failure(self, listener: Callable[[EspressoError], None]) -> None:
         self._release = self.client.on_failure(listener)
 
+    def wait_for_notice(self, timeout_s: float) -> EspressoError | None:
+        """What a server says of a failure, if one speaks in time: servers know which worker is gone."""
+        deadline = time.monotonic() + timeout_s
+        while self.client.error is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.client.error
+
     def close(self) -> None:
         self._release()
 
@@ -325,6 +333,7 @@ class Link:
             strategy,
             self._store.transactional,
             frozenset(self._discarded),
+            self._timeout_s,
         )
         answers = self.client.ask_all(
             Op.INSTALL, dict.fromkeys(range(self.client.num_servers), table), self._timeout_s

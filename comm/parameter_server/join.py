@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -29,7 +30,7 @@ from espresso.comm.parameter_server.sums import Codecs
 from espresso.comm.parameter_server.transport import GlooTransport, LinkError, Transport
 
 _LINGER_S = 3.0
-"""A server that fails stays so long, so that workers can say what happened before the launcher ends them."""
+"""Who fails stays so long, so that others can say what happened to them before the launcher ends them."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,9 @@ class Door:
                 return
 
     def close(self) -> None:
+        # Closing alone leaves a socket open that a thread waits at.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
@@ -258,15 +262,20 @@ class Joined:
 
     def abandon(self, status: int) -> NoReturn:
         """End at once: peers are gone, and orderly ways out would wait for them."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if self.is_server:
+        if self.is_server or self._uses_mpi:
             time.sleep(_LINGER_S)
-        if self._uses_mpi:
-            from mpi4py import MPI
-
-            MPI.COMM_WORLD.Abort(status)
+        abort_mpi(status)
         os._exit(status)
+
+
+def abort_mpi(status: int) -> None:
+    """End the job if MPI runs: its orderly end would wait for ranks that wait for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(status)
 
 
 def join(settings: ServerSettings) -> Joined:

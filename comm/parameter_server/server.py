@@ -8,7 +8,8 @@
               <── answer ───────────────────────── decode + sum in rank order, compress, send
 
 Two threads per worker: one reads headers and posts the receives of what they announce, as far as memory allows;
-the other waits for the payloads in that order. Keys are dealt out to engine threads by their bytes.
+the other waits for the payloads in that order. Keys are dealt out to engine threads by their bytes. One thread more
+looks for workers whose push is overdue: a connection may not tell that its other end died (MPI) or hangs.
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ logger = logging.getLogger("espresso")
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 _NOTICE_S = 5.0
+_PATIENCE = 0.9
+"""Of the workers' time-out: who knows which worker is missing speaks before those who only wait."""
+
+_LOOK_S = 0.1
+
+
+class Overdue(LinkError):
+    """A worker's push did not come, while others wait for the sum."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,7 @@ class Server:
         self._keys: dict[int, KeySum] = {}
         self._engine_of: dict[int, int] = {}
         self._stores: dict[int, ResidualStore] = {}
+        self._patience_s: dict[int, float] = {}
         self._tables: dict[tuple[int, tuple[int, ...]], dict[int, Table]] = {}
         self._engines: list[SimpleQueue[tuple[KeySum, Header] | None]] = [
             SimpleQueue() for _ in range(engines)
@@ -122,6 +132,7 @@ class Server:
         threads += [
             (f"engine-{number}", partial(self._run_engine, number)) for number in range(len(self._engines))
         ]
+        threads.append(("watch", self._watch))
         running = [
             threading.Thread(target=target, name=f"espresso-{name}", daemon=True) for name, target in threads
         ]
@@ -190,6 +201,8 @@ class Server:
             try:
                 push.pending.wait(self._timeout_s)
                 with self._lock:
+                    if not push.summed.arrived:
+                        push.summed.first_s = time.monotonic()
                     push.summed.arrived.add(worker)
                     complete = len(push.summed.arrived) == len(push.summed.key.workers)
                 if complete:
@@ -197,6 +210,20 @@ class Server:
             except Exception as error:
                 self._fail(worker, error, push.summed.key)
                 return
+
+    def _watch(self) -> None:
+        """Fail when a key has waited too long for somebody's push."""
+        while not self._over.wait(_LOOK_S):
+            with self._lock:
+                late = next(filter(self._is_overdue, self._keys.values()), None)
+                missing = set() if late is None else set(late.key.workers) - late.arrived
+            if late is not None and missing:
+                limit_s = self._patience_s[_namespace(late.key)]
+                self._fail(min(missing), Overdue(f"no push within {limit_s:g} s of another worker's"))
+
+    def _is_overdue(self, summed: KeySum) -> bool:
+        waits = 0 < len(summed.arrived) < len(summed.key.workers)
+        return waits and time.monotonic() - summed.first_s > self._patience_s[_namespace(summed.key)]
 
     # -- adding up -------------------------------------------------------------------------------
 
@@ -275,6 +302,7 @@ class Server:
         store = self._stores.get(table.namespace)
         if store is None:
             store = self._stores[table.namespace] = ResidualStore(transactional=table.transactional)
+        self._patience_s[table.namespace] = _PATIENCE * table.timeout_s
         self._settle_all(table.namespace, table.discarded)
         self._retire(table)
         mine = [KeySum(key, self._codecs, store) for key in table.keys if key.server == self._index]
@@ -376,6 +404,8 @@ class Server:
         if waiting:
             about = f"while {waiting[0]} waited for its push"
             about += f" ({len(waiting)} keys in all)" if len(waiting) > 1 else ""
+        if isinstance(error, Overdue):
+            return f"worker rank {worker} died, left or hangs {about}: server rank {self.rank} had {error}"
         if worker is not None and isinstance(error, LinkError):
             return f"worker rank {worker} died or left {about}: server rank {self.rank} lost it ({error})"
         return f"server rank {self.rank} failed {'' if key is None else f'at {key} '}({type(error).__name__}: {error})"

@@ -88,6 +88,7 @@ class KeySum:
     def __init__(self, key: Key, codecs: Codecs, store: ResidualStore) -> None:
         self.key = key
         self.arrived: set[int] = set()
+        self.first_s = 0.0
         self.taking = threading.Lock()
         self.rounds = 0
         self.sends: tuple[list[Any], list[Any]] = ([], [])

@@ -199,6 +199,7 @@ class Table:
         strategy: digest of the strategy; equal on all workers, or the table is refused.
         transactional: residuals keep the state before the last round until it is known to count.
         discarded: steps that did not count (a non-finite gradient somewhere).
+        timeout_s: how long a worker waits for an answer.
     """
 
     namespace: int
@@ -209,6 +210,7 @@ class Table:
     strategy: str
     transactional: bool
     discarded: frozenset[int]
+    timeout_s: float
 
 
 @dataclass(frozen=True)
