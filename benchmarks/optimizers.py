@@ -297,7 +297,9 @@ def run_with_servers(arms: Sequence[Arm], seeds: Sequence[int], steps: int, dead
 
 def run_from(row: dict[str, Any]) -> Run:
     """A run as it was written; NaN was written as null."""
-    numbers = {key: math.nan if value is None else value for key, value in row.items() if key != "arm"}
+    numbers: dict[str, Any] = {
+        key: math.nan if value is None else value for key, value in row.items() if key != "arm"
+    }
     return Run(arm=Arm(**row["arm"]), **numbers)
 
 

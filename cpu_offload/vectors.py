@@ -26,6 +26,7 @@ SUM_GROUPS = 4
 _LANE = ir.IntType(32)
 local: Any = cgutils.alloca_once_value
 _tuple_of: Any = types.UniTuple
+_values_of: Any = cgutils.unpack_tuple
 
 
 class GroupBuilder:
@@ -369,7 +370,7 @@ def unpack_groups(
             above, below = group.splat(above, group.numbers), group.splat(below, group.numbers)
             return builder.select(builder.bitcast(loaded, bits), below, above)
 
-        tuples = (cgutils.unpack_tuple(builder, one) for one in (rows, plus, minus))
+        tuples = (_values_of(builder, one) for one in (rows, plus, minus))
         first, *others = [values(*row) for row in zip(*tuples, strict=True)]
         total = builder.select(accumulate, builder.fadd(group.load(kind, target, at), first), first)
         for other in others:

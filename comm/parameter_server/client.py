@@ -146,9 +146,9 @@ class Client:
         self._open.pop(line.key.number, None)
 
     def _lost(self, key: Key, what: str, error: LinkError) -> EspressoError:
-        if self.error is not None:
-            return self.error
-        return EspressoError(f"{self.name(key.server)} {what} {key} ({error})")
+        if self.error is None:  # and nobody waits for this server again
+            self.error = EspressoError(f"{self.name(key.server)} {what} {key} ({error})")
+        return self.error
 
     # -- control ---------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ class Server:
         Raises:
             EspressoError: a worker died or broke the protocol; the other workers have been told.
         """
-        threads = []
+        threads: list[tuple[str, Callable[[], None]]] = []
         for worker in range(self._num_workers):
             arriving: SimpleQueue[_Arriving | None] = SimpleQueue()
             threads.append((f"headers-{worker}", partial(self._read_headers, worker, arriving)))
