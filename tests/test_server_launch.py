@@ -94,11 +94,15 @@ def command(script: Path, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def over_gloo(argv: list[str], timeout_s: float = 100.0) -> list[tuple[int, str]]:
-    """Three processes with the variables of torchrun: exit status and standard error of each."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def over_gloo(argv: list[str], timeout_s: float = 100.0) -> list[tuple[int, str]]:
+    """Three processes with the variables of torchrun: exit status and standard error of each."""
+    port = free_port()
     processes = []
     for rank in range(3):
         env = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": port}
@@ -123,7 +127,11 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installe
 def over_mpi(argv: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
     """The same under mpirun."""
     pytest.importorskip("mpi4py")
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    allowed = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "MASTER_PORT": str(free_port()),
+    }
     return subprocess.run(
         [str(MPIRUN), "--oversubscribe", *flags, "-np", "3", *argv],
         env={**environment(), **allowed}, capture_output=True, text=True, timeout=100, check=False,
