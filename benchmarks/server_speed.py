@@ -55,7 +55,7 @@ CASES = (
     # As many servers as workers and a mild compressor: less on every card than any exchange without servers.
     Case("cnn-4w4s", "cnn", "200mbit", 3, 3, 4, 4, ("plain", "servers:int8", "espresso:int8")),
     # Thin cards at the workers, a thick one at the server: a payload leaves each worker once, not one and a half times.
-    Case("cnn-thick", "cnn", "100mbit", 3, 2, 4, 1, ("plain", "servers:int8", "espresso:int8"), "1gbit"),
+    Case("cnn-thick", "cnn", "200mbit", 3, 2, 4, 1, ("plain", "servers:fp16", "espresso:fp16"), "1gbit"),
 )
 
 
