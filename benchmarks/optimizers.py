@@ -375,7 +375,7 @@ def _without_nan(body: Any) -> Any:
 def main(
     steps: Annotated[int, typer.Option(help="Of every run.")] = 400,
     seeds: Annotated[str, typer.Option(help="Of every arm, separated by commas.")] = "3,4,5",
-    optimizers: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(FAMILIES),
+    optimizers: Annotated[str, typer.Option(help="Separated by semicolons.")] = ";".join(FAMILIES),
     compressors: Annotated[str, typer.Option(help="Separated by semicolons.")] = ";".join(COMPRESSORS),
     servers: Annotated[
         str, typer.Option(help="Dedicated servers, separated by commas; 0: ranks share it.")
@@ -392,7 +392,10 @@ def main(
         "steps": steps, "seeds": numbers, "ranks": NUM_RANKS, "batch_size": BATCH_SIZE,
         "raw_below_bytes": RAW_BELOW_BYTES, "band_loss": BAND_LOSS, "band_accuracy": BAND_ACCURACY,
     }  # fmt: skip
-    arms = arms_for(optimizers.split(","), known(compressors), [int(number) for number in servers.split(",")])
+    strangers = sorted(set(optimizers.split(";")) - set(FAMILIES))
+    if strangers:
+        raise typer.BadParameter(f"no optimizer {strangers[0]!r}; there are {'; '.join(FAMILIES)}")
+    arms = arms_for(optimizers.split(";"), known(compressors), [int(number) for number in servers.split(",")])
     before = measured_before(json_path, config)
     # What others are compared with is not measured again.
     arms = [arm for arm in arms if arm.compressor or arm not in {run.arm for run in before}]
