@@ -117,22 +117,21 @@ class CudaDevice:
         """On torch's current stream of this device."""
         if torch.cuda.current_device() != self._index:  # the driver launches on the thread's current device
             with torch.cuda.device(self._index):
-                return self.launch(file, kernel, grid, threads, arguments)
+                self.launch(file, kernel, grid, threads, arguments)
+            return
         found = self._kernels.get((file, kernel)) or self._load(file, kernel, arguments)
         slots = self._slots()
         found.layout.pack_into(
             slots.values, 0, *[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         )
         self._driver_launch(found.address, grid, 1, 1, threads, 1, 1, 0, self.lane(), slots.address, 0)
-        return None
 
     def _slots(self) -> _Slots:
         """The calling thread's; the driver has read them when a launch returns."""
         slots: _Slots | None = getattr(self._here, "slots", None)
         if slots is None:
-            self._cupy.cuda.runtime.free(
-                0
-            )  # a new thread has no context until a call of the runtime binds one
+            # A new thread has no context until a call of the runtime binds one; this does nothing else.
+            self._cupy.cuda.runtime.free(0)
             slots = self._here.slots = _Slots()
         return slots
 
