@@ -29,9 +29,9 @@ from espresso.comm.errors import EspressoError
 from espresso.comm.executor import Executor, Interval, Record, _Iteration, _label, _worded
 from espresso.comm.lanes import LAUNCH, Node
 from espresso.comm.memory import DeviceMemory
-from espresso.comm.program import PartitionProgram
+from espresso.comm.program import PartitionProgram, Round
 from espresso.comm.streams import OUT, STREAM_OF, Event, Streams
-from espresso.strategies import Lane, Stage, StepKind, Task
+from espresso.strategies import Bucket, Lane, Plan, Stage, StepKind, Task
 
 NoteTaker = Callable[[], list[torch.Tensor]]
 """Gives tensors on the device that are all zero if the iteration's payloads were good and finite."""
@@ -95,6 +95,7 @@ class DeviceExecutor(Executor):
         self._pending: _Verdict | None = None
         self._anchor: tuple[Event, int] | None = None
         self._clock: Any = None
+        self._touched = False
 
     # -- the hook ----------------------------------------------------------------------------------
 
@@ -109,6 +110,18 @@ class DeviceExecutor(Executor):
         assert self._marks is not None
         self._marks.ready[index] = self.streams.record()
         return self.streams.new_future()
+
+    def _prepare(self, iteration: _Iteration, bucket: Bucket, buffer: torch.Tensor, now: Round) -> None:
+        """What was allocated, filled or clipped here was launched on backward's stream: tasks wait for that too."""
+        assert self._marks is not None
+        self._touched = self.velocities is not None and bool(self.velocities.rule.clip_norm)
+        super()._prepare(iteration, bucket, buffer, now)
+        if self._touched:
+            self._marks.ready[bucket.index] = self.streams.record()
+
+    def _compile(self, laid: Plan) -> list[PartitionProgram]:
+        self._touched = True
+        return super()._compile(laid)
 
     def _node(
         self,
@@ -175,7 +188,7 @@ class DeviceExecutor(Executor):
             action()
             if ends:
                 drains = iteration.record.assignment.drain and not self.store.is_empty
-                program.finish(check=iteration.checks or drains)
+                program.finish(check=iteration.checks or drains or self.velocities is not None)
             end = self.streams.record()
         with self._lock:
             marks.of_node[node] = end

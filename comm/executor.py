@@ -275,7 +275,7 @@ class Executor:
             iteration.checks |= grad_scale is not None
             scale = 1.0 if grad_scale is None else grad_scale
             if self.velocities is not None:
-                self.velocities.clip(bucket, buffer, self.groups.num_ranks, scale)
+                self.velocities.clip(bucket, buffer, self.groups.num_ranks, scale, self._context.memory)
             self._prepare(
                 iteration, bucket, buffer, Round(self.step, scale, iteration.record.assignment.drain)
             )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy.typing as npt
+from espresso.comm.memory import HOST
 
-Array = npt.NDArray[Any]
+Array = Any
+"""Of the memory in which the step ran that wrote it."""
 
 
 class FactorStore:
@@ -38,8 +39,8 @@ class FactorStore:
         self._written.clear()
 
     def snapshot(self) -> dict[str, Array]:
-        """Copies of everything, flat."""
-        return {tensor: values.reshape(-1).copy() for tensor, values in self._kept.items()}
+        """Copies of everything on the host, flat."""
+        return {tensor: HOST.here(values).reshape(-1).copy() for tensor, values in self._kept.items()}
 
     def load(self, factors: dict[str, Array]) -> None:
         """Replace everything."""

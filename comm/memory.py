@@ -5,12 +5,20 @@ Codecs take *arrays*: NumPy's on the host, torch tensors on a device. Collective
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from espresso.compressors import Codec, Compressor, cuda_codec, host_codec
+from espresso.compressors.cuda import Device
+from espresso.compressors.cuda.launching import launching
+from espresso.compressors.cuda.momentum import CudaMover
+from espresso.compressors.momentum import HOST_MOVER, Mover
 
 Array = Any
 """What codecs of this memory take."""
@@ -21,9 +29,11 @@ class Memory(Protocol):
 
     Attributes:
         host_copies: whether offloaded steps need copies between here and the host.
+        mover: moves velocities that are kept here.
     """
 
     host_copies: bool
+    mover: Mover
 
     def numbers(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for numbers, not initialised."""
@@ -57,10 +67,36 @@ class Memory(Protocol):
         """Add host numbers to a stretch."""
         ...
 
+    def here(self, array: Any) -> Array:
+        """An array of any memory as one of this; itself where it is."""
+        ...
+
+    def codec(self, compressor: Compressor) -> Codec:
+        """A codec for arrays of this memory; on a device it only launches."""
+        ...
+
+    def room(self, name: str, numel: int, dtype: npt.DTypeLike) -> Array:
+        """Scratch of this thread, or stream: its content is whatever was left there."""
+        ...
+
+    def clip(self, tensors: Sequence[torch.Tensor], limit: float) -> None:
+        """Scale each tensor down to this norm, in place; one whose norm is not finite is left alone."""
+        ...
+
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """One reading pass: the largest magnitude is NaN or inf exactly if an element is."""
     return bool(torch.isfinite(torch.linalg.vector_norm(tensor, float("inf"))))
+
+
+class _Rooms(threading.local):
+    """Scratch arrays of one thread."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, str], Array] = {}
+
+
+_ROOMS = _Rooms()
 
 
 class HostMemory:
@@ -71,6 +107,7 @@ class HostMemory:
     """
 
     host_copies = False
+    mover: Mover = HOST_MOVER
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
@@ -103,23 +140,53 @@ class HostMemory:
     def add(self, array: Array, start: int, values: npt.NDArray[Any]) -> None:
         array[start : start + values.size] += values
 
+    def here(self, array: Any) -> Array:
+        """Waits for the device where it is there."""
+        return array.cpu().numpy() if isinstance(array, torch.Tensor) else array
+
+    def codec(self, compressor: Compressor) -> Codec:
+        return host_codec(compressor)
+
+    def room(self, name: str, numel: int, dtype: npt.DTypeLike) -> Array:
+        key = name, np.dtype(dtype).name
+        held = _ROOMS.held.get(key)
+        if held is None or held.size < numel:
+            held = _ROOMS.held[key] = np.zeros(numel, dtype)
+        return held[:numel]
+
+    def clip(self, tensors: Sequence[torch.Tensor], limit: float) -> None:
+        """One reading pass, and another where it is needed."""
+        for tensor in tensors:
+            norm = float(torch.linalg.vector_norm(tensor, dtype=_wide(tensor)))
+            if limit < norm < math.inf:
+                tensor.mul_(limit / norm)
+
 
 HOST = HostMemory()
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
 class DeviceMemory:
     """Tensors of one device; arrays are tensors. What would make the host wait is noted instead.
 
     Args:
-        device: of the model.
+        accelerator: of the model's device.
     """
 
     host_copies = True
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.host = HostMemory(pinned=device.type == "cuda")
+    def __init__(self, accelerator: Device) -> None:
+        self.accelerator = accelerator
+        self.device = accelerator.torch_device
+        self.host = HostMemory(pinned=self.device.type == "cuda")
+        self.mover: Mover = CudaMover(accelerator)
         self._notes: list[torch.Tensor] = []
+        self._codecs: dict[Compressor, Codec] = {}
+        self._rooms: dict[tuple[int, str, str], torch.Tensor] = {}
+        self._lock = threading.Lock()
 
     def numbers(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -159,3 +226,34 @@ class DeviceMemory:
         array[start : start + values.size].add_(
             torch.from_numpy(np.ascontiguousarray(values)).to(array.device)
         )
+
+    def here(self, array: Any) -> Array:
+        return array if isinstance(array, torch.Tensor) else torch.from_numpy(array).to(self.device)
+
+    def codec(self, compressor: Compressor) -> Codec:
+        """What it finds is in its own status, which nobody reads: it is for payloads that never leave."""
+        with self._lock:
+            found = self._codecs.get(compressor)
+            if found is None:
+                found = self._codecs[compressor] = launching(cuda_codec(compressor, self.accelerator))
+        return found
+
+    def room(self, name: str, numel: int, dtype: npt.DTypeLike) -> Array:
+        key = self.accelerator.lane(), name, np.dtype(dtype).name
+        held = self._rooms.get(key)
+        if held is None or held.numel() < numel:
+            held = self._rooms[key] = self.zeros(numel, dtype)
+        return held[:numel]
+
+    def clip(self, tensors: Sequence[torch.Tensor], limit: float) -> None:
+        """Two passes, and the host does not wait: what is short enough already is multiplied by one."""
+        if not tensors:
+            return
+        norms = torch.stack([torch.linalg.vector_norm(t, dtype=_wide(t)) for t in tensors]).to(torch.float64)
+        clipped = (limit < norms) & torch.isfinite(norms)
+        factors = torch.where(clipped, limit / norms, 1.0)
+        for tensor, factor in zip(tensors, factors.to(_wide(tensors[0])).unbind(), strict=True):
+            if tensor.dtype is factor.dtype:
+                tensor.mul_(factor)
+            else:  # a factor in the narrow type would be wrong by as much as that rounds
+                tensor.copy_(tensor.to(factor.dtype).mul_(factor))

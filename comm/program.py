@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,12 +24,12 @@ from espresso.comm.groups import Member
 from espresso.comm.memory import HOST, Array, Memory
 from espresso.comm.parameter_server import Described, Line, Link, describe
 from espresso.comm.parameter_server.plain import smaller
-from espresso.comm.residual import FULL, Residual
+from espresso.comm.residual import Residual
 from espresso.comm.residuals import ResidualStore
 from espresso.comm.rounds import Rounds
 from espresso.comm.velocities import Velocities
 from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment, Starts
-from espresso.compressors.momentum import MomentumCorrection, advance
+from espresso.compressors.momentum import MomentumCorrection
 from espresso.strategies import (
     DTYPES,
     Cluster,
@@ -132,11 +132,10 @@ class PartitionProgram:
         self._made: dict[Span, tuple[Layout, Starts]] = {}
         self._values: torch.Tensor = torch.empty(0)
         self._rounds: Rounds | None = None
-        self._first_residual: Residual | None = None
         self._keeps_residual = compressed and self._codec(Device.TRAINING).compressor.traits.error_feedback
         self.actions: list[Callable[[], None] | None] = [self._compile(i) for i in range(len(self.flows))]
         if context.velocities is not None and not compressed:
-            self._keep_velocity((0, partition.numel), Site.LOCAL)
+            self._keep_velocity((0, partition.numel), Site.LOCAL, self._memory)
 
     # -- one iteration ---------------------------------------------------------------------------
 
@@ -240,9 +239,9 @@ class PartitionProgram:
 
     # -- momentum --------------------------------------------------------------------------------
 
-    def _keep_velocity(self, span: Span, site: Site) -> Residual:
+    def _keep_velocity(self, span: Span, site: Site, memory: Memory) -> Residual:
         assert self.context.velocities is not None
-        velocity = self._new_residual(self.context.velocities, span, site)
+        velocity = self._new_residual(self.context.velocities, span, site, memory)
         self.velocities.append(velocity)
         return velocity
 
@@ -257,15 +256,17 @@ class PartitionProgram:
             return
         (velocity,) = self.velocities
         scale = self.round.grad_scale
-        for run, start in zip(self.runs, velocity.starts, strict=True):
-            feedback = self._feedback(velocity, np.array([start], np.int64))
-            assert feedback is not None
-            here = slice(start, start + run.numel)
-            mine = self._at_home(run)
-            numbers = mine.to(self.work).numpy()  # itself where it is that wide already
-            advance(store.rule, numbers, 1.0 / scale, feedback.old[here], feedback.new[here], numbers)
-            if scale != 1.0 or mine.dtype is not self.work:
-                mine.copy_(torch.from_numpy(numbers).mul_(scale))
+        wide = self.home.to(self.work)  # itself where it is that wide already
+        numbers = self._memory.array(wide)
+        starts = np.array([self._home_start(run) for run in self.runs], np.int64)
+        numels = np.array([run.numel for run in self.runs], np.int64)
+        feedback = self._feedback(velocity, np.array(velocity.starts, np.int64))
+        assert feedback is not None
+        self._memory.mover.advance(
+            store.rule, numels, numbers, starts, 1.0 / scale, feedback, numbers, starts
+        )
+        if scale != 1.0 or wide is not self.home:
+            self.home.copy_(wide.mul_(scale))
         self._settle(velocity)
 
     # -- compilation -----------------------------------------------------------------------------
@@ -282,7 +283,7 @@ class PartitionProgram:
         if kind is StepKind.COMPRESS:
             action = self._compile_compress(flow, index)
         elif kind is StepKind.TRANSFORM:
-            action = self._compile_transform(flow)
+            action = self._compile_transform(flow, index)
         elif kind is StepKind.DECOMPRESS:
             action = self._compile_decompress(flow, index)
         elif flow.step.form is Form.PAYLOAD:
@@ -372,7 +373,7 @@ class PartitionProgram:
         residual = self._residual(flow, flow.site) if flow.before.active and self._keeps_residual else None
         velocity = None
         if first and flow.before.active and self.context.velocities is not None:
-            velocity = self._keep_velocity(flow.before.region, flow.site)
+            velocity = self._keep_velocity(flow.before.region, flow.site, self._memory_of(flow.step.device))
         if flow.step.form is Form.SUMMABLE:
             return self._compile_compress_values(flow, index, codec, residual, velocity)
         codec = self._wire_codec(codec, flow.after.region)
@@ -398,7 +399,7 @@ class PartitionProgram:
             for layout, starts in (self._made[span],)
         ]
         site = flow.site
-        corrected = self._corrected(codec)
+        corrected = self._corrected(codec, flow)
 
         def run() -> None:
             scale = 1.0 / self.round.grad_scale if first and self._is_unscaled else 1.0
@@ -418,9 +419,11 @@ class PartitionProgram:
 
         return run
 
-    def _corrected(self, codec: Codec) -> MomentumCorrection | None:
+    def _corrected(self, codec: Codec, flow: StepFlow) -> MomentumCorrection | None:
         velocities = self.context.velocities
-        return None if velocities is None else MomentumCorrection(codec, velocities.rule)
+        if velocities is None:
+            return None
+        return MomentumCorrection(codec, velocities.rule, self._memory_of(flow.step.device).mover)
 
     @property
     def _is_unscaled(self) -> bool:
@@ -436,7 +439,7 @@ class PartitionProgram:
         layout = codec.compressor.layout(segments, dtype)
         if self.choice.option.num_rounds > 1:
             assert residual is not None
-            return self._compile_first_round(flow, codec, layout, starts, residual, velocity)
+            return self._compile_first_round(flow, index, codec, layout, starts, residual, velocity)
         memory, source = self._memory_of(flow.step.device), self._numbers_for(flow.step.device)
         size, kind = codec.num_values(layout), TORCH_DTYPES[codec.value_dtype(layout)]
         values = self._values = memory.numbers(size, kind)
@@ -450,7 +453,7 @@ class PartitionProgram:
         site = flow.site
         assert site is not None
         kept_at, moved_at = self._kept_at(residual, region), self._kept_at(velocity, region)
-        corrected = self._corrected(codec)
+        corrected = self._corrected(codec, flow)
 
         def run() -> None:
             # Divide first where nothing is kept: the sum of a cast must not overflow.
@@ -476,34 +479,25 @@ class PartitionProgram:
     def _compile_first_round(
         self,
         flow: StepFlow,
+        index: int,
         codec: Any,
         layout: Layout,
         starts: Starts,
         residual: Residual,
         velocity: Residual | None,
     ) -> Callable[[], None]:
-        if self._memory.host_copies:
-            raise EspressoError(
-                f"compressor '{self.choice.compressor}' works on gradients in host memory only in this version: choose"
-                " another one for a model on a GPU"
-            )
-        region = flow.before.region
-        kept_at, moved_at = self._kept_at(residual, region), self._kept_at(velocity, region)
-        site, numbers = flow.site, self._numbers_for(flow.step.device)
+        region, site, device = flow.before.region, flow.site, flow.step.device
         assert site is not None
-        self._first_residual = residual
-
-        def feedback() -> Feedback:
-            found = self._feedback(residual, kept_at)
-            assert found is not None
-            return found
-
-        rounds = Rounds(
-            layout, starts, self.context.factors, feedback, lambda: self._key(site),
-            packed=self.context.store.storage != FULL,
-        )  # fmt: skip
-        self._rounds, self._values = rounds, rounds.vector(codec)
-        corrected = self._corrected(codec)
+        memory, numbers = self._memory_of(device), self._numbers_for(device)
+        kept_at, moved_at = self._kept_at(residual, region), self._kept_at(velocity, region)
+        rounds = self._rounds = Rounds(
+            layout, starts, self.context.factors, residual, kept_at, lambda: self._key(site), self._memory
+        )
+        self._values = rounds.vector(codec)
+        if self._is_copied(device):
+            self._copy_before(index, region, self._values, self._values)
+            self._copies[index, Stage.COPY_TO_DEVICE] = rounds.copier(memory, (0,), to_host=False)
+        corrected = self._corrected(codec, flow)
 
         def run() -> None:
             source, source_starts, scale = numbers(), starts, 1.0 / self.round.grad_scale
@@ -511,31 +505,38 @@ class PartitionProgram:
             if moved is not None and corrected is not None:
                 source, source_starts = corrected.advance(layout, source, starts, moved, scale)
                 scale = 1.0
-            rounds.encode(codec, source, source_starts, scale)
+            rounds.encode(codec, memory, source, source_starts, scale)
             self._settle(velocity)
 
         return run
 
-    def _compile_transform(self, flow: StepFlow) -> Callable[[], None]:
+    def _compile_transform(self, flow: StepFlow, index: int) -> Callable[[], None]:
         assert flow.step.device is not None
-        assert self._rounds is not None
-        codec: Any = self._codec(flow.step.device)
-        rounds, residual = self._rounds, self._first_residual
-        self._values = rounds.vector(codec)
-
-        def run() -> None:
-            rounds.transform(codec)
-            self._settle(residual)
-
-        return run
+        rounds, device = self._rounds, flow.step.device
+        assert rounds is not None
+        memory, codec = self._memory_of(device), self._codec(device)
+        if memory is not rounds.residual.memory:
+            raise EspressoError(
+                f"option '{self.choice.option}' transforms on another device than it compresses on, and the matrices"
+                " stay where they were compressed: put both steps on the training device, or both on the pool"
+            )
+        self._values = rounds.vector(cast(Any, codec))
+        if self._is_copied(device):
+            self._copies[index, Stage.COPY_TO_HOST] = rounds.copier(memory, (0,), to_host=True)
+            self._copies[index, Stage.COPY_TO_DEVICE] = rounds.copier(memory, (0, 1), to_host=False)
+        return partial(rounds.transform, cast(Any, codec), memory)
 
     def _compile_last_round(
-        self, codec: Any, rounds: Rounds, numbers: Callable[[], Array]
+        self, flow: StepFlow, index: int, codec: Any, rounds: Rounds
     ) -> Callable[[], None]:
-        ranks = self.context.cluster.num_ranks
+        ranks, device = self.context.cluster.num_ranks, flow.step.device
+        memory, numbers = self._memory_of(device), self._numbers_for(device)
+        if self._is_copied(device):
+            self._copies[index, Stage.COPY_TO_HOST] = rounds.copier(memory, (0, 1), to_host=True)
+            self._copy_after(index, flow.after.region, self._values, self._values)
 
         def run() -> None:
-            self.finite = rounds.decode(codec, numbers(), self.round.grad_scale / ranks)
+            self.finite = rounds.decode(codec, memory, numbers(), self.round.grad_scale / ranks)
 
         return run
 
@@ -546,7 +547,7 @@ class PartitionProgram:
         ends = index == len(self.flows) - 1
         ranks = self.context.cluster.num_ranks
         if self._rounds is not None:
-            return self._compile_last_round(codec, self._rounds, self._numbers_for(flow.step.device))
+            return self._compile_last_round(flow, index, codec, self._rounds)
         memory, numbers = self._memory_of(flow.step.device), self._numbers_for(flow.step.device)
         copied = self._is_copied(flow.step.device)
         if flow.step.form is Form.SUMMABLE:
@@ -605,7 +606,7 @@ class PartitionProgram:
         self.residuals.append(residual)
         return residual
 
-    def _new_residual(self, store: ResidualStore, span: Span, site: Site, memory: Memory = HOST) -> Residual:
+    def _new_residual(self, store: ResidualStore, span: Span, site: Site, memory: Memory) -> Residual:
         start = self.partition.start
         runs = self.group.segments(start + span[0], start + span[1])
         node = self.context.rank // self.context.cluster.ranks_per_node

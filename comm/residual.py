@@ -14,7 +14,6 @@ where e is what the encoder left. The residual that was lost is gone; error feed
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.comm.memory import HOST, Memory
-from espresso.compressors import Codec, Layout, Segment, create, host_codec
+from espresso.compressors import Codec, Layout, Segment, create
 from espresso.strategies import Run, Site
 
 Array = npt.NDArray[Any]
@@ -62,6 +61,7 @@ class Residual:
     transactional: bool = True
     written: bool = False
     scratch: Array | None = None
+    storage: str = FULL
 
     def __post_init__(self) -> None:
         self.old = self.spare()
@@ -126,22 +126,18 @@ class PackedResidual(Residual):
     """A residual kept as the payload of a codec; unpacked while an encoder runs.
 
     Both buffers are packed, so that a discarded iteration leaves the first as it was, bit for bit. The room for
-    unpacked numbers belongs to the thread and is as large as the largest residual that it has met, twice.
+    unpacked numbers belongs to the thread, on a GPU to the stream, and is as large as the largest residual that it
+    has met, twice. Unpacking and packing are a pass each around the encoder's own, one launch each on a GPU.
     """
-
-    _rooms = threading.local()
 
     def __init__(
         self, site: Site, runs: tuple[Run, ...], starts: tuple[int, ...], dtype: Any, replica: int, memory: Memory,
         transactional: bool, *, storage: str,
     ) -> None:  # fmt: skip
-        if memory.host_copies:
-            raise ValueError(
-                f"residual_dtype={storage!r} is for steps on the host; this one compresses on a GPU, where residuals"
-                f" are kept as {FULL} only"
-            )
-        self._codec: Codec = host_codec(create(_CODECS[storage]))
-        super().__init__(site, runs, starts, dtype, replica, memory, transactional=transactional)
+        self._codec: Codec = memory.codec(create(_CODECS[storage]))
+        super().__init__(
+            site, runs, starts, dtype, replica, memory, transactional=transactional, storage=storage
+        )
 
     def __post_init__(self) -> None:
         self._size = self.starts[-1] + self.runs[-1].numel if self.runs else 0
@@ -149,9 +145,9 @@ class PackedResidual(Residual):
         segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in self.runs]
         self._at = np.array(self.starts, np.int64)
         self._layout: Layout = self._codec.compressor.layout(segments, self.dtype)
-        self._old = np.empty(self._layout.num_bytes, np.uint8)
-        self._new = np.empty_like(self._old) if self.transactional else None
-        self.old = np.zeros(self._size, self.dtype)
+        self._old = self.memory.zeros(self._layout.num_bytes, np.uint8)
+        self._new = self.memory.zeros(self._layout.num_bytes, np.uint8) if self.transactional else None
+        self.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -161,7 +157,7 @@ class PackedResidual(Residual):
     @property
     def old(self) -> Array:
         """A copy of what is kept; assign to change it."""
-        values = np.zeros(self._size, self.dtype)
+        values = self.memory.zeros(self._size, self.dtype)
         self._unpack(values)
         return values
 
@@ -172,7 +168,7 @@ class PackedResidual(Residual):
     def add(self, start: int, values: Array) -> None:
         """Unpacked, changed and packed again: one more rounding."""
         kept = self.old
-        kept[start : start + values.size] += values
+        self.memory.add(kept, start, values)
         self.old = kept
 
     def scale(self, start: int, numel: int, factor: float) -> None:
@@ -183,7 +179,7 @@ class PackedResidual(Residual):
 
     def clear(self) -> None:
         """Exact."""
-        self.old = np.zeros(self._size, self.dtype)
+        self.old = self.memory.zeros(self._size, self.dtype)
 
     def buffers(self) -> tuple[Array, Array]:
         """Unpack, once for all encodes of a step; valid on this thread until :meth:`settle`."""
@@ -212,10 +208,6 @@ class PackedResidual(Residual):
         self._codec.decode(self._layout, self._old.reshape(1, -1), values, self._at)
 
     def _room(self) -> tuple[Array, Array]:
-        """Two arrays of this residual's size, the thread's own."""
-        rooms: dict[Any, tuple[Array, Array]] = self._rooms.__dict__
-        name = np.dtype(self.dtype).name
-        if name not in rooms or rooms[name][0].size < self._size:
-            rooms[name] = (np.zeros(self._size, self.dtype), np.zeros(self._size, self.dtype))
-        old, new = rooms[name]
-        return old[: self._size], new[: self._size]
+        """Two arrays of this residual's size, the thread's or stream's own."""
+        room = self.memory.room
+        return room("residual", self._size, self.dtype), room("new residual", self._size, self.dtype)

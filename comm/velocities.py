@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from espresso.comm.memory import HOST, Memory
 from espresso.comm.residuals import ResidualStore
 from espresso.compressors.base import Correction
 from espresso.strategies import Bucket
@@ -23,17 +24,14 @@ class Velocities(ResidualStore):
         super().__init__(transactional=transactional)
         self.rule = rule
 
-    def clip(self, bucket: Bucket, buffer: torch.Tensor, num_ranks: int, grad_scale: float) -> None:
-        """Scale every tensor of a bucket down to the rule's norm, in place; one reading pass, no copy.
+    def clip(
+        self, bucket: Bucket, buffer: torch.Tensor, num_ranks: int, grad_scale: float, memory: Memory = HOST
+    ) -> None:
+        """Scale every tensor of a bucket down to the rule's norm, in place; no copy.
 
         A norm that is not finite leaves its tensor alone: the step will be skipped.
         """
         if not self.rule.clip_norm:
             return
         limit = self.rule.clip_norm / math.sqrt(num_ranks) * grad_scale
-        wide = torch.float64 if buffer.dtype is torch.float64 else torch.float32
-        for slot in bucket.slots:
-            values = buffer[slot.offset : slot.offset + slot.numel]
-            norm = float(torch.linalg.vector_norm(values, dtype=wide))
-            if limit < norm < math.inf:
-                values.mul_(limit / norm)
+        memory.clip([buffer[slot.offset : slot.offset + slot.numel] for slot in bucket.slots], limit)

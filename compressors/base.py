@@ -39,6 +39,8 @@ class Traits:
             unbiased quantizers, whose residual would grow, and casts.
         stochastic: draws random numbers, so that the draw key matters.
         exact_size: every byte of a payload counts; False where slots may stay empty, so that its size is a bound.
+        masks: a sparsifier whose bodies are those of :mod:`espresso.compressors.sparse`, and whose choice masks
+            velocities of momentum correction.
         rounds: vectors that are summed one after the other, with a transform between; above 1 the compressor
             has no payload, works on whole tensors, and goes through the tree's extension only.
     """
@@ -48,6 +50,7 @@ class Traits:
     error_feedback: bool = True
     stochastic: bool = False
     exact_size: bool = True
+    masks: bool = False
     rounds: int = 1
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from espresso.compressors.base import Bytes, Compressor, Correction, Layout, Segment, Traits
 from espresso.compressors.payload import build_layout, params_digest
+from espresso.compressors.sparse import sent_slots
 
 
 class Steady:
@@ -72,6 +73,10 @@ class BaseCompressor(Steady):
             segments=segments,
             dtype=dtype,
         )
+
+    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """What was chosen, segment by segment, where the traits say that it masks."""
+        return sent_slots(layout, payload) if self.traits.masks else iter(())
 
     def params(self) -> dict[str, Any]:
         """The parameters that differ from their defaults, as a spec writes them."""

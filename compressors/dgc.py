@@ -5,16 +5,12 @@ Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from espresso.compressors.base import Bytes, Correction, Layout, Traits
+from espresso.compressors.base import Correction, Traits
 from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import Selection, sent_slots, sparse_body_size
+from espresso.compressors.sparse import Selection, sparse_body_size
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class Dgc(BaseCompressor):
     """
 
     name: ClassVar[str] = "dgc"
-    traits: ClassVar[Traits] = Traits(exact_size=False)
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True)
     algorithm: ClassVar[int] = 7
 
     ratio: float = 0.01
@@ -88,10 +84,6 @@ class Dgc(BaseCompressor):
     def in_force(self, epoch: int, step: int) -> Dgc:
         """The compressor of this epoch."""
         return self.at_epoch(epoch) if self.is_scheduled else self
-
-    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """What was chosen, segment by segment."""
-        return sent_slots(layout, payload)
 
     def selection(self) -> Selection:
         """The threshold aims at k; it is lowered at most ten times where fewer than 0.8 k pass."""

@@ -12,21 +12,87 @@ sent whole in every step; as in the authors' code its velocity is not masked, so
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import numpy as np
-import numpy.typing as npt
 
-from espresso.compressors.base import Array, Bytes, Codec, Correction, DrawKey, Feedback, Layout
+from espresso.compressors.base import (
+    Array,
+    Bytes,
+    Codec,
+    Compressor,
+    Correction,
+    DrawKey,
+    Feedback,
+    Layout,
+    Starts,
+)
 
 
-def advance(rule: Correction, gradient: Array, scale: float, old: Array, new: Array, out: Array) -> None:
-    """Move a velocity on: ``new`` becomes m, ``out`` what is added to v.
+class Mover(Protocol):
+    """Moves velocities on one backend. Each call takes all stretches: one launch on a GPU."""
 
-    Args:
-        gradient: g over ``scale``; not changed unless it is ``out``.
-        old: m before.
-        new: another array; may be ``out`` too, without Nesterov.
-        out: may be ``gradient``.
-    """
+    def advance(
+        self,
+        rule: Correction,
+        numels: Starts,
+        source: Array,
+        starts: Starts,
+        scale: float,
+        velocity: Feedback,
+        out: Array,
+        out_starts: Starts,
+    ) -> None:
+        """``velocity.new`` becomes m, ``out`` what is added to v.
+
+        Args:
+            numels: of every stretch; stretch i begins at ``starts[i]``, ``velocity.starts[i]``, ``out_starts[i]``.
+            source: g over ``scale``; not changed unless it is ``out``.
+            velocity: m before and after, different arrays.
+            out: may be ``source``, or without Nesterov ``velocity.new``, with equal starts.
+        """
+        ...
+
+    def empty(self, numel: int, layout: Layout) -> Array:
+        """Room for numbers of a layout."""
+        ...
+
+    def mask(self, compressor: Compressor, layout: Layout, payload: Bytes, velocity: Feedback) -> None:
+        """Zero ``velocity.new`` where a sparsifier has sent; not where the payload says that it is not finite."""
+        ...
+
+
+class HostMover:
+    """In NumPy: two passes over memory, three with Nesterov."""
+
+    def advance(
+        self,
+        rule: Correction,
+        numels: Starts,
+        source: Array,
+        starts: Starts,
+        scale: float,
+        velocity: Feedback,
+        out: Array,
+        out_starts: Starts,
+    ) -> None:
+        """As :meth:`Mover.advance`."""
+        for numel, start, kept, at in zip(numels, starts, velocity.starts, out_starts, strict=True):
+            here = slice(kept, kept + numel)
+            gradient, added = source[start : start + numel], out[at : at + numel]
+            _advance(rule, gradient, scale, velocity.old[here], velocity.new[here], added)
+
+    def empty(self, numel: int, layout: Layout) -> Array:
+        """As :meth:`Mover.empty`."""
+        return np.empty(numel, layout.dtype)
+
+    def mask(self, compressor: Compressor, layout: Layout, payload: Bytes, velocity: Feedback) -> None:
+        """As :meth:`Mover.mask`; the caller looks whether all was finite."""
+        for segment, indices in compressor.sent(layout, payload):
+            velocity.new[velocity.starts[segment] :][indices] = 0
+
+
+def _advance(rule: Correction, gradient: Array, scale: float, old: Array, new: Array, out: Array) -> None:
     kind = new.dtype.type
     if rule.nesterov:
         np.multiply(gradient, kind(scale), out=out)
@@ -37,8 +103,11 @@ def advance(rule: Correction, gradient: Array, scale: float, old: Array, new: Ar
     scaled = gradient if scale == 1.0 else gradient * kind(scale)
     np.multiply(old, kind(rule.momentum), out=new)
     np.add(new, scaled, out=new)
-    if out is not new:
+    if not np.may_share_memory(out, new):
         np.copyto(out, new)
+
+
+HOST_MOVER = HostMover()
 
 
 class MomentumCorrection:
@@ -50,36 +119,30 @@ class MomentumCorrection:
     Args:
         codec: of any compressor; only what a sparsifier sends is masked.
         rule: momentum above 0.
+        mover: of the codec's backend.
     """
 
-    def __init__(self, codec: Codec, rule: Correction) -> None:
+    def __init__(self, codec: Codec, rule: Correction, mover: Mover = HOST_MOVER) -> None:
         if not 0 < rule.momentum < 1:
             raise ValueError(f"momentum must be above 0 and below 1, got {rule.momentum}")
-        self.codec = codec
-        self.rule = rule
-        self._added: Array = np.empty(0)
+        self.codec, self.rule, self._mover = codec, rule, mover
+        self._added: dict[Any, Array] = {}
 
     def advance(
-        self, layout: Layout, source: Array, starts: npt.NDArray[np.int64], velocity: Feedback, scale: float
-    ) -> tuple[Array, npt.NDArray[np.int64]]:
+        self, layout: Layout, source: Array, starts: Starts, velocity: Feedback, scale: float
+    ) -> tuple[Array, Starts]:
         """Move the velocities of all segments on; returns what to encode instead, and where it starts."""
         out, out_starts = velocity.new, velocity.starts
         if self.rule.nesterov:
-            if self._added.size < layout.num_elements or self._added.dtype != layout.dtype:
-                self._added = np.empty(layout.num_elements, layout.dtype)
-            out, out_starts = self._added, np.cumsum(layout.numels) - layout.numels
-        for numel, start, kept, at in zip(layout.numels, starts, velocity.starts, out_starts, strict=True):
-            here = slice(kept, kept + numel)
-            new = velocity.new[here]
-            added = out[at : at + numel] if self.rule.nesterov else new
-            advance(self.rule, source[start : start + numel], scale, velocity.old[here], new, added)
+            out, out_starts = self._room(layout), np.cumsum(layout.numels) - layout.numels
+        self._mover.advance(self.rule, layout.numels, source, starts, scale, velocity, out, out_starts)
         return out, out_starts
 
     def encode(
         self,
         layout: Layout,
         source: Array,
-        starts: npt.NDArray[np.int64],
+        starts: Starts,
         payload: Bytes,
         *,
         feedback: Feedback | None,
@@ -99,6 +162,11 @@ class MomentumCorrection:
         added, added_starts = self.advance(layout, source, starts, velocity, scale)
         finite = self.codec.encode(layout, added, added_starts, payload, feedback=feedback, key=key)
         if finite:
-            for segment, indices in self.codec.compressor.sent(layout, payload):
-                velocity.new[velocity.starts[segment] :][indices] = 0
+            self._mover.mask(self.codec.compressor, layout, payload, velocity)
         return finite
+
+    def _room(self, layout: Layout) -> Array:
+        held = self._added.get(layout.dtype)
+        if held is None or len(held) < layout.num_elements:
+            held = self._added[layout.dtype] = self._mover.empty(layout.num_elements, layout)
+        return held

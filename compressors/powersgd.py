@@ -19,8 +19,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Compressor, Layout, Segment, Traits
+from espresso.compressors.base import Compressor, DrawKey, Layout, Segment, Traits
 from espresso.compressors.common import BaseCompressor
+from espresso.compressors.draws import tensor_hash
 from espresso.compressors.none import NoCompression
 from espresso.compressors.payload import layout_dtype
 
@@ -33,6 +34,12 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
     for size in shape[1:]:
         columns *= size
     return shape[0], columns
+
+
+def random_start(tensor: str, rank: int, columns: int, key: DrawKey) -> npt.NDArray[np.float64]:
+    """Q where no step has left one: float64[rank, columns], equal on all ranks."""
+    seed = [key.seed & (2**63 - 1), tensor_hash(tensor) & (2**63 - 1), key.step]
+    return np.random.default_rng(seed).standard_normal((rank, columns))
 
 
 @dataclass(frozen=True)

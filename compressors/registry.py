@@ -104,7 +104,11 @@ _ENTRIES = {
         "espresso.cpu_offload.terngrad:HostTernGrad",
         "espresso.compressors.cuda.levels:CudaLevels",
     ),
-    "powersgd": Entry("espresso.compressors.powersgd:PowerSgd", "espresso.cpu_offload.powersgd:HostPowerSgd"),
+    "powersgd": Entry(
+        "espresso.compressors.powersgd:PowerSgd",
+        "espresso.cpu_offload.powersgd:HostPowerSgd",
+        "espresso.compressors.cuda.powersgd:CudaPowerSgd",
+    ),
 }
 
 

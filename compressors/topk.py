@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from espresso.compressors.base import Bytes, Layout, Traits
+from espresso.compressors.base import Traits
 from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import Selection, sent_slots, sparse_body_size
+from espresso.compressors.sparse import Selection, sparse_body_size
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class TopK(BaseCompressor):
     """
 
     name: ClassVar[str] = "topk"
-    traits: ClassVar[Traits] = Traits(exact_size=False)
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True)
     algorithm: ClassVar[int] = 6
 
     ratio: float = 0.01
@@ -37,10 +33,6 @@ class TopK(BaseCompressor):
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and the body of k slots."""
         return sparse_body_size(numel, itemsize, self.ratio)
-
-    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """What was chosen, segment by segment."""
-        return sent_slots(layout, payload)
 
     def selection(self) -> Selection:
         """A threshold somewhat below the k-th magnitude; if k pass, the top k are among them."""

@@ -15,8 +15,7 @@ import numpy as np
 from numba import njit
 
 from espresso.compressors.base import Array, DrawKey, Factors, Feedback, Layout, Starts
-from espresso.compressors.draws import tensor_hash
-from espresso.compressors.powersgd import PowerSgd, matrix_of
+from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start
 from espresso.cpu_offload.codec import check_array, check_range
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.pool import WorkerPool
@@ -149,9 +148,7 @@ class HostPowerSgd:
                 return start
         else:
             start, dead = np.empty((rank, columns), dtype), np.ones(rank, bool)
-        step = key.step if dead.any() else 0
-        seed = [key.seed & (2**63 - 1), tensor_hash(tensor) & (2**63 - 1), step]
-        start[dead] = np.random.default_rng(seed).standard_normal((rank, columns))[dead]
+        start[dead] = random_start(tensor, rank, columns, key)[dead]
         return start
 
     def _offsets(self, layout: Layout, number: int) -> list[int]:

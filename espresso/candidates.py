@@ -113,17 +113,23 @@ def compressed_choices(job: Job, specs: Iterable[CompressorSpec], device: Device
 
 @lru_cache(maxsize=64)
 def _every(
-    cluster: Cluster, priced: tuple[tuple[CompressorSpec, tuple[Device, ...]], ...]
+    cluster: Cluster, priced: tuple[tuple[CompressorSpec, tuple[Device, ...]], ...], host_copies: bool
 ) -> tuple[Choice, ...]:
     return raw_choices(cluster) + tuple(
-        choice for spec, devices in priced for choice in choices_for(cluster, spec, devices)
+        choice
+        for spec, devices in priced
+        for choice in choices_for(cluster, spec, devices)
+        if not (host_copies and choice.option.moves_matrices)
     )
 
 
 def every_choice(job: Job, specs: Iterable[CompressorSpec]) -> tuple[Choice, ...]:
-    """The whole space: raw leaves, and every compressed one with each of its compressions on any device."""
+    """The whole space: raw leaves, and every compressed one with each of its compressions on any device.
+
+    Where devices are copied between, matrices of several rounds are transformed where they were compressed.
+    """
     priced = [(spec, job.costs.devices(spec)) for spec in specs if spec != NONE]
-    return _every(job.cluster, tuple(row for row in priced if row[1]))
+    return _every(job.cluster, tuple(row for row in priced if row[1]), job.host_copies)
 
 
 class _Interned:

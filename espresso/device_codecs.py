@@ -8,103 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from espresso.comm.factors import FactorStore
 from espresso.compressors import registry
-from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment, Starts, SummableCodec
-from espresso.compressors.cuda import CudaCodec, CudaSummableCodec
+from espresso.compressors.base import Codec, DrawKey, Feedback, Segment, SummableCodec
 from espresso.compressors.cuda import Device as Accelerator
-from espresso.compressors.cuda.codec import STATUS_WORDS
+from espresso.compressors.cuda.launching import launching
 from espresso.cpu_offload import warm_up
 from espresso.host_codecs import HostCodecs
 from espresso.strategies import CompressorSpec, Device
-
-
-class LaunchingCodec:
-    """A GPU codec whose calls only launch and answer True: what they find is noted in ``status``, on the device.
-
-    Args:
-        codec: of the GPU.
-    """
-
-    def __init__(self, codec: CudaCodec) -> None:
-        self.compressor = codec.compressor
-        self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=codec.device.torch_device)
-        self._codec = codec
-
-    def encode(
-        self,
-        layout: Layout,
-        source: Any,
-        starts: Starts,
-        payload: Any,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
-        """As :meth:`espresso.compressors.Codec.encode`; whether all was finite is in the payload only."""
-        self._codec.launch_encode(layout, source, starts, payload, scale=scale, feedback=feedback, key=key)
-        return True
-
-    def decode(
-        self,
-        layout: Layout,
-        payloads: Any,
-        target: Any,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
-        """As :meth:`espresso.compressors.Codec.decode`; what was found is in ``status``."""
-        self._codec.launch_decode(layout, payloads, target, starts, self.status, scale=scale, key=key)
-        return True
-
-
-class LaunchingSummableCodec(LaunchingCodec):
-    """The same for vectors."""
-
-    def __init__(self, codec: CudaSummableCodec) -> None:
-        super().__init__(codec)
-        self._summable = codec
-
-    def num_values(self, layout: Layout) -> int:
-        """The vector's length."""
-        return self._summable.num_values(layout)
-
-    def value_dtype(self, layout: Layout) -> str:
-        """The numbers' type."""
-        return self._summable.value_dtype(layout)
-
-    def encode_values(
-        self,
-        layout: Layout,
-        source: Any,
-        starts: Starts,
-        values: Any,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
-        """As :meth:`espresso.compressors.SummableCodec.encode_values`."""
-        self._summable.launch_encode_values(
-            layout, source, starts, values, scale=scale, feedback=feedback, key=key
-        )
-        return True
-
-    def decode_values(
-        self,
-        layout: Layout,
-        values: Any,
-        target: Any,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
-        """As :meth:`espresso.compressors.SummableCodec.decode_values`; what was found is in ``status``."""
-        self._summable.launch_decode_values(layout, values, target, starts, self.status, scale=scale, key=key)
-        return True
 
 
 class DeviceCodecs(HostCodecs):
@@ -118,7 +29,7 @@ class DeviceCodecs(HostCodecs):
     def __init__(self, accelerator: Accelerator, offload_threads: int | None = None) -> None:
         super().__init__(offload_threads)
         self._accelerator = accelerator
-        self._launching: dict[CompressorSpec, LaunchingCodec] = {}
+        self._launching: dict[CompressorSpec, Any] = {}
 
     def __call__(self, spec: CompressorSpec, device: Device) -> Codec:
         if device is Device.OFFLOAD:
@@ -126,13 +37,7 @@ class DeviceCodecs(HostCodecs):
         with self._lock:
             found = self._launching.get(spec)
             if found is None:
-                codec = registry.cuda_codec(registry.create(spec), self._accelerator)
-                assert isinstance(codec, CudaCodec)
-                found = (
-                    LaunchingSummableCodec(codec)
-                    if isinstance(codec, CudaSummableCodec)
-                    else LaunchingCodec(codec)
-                )
+                found = launching(registry.cuda_codec(registry.create(spec), self._accelerator))
                 self._launching[spec] = found
         return found
 
@@ -149,7 +54,10 @@ class DeviceCodecs(HostCodecs):
             for dtype in work:
                 self._launch_once(self(spec, Device.TRAINING), np.dtype(dtype))
 
-    def _launch_once(self, codec: Codec, dtype: np.dtype[Any]) -> None:
+    def _launch_once(self, codec: Any, dtype: np.dtype[Any]) -> None:
+        if codec.compressor.traits.rounds > 1:
+            launch_rounds(codec, dtype, self._accelerator.torch_device)
+            return
         sizes = [1, 5000]
         layout = codec.compressor.layout([Segment(f"warm-up {i}", 0, n) for i, n in enumerate(sizes)], dtype)
         starts = np.array([0, 1], np.int64)
@@ -167,3 +75,53 @@ class DeviceCodecs(HostCodecs):
             values: Any = torch.zeros(codec.num_values(layout), dtype=wanted, device=here)
             codec.encode_values(layout, source, starts, values, feedback=feedback)
             codec.decode_values(layout, values, torch.empty_like(source), starts)  # type: ignore[arg-type]
+
+
+class Rehearsal:
+    """One matrix and what several rounds need of it on a device, for a codec that is warmed up or measured.
+
+    Args:
+        side: rows and columns.
+    """
+
+    def __init__(self, codec: Any, side: int, dtype: np.dtype[Any], device: torch.device) -> None:
+        segments = [Segment("matrix", 0, side * side, (side, side)), Segment("bias", 0, 3, (3,))]
+        self._codec, self._layout = codec, codec.compressor.layout(segments, dtype)
+        kind = torch.float64 if dtype.itemsize == 8 else torch.float32
+        self._starts = np.array([0, side * side], np.int64)
+        draw = torch.Generator().manual_seed(0)
+        self._source = torch.randn(side * side + 3, generator=draw, dtype=kind).to(device)
+        self._target = torch.empty_like(self._source)
+        kept: list[Any] = [torch.zeros_like(self._source) for _ in range(2)]
+        self._feedback = Feedback(*kept, self._starts)
+        self._vectors = [
+            torch.zeros(codec.num_values(self._layout, n), dtype=kind, device=device) for n in (0, 1)
+        ]
+        self._factors = FactorStore()
+
+    def encode(self) -> None:
+        """The first vector, from the last step's Q once there is one."""
+        self._codec.encode_values(
+            self._layout, self._source, self._starts, self._vectors[0], scale=1.0, feedback=self._feedback,
+            key=DrawKey(), factors=self._factors,
+        )  # fmt: skip
+
+    def transform(self) -> None:
+        """The second vector."""
+        self._codec.transform_values(self._layout, *self._vectors, feedback=self._feedback)
+
+    def decode(self) -> None:
+        """The average, and Q for the next step."""
+        self._codec.decode_values(
+            self._layout, *self._vectors, self._target, self._starts, scale=1.0, factors=self._factors
+        )
+        self._factors.commit()
+
+
+def launch_rounds(codec: Any, dtype: np.dtype[Any], device: torch.device) -> None:
+    """Compile all kernels of a codec of several rounds: twice, since the second step starts from the first's Q."""
+    rehearsal = Rehearsal(codec, 64, dtype, device)
+    for _ in range(2):
+        rehearsal.encode()
+        rehearsal.transform()
+        rehearsal.decode()

@@ -300,8 +300,8 @@ def measure_compressor(
     for device in devices:
         sizes = [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
         rounds = codecs(spec, device).compressor.traits.rounds > 1
-        timed = _time_codec if timer is None or device is Device.OFFLOAD else timer
-        timed = _time_rounds if rounds else timed
+        timed: CodecTimer = _time_rounds if rounds else _time_codec
+        timed = timed if timer is None or device is Device.OFFLOAD else timer
         rows = [timed(groups, codecs(spec, device), size, repeats) for size in sizes]
         for op, column in zip(Op if rounds else COMMON_OPS, range(3), strict=False):
             launch = min(0.9 * rows[0][column], 50.0)
@@ -316,7 +316,8 @@ def measure_compressor(
 
 
 CodecTimer = Callable[[Groups, Codec, int, int], tuple[float, ...]]
-"""``(groups, codec, elements, repeats)`` -> microseconds of an encode and of the decode of a payload of every rank."""
+"""``(groups, codec, elements, repeats)`` -> microseconds of an encode and of the decode of a payload of every rank; for
+compressors of several rounds of an encode, a decode and a transform."""
 
 
 def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, ...]:

@@ -5,7 +5,8 @@ A runtime makes the codecs and the executor, and says how costs are measured. Ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from espresso.compressors.base import Codec, Feedback, Segment
 from espresso.compressors.cuda import CudaDevice
 from espresso.compressors.cuda import Device as Accelerator
 from espresso.costs import KB, PAPER_CONTENTION, Contention, CopyCost
-from espresso.device_codecs import DeviceCodecs
+from espresso.device_codecs import DeviceCodecs, Rehearsal
 from espresso.host_codecs import HostCodecs
 from espresso.profiler import CodecTimer, GradientClock, Place
 
@@ -120,7 +121,7 @@ class DeviceRuntime:
 
     def __init__(self, accelerator: Accelerator, streams: Streams) -> None:
         self.accelerator, self.streams = accelerator, streams
-        self.memory = DeviceMemory(accelerator.torch_device)
+        self.memory = DeviceMemory(accelerator)
         self.place = Place(accelerator.torch_device, self._settle)
         self.codec_timer: CodecTimer | None = self._time_codec
 
@@ -129,11 +130,6 @@ class DeviceRuntime:
 
     def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
         assert isinstance(codecs, DeviceCodecs)
-        if more.get("velocities") is not None:
-            raise UnsupportedModelError(
-                "momentum correction (dgc with momentum above 0) works on the host's arrays only: leave momentum at 0"
-                " for a model on a GPU, where the optimizer's own momentum applies"
-            )
         if more.get("servers") is not None:
             raise UnsupportedModelError(
                 "parameter servers serve models on CPUs: start a job whose model is on a GPU without espresso.launch"
@@ -181,8 +177,10 @@ class DeviceRuntime:
         self.streams.wait_here(end, PATIENCE_S)
         return self.streams.elapsed_us(begin, end) / LAUNCHES
 
-    def _time_codec(self, groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, float]:
+    def _time_codec(self, groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, ...]:
         """Medians of device time; the slowest rank's."""
+        if codec.compressor.traits.rounds > 1:
+            return self._time_rounds(groups, codec, size, repeats)
         layout = codec.compressor.layout([Segment("probe", 0, size)])
         starts, memory = np.zeros(1, np.int64), self.memory
         source = memory.zeros(size, np.float32)
@@ -201,13 +199,27 @@ class DeviceRuntime:
 
         encode()
         payloads[1:] = payloads[0]
+        return self._medians(groups, (encode, decode), repeats)
+
+    def _time_rounds(self, groups: Groups, codec: Any, size: int, repeats: int) -> tuple[float, ...]:
+        """Encode, decode and transform of one square matrix of about ``size`` elements."""
+        side = max(math.isqrt(size), 1)
+        rehearsal = Rehearsal(codec, side, np.dtype(np.float32), self.accelerator.torch_device)
+        for _ in range(2):  # from the second on it starts from the last Q
+            rehearsal.encode()
+            rehearsal.transform()
+            rehearsal.decode()
+        return self._medians(groups, (rehearsal.encode, rehearsal.decode, rehearsal.transform), repeats)
+
+    def _medians(
+        self, groups: Groups, calls: Sequence[Callable[[], object]], repeats: int
+    ) -> tuple[float, ...]:
         times = []
         for _ in range(repeats):
             groups.barrier()
-            times.append((self._time(encode), self._time(decode)))
-        mine = (median(e for e, _ in times), median(d for _, d in times))
-        everybody = groups.all_objects(mine)
-        return max(e for e, _ in everybody), max(d for _, d in everybody)
+            times.append([self._time(call) for call in calls])
+        mine = tuple(median(column) for column in zip(*times, strict=True))
+        return tuple(map(max, zip(*groups.all_objects(mine), strict=True)))
 
 
 def runtime_of(device: torch.device) -> Runtime:

@@ -150,6 +150,12 @@ class Option:
         return any(step.form is Form.SUMMABLE for step in self.steps)
 
     @property
+    def moves_matrices(self) -> bool:
+        """Whether a transform runs on another device than the compression whose matrices it works on."""
+        devices = [s.device for s in self.steps if s.kind in (StepKind.COMPRESS, StepKind.TRANSFORM)]
+        return self.num_rounds > 1 and len(set(devices)) > 1
+
+    @property
     def num_rounds(self) -> int:
         """How many vectors are summed, one after the other; above 1 tensors are kept whole."""
         return 1 + sum(step.kind is StepKind.TRANSFORM for step in self.steps)

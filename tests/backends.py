@@ -24,6 +24,8 @@ def make_codec(compressor: Any, pool: Any = None) -> Any:
 
 def on_device(codec: Any) -> OnDevice:
     """The adapter of a GPU codec."""
+    if codec.compressor.traits.rounds > 1:
+        return RoundsOnDevice(codec)
     return SummableOnDevice(codec) if isinstance(codec, CudaSummableCodec) else OnDevice(codec)
 
 
@@ -84,6 +86,52 @@ class SummableOnDevice(OnDevice):
         finite = self.codec.decode_values(layout, self._there(values), there, starts, **more)
         target[:] = there.cpu().numpy()
         return bool(finite)
+
+
+class RoundsOnDevice(OnDevice):
+    """The same for a codec of several rounds; factors are kept as NumPy arrays."""
+
+    def num_values(self, layout: Any, number: int) -> int:
+        return int(self.codec.num_values(layout, number))
+
+    def encode_values(
+        self, layout: Any, source: Any, starts: Any, values: Any, *, feedback: Any, factors: Any, **more: Any
+    ) -> None:
+        there, kept = self._there(values), self._feedback(feedback)
+        self.codec.encode_values(
+            layout, self._there(source), starts, there, feedback=kept, factors=HostFactors(factors, self._there), **more
+        )  # fmt: skip
+        values[:], feedback.new[:] = there.cpu().numpy(), kept.new.cpu().numpy()
+
+    def transform_values(self, layout: Any, summed: Any, values: Any, *, feedback: Any) -> None:
+        first, second, kept = self._there(summed), self._there(values), self._feedback(feedback)
+        self.codec.transform_values(layout, first, second, feedback=kept)
+        summed[:], values[:], feedback.new[:] = (t.cpu().numpy() for t in (first, second, kept.new))
+
+    def decode_values(
+        self, layout: Any, first: Any, second: Any, target: Any, starts: Any, *, scale: float, factors: Any
+    ) -> bool:
+        there = self._there(target)
+        finite = self.codec.decode_values(
+            layout, self._there(first), self._there(second), there, starts, scale=scale,
+            factors=HostFactors(factors, self._there),
+        )  # fmt: skip
+        target[:] = there.cpu().numpy()
+        return bool(finite)
+
+
+class HostFactors:
+    """Keeps a device's factors as NumPy arrays."""
+
+    def __init__(self, factors: Any, there: Any) -> None:
+        self._factors, self._there = factors, there
+
+    def read(self, tensor: str) -> Any:
+        kept = self._factors.read(tensor)
+        return None if kept is None else self._there(kept)
+
+    def write(self, tensor: str, values: Any) -> None:
+        self._factors.write(tensor, values.cpu().numpy().copy())
 
 
 _devices: dict[str, Device] = {}

@@ -18,10 +18,12 @@ from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm import Assignment
 from espresso.comm.device_executor import DeviceExecutor
 from espresso.comm.memory import DeviceMemory
+from espresso.compressors import Correction
 from espresso.compressors.cuda import sources
 from espresso.device_codecs import DeviceCodecs
-from espresso.strategies import Choice, CompressorSpec, parse_option
-from tests.ddp import agreed, batch, mlp, sgd, wrap
+from espresso.runtime import DeviceRuntime
+from espresso.strategies import PLAIN, Choice, CompressorSpec, Device, Strategy, TensorSpec, parse_option
+from tests.ddp import agreed, batch, mlp, registered, sgd, wrap
 from tests.emulator import COMPILER, EmulatedDevice, build
 from tests.emulator.streams import TracedStreams, happens_before
 from tests.workers import run_ranks
@@ -40,12 +42,30 @@ OPTIONS = (
 COMPRESSORS = ("topk:ratio=0.05", "int8", "efsignsgd", "dgc:ratio=0.05", "efsignsgd", "none")
 
 
+class WatchedMemory(DeviceMemory):
+    """An emulated device's, which notes when it is allocated from."""
+
+    def __init__(self, streams: TracedStreams) -> None:
+        super().__init__(EmulatedDevice())
+        self.filled: list[Any] = []
+        self._streams = streams
+
+    def zeros(self, shape: Any, dtype: Any) -> Any:
+        made = super().zeros(shape, dtype)
+        self.filled.append(self._streams.record())
+        return made
+
+
 class DeviceExchange(Exchange):
     """An exchange whose model is on an emulated device."""
 
     def __init__(self, ranks_per_node: int) -> None:
         self.streams = TracedStreams()
         super().__init__(ranks_per_node, codecs=DeviceCodecs(EmulatedDevice(), 1), host_copies=True)
+
+    def renew(self, *, transactional: bool = True, correction: Any = None) -> DeviceExchange:
+        super().renew(transactional=transactional, correction=correction)
+        return self
 
     def _make_executor(self) -> DeviceExecutor:
         codecs = self.codecs
@@ -57,8 +77,9 @@ class DeviceExchange(Exchange):
             store=self.store,
             seed=self.seed,
             timeout_s=self._timeout_s,
+            velocities=self.velocities,
             streams=self.streams,
-            memory=DeviceMemory(torch.device("cpu")),
+            memory=WatchedMemory(self.streams),
             note_taker=codecs.notes,
         )
 
@@ -101,6 +122,191 @@ def test_results_and_residuals_are_the_hosts() -> None:
     assert POOL.run(run_both) == [[]] * NUM_RANKS
 
 
+def run_with_settings(rank: int) -> list[str]:
+    """Momentum in every form and residuals of every width, on both executors; the names of those that differ."""
+    host, device = Exchange(2), DeviceExchange(2)
+    host.warm_up(["dgc:ratio=0.05", "topk:ratio=0.05"])
+    buckets = make_buckets(*SIZES)
+    wrong = []
+    for what, settings in SETTINGS.items():
+        exchanges = (host, device)
+        for exchange in exchanges:
+            exchange.renew(
+                correction=settings.get("correction"), transactional=settings.get("transactional", True)
+            )
+            exchange.store.storage = settings.get("storage", "float32")
+        choice = Choice(parse_option(settings["option"]), CompressorSpec.parse(settings["compressor"]))
+        choices = {name: PLAIN if name in ("b", "e") else choice for name in numels_of(buckets)}
+        strategy = strategy_of(buckets, host.groups.cluster, choices, partition_bytes=6000)
+        for step in range(4):
+            scale = 2.0 ** (step % 3)
+            gradients = [g * scale for g in normal(buckets, rank, step)]
+            got = []
+            for exchange in exchanges:
+                assignment = Assignment(strategy)
+                if step > 1:
+                    assignment = exchange.planned(assignment, buckets)
+                got.append(digest(exchange.step(assignment, buckets, gradients, grad_scale=scale)))
+            if got[0] != got[1]:
+                wrong.append(f"{what}: step {step}")
+        device.executor.conclude()
+        numels = numels_of(buckets)
+        for store in ("store", "velocities"):
+            kept = [held(getattr(exchange, store), numels) for exchange in exchanges]
+            if any(not np.array_equal(kept[0][tensor], kept[1][tensor]) for tensor in kept[0]):
+                wrong.append(f"{what}: {store}")
+            if kept[0] and not any(values.any() for values in kept[0].values()):
+                wrong.append(f"{what}: nothing kept in {store}")
+        if device.store.num_bytes != host.store.num_bytes:
+            wrong.append(
+                f"{what}: {device.store.num_bytes} bytes of residuals, {host.store.num_bytes} on the host"
+            )
+    host.close()
+    device.close()
+    return wrong
+
+
+def held(store: Any, numels: Any) -> dict[str, Any]:
+    """Everything in a store, by tensor."""
+    if store is None:
+        return {}
+    pieces, carry = store.snapshot()
+    total = {name: np.zeros(numel) for name, numel in numels.items()}
+    for (name, _), parts in pieces.items():
+        for start, values, _ in parts:
+            total[name][start : start + values.size] += values
+    for name, values in carry.items():
+        total[name] += values
+    return total
+
+
+SHARDED = "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "momentum": {"correction": Correction(0.75), "option": OPTIONS[0], "compressor": "dgc:ratio=0.05"},
+    "nesterov": {"correction": Correction(0.75, nesterov=True), "option": SHARDED, "compressor": "dgc:ratio=0.05"},
+    "clipped": {"correction": Correction(0.75, clip_norm=20.0), "option": OPTIONS[3], "compressor": "dgc:ratio=0.05"},
+    "momentum on the pool": {"correction": Correction(0.75), "option": OPTIONS[1], "compressor": "dgc:ratio=0.05"},
+    "momentum, one buffer": {
+        "correction": Correction(0.75), "option": OPTIONS[0], "compressor": "topk:ratio=0.05", "transactional": False,
+    },
+    "bf16": {"storage": "bf16", "option": OPTIONS[0], "compressor": "topk:ratio=0.05"},
+    "int8": {"storage": "int8", "option": OPTIONS[3], "compressor": "dgc:ratio=0.05"},
+    "int8, one buffer": {"storage": "int8", "option": SHARDED, "compressor": "topk:ratio=0.05", "transactional": False},
+    "bf16 on both": {"storage": "bf16", "option": OPTIONS[2], "compressor": "topk:ratio=0.05"},
+}  # fmt: skip
+
+
+def test_momentum_and_narrow_residuals_are_the_hosts() -> None:
+    build(sources())
+    assert POOL.run(run_with_settings) == [[]] * NUM_RANKS
+
+
+LEAVES = (
+    "comp > flat.allreduce > transform > flat.allreduce > dec",
+    "comp > intra.reduce_scatter > inter.allreduce > intra.allgather > transform > intra.reduce_scatter"
+    " > inter.allreduce > intra.allgather > dec@offload",
+    "comp@offload > flat.allreduce > transform@offload > flat.allreduce > dec",
+)
+MATRICES = {"w": (60, 40), "bias": (60,), "conv": (24, 8, 3, 3), "thin": (300, 2)}
+POWERSGD = "powersgd:rank=3,start_iter=0"
+
+
+def run_two_rounds(rank: int) -> list[dict[str, Any]]:
+    """PowerSGD on the device and on the host: averages, what is kept, Q, and bits that all ranks must share."""
+    host, device = Exchange(2), DeviceExchange(2)
+    host.warm_up([POWERSGD])
+    device.warm_up([POWERSGD])
+    sizes = {name: int(np.prod(shape)) for name, shape in MATRICES.items()}
+    names = list(sizes)
+    buckets = make_buckets(*({n: sizes[n] for n in part} for part in (names[:2], names[2:])))
+    tensors = tuple(TensorSpec(name, shape) for name, shape in MATRICES.items())
+    rows = []
+    for text, storage in (
+        (LEAVES[0], "float32"),
+        (LEAVES[1], "float32"),
+        (LEAVES[2], "float32"),
+        (LEAVES[0], "bf16"),
+    ):
+        choice = Choice(parse_option(text), CompressorSpec.parse(POWERSGD))
+        plain = Assignment(Strategy.uniform(tensors, host.groups.cluster, choice))
+        row: dict[str, Any] = {"text": text, "storage": storage, "digests": []}
+        for exchange in (host, device):
+            exchange.renew()
+            exchange.store.storage = storage
+        for step in range(3):
+            got = []
+            for exchange in (host, device):
+                assignment = exchange.planned(plain, buckets) if step else plain
+                got.append(exchange.step(assignment, buckets, normal(buckets, rank, step)))
+            row["digests"].append(digest(got[1]))
+            row["apart"] = max(float((a - b).abs().max()) for a, b in zip(*got, strict=True))
+        device.executor.conclude()
+        row["kept"], on_host = device.kept(sizes), host.kept(sizes)
+        row["kept apart"] = max(float(np.abs(row["kept"][n] - on_host[n]).max()) for n in sizes)
+        row["factors"] = digest(torch.from_numpy(v) for v in device.executor.factors.snapshot().values())
+        row["sites"] = device.sites()
+        before = {name: values.copy() for name, values in device.executor.factors.snapshot().items()}
+        spoilt = normal(buckets, rank, 7)
+        if rank == 1:
+            spoilt[0][5] = float("nan")
+        average = device.step(plain, buckets, spoilt)[0]
+        device.executor.conclude()
+        after, kept = device.executor.factors.snapshot(), device.kept(sizes)
+        row["discarded"] = (
+            bool(average.isnan().any()) and not device.record.finite
+            and all(np.array_equal(before[n], after[n]) for n in before)
+            and all(np.array_equal(kept[n], row["kept"][n]) for n in kept)
+        )  # fmt: skip
+        rows.append(row)
+    timed = DeviceRuntime(EmulatedDevice(), device.streams)._time_codec(
+        device.groups, device.codecs(CompressorSpec.parse(POWERSGD), Device.TRAINING), 400, 1
+    )
+    rows.append({"timed": timed})
+    host.close()
+    device.close()
+    return rows
+
+
+def test_powersgd_on_a_device() -> None:
+    build(sources())
+    answers = POOL.run(run_two_rounds)
+    for everybody in zip(*answers, strict=True):
+        first = everybody[0]
+        if "timed" in first:
+            assert all(len(row["timed"]) == 3 and min(row["timed"]) > 0 for row in everybody)
+            continue
+        where = first["text"], first["storage"]
+        assert all(row["digests"] == first["digests"] for row in everybody), where
+        assert all(row["factors"] == first["factors"] for row in everybody), where
+        rounding = 5e-5 if first["storage"] == "float32" else 0.1
+        for row in everybody:
+            assert 0 <= row["apart"] < rounding, where
+            assert row["kept apart"] < rounding, where
+            assert np.abs(row["kept"]["w"]).max() > 0.1
+            assert not row["kept"]["bias"].any()
+            assert row["discarded"], where
+            assert row["sites"] == {"local"}
+
+
+def run_split(rank: int) -> str:
+    device = DeviceExchange(2)
+    buckets = make_buckets({"w": 2400})
+    text = "comp > flat.allreduce > transform@offload > flat.allreduce > dec"
+    choice = Choice(parse_option(text), CompressorSpec.parse(POWERSGD))
+    strategy = Strategy.uniform((TensorSpec("w", (60, 40)),), device.groups.cluster, choice)
+    try:
+        device.step(Assignment(strategy), buckets, normal(buckets, rank, 0))
+    except Exception as error:
+        return str(error)
+    finally:
+        device.close()
+    return "ran"
+
+
+def test_matrices_stay_where_they_were_compressed() -> None:
+    assert all("both on the pool" in message for message in POOL.run(run_split))
+
+
 def run_traced(rank: int) -> list[str]:
     """What is not ordered by events: tasks of a partition, tasks on a lane, backward before, DDP's future after."""
     device = DeviceExchange(2)
@@ -112,13 +318,18 @@ def run_traced(rank: int) -> list[str]:
     strategy = strategy_of(buckets, device.groups.cluster, choices, partition_bytes=4096)
     assignment = device.planned(Assignment(strategy, record=True), buckets)
     wrong = []
+    memory = device.executor.memory
     for _ in range(2):
+        memory.filled.clear()
         device.step(assignment, buckets, normal(buckets, rank, 0))
         verdict = device.executor._pending
         assert verdict is not None
         marks, laid = verdict.marks, verdict.iteration.record.plan
         assert laid is not None
         times = {interval.task: (begin, end) for interval, begin, end in marks.times}
+        firsts = [begin for begin, _ in times.values()]
+        if any(not happens_before(filled, begin) for filled in memory.filled for begin in firsts):
+            wrong.append("a task before what was made for it was filled with zeros")
         for task in laid.tasks:
             if task.index not in times:
                 continue
@@ -235,3 +446,37 @@ def test_automatic_mode_measures_and_decides_on_a_device() -> None:
         assert agree
         assert measured
         assert step > 10
+
+
+def run_scheduled(rank: int) -> tuple[list[float], list[float], bool]:
+    """DGC in full with its warm-up, and PowerSGD from its third step on, through ``espresso.register``."""
+    import espresso.state
+
+    streams = TracedStreams()
+    espresso.state.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    sent: dict[str, list[float]] = {}
+    same = True
+    for option, spec in (
+        (OPTIONS[0], "dgc:ratio=0.001,warmup_epochs=1,momentum=0.5,clip_norm=1"),
+        (LEAVES[0], "powersgd:rank=1,start_iter=2"),
+    ):
+        ddp = wrap(mlp(40, 60, 20))
+        with registered(ddp, option, spec, timeout_s=60.0) as state:
+            for step in range(4):
+                state.set_epoch(step // 2)
+                ddp.zero_grad()
+                ddp(batch(rank, step, 40)).square().mean().backward()
+                sgd(ddp)
+                same &= agreed(ddp)
+                sent.setdefault(option, []).append(state.metrics()["espresso/bytes_sent"])
+            same &= state.metrics()["espresso/skipped_steps"] == 0
+            same &= state.metrics()["espresso/residual_norm"] > 0
+    return sent[OPTIONS[0]], sent[LEAVES[0]], bool(same)
+
+
+def test_schedules_run_on_a_device() -> None:
+    build(sources())
+    for dgc, powersgd, same in (o.value for o in run_ranks(run_scheduled, 2, deadline_s=150)):
+        assert same
+        assert dgc[0] == dgc[1] > 2 * dgc[2] == 2 * dgc[3]
+        assert powersgd[0] == powersgd[1] > 2 * powersgd[2] == 2 * powersgd[3]

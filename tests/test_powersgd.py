@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.exchange import Exchange, digest, make_buckets, numels_of, planned
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm import Assignment, FactorStore
-from espresso.compressors import DrawKey, Feedback, Segment, create, host_codec
+from espresso.compressors import DrawKey, Feedback, Segment, create, cuda_codec, host_codec
 from espresso.compressors.powersgd import PowerSgd, matrix_of
 from espresso.costs import COMMON_OPS, AlphaBeta, ComputeCost, Contention, CostModel, Links, Op
 from espresso.cpu_offload import WorkerPool
@@ -34,7 +34,9 @@ from espresso.strategies import (
     round_options,
 )
 from espresso.timeline import simulate
+from tests.backends import MAKERS, needs_compiler, on_device
 from tests.ddp import Played, agreed, batch, registered, sgd, wrap
+from tests.emulator import EmulatedDevice
 
 FLAT = "comp > flat.allreduce > transform > flat.allreduce > dec"
 SHAPES = {"w": (60, 40), "bias": (60,), "conv": (24, 8, 3, 3), "thin": (300, 2), "tiny": (5, 6)}
@@ -49,10 +51,13 @@ STEPS = 4
 class Step:
     """One rank's encode and transform of the matrices in SHAPES, alone: the sums are its own vectors."""
 
-    def __init__(self, dtype: Any, pool: WorkerPool | None = None) -> None:
-        self.codec: Any = host_codec(create(SPEC), pool)
-        sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
-        segments = [Segment(n, 0, size, s) for (n, s), size in zip(SHAPES.items(), sizes, strict=True)]
+    def __init__(
+        self, dtype: Any, pool: WorkerPool | None = None, *, backend: str = "numba", **more: Any
+    ) -> None:
+        shapes = SHAPES | more
+        self.codec: Any = MAKERS[backend](create(SPEC), pool)
+        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        segments = [Segment(n, 0, size, s) for (n, s), size in zip(shapes.items(), sizes, strict=True)]
         self.layout = self.codec.compressor.layout(segments, dtype)
         self.starts = np.cumsum([0, *sizes[:-1]]).astype(np.int64)
         self.factors, self.old = FactorStore(), np.zeros(sum(sizes), dtype)
@@ -83,13 +88,17 @@ class Step:
         )
 
 
+both_backends = pytest.mark.parametrize("backend", ["numba", pytest.param("emulated", marks=needs_compiler)])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_codec_against_numpy(dtype, threads):
+@both_backends
+def test_the_codec_against_numpy(dtype, threads, backend):
     """P spans M Q; what is sent is M's projection onto it, what is kept the rest, and Q starts the next step."""
     tolerance = 2e-5 if dtype is np.float32 else 1e-12
     with WorkerPool(threads) as pool:
-        step = Step(dtype, pool)
+        step = Step(dtype, pool, backend=backend)
         assert step.layout.counts.tolist() == [RANK, 0, RANK, 0, 0]
         sizes = (RANK * 60 + 60 + RANK * 24 + 600 + 30, RANK * 40 + RANK * 72)
         random = np.random.default_rng(0)
@@ -117,10 +126,11 @@ def test_the_codec_against_numpy(dtype, threads):
                 assert not step.part(name, step.old).any()
 
 
-def test_warm_start_finds_the_matrix():
+@both_backends
+def test_warm_start_finds_the_matrix(backend):
     """The same matrix of rank 3 again and again: power iteration leaves nothing behind."""
     random = np.random.default_rng(1)
-    step = Step(np.float64)
+    step = Step(np.float64, backend=backend)
     gradient = np.zeros(step.old.size)
     for name in ("w", "conv"):
         rows, columns = matrix_of(SHAPES[name])
@@ -133,8 +143,9 @@ def test_warm_start_finds_the_matrix():
     assert np.allclose(sent, gradient, atol=1e-9)
 
 
-def test_a_step_of_zeros_sends_zeros_and_the_next_starts_afresh():
-    step = Step(np.float32)
+@both_backends
+def test_a_step_of_zeros_sends_zeros_and_the_next_starts_afresh(backend):
+    step = Step(np.float32, backend=backend)
     random = np.random.default_rng(2)
     _, sent = step.run(np.zeros(step.old.size, np.float32))
     assert not sent.any()
@@ -158,6 +169,86 @@ def test_orthonormalising(dtype):
     spoilt[0, 2] = np.inf
     orthonormalise(spoilt)
     assert np.isnan(spoilt).any()
+
+
+def both_twins(device_backend: str, dtype: Any) -> None:
+    """Three steps of the host's codec and a device's: vectors within rounding, the same sums kept."""
+    tolerance = 1e-5 if dtype is np.float32 else 1e-13
+    twins = [Step(dtype, backend=backend, **LARGE) for backend in ("numba", device_backend)]
+    random = np.random.default_rng(5)
+    for _ in range(3):
+        gradient = random.standard_normal(twins[0].old.size).astype(dtype)
+        sent = [step.run(gradient, scale=0.5)[1] for step in twins]
+        for what in (sent, *([getattr(s, name) for s in twins] for name in ("first", "second", "old"))):
+            assert np.abs(what[0] - what[1]).max() < 20 * tolerance * np.abs(what[0]).max()
+            assert np.isfinite(what[1]).all()
+
+
+LARGE = {"wide": (9, 5000), "tall": (700, 33), "row": (16, 4096)}
+"""Rows that take a thread block, several chunks of rows, and the border between the two forms."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_gpu_codec_and_its_twin(dtype):
+    both_twins("emulated", dtype)
+
+
+@needs_compiler
+def test_the_gpu_codec_does_not_depend_on_the_order_of_threads():
+    """Bit for bit: forward, backward and shuffled threads and blocks."""
+    gradient = np.random.default_rng(6).standard_normal(Step(np.float32, **LARGE).old.size).astype(np.float32)
+    results = []
+    for order in (0, 1, 11):
+        step = Step(np.float32, backend="emulated", **LARGE)
+        step.codec = on_device(cuda_codec(create(SPEC), EmulatedDevice(order)))
+        sent = [step.run(gradient)[1] for _ in range(2)]
+        results.append([a.tobytes() for a in (*sent, step.first, step.second, step.old)])
+    assert results[0] == results[1] == results[2]
+
+
+@needs_compiler
+def test_the_gpu_codec_orthonormalises_and_shows_what_is_not_finite():
+    """Dependent columns become zero; an inf reaches every rank and the verdict."""
+    codec: Any = cuda_codec(create("powersgd:rank=4,start_iter=0"), EmulatedDevice(1))
+    layout = codec.compressor.layout([Segment("w", 0, 40_000, (1000, 40))])
+    random = np.random.default_rng(3)
+    p = random.standard_normal((4, 1000)).astype(np.float32)
+    p[1] = p[0] + 1e-4 * p[1]
+    p[3] = 2 * p[0] - p[2]
+    for given in (p, p * np.float32(1e-18)):
+        first, second = torch.from_numpy(given.reshape(-1).copy()), torch.zeros(160)
+        kept = Feedback(torch.zeros(40_000), torch.ones(40_000), np.zeros(1, np.int64))  # type: ignore[arg-type]
+        codec.transform_values(layout, first, second, feedback=kept)
+        q = first.numpy().reshape(4, 1000)
+        assert np.allclose(q[:3] @ q[:3].T, np.eye(3), atol=1e-6)
+        assert not q[3].any()
+    target, starts = torch.zeros(40_000), np.zeros(1, np.int64)
+    assert codec.decode_values(layout, first, second, target, starts, scale=1.0, factors=FactorStore())
+    first[7] = float("inf")
+    codec.transform_values(layout, first, second, feedback=kept)
+    assert not codec.decode_values(layout, first, second, target, starts, scale=1.0, factors=FactorStore())
+    assert target.isnan().any()
+
+
+@needs_compiler
+def test_the_gpu_codec_launches_once_for_all_matrices():
+    device = EmulatedDevice()
+    codec: Any = cuda_codec(create(SPEC), device)
+    segments = [Segment(f"w{i}", 0, 600, (30, 20)) for i in range(20)]
+    layout, starts = codec.compressor.layout(segments), 600 * np.arange(20)
+    source, new = torch.randn(12_000), torch.empty(12_000)
+    first, second = (torch.zeros(codec.num_values(layout, n)) for n in (0, 1))
+    kept, factors = Feedback(torch.zeros(12_000), new, starts), FactorStore()  # type: ignore[arg-type]
+    for launches in (6, 7):
+        device.launches.clear()
+        codec.encode_values(
+            layout, source, starts, first, scale=1.0, feedback=kept, key=DrawKey(), factors=factors
+        )
+        codec.transform_values(layout, first, second, feedback=kept)
+        codec.decode_values(layout, first, second, source, starts, scale=1.0, factors=factors)
+        factors.commit()
+        assert len(device.launches) == launches
 
 
 def test_what_travels_raw():

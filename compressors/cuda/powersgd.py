@@ -1,0 +1,291 @@
+"""PowerSGD on a GPU; kernels in powersgd.cu. Four launches encode and decode a group of any number of matrices.
+
+Encode (one launch, two with a start from the last step) reads gradient and residual and writes M; transform (four)
+reads M for Q, and once more to subtract; decode (one) writes the target.
+
+Own kernels, no ``torch.matmul``: a BLAS chooses its order of additions by shape, alignment and architecture, launches
+once a matrix, and may round to TF32, while these thin products are bound by memory. A rank's own products (M Q, M' P)
+add in another order than the host twin's, which leaves that to its compiler, so vectors agree within rounding, not bit
+for bit: relative to the norms of the two vectors, a sum of n products is off by at most n * 2^-24 (2^-53 in float64)
+on either side. What replicas must agree on follows from the reduced vectors in a fixed order: equal on every GPU.
+Orthonormalising is the host's Gram-Schmidt in double with another shape of sums; subtracting and decoding round as
+the host's do.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from espresso.compressors.base import DrawKey, Factors, Feedback, Layout, Starts
+from espresso.compressors.cuda.codec import STATUS_WORDS, THREADS, TILE, suffix
+from espresso.compressors.cuda.runtime import Device
+from espresso.compressors.cuda.stretches import StretchCache, Stretches, Table
+from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start
+
+FILE = "powersgd.cu"
+ROWS, COLUMNS, RANK, SOURCE, RESIDUAL, P, Q, PARTIAL, CHUNKS, STEP = range(10)
+"""Of a row of the table: ``Matrix`` of powersgd.cu."""
+
+COLUMNS_TILE, ROWS_CHUNK, ORTHO_THREADS = 32, 256, 512
+WIDE = 4096
+"""From so many columns on a row takes a whole thread block."""
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What all calls with one layout share: the table without the call's starts, and sizes."""
+
+    rows: Table
+    matrices: tuple[int, ...]
+    first: int
+    second: int
+    partial: int
+
+
+class CudaPowerSgd:
+    """``powersgd``; see :class:`espresso.compressors.base.RoundsCodec`. Results are ready on torch's current stream.
+
+    Args:
+        compressor: its parameters.
+        device: where kernels run.
+    """
+
+    def __init__(self, compressor: PowerSgd, device: Device) -> None:
+        self.compressor, self.device = compressor, device
+        self._tables = StretchCache(device.torch_device)
+        self._shapes: weakref.WeakKeyDictionary[Layout, _Shape] = weakref.WeakKeyDictionary()
+        self._drawn: weakref.WeakKeyDictionary[Layout, tuple[DrawKey, Tensor]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def num_values(self, layout: Layout, number: int) -> int:
+        """How many numbers the vector of a round has."""
+        return self.compressor.num_values(layout, number)
+
+    def encode_values(
+        self,
+        layout: Layout,
+        source: Any,
+        starts: Starts,
+        values: Any,
+        *,
+        scale: float,
+        feedback: Feedback,
+        key: DrawKey,
+        factors: Factors,
+    ) -> None:
+        """P = M Q of every matrix; raw segments as they are."""
+        shape = self._shape(layout)
+        self._check(layout, values, 0, feedback)
+        self._check_numbers("source", source, layout, starts)
+        rows = self._rows(shape, starts, feedback)
+        tiles = self._tiles(shape, rows)
+        start = self._start(layout, shape, rows, key, factors)
+        self._launch(
+            "encode",
+            layout,
+            tiles,
+            source,
+            layout.dtype.type(scale),
+            feedback.old,
+            feedback.new,
+            start,
+            values,
+        )
+
+    def transform_values(self, layout: Layout, summed: Any, values: Any, *, feedback: Feedback) -> None:
+        """Orthonormalise P in place, make Q = M' P, leave M - P Q' in ``feedback.new``."""
+        shape = self._shape(layout)
+        self._check(layout, summed, 0, feedback)
+        self._check(layout, values, 1, feedback)
+        rows = self._rows(shape, np.zeros_like(layout.numels), feedback)
+        kept, of_matrices = feedback.new, rows[:, RANK] > 0
+        one_each = self._tables.stretches(rows, of_matrices.astype(np.int64), 1)
+        self._launch("orthonormalise", layout, one_each, summed, threads=ORTHO_THREADS)
+        blocks = np.where(of_matrices, -(-rows[:, COLUMNS] // COLUMNS_TILE) * rows[:, CHUNKS], 0)
+        partial = torch.empty(shape.partial, dtype=kept.dtype, device=self.device.torch_device)  # type: ignore[call-overload]
+        self._launch("multiply", layout, self._tables.stretches(rows, blocks, 1), kept, summed, partial)
+        sizes = rows[:, RANK] * rows[:, COLUMNS]
+        gathered = self._tables.stretches(rows, sizes, TILE)
+        self._launch("gather", layout, gathered, np.int64(TILE), partial, values)
+        self._launch("subtract", layout, self._tiles(shape, rows), summed, values, kept)
+
+    def decode_values(
+        self,
+        layout: Layout,
+        first: Any,
+        second: Any,
+        target: Any,
+        starts: Starts,
+        *,
+        scale: float,
+        factors: Factors,
+    ) -> bool:
+        """Write ``scale * P Q'``; keep Q for the next step. Waits for the device."""
+        status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=self.device.torch_device)
+        self.launch_decode_values(layout, first, second, target, starts, status, scale=scale, factors=factors)
+        return not int(status[0])
+
+    def launch_decode_values(
+        self,
+        layout: Layout,
+        first: Any,
+        second: Any,
+        target: Any,
+        starts: Starts,
+        status: Tensor,
+        *,
+        scale: float,
+        factors: Factors,
+    ) -> None:
+        """``decode_values`` without waiting.
+
+        Args:
+            status: int64[STATUS_WORDS] on the device; [0] becomes 1 if something is not finite.
+        """
+        shape = self._shape(layout)
+        self._check_numbers("target", target, layout, starts)
+        rows = self._rows(shape, starts, None)
+        self._launch(
+            "decode",
+            layout,
+            self._tiles(shape, rows),
+            first,
+            second,
+            target,
+            layout.dtype.type(scale),
+            status,
+        )
+        if self.compressor.warm_start and shape.matrices:
+            kept = second.clone()  # the vector is the next step's too
+            for index in shape.matrices:
+                begin = int(shape.rows[index, Q])
+                size = int(shape.rows[index, RANK] * shape.rows[index, COLUMNS])
+                factors.write(layout.segments[index].tensor, kept[begin : begin + size])
+
+    # -- where Q begins ----------------------------------------------------------------------------
+
+    def _start(self, layout: Layout, shape: _Shape, rows: Table, key: DrawKey, factors: Factors) -> Tensor:
+        """Q of the last step; random where there is none, or where it has died (a step without gradients)."""
+        drawn = self._draw(layout, shape, key)
+        pieces, any_kept = [], False
+        for index in shape.matrices:
+            begin, size = int(rows[index, Q]), int(rows[index, RANK] * rows[index, COLUMNS])
+            name = layout.segments[index].tensor
+            kept: Any = factors.read(name) if self.compressor.warm_start else None
+            if kept is not None and kept.numel() == size:
+                pieces.append(kept.reshape(-1).to(drawn.dtype))
+                any_kept = True
+            else:
+                pieces.append(drawn[begin : begin + size])
+        if not any_kept:
+            return drawn
+        start = torch.empty_like(drawn)
+        ranks = np.where(rows[:, RANK] > 0, rows[:, RANK], 0)
+        self._launch("start", layout, self._tables.stretches(rows, ranks, 1), torch.cat(pieces), drawn, start)
+        return start
+
+    def _draw(self, layout: Layout, shape: _Shape, key: DrawKey) -> Tensor:
+        """Random starts, drawn on the host as its twin does. A warm start draws once, and falls back on that."""
+        with self._lock:
+            held = self._drawn.get(layout)
+            if held is not None and (self.compressor.warm_start or held[0] == key):
+                return held[1]
+            numbers = np.empty(shape.second, layout.dtype)
+            for index in shape.matrices:
+                rank, columns, begin = (int(shape.rows[index, at]) for at in (RANK, COLUMNS, Q))
+                drawn = random_start(layout.segments[index].tensor, rank, columns, key)
+                numbers[begin : begin + rank * columns] = drawn.reshape(-1)
+            tensor = torch.from_numpy(numbers)
+            if self.device.torch_device.type == "cuda":
+                tensor = tensor.pin_memory().to(self.device.torch_device, non_blocking=True)
+            self._drawn[layout] = key, tensor
+            return tensor
+
+    # -- tables ------------------------------------------------------------------------------------
+
+    def _shape(self, layout: Layout) -> _Shape:
+        with self._lock:
+            found = self._shapes.get(layout)
+            if found is None:
+                found = self._shapes[layout] = _shape_of(layout)
+        return found
+
+    def _rows(self, shape: _Shape, starts: Starts, feedback: Feedback | None) -> Table:
+        rows = shape.rows.copy()
+        rows[:, SOURCE] = starts
+        if feedback is not None:
+            rows[:, RESIDUAL] = feedback.starts
+        return rows
+
+    def _tiles(self, shape: _Shape, rows: Table) -> Stretches:
+        lengths = np.where(rows[:, RANK] > 0, rows[:, ROWS], rows[:, COLUMNS])
+        return self._tables.stretches(rows, lengths, rows[:, STEP])
+
+    def _launch(
+        self, kernel: str, layout: Layout, made: Stretches, *arguments: Any, threads: int = THREADS
+    ) -> None:
+        if made.num_tiles:
+            self.device.launch(
+                FILE,
+                f"{kernel}_{suffix(layout)}",
+                made.num_tiles,
+                threads,
+                (made.rows, made.tiles, *arguments),
+            )
+
+    # -- arguments ---------------------------------------------------------------------------------
+
+    def _check(self, layout: Layout, values: Any, number: int, feedback: Feedback) -> None:
+        size = self.num_values(layout, number)
+        wanted = torch.float32 if layout.dtype.itemsize == 4 else torch.float64
+        if values.dtype is not wanted or tuple(values.shape) != (size,) or not values.is_contiguous():
+            raise ValueError(
+                f"the vector of round {number} must be contiguous {layout.dtype}[{size}],"
+                f" got {values.dtype}{list(values.shape)}"
+            )
+        for what, kept in (("old", feedback.old), ("new", feedback.new)):
+            self._check_numbers(f"feedback.{what}", kept, layout, feedback.starts)
+
+    def _check_numbers(self, what: str, numbers: Any, layout: Layout, starts: Starts) -> None:
+        """Kernels do not look."""
+        wanted = torch.float32 if layout.dtype.itemsize == 4 else torch.float64
+        if numbers.dtype is not wanted or numbers.ndim != 1 or not numbers.is_contiguous():
+            raise ValueError(
+                f"{what} must be a contiguous 1-D {layout.dtype} array, got {numbers.dtype}{list(numbers.shape)}"
+            )
+        ends = starts + layout.numels
+        if starts.shape != layout.numels.shape or (
+            ends.size and (starts.min() < 0 or ends.max() > numbers.numel())
+        ):
+            raise ValueError(f"{what}: a segment ends outside its array of {numbers.numel()} elements")
+
+
+def _shape_of(layout: Layout) -> _Shape:
+    rows = np.zeros((len(layout.segments), 10), np.int64)
+    matrices = []
+    first = second = partial = 0
+    counts = zip(layout.segments, layout.counts.tolist(), layout.numels.tolist(), strict=True)
+    for index, (segment, rank, numel) in enumerate(counts):
+        height, width = matrix_of(segment.shape) if rank else (1, numel)
+        chunks = -(-height // ROWS_CHUNK)
+        rows[index, [ROWS, COLUMNS, RANK, P, Q]] = height, width, rank, first, second
+        rows[index, [PARTIAL, CHUNKS, STEP]] = partial, chunks, _step(width) if rank else TILE
+        first += rank * height if rank else numel
+        second += rank * width
+        partial += chunks * rank * width
+        if rank:
+            matrices.append(index)
+    return _Shape(rows, tuple(matrices), first, second, partial)
+
+
+def _step(columns: int) -> int:
+    """Rows of a tile: one that takes the block, or some for each of its eight warps."""
+    return 1 if columns >= WIDE else 8 * min(max(1, 1024 // columns), 8)
