@@ -6,8 +6,9 @@
         └─ returns a future, completed at once with the stream "out" current: DDP's stream waits, the host does not
     next iteration's first bucket ── the verdict of this one is read, residuals are committed or discarded
 
-A task waits for an event of the task before it and of what held its lanes before. Two kinds of tasks take the host,
-and so a thread of their lane: an offloaded step, which works on mirrors in pinned memory, and an exchange over Gloo.
+A task waits for an event of the task before it and of what held its lanes before. Three kinds of tasks take the host,
+and so a thread of their lane: an offloaded step, which works on mirrors in pinned memory, an exchange over Gloo, and
+a push or pull of parameter servers, through mirrors too.
 
 Whether averages were finite and payloads well formed is noted on the device and copied once an iteration. In steady
 state it is read when the next iteration begins, so that the host runs ahead by up to one iteration; what the planner
@@ -31,7 +32,7 @@ from espresso.comm.lanes import LAUNCH, Node
 from espresso.comm.memory import DeviceMemory
 from espresso.comm.program import PartitionProgram, Round
 from espresso.comm.streams import OUT, STREAM_OF, Event, Streams
-from espresso.strategies import Bucket, Lane, Plan, Stage, StepKind, Task
+from espresso.strategies import Bucket, Lane, Plan, Routine, Stage, StepKind, Task
 
 NoteTaker = Callable[[], list[torch.Tensor]]
 """Gives tensors on the device that are all zero if the iteration's payloads were good and finite."""
@@ -155,6 +156,8 @@ class DeviceExecutor(Executor):
     def _takes_host(self, program: PartitionProgram, task: Task) -> bool:
         if task.stage is not Stage.STEP:
             return False
+        if task.step.routine in (Routine.PUSH, Routine.PULL):
+            return True
         if task.step.scope is not None:
             return program.context.members[task.step.scope].is_gloo
         return task.lanes == (Lane.OFFLOAD,)

@@ -23,7 +23,7 @@ from espresso.comm.factors import FactorStore
 from espresso.comm.groups import Member
 from espresso.comm.memory import HOST, Array, Memory
 from espresso.comm.parameter_server import Described, Line, Link, describe
-from espresso.comm.parameter_server.plain import smaller
+from espresso.comm.parameter_server.plain import DevicePlain, is_plain, smaller
 from espresso.comm.residual import Residual
 from espresso.comm.residuals import ResidualStore
 from espresso.comm.rounds import Rounds
@@ -32,6 +32,7 @@ from espresso.compressors.base import Codec, DrawKey, Feedback, Layout, Segment,
 from espresso.compressors.momentum import MomentumCorrection
 from espresso.strategies import (
     DTYPES,
+    NONE,
     Cluster,
     CompressorSpec,
     Device,
@@ -111,6 +112,7 @@ class PartitionProgram:
         self.velocities: list[Residual] = []
         self.described: Described | None = None
         self.line: Line | None = None
+        self._answer: tuple[torch.Tensor, torch.Tensor] | None = None
         self._compresses = compressed = self.choice.option.is_compressed
         native = TORCH_DTYPES[self.group.dtype]
         self.work = torch.float64 if native is torch.float64 else torch.float32
@@ -333,12 +335,14 @@ class PartitionProgram:
 
         return copy
 
-    def _wire_codec(self, codec: Any, region: Span) -> Any:
+    def _wire_codec(self, codec: Any, region: Span, device: Device) -> Any:
         """``codec``; on the way to a server plain numbers, where its payload would be no smaller."""
         if not self.choice.option.uses_servers:
             return codec
         dtype = np.float64 if self.work is torch.float64 else np.float32
-        return smaller(codec, self._segments(region)[0], dtype)
+        chosen = smaller(codec, self._segments(region)[0], dtype)
+        on_host = self._memory_of(device) is self.context.host
+        return chosen if on_host or not is_plain(chosen) else DevicePlain(self.context.codecs(NONE, device))
 
     def _runs(self, span: Span) -> list[Run]:
         """The stretches of tensors in a range of the partition."""
@@ -376,7 +380,7 @@ class PartitionProgram:
             velocity = self._keep_velocity(flow.before.region, flow.site, self._memory_of(flow.step.device))
         if flow.step.form is Form.SUMMABLE:
             return self._compile_compress_values(flow, index, codec, residual, velocity)
-        codec = self._wire_codec(codec, flow.after.region)
+        codec = self._wire_codec(codec, flow.after.region, flow.step.device)
         stride = self._lay_out(index, codec)
         atoms = flow.after.atoms
         memory, numbers = self._memory_of(flow.step.device), self._numbers_for(flow.step.device)
@@ -568,7 +572,7 @@ class PartitionProgram:
                 self.finite = finite if ends else None
 
             return run_values
-        codec = self._wire_codec(codec, flow.before.region)
+        codec = self._wire_codec(codec, flow.before.region, flow.step.device)
         payload, made = self._payload, self._made
         if copied:
             payload = memory.zeros(tuple(payload.shape), np.uint8)
@@ -644,11 +648,6 @@ class PartitionProgram:
                 f"option '{self.choice.option}' goes through parameter servers, and this job has none;"
                 " start it with python -m espresso.launch --servers N"
             )
-        if self._memory.host_copies:
-            raise EspressoError(
-                f"option '{self.choice.option}' goes through parameter servers, which take gradients from host memory"
-                " only in this version: choose options without them for a model on a GPU"
-            )
         assert flow.step.scope is not None
         compresses = flow.step.form is Form.PAYLOAD
         names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -671,9 +670,16 @@ class PartitionProgram:
         region = flow.before.region
         sent = self._payload.reshape(-1)[: key.up_bytes] if compresses else None
         if key.two_way:
-            self._payload = np.zeros_like(self._payload)
+            self._payload = self._memory.zeros(tuple(self._payload.shape), np.uint8)
         answer = self._payload.reshape(-1)[: key.down_bytes] if key.two_way else None
         ranks = self.context.cluster.num_ranks
+        mirrors = None
+        if self._memory.host_copies:  # servers take and give bytes of the host
+            numbers = (region[1] - region[0]) * torch.empty(0, dtype=self.dtype).element_size()
+            mirrors = tuple(
+                self.context.host.zeros(numbers if bytes_ is None else len(bytes_), np.uint8)
+                for bytes_ in (sent, answer)
+            )
 
         def push() -> None:
             scale = 1.0
@@ -681,6 +687,10 @@ class PartitionProgram:
                 scale = (self.round.grad_scale if self._keeps_residual else 1.0) / ranks
             data = self._region_bytes(region) if sent is None else sent
             place = self._region_bytes(region) if answer is None else answer
+            if mirrors is not None:
+                self.context.host.tensor(mirrors[0]).copy_(self._memory.tensor(data))  # waits for the stream
+                self._answer = self._memory.tensor(place), self.context.host.tensor(mirrors[1])
+                data, place = mirrors
             link.push(line, data, place, self.round.step, scale)
 
         return push
@@ -689,11 +699,18 @@ class PartitionProgram:
         link, line = self.context.servers, self.line
         if line is None or link is None:
             return None
-        return lambda: link.pull(line)
+
+        def pull() -> None:
+            link.pull(line)
+            if self._answer is not None:
+                place, mirror = self._answer
+                place.copy_(mirror, non_blocking=True)
+
+        return pull
 
     def _region_bytes(self, region: Span) -> Array:
         """The bytes of a range of home."""
-        return self.home[region[0] : region[1]].view(torch.uint8).numpy()
+        return self._memory.array(self.home[region[0] : region[1]].view(torch.uint8))
 
     # -- communication ---------------------------------------------------------------------------
 

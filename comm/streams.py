@@ -26,6 +26,8 @@ STREAM_OF = {
     Lane.INTRA: "intra",
     Lane.INTER_OUT: "inter",
     Lane.INTER_IN: "inter",
+    Lane.SERVER_IN: "inter",
+    Lane.SERVER_OUT: "inter",
 }
 """The host's pool has no stream: what it waits for and what waits for it are copies."""
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from espresso.comm import Executor, Groups, UnsupportedModelError
+from espresso.comm import Executor, Groups
 from espresso.comm.device_executor import DeviceExecutor
 from espresso.comm.memory import DeviceMemory
 from espresso.comm.streams import CudaStreams, Event, Streams
@@ -130,10 +130,6 @@ class DeviceRuntime:
 
     def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
         assert isinstance(codecs, DeviceCodecs)
-        if more.get("servers") is not None:
-            raise UnsupportedModelError(
-                "parameter servers serve models on CPUs: start a job whose model is on a GPU without espresso.launch"
-            )
         return DeviceExecutor(
             groups, codecs, planner, streams=self.streams, memory=self.memory, note_taker=codecs.notes, **more
         )

@@ -59,9 +59,9 @@ class WatchedMemory(DeviceMemory):
 class DeviceExchange(Exchange):
     """An exchange whose model is on an emulated device."""
 
-    def __init__(self, ranks_per_node: int) -> None:
+    def __init__(self, ranks_per_node: int, **more: Any) -> None:
         self.streams = TracedStreams()
-        super().__init__(ranks_per_node, codecs=DeviceCodecs(EmulatedDevice(), 1), host_copies=True)
+        super().__init__(ranks_per_node, codecs=DeviceCodecs(EmulatedDevice(), 1), host_copies=True, **more)
 
     def renew(self, *, transactional: bool = True, correction: Any = None) -> DeviceExchange:
         super().renew(transactional=transactional, correction=correction)
@@ -78,6 +78,7 @@ class DeviceExchange(Exchange):
             seed=self.seed,
             timeout_s=self._timeout_s,
             velocities=self.velocities,
+            servers=self.link,
             streams=self.streams,
             memory=WatchedMemory(self.streams),
             note_taker=codecs.notes,

@@ -14,9 +14,14 @@ import pytest
 import torch
 from compressor_cases import DTYPES, SPECS, make_layout, numbers
 
-from espresso.compressors import DrawKey, Feedback, Segment, create, cuda_codec, host_codec
+from espresso.comm import ResidualStore
+from espresso.comm.memory import HOST, DeviceMemory
+from espresso.compressors import Correction, DrawKey, Feedback, Segment, create, cuda_codec, host_codec
 from espresso.compressors.cuda import CudaCodec
 from espresso.compressors.cuda.codec import STATUS_WORDS
+from espresso.compressors.cuda.momentum import CudaMover
+from espresso.compressors.momentum import HOST_MOVER
+from espresso.strategies import Run, Site
 from tests.backends import cuda_device, on_device
 from tests.workers import run_ranks
 
@@ -160,6 +165,59 @@ def test_memory_is_shared_and_all_of_it_is_torchs() -> None:
     assert cupy.get_default_memory_pool().total_bytes() == before
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_powersgd_and_its_twin(dtype: Any) -> None:
+    """Vectors within rounding, over three steps."""
+    from tests.test_powersgd import both_twins
+
+    both_twins("cuda", dtype)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_velocities_are_those_of_the_host(nesterov: bool) -> None:
+    """New velocities, what is added, and what is masked: bit for bit."""
+    rule, compressor = Correction(0.9, nesterov), create("dgc:ratio=0.01")
+    numels = np.array(LONG, np.int64)
+    layout, starts = make_layout(compressor, LONG, np.float32)
+    total = int(starts[-1] + LONG[-1])
+    source, old = numbers(total, np.float32, 1), numbers(total, np.float32, 2)
+    payload = np.zeros(layout.num_bytes, np.uint8)
+    host_codec(compressor).encode(layout, source, starts, payload)
+    outcomes = []
+    for where, mover in (("cpu", HOST_MOVER), ("cuda", CudaMover(cuda_device()))):
+        arrays = [
+            torch.from_numpy(a).to(where)
+            for a in (source, old, np.zeros_like(old), np.zeros_like(old), payload)
+        ]
+        given: list[Any] = [a.numpy() if where == "cpu" else a for a in arrays]
+        velocity = Feedback(given[1], given[2], starts)
+        mover.advance(rule, numels, given[0], starts, 0.5, velocity, given[3], starts)
+        mover.mask(compressor, layout, given[4], velocity)
+        outcomes.append([arrays[i].cpu().numpy().tobytes() for i in (2, 3)])
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+def test_narrow_residuals_are_those_of_the_host(storage: str) -> None:
+    runs = (Run("a", 0, 0, 0, LONG[0]), Run("b", 0, LONG[0], LONG[0], LONG[2]))
+    kept = []
+    for memory in (HOST, DeviceMemory(cuda_device())):
+        residual = ResidualStore(storage=storage).new_residual(Site.LOCAL, runs, np.float32, 0, memory)
+        for step in range(2):
+            _, new = residual.buffers()
+            new[:] = memory.here(numbers(len(new), np.float32, step))
+            residual.settle()
+            residual.commit()
+        kept.append(
+            [
+                residual.read(start, run.numel).tobytes()
+                for run, start in zip(runs, residual.starts, strict=True)
+            ]
+        )
+        assert residual.num_bytes < 0.6 * 8 * sum(run.numel for run in runs)
+    assert kept[0] == kept[1]
+
+
 # -- the hook ---------------------------------------------------------------------------------------
 
 
@@ -225,17 +283,41 @@ def test_four_ranks_on_one_gpu_over_gloo() -> None:
     assert [o.value for o in outcomes] == [[]] * 4
 
 
-def run_lossy(rank: int) -> tuple[bool, bool, float]:
+POWERSGD = "comp > flat.allreduce > transform > flat.allreduce > dec"
+WAYS = {
+    "signs": ("comp > flat.allgather > dec", "efsignsgd", {}),
+    "bf16 residuals": ("comp > flat.allgather > dec", "efsignsgd", {"residual_dtype": "bf16"}),
+    "int8 residuals": ("comp > flat.allgather > dec", "topk:ratio=0.1", {"residual_dtype": "int8"}),
+    "momentum": ("comp > flat.allgather > dec", "dgc:ratio=0.1,momentum=0.5,nesterov=true,clip_norm=5", {}),
+    "powersgd": (POWERSGD, "powersgd:rank=2,start_iter=2", {}),
+    "powersgd, bf16": (POWERSGD, "powersgd:rank=2,start_iter=2", {"residual_dtype": "bf16"}),
+    "powersgd on the pool": (
+        "comp@offload > flat.allreduce > transform@offload > flat.allreduce > dec@offload",
+        "powersgd:rank=2,start_iter=2",
+        {},
+    ),
+}
+
+
+def run_lossy(rank: int) -> dict[str, tuple[bool, bool, float]]:
     import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo")
+    outcomes = {way: learn(rank, *settings) for way, settings in WAYS.items()}
+    dist.destroy_process_group()
+    return outcomes
+
+
+def learn(rank: int, option: str, spec: str, settings: dict[str, Any]) -> tuple[bool, bool, float]:
+    """(the loss falls and replicas agree, fewer bytes than raw, what is kept)"""
     from torch import nn
 
     from tests.ddp import agreed, mlp, registered, sgd, wrap
 
-    torch.cuda.set_device(0)
-    dist.init_process_group("gloo")
     ddp = wrap(mlp(64, 128, 10).cuda(), device_ids=[0])
     losses = []
-    with registered(ddp, "comp > flat.allgather > dec", "efsignsgd", ranks_per_node=1) as state:
+    with registered(ddp, option, spec, ranks_per_node=1, timeout_s=60.0, **settings) as state:
         for step in range(30):
             draw = torch.Generator().manual_seed(step % 3 + 10 * rank)
             inputs = torch.randn(32, 64, generator=draw).cuda()
@@ -247,17 +329,16 @@ def run_lossy(rank: int) -> tuple[bool, bool, float]:
             losses.append(float(loss))
         kept = state.metrics()["espresso/residual_norm"]
         sent = state.metrics()["espresso/bytes_sent"] < state.metrics()["espresso/bytes_raw"]
-    outcome = agreed(ddp) and losses[-1] < 0.6 * losses[0], sent, kept
-    dist.destroy_process_group()
-    return outcome
+    return agreed(ddp) and losses[-1] < 0.6 * losses[0], sent, kept
 
 
 def test_compressed_training_learns_and_replicas_agree() -> None:
     for outcome in run_ranks(run_lossy, 2, init=False, deadline_s=200):
-        learns, sent, kept = outcome.value
-        assert learns
-        assert sent
-        assert kept > 0
+        assert set(outcome.value) == set(WAYS)
+        for way, (learns, sent, kept) in outcome.value.items():
+            assert learns, way
+            assert sent, way
+            assert kept > 0, way
 
 
 def run_auto(rank: int) -> tuple[str, bool]:
@@ -289,30 +370,36 @@ def test_automatic_mode_decides() -> None:
     assert len({verdict for verdict, _ in outcomes}) == 1
 
 
-def run_without_waiting(rank: int) -> bool:
+def run_without_waiting(rank: int) -> dict[str, bool]:
     """Steady iterations over NCCL with waits forbidden inside backward."""
     import torch.distributed as dist
 
-    from tests.ddp import mlp, registered, sgd, wrap
-
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
+    outcomes = {way: runs_ahead(*WAYS[way]) for way in WAYS if "pool" not in way}
+    dist.destroy_process_group()
+    return outcomes
+
+
+def runs_ahead(option: str, spec: str, settings: dict[str, Any]) -> bool:
+    from tests.ddp import mlp, registered, sgd, wrap
+
     ddp = wrap(mlp(256, 512, 10).cuda(), device_ids=[0])
     inputs = torch.randn(64, 256, device="cuda")
-    with registered(ddp, "comp > flat.allgather > dec", "efsignsgd") as state:
+    with registered(ddp, option, spec, timeout_s=60.0, **settings) as state:
         for step in range(8):
             ddp.zero_grad()
             loss = ddp(inputs).square().mean()
-            torch.cuda.set_sync_debug_mode("error" if step > 4 else "default")
+            torch.cuda.set_sync_debug_mode("error" if step > 5 else "default")
             try:
                 loss.backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             sgd(ddp, 0.01)
-        outcome = state.metrics()["espresso/skipped_steps"] == 0.0
-    dist.destroy_process_group()
-    return outcome
+        return state.metrics()["espresso/skipped_steps"] == 0.0
 
 
 def test_nothing_waits_for_the_device_in_steady_state() -> None:
-    assert [o.value for o in run_ranks(run_without_waiting, 1, init=False, deadline_s=200)] == [True]
+    (outcome,) = run_ranks(run_without_waiting, 1, init=False, deadline_s=200)
+    assert all(outcome.value.values()), outcome.value
+    assert len(outcome.value) == len(WAYS) - 1

@@ -30,6 +30,7 @@ from espresso.comm.parameter_server.transport import LinkError
 from espresso.comm.parameter_server.wire import Flag, Header, Op, ProtocolError, balance
 from espresso.comm.residuals import ResidualStore
 from espresso.compressors.base import Feedback, Segment
+from espresso.compressors.cuda import sources
 from espresso.host_codecs import HostCodecs
 from espresso.strategies import (
     NONE,
@@ -41,6 +42,8 @@ from espresso.strategies import (
     parse_option,
 )
 from espresso.strategies.tree import server_options, two_way_option
+from tests.backends import needs_compiler
+from tests.emulator import build
 from tests.servers import NUM_SERVERS, client, exchange_over, serving
 
 TWO_WAY = str(two_way_option(Cluster(2, 1, 1)))
@@ -93,6 +96,50 @@ def test_every_leaf_averages_exactly_and_alike(servers):
     assert len(everybody[0]) == 7 + 21
     assert all(mine == everybody[0] for mine in everybody)
     assert [leaf for leaf, _, exact in everybody[0] if not exact] == []
+
+
+def run_on_a_device(rank: int) -> list[tuple[str, bool, bool]]:
+    """(leaf and compressor, results are the host's, residuals too) for a model on an emulated device."""
+    from tests.test_device_executor import DeviceExchange
+
+    buckets = make_buckets(*SIZES)
+    host = exchange_over(NUM_RANKS, NUM_SERVERS, rank)
+    assert host is not None
+    device = DeviceExchange(1, client=client())
+    device.groups.cluster = host.groups.cluster
+    found = []
+    for option, spec in (
+        (RAW, "none"), (ONE_WAY, TOPK), (TWO_WAY, TOPK), (TWO_WAY, "efsignsgd:raw_below=8"),
+        (TWO_WAY.replace("comp ", "comp@offload ", 1), TOPK), (TWO_WAY, "topk:ratio=1,raw_below=1"),
+    ):  # fmt: skip
+        strategy = strategy_of(buckets, host.groups.cluster, choice_of(option, spec), partition_bytes=1024)
+        kept, same = [], True
+        digests = []
+        for exchange in (host, device):
+            exchange.renew()
+            mine = []
+            for step in range(3):
+                random = np.random.default_rng([step, rank])
+                gradients = [
+                    torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets
+                ]
+                assignment = Assignment(strategy)
+                assignment = exchange.planned(assignment, buckets) if step else assignment
+                mine.append(digest(exchange.step(assignment, buckets, gradients)))
+            exchange.executor.conclude()
+            kept.append(exchange.kept(numels_of(buckets)))
+            digests.append(mine)
+        same = all(np.array_equal(kept[0][name], kept[1][name]) for name in kept[0])
+        found.append((f"{option} {spec}", digests[0] == digests[1], same))
+    device.close()
+    return found
+
+
+@needs_compiler
+def test_a_device_goes_through_servers_like_the_host(servers):
+    build(sources())
+    everybody = POOL.run(run_on_a_device)
+    assert [row for rows in everybody for row in rows if not (row[1] and row[2])] == []
 
 
 # -- residuals -------------------------------------------------------------------------------------

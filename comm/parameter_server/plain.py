@@ -6,6 +6,7 @@ a flag in the message says which of the two it is.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -123,6 +124,41 @@ class PlainCodec:
             out *= layout.dtype.type(scale)
             finite &= bool(np.isfinite(out).all())
         return finite
+
+
+class DevicePlain:
+    """The same on a GPU: the vector of ``none``, whose finiteness its codec notes.
+
+    Args:
+        codec: of ``none``, on the device.
+    """
+
+    def __init__(self, codec: Any) -> None:
+        self.compressor: Compressor = PlainNumbers()
+        self._codec = codec
+        self._layouts: weakref.WeakKeyDictionary[Layout, Layout] = weakref.WeakKeyDictionary()
+
+    def encode(
+        self, layout: Layout, source: Any, starts: Starts, payload: Any, *, feedback: Any = None, **more: Any
+    ) -> bool:
+        """As :meth:`PlainCodec.encode`; the answer is on the device."""
+        values = payload.view(source.dtype)
+        return bool(
+            self._codec.encode_values(self._layout(layout), source, starts, values, feedback=feedback, **more)
+        )
+
+    def decode(self, layout: Layout, payloads: Any, target: Any, starts: Starts, **more: Any) -> bool:
+        """As :meth:`PlainCodec.decode`, of the one row that a server answers."""
+        (row,) = payloads
+        return bool(
+            self._codec.decode_values(self._layout(layout), row.view(target.dtype), target, starts, **more)
+        )
+
+    def _layout(self, layout: Layout) -> Layout:
+        found = self._layouts.get(layout)
+        if found is None:
+            found = self._layouts[layout] = self._codec.compressor.layout(layout.segments, layout.dtype)
+        return found
 
 
 def _places(layout: Layout) -> list[tuple[int, int]]:
