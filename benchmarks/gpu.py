@@ -16,6 +16,7 @@ bar is missed.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -33,6 +34,8 @@ from benchmarks.results import RESULTS_DIR, record, write
 from espresso.compressors import Feedback, Segment, compressor_ids, create, cuda_codec
 from espresso.compressors.cuda import CudaCodec, CudaDevice, CudaUnavailableError
 from espresso.compressors.cuda.codec import STATUS_WORDS
+from espresso.compressors.cuda.launching import launching
+from espresso.device_codecs import Rehearsal
 
 ROTATE_BYTES = 512 << 20
 """Input sets together are at least this large where they would fit a cache."""
@@ -240,6 +243,23 @@ def measure_torch(elements: int, bench: Bench) -> list[Row]:
     ]
 
 
+def measure_rounds(spec: str, elements: int, bench: Bench, device: CudaDevice) -> list[Row]:
+    """The three steps of one square matrix; bytes are those of the passes that gpu.md and the kernels count."""
+    codec = launching(cuda_codec(create(spec), device))
+    side = math.isqrt(elements)
+    matrix = Rehearsal(codec, side, np.dtype(np.float32), device.torch_device)
+    for _ in range(2):  # from the second on it starts from the last Q
+        matrix.encode()
+        matrix.transform()
+        matrix.decode()
+    steps = (
+        ("encode", matrix.encode, 12.0),
+        ("transform", matrix.transform, 12.0),
+        ("decode", matrix.decode, 4.0),
+    )
+    return [bench.row(spec, op, side * side, bench.time_us([call]), each) for op, call, each in steps]
+
+
 def run(log2_elements: Sequence[int], specs: Sequence[str], repeats: int) -> tuple[list[Row], Bench]:
     """All rows; what has no GPU codec is left out."""
     device = CudaDevice()
@@ -254,10 +274,11 @@ def run(log2_elements: Sequence[int], specs: Sequence[str], repeats: int) -> tup
         available.append(spec)
     for power in log2_elements:
         for spec in available:
-            rows += measure(spec, 1 << power, bench, device)
+            measured = measure if create(spec).traits.rounds == 1 else measure_rounds
+            rows += measured(spec, 1 << power, bench, device)
         rows += measure_torch(1 << power, bench)
     rows += measure_topk(bench, device)
-    rows += [measure_batch(spec, bench, device) for spec in available]
+    rows += [measure_batch(s, bench, device) for s in available if create(s).traits.rounds == 1]
     return rows, bench
 
 
