@@ -139,8 +139,8 @@ def run_with_settings(rank: int) -> list[str]:
         choice = Choice(parse_option(settings["option"]), CompressorSpec.parse(settings["compressor"]))
         choices = {name: PLAIN if name in ("b", "e") else choice for name in numels_of(buckets)}
         strategy = strategy_of(buckets, host.groups.cluster, choices, partition_bytes=6000)
-        for step in range(4):
-            scale = 2.0 ** (step % 3)
+        for step in range(3):
+            scale = 2.0**step
             gradients = [g * scale for g in normal(buckets, rank, step)]
             got = []
             for exchange in exchanges:
@@ -184,16 +184,17 @@ def held(store: Any, numels: Any) -> dict[str, Any]:
 SHARDED = "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
 SETTINGS: dict[str, dict[str, Any]] = {
     "momentum": {"correction": Correction(0.75), "option": OPTIONS[0], "compressor": "dgc:ratio=0.05"},
-    "nesterov": {"correction": Correction(0.75, nesterov=True), "option": SHARDED, "compressor": "dgc:ratio=0.05"},
-    "clipped": {"correction": Correction(0.75, clip_norm=20.0), "option": OPTIONS[3], "compressor": "dgc:ratio=0.05"},
-    "momentum on the pool": {"correction": Correction(0.75), "option": OPTIONS[1], "compressor": "dgc:ratio=0.05"},
-    "momentum, one buffer": {
-        "correction": Correction(0.75), "option": OPTIONS[0], "compressor": "topk:ratio=0.05", "transactional": False,
+    "nesterov, one buffer": {
+        "correction": Correction(0.75, nesterov=True), "option": SHARDED, "compressor": "dgc:ratio=0.05",
+        "transactional": False,
     },
-    "bf16": {"storage": "bf16", "option": OPTIONS[0], "compressor": "topk:ratio=0.05"},
-    "int8": {"storage": "int8", "option": OPTIONS[3], "compressor": "dgc:ratio=0.05"},
-    "int8, one buffer": {"storage": "int8", "option": SHARDED, "compressor": "topk:ratio=0.05", "transactional": False},
+    "clipped, on the pool": {
+        "correction": Correction(0.75, clip_norm=20.0), "option": OPTIONS[1], "compressor": "topk:ratio=0.05",
+    },
     "bf16 on both": {"storage": "bf16", "option": OPTIONS[2], "compressor": "topk:ratio=0.05"},
+    "int8, one buffer": {
+        "storage": "int8", "option": OPTIONS[3], "compressor": "dgc:ratio=0.05", "transactional": False,
+    },
 }  # fmt: skip
 
 
@@ -464,7 +465,8 @@ def run_scheduled(rank: int) -> tuple[list[float], list[float], bool]:
         ddp = wrap(mlp(40, 60, 20))
         with registered(ddp, option, spec, timeout_s=60.0) as state:
             for step in range(4):
-                state.set_epoch(step // 2)
+                if step % 2 == 0:
+                    state.set_epoch(step // 2)
                 ddp.zero_grad()
                 ddp(batch(rank, step, 40)).square().mean().backward()
                 sgd(ddp)
@@ -479,5 +481,5 @@ def test_schedules_run_on_a_device() -> None:
     build(sources())
     for dgc, powersgd, same in (o.value for o in run_ranks(run_scheduled, 2, deadline_s=150)):
         assert same
-        assert dgc[0] == dgc[1] > 2 * dgc[2] == 2 * dgc[3]
-        assert powersgd[0] == powersgd[1] > 2 * powersgd[2] == 2 * powersgd[3]
+        for sent in (dgc, powersgd):  # buckets are rebuilt once: headers differ
+            assert min(sent[:2]) > 2 * max(sent[2:])
