@@ -1,6 +1,6 @@
-"""PowerSGD on a GPU; kernels in powersgd.cu. Four launches encode and decode a group of any number of matrices.
+"""PowerSGD on a GPU; kernels in powersgd.cu. Six launches a step for any number of matrices.
 
-Encode (one launch, two with a start from the last step) reads gradient and residual and writes M; transform (four)
+Encode (one launch, two where it starts from the last step) reads gradient and residual and writes M; transform (four)
 reads M for Q, and once more to subtract; decode (one) writes the target.
 
 Own kernels, no ``torch.matmul``: a BLAS chooses its order of additions by shape, alignment and architecture, launches
