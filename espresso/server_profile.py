@@ -62,7 +62,8 @@ class Probe:
 def measure_exchange(groups: Groups, repeats: int = 3) -> tuple[tuple[LinkCurve, ...], dict[str, float]]:
     """Curves of push and pull, and the cores they burn. Collective; nothing where there are no servers.
 
-    A round's time per key is what either takes, since both run at once. Points are (bytes of all workers, us).
+    Pushes and pulls run at once, but for the first push and the last pull: a round of n keys takes n + 1 times what
+    either takes. Points are (bytes of all workers, us).
     """
     client = connected()
     if client is None:
@@ -84,7 +85,7 @@ def measure_exchange(groups: Groups, repeats: int = 3) -> tuple[tuple[LinkCurve,
 
 
 def _time(groups: Groups, client: Client, size: int, count: int, repeats: int) -> tuple[float, float]:
-    """(microseconds of one key, cores burnt), the slowest rank's."""
+    """(microseconds of one key's push, or pull; cores burnt), the slowest rank's."""
     probe = Probe(client, groups, raw_keys(count, size, groups.ranks), groups.timeout_s)
     probe.run()
     walls, busy = [], []
@@ -94,7 +95,7 @@ def _time(groups: Groups, client: Client, size: int, count: int, repeats: int) -
         probe.run()
         walls.append(time.perf_counter() - wall)
         busy.append((time.process_time() - cpu) / max(walls[-1], 1e-9))
-    everybody = groups.all_objects((median(walls) * 1e6 / count, median(busy)))
+    everybody = groups.all_objects((median(walls) * 1e6 / (count + 1), median(busy)))
     probe.close()
     return max(us for us, _ in everybody), max(cores for _, cores in everybody)
 
