@@ -108,12 +108,13 @@ class Bench:
         torch.cuda.synchronize()
         self.host_us = host_s * 1e6 / len(calls)
         spin = int(SPIN_CYCLES_PER_S * (1.5 * host_s + 1e-4))
+        wait: Any = torch.cuda._sleep
         times = []
         for _ in range(max(3, self.repeats)):
             make: Any = torch.cuda.Event
             begin, end = (make(enable_timing=True) for _ in range(2))
             if held:
-                torch.cuda._sleep(spin)
+                wait(spin)
             begin.record()
             for call in calls:
                 call()
