@@ -152,12 +152,12 @@ class PackedResidual(Residual):
     @property
     def num_bytes(self) -> int:
         """Of the packed buffers."""
-        return self._old.nbytes * (1 if self._new is None else 2)
+        return int(self._old.nbytes) * (1 if self._new is None else 2)
 
     @property
     def old(self) -> Array:
         """A copy of what is kept; assign to change it."""
-        values = self.memory.zeros(self._size, self.dtype)
+        values: Array = self.memory.zeros(self._size, self.dtype)
         self._unpack(values)
         return values
 

@@ -35,7 +35,7 @@ class DeviceCodecs(HostCodecs):
         if device is Device.OFFLOAD:
             return super().__call__(spec, device)
         with self._lock:
-            found = self._launching.get(spec)
+            found: Codec | None = self._launching.get(spec)
             if found is None:
                 found = launching(registry.cuda_codec(registry.create(spec), self._accelerator))
                 self._launching[spec] = found
@@ -68,7 +68,7 @@ class DeviceCodecs(HostCodecs):
         payloads: Any = torch.zeros((2, layout.num_bytes), dtype=torch.uint8, device=here)
         for row in payloads:
             codec.encode(layout, source, starts, row, feedback=feedback)
-        codec.decode(layout, payloads, torch.empty_like(source), starts)  # type: ignore[arg-type]
+        codec.decode(layout, payloads, torch.empty_like(source), starts)
         if isinstance(codec, SummableCodec):
             kinds = {"float16": torch.float16, "bfloat16": torch.bfloat16}
             wanted = kinds.get(codec.value_dtype(layout), kind)
@@ -92,8 +92,9 @@ class Rehearsal:
         draw = torch.Generator().manual_seed(0)
         self._source = torch.randn(side * side + 3, generator=draw, dtype=kind).to(device)
         self._target = torch.empty_like(self._source)
-        kept: list[Any] = [torch.zeros_like(self._source) for _ in range(2)]
-        self._feedback = Feedback(*kept, self._starts)
+        old: Any = torch.zeros_like(self._source)
+        new: Any = torch.zeros_like(self._source)
+        self._feedback = Feedback(old, new, self._starts)
         self._vectors = [
             torch.zeros(codec.num_values(self._layout, n), dtype=kind, device=device) for n in (0, 1)
         ]
