@@ -14,6 +14,7 @@ from espresso.artifacts import Artifacts
 from espresso.comm import Groups, Record
 from espresso.config import Config
 from espresso.costs import ComputeCost, Contention, CostModel, Links
+from espresso.gentle import Automatic, gentle
 from espresso.host_codecs import HostCodecs
 from espresso.job import Job
 from espresso.planner import Candidate
@@ -27,18 +28,7 @@ from espresso.profiler import (
 )
 from espresso.runtime import HostRuntime, Runtime
 from espresso.server_profile import measure_exchange, measure_processors
-from espresso.strategies import (
-    PLAIN,
-    RANK_DEVICES,
-    Bucket,
-    Choice,
-    CompressorSpec,
-    Device,
-    Mode,
-    Strategy,
-    TensorSpec,
-    parse_option,
-)
+from espresso.strategies import RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, TensorSpec
 
 if TYPE_CHECKING:
     from espresso.search_result import SearchResult
@@ -47,13 +37,6 @@ logger = logging.getLogger("espresso")
 
 ADVISED_CAPS_MB = (5, 25, 100)
 """Bucket sizes that automatic mode looks at: few, since all ranks wait for it."""
-
-TWICE_MUST_SAVE = 1.25
-"""Compressing a sum again must save this factor of a step. Its error is no rank's own, and the residuals of both
-ends push each other up: at a learning rate that plain training and one compression take well, two may diverge."""
-
-_ONCE_FLAT = "comp > flat.allgather > dec"
-_ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
 
 MAX_CANDIDATES = 2
 """Strategies that race against plain: more would take too many steps."""
@@ -81,7 +64,8 @@ class OnlineSearch:
     ) -> None:
         self._groups, self._codecs, self.compressor = groups, codecs, compressor
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._config, self._artifacts = config, artifacts
+        self._settings = Automatic(config.exact_vectors, config.partition_bytes)
+        self._artifacts = artifacts
         self._runtime = HostRuntime() if runtime is None else runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0
@@ -165,7 +149,7 @@ class OnlineSearch:
             forward_us=max(seen.forward_us, 0.0),
             optimizer_us=max(seen.optimizer_us, 0.0),
             source="measured on the live job",
-            meta=machine_facts() | {"compressor": str(self.compressor)},
+            meta=machine_facts() | {"compressor": str(self.compressor)} | self._settings.to_meta(),
         )
 
     def _advise_bucket_size(self, job: Job, result: SearchResult) -> None:
@@ -183,18 +167,12 @@ class OnlineSearch:
     def _search(self, job: Job) -> tuple[list[Candidate], float]:
         from espresso.search import search  # compiles kernels: only rank 0 needs them
 
-        size = self._config.partition_bytes
-        result = search(job, self.compressor, partitions=None if size is None else [size])
-        gentle = [
-            self._gentler(job, found.name, found.strategy)
-            for found in result.alternatives
-            if found.predicted_us < result.uncompressed_us and found.strategy.num_compressed
+        result = search(job, self.compressor, partitions=self._settings.partitions)
+        found = gentle(job, result, self._settings.exact_vectors).alternatives[:MAX_CANDIDATES]
+        candidates = [
+            Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us)
+            for row in found
         ]
-        candidates: list[Candidate] = []
-        for candidate in gentle:
-            if all(candidate.strategy != other.strategy for other in candidates):
-                candidates.append(candidate)
-        candidates = candidates[:MAX_CANDIDATES]
         self._advise_bucket_size(job, result)
         logger.info(
             "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
@@ -204,45 +182,3 @@ class OnlineSearch:
             result.predicted_us / 1e3,
         )
         return candidates, result.uncompressed_us
-
-    def _gentler(self, job: Job, name: str, strategy: Strategy) -> Candidate:
-        """The strategy, or the one that compresses every gradient once where that is nearly as fast."""
-        found = self._candidate(job, name, strategy)
-        once = compress_once(strategy)
-        if once == strategy:
-            return found
-        other = self._candidate(job, f"{name}, compressed once", once)
-        return other if other.predicted_us <= TWICE_MUST_SAVE * found.predicted_us else found
-
-    def _candidate(self, job: Job, name: str, strategy: Strategy) -> Candidate:
-        """A strategy that was found, with small vectors left exact, and what it takes so."""
-        from espresso.search import lay_out
-        from espresso.timeline import simulate
-
-        strategy = leave_vectors(strategy, self._config.exact_vectors)
-        laid = lay_out(job, strategy)
-        predicted = simulate(laid, job).iteration_us
-        strategy = replace(strategy, notes={**strategy.notes, "predicted_us": predicted})
-        return Candidate(name, strategy, laid.order, job.buckets or (), predicted)
-
-
-def compress_once(strategy: Strategy) -> Strategy:
-    """The strategy with an all-gather of payloads wherever a sum would be compressed again."""
-    once = parse_option(_ONCE_HIERARCHICAL if strategy.cluster.is_hierarchical else _ONCE_FLAT)
-    changes = {
-        name: Choice(once, choice.compressor)
-        for name, choice in strategy.choices.items()
-        if choice.option.num_compressions > 1 and not choice.option.uses_offload
-    }
-    return strategy.with_choices(changes)
-
-
-def leave_vectors(strategy: Strategy, most: int) -> Strategy:
-    """The strategy with every tensor of at most one dimension and ``most`` elements uncompressed.
-
-    Biases and the weights of norms are a thousandth of a model's bytes: there is next to nothing to save on
-    them, and an error in one of them moves every unit of a layer alike.
-    """
-    small = {t.name: PLAIN for t in strategy.tensors if len(t.shape) <= 1 and t.numel <= most}
-    changed = strategy.with_choices(small)
-    return changed if changed.num_compressed else strategy

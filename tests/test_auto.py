@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from espresso.gentle import compress_once, leave_vectors
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
-from espresso.tuning import compress_once, leave_vectors
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
 DECIDED_WITHIN = 60

@@ -1,6 +1,7 @@
 """The search: never above a baseline, near brute force, and right in the details of both algorithms."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +13,21 @@ from espresso.baselines import simple_baselines
 from espresso.candidates import compressed_choices, raw_choices, units_of
 from espresso.costs import AlphaBeta, Contention, CopyCost
 from espresso.evaluator import Evaluator
-from espresso.job import JobError
+from espresso.job import Job, JobError
 from espresso.presets import job_from_trace
 from espresso.search import search
-from espresso.strategies import PLAIN, Bucket, Choice, Cluster, Device, Mode, Slot, parse_option
+from espresso.strategies import (
+    PLAIN,
+    Bucket,
+    Choice,
+    Cluster,
+    Device,
+    Mode,
+    Slot,
+    Strategy,
+    TensorSpec,
+    parse_option,
+)
 from espresso.timeline import simulate
 from tests.timeline_jobs import GATHER, HOST_GATHER, TOY, compute, jobs, make_job, tenth
 
@@ -292,3 +304,83 @@ def test_servers_are_chosen_where_they_pay():
         search(job.with_costs(replace(job.costs, servers=thin)), "efsignsgd").strategy.num_through_servers
         == 0
     )
+
+
+@pytest.mark.parametrize("exact_vectors", [0, 16384])
+def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact_vectors, tmp_path):
+    from espresso.config import Config
+    from espresso.gentle import Automatic
+    from espresso.tuning import OnlineSearch
+
+    live = live_job(exact_vectors)
+    online = OnlineSearch(None, None, TOY, (), Config(exact_vectors=exact_vectors), None)
+    raced, plain_us = online._search(live)
+    live.save(tmp_path / "job.json")
+    assert Automatic.of(Job.load(tmp_path / "job.json").meta) == Automatic(exact_vectors)
+    body = offline(tmp_path)
+    taken = Strategy.load(tmp_path / "strategy.json")
+    assert raced
+    assert taken == raced[0].strategy
+    assert (body["predicted_us"], body["uncompressed_us"]) == (raced[0].predicted_us, plain_us)
+    assert [row["name"] for row in body["alternatives"]][: len(raced)] == [row.name for row in raced]
+    # The rules bind here: without them the search takes another strategy, a faster one.
+    alone = offline(tmp_path, "--no-gentle", "--no-bucket-caps")
+    assert (Strategy.load(tmp_path / "strategy.json") == taken) == (exact_vectors == 0)
+    assert alone["predicted_us"] <= body["predicted_us"]
+
+
+def live_job(exact_vectors):
+    """A job of two buckets with weights and biases, as automatic mode would have saved it."""
+    from espresso.gentle import Automatic
+
+    shapes = ((300, 300), (9000,), (200, 300), (300,))
+    tensors = tuple(TensorSpec(f"t{i}", shape) for i, shape in enumerate(shapes))
+    slots = (
+        (Slot("t0", 0, 90_000), Slot("t1", 90_000, 9000)),
+        (Slot("t2", 0, 60_000), Slot("t3", 60_000, 300)),
+    )
+    job = make_job([1] * 4, [0, 5, 90, 5], beta=30.0, costs=compute(2.0, 1.0))
+    return replace(
+        job, tensors=tensors, mode=Mode.DDP, buckets=(Bucket(0, slots[0]), Bucket(1, slots[1])),
+        bucket_ready_us=(5.0, 100.0), meta=Automatic(exact_vectors).to_meta(),
+    )  # fmt: skip
+
+
+def offline(folder, *options):
+    """What ``espresso search --json`` says of the job in a folder; the strategy lies beside it."""
+    from typer.testing import CliRunner
+
+    from espresso.cli import app
+
+    argv = [
+        "search",
+        str(folder / "job.json"),
+        "-c",
+        "efsignsgd",
+        "-o",
+        str(folder / "strategy.json"),
+        "--json",
+    ]
+    done = CliRunner().invoke(app, [*argv, *options])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path):
+    from espresso.gentle import Automatic
+
+    assert Automatic.of({}) is None
+    assert Automatic.of(Automatic(7, 4096).to_meta()) == Automatic(7, 4096)
+    for body in ([], {"exact_vectors": 1}, {"exact_vectors": -1, "partition_bytes": None}):
+        with pytest.raises(JobError, match="automatic"):
+            Automatic.of({"automatic": body})
+
+
+def test_gentle_keeps_plain_where_nothing_gentle_beats_it():
+    from espresso.gentle import gentle
+
+    job = make_job([100_000] * 4, [0, 5, 5, 5], beta=0.001, costs=compute(100.0, 100.0))
+    found = gentle(job, search(job, TOY))
+    assert found.alternatives == ()
+    assert found.strategy.num_compressed == 0
+    assert found.predicted_us == found.uncompressed_us

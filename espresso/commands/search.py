@@ -1,5 +1,6 @@
 """``espresso search``: from a job to a strategy."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from espresso.commands._common import (
 
 if TYPE_CHECKING:
     from espresso.frontier import FrontierPoint
+    from espresso.gentle import Automatic
     from espresso.job import Job
     from espresso.search_result import SearchResult
     from espresso.strategies import CompressorSpec
@@ -50,7 +52,29 @@ def search(
         Path | None,
         typer.Option("--from", help="Replan: begin with this strategy, much faster.", show_default=False),
     ] = None,
-    bucket_caps: Annotated[bool, typer.Option(help="DDP jobs: also search the bucket size to set.")] = True,
+    gentle: Annotated[
+        bool | None,
+        typer.Option(
+            help="As automatic mode: small vectors stay exact, sums are compressed again only where that pays."
+            " By default where the job was measured on a live run.",
+            show_default=False,
+        ),
+    ] = None,
+    exact_vectors: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="With --gentle: vectors of so many elements stay exact. By default as in the live run.",
+            show_default=False,
+        ),
+    ] = None,
+    bucket_caps: Annotated[
+        bool | None,
+        typer.Option(
+            help="DDP jobs: also search the bucket size to set. By default, but not with --gentle.",
+            show_default=False,
+        ),
+    ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Search the strategy with the shortest predicted iteration, and say what it chose."""
@@ -63,6 +87,8 @@ def search(
             "--from replans without an error budget; leave the other options out", ExitStatus.USAGE
         )
     loaded = Job.load(job)
+    budgeted = error_budget is not None or sensitivity is not None or frontier is not None
+    manner = _gentleness(loaded, gentle, exact_vectors, budgeted)
     points: list[FrontierPoint] = []
     # Loading compiles on the first call of all; the line that says so must be up by then.
     with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)") as progress:
@@ -74,10 +100,16 @@ def search(
         else:
             from espresso.search import search as find
 
+            sized = manner is None if bucket_caps is None else bucket_caps
             result = find(
-                loaded, specs, progress=progress.update, bucket_caps=None if bucket_caps else (),
+                loaded, specs, progress=progress.update, bucket_caps=None if sized else (),
                 error_budget=error_budget, sensitivity=lost,
+                partitions=None if manner is None else manner.partitions,
             )  # fmt: skip
+        if manner is not None:
+            from espresso.gentle import gentle as soften
+
+            result = soften(loaded, result, manner.exact_vectors)
         if frontier is not None:
             from espresso.frontier import frontier as sweep
 
@@ -86,11 +118,38 @@ def search(
     if output is not None:
         result.strategy.save(output)
     if json_output:
-        emit_json(_summary(loaded, specs, result, output) | _frontier_json(points, frontier))
+        summary = _summary(loaded, specs, result, output) | _gentle_json(manner, result)
+        emit_json(summary | _frontier_json(points, frontier))
         return
-    _print(loaded, result, points)
+    _print(loaded, result, points, manner)
     if output is not None:
         say(f"strategy written to {output}")
+
+
+def _gentleness(
+    job: "Job", asked: bool | None, exact_vectors: int | None, budgeted: bool
+) -> "Automatic | None":
+    """With which settings automatic mode's rules hold; None: they do not, the search is the paper's."""
+    from espresso.gentle import Automatic
+
+    if budgeted and (asked or exact_vectors is not None):
+        raise UserError(
+            "--gentle and an error budget are two answers to one question; leave one out", ExitStatus.USAGE
+        )
+    if asked is False and exact_vectors is not None:
+        raise UserError("--exact-vectors belongs to --gentle; leave one out", ExitStatus.USAGE)
+    live = Automatic.of(job.meta)
+    if budgeted or asked is False or (asked is None and exact_vectors is None and live is None):
+        return None
+    settings = live or Automatic()
+    return settings if exact_vectors is None else replace(settings, exact_vectors=exact_vectors)
+
+
+def _gentle_json(manner: "Automatic | None", result: "SearchResult") -> dict[str, Any]:
+    if manner is None:
+        return {"gentle": False}
+    rows = [{"name": row.name, "predicted_us": row.predicted_us} for row in result.alternatives]
+    return {"gentle": True, "exact_vectors": manner.exact_vectors, "alternatives": rows}
 
 
 def _replan(job: "Job", specs: "tuple[CompressorSpec, ...]", old: Path) -> "SearchResult":
@@ -144,7 +203,9 @@ def _frontier_json(points: "list[FrontierPoint]", asked: int | None) -> dict[str
     return {"frontier": [{"error": p.error, "predicted_us": p.predicted_us} for p in points]}
 
 
-def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]") -> None:
+def _print(
+    job: "Job", result: "SearchResult", points: "list[FrontierPoint]", manner: "Automatic | None"
+) -> None:
     from espresso.explain import explain
     from espresso.report import BOUND, CERTIFICATE, choices_table, frontier_table, human_us, prediction_table
 
@@ -169,6 +230,11 @@ def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]") ->
     )
     for line in _remarks(result):
         console.print(line)
+    if manner is not None:
+        console.print(
+            f"as automatic mode: vectors of up to {manner.exact_vectors} elements stay exact, sums are compressed"
+            " again only where that pays (--no-gentle: the shortest iteration alone)"
+        )
     if points:
         console.print()
         console.print(frontier_table([(p.error, p.predicted_us, p.result.num_compressed) for p in points]))
