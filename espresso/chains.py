@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,9 +34,8 @@ from espresso.strategies import (
     State,
     Step,
     StepKind,
-    trace,
 )
-from espresso.strategies.flow import SHARD_ALIGN
+from espresso.strategies.flow import SHARD_ALIGN, advance, check_fits, payload_splits
 from espresso.strategies.plan import lanes_of
 
 if TYPE_CHECKING:
@@ -171,6 +170,24 @@ class Work:
     num_bytes: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank stands within an option, apart from the option: what its next step's shape depends on.
+
+    Attributes:
+        outer: what it held before the first steps that wait for their second, in their order.
+        active: ranks of a node that take part now.
+        hierarchical: whether the option is.
+        size: of the partition that is meant.
+    """
+
+    state: State
+    outer: tuple[tuple[Scope, State], ...]
+    active: int
+    hierarchical: bool
+    size: int
+
+
 class Catalogue:
     """The shapes of every option on one cluster, numbered as they are met."""
 
@@ -181,6 +198,9 @@ class Catalogue:
         self._copy_set = 3 if copy_shares_intra else 2
         self._numbers: dict[Shape, int] = {}
         self._options: dict[Option, tuple[int, ...]] = {}
+        self._places: list[_Place] = []
+        self._place_numbers: dict[_Place, int] = {}
+        self._moves: dict[tuple[int, Step, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}
         self._holds: dict[tuple[State, bool], Hold] = {}
         self._padded: dict[tuple[int, int, int], tuple[tuple[Option, ...], Wholes]] = {}
         # Matrices are kept with what occurs in them, so that their identities stay their own.
@@ -190,8 +210,7 @@ class Catalogue:
         """The shape numbers of the option's tasks, in order, host copies included."""
         found = self._options.get(option)
         if found is None:
-            found = tuple(self._number(shape) for shape in self._shapes_of(option))
-            self._options[option] = found
+            found = self._options[option] = self._walk(option)
         return found
 
     def padded(self, options: Sequence[Option]) -> Wholes:
@@ -220,32 +239,53 @@ class Catalogue:
             self.shapes.append(shape)
         return number
 
-    def _shapes_of(self, option: Option) -> list[Shape]:
-        cluster = self.cluster
+    def _walk(self, option: Option) -> tuple[int, ...]:
+        """The option's shape numbers, from step to step through places that options share."""
+        check_fits(option, self.cluster)
+        steps = option.steps
         # Large enough that every cut is exact, so that a region's share of it tells how it was cut.
-        size = SHARD_ALIGN * cluster.num_ranks**2
-        hierarchical = option.is_hierarchical
-        active = cluster.ranks_per_node
-        shapes = []
-        for flow in trace(option, cluster, size):
-            step = flow.step
-            before = self._hold(flow.before, size, hierarchical)
-            after = self._hold(flow.after, size, hierarchical)
-            lane_set = LANE_SETS.index(lanes_of(step, cluster))
-            if self._host_copies and step.device is Device.OFFLOAD:
-                shapes += [
-                    Shape(step, Stage.COPY_TO_HOST, self._copy_set, before, after, active),
-                    Shape(step, Stage.STEP, lane_set, before, after, active),
-                    Shape(step, Stage.COPY_TO_DEVICE, self._copy_set, before, after, active),
-                ]
-            else:
-                shapes.append(Shape(step, Stage.STEP, lane_set, before, after, active))
-            if step.scope in (Scope.INTRA, Scope.FLAT):
-                if step.routine in (Routine.REDUCE, Routine.GATHER):
-                    active = 1
-                elif step.phase is Phase.SECOND:
-                    active = cluster.ranks_per_node
+        size = SHARD_ALIGN * self.cluster.num_ranks**2
+        ranks = self.cluster.ranks_per_node
+        place = self._place(_Place(State(True, (0, size)), (), ranks, option.is_hierarchical, size))
+        shapes: tuple[int, ...] = ()
+        for position, step in enumerate(steps):
+            compresses = step.kind is StepKind.COMPRESS
+            key = (place, step, payload_splits(steps, position, self.cluster) if compresses else ())
+            move = self._moves.get(key)
+            if move is None:
+                move = self._moves[key] = self._move(*key)
+            shapes += move[0]
+            place = move[1]
         return shapes
+
+    def _place(self, place: _Place) -> int:
+        number = self._place_numbers.setdefault(place, len(self._places))
+        if number == len(self._places):
+            self._places.append(place)
+        return number
+
+    def _move(self, number: int, step: Step, splits: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """One step from a place: the numbers of its shapes, and the place it leads to."""
+        place, cluster = self._places[number], self.cluster
+        outer = dict(place.outer)
+        after_step = advance(step, splits, place.state, outer, cluster).after
+        before = self._hold(place.state, place.size, place.hierarchical)
+        after = self._hold(after_step, place.size, place.hierarchical)
+        active = place.active
+        shapes = [Shape(step, Stage.STEP, LANE_SETS.index(lanes_of(step, cluster)), before, after, active)]
+        if self._host_copies and step.device is Device.OFFLOAD:
+            shapes = [
+                Shape(step, Stage.COPY_TO_HOST, self._copy_set, before, after, active),
+                *shapes,
+                Shape(step, Stage.COPY_TO_DEVICE, self._copy_set, before, after, active),
+            ]
+        if step.scope in (Scope.INTRA, Scope.FLAT):
+            if step.routine in (Routine.REDUCE, Routine.GATHER):
+                active = 1
+            elif step.phase is Phase.SECOND:
+                active = cluster.ranks_per_node
+        following = replace(place, state=after_step, outer=tuple(outer.items()), active=active)
+        return tuple(map(self._number, shapes)), self._place(following)
 
     def _hold(self, state: State, size: int, hierarchical: bool) -> Hold:
         key = (state, hierarchical)

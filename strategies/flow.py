@@ -158,28 +158,16 @@ def trace(option: Option, cluster: Cluster, size: int, rank: int = 0, root: int 
     Raises:
         ValueError: a hierarchical option on a cluster that has only one scope.
     """
-    if option.is_hierarchical and not cluster.is_hierarchical:
-        raise ValueError(
-            f"option '{option}' needs several nodes with several ranks each; on {cluster} use a flat option"
-        )
-    if option.uses_servers and not cluster.num_servers:
-        raise ValueError(f"option '{option}' needs parameter servers, and {cluster} has none")
+    check_fits(option, cluster)
     state = State(active=True, region=(0, size))
     outer: dict[Scope, State] = {}
     flows: list[StepFlow] = []
     for position, step in enumerate(option.steps):
-        if step.is_communication:
-            flow = _communicate(step, state, outer, cluster, rank, root)
-        elif step.kind is StepKind.COMPRESS:
-            flow = _compress(option, position, state, cluster)
-        elif step.kind is StepKind.TRANSFORM:
-            after = State(
-                state.active, state.region, multiplicity=1, form=Form.SUMMABLE, round=state.round + 1
-            )
-            flow = StepFlow(step, state, after)
-        else:
-            after = State(state.active, state.region, value_cuts=state.value_cuts)
-            flow = StepFlow(step, state, after)
+        compresses = step.kind is StepKind.COMPRESS
+        splits = payload_splits(option.steps, position, cluster) if compresses else ()
+        flow = advance(step, splits, state, outer, cluster, rank, root)
+        if compresses:
+            flow = StepFlow(step, state, flow.after, site=_site(option, position))
         flows.append(flow)
         state = flow.after
     assert state.region == (0, size)
@@ -187,17 +175,52 @@ def trace(option: Option, cluster: Cluster, size: int, rank: int = 0, root: int 
     return tuple(flows)
 
 
-def _compress(option: Option, position: int, state: State, cluster: Cluster) -> StepFlow:
-    step = option.steps[position]
+def check_fits(option: Option, cluster: Cluster) -> None:
+    """Raise ValueError where a cluster has not the scopes or servers that an option uses."""
+    if option.is_hierarchical and not cluster.is_hierarchical:
+        raise ValueError(
+            f"option '{option}' needs several nodes with several ranks each; on {cluster} use a flat option"
+        )
+    if option.uses_servers and not cluster.num_servers:
+        raise ValueError(f"option '{option}' needs parameter servers, and {cluster} has none")
+
+
+def payload_splits(steps: Sequence[Step], position: int, cluster: Cluster) -> tuple[int, ...]:
+    """How what the compression at ``position`` encodes will be cut, before it is decoded again."""
     splits: list[int] = []
-    for later in option.steps[position + 1 :]:
+    for later in steps[position + 1 :]:
         if later.kind is StepKind.DECOMPRESS:
             break
         if later.routine is Routine.ALL_TO_ALL:
             assert later.scope is not None
             splits.append(_group_size(later.scope, cluster))
-    after = State(state.active, state.region, tuple(splits), (), 1, step.form)
-    return StepFlow(step, state, after, site=_site(option, position))
+    return tuple(splits)
+
+
+def advance(
+    step: Step,
+    splits: tuple[int, ...],
+    state: State,
+    outer: dict[Scope, State],
+    cluster: Cluster,
+    rank: int = 0,
+    root: int = 0,
+) -> StepFlow:
+    """One step from ``state``, its site left open.
+
+    Args:
+        splits: of a compression, :func:`payload_splits`.
+        outer: what was held before the first steps that wait for their second; updated.
+    """
+    if step.is_communication:
+        return _communicate(step, state, outer, cluster, rank, root)
+    if step.kind is StepKind.COMPRESS:
+        after = State(state.active, state.region, splits, (), 1, step.form)
+    elif step.kind is StepKind.TRANSFORM:
+        after = State(state.active, state.region, multiplicity=1, form=Form.SUMMABLE, round=state.round + 1)
+    else:
+        after = State(state.active, state.region, value_cuts=state.value_cuts)
+    return StepFlow(step, state, after)
 
 
 def _site(option: Option, position: int) -> Site:

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Device(Enum):
+class Word(Enum):
+    """An enum whose members hash by identity, as they compare: options are hashed by the thousand."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # Enum's own hashes the name, in Python
+
+
+class Device(Word):
     """Where a computation runs: a rank's own two (the paper's GPU and CPU), or a parameter server's processor."""
 
     TRAINING = "training"
@@ -22,7 +28,7 @@ RANK_DEVICES = (Device.TRAINING, Device.OFFLOAD)
 """The devices of a rank: what compressions of its own may choose from."""
 
 
-class Scope(Enum):
+class Scope(Word):
     """Which ranks take part in a routine."""
 
     FLAT = "flat"
@@ -30,7 +36,7 @@ class Scope(Enum):
     INTER = "inter"
 
 
-class Routine(Enum):
+class Routine(Word):
     """A collective, or one half of a parameter-server exchange."""
 
     ALLREDUCE = "allreduce"
@@ -44,7 +50,7 @@ class Routine(Enum):
     PULL = "pull"
 
 
-class Phase(Enum):
+class Phase(Word):
     """Place of a routine in its pair; an indivisible scheme is one whole routine."""
 
     WHOLE = "whole"
@@ -52,7 +58,7 @@ class Phase(Enum):
     SECOND = "second"
 
 
-class Form(Enum):
+class Form(Word):
     """What a routine moves: numbers of the tensor, opaque payloads, or payloads that add up like numbers.
 
     ``HALF``: numbers that travel as float16 and are added up as they were (a reduction inside the node).
@@ -64,7 +70,7 @@ class Form(Enum):
     SUMMABLE = "summable"
 
 
-class StepKind(Enum):
+class StepKind(Word):
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
     TRANSFORM = "transform"
