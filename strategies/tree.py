@@ -271,6 +271,13 @@ def options_for(
 
 
 @cache
+def _common_by_id() -> dict[str, Option]:
+    """Ids of what most strategies and all baselines use: a twentieth of the tree, found in a twentieth of the time."""
+    device = (Device.TRAINING,)
+    return {str(option): option for option in flat_options(device) + hierarchical_options(device)}
+
+
+@cache
 def _by_id() -> dict[str, Option]:
     every = (
         flat_options()
@@ -288,7 +295,7 @@ def parse_option(text: str) -> Option:
     Raises:
         ValueError: no leaf of the tree has it; the message says where the nearest prefix ends.
     """
-    option = _by_id().get(text)
+    option = _common_by_id().get(text) or _by_id().get(text)
     if option is not None:
         return option
     raise ValueError(f"unknown option {text!r}: {_where_it_leaves_the_tree(text)}")

@@ -14,6 +14,7 @@ from espresso.commands._common import (
     out,
     parse_compressors,
     say,
+    skip_blas,
     user_errors,
     working,
 )
@@ -39,6 +40,7 @@ def compare(
     check_output(plot, ".png", ".pdf", ".svg")
     loaded = Job.load(job)
     with working(f"Predicting {loaded.model}") as progress:
+        skip_blas()
         from espresso.ablation import ablate
         from espresso.comparison import comparison_rows, write_comparison
         from espresso.search import search

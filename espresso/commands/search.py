@@ -17,6 +17,7 @@ from espresso.commands._common import (
     out,
     parse_compressors,
     say,
+    skip_blas,
     user_errors,
     working,
 )
@@ -92,6 +93,7 @@ def search(
     points: list[FrontierPoint] = []
     # Loading compiles on the first call of all; the line that says so must be up by then.
     with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)") as progress:
+        skip_blas()
         from espresso.error_budget import Sensitivity
 
         lost = None if sensitivity is None else Sensitivity.load(sensitivity)
