@@ -18,16 +18,17 @@ ROUNDING = 1 - 1e-9
 
 
 @kernel
-def _advance(shared: Shared, state: State, choice: Wholes, stop: int, job: JobArrays) -> Any:
+def advance(shared: Shared, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> Any:
+    """Either kind of job, its arrays in one tuple."""
     gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish = job
     if shared is not None:
         return advance_shared(
             state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
-            stop, np.inf, rest, ready, finish,
+            stop, limit, rest, ready, finish,
         )  # fmt: skip
     return advance_paper(
         state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
-        stop, np.inf, rest, ready, finish,
+        stop, limit, rest, ready, finish,
     )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def greedy_units(
         if unit < dropped:
             continue
         copy_state(origin, start)
-        _advance(shared, start, choice, buckets[unit], job)
+        advance(shared, start, choice, buckets[unit], np.inf, job)
         numbers = options[option_first[unit] : option_first[unit + 1]]
         found, time = best_of(
             shared, start, scratch, unit, numbers, gaps, first_unit, choice, count, full, tail, task_set,
@@ -71,6 +72,6 @@ def greedy_units(
         choice[unit] = found
         best = time
         # Nothing changed before the unit's hand-over, so the evaluation goes on from there.
-        _advance(shared, start, choice, end, job)
+        advance(shared, start, choice, end, np.inf, job)
         dropped = finished_units(buckets, ready, finish)
     return best, dropped

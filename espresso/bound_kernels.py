@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.jit import kernel
-from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES
+from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES, copy_vector
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
@@ -301,7 +301,8 @@ def ascend(
             if value > best + 0.005 * reach:
                 stale = 0
             best = value
-            best_weights[:] = weights
+            for k in range(NUM_LINES):
+                copy_vector(weights[k], best_weights[k])
             if best >= above * (1.0 - close):
                 break
         if not known:
@@ -311,7 +312,8 @@ def ascend(
         if stale > 12:
             reach *= 0.6
             stale = 0
-            weights[:] = best_weights
+            for k in range(NUM_LINES):
+                copy_vector(best_weights[k], weights[k])
             if reach < 2e-4 * above:
                 break
             unit_prices(weights, base, giant, cores, prices)

@@ -81,7 +81,7 @@ class Evaluator:
         self.finish = np.zeros(len(units))
         parts = sum(self._partitions(unit) for unit in units)
         self._origin, self._start, self._scratch = (make_state(parts) for _ in range(3))
-        reset(self._origin, self._gaps, self._shared is not None)
+        reset(self._origin, self._gaps, job.cluster.num_servers > 0)
         self._advance = advance_kernel(self._shared is not None)
 
     def _partitions(self, unit: Unit) -> int:

@@ -13,43 +13,19 @@ plateau is crossed in the direction of the linear program. Arrays that all kerne
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
+from espresso.algorithm_kernels import JobArrays, advance
 from espresso.jit import kernel
-from espresso.timeline_kernels import (
-    EVENTS,
-    Shared,
-    State,
-    advance_paper,
-    advance_shared,
-    copy_state,
-    remaining,
-)
+from espresso.timeline_kernels import EVENTS, Shared, State, copy_state, copy_vector, remaining
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
 Losses = tuple[Reals, Wholes, float]
-JobArrays = tuple[Any, ...]
 BETTER = 1.0 - 1e-9
 """A time is shorter only by more than rounding."""
 _SAME = 1.0 + 1e-12
-
-
-@kernel
-def _advance(shared: Shared, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> Any:
-    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish = job
-    if shared is not None:
-        return advance_shared(
-            state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
-            stop, limit, rest, ready, finish,
-        )  # fmt: skip
-    return advance_paper(
-        state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
-        stop, limit, rest, ready, finish,
-    )  # fmt: skip
 
 
 @kernel
@@ -88,7 +64,7 @@ def sweep(
     for bucket in range(buckets):
         if events > effort:
             break
-        _advance(shared, cursor, choice, bucket, np.inf, job)
+        advance(shared, cursor, choice, bucket, np.inf, job)
         for unit in range(first_unit[bucket], first_unit[bucket + 1]):
             chosen = choice[unit]
             for k in range(lists.shape[1]):
@@ -101,7 +77,7 @@ def sweep(
                 cheaper = price[unit, k] < paid[unit]
                 choice[unit] = candidate
                 copy_state(cursor, scratch)
-                time = _advance(
+                time = advance(
                     shared, scratch, choice, buckets + 1, best * _SAME if cheaper else best * BETTER, job
                 )
                 events += scratch[1][EVENTS] - cursor[1][EVENTS]
@@ -147,8 +123,8 @@ def blocks(
                 candidate = lists[guide, k]
                 if candidate < 0:
                     break
-                kept[:] = choice
-                paid_before[:] = paid
+                copy_vector(choice, kept)
+                copy_vector(paid, paid_before)
                 changed = False
                 change = 0.0
                 for position in range(begin, end, stride):
@@ -162,14 +138,14 @@ def blocks(
                 if changed and (change <= 0.0 or lost + change <= budget):
                     copy_state(origin, scratch)
                     _remaining(choice, job)
-                    time = _advance(shared, scratch, choice, buckets + 1, best * BETTER, job)
+                    time = advance(shared, scratch, choice, buckets + 1, best * BETTER, job)
                     events += scratch[1][EVENTS]
                 if time < best * BETTER:
                     best = time
                     lost += change
                 else:
-                    choice[:] = kept
-                    paid[:] = paid_before
+                    copy_vector(kept, choice)
+                    copy_vector(paid_before, paid)
     return best, events
 
 
@@ -204,7 +180,7 @@ def pairs(
                     choice[a], choice[b] = left, right
                     copy_state(origin, scratch)
                     _remaining(choice, job)
-                    time = _advance(shared, scratch, choice, buckets + 1, best * BETTER, job)
+                    time = advance(shared, scratch, choice, buckets + 1, best * BETTER, job)
                     events += scratch[1][EVENTS]
                     if time < best * BETTER:
                         best = time
@@ -232,8 +208,10 @@ def anneal(
     errors, kind, budget = losses
     lost = total_loss(losses, choice)
     units = choice.shape[0]
-    top = choice.copy()
-    top_paid = paid.copy()
+    top = np.empty_like(choice)
+    top_paid = np.empty_like(paid)
+    copy_vector(choice, top)
+    copy_vector(paid, top_paid)
     group_of = np.empty(units, dtype=np.int64)
     for group in range(starts.shape[0] - 1):
         for position in range(starts[group], starts[group + 1]):
@@ -277,23 +255,23 @@ def anneal(
             paid[unit] = price[unit, k]
         copy_state(origin, scratch)
         _remaining(choice, job)
-        time = _advance(shared, scratch, choice, buckets + 1, limit, job)
+        time = advance(shared, scratch, choice, buckets + 1, limit, job)
         events += scratch[1][EVENTS]
         if time < limit:
             now = time
             lost += change
             if now < best * BETTER:
                 best = now
-                top[:] = choice
-                top_paid[:] = paid
+                copy_vector(choice, top)
+                copy_vector(paid, top_paid)
         elif other >= 0:
             choice[unit], choice[other] = before, choice[unit]
             paid[unit], paid[other] = paid_unit, paid[unit]
         else:
             choice[unit] = before
             paid[unit] = paid_unit
-    choice[:] = top
-    paid[:] = top_paid
+    copy_vector(top, choice)
+    copy_vector(top_paid, paid)
     return best, events
 
 
@@ -309,7 +287,10 @@ def spread(frequency: Reals, width: Wholes, members: Wholes, starts: Wholes, row
         owed[:] = 0.0
         for position in range(starts[group], starts[group + 1]):
             unit = members[position]
-            owed += frequency[unit]
-            pick = np.argmax(owed[: width[unit]])
+            pick = 0
+            for row in range(owed.shape[0]):
+                owed[row] += frequency[unit, row]
+                if row < width[unit] and owed[row] > owed[pick]:
+                    pick = row
             owed[pick] -= 1.0
             rows[unit] = pick

@@ -18,7 +18,8 @@ State (made by :func:`make_state`), a ring of tasks per lane set (end or arrival
     real   0-6 lanes free, 7 backward's next hand-over, 8 latest, 9 now, 10-12 backward's work left, since, rate
            16-31 end of each ring's head, 32-47 work left, 48-63 since, 64-79 rate of running heads
            80-86 time that tasks not yet queued will take on each lane, of units handed over (paper only)
-    whole  0 next bucket, 1 arrivals, 2 events so far, 16-31 ring fronts, 32-47 ring rears, 48-63 whether the head runs
+    whole  0 next bucket, 1 arrivals, 2 events so far, 3 whether there are servers
+           16-31 ring fronts, 32-47 ring rears, 48-63 whether the head runs
 
 It is copied with :func:`copy_state` to resume from the event at which a changed unit is handed over.
 """
@@ -39,6 +40,8 @@ Shared = bool | None
 """Whether cores are shared: True, or None and not False, so that kernels are compiled for the one case alone."""
 
 NUM_SETS = 9
+NUM_RANK_SETS = 6
+"""The first sets are those of ranks; the others need servers."""
 NUM_LANES = 7
 BACK, LATEST, NOW, BACK_LEFT, BACK_SINCE, BACK_RATE = 7, 8, 9, 10, 11, 12
 END, LEFT, SINCE, RATE = 16, 32, 48, 64
@@ -46,6 +49,7 @@ COMING = 80
 """Places in the real vector; the last five are bases, one entry per lane set, or lane."""
 EVENTS = 2
 """Where a state counts its events: hand-overs and completions."""
+SERVED = 3
 FRONT, REAR, RUNS = 16, 32, 48
 """Bases in the whole vector."""
 KEY_SHIFT = 24
@@ -79,11 +83,12 @@ def make_state(num_partitions: int) -> State:
 
 
 @kernel
-def reset(state: State, gaps: Reals, shared: bool) -> None:
-    """Go to the start of backward."""
+def reset(state: State, gaps: Reals, served: bool) -> None:
+    """Go to the start of backward of a job with or without servers."""
     real, whole, _, _, _ = state
     real[:] = 0.0
     whole[:] = 0
+    whole[SERVED] = 1 if served else 0
     for s in range(NUM_SETS):
         real[END + s] = np.inf
         real[RATE + s] = 1.0
@@ -93,10 +98,17 @@ def reset(state: State, gaps: Reals, shared: bool) -> None:
 
 
 @kernel
+def copy_vector(source: Any, target: Any) -> None:
+    """Copy a vector of numbers. (Assigning to a slice compiles Numba's text functions too, for its error message.)"""
+    for i in range(source.shape[0]):
+        target[i] = source[i]
+
+
+@kernel
 def copy_state(source: State, target: State) -> None:
     """Make ``target`` equal to ``source``: vectors, and the queued tasks only."""
-    target[0][:] = source[0]
-    target[1][:] = source[1]
+    copy_vector(source[0], target[0])
+    copy_vector(source[1], target[1])
     mask = source[2].shape[1] - 1
     for s in range(NUM_SETS):
         for position in range(source[1][FRONT + s], source[1][REAR + s]):
@@ -180,10 +192,11 @@ def advance_paper(
     back = real[BACK]
     latest = real[LATEST]
     events = whole[EVENTS]
+    served = whole[SERVED] > 0
     while True:
         at = np.inf
         s = -1
-        for k in range(NUM_SETS):
+        for k in range(NUM_RANK_SETS):
             end = real[END + k]
             if end < at or (
                 end == at
@@ -192,6 +205,16 @@ def advance_paper(
             ):
                 at = end
                 s = k
+        if served:
+            for k in range(NUM_RANK_SETS, NUM_SETS):
+                end = real[END + k]
+                if end < at or (
+                    end == at
+                    and end < np.inf
+                    and ring_key[k, whole[FRONT + k] & mask] < ring_key[s, whole[FRONT + s] & mask]
+                ):
+                    at = end
+                    s = k
         if bucket < buckets and back < at:
             if bucket == stop:
                 break
