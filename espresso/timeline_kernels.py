@@ -138,7 +138,7 @@ def remaining(
     buckets = gaps.shape[0]
     rest[buckets] = 0.0
     for bucket in range(buckets - 1, -1, -1):
-        rest[bucket] = rest[bucket + 1]
+        copy_vector(rest[bucket + 1], rest[bucket])
         if bucket + 1 < buckets:
             rest[bucket, 0] += gaps[bucket + 1]
         for unit in range(first_unit[bucket], first_unit[bucket + 1]):
