@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from espresso.jit import kernel
+from espresso.jit import kernel, sum_kernel
 from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES, copy_vector
 
 Wholes = npt.NDArray[np.int64]
@@ -210,7 +210,7 @@ def unit_prices(weights: Reals, base: Reals, giant: Flags, cores: float, prices:
     return total
 
 
-@kernel
+@sum_kernel
 def cheapest(
     prices: Reals, rows: Reals, fees: Reals, fee_of: Wholes, first: Wholes, last: Wholes, picked: Wholes
 ) -> float:
@@ -267,7 +267,7 @@ def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, 
             out[k, u] += before
 
 
-@kernel
+@sum_kernel
 def ascend(
     weights: Reals, base: Reals, rows: Reals, fees: Reals, fee_of: Wholes, first: Wholes, last: Wholes,
     giant: Flags, cores: float, above: float, reach: float, rounds: int, close: float, best_weights: Reals,
@@ -344,10 +344,16 @@ def ascend(
         for k in range(NUM_LINES):
             for u in range(n):
                 if base[k, u] > -np.inf:
+                    # Nearly the exponential, (1 + x / 64) ** 64, since any weights are valid and products are quick.
+                    factor = 1.0 + min(max(step * (mean[k, u] - centre), -3.0), 3.0) / 64.0
+                    factor *= factor
+                    factor *= factor
+                    factor *= factor
+                    factor *= factor
+                    factor *= factor
+                    factor *= factor
                     # No weight dies: what is slack now may bind later.
-                    weights[k, u] = max(weights[k, u], 1e-12) * np.exp(
-                        min(max(step * (mean[k, u] - centre), -3.0), 3.0)
-                    )
+                    weights[k, u] = max(weights[k, u], 1e-12) * factor
                     total += weights[k, u]
         for k in range(NUM_LINES):
             for u in range(n):

@@ -55,11 +55,11 @@ class Effort:
         branching: multiplications (about 1 ns each) that the certificate's branching may take.
     """
 
-    events: int = 10_000_000
+    events: int = 5_500_000
     sizes: int = 4
     variants: tuple[tuple[float, float], ...] = ((1.5, 1.0), (3.0, 2.0))
     finalists: int = 2
-    branching: int = 40_000_000
+    branching: int = 20_000_000
 
     def depth(self, units: int) -> int:
         """Leaves tried for each unit: small jobs can afford more."""
@@ -67,7 +67,7 @@ class Effort:
 
     def rounds(self, units: int) -> int:
         """Iterations of a dual ascent that starts from nothing."""
-        return max(min(400, 800_000 // units), 80)
+        return max(min(250, 800_000 // units), 80)
 
 
 NO_EFFORT = Effort(events=0, sizes=0, variants=(), finalists=0, branching=0)

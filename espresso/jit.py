@@ -38,9 +38,18 @@ class _KernelCache(_Cache):  # type: ignore[misc]  # Numba's classes are untyped
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile without the interpreter lock, cached on disk; division by zero is infinity, as in NumPy."""
-    dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy")(function)
+    return _compiled(function, fastmath=False)
+
+
+def sum_kernel(function: Callable[..., Any]) -> Any:
+    """As :func:`kernel`, for sums whose order does not matter: they may be reordered, and so use vector units."""
+    return _compiled(function, fastmath={"reassoc", "contract"})
+
+
+def _compiled(function: Callable[..., Any], fastmath: bool | set[str]) -> Any:
+    dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath)(function)
     dispatcher._cache = _KernelCache(function)
     return dispatcher
 
 
-__all__ = ["kernel", "source_digest"]
+__all__ = ["kernel", "source_digest", "sum_kernel"]
