@@ -59,7 +59,7 @@ class Effort:
     sizes: int = 4
     variants: tuple[tuple[float, float], ...] = ((1.5, 1.0), (3.0, 2.0))
     finalists: int = 2
-    branching: int = 20_000_000
+    branching: int = 40_000_000
 
     def depth(self, units: int) -> int:
         """Leaves tried for each unit: small jobs can afford more."""
