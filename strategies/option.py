@@ -13,7 +13,7 @@ from enum import Enum
 class Word(Enum):
     """An enum whose members hash by identity, as they compare: options are hashed by the thousand."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]  # Enum's own hashes the name, in Python
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python
 
 
 class Device(Word):
