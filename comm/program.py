@@ -626,7 +626,7 @@ class PartitionProgram:
     def _feedback(self, residual: Residual | None, starts: Starts) -> Feedback | None:
         if residual is None:
             return None
-        return Feedback(*residual.buffers(), starts)
+        return Feedback(*residual.buffers(), starts, residual.gain)
 
     def _settle(self, residual: Residual | None) -> None:
         if residual is None:

@@ -10,6 +10,9 @@ rounding loses, in every iteration and for every element, and no more::
     int8      |r| <= max |e| of its block / 254  a quarter, and 1/64: blocks of 256
 
 where e is what the encoder left. The residual that was lost is gone; error feedback goes on from what was kept.
+
+Encoders may hold part of it back (``gain``, see :class:`espresso.compressors.Feedback`): the buffers then hold
+gain * e, what the next iteration adds. Everything that leaves this file (``read``, ``add``, the norm) is e itself.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class Residual:
     Attributes:
         runs: the tensor stretches of the region, in order; run i lies at ``starts[i]`` of the buffers.
         replica: 0 on the ranks that answer for it when it is carried or gathered, else above 0.
+        gain: the part of what was not sent that the next iteration adds.
     """
 
     site: Site
@@ -59,6 +63,7 @@ class Residual:
     old: Array = field(init=False)
     new: Array | None = field(init=False)
     transactional: bool = True
+    gain: float = 1.0
     written: bool = False
     scratch: Array | None = None
     storage: str = FULL
@@ -92,11 +97,16 @@ class Residual:
 
     def read(self, start: int, numel: int) -> Array:
         """A copy of what is kept of a stretch, on the host."""
-        return self.memory.read(self.old, start, numel)
+        values = self.memory.read(self.old, start, numel)
+        return values if self.gain == 1 else values / values.dtype.type(self.gain)
 
     def add(self, start: int, values: Array) -> None:
         """Add host numbers to what is kept of a stretch."""
-        self.memory.add(self.old, start, values)
+        self.memory.add(self.old, start, self._held(values))
+
+    def _held(self, values: Array) -> Array:
+        """What the buffers hold of these."""
+        return values if self.gain == 1 else values * values.dtype.type(self.gain)
 
     def scale(self, start: int, numel: int, factor: float) -> None:
         """Multiply what is kept of a stretch."""
@@ -108,7 +118,7 @@ class Residual:
 
     def square_sum(self) -> float:
         """Of what is kept."""
-        return self.memory.square_sum(self.old)
+        return self.memory.square_sum(self.old) / self.gain**2
 
     def commit(self) -> None:
         """What was written becomes what is kept."""
@@ -132,11 +142,11 @@ class PackedResidual(Residual):
 
     def __init__(
         self, site: Site, runs: tuple[Run, ...], starts: tuple[int, ...], dtype: Any, replica: int, memory: Memory,
-        transactional: bool, *, storage: str,
+        transactional: bool, gain: float = 1.0, *, storage: str,
     ) -> None:  # fmt: skip
         self._codec: Codec = memory.codec(create(_CODECS[storage]))
         super().__init__(
-            site, runs, starts, dtype, replica, memory, transactional=transactional, storage=storage
+            site, runs, starts, dtype, replica, memory, transactional=transactional, gain=gain, storage=storage
         )
 
     def __post_init__(self) -> None:
@@ -168,7 +178,7 @@ class PackedResidual(Residual):
     def add(self, start: int, values: Array) -> None:
         """Unpacked, changed and packed again: one more rounding."""
         kept = self.old
-        self.memory.add(kept, start, values)
+        self.memory.add(kept, start, self._held(values))
         self.old = kept
 
     def scale(self, start: int, numel: int, factor: float) -> None:

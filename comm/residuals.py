@@ -50,10 +50,17 @@ class Remote(Protocol):
 
 
 class ResidualStore:
-    """All residuals of this rank: those in use by the plan, and those carried over from an earlier one."""
+    """All residuals of this rank: those in use by the plan, and those carried over from an earlier one.
 
-    def __init__(self, *, transactional: bool = True, storage: str = FULL) -> None:
+    Args:
+        transactional: keep what was kept before an iteration until it counts.
+        storage: how residuals are kept between iterations.
+        gain: the part of what was not sent that the next iteration adds.
+    """
+
+    def __init__(self, *, transactional: bool = True, storage: str = FULL, gain: float = 1.0) -> None:
         self.transactional = transactional
+        self.gain = gain
         self.storage = check_storage(storage)
         self._reported = 0
         self.remote: Remote | None = None
@@ -88,11 +95,17 @@ class ResidualStore:
         lengths = [-(-run.numel // _ALIGN) * _ALIGN for run in runs]
         starts = tuple(accumulate(lengths, initial=0))[: len(runs)]
         if self.storage == FULL:
-            return Residual(
-                site, tuple(runs), starts, dtype, replica, memory, transactional=self.transactional
-            )
+            return Residual(site, tuple(runs), starts, dtype, replica, memory, self.transactional, self.gain)
         return PackedResidual(
-            site, tuple(runs), starts, dtype, replica, memory, self.transactional, storage=self.storage
+            site,
+            tuple(runs),
+            starts,
+            dtype,
+            replica,
+            memory,
+            self.transactional,
+            self.gain,
+            storage=self.storage,
         )
 
     def holds(self, residuals: Iterable[Residual]) -> bool:

@@ -134,11 +134,21 @@ class Feedback:
     """Residual buffers of one encode: read from ``old``, write to ``new`` (never the same array).
 
     ``starts[i]`` is where segment i begins in both. A discarded iteration simply keeps ``old``.
+
+    With q = scale * source + old and C(q) what is sent, encoders write::
+
+        new = gain * (q - C(q)) + (1 - gain) * old
+
+    A gain of 1 is classical error feedback (Karimireddy et al., ICML 2019). A smaller one is the low-pass filter of
+    ScaleCom (Chen et al., NeurIPS 2020, arXiv 2104.11125): what was not sent comes back over some 1 / gain
+    iterations instead of all in the next. Nothing is lost either way: ``old / gain`` is what is still owed, and
+    sum sent + new / gain = sum given + old / gain.
     """
 
     old: Array
     new: Array
     starts: Starts
+    gain: float = 1.0
 
 
 class Compressor(Protocol):

@@ -1,4 +1,4 @@
-"""Error feedback around any codec: q = scale * g + e, send C(q), keep e' = q - D(C(q)).
+"""Error feedback around any codec: q = scale * g + e, send C(q), keep e' = q - D(C(q)), or its low-pass filter.
 
 Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al., ICML 2019. Codecs with a fused path do the same in
 fewer passes over memory and are tested against this one.
@@ -49,8 +49,12 @@ class ErrorFeedback:
         self.codec.decode(layout, payload.reshape(1, -1), decoded, packed, key=key)
         if finite:
             total -= decoded
+        gain = layout.dtype.type(feedback.gain)
         for numel, kept, at in zip(layout.numels, feedback.starts, packed, strict=True):
-            feedback.new[kept : kept + numel] = total[at : at + numel]
+            left = total[at : at + numel]
+            if gain != 1:
+                left = gain * left + (1 - gain) * feedback.old[kept : kept + numel]
+            feedback.new[kept : kept + numel] = left
         return finite
 
     def decode(

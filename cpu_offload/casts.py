@@ -33,7 +33,9 @@ class HostCast(SummableHostCodec):
 
     def encode_vector(self, call: EncodeCall) -> bool:
         """Cast all segments."""
-        return self._encode(call, call.work.all_chunks)
+        finite = self._encode(call, call.work.all_chunks)
+        self.filter_residuals(call, call.work.all_chunks)
+        return finite
 
     def decode_vector(self, call: DecodeCall) -> bool:
         """Widen all segments."""

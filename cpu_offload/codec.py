@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from espresso.compressors.base import (
     Starts,
 )
 from espresso.compressors.payload import read_header, write_header
-from espresso.cpu_offload.kernels import decode_raw, encode_raw, fill_nan
+from espresso.cpu_offload.kernels import decode_raw, encode_raw, fill_nan, filter_chunks
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.work import RESIDUAL, SOURCE, Table, Work, split_parts, work_of
 
@@ -57,6 +57,7 @@ class EncodeCall:
     bits: Array
     infinity: Any
     key: DrawKey
+    gain: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ class HostCodec:
         compressor: its parameters.
         pool: shares large calls out over threads; None runs on the calling thread. Results are the same.
     """
+
+    fuses_gain: ClassVar[bool] = False
+    """Whether ``encode_bodies`` writes residuals with their gain; else one more pass does."""
 
     def __init__(self, compressor: Compressor, pool: WorkerPool | None = None) -> None:
         self.compressor = compressor
@@ -129,10 +133,13 @@ class HostCodec:
             bits=payload.view(bits_dtype(layout)),
             infinity=infinity_bits(layout),
             key=key,
+            gain=layout.dtype.type(1.0 if feedback is None else feedback.gain),
         )
         finite = self.encode_raw_segments(call)
         if work.segments.size:
             finite = self.encode_bodies(call) and finite
+            if not self.fuses_gain:
+                self.filter_residuals(call, work.chunks)
         write_header(payload, layout, finite)
         return finite
 
@@ -208,11 +215,21 @@ class HostCodec:
             return bool(
                 encode_raw(
                     call.table, chunks, first, end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.numbers, call.bits, call.infinity,
+                    call.has_feedback, call.numbers, call.bits, call.infinity, call.gain,
                 )
             )  # fmt: skip
 
         return all(self.run_chunks(run_part, len(chunks)))
+
+    def filter_residuals(self, call: EncodeCall, chunks: Table) -> None:
+        """The gain of :class:`espresso.compressors.Feedback`, for residuals that were written without."""
+        if call.has_feedback and call.gain != 1:
+            self.run_chunks(
+                lambda first, end: filter_chunks(
+                    call.table, chunks, first, end, call.old, call.new, call.gain
+                ),
+                len(chunks),
+            )
 
     def decode_raw_segments(self, call: DecodeCall) -> None:
         """Sum the raw segments."""

@@ -53,9 +53,32 @@ def clear_block(target: Array, at: int, num: int) -> None:
 
 
 @kernel
+def keep_block(new: Array, at: int, left: Array, old: Array, kept: int, num: int, gain: float) -> None:
+    """``new[at:][:num] = gain * left + (1 - gain) * old[kept:]``; what is left itself with a gain of 1."""
+    if gain == 1:
+        copy_block(new, at, left, num)
+        return
+    out, values, before = new[at : at + num], left[:num], old[kept : kept + num]
+    rest = new.dtype.type(1) - gain
+    for i in range(num):
+        out[i] = gain * values[i] + rest * before[i]
+
+
+@kernel
+def filter_chunks(
+    table: Table, chunks: Table, first: int, end: int, old: Array, new: Array, gain: float
+) -> None:
+    """``new = gain * new + (1 - gain) * old`` in these chunks, for encoders that do not do it themselves. One pass."""
+    for chunk in range(first, end):
+        low = table[chunks[chunk, SEGMENT], RESIDUAL] + chunks[chunk, LOW]
+        num = chunks[chunk, HIGH] - chunks[chunk, LOW]
+        keep_block(new, low, new[low : low + num], old, low, num, gain)
+
+
+@kernel
 def encode_raw(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, numbers: Array, bits: Array, infinity: int,
+    has_feedback: bool, numbers: Array, bits: Array, infinity: int, gain: float,
 ) -> Scalar:  # fmt: skip
     """Copy q into the bodies of raw segments; their residual drains to 0. One pass. Returns whether all is finite."""
     worst = bits.dtype.type(0)
@@ -71,6 +94,9 @@ def encode_raw(
         worst = max(worst, chunk_worst)
         if has_feedback:
             clear_block(new, row[RESIDUAL] + low, num)
+            if gain != 1:
+                at = row[RESIDUAL] + low
+                keep_block(new, at, new[at : at + num], old, at, num, gain)
     return worst != infinity
 
 

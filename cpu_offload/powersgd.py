@@ -18,6 +18,7 @@ from espresso.compressors.base import Array, DrawKey, Factors, Feedback, Layout,
 from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start
 from espresso.cpu_offload.codec import check_array, check_range
 from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.kernels import keep_block
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.work import split_parts
 
@@ -64,7 +65,7 @@ class HostPowerSgd:
             out = values[offsets[index] : offsets[index + 1]]
             if rank == 0:
                 add_scaled(mine, weight, old, out)
-                new[:] = 0
+                np.multiply(old, 1 - layout.dtype.type(feedback.gain), out=new)
                 return
             segment = layout.segments[index]
             rows, columns = matrix_of(segment.shape)
@@ -74,7 +75,7 @@ class HostPowerSgd:
         self._each(layout, encode)
 
     def transform_values(self, layout: Layout, summed: Array, values: Array, *, feedback: Feedback) -> None:
-        """Orthonormalise P in place, make Q = M' P, leave M - P Q' in ``feedback.new``."""
+        """Orthonormalise P in place, make Q = M' P, leave what is kept of M - P Q' in ``feedback.new``."""
         self._check(layout, summed, 0, feedback)
         self._check(layout, values, 1, feedback)
         first, second = self._offsets(layout, 0), self._offsets(layout, 1)
@@ -87,9 +88,10 @@ class HostPowerSgd:
             p = summed[first[index] : first[index + 1]].reshape(rank, rows)
             q = values[second[index] : second[index + 1]].reshape(rank, columns)
             orthonormalise(p)
-            kept = feedback.new[feedback.starts[index] :][: rows * columns]
+            kept, old = (a[feedback.starts[index] :][: rows * columns] for a in (feedback.new, feedback.old))
             right_products(kept, rows, columns, p, q)
             subtract_product(kept, rows, columns, p, q)
+            keep_block(kept, 0, kept, old, 0, kept.size, layout.dtype.type(feedback.gain))
 
         self._each(layout, transform)
 

@@ -210,6 +210,7 @@ class HostRandomK(SummableHostCodec):
         """As payloads; a number that is not finite and was not drawn shows as a NaN in the vector's first place."""
         finite = self.encode_raw_segments(call)
         finite = self.encode_bodies(call) and finite
+        self.filter_residuals(call, call.work.chunks)
         if not finite:
             call.numbers[:1] = np.nan
         return finite

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Array
 from espresso.cpu_offload.intrinsics import address, fence, prefetch, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q
+from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q, keep_block
 from espresso.cpu_offload.vectors import (
     GROUP,
     STREAM_ALIGNMENT,
@@ -39,7 +39,7 @@ Halves = npt.NDArray[np.uint16]
 def encode_blocks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, stream: bool, numbers: Array, halves: Halves, block: int,
-    means: int, rooms: Array,
+    means: int, rooms: Array, gain: float,
 ) -> Scalar:  # fmt: skip
     """Means, signs and residual of the blocks that begin in these chunks; returns whether all is finite.
 
@@ -84,10 +84,12 @@ def encode_blocks(
                 numbers[scales + 2 * index] = plus
                 numbers[scales + 2 * index + 1] = minus
             if not whole:
-                sign_block(q, 0, one, zeros, 0, kept, 0, padded, plus, minus, halves, half, False, 0)
-                copy_block(new, to, kept, num)
+                sign_block(q, 0, one, zeros, 0, kept, 0, padded, plus, minus, halves, half, False, 0, one)
+                keep_block(new, to, kept, old, to, num, gain)
             else:
-                sign_block(source, at, scale, old, to, new, to, num, plus, minus, halves, half, direct, ahead)
+                sign_block(
+                    source, at, scale, old, to, new, to, num, plus, minus, halves, half, direct, ahead, gain
+                )
     fence()
     return finite
 
@@ -103,7 +105,7 @@ def sum_block(source: Array, at: int, scale: float, old: Array, kept: int, num: 
 @kernel
 def sign_block(
     source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, plus: float,
-    minus: float, halves: Halves, half: int, stream: bool, ahead: int,
+    minus: float, halves: Halves, half: int, stream: bool, ahead: int, gain: float,
 ) -> None:  # fmt: skip
     """Signs and residual of ``num`` elements, a multiple of a group; asks for what lies ``ahead`` meanwhile."""
     if stream:
@@ -111,14 +113,14 @@ def sign_block(
             prefetch(source, at + i + ahead)
             prefetch(old, kept + i + ahead)
             halves[half + i // GROUP] = sign_group_stream(
-                source, at + i, scale, old, kept + i, new, to + i, plus, minus
+                source, at + i, scale, old, kept + i, new, to + i, plus, minus, gain
             )
     else:
         for i in range(0, num, GROUP):
             prefetch(source, at + i + ahead)
             prefetch(old, kept + i + ahead)
             halves[half + i // GROUP] = sign_group(
-                source, at + i, scale, old, kept + i, new, to + i, plus, minus
+                source, at + i, scale, old, kept + i, new, to + i, plus, minus, gain
             )
 
 

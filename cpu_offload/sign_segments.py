@@ -16,7 +16,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Array
 from espresso.cpu_offload.intrinsics import address, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q
+from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep_block
 from espresso.cpu_offload.vectors import (
     GROUP,
     STREAM_ALIGNMENT,
@@ -124,7 +124,7 @@ def write_scale(table: Table, segment: int, sums: npt.NDArray[np.float64], numbe
 @kernel
 def sign_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
-    has_feedback: bool, stream: bool, numbers: Array, halves: Halves,
+    has_feedback: bool, stream: bool, numbers: Array, halves: Halves, gain: float,
 ) -> None:  # fmt: skip
     """Pack the signs of q and write the residual; chunks from the last to the first."""
     one = source.dtype.type(1)
@@ -139,7 +139,7 @@ def sign_chunks(
             num = (stop - low) // GROUP * GROUP
             sign_groups(
                 source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, new, row[RESIDUAL] + low, num, size, halves,
-                place + low // GROUP, stream,
+                place + low // GROUP, stream, gain,
             )  # fmt: skip
             low += num
         while low < stop:
@@ -147,28 +147,28 @@ def sign_chunks(
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
             clear_block(q, num, BLOCK - num)
             groups = (num + GROUP - 1) // GROUP * GROUP
-            sign_groups(q, 0, one, zeros, 0, kept, 0, groups, size, halves, place + low // GROUP, False)
+            sign_groups(q, 0, one, zeros, 0, kept, 0, groups, size, halves, place + low // GROUP, False, one)
             if has_feedback:
-                copy_block(new, row[RESIDUAL] + low, kept, num)
+                keep_block(new, row[RESIDUAL] + low, kept, old, row[RESIDUAL] + low, num, gain)
             low += num
 
 
 @kernel
 def sign_groups(
     source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, size: float,
-    halves: Halves, half: int, stream: bool,
+    halves: Halves, half: int, stream: bool, gain: float,
 ) -> None:  # fmt: skip
     """Signs and residual of ``num`` elements, a multiple of a group."""
     if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
         for i in range(0, num, GROUP):
             halves[half + i // GROUP] = sign_group_stream(
-                source, at + i, scale, old, kept + i, new, to + i, size, -size
+                source, at + i, scale, old, kept + i, new, to + i, size, -size, gain
             )
         fence()
     else:
         for i in range(0, num, GROUP):
             halves[half + i // GROUP] = sign_group(
-                source, at + i, scale, old, kept + i, new, to + i, size, -size
+                source, at + i, scale, old, kept + i, new, to + i, size, -size, gain
             )
 
 
@@ -176,7 +176,7 @@ def sign_groups(
 def encode_segments(
     table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
     new: Array, has_feedback: bool, stream: bool, numbers: Array, halves: Halves,
-    sums: npt.NDArray[np.float64],
+    sums: npt.NDArray[np.float64], gain: float,
 ) -> Scalar:  # fmt: skip
     """Both passes over each of a run of segments; returns whether all is finite."""
     finite = True
@@ -186,7 +186,7 @@ def encode_segments(
         sum_chunks(table, chunks, low, high, source, scale, old, has_feedback, sums)
         if write_scale(table, segment, sums, numbers):
             sign_chunks(
-                table, chunks, low, high, source, scale, old, new, has_feedback, stream, numbers, halves
+                table, chunks, low, high, source, scale, old, new, has_feedback, stream, numbers, halves, gain
             )
         else:
             finite = False

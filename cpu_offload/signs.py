@@ -5,6 +5,8 @@ The kernels are in ``sign_blocks`` (means per block: one pass) and ``sign_segmen
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from espresso.compressors.signs import Signs
@@ -17,6 +19,8 @@ from espresso.cpu_offload.work import END_CHUNK, FIRST_CHUNK
 
 class HostSigns(HostCodec):
     """Signs with the residual fused; one pass over the target to decode."""
+
+    fuses_gain: ClassVar[bool] = True
 
     def __init__(self, compressor: Signs, pool: WorkerPool | None = None) -> None:
         super().__init__(compressor, pool)
@@ -37,6 +41,7 @@ class HostSigns(HostCodec):
                 encode_blocks(
                     call.table, chunks, first, end, call.source, call.scale, old, new, call.has_feedback,
                     call.stream and call.has_feedback, call.numbers, halves, block, self._means, rooms,
+                    call.gain,
                 )
             )  # fmt: skip
 
@@ -52,7 +57,7 @@ class HostSigns(HostCodec):
             return bool(
                 encode_segments(
                     call.table, chunks, segments, first, end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.stream, call.numbers, halves, sums,
+                    call.has_feedback, call.stream, call.numbers, halves, sums, call.gain,
                 )
             )  # fmt: skip
 
@@ -69,7 +74,7 @@ class HostSigns(HostCodec):
             def sign_part(first: int, end: int) -> None:
                 sign_chunks(
                     call.table, chunks, base + first, base + end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.stream, call.numbers, halves,
+                    call.has_feedback, call.stream, call.numbers, halves, call.gain,
                 )  # fmt: skip
 
             self.run_chunks(sum_part, int(stop - base))

@@ -8,7 +8,7 @@ residual. Too few: the threshold falls and the pass repeats.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,6 +51,8 @@ class Scratch(threading.local):
 class HostSparse(HostCodec):
     """A sampled sparsifier with the residual fused."""
 
+    fuses_gain: ClassVar[bool] = True
+
     def __init__(self, compressor: Compressor, pool: WorkerPool | None, selection: Selection) -> None:
         super().__init__(compressor, pool)
         self._selection = selection
@@ -70,7 +72,7 @@ class HostSparse(HostCodec):
                     call.table, work.chunks, work.segments, first, end, call.source, call.scale, call.old, call.new,
                     call.has_feedback, call.stream, magnitude, call.infinity, how.part, how.slack, how.enough,
                     how.attempts, how.exact, threshold_bits(call, how), call.key.step, scratch.index, scratch.value,
-                    found, scratch.chosen, scratch.histogram, call.words, call.bits,
+                    found, scratch.chosen, scratch.histogram, call.words, call.bits, call.gain,
                 )
             )  # fmt: skip
 
@@ -113,6 +115,7 @@ class HostSparse(HostCodec):
                 filter_chunks(
                     call.table, chunks, low + first, low + end, call.source, call.scale, call.old, call.new,
                     call.has_feedback, call.stream, bound, magnitude, index, value, found,
+                    call.gain,
                 )  # fmt: skip
 
             self.run_chunks(filter_part, high - low)
@@ -129,8 +132,8 @@ class HostSparse(HostCodec):
                 break
         return bool(
             emit_segment(
-                row, chunks, low, high, call.new, call.has_feedback, magnitude, call.infinity, index, value, found,
-                scratch.chosen, scratch.histogram, call.words, call.bits,
+                row, chunks, low, high, call.old, call.new, call.has_feedback, magnitude, call.infinity, index, value,
+                found, scratch.chosen, scratch.histogram, call.words, call.bits, call.gain,
             )
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from espresso.compressors.base import Array
 from espresso.compressors.sparse import RUN
 from espresso.cpu_offload.intrinsics import address, fence, room, trailing_zeros
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q, kth_largest, mix64
+from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep_block, kth_largest, mix64
 from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, filter_group, filter_group_stream
 from espresso.cpu_offload.work import (
     COUNT,
@@ -85,7 +85,7 @@ def first_threshold(
 def filter_chunks(
     table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
     has_feedback: bool, stream: bool, threshold: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array,
-    found: Table,
+    found: Table, gain: float,
 ) -> None:  # fmt: skip
     """Collect what has at least the threshold's magnitude, and write q to ``new``. One pass.
 
@@ -104,7 +104,7 @@ def filter_chunks(
             num = (stop - low) // GROUP * GROUP
             count = filter_groups(
                 source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, new, row[RESIDUAL] + low, num, low, stream,
-                threshold, magnitude, index, values, count,
+                threshold, magnitude, index, values, count, gain,
             )  # fmt: skip
             low += num
         while low < stop:
@@ -113,10 +113,25 @@ def filter_chunks(
             clear_block(q_bits, num, BLOCK - num)
             groups = (num + GROUP - 1) // GROUP * GROUP
             count = filter_groups(
-                q, 0, one, zeros, 0, kept, 0, groups, low, False, threshold, magnitude, index, values, count
+                q,
+                0,
+                one,
+                zeros,
+                0,
+                kept,
+                0,
+                groups,
+                low,
+                False,
+                threshold,
+                magnitude,
+                index,
+                values,
+                count,
+                one,
             )
             if has_feedback:
-                copy_block(new, row[RESIDUAL] + low, kept, num)
+                keep_block(new, row[RESIDUAL] + low, kept, old, row[RESIDUAL] + low, num, gain)
             low += num
         found[chunk] = count - begin
 
@@ -125,6 +140,7 @@ def filter_chunks(
 def filter_groups(
     source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, low: int, stream: bool,
     threshold: int, magnitude: int, index: npt.NDArray[np.uint32], values: Array, count: int,
+    gain: float,
 ) -> Scalar:  # fmt: skip
     """Residual and candidates of ``num`` elements, a multiple of a group, the first of which is ``low``.
 
@@ -135,9 +151,11 @@ def filter_groups(
     for group in range(0, num, GROUP):
         here, there, target = at + group, kept + group, to + group
         if stream:
-            mask = filter_group_stream(source, here, scale, old, there, new, target, magnitude, threshold)
+            mask = filter_group_stream(
+                source, here, scale, old, there, new, target, magnitude, threshold, gain
+            )
         else:
-            mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold)
+            mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain)
         while mask:
             i = trailing_zeros(mask)
             index[count] = low + group + i
@@ -151,12 +169,13 @@ def filter_groups(
 
 @kernel
 def emit_segment(
-    row: Table, chunks: Table, first: int, end: int, new: Array, has_feedback: bool, magnitude: int, infinity: int,
-    index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array, histogram: Histogram,
-    words: npt.NDArray[np.uint32], bits: Array,
+    row: Table, chunks: Table, first: int, end: int, old: Array, new: Array, has_feedback: bool, magnitude: int,
+    infinity: int, index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array, histogram: Histogram,
+    words: npt.NDArray[np.uint32], bits: Array, gain: float,
 ) -> Scalar:  # fmt: skip
     """Write the top k of the candidates to the body and clear their residual; False if one is not finite."""
     k = row[COUNT]
+    zero, rest = new.dtype.type(0), new.dtype.type(1) - gain
     total = 0
     for chunk in range(first, end):
         total += found[chunk]
@@ -185,7 +204,8 @@ def emit_segment(
                 values[sent] = value[i]
                 indices[sent] = index[i]
                 if has_feedback:
-                    new[row[RESIDUAL] + index[i]] = 0
+                    at_residual = row[RESIDUAL] + index[i]
+                    new[at_residual] = rest * old[at_residual] if rest else zero
                 sent += 1
     words[at // 4] = sent
     words[at // 4 + 1] = 0
@@ -277,7 +297,7 @@ def encode_segments(
     table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
     new: Array, has_feedback: bool, stream: bool, magnitude: int, infinity: int, part: float, slack: float,
     enough: float, attempts: int, exact: bool, fixed: int, salt: int, index: npt.NDArray[np.uint32], value: Array,
-    found: Table, chosen: Array, histogram: Histogram, words: npt.NDArray[np.uint32], bits: Array,
+    found: Table, chosen: Array, histogram: Histogram, words: npt.NDArray[np.uint32], bits: Array, gain: float,
 ) -> Scalar:  # fmt: skip
     """Sample, filter until enough passes, emit; for each of a run of segments. False if one is not finite."""
     finite = True
@@ -290,7 +310,7 @@ def encode_segments(
         for attempt in range(attempts + 2):
             filter_chunks(
                 table, chunks, low, high, source, scale, old, new, has_feedback, stream, threshold, magnitude, index,
-                value, found,
+                value, found, gain,
             )  # fmt: skip
             if found[low:high].sum() >= enough * row[COUNT] or threshold <= 1:
                 break
@@ -303,8 +323,8 @@ def encode_segments(
             else:
                 break
         if not emit_segment(
-            row, chunks, low, high, new, has_feedback, magnitude, infinity, index, value, found, chosen, histogram,
-            words, bits,
+            row, chunks, low, high, old, new, has_feedback, magnitude, infinity, index, value, found, chosen,
+            histogram, words, bits, gain,
         ):  # fmt: skip
             finite = False
     return finite

@@ -66,6 +66,7 @@ class SummableHostCodec(HostCodec):
             bits=values.view(bits_dtype(layout)) if values.dtype == layout.dtype else values,
             infinity=infinity_bits(layout),
             key=key,
+            gain=layout.dtype.type(1.0 if feedback is None else feedback.gain),
         )
         return self.encode_vector(call)
 

@@ -74,6 +74,14 @@ class GroupBuilder:
         scaled = self.ir.fmul(self.load(kinds[0], source, at), self.splat(scale, self.numbers))
         return self.ir.fadd(scaled, self.load(kinds[3], old, kept))
 
+    def kept(self, value: Any, kinds: Any, arguments: Any, gain: Any) -> Any:
+        """The residual, ``gain * value + (1 - gain) * old``: the value itself, bit for bit, with a gain of 1."""
+        one = ir.Constant(self.numbers.element, 1.0)
+        old = self.load(kinds[3], arguments[3], arguments[4])
+        part = self.ir.fmul(value, self.splat(gain, self.numbers))
+        rest = self.ir.fmul(old, self.splat(self.ir.fsub(one, gain), self.numbers))
+        return self.ir.select(self.ir.fcmp_ordered("==", gain, one), value, self.ir.fadd(part, rest))
+
     def mask(self, flags: Any) -> Any:
         return self.ir.bitcast(flags, ir.IntType(GROUP))
 
@@ -235,20 +243,22 @@ def _make_sign_group(stream: bool) -> Callable[..., Any]:
         to: Any,
         plus: Any,
         minus: Any,
+        gain: Any,
     ) -> Any:
-        """``new[to:][:16] = q - (minus if q < 0 else plus)``; returns 16 bits, 1 = negative."""
+        """``new[to:][:16]`` = what is kept of q - (minus if q < 0 else plus); returns 16 bits, 1 = negative."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
             q = group.q(kinds, arguments)
             plus, minus = (group.splat(value, group.numbers) for value in arguments[7:9])
             negative = builder.fcmp_ordered("<", q, ir.Constant(group.numbers, None))
-            residual = builder.fsub(q, builder.select(negative, minus, plus))
+            left = builder.fsub(q, builder.select(negative, minus, plus))
+            residual = group.kept(left, kinds, arguments, arguments[9])
             group.store(residual, kinds[5], arguments[5], arguments[6], stream)
             return group.mask(negative)
 
         number = source.dtype
-        return _signature(types.uint16, source, old, new, types.intp, number, number), generate
+        return _signature(types.uint16, source, old, new, types.intp, number, number, number), generate
 
     function: Callable[..., Any] = operation(sign_group)
     return function
@@ -257,20 +267,21 @@ def _make_sign_group(stream: bool) -> Callable[..., Any]:
 def _make_filter_group(stream: bool) -> Callable[..., Any]:
     def filter_group(
         typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, magnitude: Any,
-        threshold: Any,
+        threshold: Any, gain: Any,
     ) -> Any:  # fmt: skip
-        """``new[to:][:16] = q``; returns 16 bits, 1 = the magnitude's bits are at least the threshold."""
+        """``new[to:][:16]`` = what is kept of q; returns 16 bits, 1 = the magnitude's bits are at least the threshold."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
             q = group.q(kinds, arguments)
-            group.store(q, kinds[5], arguments[5], arguments[6], stream)
+            residual = group.kept(q, kinds, arguments, arguments[9])
+            group.store(residual, kinds[5], arguments[5], arguments[6], stream)
             sizes = builder.and_(builder.bitcast(q, group.bits), group.splat(arguments[7], group.bits))
             passes = builder.icmp_unsigned(">=", sizes, group.splat(arguments[8], group.bits))
             return builder.zext(group.mask(passes), ir.IntType(64))
 
         number = _bits_of(source.dtype)
-        return _signature(types.uint64, source, old, new, types.intp, number, number), generate
+        return _signature(types.uint64, source, old, new, types.intp, number, number, source.dtype), generate
 
     function: Callable[..., Any] = operation(filter_group)
     return function

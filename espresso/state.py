@@ -142,7 +142,9 @@ class EspressoState:
         self._servers: Link | None = None
         self._planner: FixedPlanner | AutoPlanner | None = None
         self._store = ResidualStore(
-            transactional=self.config.transactional, storage=self.config.residual_dtype
+            transactional=self.config.transactional,
+            storage=self.config.residual_dtype,
+            gain=self.config.feedback_gain,
         )
         self._velocities: Velocities | None = None
         self._factors = FactorStore()
@@ -218,6 +220,7 @@ class EspressoState:
         rule = self._schedule.correction
         if rule is not None:
             self._velocities = Velocities(rule, transactional=self.config.transactional)
+            self._store.gain = 1.0  # momentum correction is defined with all of the residual
         self._executor = self._runtime.executor(
             self._codecs,
             self._groups,

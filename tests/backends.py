@@ -42,7 +42,8 @@ class OnDevice:
     def _feedback(self, feedback: Feedback | None) -> Any:
         if feedback is None:
             return None
-        return Feedback(self._there(feedback.old), self._there(feedback.new), feedback.starts)  # type: ignore[arg-type]
+        old, new = self._there(feedback.old), self._there(feedback.new)
+        return Feedback(old, new, feedback.starts, feedback.gain)  # type: ignore[arg-type]
 
     def encode(
         self, layout: Any, source: Any, starts: Any, payload: Any, *, feedback: Any = None, **more: Any

@@ -84,6 +84,7 @@ def round_trip(
     key: DrawKey | None = None,
     change: Any = None,
     wrap: Any = None,
+    gain: float = 1.0,
 ) -> Outcome:
     """Encode with feedback and decode; ``change(source, starts)`` edits the input first."""
     key = key or DrawKey(seed=1, step=2, site=3)
@@ -99,7 +100,7 @@ def round_trip(
     payload = np.full(layout.num_bytes, 0xA5, np.uint8)
     before = source.copy(), old.copy()
     finite = codec.encode(
-        layout, source, starts, payload, scale=scale, feedback=Feedback(old, kept, starts), key=key
+        layout, source, starts, payload, scale=scale, feedback=Feedback(old, kept, starts, gain), key=key
     )
     assert np.array_equal(source, before[0], equal_nan=True)
     assert np.array_equal(old, before[1])

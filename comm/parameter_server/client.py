@@ -332,6 +332,7 @@ class Link:
             None if only is None else frozenset(only),
             strategy,
             self._store.transactional,
+            self._store.gain,
             frozenset(self._discarded),
             self._timeout_s,
         )

@@ -301,7 +301,9 @@ class Server:
     def _install(self, table: Table) -> Orphans:
         store = self._stores.get(table.namespace)
         if store is None:
-            store = self._stores[table.namespace] = ResidualStore(transactional=table.transactional)
+            store = self._stores[table.namespace] = ResidualStore(
+                transactional=table.transactional, gain=table.gain
+            )
         self._patience_s[table.namespace] = _PATIENCE * table.timeout_s
         self._settle_all(table.namespace, table.discarded)
         self._retire(table)

@@ -182,7 +182,7 @@ class KeySum:
         # What all payloads drew in common the sum is made of, so compressing it alike loses nothing.
         own = pushed if self._shares_draws else DrawKey(key.seed, step, list(Site).index(Site.SERVER), -1)
         residual = self.residual
-        feedback = None if residual is None else Feedback(*residual.buffers(), self._kept_at)
+        feedback = None if residual is None else Feedback(*residual.buffers(), self._kept_at, residual.gain)
         self._codec.encode(self._layout, self._home, self._starts, answer, feedback=feedback, key=own)
         self.written_step = step
         if residual is not None:
