@@ -43,6 +43,8 @@ class Traits:
             velocities of momentum correction.
         rounds: vectors that are summed one after the other, with a transform between; above 1 the compressor
             has no payload, works on whole tensors, and goes through the tree's extension only.
+        feedback_gain: the :class:`Feedback` gain that training goes best with, unless the user sets one. All of the
+            residual at once makes coarse compressors swing; low-rank factors lose what comes back slowly.
     """
 
     summable: bool = False
@@ -52,6 +54,11 @@ class Traits:
     exact_size: bool = True
     masks: bool = False
     rounds: int = 1
+    feedback_gain: float = 1.0
+
+
+DAMPED = 0.125
+"""Feedback gain of scaled signs and of what is selected by magnitude (docs/convergence.md); a power of two is exact."""
 
 
 @dataclass(frozen=True, slots=True)

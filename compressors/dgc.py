@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from espresso.compressors.base import Correction, Traits
+from espresso.compressors.base import DAMPED, Correction, Traits
 from espresso.compressors.common import BaseCompressor
 from espresso.compressors.sparse import Selection, sparse_body_size
 
@@ -41,7 +41,7 @@ class Dgc(BaseCompressor):
     """
 
     name: ClassVar[str] = "dgc"
-    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True)
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=DAMPED)
     algorithm: ClassVar[int] = 7
 
     ratio: float = 0.01

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from espresso.compressors.base import Traits
+from espresso.compressors.base import DAMPED, Traits
 from espresso.compressors.common import BaseCompressor
 
 MAX_BLOCK = 1 << 16
@@ -36,7 +36,7 @@ class Signs(BaseCompressor):
         block: elements that share their means, a multiple of 32 up to 65536; 0 for the whole segment.
     """
 
-    traits: ClassVar[Traits] = Traits()
+    traits: ClassVar[Traits] = Traits(feedback_gain=DAMPED)
 
     block: int = 256
 

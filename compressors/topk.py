@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from espresso.compressors.base import Traits
+from espresso.compressors.base import DAMPED, Traits
 from espresso.compressors.common import BaseCompressor
 from espresso.compressors.sparse import Selection, sparse_body_size
 
@@ -21,7 +21,7 @@ class TopK(BaseCompressor):
     """
 
     name: ClassVar[str] = "topk"
-    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True)
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=DAMPED)
     algorithm: ClassVar[int] = 6
 
     ratio: float = 0.01

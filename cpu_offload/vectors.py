@@ -269,7 +269,7 @@ def _make_filter_group(stream: bool) -> Callable[..., Any]:
         typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, magnitude: Any,
         threshold: Any, gain: Any,
     ) -> Any:  # fmt: skip
-        """``new[to:][:16]`` = what is kept of q; returns 16 bits, 1 = the magnitude's bits are at least the threshold."""
+        """``new[to:][:16]`` = what is kept of q; returns 16 bits, 1 = its magnitude's bits reach the threshold."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args

@@ -276,6 +276,7 @@ class CudaCodec:
                 tables.header,
                 np.int64(tables.header.numel()),
                 scratch.sync,
+                layout.dtype.type(1.0 if feedback is None else feedback.gain),
             )
             self.launch_bodies(EncodeCall(layout, tables, rows, scratch, key, common))
 

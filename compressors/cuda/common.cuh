@@ -84,8 +84,9 @@ __device__ inline u64 mix64(u64 x) {
 
 // -- encode --------------------------------------------------------------------------------------------------------
 
-// One encode. `old` and `fresh` are null without feedback. `sync` is two words of this stream's own, zero between
-// calls: how many blocks are done, and whether one met a number that is not finite.
+// One encode. `old` and `fresh` are null without feedback; `gain` as in espresso.compressors.Feedback. `sync` is two
+// words of this stream's own, zero between calls: how many blocks are done, and whether one met a number that is not
+// finite.
 template <typename T> struct Encode {
     const Row* rows;
     const Tile* tiles;
@@ -99,13 +100,16 @@ template <typename T> struct Encode {
     const u8* header;
     i64 header_bytes;  // 0: a plain vector for a reduction
     u32* sync;
+    T gain;
 
     __device__ T q(const Row& row, i64 i) const {
         T scaled = source[row.source + i] * scale;
         return old ? scaled + old[row.residual + i] : scaled;
     }
     __device__ void keep(const Row& row, i64 i, T value) const {
-        if (fresh) fresh[row.residual + i] = value;
+        if (fresh)
+            fresh[row.residual + i] =
+                gain == T(1) ? value : gain * value + (T(1) - gain) * old[row.residual + i];
     }
     template <typename A> __device__ A* body(const Row& row, i64 bytes = 0) const {
         return (A*)(payload + row.offset + bytes);
@@ -114,9 +118,9 @@ template <typename T> struct Encode {
 
 #define ENCODE_PARAMETERS(T)                                                                                     \
     const Row *rows, const Tile *tiles, i64 num_tiles, i64 tile, const T *source, T scale, const T *old, T *fresh, \
-        u8 *payload, const u8 *header, i64 header_bytes, u32 *sync
+        u8 *payload, const u8 *header, i64 header_bytes, u32 *sync, T gain
 #define ENCODE(T) \
-    Encode<T> { rows, tiles, num_tiles, tile, source, scale, old, fresh, payload, header, header_bytes, sync }
+    Encode<T> { rows, tiles, num_tiles, tile, source, scale, old, fresh, payload, header, header_bytes, sync, gain }
 
 // q of at_once elements of this thread, from `first` on, THREADS apart. Those past the end come out as zero.
 template <typename T> __device__ void load_q(const Encode<T>& call, const Row& row, i64 first, i64 high, T* q) {
