@@ -604,19 +604,22 @@ class PartitionProgram:
         return sites[-1]
 
     def _residual(self, flow: StepFlow, site: Site) -> Residual:
+        gain = self._codec(Device.TRAINING).compressor.traits.feedback_gain
         residual = self._new_residual(
-            self.context.store, flow.before.region, site, self._memory_of(flow.step.device)
+            self.context.store, flow.before.region, site, self._memory_of(flow.step.device), gain
         )
         self.residuals.append(residual)
         return residual
 
-    def _new_residual(self, store: ResidualStore, span: Span, site: Site, memory: Memory) -> Residual:
+    def _new_residual(
+        self, store: ResidualStore, span: Span, site: Site, memory: Memory, gain: float = 1.0
+    ) -> Residual:
         start = self.partition.start
         runs = self.group.segments(start + span[0], start + span[1])
         node = self.context.rank // self.context.cluster.ranks_per_node
         replica = node if site.replicas(self.context.cluster) > 1 else 0
         dtype = np.float64 if self.work is torch.float64 else np.float32
-        return store.new_residual(site, runs, dtype, replica, memory)
+        return store.new_residual(site, runs, dtype, replica, memory, gain=gain)
 
     def _kept_at(self, residual: Residual | None, span: Span) -> Starts:
         """Where the segments of a range of the partition begin in the residual's buffers."""

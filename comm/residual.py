@@ -146,7 +146,15 @@ class PackedResidual(Residual):
     ) -> None:  # fmt: skip
         self._codec: Codec = memory.codec(create(_CODECS[storage]))
         super().__init__(
-            site, runs, starts, dtype, replica, memory, transactional=transactional, gain=gain, storage=storage
+            site,
+            runs,
+            starts,
+            dtype,
+            replica,
+            memory,
+            transactional=transactional,
+            gain=gain,
+            storage=storage,
         )
 
     def __post_init__(self) -> None:

@@ -55,10 +55,10 @@ class ResidualStore:
     Args:
         transactional: keep what was kept before an iteration until it counts.
         storage: how residuals are kept between iterations.
-        gain: the part of what was not sent that the next iteration adds.
+        gain: the part of what was not sent that the next iteration adds; None leaves it to each compressor.
     """
 
-    def __init__(self, *, transactional: bool = True, storage: str = FULL, gain: float = 1.0) -> None:
+    def __init__(self, *, transactional: bool = True, storage: str = FULL, gain: float | None = None) -> None:
         self.transactional = transactional
         self.gain = gain
         self.storage = check_storage(storage)
@@ -85,17 +85,26 @@ class ResidualStore:
         return float(np.sqrt(sum(squares)))
 
     def new_residual(
-        self, site: Site, runs: Sequence[Run], dtype: Any, replica: int, memory: Memory = HOST
+        self,
+        site: Site,
+        runs: Sequence[Run],
+        dtype: Any,
+        replica: int,
+        memory: Memory = HOST,
+        *,
+        gain: float = 1.0,
     ) -> Residual:
-        """A zero residual over these runs; it counts once ``adopt`` has been given it.
+        """A zero residual over these runs, with the compressor's own ``gain`` unless the store has one; it counts
+        once ``adopt`` has been given it.
 
         Every run begins on a cache line, whatever its place in the bucket: encoders write residuals past
         the cache, which takes aligned addresses.
         """
+        gain = gain if self.gain is None else self.gain
         lengths = [-(-run.numel // _ALIGN) * _ALIGN for run in runs]
         starts = tuple(accumulate(lengths, initial=0))[: len(runs)]
         if self.storage == FULL:
-            return Residual(site, tuple(runs), starts, dtype, replica, memory, self.transactional, self.gain)
+            return Residual(site, tuple(runs), starts, dtype, replica, memory, self.transactional, gain)
         return PackedResidual(
             site,
             tuple(runs),
@@ -104,7 +113,7 @@ class ResidualStore:
             replica,
             memory,
             self.transactional,
-            self.gain,
+            gain,
             storage=self.storage,
         )
 

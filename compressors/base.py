@@ -58,7 +58,7 @@ class Traits:
 
 
 DAMPED = 0.125
-"""Feedback gain of scaled signs and of what is selected by magnitude (docs/convergence.md); a power of two is exact."""
+"""Feedback gain of signs and sparsifiers (docs/convergence.md); with a power of two, what is owed stays exact."""
 
 
 @dataclass(frozen=True, slots=True)

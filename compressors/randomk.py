@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from espresso.compressors.base import Traits
+from espresso.compressors.base import DAMPED, Traits
 from espresso.compressors.common import BaseCompressor
 from espresso.compressors.sparse import num_slots
 
@@ -36,7 +36,7 @@ class RandomK(BaseCompressor):
     """
 
     name: ClassVar[str] = "randomk"
-    traits: ClassVar[Traits] = Traits(summable=True, stochastic=True)
+    traits: ClassVar[Traits] = Traits(summable=True, stochastic=True, feedback_gain=DAMPED)
     algorithm: ClassVar[int] = 8
 
     ratio: float = 0.01

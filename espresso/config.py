@@ -36,7 +36,8 @@ class Config:
         residual_dtype: how residuals are kept between iterations: ``float32``, ``bf16`` (half the memory) or ``int8``
             (a quarter, blocks of 256). The narrow ones lose a rounding in every iteration (``comm/residual.py``).
         feedback_gain: the part of what was not sent that is added to the next gradient, above 0 and up to 1, which is
-            classical error feedback. Less damps its swing (``docs/convergence.md``); nothing is lost either way.
+            classical error feedback. Less damps its swing (``docs/convergence.md``); nothing is lost either way. None
+            takes each compressor's own: 1/8 for signs and sparsifiers, 1 for the others.
         offload_threads: threads of the host worker pool; None takes the cores this rank may use.
         warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
         profile_steps: plain steps in which gaps are measured.
@@ -54,7 +55,7 @@ class Config:
     seed: int = 0
     transactional: bool = True
     residual_dtype: str = "float32"
-    feedback_gain: float = 0.125
+    feedback_gain: float | None = None
     offload_threads: int | None = None
     warmup_steps: int = 4
     profile_steps: int = 8
@@ -73,7 +74,7 @@ class Config:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
         check_storage(self.residual_dtype)
-        if not 0 < self.feedback_gain <= 1:
+        if self.feedback_gain is not None and not 0 < self.feedback_gain <= 1:
             raise ValueError(f"feedback_gain must be above 0 and at most 1, got {self.feedback_gain!r}")
         if self.partition_bytes is not None and self.partition_bytes < 0:
             raise ValueError(f"partition_bytes must be at least 0, got {self.partition_bytes!r}")

@@ -423,7 +423,7 @@ def beside_torch(rank: int) -> tuple[float, float, bool, float]:
     )
     ours = wrap(Net(), bucket_cap_mb=25)
     begun = ours.module.layer.weight.detach().clone()
-    with registered(ours, FLAT, "powersgd:rank=2,start_iter=2", feedback_gain=1.0) as state:
+    with registered(ours, FLAT, "powersgd:rank=2,start_iter=2") as state:
         descend(ours, rank, range(2))
         assert state.metrics()["espresso/residual_norm"] == 0.0
         # The same first Q: torch keeps [columns, rank], and takes it as warm if both memories are there.

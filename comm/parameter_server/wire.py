@@ -198,7 +198,7 @@ class Table:
         only: the tensors whose earlier keys it replaces; None: all of the namespace.
         strategy: digest of the strategy; equal on all workers, or the table is refused.
         transactional: residuals keep the state before the last round until it is known to count.
-        gain: the part of what was not sent that the next round adds.
+        gain: the part of what was not sent that the next round adds; None leaves it to each compressor.
         discarded: steps that did not count (a non-finite gradient somewhere).
         timeout_s: how long a worker waits for an answer.
     """
@@ -210,7 +210,7 @@ class Table:
     only: frozenset[str] | None
     strategy: str
     transactional: bool
-    gain: float
+    gain: float | None
     discarded: frozenset[int]
     timeout_s: float
 
