@@ -74,7 +74,7 @@ class Exchange:
         return self
 
     def _equip(self, transactional: bool) -> None:
-        self.store = ResidualStore(transactional=transactional)
+        self.store = ResidualStore(transactional=transactional, gain=1.0)  # classical: exact on dyadic numbers
         self.script = Script()
         self.velocities = None
         if self._correction is not None:

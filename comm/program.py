@@ -604,7 +604,9 @@ class PartitionProgram:
         return sites[-1]
 
     def _residual(self, flow: StepFlow, site: Site) -> Residual:
-        gain = self._codec(Device.TRAINING).compressor.traits.feedback_gain
+        # Momentum correction is defined with all of the residual.
+        traits = self._codec(Device.TRAINING).compressor.traits
+        gain = traits.feedback_gain if self.context.velocities is None else 1.0
         residual = self._new_residual(
             self.context.store, flow.before.region, site, self._memory_of(flow.step.device), gain
         )

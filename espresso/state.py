@@ -220,7 +220,7 @@ class EspressoState:
         rule = self._schedule.correction
         if rule is not None:
             self._velocities = Velocities(rule, transactional=self.config.transactional)
-            self._store.gain = 1.0  # momentum correction is defined with all of the residual
+            self._store.gain = 1.0  # also at servers
         self._executor = self._runtime.executor(
             self._codecs,
             self._groups,
