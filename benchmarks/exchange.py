@@ -66,15 +66,18 @@ class Exchange:
         self._correction = correction
         self._equip(transactional)
 
-    def renew(self, *, transactional: bool = True, correction: Correction | None = None) -> Exchange:
+    def renew(
+        self, *, transactional: bool = True, correction: Correction | None = None, gain: float | None = 1.0
+    ) -> Exchange:
         """A new executor without residuals over the same groups: much cheaper than another exchange."""
         self._correction = correction
         self.executor.close()
-        self._equip(transactional)
+        self._equip(transactional, gain)
         return self
 
-    def _equip(self, transactional: bool) -> None:
-        self.store = ResidualStore(transactional=transactional, gain=1.0)  # classical: exact on dyadic numbers
+    def _equip(self, transactional: bool, gain: float | None = 1.0) -> None:
+        """With the classical feedback gain, exact on dyadic numbers over any number of steps, unless told otherwise."""
+        self.store = ResidualStore(transactional=transactional, gain=gain)
         self.script = Script()
         self.velocities = None
         if self._correction is not None:

@@ -190,7 +190,7 @@ def run_shapes(rank: int, compressor: str, shapes: dict[str, tuple[str, bool]]) 
     for name, (text, summable) in shapes.items():
         choice = Choice(find_option(text, summable), CompressorSpec.parse(compressor))
         plain = Assignment(strategy_of(buckets, TWO_BY_TWO, choice, partition_bytes=8192))
-        books = Books(exchange.renew(), numels_of(buckets))
+        books = Books(exchange.renew(gain=None), numels_of(buckets))  # each compressor's own
         in_order = planned(plain, buckets)
         for step in range(STEPS):
             mine = gradients(compressor, buckets, rank, step)

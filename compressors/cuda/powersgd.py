@@ -117,7 +117,7 @@ class CudaPowerSgd:
         self._launch("gather", layout, gathered, np.int64(TILE), partial, values)
         self._launch("subtract", layout, self._tiles(shape, rows), summed, values, kept)
         if feedback.gain != 1:  # not this compressor's default: two more passes
-            kept.mul_(feedback.gain).add_(feedback.old * (1 - feedback.gain))  # type: ignore[attr-defined,operator]
+            kept.mul_(feedback.gain).add_(feedback.old * (1 - feedback.gain))  # type: ignore[attr-defined]
 
     def decode_values(
         self,
