@@ -106,8 +106,10 @@ def test_an_error_inside_leaves_nothing() -> None:
     assert _namespaces_of(os.getpid()) == []
 
 
+# A shell starts what it runs in the background with SIGINT ignored: the default is put back.
 _HOLD = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from benchmarks.emulated import open_network, run_workers
 with open_network(2) as network:
     code = "import os, time; open(os.environ['PIDS'] + '/' + str(os.getpid()), 'w'); time.sleep(60)"

@@ -1,0 +1,206 @@
+"""Where training ends with all of the residual in the next gradient, and with a part of it: over seeds, no network.
+
+    python -m benchmarks.feedback_gain
+    python -m benchmarks.feedback_gain --cases mlp --steps 150 --start 40
+
+One process plays both ranks of a job: real models and data, the project's own codecs, tensors of more than one
+dimension compressed from step ``--start`` on (vectors stay exact, as in automatic mode). ``twice`` compresses the sum
+again, as options with two compressions do. Nothing is timed, so that only the arithmetic is compared.
+
+A row passes if its mean test loss with the compressor's own gain is at most the largest of plain's seeds. Rows of the
+classical gain of 1 are there to compare with and are not judged, unless it is the compressor's own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import results
+from benchmarks.convergence import MODELS, OPTIMIZERS
+from benchmarks.models import build_workload
+from espresso.compressors import DrawKey, Feedback, Layout, Segment, create, host_codec
+
+CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "mlp")
+"""Small models with an optimizer as in ``benchmarks.convergence``, and the 10 M parameter MLP with its own."""
+
+ARMS = ("efsignsgd", "efsignsgd twice", "topk:ratio=0.01", "dgc:ratio=0.01", "randomk:ratio=0.05")
+PLAIN = "plain"
+RANKS = 2
+SERVER = RANKS  # the "rank" whose residual is of the sum
+
+Array = npt.NDArray[np.float32]
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run."""
+
+    case: str
+    arm: str
+    gain: float
+    seed: int
+    steps: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm with one gain over its seeds."""
+
+    case: str
+    arm: str
+    gain: float
+    own: bool
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    worst_plain: float
+    within: bool
+
+
+class Site:
+    """One encoder of one tensor with its residual."""
+
+    def __init__(self, spec: str, numel: int, gain: float, index: int, rank: int) -> None:
+        self._codec = host_codec(create(spec))
+        self._layout: Layout = self._codec.compressor.layout([Segment(f"t{index}", 0, numel)])
+        self._payload = np.zeros((1, self._layout.num_bytes), np.uint8)
+        self._starts = np.zeros(1, np.int64)
+        self._old, self._new = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
+        self._gain = gain
+        # A summable compressor's ranks draw alike.
+        self._rank = -1 if self._codec.compressor.traits.summable else rank
+        self._site = index
+
+    def send(self, gradient: Array, step: int) -> Array:
+        """What arrives of the gradient."""
+        key = DrawKey(seed=0, step=step, site=self._site, rank=self._rank)
+        feedback = Feedback(self._old, self._new, self._starts, self._gain)
+        self._codec.encode(self._layout, gradient, self._starts, self._payload[0], feedback=feedback, key=key)
+        self._old, self._new = self._new, self._old
+        arrived = np.empty_like(gradient)
+        self._codec.decode(self._layout, self._payload, arrived, self._starts, key=key)
+        return arrived
+
+
+def _parts_of(case: str, seed: int) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer]:
+    name, _, optimizer = case.partition("-")
+    workload = build_workload(name, seed)
+    if not optimizer:
+        model = workload.make_model()
+        return workload, model, workload.make_optimizer(model)
+    torch.manual_seed(seed)
+    model = MODELS[name]()
+    return workload, model, OPTIMIZERS[optimizer](model)
+
+
+def train(job: Job) -> tuple[Job, float, float]:
+    """Train and evaluate; test loss and accuracy."""
+    torch.set_num_threads(1)
+    workload, model, optimizer = _parts_of(job.case, job.seed)
+    parameters = list(model.parameters())
+    spec, _, twice = job.arm.partition(" ")
+    sites = {
+        index: [Site(spec, p.numel(), job.gain, index, rank) for rank in range(RANKS + 1)]
+        for index, p in enumerate(parameters)
+        if job.arm != PLAIN and p.ndim > 1
+    }
+    for step in range(job.steps):
+        given: list[list[Array]] = []
+        for rank in range(RANKS):
+            inputs, targets = workload.batch(step, rank, RANKS)
+            model.zero_grad()
+            workload.loss(model(inputs), targets).backward()
+            given.append([p.grad.flatten().numpy().copy() for p in parameters])  # type: ignore[union-attr]
+        for index, parameter in enumerate(parameters):
+            mine = [gradients[index] for gradients in given]
+            if step >= job.start and index in sites:
+                mine = [sites[index][rank].send(gradient, step) for rank, gradient in enumerate(mine)]
+            total: Array = np.sum(mine, axis=0)
+            if twice and step >= job.start and index in sites:
+                total = sites[index][SERVER].send(total, step)
+            parameter.grad = torch.from_numpy(total / RANKS).view_as(parameter)
+        optimizer.step()
+    found = workload.evaluate(model)
+    return job, found.loss, found.accuracy
+
+
+def judge(runs: Sequence[tuple[Job, float, float]]) -> list[Row]:
+    """Rows per case, arm and gain, in the order of the runs."""
+    rows = []
+    for case, arm, gain in dict.fromkeys((job.case, job.arm, job.gain) for job, _, _ in runs):
+        mine = [
+            (loss, right) for job, loss, right in runs if (job.case, job.arm, job.gain) == (case, arm, gain)
+        ]
+        worst = max(loss for job, loss, _ in runs if (job.case, job.arm) == (case, PLAIN))
+        losses, accuracies = zip(*mine, strict=True)
+        own = arm == PLAIN or gain == own_gain(arm)
+        within = statistics.fmean(losses) <= worst
+        rows.append(Row(case, arm, gain, own, losses, accuracies, worst, within))
+    return rows
+
+
+def own_gain(arm: str) -> float:
+    """The compressor's own."""
+    return create(arm.partition(" ")[0]).traits.feedback_gain
+
+
+def table_of(rows: Sequence[Row], title: str) -> Table:
+    """For people."""
+    table = Table(title=title, title_justify="left")
+    for header in ("case", "arm", "gain", "mean loss", "its seeds", "plain's worst", "accuracy", ""):
+        table.add_column(header, justify="left" if header in ("case", "arm", "") else "right")
+    for row in rows:
+        judged = "within" if row.within else ("[bold red]outside[/]" if row.own else "outside")
+        table.add_row(
+            row.case, row.arm, "" if row.arm == PLAIN else f"{row.gain:g}", f"{statistics.fmean(row.losses):.4f}",
+            f"{min(row.losses):.4f} … {max(row.losses):.4f}", f"{row.worst_plain:.4f}",
+            f"{statistics.fmean(row.accuracies):.3f}", "" if row.arm == PLAIN else judged,
+        )  # fmt: skip
+    return table
+
+
+@app.command()
+def main(
+    cases: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CASES),
+    arms: Annotated[str, typer.Option(help="Separated by semicolons.")] = ";".join(ARMS),
+    steps: Annotated[int, typer.Option(help="Of every run; half as many for the large MLP.")] = 300,
+    start: Annotated[int, typer.Option(help="Plain steps before compression begins.")] = 60,
+    seeds: Annotated[int, typer.Option(help="Of small models; at most 3 of the large MLP.", min=2)] = 6,
+    json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "feedback_gain.json",
+) -> None:
+    """Train with the classical feedback gain and with each compressor's own."""
+    jobs = []
+    for case in cases.split(","):
+        large = "-" not in case
+        of_case = range(min(seeds, 3) if large else seeds)
+        length = steps // 2 if large else steps
+        pairs = [(PLAIN, 1.0)] + [(a, g) for a in arms.split(";") for g in sorted({1.0, own_gain(a)})]
+        jobs += [Job(case, arm, gain, seed, length, start) for arm, gain in pairs for seed in of_case]
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
+        runs = pool.map(train, jobs, chunksize=1)
+    rows = judge(runs)
+    config = {"cases": cases, "arms": arms, "steps": steps, "start": start, "seeds": seeds, "ranks": RANKS}
+    results.write(json_path, results.record(config, 0, [asdict(row) for row in rows]))
+    title = f"{steps} steps, two ranks played by one process; the gain is the part of a residual that returns at once"
+    Console(highlight=False, width=None if sys.stdout.isatty() else 130).print(table_of(rows, title))
+    if any(row.own and not row.within for row in rows):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()
