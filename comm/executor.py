@@ -656,11 +656,14 @@ class Executor:
             )
         if self._servers is not None:
             self._servers.close()
-        self._lanes.close()
+        threads = self._lanes.close()
+        if self.error is not None:
+            threads = []  # a lane may sit in a collective until its time-out
         # A daemon thread that comes back from a library call while the interpreter ends aborts the process.
-        watchdog = self._watchdog
-        if watchdog is not None and watchdog is not threading.current_thread():
-            watchdog.join(timeout=2.0)
+        deadline = time.monotonic() + 2.0
+        for thread in (*threads, self._watchdog):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(timeout=max(deadline - time.monotonic(), 0.0))
 
 
 def _fail_open(futures: Iterable[torch.futures.Future[torch.Tensor]], error: BaseException) -> None:

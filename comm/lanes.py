@@ -163,15 +163,17 @@ class Lanes:
         with self._lock:
             self._worker(thread).submit(job)
 
-    def close(self) -> None:
-        """Stop the threads once they are idle. Does not wait: a lane may sit in a collective."""
+    def close(self) -> list[threading.Thread]:
+        """Stop the threads once they are idle, and return them. Does not wait: a lane may sit in a collective."""
         with self._lock:
             self._closed = True
             for queue in self._queues.values():
                 queue.clear()
+            threads = [worker.thread for worker in self._workers.values()]
             for worker in self._workers.values():
                 worker.stop()
             self._workers.clear()
+        return threads
 
     def _worker(self, name: str) -> _Worker:
         if name not in self._workers:

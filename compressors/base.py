@@ -58,7 +58,7 @@ class Traits:
 
 
 DAMPED = 0.125
-"""Feedback gain of signs and sparsifiers (docs/convergence.md); with a power of two, what is owed stays exact."""
+"""Feedback gain of compressors whose errors are large in every step (docs/convergence.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from espresso.compressors.base import DAMPED, Correction, Traits
+from espresso.compressors.base import Correction, Traits
 from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import Selection, sparse_body_size
+from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, sparse_body_size
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Dgc(BaseCompressor):
     """
 
     name: ClassVar[str] = "dgc"
-    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=DAMPED)
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN)
     algorithm: ClassVar[int] = 7
 
     ratio: float = 0.01

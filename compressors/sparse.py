@@ -24,6 +24,10 @@ from espresso.compressors.base import Bytes, Layout
 
 PREFIX_BYTES = 8
 
+FEEDBACK_GAIN = 0.25
+"""Of what is selected by magnitude: with an eighth, a short run ends before all is sent; with all of it, a number that
+waited for a hundred steps arrives in one (docs/convergence.md)."""
+
 RUN = 16
 """Samples are taken in runs of a cache line."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from espresso.compressors.base import DAMPED, Traits
+from espresso.compressors.base import Traits
 from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import Selection, sparse_body_size
+from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, sparse_body_size
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TopK(BaseCompressor):
     """
 
     name: ClassVar[str] = "topk"
-    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=DAMPED)
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN)
     algorithm: ClassVar[int] = 6
 
     ratio: float = 0.01

@@ -37,7 +37,7 @@ class Config:
             (a quarter, blocks of 256). The narrow ones lose a rounding in every iteration (``comm/residual.py``).
         feedback_gain: the part of what was not sent that is added to the next gradient, above 0 and up to 1, which is
             classical error feedback. Less damps its swing (``docs/convergence.md``); nothing is lost either way. None
-            takes each compressor's own: 1/8 for signs and sparsifiers, 1 for the others.
+            takes each compressor's own: 1/8 for signs and random-k, 1/4 for top-k and its kin, 1 for the others.
         offload_threads: threads of the host worker pool; None takes the cores this rank may use.
         warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
         profile_steps: plain steps in which gaps are measured.
