@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -43,6 +44,9 @@ def serving(pool: RankPool, *, engines: int = 2, memory_bytes: int = 1 << 30) ->
     for thread in threads:
         thread.start()
     pool.run(_connect, port, size)
+    deadline = time.monotonic() + 20.0
+    while len(servers) < NUM_SERVERS and time.monotonic() < deadline:
+        time.sleep(0.01)  # workers that have connected may be ahead of the servers' threads
     try:
         yield [servers[number] for number in range(NUM_SERVERS)]
     finally:

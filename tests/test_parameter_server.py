@@ -460,7 +460,7 @@ def run_dying_worker(rank: int) -> None:
     strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(RAW, TOPK))
     exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
     if rank == 3:
-        time.sleep(0.5)
+        time.sleep(1.0)
         os._exit(1)
     with pytest.raises(
         Exception, match=r"server rank 4 reports: worker rank 3 died or left while key \d+ \(weights"

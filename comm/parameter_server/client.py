@@ -39,6 +39,9 @@ WINDOW_BYTES = 16 << 20
 PATIENCE_S = 600.0
 """For a server that compiles kernels."""
 
+_FULLER_S = 0.5
+"""A server that has nothing of this worker's waits its turn: one that has can name the key."""
+
 
 @dataclass(eq=False)
 class Line:
@@ -81,6 +84,7 @@ class Client:
         self._listeners: list[Callable[[EspressoError], None]] = []
         self._closed = False
         self.error: EspressoError | None = None
+        self._told = threading.Event()
         self._ears = [
             threading.Thread(
                 target=self._listen, args=(server,), name=f"espresso-listen-{server}", daemon=True
@@ -219,8 +223,12 @@ class Client:
             text = f"{self.name(server)} is gone, {about} ({error})"
         if self._closed:
             return
+        servers = {line.key.server for line in list(self._open.values())}
+        if servers and server not in servers:
+            self._told.wait(_FULLER_S)
         if self.error is None:
             self.error = EspressoError(text)
+        self._told.set()
         for listener in list(self._listeners):
             listener(self.error)
 
