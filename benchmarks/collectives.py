@@ -8,7 +8,6 @@ before and the decode after included. Both ways aggregate the same number of ele
 """
 
 import json
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
@@ -98,7 +96,7 @@ def main(
                 row["scope"], row["routine"], row["form"], str(row["elements"]), f"{row['array_bytes'] / 1e3:.0f} KB",
                 f"{row['wire_us']:.0f}", f"{row['with_coding_us']:.0f}",
             )  # fmt: skip
-        Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(table)
+        results.console(110).print(table)
         config = {
             "launcher": launch.launcher if launch else "",
             "cluster": str(groups.cluster),

@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -201,7 +200,7 @@ def main(
     body = results.record(config, 0, [asdict(row) | {"is_control": row.is_control} for row in rows])
     results.write(json_path, body | {"runs": [asdict(run) for run in runs]})
     title = f"{steps} steps on 2 ranks, automatic mode, mean of {seeds} seeds"
-    Console(highlight=False, width=None if sys.stdout.isatty() else 130).print(table_of(rows, title))
+    results.console(130).print(table_of(rows, title))
     if any(row.within is row.is_control for row in rows):
         raise typer.Exit(1)
 

@@ -6,7 +6,6 @@ A server decodes the payloads of four workers into one sum. The bar: per payload
 plain copy of the result (4 bytes an element in, 4 out), on one thread, for the 1-bit compressors.
 """
 
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -14,7 +13,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
@@ -109,7 +107,7 @@ def main(
             row["compressor"], str(row["elements"]), str(row["keys"]), f"{row['copy_us']:.0f}",
             f"{row['decode_us_per_payload']:.0f}", rate, verdict,
         )  # fmt: skip
-    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
+    results.console(120).print(table)
     config = {
         "payloads": payloads,
         "rounds": rounds,

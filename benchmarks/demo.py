@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks import results
 from benchmarks.emulated import (
     DeadlineError,
     Network,
@@ -158,7 +159,7 @@ def main(
 ) -> None:
     """Train with and without compression on an emulated network, and compare."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    console = results.console(110)
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     chosen = arms or f"plain,fp16,espresso:{compressor},none"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
@@ -197,7 +195,7 @@ def main(
     config = {"cases": cases, "arms": arms, "steps": steps, "start": start, "seeds": seeds, "ranks": RANKS}
     results.write(json_path, results.record(config, 0, [asdict(row) for row in rows]))
     title = f"{steps} steps, two ranks played by one process; the gain is the part of a residual that returns at once"
-    Console(highlight=False, width=None if sys.stdout.isatty() else 130).print(table_of(rows, title))
+    results.console(130).print(table_of(rows, title))
     if any(row.own and not row.within for row in rows):
         raise typer.Exit(1)
 

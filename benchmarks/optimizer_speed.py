@@ -6,7 +6,6 @@ Ten tensors of a million float32 each on one thread; the implementations take tu
 counts. Ratios are to ``torch.optim.AdamW`` as it comes.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -68,7 +66,7 @@ def main(
         table.add_column(header, justify="left" if header == "optimizer" else "right")
     for name, ms in best.items():
         table.add_row(name, f"{ms:.1f}", f"{ms / best['AdamW']:.2f}")
-    Console(highlight=False, width=None if sys.stdout.isatty() else 100).print(table)
+    results.console(100).print(table)
 
 
 if __name__ == "__main__":

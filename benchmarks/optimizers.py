@@ -33,7 +33,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn import functional
@@ -406,7 +405,7 @@ def main(
     )
     results.write(json_path, _without_nan(body | {"runs": [asdict(run) for run in runs]}))
     title = f"{steps} steps on {NUM_RANKS} ranks with different digits, mean of seeds {seeds}"
-    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table_of(rows, title))
+    results.console(140).print(table_of(rows, title))
     if not all(row.is_as_wanted for row in rows) or not all(run.replicas_equal for run in runs):
         raise typer.Exit(1)
 

@@ -23,7 +23,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -233,7 +232,7 @@ def main(
         raw.unlink(missing_ok=True)
     config = {"ranks": 2, "network": "loopback, no limit", "cases": [asdict(case) for case in chosen]}
     results.write(json_path, results.record(config, seed, [asdict(row) | {"bar": BAR} for row in rows]))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(table_of(rows))
+    results.console(110).print(table_of(rows))
     if any(row.judged and not row.passes for row in rows):
         raise typer.Exit(1)
 

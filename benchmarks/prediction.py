@@ -22,7 +22,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
@@ -273,7 +272,7 @@ def main(
         _as_worker(worker, model, seed, rounds, steps, bucket_cap_mb, job_path)
         return
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = results.console(120)
     target = json_path or results.RESULTS_DIR / f"prediction_{model}_{rate}_{workers}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     raw = target.with_suffix(".raw")

@@ -4,11 +4,14 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
 _LIBRARIES = ("torch", "numpy", "numba")
@@ -62,3 +65,8 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result, replacing an older one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def console(width: int) -> Console:
+    """Where a benchmark prints: as wide as the terminal, or ``width`` where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else width)

@@ -3,12 +3,10 @@
 python -m benchmarks.server_costs
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
@@ -71,7 +69,7 @@ def main(
             row["model"], row["cluster"], f"{row['backward_ms']:.1f}",
             where + (" colocated" if row["colocated"] else ""), f"{row['raw_ms']:.1f}", two_way,
         )  # fmt: skip
-    Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(table)
+    results.console(110).print(table)
     results.write(json_path, results.record({"partition_bytes": PARTITION_BYTES}, 0, rows))
 
 

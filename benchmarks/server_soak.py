@@ -18,7 +18,6 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
@@ -175,7 +174,7 @@ def soak(
         table.add_row(f"memory of {name}, round 500 to the end", f"{begin:.1f} -> {end:.1f} MB")
     table.add_row(f"server killed in round {KILLED_IN}: workers that name it and a key",
                   f"{sum(row['killed_server']['named_rank_and_key'])} of {WORKERS}")  # fmt: skip
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = results.console(120)
     console.print(table)
     console.print(errors[0], markup=False)
     results.write(json_path, results.record({"workers": WORKERS, "servers": SERVERS}, 0, [row]))

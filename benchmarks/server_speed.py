@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
@@ -141,7 +140,7 @@ def main(
         rows += rows_of(case, arms)
         config = {"networks": networks, "cases": [asdict(c) for c in CASES], "least": LEAST}
         results.write(json_path, results.record(config, seed, rows))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    console = results.console(130)
     console.print(table_of(rows))
     for row in rows:
         if row["verdict"]:

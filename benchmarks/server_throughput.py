@@ -201,7 +201,7 @@ def emulated(
     """Every shape on hosts of its own, the bulk rate measured in the same run."""
     rows: list[dict[str, Any]] = []
     bulk: dict[str, list[float]] = {}
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = results.console(120)
     for shape in shapes.split(","):
         servers, engines = (int(number) for number in shape.split("x"))
         part = json_path.with_suffix(".raw")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
@@ -186,7 +185,7 @@ def main(
         *filter(None, beside.split(",")),
         *(f"espresso:{spec}" for spec in specs),
     ]
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = results.console(150)
     measured: list[Row] = []
     networks: dict[str, str] = {}
     for case in chosen:
