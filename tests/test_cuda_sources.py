@@ -119,6 +119,10 @@ def test_every_id_has_a_gpu_codec() -> None:
     assert [name for name in compressor_ids() if not has_cuda(name)] == []
 
 
+GAIN = 0.3
+"""Other than 1, so that a kernel which forgets it shows; that of 1 runs in tests/test_device_executor.py."""
+
+
 class Run:
     """One encode and one decode of three rows by a codec."""
 
@@ -128,7 +132,7 @@ class Run:
         key = DrawKey(seed=1, step=2**40 + 3, site=3)
         self.payload = np.full(layout.num_bytes, 0xA5, np.uint8)
         self.kept, self.decoded = np.full_like(source, 7), np.full_like(source, 7)
-        feedback = None if old is None else Feedback(old, self.kept, starts)
+        feedback = None if old is None else Feedback(old, self.kept, starts, GAIN)
         self.finite = codec.encode(
             layout, source, starts, self.payload, scale=0.3, feedback=feedback, key=key
         )

@@ -61,10 +61,11 @@ class Step:
         self.layout = self.codec.compressor.layout(segments, dtype)
         self.starts = np.cumsum([0, *sizes[:-1]]).astype(np.int64)
         self.factors, self.old = FactorStore(), np.zeros(sum(sizes), dtype)
+        self.gain = 1.0
 
     def run(self, gradient: Any, scale: float = 1.0) -> Any:
         new = np.full_like(self.old, np.nan)
-        feedback = Feedback(self.old, new, self.starts)
+        feedback = Feedback(self.old, new, self.starts, self.gain)
         first, second = (np.zeros(self.codec.num_values(self.layout, n), new.dtype) for n in (0, 1))
         self.codec.encode_values(
             self.layout, gradient, self.starts, first, scale=scale, feedback=feedback, key=DrawKey(),
@@ -176,7 +177,9 @@ def both_twins(device_backend: str, dtype: Any) -> None:
     tolerance = 1e-5 if dtype is np.float32 else 1e-13
     twins = [Step(dtype, backend=backend, **LARGE) for backend in ("numba", device_backend)]
     random = np.random.default_rng(5)
-    for _ in range(3):
+    for turn in range(3):
+        for step in twins:
+            step.gain = (1.0, 0.5, 1.0)[turn]
         gradient = random.standard_normal(twins[0].old.size).astype(dtype)
         sent = [step.run(gradient, scale=0.5)[1] for step in twins]
         for what in (sent, *([getattr(s, name) for s in twins] for name in ("first", "second", "old"))):
