@@ -8,7 +8,7 @@
 
 A task waits for an event of the task before it and of what held its lanes before. Three kinds of tasks take the host,
 and so a thread of their lane: an offloaded step, which works on mirrors in pinned memory, an exchange over Gloo, and
-a push or pull of parameter servers, through mirrors too.
+a push or pull of parameter servers, from and to mirrors too. Copies to and from mirrors are tasks of their own.
 
 Whether averages were finite and payloads well formed is noted on the device and copied once an iteration. In steady
 state it is read when the next iteration begins, so that the host runs ahead by up to one iteration; what the planner
@@ -137,7 +137,8 @@ class DeviceExecutor(Executor):
         assert marks is not None
         launch = partial(self._launch, iteration, marks, program, task, bucket, before, ends)
         takes_host = self._takes_host(program, task)
-        ordered = task.step.kind is StepKind.COMMUNICATE and not takes_host
+        moves = task.stage is Stage.STEP and task.step.kind is StepKind.COMMUNICATE
+        ordered = moves and not takes_host
         node = Node(
             lanes=(*task.lanes, LAUNCH) if ordered else task.lanes,
             bucket=bucket,

@@ -112,7 +112,7 @@ class PartitionProgram:
         self.velocities: list[Residual] = []
         self.described: Described | None = None
         self.line: Line | None = None
-        self._answer: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._take_answer: Callable[[], None] | None = None
         self._compresses = compressed = self.choice.option.is_compressed
         native = TORCH_DTYPES[self.group.dtype]
         self.work = torch.float64 if native is torch.float64 else torch.float32
@@ -279,9 +279,9 @@ class PartitionProgram:
         if flow.step.device is Device.SERVER:
             return None  # the servers' own
         if flow.step.routine is Routine.PUSH:
-            return self._compile_push(flow)
+            return self._compile_push(flow, index)
         if flow.step.routine is Routine.PULL:
-            return self._compile_pull(flow)
+            return self._compile_pull(flow, index)
         if kind is StepKind.COMPRESS:
             action = self._compile_compress(flow, index)
         elif kind is StepKind.TRANSFORM:
@@ -519,11 +519,7 @@ class PartitionProgram:
         rounds, device = self._rounds, flow.step.device
         assert rounds is not None
         memory, codec = self._memory_of(device), self._codec(device)
-        if memory is not rounds.residual.memory:
-            raise EspressoError(
-                f"option '{self.choice.option}' transforms on another device than it compresses on, and the matrices"
-                " stay where they were compressed: put both steps on the training device, or both on the pool"
-            )
+        assert memory is rounds.residual.memory, "plans keep matrices where they were compressed"
         self._values = rounds.vector(cast(Any, codec))
         if self._is_copied(device):
             self._copies[index, Stage.COPY_TO_HOST] = rounds.copier(memory, (0,), to_host=True)
@@ -645,7 +641,7 @@ class PartitionProgram:
 
     # -- parameter servers -----------------------------------------------------------------------
 
-    def _compile_push(self, flow: StepFlow) -> Callable[[], None] | None:
+    def _compile_push(self, flow: StepFlow, index: int) -> Callable[[], None] | None:
         """Describe the partition's keys; what is sent and where the answer goes is one buffer or two."""
         link = self.context.servers
         if link is None:
@@ -678,40 +674,50 @@ class PartitionProgram:
             self._payload = self._memory.zeros(tuple(self._payload.shape), np.uint8)
         answer = self._payload.reshape(-1)[: key.down_bytes] if key.two_way else None
         ranks = self.context.cluster.num_ranks
-        mirrors = None
+
+        def data() -> Array:
+            return self._region_bytes(region) if sent is None else sent
+
+        def place() -> Array:
+            return self._region_bytes(region) if answer is None else answer
+
+        given, taken = data, place
         if self._memory.host_copies:  # servers take and give bytes of the host
             numbers = (region[1] - region[0]) * torch.empty(0, dtype=self.dtype).element_size()
-            mirrors = tuple(
+            up, down = (
                 self.context.host.zeros(numbers if bytes_ is None else len(bytes_), np.uint8)
                 for bytes_ in (sent, answer)
             )
+            given, taken = (lambda: up), (lambda: down)
+            self._copies[index, Stage.COPY_TO_HOST] = self._byte_copier(data, up, to_host=True)
+            self._take_answer = self._byte_copier(place, down, to_host=False)
 
         def push() -> None:
             scale = 1.0
             if compresses and not key.two_way:  # the server decodes last
                 scale = (self.round.grad_scale if self._keeps_residual else 1.0) / ranks
-            data = self._region_bytes(region) if sent is None else sent
-            place = self._region_bytes(region) if answer is None else answer
-            if mirrors is not None:
-                self.context.host.tensor(mirrors[0]).copy_(self._memory.tensor(data))  # waits for the stream
-                self._answer = self._memory.tensor(place), self.context.host.tensor(mirrors[1])
-                data, place = mirrors
-            link.push(line, data, place, self.round.step, scale)
+            link.push(line, given(), taken(), self.round.step, scale)
 
         return push
 
-    def _compile_pull(self, flow: StepFlow) -> Callable[[], None] | None:
+    def _compile_pull(self, flow: StepFlow, index: int) -> Callable[[], None] | None:
         link, line = self.context.servers, self.line
         if line is None or link is None:
             return None
+        if self._take_answer is not None:
+            self._copies[index, Stage.COPY_TO_DEVICE] = self._take_answer
+        return partial(link.pull, line)
 
-        def pull() -> None:
-            link.pull(line)
-            if self._answer is not None:
-                place, mirror = self._answer
-                place.copy_(mirror, non_blocking=True)
+    def _byte_copier(self, here: Callable[[], Array], mirror: Array, *, to_host: bool) -> Callable[[], None]:
+        """Between bytes on the device, which may lie elsewhere in every iteration, and their mirror."""
+        host = self.context.host.tensor(mirror)
 
-        return pull
+        def copy() -> None:
+            mine = self._memory.tensor(here())
+            target, source = (host, mine) if to_host else (mine, host)
+            target.copy_(source, non_blocking=True)
+
+        return copy
 
     def _region_bytes(self, region: Span) -> Array:
         """The bytes of a range of home."""

@@ -119,7 +119,7 @@ class Rounds:
         )  # fmt: skip
 
     def _feedback(self) -> Feedback:
-        return Feedback(*self.residual.buffers(), self._kept_at)
+        return Feedback(*self.residual.buffers(), self._kept_at, self.residual.gain)
 
     def _array(self, number: int, memory: Memory) -> Array:
         """A vector, or its mirror, as a step in this memory takes it."""

@@ -36,7 +36,7 @@ from espresso.strategies import (
     StepKind,
 )
 from espresso.strategies.flow import SHARD_ALIGN, advance, check_fits, payload_splits
-from espresso.strategies.plan import lanes_of
+from espresso.strategies.plan import lanes_of, stages_of
 
 if TYPE_CHECKING:
     from espresso.compressors.base import Compressor
@@ -272,13 +272,11 @@ class Catalogue:
         before = self._hold(place.state, place.size, place.hierarchical)
         after = self._hold(after_step, place.size, place.hierarchical)
         active = place.active
-        shapes = [Shape(step, Stage.STEP, LANE_SETS.index(lanes_of(step, cluster)), before, after, active)]
-        if self._host_copies and step.device is Device.OFFLOAD:
-            shapes = [
-                Shape(step, Stage.COPY_TO_HOST, self._copy_set, before, after, active),
-                *shapes,
-                Shape(step, Stage.COPY_TO_DEVICE, self._copy_set, before, after, active),
-            ]
+        own = LANE_SETS.index(lanes_of(step, cluster))
+        shapes = [
+            Shape(step, stage, own if stage is Stage.STEP else self._copy_set, before, after, active)
+            for stage in stages_of(step, self._host_copies)
+        ]
         if step.scope in (Scope.INTRA, Scope.FLAT):
             if step.routine in (Routine.REDUCE, Routine.GATHER):
                 active = 1

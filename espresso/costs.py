@@ -475,7 +475,8 @@ class CostModel:
     Attributes:
         links: routines.
         compute: encode and decode per compressor and device.
-        copy: host copies of offloaded steps; None in a CPU job, where there are none.
+        copy: between device and host, of offloaded steps and of what servers get and give; None in a CPU job, where
+            there are none.
         contention: what shares the cores.
         offload_ranks_per_pool: ranks of a node that share one offload pool (1: every rank has its own).
         servers: parameter servers; None where there are none.

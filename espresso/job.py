@@ -139,7 +139,7 @@ class Job:
 
     @property
     def host_copies(self) -> bool:
-        """Whether offloaded steps copy between device and host."""
+        """Whether offloaded steps, pushes and pulls copy between device and host."""
         return self.costs.copy is not None
 
     @cached_property

@@ -20,7 +20,7 @@ from functools import cached_property
 from espresso.strategies.cluster import Cluster
 from espresso.strategies.flow import StepFlow, busiest_rank, trace
 from espresso.strategies.option import Device, Routine, Scope, Step, StepKind
-from espresso.strategies.strategy import DTYPES, Choice, Strategy
+from espresso.strategies.strategy import DTYPES, Choice, Strategy, StrategyError
 
 
 class Mode(Enum):
@@ -45,11 +45,26 @@ class Lane(Enum):
 
 
 class Stage(Enum):
-    """A task is a step itself, or the host copy before or after an offloaded step."""
+    """A task is a step itself or a copy between device and host: around an offloaded step, before a push, after a pull.
+
+    Servers take and give bytes of the host; a CPU job copies nothing.
+    """
 
     COPY_TO_HOST = "copy_to_host"
     STEP = "step"
     COPY_TO_DEVICE = "copy_to_device"
+
+
+def stages_of(step: Step, host_copies: bool) -> tuple[Stage, ...]:
+    """The tasks of a step, in order; ``host_copies`` as for :func:`plan`."""
+    works_on_host = host_copies and step.device is Device.OFFLOAD
+    sends_from_host = host_copies and step.routine is Routine.PUSH
+    answers_on_host = host_copies and step.routine is Routine.PULL
+    return (
+        *((Stage.COPY_TO_HOST,) if works_on_host or sends_from_host else ()),
+        Stage.STEP,
+        *((Stage.COPY_TO_DEVICE,) if works_on_host or answers_on_host else ()),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,13 +264,15 @@ def plan(
         strategy: choices by tensor name; must know every tensor of the buckets.
         buckets: in the order in which they become ready.
         mode: recorded in the plan; the buckets themselves make the difference.
-        host_copies: whether offloaded steps need copies between device and host (not in a CPU job).
+        host_copies: whether offloaded steps and parameter servers need copies between device and host (not in a
+            CPU job).
 
     Returns:
         A plan in the plain order: bucket by bucket, partitions pipelined within a group.
 
     Raises:
         ValueError: a bucket holds a tensor that the strategy does not know.
+        StrategyError: matrices of several rounds would have to be copied between devices.
     """
     groups: list[Group] = []
     partitions: list[Partition] = []
@@ -263,6 +280,12 @@ def plan(
     order: list[int] = []
     for bucket in buckets:
         for choice, slots in _by_choice(bucket, strategy.choices).items():
+            if host_copies and choice.option.moves_matrices:
+                raise StrategyError(
+                    f"tensor {slots[0].tensor!r}: option '{choice.option}' transforms on another device than it"
+                    " compresses on, and the matrices stay where they were compressed: put both steps on the training"
+                    " device, or both on the pool"
+                )
             group = _group(len(groups), bucket, choice, slots, strategy.shapes)
             groups.append(group)
             limit = partition_limit(choice, strategy.partition_bytes, bucket.dtype)
@@ -320,14 +343,11 @@ def partition_spans(numel: int, limit: int) -> list[tuple[int, int]]:
 
 
 def _tasks(part: Partition, choice: Choice, cluster: Cluster, first: int, host_copies: bool) -> list[Task]:
-    stages: list[tuple[int, Step, Stage]] = []
-    for position, step in enumerate(choice.option.steps):
-        offloaded = host_copies and step.device is Device.OFFLOAD
-        if offloaded:
-            stages.append((position, step, Stage.COPY_TO_HOST))
-        stages.append((position, step, Stage.STEP))
-        if offloaded:
-            stages.append((position, step, Stage.COPY_TO_DEVICE))
+    stages = [
+        (position, step, stage)
+        for position, step in enumerate(choice.option.steps)
+        for stage in stages_of(step, host_copies)
+    ]
     return [
         Task(
             index=first + number,

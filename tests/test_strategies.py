@@ -283,6 +283,27 @@ def test_a_group_is_cut_at_the_partition_size_and_pipelined():
     assert steps == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2)]
 
 
+def test_a_device_pushes_and_pulls_by_way_of_the_host():
+    leaf = Choice(parse_option("comp@offload > flat.push > dec@server > flat.pull"), TOPK)
+    strategy = Strategy.uniform((TensorSpec("a", (448,)),), Cluster(2, 1, 1), leaf)
+    bucket = Bucket(0, (Slot("a", 0, 448),))
+    told = [
+        (str(task.step), task.stage, task.lanes[0])
+        for task in plan(strategy, [bucket], host_copies=True).tasks
+    ]
+    assert told == [
+        ("comp@offload", Stage.COPY_TO_HOST, Lane.COPY),
+        ("comp@offload", Stage.STEP, Lane.OFFLOAD),
+        ("comp@offload", Stage.COPY_TO_DEVICE, Lane.COPY),
+        ("flat.push", Stage.COPY_TO_HOST, Lane.COPY),
+        ("flat.push", Stage.STEP, Lane.INTER_OUT),
+        ("dec@server", Stage.STEP, Lane.SERVER),
+        ("flat.pull", Stage.STEP, Lane.INTER_IN),
+        ("flat.pull", Stage.COPY_TO_DEVICE, Lane.COPY),
+    ]
+    assert {task.stage for task in plan(strategy, [bucket]).tasks} == {Stage.STEP}
+
+
 def test_host_copies_stand_around_offloaded_steps_only():
     leaf = Choice(parse_option("comp@offload > flat.allgather > dec"), TOPK)
     laid = plan(_strategy([leaf] * 3), [_bucket()], host_copies=True)

@@ -170,6 +170,27 @@ def test_server_lanes():
     assert run(job, uniform(job, PUSH_RAW)).makespan_us == pytest.approx(8 + 0.5 * 8 + 8)
 
 
+def test_what_servers_get_and_give_is_copied_from_and_to_the_device():
+    job = make_job([1000], [0], cluster=Cluster(2, 1, 1), servers=ServerCosts(0.5), copy=CopyCost(2.0, 1.0))
+    log = [(e[0], e[2], *map(pytest.approx, e[3:])) for e in events(run(job, uniform(job, TWO_WAY)))]
+    assert [row for row in log if row[0] not in ("inter_out", "inter_in")] == [
+        ("training", "comp", 0, 10),
+        ("copy", "flat.push", 10, 12.4),
+        ("server_in", "flat.push", 12.4, 13.2),
+        ("server", "dec@server", 13.2, 33.2),
+        ("server", "comp@server", 33.2, 43.2),
+        ("server_out", "flat.pull", 43.2, 44),
+        ("copy", "flat.pull", 44, 46.4),
+        ("training", "dec", 46.4, 56.4),
+    ]
+    assert run(job, uniform(job, PUSH_RAW)).makespan_us == pytest.approx(6 + 8 + 0.5 * 8 + 8 + 6)
+    # The second partition is copied while the first is pushed; the server's card needs 4.096 us for two workers'.
+    job = make_job([1024], [0], cluster=Cluster(2, 1, 1), servers=ServerCosts(0.5), copy=CopyCost(2.0, 1.0))
+    cut = events(run(job, uniform(job, PUSH_RAW, partition_bytes=2048)))
+    assert [e[3] for e in cut if e[0] == "copy" and e[2] == "flat.push"] == [0, pytest.approx(4.048)]
+    assert [e[3] for e in cut if e[0] == "inter_out"] == [pytest.approx(4.048), pytest.approx(8.144)]
+
+
 def test_more_servers_and_engines_share_the_work():
     job = make_job([1000], [0], cluster=Cluster(2, 1, 4), servers=ServerCosts(0.5, engines=2))
     # Four cards take 1 us for what a worker's own needs 4; eight engines share the sum.
