@@ -152,7 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch", action="store_true", help="PyTorch's plain operations as well")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument(
-        "--save", action="store_true", help="put the rows into benchmarks/results/compressors.*"
+        "--save",
+        nargs="?",
+        const="compressors",
+        metavar="NAME",
+        help="put the rows into benchmarks/results/NAME.json and NAME.md (compressors); one name for each machine",
     )
     parser.add_argument(
         "--cpu-time",
@@ -189,19 +193,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seed": 0,
     }
     if options.save:
-        save(rows, facts)
+        save(rows, facts, options.save)
     if options.json:
         sys.stdout.write(json.dumps({**facts, "rows": [asdict(row) for row in rows]}) + "\n")
     return 0
 
 
-def save(rows: Sequence[Row], facts: dict[str, Any]) -> None:
+def save(rows: Sequence[Row], facts: dict[str, Any], name: str) -> None:
     """Put rows into the committed result, in place of those of the same measurement, and write its table anew."""
-    path = RESULTS_DIR / "compressors.json"
+    path = RESULTS_DIR / f"{name}.json"
     known = json.loads(path.read_text())["rows"] if path.exists() else []
     merged = {_name(row): row for row in [*known, *map(asdict, rows)]}
     write(path, record(facts, 0, list(merged.values())))
-    (RESULTS_DIR / "compressors.md").write_text(table(list(merged.values())))
+    (RESULTS_DIR / f"{name}.md").write_text(table(list(merged.values())))
 
 
 def _name(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """Sampled sparsifiers on the host: what top-k and DGC share.
 
 Encode makes two passes: a sample that sets a threshold (a hundredth of a pass), and one pass over the input that
-writes q to the residual and collects what passes. The top k of the few that passed are sent and cleared in the
-residual. Too few: the threshold falls and the pass repeats.
+collects what passes and writes the rest to the residual. The top k of the few that passed are sent; those few of them
+that are not go back to the residual. Too few: the threshold falls and the pass repeats.
 """
 
 from __future__ import annotations

@@ -269,15 +269,19 @@ def _make_filter_group(stream: bool) -> Callable[..., Any]:
         typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, magnitude: Any,
         threshold: Any, gain: Any,
     ) -> Any:  # fmt: skip
-        """``new[to:][:16]`` = what is kept of q; returns 16 bits, 1 = its magnitude's bits reach the threshold."""
+        """``new[to:][:16]`` = what is kept of q, of nothing where q's magnitude reaches the threshold.
+
+        Returns 16 bits, 1 = it reaches the threshold.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
             q = group.q(kinds, arguments)
-            residual = group.kept(q, kinds, arguments, arguments[9])
-            group.store(residual, kinds[5], arguments[5], arguments[6], stream)
             sizes = builder.and_(builder.bitcast(q, group.bits), group.splat(arguments[7], group.bits))
             passes = builder.icmp_unsigned(">=", sizes, group.splat(arguments[8], group.bits))
+            left = builder.select(passes, ir.Constant(group.numbers, None), q)
+            residual = group.kept(left, kinds, arguments, arguments[9])
+            group.store(residual, kinds[5], arguments[5], arguments[6], stream)
             return builder.zext(group.mask(passes), ir.IntType(64))
 
         number = _bits_of(source.dtype)
