@@ -77,9 +77,11 @@ class Fence:
 
 
 def specs() -> list[str]:
-    """Every id, with some of its parameters; small segments are compressed too."""
+    """Every id that has payloads, with some of its parameters; small segments are compressed too."""
     found = []
     for name in compressor_ids():
+        if create(name).traits.rounds > 1:
+            continue  # plain vectors of a fixed size, for sums: nothing to parse
         for params in VARIANTS.get(name, ("",)):
             more = "raw_below=8" + (f",{params}" if params else "")
             found.append(name if name == "none" else f"{name}:{more}")
