@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from compressor_cases import DTYPES, SPECS, dyadic, make_layout, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,9 @@ from espresso.compressors import (
     host_codec,
 )
 from espresso.compressors.cuda import CudaDevice, CudaUnavailableError, source_of, sources
+from espresso.compressors.cuda.codec import CudaSummableCodec
 from espresso.compressors.cuda.runtime import CubinCache
+from tests import emulator
 from tests.emulator import BUILD, COMPILER, EmulatedDevice, build
 
 NVCC = shutil.which("nvcc")
@@ -178,6 +181,76 @@ def test_bytes_are_those_of_the_host(spec: str, dtype: Any) -> None:
     assert compare(spec, dtype, odd, feedback=False).finite
 
 
+def watched(spec: str, device: EmulatedDevice) -> None:
+    """An encode with a residual and a decode of three rows; also as vectors, where there are such."""
+    dtype = np.float32
+    codec = cuda_codec(create(spec), device)
+    sizes = (0, 1, 33, 5003, 9001)
+    layout, starts = make_layout(codec.compressor, sizes, dtype)
+    source, old = (
+        torch.from_numpy(numbers(sum(sizes) + int(starts[0]) + 64, dtype, seed)) for seed in (1, 2)
+    )
+    payloads, key = torch.zeros((3, layout.num_bytes), dtype=torch.uint8), DrawKey(seed=1)
+    for number, row in enumerate(payloads):
+        feedback = Feedback(old, torch.zeros_like(old), starts, GAIN)  # type: ignore[arg-type]
+        codec.encode(layout, source.roll(number), starts, row, feedback=feedback, key=key)  # type: ignore[arg-type]
+    codec.decode(layout, payloads, source, starts, key=key)  # type: ignore[arg-type]
+    if isinstance(codec, CudaSummableCodec):
+        kind: Any = getattr(torch, codec.value_dtype(layout))
+        values = torch.zeros(codec.num_values(layout), dtype=kind)
+        codec.encode_values(layout, source, starts, values, feedback=feedback, key=key)
+        codec.decode_values(layout, values, source, starts, key=key)
+
+
+@needs_compiler
+@every
+def test_no_two_threads_race(spec: str) -> None:
+    """Whatever order threads and blocks run in; nor does one read shared memory that its block has not written."""
+    device = EmulatedDevice(11, races=True)
+    watched(spec, device)
+    assert device.launches
+    assert device.found == []
+
+
+BARRIER, FENCE = "__syncthreads();", "__threadfence();"
+BLOCK_0, TOPK, RANDOM = "efsignsgd:block=0", "topk:ratio=0.1", "randomk:ratio=0.1"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("file", "spec", "without", "before", "after"),
+    [
+        ("signs.cu", BLOCK_0, BARRIER, "half /= 2) {\n        ", "\n        if (threadIdx.x < half)"),
+        ("signs.cu", BLOCK_0, "tree[threadIdx.x] = (double)lane;", "", ""),
+        ("randomk.cu", RANDOM, BARRIER, "", "\n        const Draw draw(row, salt, low, high);\n        T* out"),
+        ("blockwise.cu", "int8", "__syncwarp();", "", "\n        write_codes"),
+        ("sparse.cu", TOPK, FENCE, "", "\n    __syncthreads();\n    if (threadIdx.x == 0) last"),
+        ("sparse.cu", TOPK, BARRIER, "if (lane == 31) sums[warp] = through;\n    ", ""),
+        ("sparse.cu", TOPK, BARRIER, "total[position - low] += values[slot];\n                }\n                ", ""),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_found(
+    file: str,
+    spec: str,
+    without: str,
+    before: str,
+    after: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A barrier, a fence or a first write taken out of a source: the watch for races says so."""
+    whole = source_of(file)
+    assert whole.count(before + without + after) == 1
+    spoilt = whole.replace(before + without + after, before + after)
+    monkeypatch.setattr(emulator, "source_of", lambda _: spoilt)
+    monkeypatch.setattr(emulator, "BUILD", tmp_path)
+    monkeypatch.setattr(emulator, "_LIBRARIES", {})
+    device = EmulatedDevice(11, races=True)
+    with contextlib.suppress(PayloadError):  # what was spoilt may show as well
+        watched(spec, device)
+    assert device.found != []
+
+
 @needs_compiler
 @every
 def test_subnormal_numbers_stay(spec: str) -> None:
@@ -224,6 +297,16 @@ class FakeCompiler:
 
     def destroyProgram(self, program: int) -> None:
         pass
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "spec", ["topk:ratio=0.1", "dgc:ratio=0.01", "threshold:threshold=0.5", "randomk:ratio=0.1"]
+)
+def test_a_negative_zero_is_kept_alike(spec: str) -> None:
+    """What is sent leaves gain * 0 + (1 - gain) * old behind, where the sign of a zero depends on how it is added."""
+    run = compare(spec, np.float32, (33, 5003), lambda source, old: old.fill(-0.0))
+    assert (run.kept == 0).sum() > 5
 
 
 @needs_compiler

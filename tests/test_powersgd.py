@@ -1,5 +1,6 @@
 """PowerSGD: its codec against NumPy, every leaf of two rounds on real ranks, torch's own hook as an oracle."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.exchange import Exchange, digest, make_buckets, numels_of, planned
 from benchmarks.rank_pool import NUM_RANKS, POOL
+from espresso.candidates import every_choice
 from espresso.comm import Assignment, FactorStore
 from espresso.compressors import DrawKey, Feedback, Segment, create, cuda_codec, host_codec
 from espresso.compressors.powersgd import PowerSgd, matrix_of
-from espresso.costs import COMMON_OPS, AlphaBeta, ComputeCost, Contention, CostModel, Links, Op
+from espresso.costs import COMMON_OPS, AlphaBeta, ComputeCost, Contention, CopyCost, CostModel, Links, Op
 from espresso.cpu_offload import WorkerPool
 from espresso.cpu_offload.powersgd import orthonormalise
 from espresso.job import Job
@@ -211,6 +213,48 @@ def test_the_gpu_codec_does_not_depend_on_the_order_of_threads():
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_gpu_codecs_threads_do_not_race(dtype):
+    step = Step(dtype, backend="emulated", **LARGE)
+    device = EmulatedDevice(11, races=True)
+    step.codec, step.gain = on_device(cuda_codec(create(SPEC), device)), 0.5
+    gradient = np.random.default_rng(6).standard_normal(step.old.size).astype(dtype)
+    for _ in range(2):
+        step.run(gradient)
+    assert device.found == []
+
+
+@both_backends
+def test_a_gain_reaches_its_own_segments_and_no_further(backend):
+    """Residuals of several groups may share a buffer; what travels raw keeps the part of the old that is still owed."""
+    step, gap = Step(np.float32, backend=backend), 5
+    kept_at = step.starts + gap * np.arange(len(step.starts))
+    random = np.random.default_rng(8)
+    old = random.standard_normal(step.old.size + gap * len(kept_at)).astype(np.float32)
+    source = random.standard_normal(step.old.size).astype(np.float32)
+    found = {}
+    for gain in (1.0, 0.3):
+        new = np.full_like(old, 7)
+        first, second = (np.zeros(step.codec.num_values(step.layout, n), np.float32) for n in (0, 1))
+        feedback = Feedback(old, new, kept_at, gain)
+        step.codec.encode_values(
+            step.layout, source, step.starts, first, scale=1.0, feedback=feedback, key=DrawKey(),
+            factors=FactorStore(),
+        )  # fmt: skip
+        step.codec.transform_values(step.layout, first, second, feedback=feedback)
+        ends = kept_at + step.layout.numels
+        outside = np.concatenate([new[end : end + gap] for end in ends])
+        assert (outside == 7).all()
+        found[gain] = new
+    part, rest = np.float32(0.3), np.float32(1) - np.float32(0.3)
+    for begin, numel, rank in zip(kept_at, step.layout.numels, step.layout.counts, strict=True):
+        mine = slice(begin, begin + numel)
+        whole = found[1.0][mine] if rank else np.zeros(numel, np.float32)
+        assert np.array_equal(found[1.0][mine], whole)
+        assert np.array_equal(found[0.3][mine], part * whole + rest * old[mine])
+
+
+@needs_compiler
 def test_the_gpu_codec_orthonormalises_and_shows_what_is_not_finite():
     """Dependent columns become zero; an inf reaches every rank and the verdict."""
     codec: Any = cuda_codec(create("powersgd:rank=4,start_iter=0"), EmulatedDevice(1))
@@ -393,6 +437,24 @@ def test_the_search_prices_both_rounds_by_the_shapes():
     assert 4 * 4 * 2000 in flat or 4 * 4 * 2000 * 2 in flat
     kinds = [str(task.step) for task in laid.tasks if task.partition == 0]
     assert kinds.count("transform") + kinds.count("transform@offload") == 1
+
+
+def test_matrices_are_not_copied_between_devices():
+    """On a host both sides share the memory; with a GPU the search is not offered such a split, and no plan has one."""
+    spec, near = CompressorSpec.parse("powersgd:rank=4"), job()
+    far = replace(near, costs=replace(near.costs, copy=CopyCost(5.0, 0.1)))
+    offered, kept = ([c for c in every_choice(at, (spec,)) if c.option.is_compressed] for at in (near, far))
+    assert (len(offered), len(kept)) == (72, 36)
+    assert {choice.option.moves_matrices for choice in offered} == {True, False}
+    assert not any(choice.option.moves_matrices for choice in kept)
+    for choice in offered:
+        split = Strategy.uniform(near.tensors, near.cluster, choice)
+        assert simulate(lay_out(near, split), near).iteration_us > 0
+        if choice.option.moves_matrices:
+            with pytest.raises(StrategyError, match=r"'a'.*stay where they were compressed"):
+                lay_out(far, split)
+        else:
+            assert simulate(lay_out(far, split), far).iteration_us > 0
 
 
 # On live models

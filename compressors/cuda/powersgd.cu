@@ -53,7 +53,7 @@ __device__ void start(const Matrix* matrices, const Tile* tiles, const T* kept, 
 template <typename T>
 __device__ void encode(
     const Matrix* matrices, const Tile* tiles, const T* __restrict__ source, T scale, const T* __restrict__ old,
-    T* __restrict__ fresh, const T* __restrict__ starts, T* __restrict__ first
+    T* __restrict__ fresh, const T* __restrict__ starts, T* __restrict__ first, T gain
 ) {
     __shared__ T sums[WARPS][PART];
     const Tile tile = tiles[blockIdx.x];
@@ -62,7 +62,7 @@ __device__ void encode(
         const i64 high = least(tile.low + m.step, m.columns);
         for (i64 i = tile.low + threadIdx.x; i < high; i += THREADS) {
             first[m.p + i] = source[m.source + i] * scale + old[m.residual + i];
-            fresh[m.residual + i] = T(0);
+            fresh[m.residual + i] = (T(1) - gain) * old[m.residual + i];
         }
         return;
     }
@@ -240,20 +240,26 @@ template <typename T> struct Subtract {
     const Matrix& m;
     const T* p;
     const T* q;
+    const T* old;
     T* matrix;
+    T gain;  // as in espresso.compressors.Feedback
 
     __device__ void operator()(i64 row, i64 j) const {
-        T value = matrix[row * m.columns + j];
+        const i64 at = row * m.columns + j;
+        T value = matrix[at];
         for (i64 k = 0; k < m.rank; ++k) value -= p[k * m.rows + row] * q[k * m.columns + j];
-        matrix[row * m.columns + j] = value;
+        matrix[at] = gain == T(1) ? value : gain * value + (T(1) - gain) * old[at];
     }
 };
 
 template <typename T>
-__device__ void subtract(const Matrix* matrices, const Tile* tiles, const T* first, const T* second, T* fresh) {
+__device__ void subtract(
+    const Matrix* matrices, const Tile* tiles, const T* first, const T* second, const T* old, T* fresh, T gain
+) {
     const Tile tile = tiles[blockIdx.x];
     const Matrix m = matrices[tile.segment];
-    if (m.rank) each_element(m, tile, Subtract<T>{m, first + m.p, second + m.q, fresh + m.residual});
+    if (m.rank)
+        each_element(m, tile, Subtract<T>{m, first + m.p, second + m.q, old + m.residual, fresh + m.residual, gain});
 }
 
 // -- decode --------------------------------------------------------------------------------------------------------
@@ -302,15 +308,16 @@ __device__ void decode(
     KERNEL(start_##name, THREADS, (COMMON, const T *kept, const T *other, T *out),                                \
            start<T>(matrices, tiles, kept, other, out))                                                           \
     KERNEL(encode_##name, THREADS,                                                                                \
-           (COMMON, const T *source, T scale, const T *old, T *fresh, const T *starts, T *first),                 \
-           encode<T>(matrices, tiles, source, scale, old, fresh, starts, first))                                  \
+           (COMMON, const T *source, T scale, const T *old, T *fresh, const T *starts, T *first, T gain),         \
+           encode<T>(matrices, tiles, source, scale, old, fresh, starts, first, gain))                            \
     KERNEL(orthonormalise_##name, ORTHO_THREADS, (COMMON, T *first), orthonormalise<T>(matrices, tiles, first))   \
     KERNEL(multiply_##name, THREADS, (COMMON, const T *fresh, const T *first, T *partial),                        \
            multiply<T>(matrices, tiles, fresh, first, partial))                                                   \
     KERNEL(gather_##name, THREADS, (COMMON, i64 tile, const T *partial, T *second),                               \
            gather<T>(matrices, tiles, tile, partial, second))                                                     \
-    KERNEL(subtract_##name, THREADS, (COMMON, const T *first, const T *second, T *fresh),                         \
-           subtract<T>(matrices, tiles, first, second, fresh))                                                    \
+    KERNEL(subtract_##name, THREADS,                                                                              \
+           (COMMON, const T *first, const T *second, const T *old, T *fresh, T gain),                             \
+           subtract<T>(matrices, tiles, first, second, old, fresh, gain))                                         \
     KERNEL(decode_##name, THREADS,                                                                                \
            (COMMON, const T *first, const T *second, T *target, T scale, u64 *status),                            \
            decode<T>(matrices, tiles, first, second, target, scale, status))

@@ -98,10 +98,11 @@ class CudaPowerSgd:
             feedback.new,
             start,
             values,
+            layout.dtype.type(feedback.gain),
         )
 
     def transform_values(self, layout: Layout, summed: Any, values: Any, *, feedback: Feedback) -> None:
-        """Orthonormalise P in place, make Q = M' P, leave M - P Q' in ``feedback.new``."""
+        """Orthonormalise P in place, make Q = M' P, leave what is kept of M - P Q' in ``feedback.new``."""
         shape = self._shape(layout)
         self._check(layout, summed, 0, feedback)
         self._check(layout, values, 1, feedback)
@@ -115,9 +116,9 @@ class CudaPowerSgd:
         sizes = rows[:, RANK] * rows[:, COLUMNS]
         gathered = self._tables.stretches(rows, sizes, TILE)
         self._launch("gather", layout, gathered, np.int64(TILE), partial, values)
-        self._launch("subtract", layout, self._tiles(shape, rows), summed, values, kept)
-        if feedback.gain != 1:  # not this compressor's default: two more passes
-            kept.mul_(feedback.gain).add_(feedback.old * (1 - feedback.gain))  # type: ignore[attr-defined]
+        gain = layout.dtype.type(feedback.gain)
+        tiles = self._tiles(shape, rows)
+        self._launch("subtract", layout, tiles, summed, values, feedback.old, kept, gain)
 
     def decode_values(
         self,

@@ -25,10 +25,33 @@
     extern "C" void name parameters { emulator::run([&] { body; }, threads); }
 #define SMALL_KERNEL(name, parameters, body) KERNEL(name, THREADS, parameters, body)
 
+// Compiled a second time, the sources tell races.cpp of every access; the emulation's own are none of its business.
+#ifdef EMULATOR_RACES
+extern "C" {
+void races_launch();
+void races_block(int block, int threads);
+void races_thread(int thread);
+void races_pause();
+void races_barrier();
+void races_syncwarp();
+void races_fence();
+void races_atomic(void* at, size_t size);
+}
+#define OWN __attribute__((no_sanitize("thread")))
+#define TELL(call) call
+#else
+#define OWN
+#define TELL(call)
+#endif
+#define STATE static __attribute__((section("emulator_state")))  // not where shared variables lie
+
 struct Place {
     unsigned x;
 };
-static Place threadIdx, blockIdx, blockDim, gridDim;
+STATE Place threadIdx;
+STATE Place blockIdx;
+STATE Place blockDim;
+STATE Place gridDim;
 
 namespace emulator {
 
@@ -46,28 +69,35 @@ struct Fiber {
     bool done;
 };
 
-static std::vector<Fiber> fibers;
-static std::vector<Warp> warps;
-static ucontext_t scheduler;
-static std::function<void()> body;
-static int current, alive, arrived, gathered, results[2];
-static unsigned generation;
-static uint64_t progress;
-static int order;
+STATE std::vector<Fiber> fibers;
+STATE std::vector<Warp> warps;
+STATE ucontext_t scheduler;
+STATE std::function<void()> body;
+STATE int current = 0;
+STATE int alive = 0;
+STATE int arrived = 0;
+STATE int gathered = 0;
+STATE int results[2] = {0, 0};
+STATE unsigned generation = 0;
+STATE uint64_t progress = 0;
+STATE int order = 0;
 
 [[noreturn]] inline void fail(const char* what) {
     fprintf(stderr, "emulated kernel: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
     abort();
 }
 
-inline void yield() {
+OWN inline void yield() {
     int mine = current;
+    TELL(races_pause());
     swapcontext(&fibers[mine].context, &scheduler);
     current = mine;
     threadIdx.x = mine;
+    TELL(races_thread(mine));
 }
 
-inline void release_block() {
+OWN inline void release_block() {
+    TELL(races_barrier());
     results[generation & 1] = gathered;
     gathered = 0;
     arrived = 0;
@@ -75,7 +105,7 @@ inline void release_block() {
     ++progress;
 }
 
-inline int barrier(int flag) {
+OWN inline int barrier(int flag) {
     unsigned mine = generation;
     gathered |= flag != 0;
     if (++arrived == alive)
@@ -86,7 +116,7 @@ inline int barrier(int flag) {
 }
 
 // Every lane's value, once all lanes of the warp have come.
-inline const uint64_t* exchange(uint64_t value) {
+OWN inline const uint64_t* exchange(uint64_t value) {
     Warp& warp = warps[threadIdx.x / 32];
     unsigned mine = warp.generation;
     if (warp.alive != 32) fail("a warp collective that not all 32 threads reach");
@@ -101,8 +131,10 @@ inline const uint64_t* exchange(uint64_t value) {
     return warp.values[mine & 1];
 }
 
-inline void entry() {
+OWN inline void entry() {
+    TELL(races_thread(current));
     body();
+    TELL(races_pause());
     fibers[current].done = true;
     ++progress;
     Warp& warp = warps[threadIdx.x / 32];
@@ -112,7 +144,7 @@ inline void entry() {
 }
 
 // The n-th of `count` in the chosen order.
-inline int turn(int n, int count) {
+OWN inline int turn(int n, int count) {
     if (order == 0) return n;
     if (order == 1) return count - 1 - n;
     int step = 7919;  // a prime, so that every one comes once
@@ -120,8 +152,9 @@ inline int turn(int n, int count) {
     return (int)(((int64_t)n * step + order) % count);
 }
 
-inline void run_block() {
+OWN inline void run_block() {
     int count = (int)blockDim.x;
+    TELL(races_block((int)blockIdx.x, count));
     warps.assign((count + 31) / 32, Warp());
     alive = count;
     arrived = gathered = 0;
@@ -147,14 +180,16 @@ inline void run_block() {
     }
 }
 
-static unsigned grid, threads;
+STATE unsigned grid = 0;
+STATE unsigned threads = 0;
 
-template <typename Body> void run(const Body& kernel, unsigned bound) {
+template <typename Body> OWN void run(const Body& kernel, unsigned bound) {
     if (threads > bound) fail("more threads than the kernel's launch bound");
     if (fibers.size() < threads) fibers.resize(threads);
     for (Fiber& fiber : fibers)
         if (fiber.stack.empty()) fiber.stack.resize(STACK_BYTES);
     body = kernel;
+    TELL(races_launch());
     gridDim.x = grid;
     blockDim.x = threads;
     for (unsigned n = 0; n < grid; ++n) {
@@ -177,7 +212,7 @@ template <typename A> A unpack(uint64_t bits) {
 
 }  // namespace emulator
 
-extern "C" void emulator_configure(unsigned grid, unsigned threads, int order) {
+extern "C" OWN void emulator_configure(unsigned grid, unsigned threads, int order) {
     emulator::grid = grid;
     emulator::threads = threads;
     emulator::order = order;
@@ -185,8 +220,11 @@ extern "C" void emulator_configure(unsigned grid, unsigned threads, int order) {
 
 inline void __syncthreads() { emulator::barrier(0); }
 inline int __syncthreads_or(int flag) { return emulator::barrier(flag); }
-inline void __syncwarp() { emulator::exchange(0); }
-inline void __threadfence() {}
+OWN inline void __syncwarp() {
+    emulator::exchange(0);
+    TELL(races_syncwarp());
+}
+inline void __threadfence() { TELL(races_fence()); }
 
 inline unsigned __ballot_sync(unsigned, int flag) {
     const uint64_t* all = emulator::exchange(flag != 0);
@@ -212,17 +250,20 @@ template <typename A> A __shfl_up_sync(unsigned, A value, int distance) {
     return lane >= 0 ? emulator::unpack<A>(all[lane]) : value;
 }
 
-template <typename A> A atomicAdd(A* at, A value) {
+template <typename A> OWN A atomicAdd(A* at, A value) {
+    TELL(races_atomic(at, sizeof(A)));
     A old = *at;
     *at = old + value;
     return old;
 }
-template <typename A> A atomicOr(A* at, A value) {
+template <typename A> OWN A atomicOr(A* at, A value) {
+    TELL(races_atomic(at, sizeof(A)));
     A old = *at;
     *at = old | value;
     return old;
 }
-template <typename A> A atomicMax(A* at, A value) {
+template <typename A> OWN A atomicMax(A* at, A value) {
+    TELL(races_atomic(at, sizeof(A)));
     A old = *at;
     if (old < value) *at = value;
     return old;
