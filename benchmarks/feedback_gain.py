@@ -2,6 +2,7 @@
 
     python -m benchmarks.feedback_gain
     python -m benchmarks.feedback_gain --cases mlp --steps 150 --start 40
+    python -m benchmarks.feedback_gain --start 15 --no-classical --arms "dgc:ratio=0.01;dgc:ratio=0.01,least=2048"
 
 One process plays both ranks of a job: real models and data, the project's own codecs, tensors of more than one
 dimension compressed from step ``--start`` on (vectors stay exact, as in automatic mode). ``twice`` compresses the sum
@@ -35,7 +36,17 @@ from espresso.compressors import DrawKey, Feedback, Layout, Segment, create, hos
 CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "mlp")
 """Small models with an optimizer as in ``benchmarks.convergence``, and the 10 M parameter MLP with its own."""
 
-ARMS = ("efsignsgd", "efsignsgd twice", "topk:ratio=0.01", "dgc:ratio=0.01", "randomk:ratio=0.05")
+ARMS = (
+    "efsignsgd",
+    "efsignsgd twice",
+    "topk:ratio=0.01",
+    "topk:ratio=0.01,least=2048",
+    "dgc:ratio=0.01",
+    "dgc:ratio=0.01,least=2048",
+    "randomk:ratio=0.05",
+)
+"""With ``least`` as automatic mode runs them where there is time."""
+
 PLAIN = "plain"
 RANKS = 2
 SERVER = RANKS  # the "rank" whose residual is of the sum
@@ -179,6 +190,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Of every run; half as many for the large MLP.")] = 300,
     start: Annotated[int, typer.Option(help="Plain steps before compression begins.")] = 60,
     seeds: Annotated[int, typer.Option(help="Of small models; at most 3 of the large MLP.", min=2)] = 6,
+    classical: Annotated[bool, typer.Option(help="Also with a gain of 1.")] = True,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "feedback_gain.json",
 ) -> None:
     """Train with the classical feedback gain and with each compressor's own."""
@@ -187,7 +199,9 @@ def main(
         large = "-" not in case
         of_case = range(min(seeds, 3) if large else seeds)
         length = steps // 2 if large else steps
-        pairs = [(PLAIN, 1.0)] + [(a, g) for a in arms.split(";") for g in sorted({1.0, own_gain(a)})]
+        pairs = [(PLAIN, 1.0)] + [
+            (a, g) for a in arms.split(";") for g in sorted({own_gain(a)} | ({1.0} if classical else set()))
+        ]
         jobs += [Job(case, arm, gain, seed, length, start) for arm, gain in pairs for seed in of_case]
     with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
         runs = pool.map(train, jobs, chunksize=1)

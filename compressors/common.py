@@ -14,6 +14,9 @@ from espresso.compressors.base import Bytes, Compressor, Correction, Layout, Seg
 from espresso.compressors.payload import build_layout, params_digest
 from espresso.compressors.sparse import sent_slots
 
+ADDED = {"added": True}
+"""Metadata of a parameter that came after payloads were first written: at its default it leaves their digest alone."""
+
 
 class Steady:
     """What a compressor is that asks for no momentum, follows no schedule and masks nothing."""
@@ -59,6 +62,11 @@ class BaseCompressor(Steady):
     def __post_init__(self) -> None:
         self.check_int("raw_below", low=0)
 
+    @property
+    def raw_limit(self) -> int:
+        """Segments with fewer elements travel raw."""
+        return self.raw_below
+
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """The algorithm's count for a segment of ``numel`` numbers, and its body's bytes before padding."""
         raise NotImplementedError
@@ -67,12 +75,16 @@ class BaseCompressor(Steady):
         """Lay out the payload for these segments; ``dtype`` is float32 or float64."""
         return build_layout(
             algorithm=self.algorithm,
-            digest=params_digest(self.name, [(f.name, getattr(self, f.name)) for f in fields(self)]),
-            raw_below=self.raw_below,
+            digest=params_digest(self.name, self._digested()),
+            raw_below=self.raw_limit,
             body_size=self.body_size,
             segments=segments,
             dtype=dtype,
         )
+
+    def _digested(self) -> list[tuple[str, Any]]:
+        values = [(f, getattr(self, f.name)) for f in fields(self)]
+        return [(f.name, value) for f, value in values if not f.metadata.get("added") or value != f.default]
 
     def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """What was chosen, segment by segment, where the traits say that it masks."""

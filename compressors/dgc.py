@@ -5,11 +5,11 @@ Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from espresso.compressors.base import Correction, Traits
-from espresso.compressors.common import BaseCompressor
+from espresso.compressors.common import ADDED, BaseCompressor
 from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, sparse_body_size
 
 
@@ -38,6 +38,8 @@ class Dgc(BaseCompressor):
             root of the number of ranks; needs momentum; 0 does not clip. (The paper takes the norm of all
             tensors together, which nobody knows when the first bucket has to leave.)
         warmup_epochs: E of the warm-up that :meth:`at_epoch` follows; 0 means none.
+        least: k is at least this. A segment less than twice as long travels raw, which takes
+            no more bytes in float32.
     """
 
     name: ClassVar[str] = "dgc"
@@ -50,6 +52,7 @@ class Dgc(BaseCompressor):
     nesterov: bool = False
     clip_norm: float = 0.0
     warmup_epochs: int = 0
+    least: int = field(default=1, metadata=ADDED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,10 +67,16 @@ class Dgc(BaseCompressor):
             if getattr(self, name) and not self.momentum:
                 raise ValueError(f"compressor dgc: {name} needs a momentum above 0")
         self.check_int("warmup_epochs", low=0)
+        self.check_int("least", low=1)
+
+    @property
+    def raw_limit(self) -> int:
+        """Segments with fewer elements travel raw."""
+        return max(self.raw_below, 2 * self.least)
 
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and the body of k slots."""
-        return sparse_body_size(numel, itemsize, self.ratio)
+        return sparse_body_size(numel, itemsize, self.ratio, self.least)
 
     @property
     def correction(self) -> Correction | None:

@@ -1,6 +1,7 @@
 """The body that top-k, DGC and other sparsifiers share.
 
-Body of a segment of d elements with k slots (``count`` = k = ratio * d, rounded to nearest, in [1, d])::
+Body of a segment of d elements with k slots (``count`` = k = ratio * d, rounded to nearest, in [least, d];
+least is 1 unless a parameter says otherwise)::
 
     0          4   n, how many slots count, 0 <= n <= k
     4          4   zero
@@ -69,14 +70,14 @@ def sample_size(numel: int, k: int, part: float, slack: float) -> tuple[int, int
     return (wanted + RUN - 1) // RUN, max(1, int(expected + slack * math.sqrt(expected) + 0.5))
 
 
-def num_slots(numel: int, ratio: float) -> int:
-    """k for a segment: ``ratio * numel`` to the nearest, at least one and at most all (0 if empty)."""
-    return min(numel, max(1, int(ratio * numel + 0.5)))
+def num_slots(numel: int, ratio: float, least: int = 1) -> int:
+    """k for a segment: ``ratio * numel`` to the nearest, at least ``least`` and at most all (0 if empty)."""
+    return min(numel, max(least, int(ratio * numel + 0.5)))
 
 
-def sparse_body_size(numel: int, itemsize: int, ratio: float) -> tuple[int, int]:
+def sparse_body_size(numel: int, itemsize: int, ratio: float, least: int = 1) -> tuple[int, int]:
     """k, and the bytes of a body with k slots."""
-    k = num_slots(numel, ratio)
+    k = num_slots(numel, ratio, least)
     return k, PREFIX_BYTES + k * (itemsize + 4)
 
 

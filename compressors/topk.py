@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from espresso.compressors.base import Traits
-from espresso.compressors.common import BaseCompressor
+from espresso.compressors.common import ADDED, BaseCompressor
 from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, sparse_body_size
 
 
@@ -18,6 +18,8 @@ class TopK(BaseCompressor):
 
     Attributes:
         ratio: k / d, in (0, 1].
+        least: k is at least this. A segment less than twice as long travels raw, which takes
+            no more bytes in float32.
     """
 
     name: ClassVar[str] = "topk"
@@ -25,14 +27,21 @@ class TopK(BaseCompressor):
     algorithm: ClassVar[int] = 6
 
     ratio: float = 0.01
+    least: int = field(default=1, metadata=ADDED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_float("ratio", above=0.0)
+        self.check_int("least", low=1)
+
+    @property
+    def raw_limit(self) -> int:
+        """Segments with fewer elements travel raw."""
+        return max(self.raw_below, 2 * self.least)
 
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and the body of k slots."""
-        return sparse_body_size(numel, itemsize, self.ratio)
+        return sparse_body_size(numel, itemsize, self.ratio, self.least)
 
     def selection(self) -> Selection:
         """A threshold somewhat below the k-th magnitude; if k pass, the top k are among them."""

@@ -527,7 +527,7 @@ class CostModel:
         """
         devices = (device,) if device is not Device.SERVER else (device, Device.OFFLOAD, Device.TRAINING)
         for place in devices:
-            for key in (str(spec), spec.name):
+            for key in _measured_as(spec):
                 cost = self._by_key.get((key, place, op))
                 if cost is not None:
                     return cost
@@ -542,9 +542,7 @@ class CostModel:
         return tuple(
             device
             for device in RANK_DEVICES
-            if all(
-                any((key, device, op) in self._by_key for key in (str(spec), spec.name)) for op in COMMON_OPS
-            )
+            if all(any((key, device, op) in self._by_key for key in _measured_as(spec)) for op in COMMON_OPS)
         )
 
     @cached_property
@@ -628,6 +626,11 @@ class CostModel:
             whole(body.get("offload_ranks_per_pool", 1), f"{where}.offload_ranks_per_pool", least=1),
             ServerCosts.from_json(body.get("servers"), f"{where}.servers"),
         )
+
+
+def _measured_as(spec: CompressorSpec) -> tuple[str, ...]:
+    """Where to look for a compressor's costs: how many numbers it sends at least is no matter of its own speed."""
+    return str(spec), str(spec.without("least")), spec.name
 
 
 def read_copy(body: Any, where: str) -> CopyCost | None:

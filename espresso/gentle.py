@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from espresso._fields import check_keys, whole
 from espresso.job import Job
-from espresso.strategies import PLAIN, Choice, Strategy, parse_option
+from espresso.strategies import PLAIN, Choice, CompressorSpec, Strategy, parse_option
 
 if TYPE_CHECKING:
     from espresso.search_result import Ranked, SearchResult
@@ -26,9 +26,17 @@ TWICE_MUST_SAVE = 1.25
 """Compressing a sum again must save this factor of a step. Its error is no rank's own, and the residuals of both
 ends push each other up: at a learning rate that plain training and one compression take well, two may diverge."""
 
+LEAST_SENT = 2048
+"""Top-k and DGC send at least so many numbers of a tensor unless the user says otherwise."""
+
+MORE_MAY_TAKE = 0.25
+"""Sending more than the ratio says may take this part of the time that compression saves."""
+
 _ONCE_FLAT = "comp > flat.allgather > dec"
 _ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
 _KEY = "automatic"
+_FIELDS = ("exact_vectors", "partition_bytes")
+_LATER = "least_sent"  # runs that do not say it sent what the ratio says
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +45,17 @@ class Automatic:
 
     Attributes:
         exact_vectors: tensors of at most one dimension and this many elements stay uncompressed.
+        least_sent: sparsifiers send at least this many numbers of a tensor, where there is time for it.
         partition_bytes: the one partition size that was searched; None: those that fit the job.
     """
 
     exact_vectors: int = EXACT_VECTORS
     partition_bytes: int | None = None
+    least_sent: int = LEAST_SENT
 
     def to_meta(self) -> dict[str, Any]:
         """An entry for ``Job.meta``."""
-        return {_KEY: {"exact_vectors": self.exact_vectors, "partition_bytes": self.partition_bytes}}
+        return {_KEY: {name: getattr(self, name) for name in (*_FIELDS, _LATER)}}
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Automatic | None:
@@ -58,11 +68,12 @@ class Automatic:
         if body is None:
             return None
         where = f"meta.{_KEY}"
-        check_keys(body, where, ("exact_vectors", "partition_bytes"))
+        check_keys(body, where, _FIELDS, (_LATER,))
         size = body["partition_bytes"]
         return cls(
             whole(body["exact_vectors"], f"{where}.exact_vectors"),
             None if size is None else whole(size, f"{where}.partition_bytes"),
+            whole(body.get(_LATER, 1), f"{where}.{_LATER}"),
         )
 
     @property
@@ -71,19 +82,24 @@ class Automatic:
         return None if self.partition_bytes is None else (self.partition_bytes,)
 
 
-def gentle(job: Job, result: SearchResult, exact_vectors: int = EXACT_VECTORS) -> SearchResult:
+def gentle(job: Job, result: SearchResult, settings: Automatic | None = None) -> SearchResult:
     """The result with gentler strategies; plain where none of them is predicted to beat it.
 
     Args:
         job: the one that was searched, with its own buckets.
-        exact_vectors: see :class:`Automatic`.
+        settings: of the run, live or imagined; None: the defaults.
 
     Returns:
         ``alternatives`` are the gentle forms of the search's own, best first, those not below plain left out;
         ``chosen`` is the first of them.
     """
+    settings = settings or Automatic()
     rows = [
-        _gentler(_with_bucket_cap(row, result.bucket_cap_mb), exact_vectors)
+        _sending_more(
+            _gentler(_with_bucket_cap(row, result.bucket_cap_mb), settings.exact_vectors),
+            settings.least_sent,
+            result.uncompressed_us,
+        )
         for row in result.alternatives
         if row.predicted_us < result.uncompressed_us and row.strategy.num_compressed
     ]
@@ -135,11 +151,28 @@ def _gentler(row: Ranked, exact_vectors: int) -> Ranked:
     return other if other.predicted_us <= TWICE_MUST_SAVE * found.predicted_us else found
 
 
+def _sending_more(row: Ranked, least: int, uncompressed_us: float) -> Ranked:
+    """With ``least`` numbers sent of every tensor, or half or a quarter as many: what there is time for."""
+    limit = row.predicted_us + MORE_MAY_TAKE * (uncompressed_us - row.predicted_us)
+    for number in (least, least // 2, least // 4):
+        more = send_at_least(row.strategy, number)
+        if more == row.strategy:
+            break
+        found = _priced(replace(row, strategy=more))
+        if found.predicted_us <= limit:
+            return found
+    return row
+
+
 def _with_exact_vectors(row: Ranked, exact_vectors: int) -> Ranked:
     """The strategy with small vectors left exact, and what it takes so."""
+    return _priced(replace(row, strategy=leave_vectors(row.strategy, exact_vectors)))
+
+
+def _priced(row: Ranked) -> Ranked:
+    """The row with what its strategy takes."""
     from espresso.timeline import simulate
 
-    row = replace(row, strategy=leave_vectors(row.strategy, exact_vectors))
     predicted = simulate(row.plan, row.job, pricer=row.pricer).iteration_us
     notes = {**row.strategy.notes, "predicted_us": predicted, "found_by": row.name}
     return replace(row, strategy=replace(row.strategy, notes=notes), predicted_us=predicted)
@@ -156,6 +189,33 @@ def compress_once(strategy: Strategy) -> Strategy:
     return strategy.with_choices(changes)
 
 
+def send_at_least(strategy: Strategy, least: int) -> Strategy:
+    """The strategy with sparsifiers told to send at least so many numbers of a tensor, unless their spec says it.
+
+    A hundredth of a small tensor is a few numbers a step, and the others wait for hundreds of steps, while all of it
+    is few bytes.
+    """
+    if least <= 1:
+        return strategy
+    more = {
+        spec: CompressorSpec(spec.name, (*spec.params, ("least", least)))
+        for spec in strategy.compressors
+        if _may_send_more(spec)
+    }
+    changes = {
+        name: Choice(choice.option, more[choice.compressor])
+        for name, choice in strategy.choices.items()
+        if choice.compressor in more
+    }
+    return strategy.with_choices(changes) if changes else strategy
+
+
+def _may_send_more(spec: CompressorSpec) -> bool:
+    from espresso.compressors.registry import create
+
+    return hasattr(create(spec), "least") and all(key != "least" for key, _ in spec.params)
+
+
 def leave_vectors(strategy: Strategy, most: int) -> Strategy:
     """The strategy with every tensor of at most one dimension and ``most`` elements uncompressed.
 
@@ -167,4 +227,12 @@ def leave_vectors(strategy: Strategy, most: int) -> Strategy:
     return changed if changed.num_compressed else strategy
 
 
-__all__ = ["EXACT_VECTORS", "Automatic", "compress_once", "gentle", "leave_vectors"]
+__all__ = [
+    "EXACT_VECTORS",
+    "LEAST_SENT",
+    "Automatic",
+    "compress_once",
+    "gentle",
+    "leave_vectors",
+    "send_at_least",
+]

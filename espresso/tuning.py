@@ -64,7 +64,7 @@ class OnlineSearch:
     ) -> None:
         self._groups, self._codecs, self.compressor = groups, codecs, compressor
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._settings = Automatic(config.exact_vectors, config.partition_bytes)
+        self._settings = Automatic(config.exact_vectors, config.partition_bytes, config.least_sent)
         self._artifacts = artifacts
         self._runtime = HostRuntime() if runtime is None else runtime
         self.job: Job | None = None
@@ -168,7 +168,7 @@ class OnlineSearch:
         from espresso.search import search  # compiles kernels: only rank 0 needs them
 
         result = search(job, self.compressor, partitions=self._settings.partitions)
-        found = gentle(job, result, self._settings.exact_vectors).alternatives[:MAX_CANDIDATES]
+        found = gentle(job, result, self._settings).alternatives[:MAX_CANDIDATES]
         candidates = [
             Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us)
             for row in found

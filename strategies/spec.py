@@ -58,6 +58,10 @@ class CompressorSpec:
             params[key] = _parse_value(value.strip())
         return cls(name.strip(), tuple(params.items()))
 
+    def without(self, key: str) -> CompressorSpec:
+        """The spec with this parameter at its default."""
+        return CompressorSpec(self.name, tuple(pair for pair in self.params if pair[0] != key))
+
     def __str__(self) -> str:
         if not self.params:
             return self.name

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from espresso.gentle import compress_once, leave_vectors
+from espresso.gentle import compress_once, leave_vectors, send_at_least
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
@@ -47,6 +47,21 @@ def test_a_sum_that_would_be_compressed_again_is_gathered_instead(cluster, twice
     assert once.choices["w"].compressor == spec
     assert once.choices["v"] == PLAIN
     assert compress_once(once) == once
+
+
+def test_only_sparsifiers_that_do_not_say_how_many_are_told_to_send_more():
+    gather = parse_option("comp > flat.allgather > dec")
+    given = ("topk", "dgc:ratio=0.02", "topk:least=5", "threshold", "efsignsgd")
+    choices = {f"t{i}": Choice(gather, CompressorSpec.parse(spec)) for i, spec in enumerate(given)}
+    tensors = [TensorSpec(name, (300, 300)) for name in (*choices, "raw")]
+    strategy = Strategy.uniform(tensors, Cluster(2, 1), PLAIN).with_choices(choices)
+    more = send_at_least(strategy, 100)
+    assert [str(more.choices[name].compressor) for name in choices] == [
+        "topk:least=100", "dgc:least=100,ratio=0.02", "topk:least=5", "threshold", "efsignsgd"
+    ]  # fmt: skip
+    assert all(more.choices[name].option == gather for name in choices)
+    assert more.choices["raw"] == PLAIN
+    assert send_at_least(strategy, 1) == strategy
 
 
 def test_decides_within_sixty_steps_and_learns(played):

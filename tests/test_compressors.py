@@ -466,6 +466,23 @@ def test_sparsifiers_send_the_top(dtype: type, shape: str, name: str) -> None:
     assert np.array_equal(outcome.decoded, reference_top(outcome.q, count))
 
 
+@pytest.mark.parametrize("name", ["topk", "dgc"])
+def test_at_least_so_many_are_sent_and_short_segments_are_raw(name: str) -> None:
+    sizes = (200, 399, 400, 5003, 70_001)
+    outcome = round_trip(f"{name}:ratio=0.01,least=200", sizes, np.float32)
+    assert outcome.layout.raw.tolist() == [True, True, False, False, False]
+    assert outcome.layout.counts.tolist() == [0, 0, 200, 200, 700]
+    wide = outcome.layout.num_bytes - len(outcome.layout.header)
+    assert wide <= sum(4 * size for size in sizes[:3]) + 12 * (200 + 700) + 8 * 5
+    ends = np.cumsum(sizes)
+    for end, size, k in zip(ends, sizes, (200, 399, 200, 200, 700), strict=True):
+        sent, q = outcome.decoded[end - size : end], outcome.q[end - size : end]
+        assert k * 0.8 <= np.count_nonzero(sent) <= k
+        assert np.array_equal(sent, reference_top(q, np.count_nonzero(sent)))
+    with pytest.raises(ValueError, match="least"):
+        create(f"{name}:least=0")
+
+
 @pytest.mark.parametrize("name", ["topk", "randomk"])
 def test_keeping_everything_is_the_identity(name: str) -> None:
     outcome = round_trip(f"{name}:raw_below=1,ratio=1", ODD_SIZES, np.float32)

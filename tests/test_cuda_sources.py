@@ -51,6 +51,7 @@ MORE_SPECS = (
     "int4:raw_below=1",
     "int8:raw_below=1,block=4096",
     "topk:raw_below=300,ratio=0.3",
+    "topk:ratio=0.01,least=150",
     "dgc:ratio=0.001",
 )
 

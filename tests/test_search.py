@@ -370,10 +370,31 @@ def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path
     from espresso.gentle import Automatic
 
     assert Automatic.of({}) is None
-    assert Automatic.of(Automatic(7, 4096).to_meta()) == Automatic(7, 4096)
-    for body in ([], {"exact_vectors": 1}, {"exact_vectors": -1, "partition_bytes": None}):
+    assert Automatic.of(Automatic(7, 4096, 9).to_meta()) == Automatic(7, 4096, 9)
+    before = {"exact_vectors": 7, "partition_bytes": None}  # of a run that sent what the ratio says
+    assert Automatic.of({"automatic": before}) == Automatic(7, least_sent=1)
+    for body in ([], {"exact_vectors": 1}, before | {"exact_vectors": -1}, before | {"least_sent": 0.5}):
         with pytest.raises(JobError, match="automatic"):
             Automatic.of({"automatic": body})
+
+
+@pytest.mark.parametrize(("numel", "least"), [(90_000, 2048), (5000, 512), (1500, None)])
+def test_more_is_sent_where_three_quarters_of_what_is_saved_remain(numel, least):
+    from espresso.gentle import Automatic, gentle
+
+    # Measured with the ratio alone, and priced so with more.
+    costs = compute(0.01, 0.01, name="topk:ratio=0.01")
+    job = make_job([numel] * 3, [0, 1, 1], beta=30.0, costs=costs)
+    result = search(job, "topk:ratio=0.01")
+    alone = gentle(job, result, Automatic(exact_vectors=0, least_sent=1))
+    found = gentle(job, result, Automatic(exact_vectors=0))
+    wanted = "topk:ratio=0.01" if least is None else f"topk:least={least},ratio=0.01"
+    assert {str(spec) for spec in found.strategy.compressors} == {wanted}
+    assert {str(spec) for spec in alone.strategy.compressors} == {"topk:ratio=0.01"}
+    lost, saved = found.predicted_us - alone.predicted_us, found.uncompressed_us - alone.predicted_us
+    assert saved > 0
+    assert (0 < lost <= 0.25 * saved) == (least is not None)
+    assert found.predicted_us == simulate(found.plan, job).iteration_us
 
 
 def test_gentle_keeps_plain_where_nothing_gentle_beats_it():

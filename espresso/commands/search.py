@@ -111,7 +111,7 @@ def search(
         if manner is not None:
             from espresso.gentle import gentle as soften
 
-            result = soften(loaded, result, manner.exact_vectors)
+            result = soften(loaded, result, manner)
         if frontier is not None:
             from espresso.frontier import frontier as sweep
 
@@ -151,7 +151,8 @@ def _gentle_json(manner: "Automatic | None", result: "SearchResult") -> dict[str
     if manner is None:
         return {"gentle": False}
     rows = [{"name": row.name, "predicted_us": row.predicted_us} for row in result.alternatives]
-    return {"gentle": True, "exact_vectors": manner.exact_vectors, "alternatives": rows}
+    settings = {"exact_vectors": manner.exact_vectors, "least_sent": manner.least_sent}
+    return {"gentle": True, **settings, "alternatives": rows}
 
 
 def _replan(job: "Job", specs: "tuple[CompressorSpec, ...]", old: Path) -> "SearchResult":
@@ -234,8 +235,9 @@ def _print(
         console.print(line)
     if manner is not None:
         console.print(
-            f"as automatic mode: vectors of up to {manner.exact_vectors} elements stay exact, sums are compressed"
-            " again only where that pays (--no-gentle: the shortest iteration alone)"
+            f"as automatic mode: vectors of up to {manner.exact_vectors} elements stay exact, top-k and DGC send at"
+            f" least {manner.least_sent} numbers of a tensor where there is time, sums are compressed again only where"
+            " that pays (--no-gentle: the shortest iteration alone)"
         )
     if points:
         console.print()
