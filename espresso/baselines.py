@@ -67,6 +67,15 @@ def inter_all_to_all(hierarchical: bool) -> Option:
     )
 
 
+def inter_gather_broadcast(hierarchical: bool) -> Option:
+    """As :func:`inter_all_to_all`, by one aggregator instead of one in every node."""
+    return _pipeline(
+        hierarchical,
+        "intra.reduce_scatter > comp > inter.gather > dec > comp > inter.broadcast > dec > intra.allgather",
+        "comp > flat.gather > dec > comp > flat.broadcast > dec",
+    )
+
+
 def all_to_all_all_to_all(hierarchical: bool) -> Option:
     """Compressed in the node and between nodes, both as all-to-all and allgather."""
     return _pipeline(
@@ -77,7 +86,7 @@ def all_to_all_all_to_all(hierarchical: bool) -> Option:
     )
 
 
-BYTEPS_PARTITION_BYTES = 4 << 20
+BYTEPS_PARTITION_BYTES = 4_096_000
 BYTEPS_RAW_BELOW_BYTES = 64 << 10
 
 
@@ -97,11 +106,12 @@ def byteps_pipeline(hierarchical: bool) -> Option:
 def byteps_compress(evaluator: Evaluator, spec: CompressorSpec) -> tuple[Evaluator, list[Choice]]:
     """BytePS-Compress (Zhong et al. 2021, "Compressed Communication for Distributed Training").
 
-    Its definition, from the system's own documents and source (BytePS, ``docs/gradient-compression.md`` and the
-    defaults of ``global.cc``): gradients are summed inside the node by the device's own library and copied to the
-    host (its optional fp16 there is left out, as the raw sum is what the others do too); tensors of at least
-    64 KiB are compressed by the worker's CPU threads, in partitions of 4 MB, and again by the server; smaller ones
-    travel raw. Nothing looks at the timeline. Without a host cost for the compressor, the training device serves.
+    Its definition, from the system's own documents and source (BytePS, ``docs/gradient-compression.md``, and in
+    ``global.cc`` the defaults ``_partition_bytes = 4096000`` and ``_min_compress_bytes = 1 << 16``): gradients are
+    summed inside the node by the device's own library and copied to the host (its optional fp16 there is left out,
+    as the raw sum is what the others do too); tensors of at least 64 KiB are compressed by the worker's CPU threads,
+    in partitions of 4 096 000 bytes, and again by the server; smaller ones travel raw. Nothing looks at the
+    timeline. Without a host cost for the compressor, the training device serves.
     """
     device = Device.OFFLOAD if Device.OFFLOAD in _devices(evaluator, spec) else Device.TRAINING
     option = byteps_pipeline(evaluator.job.cluster.is_hierarchical).on_device(device)
@@ -124,8 +134,10 @@ def hitopkcomm(evaluator: Evaluator, spec: CompressorSpec) -> list[Choice]:
     Cloud Clusters"): every tensor is reduce-scattered in the node, its shard compressed on the training device,
     allgathered between nodes, decoded, and allgathered in the node.
 
-    The paper's text was not at hand when this was written: the pipeline is the one that the Espresso paper
-    compares with, and that HiTopKComm's title algorithm names (hierarchical top-k communication).
+    Source: the paper's abstract, and the implementation with which the Espresso paper measured it (its artifact,
+    ``communicator/ddp_allgather_twolayer.py``; the paper's body was not at hand). Two things there are not taken
+    over: the artifact forwards payloads in the node and decodes them last, and it leaves tensors raw below a
+    number of elements that it sets by hand for each model (512 for BERT, 16384 for VGG16).
     """
     option = inter_allgather(evaluator.job.cluster.is_hierarchical)
     device = _devices(evaluator, spec)[0]
@@ -134,22 +146,27 @@ def hitopkcomm(evaluator: Evaluator, spec: CompressorSpec) -> list[Choice]:
 
 def hipress(evaluator: Evaluator, spec: CompressorSpec) -> list[Choice]:
     """HiPress (Bai et al., SOSP '21, "Gradient Compression Supercharged High-Performance Data Parallel DNN
-    Training"): its planner (section 3.3, selective compression) compresses a gradient on the training device
-    iff that shortens this gradient's own synchronisation, all others left aside.
+    Training"): its planner compresses a gradient on the training device iff that shortens this gradient's own
+    synchronisation, all others left aside.
 
-    Compressed, it follows CaSync-PS with colocated aggregators: sum in the node, compressed all-to-all, merge,
-    compressed allgather. Raw, it takes flat allreduce.
-
-    The paper's text was not at hand when this was written: its planner also chooses how many partitions a gradient
-    is cut into, which is left out here, and it models the exchange by its own cost formulas, ours by the timeline's.
+    Source: the planner of its published code (``src/SeCoPa/SeCoPa.py``, topology PS; README, step 4). Compressed, a
+    gradient follows CaSync-PS with colocated aggregators: encode, gather, decode and sum, encode, broadcast, decode,
+    in 1 to N parts, each with an aggregator of its own, whichever number is quickest. One part is the gather
+    and broadcast here and N parts are the all-to-all and allgather; what lies between is left out. Gradients are
+    first summed in the node. Uncompressed ones take the usual allreduce (README, step 5). SeCoPa adds up fitted lines
+    for its authors' cluster; here the job's own costs serve.
     """
-    option = inter_all_to_all(evaluator.job.cluster.is_hierarchical)
-    choice = Choice(option.on_device(_devices(evaluator, spec)[0]), spec)
+    hierarchical = evaluator.job.cluster.is_hierarchical
+    device = _devices(evaluator, spec)[0]
+    choices = (
+        PLAIN,
+        Choice(inter_gather_broadcast(hierarchical).on_device(device), spec),
+        Choice(inter_all_to_all(hierarchical).on_device(device), spec),
+    )
     picked: list[Choice] = []
     for unit in evaluator.units:
-        pair = evaluator.candidates.many(unit.size, (PLAIN, choice))
-        raw, packed = evaluator.candidates.alone_us(pair)
-        picked.append(choice if packed < raw else PLAIN)
+        alone = evaluator.candidates.alone_us(evaluator.candidates.many(unit.size, choices))
+        picked.append(choices[int(np.argmin(alone))])
     return picked
 
 
@@ -235,6 +252,7 @@ __all__ = [
     "hitopkcomm",
     "inter_all_to_all",
     "inter_allgather",
+    "inter_gather_broadcast",
     "myopic",
     "simple_baselines",
 ]

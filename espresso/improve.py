@@ -9,6 +9,7 @@ moves alone stall, since F is a maximum.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,7 @@ from espresso.evaluator import Evaluator
 from espresso.improve_kernels import Losses, anneal, blocks, pairs, spread, sweep
 from espresso.relaxation import Relaxation
 from espresso.strategies import Choice
+from espresso.timeline_kernels import EVENTS
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
@@ -28,6 +30,8 @@ Reals = npt.NDArray[np.float64]
 _STRIDES = (1, 2, 3, 4, 6, 8)
 _WINDOWS = ((0, 8), (0, 4), (4, 8), (6, 8), (0, 2), (7, 8), (2, 6))
 PAIR_DEPTH = 12
+PAIR_EVENTS = 400_000
+"""Simulated, about, before a pair of giants may look further than ``PAIR_DEPTH``: small jobs can afford all."""
 
 
 def _patterns() -> Wholes:
@@ -60,6 +64,11 @@ class Effort:
     variants: tuple[tuple[float, float], ...] = ((1.5, 1.0), (3.0, 2.0))
     finalists: int = 2
     branching: int = 40_000_000
+
+    @classmethod
+    def for_units(cls, units: int) -> Effort:
+        """Four times as many events above 200 units, up to 600: a second is allowed there, not a fifth."""
+        return cls(events=4 * cls.events) if 200 < units <= 600 else cls()
 
     def depth(self, units: int) -> int:
         """Leaves tried for each unit: small jobs can afford more."""
@@ -165,6 +174,7 @@ class LocalSearch:
 
     Attributes:
         spent: events simulated so far.
+        deepest: how far down their lists pairs of giants can be tried for ``PAIR_EVENTS`` events.
     """
 
     def __init__(self, evaluator: Evaluator, led: Guide) -> None:
@@ -176,6 +186,13 @@ class LocalSearch:
             led.errors, evaluator.candidates.kinds(led.kinds), led.budget * (1 + 1e-12)
         )  # fmt: skip
         self.spent = 0
+        evaluator.makespan(led.rounded)
+        self.deepest = self._deep(int(self._scratch[1][EVENTS]))
+
+    def _deep(self, events: int) -> int:
+        """How far down their lists pairs of giants may be tried, for evaluations of so many events."""
+        pairs = len(self._led.giants) * (len(self._led.giants) - 1) // 2
+        return max(PAIR_DEPTH, math.isqrt(PAIR_EVENTS // max(pairs * events, 1)))
 
     def sweep(self, strategy: Wholes, time: float, paid: Reals, effort: int) -> float:
         """Single units, in the order of release; ``strategy`` is changed. Large jobs are left alone."""
@@ -189,8 +206,20 @@ class LocalSearch:
         self._count(events)
         return float(time)
 
-    def descend(self, strategy: Wholes, time: float, paid: Reals, effort: int, *, rounds: int = 4) -> float:
-        """Blocks, pairs and sweeps until nothing improves or the effort is spent; ``strategy`` is changed."""
+    def descend(
+        self,
+        strategy: Wholes,
+        time: float,
+        paid: Reals,
+        effort: int,
+        *,
+        rounds: int = 4,
+        depth: int = PAIR_DEPTH,
+    ) -> float:
+        """Blocks, pairs (``depth`` of each list) and sweeps until nothing improves or the effort is spent.
+
+        ``strategy`` is changed.
+        """
         led = self._led
         end = self.spent + effort
         for _ in range(rounds):
@@ -203,7 +232,7 @@ class LocalSearch:
             if len(led.giants) > 1 and self.spent < end:
                 time, events = pairs(
                     self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
-                    led.giants, PAIR_DEPTH, self._losses, end - self.spent, self._job,
+                    led.giants, depth, self._losses, end - self.spent, self._job,
                 )  # fmt: skip
                 self._count(events)
             if self.spent < end:

@@ -17,7 +17,7 @@ from espresso.bound_kernels import CHAIN
 from espresso.bounds import Branching, Certificate, ascend_from, branch, certify
 from espresso.error_budget import ErrorTable
 from espresso.evaluator import Evaluator, evaluator_at
-from espresso.improve import Effort, Guide, LocalSearch, guide
+from espresso.improve import PAIR_DEPTH, PAIR_EVENTS, Effort, Guide, LocalSearch, guide
 from espresso.job import Job
 from espresso.relaxation import Relaxation, relax
 from espresso.strategies import Choice
@@ -25,6 +25,8 @@ from espresso.strategies import Choice
 Wholes = npt.NDArray[np.int64]
 CLOSE = 1e-4
 """A bound this near the best strategy, as a fraction, is as good as equal."""
+MOST_DEEP = 100
+"""Leaves tried for each unit at the end, in jobs of few events."""
 ANNEALED_PER_UNIT = 200_000
 """Events of annealing for every unit: a small job's few moves are soon all tried."""
 
@@ -210,7 +212,9 @@ def _improve(
         left -= _descend(row, left // (effort.finalists - number))
     best = min(tried, key=lambda row: row.makespan_us)
     _anneal(best, left)
-    return best
+    for row in tried[: effort.finalists]:
+        _deepen(row, leaves)
+    return min(tried, key=lambda row: row.makespan_us)
 
 
 def _variant(row: _Size, leaves: tuple[Choice, ...], chains: float, depth: int, effort: Effort) -> _Size:
@@ -257,6 +261,18 @@ def _anneal(row: _Size, effort: int) -> None:
     strategy = row.strategy.copy()
     reached = search.anneal(strategy, row.makespan_us, paid, 2 * effort // 3)
     row.makespan_us = search.descend(strategy, reached, paid, effort // 3)
+    row.strategy = strategy
+
+
+def _deepen(row: _Size, leaves: tuple[Choice, ...]) -> None:
+    """In jobs of few events, everything over much longer lists, pairs of giants too."""
+    if LocalSearch(row.evaluator, row.led).deepest <= PAIR_DEPTH:
+        return
+    longer = guide(row.evaluator, row.relaxation, row.certificate, leaves, MOST_DEEP)
+    search = LocalSearch(row.evaluator, longer)
+    paid = np.full(len(row.strategy), np.inf)
+    strategy = row.strategy.copy()
+    row.makespan_us = search.descend(strategy, row.makespan_us, paid, 2 * PAIR_EVENTS, depth=search.deepest)
     row.strategy = strategy
 
 

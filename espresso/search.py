@@ -42,8 +42,10 @@ MOST_GREEDY_UNITS = 1500
 """Above this the published algorithms are left out: their time grows with the square of the units."""
 CAP_GAIN = 0.98
 """Another bucket size must gain this much, or the buckets stay as they are."""
-PUBLISHED = "algorithms 1 and 2"
-GREEDY = "greedy from the best baseline"
+PUBLISHED = "algorithms 1 and 2 as published"
+"""From the uncompressed strategy; can end above a baseline."""
+GREEDY = "Espresso's greedy"
+"""The same two algorithms, begun from the best baseline where that is below; above none."""
 
 
 @dataclass
@@ -323,7 +325,7 @@ def _search_buckets(
     refined = refine(
         job, found[0].evaluator,
         [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in allowed],
-        space.every, sizes, effort=Effort() if improve else NO_EFFORT, errors=space.budget,
+        space.every, sizes, effort=Effort.for_units(len(units)) if improve else NO_EFFORT, errors=space.budget,
     )  # fmt: skip
     bound = refined.bound_us
     if improve:

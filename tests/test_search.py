@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from espresso.algorithms import bubbles, greedy, offload, size_order
-from espresso.baselines import simple_baselines
+from espresso.baselines import inter_all_to_all, inter_gather_broadcast, simple_baselines
 from espresso.candidates import compressed_choices, raw_choices, units_of
 from espresso.costs import AlphaBeta, Contention, CopyCost
 from espresso.evaluator import Evaluator
@@ -21,6 +21,7 @@ from espresso.strategies import (
     Bucket,
     Choice,
     Cluster,
+    CompressorSpec,
     Device,
     Mode,
     Slot,
@@ -276,6 +277,25 @@ def test_baselines_are_the_named_pipelines():
     }
     assert len(set(rows["compress everything"].choices)) == 1
     assert all(choice.option.is_compressed for choice in rows["compress everything"].choices)
+
+
+def test_the_policies_of_other_systems_are_those_of_their_sources():
+    """Small tensors raw in BytePS, in its own partitions; HiPress by each gradient's own time and number of parts."""
+    job = job_from_trace("bert_base", 8, 8, "nvlink-100g")
+    evaluator = Evaluator(job, units_of(job), 0)
+    spec = CompressorSpec.parse("efsignsgd")
+    rows = {row.name: row for row in simple_baselines(evaluator, (spec,))}
+    assert rows["BytePS-Compress"].partition_bytes == 4_096_000
+    pairs = list(zip(evaluator.units, rows["BytePS-Compress"].choices, strict=True))
+    assert {choice.option.is_compressed for unit, choice in pairs if unit.num_bytes < 1 << 16} == {False}
+    assert {choice.option.is_compressed for unit, choice in pairs if unit.num_bytes >= 1 << 16} == {True}
+    assert len(set(rows["HiTopKComm"].choices)) == 1
+    shapes = (inter_gather_broadcast(True), inter_all_to_all(True))
+    packed = [Choice(shape.on_device(Device.TRAINING), spec) for shape in shapes]
+    for unit, choice in zip(evaluator.units, rows["HiPress"].choices, strict=True):
+        alone = evaluator.candidates.alone_us(evaluator.candidates.many(unit.size, [PLAIN, *packed, choice]))
+        assert alone[3] == min(alone[:3])
+    assert {choice.option.is_compressed for choice in rows["HiPress"].choices} == {False, True}
 
 
 def test_a_bucket_is_split_where_both_devices_can_work_on_it():
