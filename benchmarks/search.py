@@ -1,7 +1,7 @@
 """The search on every published trace, cluster preset and compressor, at scale, and beside the paper's tables.
 
     python -m benchmarks.search                 # everything
-    python -m benchmarks.search --only scale    # traces, scale, options, paper or speed
+    python -m benchmarks.search --only scale    # any of the sections
 
 Writes ``benchmarks/results/search.json``, ``search.md`` and ``search.png``. Times are medians of repeated searches
 with kernels compiled and options cached; the first search of a job, which builds the options, is reported apart.
@@ -17,7 +17,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import search_evidence, search_speed
+from benchmarks.search_models import MODELS, model_job, random_model_job
 from espresso.job import Job
 from espresso.presets import cluster_names, job_from_trace, published_costs, trace_names
 from espresso.search import GREEDY, PUBLISHED, search
@@ -39,6 +40,12 @@ COMPRESSORS = ("randomk:ratio=0.01", "dgc:ratio=0.01", "efsignsgd")
 REPEATS = 3
 TENSORS = (100, 300, 1000, 3000, 10_000)
 NODES = (8, 64, 256, 1024)
+RANDOM_JOBS = 14
+GAP_SECTIONS = {
+    "traces": "The published traces:",
+    "models": "Models without a trace here, their backward time shared out by a rule:",
+    "random": "Random jobs:",
+}
 POLICIES = {"fp32": "uncompressed", "byteps-compress": "BytePS-Compress", "hitopkcomm": "HiTopKComm",
             "hipress": "HiPress"}  # fmt: skip
 
@@ -55,12 +62,35 @@ ASSUMPTIONS = (
 
 def traces() -> list[dict[str, Any]]:
     """One row per trace, preset and compressor."""
-    cases = [(t, p, c) for t in trace_names() for p in cluster_names() for c in COMPRESSORS]
-    return [_case(*case) for case in track(cases, "traces", console=Console(stderr=True))]
+    return _rows(trace_names(), "traces")
+
+
+def models() -> list[dict[str, Any]]:
+    """The same for models that have no trace here (:mod:`benchmarks.search_models`)."""
+    return _rows(MODELS, "models")
+
+
+def random_jobs() -> list[dict[str, Any]]:
+    """The same for random jobs."""
+    return _rows([f"random {seed}" for seed in range(RANDOM_JOBS)], "random jobs")
+
+
+def _rows(names: Iterable[str], title: str) -> list[dict[str, Any]]:
+    cases = [(n, p, c) for n in names for p in cluster_names() for c in COMPRESSORS]
+    return [_case(*case) for case in track(cases, title, console=Console(stderr=True))]
+
+
+def job_of(name: str, preset: str) -> Job:
+    """The job of a row: a trace, a model or a random one."""
+    if name in MODELS:
+        return model_job(name, preset, *SHAPE)
+    if name.startswith("random "):
+        return random_model_job(int(name.removeprefix("random ")), preset, *SHAPE)
+    return job_from_trace(name, *SHAPE, preset)
 
 
 def _case(trace: str, preset: str, compressor: str) -> dict[str, Any]:
-    job = job_from_trace(trace, *SHAPE, preset)
+    job = job_of(trace, preset)
     began = time.perf_counter()
     search(job, compressor)
     cold = (time.perf_counter() - began) * 1e3
@@ -179,17 +209,20 @@ def facts() -> dict[str, Any]:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The figures that the search is judged by."""
     gaps = [row["gap"] for row in rows]
-    both = [row["certificate_ms"] + row["improve_ms"] for row in rows if row["tensors"] <= 200]
+    both = {few: [_both_ms(row) for row in rows if (row["tensors"] <= 200) == few] for few in (True, False)}
+    bert = [row for row in rows if row["trace"] == "bert_base"]
     return {
+        "cases": len(gaps),
         "median_gap": statistics.median(gaps),
         "largest_gap": max(gaps),
         "gaps_above_8_percent": sum(gap > 0.08 for gap in gaps),
-        "largest_certificate_and_improvement_ms": max(both),
+        "largest_certificate_and_improvement_ms": max(both[True]),
+        **({"largest_above_200_tensors_ms": max(both[False])} if both[False] else {}),
         **{
             f"least_gain_on_bert_base_over_{name}": min(
-                1 - row["predicted_us"] / row[f"{name}_us"] for row in rows if row["trace"] == "bert_base"
+                1 - row["predicted_us"] / row[f"{name}_us"] for row in bert
             )
-            for name in ("algorithms", "greedy")
+            for name in (("algorithms", "greedy") if bert else ())
         },
         "times_the_algorithms_are_above_the_best_baseline": sum(
             row["algorithms_us"] > row["best_baseline_us"] * (1 + 1e-9) for row in rows
@@ -200,27 +233,28 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def _both_ms(row: dict[str, Any]) -> float:
+    return float(row["certificate_ms"] + row["improve_ms"])
+
+
 def markdown(body: dict[str, Any]) -> str:
     """The tables for people."""
     about = body["facts"]
     out = ["# Search", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
-    if "traces" in body:
-        columns = (
-            "trace", "cluster", "compressor", "fp32 ms", "best baseline", "Alg. 1+2 ms", "greedy ms", "ours ms",
-            "bound ms", "gap", "baselines and Alg. ms", "certificate ms", "improvement ms", "first ms",
-        )  # fmt: skip
-        out += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
-        for r in body["traces"]:
-            out.append(
-                f"| {r['trace']} | {r['cluster']} | {r['compressor']} | {r['uncompressed_us'] / 1e3:.1f} |"
-                f" {r['best_baseline']} {r['best_baseline_us'] / 1e3:.1f} | {r['algorithms_us'] / 1e3:.1f} |"
-                f" {r['greedy_us'] / 1e3:.1f} |"
-                f" {r['predicted_us'] / 1e3:.1f} | {r['lower_bound_us'] / 1e3:.1f} | {100 * r['gap']:.1f} % |"
-                f" {r['algorithms_ms']:.0f} | {r['certificate_ms']:.0f} | {r['improve_ms']:.0f} |"
-                f" {r['first_ms']:.0f} |"
-            )
-        out += ["", *(f"- {key}: {value:.3g}" for key, value in body["summary"].items()), ""]
-    out += search_evidence.markdown(body.get("evidence", ()))
+    dates = [f"{name.removesuffix('_date')} {body[name]}" for name in body if name.endswith("_date")]
+    out += [f"Measured: {', '.join(dates)}", ""]
+    for name, title in GAP_SECTIONS.items():
+        if name in body:
+            out += [title, "", *_table(body[name], body[f"{name}_summary"])]
+            out += [*search_evidence.markdown(body.get(f"{name}_evidence", ())), ""]
+    if "models" in body:
+        out += [
+            "",
+            "Models without a trace here, their backward time shared out by a rule, and random jobs:",
+            "",
+        ]
+        out += _table(body["models"], body["models_summary"])
+        out += search_evidence.markdown(body.get("models_evidence", ()))
     if "scale" in body:
         out += ["", "| tensors | nodes | gap | search ms | certificate ms | improvement ms | first ms |",
                 "|" + " --- |" * 7]  # fmt: skip
@@ -253,6 +287,24 @@ def markdown(body: dict[str, Any]) -> str:
         ]
         out += ["", "Assumptions:", "", *(f"- {text}" for text in ASSUMPTIONS)]
     return "\n".join(out) + "\n"
+
+
+def _table(rows: Sequence[dict[str, Any]], totals: dict[str, float]) -> list[str]:
+    columns = (
+        "trace", "cluster", "compressor", "fp32 ms", "best baseline", "Alg. 1+2 ms", "greedy ms", "ours ms",
+        "bound ms", "gap", "baselines and Alg. ms", "certificate ms", "improvement ms", "first ms",
+    )  # fmt: skip
+    out = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
+    for r in rows:
+        out.append(
+            f"| {r['trace']} | {r['cluster']} | {r['compressor']} | {r['uncompressed_us'] / 1e3:.1f} |"
+            f" {r['best_baseline']} {r['best_baseline_us'] / 1e3:.1f} | {r['algorithms_us'] / 1e3:.1f} |"
+            f" {r['greedy_us'] / 1e3:.1f} |"
+            f" {r['predicted_us'] / 1e3:.1f} | {r['lower_bound_us'] / 1e3:.1f} | {100 * r['gap']:.1f} % |"
+            f" {r['algorithms_ms']:.0f} | {r['certificate_ms']:.0f} | {r['improve_ms']:.0f} |"
+            f" {r['first_ms']:.0f} |"
+        )
+    return [*out, "", *(f"- {key}: {value:.3g}" for key, value in totals.items()), ""]
 
 
 def draw(body: dict[str, Any], path: Path) -> None:
@@ -297,23 +349,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     sections: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "traces": traces,
+        "models": models,
+        "random": random_jobs,
         "scale": scale,
         "options": options,
         "paper": paper,
         "speed": search_speed.speed,
     }
-    parser.add_argument("--only", choices=sections, help="one section; the others keep their last results")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sections,
+        default=list(sections),
+        help="the others keep their last results",
+    )
     chosen = parser.parse_args(argv).only
     path = RESULTS / "search.json"
-    body: dict[str, Any] = json.loads(path.read_text()) if chosen and path.exists() else {}
+    body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    body = {name: value for name, value in body.items() if name.split("_")[0] in sections}
     body["facts"] = facts()
     for name, section in sections.items():
-        if chosen in (None, name):
+        if name in chosen:
             body[name] = section()
-    if "traces" in body:
-        body["summary"] = summary(body["traces"])
-        if chosen in (None, "traces"):
-            body["evidence"] = search_evidence.evidence(body["traces"])
+            body[f"{name}_date"] = datetime.now(UTC).isoformat(timespec="minutes")
+    for name in GAP_SECTIONS:
+        if name in chosen:
+            body[f"{name}_summary"] = summary(body[name])
+            body[f"{name}_evidence"] = search_evidence.evidence(body[name], job_of)
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(body, indent=1) + "\n")
     (RESULTS / "search.md").write_text(markdown(body))

@@ -7,7 +7,7 @@ beats in lanes, chain, host time and first training work is simulated, unpartiti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 from espresso.candidates import every_choice, units_of
 from espresso.evaluator import Evaluator
 from espresso.job import Job
-from espresso.presets import job_from_trace
 from espresso.search import search
 from espresso.search_result import SearchResult
 from espresso.strategies import CompressorSpec
@@ -61,13 +60,13 @@ def brute_force(job: Job, spec: CompressorSpec) -> tuple[float, int]:
     return job.forward_us + best + job.optimizer_us, total
 
 
-def evidence(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per case whose gap is above 8 %."""
+def evidence(cases: Sequence[dict[str, Any]], job_of: Callable[[str, str], Job]) -> list[dict[str, Any]]:
+    """One row per case whose gap is above 8 %; ``job_of`` makes a job of a name and a cluster preset."""
     rows = []
     for case in cases:
         if case["gap"] <= 0.08:
             continue
-        job, result = hardest(job_from_trace(case["trace"], 8, 8, case["cluster"]), case["compressor"])
+        job, result = hardest(job_of(case["trace"], case["cluster"]), case["compressor"])
         best, assignments = brute_force(job, CompressorSpec.parse(case["compressor"]))
         rows.append(
             {

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.search_models import MODELS, model_job
 from espresso.algorithms import greedy, offload
 from espresso.candidates import compressed_choices, raw_choices, units_of
 from espresso.costs import AlphaBeta, Links
@@ -37,13 +38,18 @@ def _median_ms(action: Callable[[], Any], repeats: int = REPEATS) -> float:
     return statistics.median(times)
 
 
+def _model(name: str, nodes: int, ranks: int, preset: str) -> Job:
+    return model_job(name, preset, nodes, ranks)
+
+
 def algorithms() -> list[dict[str, Any]]:
-    """Algorithms 1 and 2 on every trace, preset and compressor, and how long its options took to build."""
+    """Algorithms 1 and 2 on every trace, generated model, preset and compressor, and how long options took to build."""
     rows = []
-    for trace in trace_names():
+    for trace in (*trace_names(), *MODELS):
         for preset in cluster_names():
             for spec in SPECS:
-                job = job_from_trace(trace, *SHAPE, preset)
+                known = trace in trace_names()
+                job = (job_from_trace if known else _model)(trace, *SHAPE, preset)
                 tree = raw_choices(job.cluster) + compressed_choices(job, (spec,), Device.TRAINING)
                 began = time.perf_counter()
                 evaluator = Evaluator(job, units_of(job), 0)
