@@ -7,10 +7,11 @@ from its seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from espresso.job import Job
 from espresso.presets import job_from_trace
@@ -91,7 +92,7 @@ def _ncf(users: int = 138_493, items: int = 26_744, factors: int = 64) -> list[R
     return [*rows, ("final.weight", 128, 128.0), ("final.bias", 1, 1.0)]
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], list[Row]]] = {
     "resnet50": lambda: _resnet((3, 4, 6, 3)),
     "resnet101": lambda: _resnet((3, 4, 23, 3)),
     "bert_large": lambda: _bert(24, 1024),
@@ -125,7 +126,12 @@ def random_model_job(seed: int, preset: str, num_nodes: int = 8, ranks_per_node:
 
 
 def _job(
-    name: str, rows: Sequence[tuple[str, int]], gaps: np.ndarray, preset: str, nodes: int, ranks: int
+    name: str,
+    rows: Sequence[tuple[str, int]],
+    gaps: npt.NDArray[np.float64],
+    preset: str,
+    nodes: int,
+    ranks: int,
 ) -> Job:
     base = job_from_trace("vgg16", nodes, ranks, preset)
     tensors = tuple(TensorSpec(tensor, (numel,)) for tensor, numel in rows)

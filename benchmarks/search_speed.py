@@ -38,10 +38,6 @@ def _median_ms(action: Callable[[], Any], repeats: int = REPEATS) -> float:
     return statistics.median(times)
 
 
-def _model(name: str, nodes: int, ranks: int, preset: str) -> Job:
-    return model_job(name, preset, nodes, ranks)
-
-
 def algorithms() -> list[dict[str, Any]]:
     """Algorithms 1 and 2 on every trace, generated model, preset and compressor, and how long options took to build."""
     rows = []
@@ -49,7 +45,7 @@ def algorithms() -> list[dict[str, Any]]:
         for preset in cluster_names():
             for spec in SPECS:
                 known = trace in trace_names()
-                job = (job_from_trace if known else _model)(trace, *SHAPE, preset)
+                job = job_from_trace(trace, *SHAPE, preset) if known else model_job(trace, preset, *SHAPE)
                 tree = raw_choices(job.cluster) + compressed_choices(job, (spec,), Device.TRAINING)
                 began = time.perf_counter()
                 evaluator = Evaluator(job, units_of(job), 0)

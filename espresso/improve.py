@@ -192,7 +192,7 @@ class LocalSearch:
     def _deep(self, events: int) -> int:
         """How far down their lists pairs of giants may be tried, for evaluations of so many events."""
         pairs = len(self._led.giants) * (len(self._led.giants) - 1) // 2
-        return max(PAIR_DEPTH, math.isqrt(PAIR_EVENTS // max(pairs * events, 1)))
+        return max(PAIR_DEPTH, math.isqrt(PAIR_EVENTS // (pairs * events))) if pairs * events else PAIR_DEPTH
 
     def sweep(self, strategy: Wholes, time: float, paid: Reals, effort: int) -> float:
         """Single units, in the order of release; ``strategy`` is changed. Large jobs are left alone."""
