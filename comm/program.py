@@ -9,7 +9,7 @@ buffers of shape [sources, atoms, stride], sources in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol, cast
@@ -19,6 +19,7 @@ import torch
 
 from espresso.comm import transport
 from espresso.comm.errors import EspressoError
+from espresso.comm.exchanges import bytes_sent, exchange_numbers, exchange_payload
 from espresso.comm.factors import FactorStore
 from espresso.comm.groups import Member
 from espresso.comm.memory import HOST, Array, Memory
@@ -48,7 +49,6 @@ from espresso.strategies import (
     Stage,
     StepFlow,
     StepKind,
-    cut,
     trace,
 )
 from espresso.strategies.flow import Span, shard_values
@@ -683,7 +683,7 @@ class PartitionProgram:
 
         given, taken = data, place
         if self._memory.host_copies:  # servers take and give bytes of the host
-            numbers = (region[1] - region[0]) * torch.empty(0, dtype=self.dtype).element_size()
+            numbers = (region[1] - region[0]) * self.dtype.itemsize
             up, down = (
                 self.context.host.zeros(numbers if bytes_ is None else len(bytes_), np.uint8)
                 for bytes_ in (sent, answer)
@@ -743,179 +743,16 @@ class PartitionProgram:
             store = self.home if values is None else values
             return store[outer[0] : outer[1]]
 
-        each = (values if values is not None else self._sample()).element_size()
-        each = 2 if flow.step.form is Form.HALF else each
-        self._count(flow, member, (outer[1] - outer[0]) * each)
-        routine = flow.step.routine
-        if outer[0] == outer[1]:
-            return lambda: (
-                None
-            )  # the same on all ranks of the group: a second round in which nothing takes part
-        if routine is Routine.ALLREDUCE:
-            return lambda: transport.allreduce(whole(), member)
-        if routine is Routine.REDUCE:
-            return lambda: transport.reduce(whole(), member, flow.root)
-        if routine is Routine.BROADCAST:
-            return lambda: transport.broadcast(whole(), member, flow.root)
-        shards = [(low - outer[0], high - outer[0]) for low, high in cut(outer, member.size)]
-        if routine is Routine.ALLGATHER:
-
-            def gather_shards() -> None:
-                parts = [whole()[low:high] for low, high in shards]
-                transport.allgather(parts[member.index], parts, member)
-
-            return gather_shards
-        assert routine is Routine.REDUCE_SCATTER
-        mine = shards[member.index]
-        if flow.step.form is Form.HALF:
-            return self._compile_half(whole, shards, member)
         dtype = self.dtype if values is None else values.dtype
-        received = [
-            None if peer == member.index else self._memory.numbers(mine[1] - mine[0], dtype)
-            for peer in range(member.size)
-        ]
-
-        def reduce_scatter() -> None:
-            parts = [whole()[low:high] for low, high in shards]
-            transport.all_to_all(parts, received, member)
-            sum_in_rank_order(parts[member.index], received)
-
-        return reduce_scatter
-
-    def _compile_half(
-        self, whole: Callable[[], torch.Tensor], shards: Sequence[Span], member: Member
-    ) -> Callable[[], None]:
-        """A reduce-scatter of numbers that travel as float16; every contribution is rounded, our own too."""
-        mine = shards[member.index]
-        received = [self._memory.numbers(mine[1] - mine[0], torch.float16) for _ in range(member.size)]
-
-        def reduce_scatter() -> None:
-            parts = [whole()[low:high] for low, high in shards]
-            halves = [part.to(torch.float16) for part in parts]
-            transport.all_to_all(halves, received, member)
-            received[member.index].copy_(halves[member.index])
-            total = parts[member.index]
-            total.copy_(received[0])
-            for half in received[1:]:
-                total.add_(half)
-
-        return reduce_scatter
-
-    def _sample(self) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype)
+        each = 2 if flow.step.form is Form.HALF else dtype.itemsize
+        self.bytes_sent += bytes_sent(flow, member, (outer[1] - outer[0]) * each)
+        return exchange_numbers(flow, member, whole, outer, self._memory, dtype)
 
     def _compile_payload(self, flow: StepFlow) -> Callable[[], None]:
         assert flow.step.scope is not None
         member = self.context.members[flow.step.scope]
-        held = self._payload
-        sources, stride = flow.before.multiplicity, held.shape[2]
-        if flow.step.routine is Routine.BROADCAST:
-            return self._compile_payload_broadcast(flow, member, stride)
-        if flow.step.phase is Phase.SECOND:
-            return self._compile_payload_second(flow, member, held)
-        memory = self._memory
-        out = memory.zeros((flow.after.multiplicity, len(flow.after.atoms), stride), np.uint8)
-        self._payload = out
-        places = [memory.tensor(out[p * sources : (p + 1) * sources]) for p in range(member.size)]
-        self._count(flow, member, held.nbytes if flow.step.routine is Routine.ALL_TO_ALL else out.nbytes)
-        if flow.step.routine is Routine.ALL_TO_ALL:
-            each = len(flow.after.atoms)
-            parts = [_packed(memory.tensor(held)[:, p * each : (p + 1) * each]) for p in range(member.size)]
-
-            def exchange() -> None:
-                outgoing = [part() for part in parts]
-                transport.all_to_all(outgoing, places, member)
-                places[member.index].copy_(outgoing[member.index])
-
-            return exchange
-        mine = memory.tensor(held)
-        if flow.step.routine is Routine.GATHER:
-
-            def gather() -> None:
-                transport.gather(mine, places, member, flow.root)
-                places[member.index].copy_(mine)
-
-            return gather
-        assert flow.step.routine is Routine.ALLGATHER
-        crosses_twice = flow.step.scope is Scope.FLAT and self.context.cluster.is_hierarchical
-        if crosses_twice and out.nbytes:
-            together = memory.tensor(out).view(-1)
-            return lambda: transport.allgather_ring(mine.view(-1), together, member)
-
-        def allgather() -> None:
-            transport.allgather(mine, places, member)
-            places[member.index].copy_(mine)
-
-        return allgather
-
-    def _compile_payload_second(self, flow: StepFlow, member: Member, held: Array) -> Callable[[], None]:
-        """All-gather of disjoint shards: the atoms of rank i of the group go to place i, sources stay."""
-        sources, each, stride = held.shape
-        memory = self._memory
-        out = memory.zeros((sources, member.size * each, stride), np.uint8)
-        self._payload = out
-        mine, whole = memory.tensor(held), memory.tensor(out)
-        self._count(flow, member, out.nbytes)
-        direct = sources == 1
-        places = [
-            whole[:, p * each : (p + 1) * each] if direct else torch.zeros_like(mine)
-            for p in range(member.size)
-        ]
-
-        def allgather() -> None:
-            transport.allgather(mine, places, member)
-            places[member.index].copy_(mine)
-            if not direct:
-                for peer, place in enumerate(places):
-                    whole[:, peer * each : (peer + 1) * each] = place
-
-        return allgather
-
-    def _compile_payload_broadcast(self, flow: StepFlow, member: Member, stride: int) -> Callable[[], None]:
-        if self._payload.shape[:2] != (flow.after.multiplicity, len(flow.after.atoms)):
-            shape = (flow.after.multiplicity, len(flow.after.atoms), stride)
-            assert member.index != flow.root, "the root holds what it broadcasts"
-            self._payload = self._memory.zeros(shape, np.uint8)
-        both = self._memory.tensor(self._payload)
-        self._count(flow, member, both.nbytes)
-        return lambda: transport.broadcast(both, member, flow.root)
-
-    def _count(self, flow: StepFlow, member: Member, total: int) -> None:
-        """Add the bytes this rank sends in a step whose total array has ``total`` bytes."""
-        if not flow.participates:
-            return
-        peers = member.size
-        is_root = member.index == flow.root
-        share = {
-            Routine.ALLREDUCE: 2 * (peers - 1) / peers,
-            Routine.REDUCE: 0.0 if is_root else 1.0,
-            Routine.GATHER: 0.0 if is_root else 1 / peers,
-            Routine.BROADCAST: float(peers - 1) if is_root else 0.0,
-            Routine.REDUCE_SCATTER: (peers - 1) / peers,
-            Routine.ALLGATHER: (peers - 1) / peers,
-            Routine.ALL_TO_ALL: (peers - 1) / peers,
-        }
-        assert flow.step.routine is not None
-        self.bytes_sent += round(share[flow.step.routine] * total)
-
-
-def sum_in_rank_order(mine: torch.Tensor, received: Sequence[torch.Tensor | None]) -> None:
-    """``mine`` becomes the sum of all contributions, added in rank order; ``received`` is None at our place.
-
-    The first received buffer serves as the accumulator, so nothing is allocated.
-    """
-    parts = [mine if part is None else part for part in received]
-    if len(parts) == 1 or mine.numel() == 0:
-        return
-    total = parts[1] if parts[0] is mine else parts[0]
-    torch.add(parts[0], parts[1], out=mine if len(parts) == 2 else total)
-    for position, part in enumerate(parts[2:], start=3):
-        torch.add(total, part, out=mine if position == len(parts) else total)
-
-
-def _packed(part: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that returns ``part`` as a contiguous tensor: itself, or a copy into a kept buffer."""
-    if part.is_contiguous():
-        return lambda: part
-    buffer = torch.empty_like(part, memory_format=torch.contiguous_format)
-    return lambda: buffer.copy_(part)
+        action, self._payload, sent = exchange_payload(
+            flow, member, self._payload, self._memory, self.context.cluster
+        )
+        self.bytes_sent += sent
+        return action

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from espresso.comm import transport
+from espresso.comm.exchanges import sum_in_rank_order
 from espresso.comm.factors import FactorStore
 from espresso.comm.groups import Groups, Member
-from espresso.comm.program import Codecs, sum_in_rank_order
+from espresso.comm.program import Codecs
 from espresso.compressors.base import Codec, DrawKey, Feedback, Segment
 from espresso.costs import COMMON_OPS, ComputeCost, LinkCurve, Op
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
