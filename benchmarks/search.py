@@ -373,8 +373,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             body[name] = section()
             body[f"{name}_date"] = datetime.now(UTC).isoformat(timespec="minutes")
     for name in GAP_SECTIONS:
-        if name in chosen:
+        if name in body:
             body[f"{name}_summary"] = summary(body[name])
+        if name in chosen:
             body[f"{name}_evidence"] = search_evidence.evidence(body[name], job_of)
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(body, indent=1) + "\n")
