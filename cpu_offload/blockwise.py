@@ -15,7 +15,7 @@ from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malfor
 from espresso.cpu_offload.fp8_kernels import quantize_fp8, widen_fp8
 from espresso.cpu_offload.intrinsics import address, as_number, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q
+from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fetch_block, fill_q
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.vectors import (
     GROUP,
@@ -176,6 +176,7 @@ def decode_chunks(
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], block):
             num = min(block, chunks[chunk, HIGH] - low)
             out = target[row[SOURCE] + low :][:num]
+            fetch_block(target, row[SOURCE] + low + max(block, BLOCK), block)
             if not num_rows:
                 clear_block(out, 0, num)
             for source in range(num_rows):

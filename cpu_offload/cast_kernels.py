@@ -8,7 +8,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Array
 from espresso.cpu_offload.intrinsics import room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q
+from espresso.cpu_offload.kernels import BLOCK, clear_block, fetch_block, fill_q
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 Bits16 = npt.NDArray[np.uint16]
@@ -137,6 +137,7 @@ def decode_casts(
             single = buffer[:num]
             bits = single.view(np.uint32)
             out = target[row[SOURCE] + low :][:num]
+            fetch_block(target, row[SOURCE] + low + BLOCK, BLOCK)
             if not num_rows:
                 clear_block(out, 0, num)
             for source in range(num_rows):

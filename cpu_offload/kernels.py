@@ -13,11 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
+from espresso.cpu_offload.intrinsics import prefetch
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.work import HASH, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, START, Table
 
 BLOCK = 1024
 """Elements that kernels treat at a time: a few such blocks stay in the first-level cache."""
+
+LINE_BYTES = 64
+"""A cache line on every machine we know; elsewhere too much or too little is asked for, and nothing breaks."""
 
 
 @kernel
@@ -50,6 +54,25 @@ def clear_block(target: Array, at: int, num: int) -> None:
     out = target[at : at + num]
     for i in range(num):
         out[i] = 0
+
+
+@kernel
+def fetch_block(target: Array, at: int, num: int) -> None:
+    """Ask for ``target[at:][:num]``, soon to be overwritten; no harm where that is outside the array.
+
+    A store into a line that no cache near the core holds waits for it, and unlike a load it is not foreseen:
+    decoding into gradients that lay idle during an exchange took half as long again without this.
+    """
+    for i in range(0, num, LINE_BYTES // target.itemsize):
+        prefetch(target, at + i)
+
+
+@kernel
+def clear_blocks(target: Array, at: int, num: int) -> None:
+    """As :func:`clear_block`, for long stretches that are not in a cache."""
+    for low in range(0, num, BLOCK):
+        fetch_block(target, at + low + BLOCK, BLOCK)
+        clear_block(target, at + low, min(BLOCK, num - low))
 
 
 @kernel
@@ -111,6 +134,7 @@ def decode_raw(
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], BLOCK):
             num = min(BLOCK, chunks[chunk, HIGH] - low)
             out = target[row[SOURCE] + low :][:num]
+            fetch_block(target, row[SOURCE] + low + BLOCK, BLOCK)
             if not num_rows:
                 clear_block(out, 0, num)
             for source in range(num_rows):

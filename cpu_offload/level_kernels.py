@@ -13,7 +13,7 @@ from espresso.compressors.levels import MAX_BLOCK, Norm
 from espresso.cpu_offload.blockwise import add_block
 from espresso.cpu_offload.intrinsics import as_number, as_type, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q, segment_key
+from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fetch_block, fill_q, segment_key
 from espresso.cpu_offload.level_vectors import (
     ROW,
     add_plane,
@@ -193,6 +193,7 @@ def decode_chunks(
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], block):
             num = min(block, chunks[chunk, HIGH] - low)
             out = target[row[SOURCE] + low :][:num]
+            fetch_block(target, row[SOURCE] + low + max(block, BLOCK), block)
             if not num_rows:
                 clear_block(out, 0, num)
             for source in range(num_rows):

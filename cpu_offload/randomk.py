@@ -22,7 +22,14 @@ from espresso.cpu_offload.codec import DecodeCall, EncodeCall
 from espresso.cpu_offload.draws import shared_salt
 from espresso.cpu_offload.intrinsics import address, fence, prefetch, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import clear_block, copy_block, fill_q, mix64, segment_key
+from espresso.cpu_offload.kernels import (
+    clear_block,
+    clear_blocks,
+    copy_block,
+    fill_q,
+    mix64,
+    segment_key,
+)
 from espresso.cpu_offload.summable import SummableHostCodec
 from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, drop_group, drop_group_stream
 from espresso.cpu_offload.work import (
@@ -165,7 +172,7 @@ def decode_chunks(
             positions = drawn[: stop - begin]
             draw(key, low // STRATUM, high - low, positions)
             out = target[row[SOURCE] + low :][: high - low]
-            clear_block(out, 0, high - low)
+            clear_blocks(out, 0, high - low)
             for j in range(len(positions)):
                 total = out.dtype.type(0)
                 for source in range(num_rows):

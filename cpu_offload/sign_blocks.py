@@ -238,6 +238,7 @@ def add_rows(
     """Add rows (tuples of one length) to the target; a last group that is not whole goes by way of ``tail``."""
     whole = stop - (stop - start) % GROUP
     for i in range(start, whole, GROUP):
+        prefetch(target, at + i + AHEAD)  # as fetch_block says; here one line at a time is faster
         unpack_groups(halves, rows, i // GROUP, plus, minus, target, at + i, accumulate, factor)
     if stop > whole:
         copy_block(tail, 0, target[at + whole :], stop - whole)

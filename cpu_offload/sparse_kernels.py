@@ -14,7 +14,15 @@ from espresso.compressors.base import Array
 from espresso.compressors.sparse import RUN
 from espresso.cpu_offload.intrinsics import address, fence, room, trailing_zeros
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep_block, kth_largest, mix64
+from espresso.cpu_offload.kernels import (
+    BLOCK,
+    clear_block,
+    clear_blocks,
+    fill_q,
+    keep_block,
+    kth_largest,
+    mix64,
+)
 from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, filter_group, filter_group_stream
 from espresso.cpu_offload.work import (
     COUNT,
@@ -261,7 +269,7 @@ def scatter_chunks(
         row = table[segment]
         low, high = chunks[chunk, LOW], chunks[chunk, HIGH]
         out = target[row[SOURCE] + low :][: high - low]
-        clear_block(out, 0, high - low)
+        clear_blocks(out, 0, high - low)
         for source in range(num_rows):
             at = source * row_bytes + row[OFFSET]
             k = row[COUNT]
