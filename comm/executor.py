@@ -421,6 +421,8 @@ class Executor:
                 self._servers.install(keys, lines, numels, only, strategy.digest)
             except EspressoError as error:
                 raise self._fail_now(str(error)) from error
+        else:
+            self._servers.settle_waiting(numels)
 
     def _keeps(self, programs: Sequence[PartitionProgram]) -> bool:
         """Whether all that these programs keep is in use."""
@@ -552,10 +554,8 @@ class Executor:
         """Called once by the lanes with the first error: keep it, log it, and let DDP go."""
         where = "" if node is None else f", {node.label()}"
         what = str(error) if isinstance(error, EspressoError) else _worded(error)
-        hint = _LOST_PEER if any(sign in what for sign in _SIGNS_OF_A_LOST_PEER) else ""
-        if hint and self._servers is not None:
-            notice = self._servers.wait_for_notice(_NOTICE_S)
-            hint = hint if notice is None or str(notice) in what else f" {str(notice).rstrip('.')}."
+        told = isinstance(error, PeerError)  # by a rank that knew more
+        hint = "" if told or not any(sign in what for sign in _SIGNS_OF_A_LOST_PEER) else self._hint(what)
         # DDP puts "Unable to cast " before the text and " to Tensor" behind it.
         text = (
             f"espresso on rank {self.groups.rank} failed in iteration {self.step}{where}: {what.strip().rstrip('.')}."
@@ -568,10 +568,21 @@ class Executor:
                 self.error = wrapped
             iteration = self._iteration
         logger.error("%s", text, exc_info=error)
-        if not isinstance(error, PeerError):
-            self.groups.alarm.ring(what)
+        if not told:
+            self.groups.alarm.ring(f"{what.strip().rstrip('.')}.{hint}")
         if iteration is not None:
             _fail_open(iteration.futures.values(), self.error)
+
+    def _hint(self, what: str) -> str:
+        """Whose connection was lost, as far as addresses, servers and other ranks tell."""
+        lost, hint = self.groups.rank_in(what), _LOST_PEER
+        if lost is not None:
+            hint = f" That is rank {lost}: it died, or left because of an error of its own."
+            heard = self.groups.alarm.heard()
+            if heard is not None and heard[0] == lost:
+                hint = f" That is rank {lost}, which failed first: {heard[1].strip().rstrip('.')}."
+        notice = None if self._servers is None else self._servers.wait_for_notice(_NOTICE_S)
+        return hint if notice is None or str(notice) in what else f"{hint} {str(notice).rstrip('.')}."
 
     def _fail_now(self, text: str) -> EspressoError:
         self._lanes.fail(EspressoError(text))

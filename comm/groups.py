@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.alarm import Alarm
+from espresso.comm.endpoints import local_ends, rank_in
 from espresso.comm.errors import DisagreementError, TopologyError
 from espresso.comm.launch import read_environment
 from espresso.comm.parameter_server import connected
@@ -128,6 +129,7 @@ class Groups:
         self.backend: str = dist.get_backend(parent)
         self.scopes = self._make_scopes()
         self.alarm = Alarm(self.control.group.group_name, self.rank)
+        self._ends = self.all_objects(local_ends())
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -149,6 +151,11 @@ class Groups:
         box = [value]
         dist.broadcast_object_list(box, src=self._ranks[0], group=self.control.group)
         return box[0]
+
+    def rank_in(self, text: str) -> int | None:
+        """The other rank whose address an error of Gloo names."""
+        rank = rank_in(text, self._ends)
+        return None if rank == self.rank else rank
 
     def barrier(self, patience_s: float | None = None) -> None:
         """Wait for everybody, for longer than the groups' time-out if ``patience_s`` says so."""

@@ -60,7 +60,7 @@ def test_a_killed_worker_is_noticed_promptly(moment, tmp_path):
         assert outcome.exit_code == 0, f"rank {outcome.rank} did not exit by itself"
         check_report(outcome.rank, outcome.value)
         assert outcome.value["raised_at"] - died < PROMPT_S
-        assert "Another rank died" in outcome.value["first"]
+        assert f"That is rank {num_ranks - 1}: it died" in outcome.value["first"], outcome.value["first"]
 
 
 def test_a_rank_that_stops_is_waited_for_no_longer_than_the_deadline(played):

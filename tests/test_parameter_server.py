@@ -22,12 +22,22 @@ from benchmarks.exchange import (
     strategy_of,
 )
 from benchmarks.rank_pool import NUM_RANKS, POOL, RanksFailed
-from espresso.comm import Assignment, TopologyError
+from espresso.comm import Assignment, EspressoError, TopologyError
+from espresso.comm.parameter_server import Client, Line
 from espresso.comm.parameter_server.join import Door, ServerSettings, assign_roles, knock
 from espresso.comm.parameter_server.plain import PlainCodec, smaller
 from espresso.comm.parameter_server.sums import Slots
 from espresso.comm.parameter_server.transport import LinkError
-from espresso.comm.parameter_server.wire import Flag, Header, Op, ProtocolError, balance
+from espresso.comm.parameter_server.wire import (
+    Coding,
+    Flag,
+    Header,
+    Key,
+    Op,
+    ProtocolError,
+    Stretch,
+    balance,
+)
 from espresso.comm.residuals import ResidualStore
 from espresso.compressors.base import Feedback, Segment
 from espresso.compressors.cuda import sources
@@ -369,11 +379,98 @@ def test_changes_of_plan_servers_and_a_nan_lose_nothing(servers):
         assert not sum(answer["balance"][name] for answer in answers).any(), name
 
 
+def run_gains(rank: int, spec: str) -> tuple[dict[str, np.ndarray], float, bool]:
+    """What is missing after rounds with the compressor's own gain, over 3, 1 and 2 servers, coded, plain and raw."""
+    exchange = exchange_over(NUM_RANKS, 3, rank)
+    assert exchange is not None
+    cluster, buckets = exchange.groups.cluster, make_buckets(*SIZES)
+    numels = numels_of(buckets)
+    missing = {name: np.zeros(numel) for name, numel in numels.items()}
+    largest, at_servers, draw = 0.0, False, 0
+    pieces, carry = {}, {}
+    # Half of all elements is more than plain numbers: what was kept moves to keys that go plain.
+    plain = "topk:ratio=0.9,raw_below=1"
+    for num_servers, given, cut_at in ((3, spec, 1024), (1, spec, 700), (2, plain, 700), (2, spec, 0)):
+        client().num_servers = num_servers
+        exchange.groups.cluster = replace(cluster, num_servers=num_servers)
+        exchange.renew(gain=None)
+        exchange.store.load(pieces, carry, numels)
+        exchange.warm_up([given])
+        strategy = strategy_of(
+            buckets, exchange.groups.cluster, choice_of(TWO_WAY, given), partition_bytes=cut_at
+        )
+        for _ in range(5):
+            gradients = integers(buckets, rank, NUM_RANKS, draw)
+            results = exchange.step(Assignment(strategy), buckets, gradients)
+            draw += 1
+            for bucket, put, result in zip(buckets, gradients, results, strict=True):
+                for slot in bucket.slots:
+                    part = slice(slot.offset, slot.offset + slot.numel)
+                    missing[slot.tensor] += put[part].double().numpy()
+                    if rank == 0:
+                        missing[slot.tensor] -= result[part].double().numpy() * NUM_RANKS
+        at_servers |= "server" in exchange.sites()
+        kept = exchange.kept(numels)
+        largest = max(largest, *(float(np.abs(values).max()) for values in kept.values()))
+        pieces, carry = exchange.store.snapshot()
+    return {name: missing[name] - kept[name] for name in numels}, largest, at_servers
+
+
+@pytest.mark.parametrize("spec", [TOPK, "efsignsgd:raw_below=8"])
+def test_nothing_is_lost_with_a_gain_over_changing_servers(servers, spec):
+    answers = POOL.run(run_gains, spec)
+    assert answers[0][2]  # servers kept something
+    for name in answers[0][0]:
+        total = sum(answer[0][name] for answer in answers)
+        assert np.abs(total).max() < 1e-3 < 1.0 < answers[0][1], (name, total)
+
+
+def run_early_nan(rank: int) -> tuple[bool, bool]:
+    """A NaN in the last bucket of the very first iteration: (the first bucket was averaged, nothing is kept)."""
+    exchange = exchange_over(NUM_RANKS, 2, rank)
+    assert exchange is not None
+    exchange.warm_up([TOPK])
+    buckets = make_buckets(*SIZES)
+    gradients = integers(buckets, rank, NUM_RANKS)
+    if rank == 1:
+        gradients[1][5] = float("nan")
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, TOPK))
+    exchange.script.next = Assignment(strategy)
+    first = exchange.executor.reduce_bucket(buckets[0], gradients[0].clone(), is_last=False, grad_scale=1.0)
+    averaged = bool(first.wait().isfinite().all())  # before the second bucket's keys are agreed
+    exchange.executor.reduce_bucket(buckets[1], gradients[1].clone(), is_last=True, grad_scale=1.0).wait()
+    exchange.groups.barrier()
+    kept = exchange.kept(numels_of(buckets))
+    return averaged, not any(values.any() for values in kept.values())
+
+
+def test_a_nan_in_the_first_iteration_moves_no_residual_at_a_server(servers):
+    assert POOL.run(run_early_nan) == [(True, True)] * NUM_RANKS
+
+
+def run_load_without_servers(rank: int) -> tuple[float, bool]:
+    """Server residuals are loaded, and the strategy sends nothing through servers: (what came, nothing is kept)."""
+    exchange = exchange_over(NUM_RANKS, 2, rank)
+    assert exchange is not None
+    buckets = make_buckets({"a": 10})
+    pieces = {("a", Site.SERVER): [(3, np.full(4, 8, np.float32), 0)]} if rank == 0 else {}
+    pieces[("a", Site.LOCAL)] = [(0, np.ones(1, np.float32), 0)]
+    exchange.store.load(pieces, {}, numels_of(buckets))
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of("flat.allreduce", TOPK))
+    (result,) = exchange.step(Assignment(strategy), buckets, [torch.zeros(10)])
+    kept = exchange.kept(numels_of(buckets))["a"]
+    return float(result.sum()) * NUM_RANKS, not kept.any()
+
+
+def test_loaded_server_residuals_are_trained_on_without_servers_too(servers):
+    assert POOL.run(run_load_without_servers) == [(4 * 8.0 + NUM_RANKS, True)] * NUM_RANKS
+
+
 # -- handshake and failures ------------------------------------------------------------------------
 
 
-def run_other_strategy(rank: int) -> str:
-    exchange = exchange_over(NUM_RANKS, 1, rank)
+def run_other_strategy(rank: int, num_servers: int = 1) -> str:
+    exchange = exchange_over(NUM_RANKS, num_servers, rank)
     buckets = make_buckets({"a": 100})
     spec = "topk:ratio=0.5" if rank == 2 else "topk:ratio=0.25"
     strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, spec))
@@ -387,6 +484,87 @@ def run_other_strategy(rank: int) -> str:
 def test_another_strategy_on_one_worker_is_refused_at_the_handshake(servers):
     for text in POOL.run(run_other_strategy):
         assert "server rank 4 refuses: worker rank 2 has another strategy than rank 0 (hash" in text
+
+
+def run_refused_twice(rank: int) -> tuple[list[str], list[Any]]:
+    """Both servers refuse; what they answer afterwards."""
+    texts = [run_other_strategy(rank, 2) for _ in range(2)]
+    client().num_servers = 2
+    body = (set(), set())
+    return texts, list(client().ask_all(Op.PREPARE, {0: body, 1: body}, 10.0).values())
+
+
+def test_servers_that_have_refused_answer_the_next_question(servers):
+    for texts, answers in POOL.run(run_refused_twice):
+        assert all("refuses: worker rank 2 has another strategy" in text for text in texts)
+        assert answers == [None, None]
+
+
+class Silent:
+    """A transport on which sends to one server fail."""
+
+    rank, size = 0, 3
+
+    def send(self, channel, peer, tag, data):
+        return SilentPending(peer)
+
+    def receive(self, channel, peer, tag, data):
+        return SilentPending(0)
+
+    def close(self):
+        pass
+
+
+class SilentPending:
+    def __init__(self, peer):
+        self.peer = peer
+
+    def wait(self, timeout_s=None):
+        if self.peer == 1:
+            raise LinkError("rank 1: gone")
+        if self.peer == 0:
+            threading.Event().wait()
+
+
+def test_a_push_that_is_not_taken_names_its_own_server():
+    mine = Client(Silent(), 1, addresses=("10.0.0.1", "10.0.0.2"))
+    lines = [
+        Line(Key(
+            number, number, (0,), (Stretch(f"w{number}", 0, 4 << 20),), "float32", NONE, False, False, False,
+            Coding.RAW, Coding.RAW, 16 << 20, 16 << 20, 0, 0,
+        ))
+        for number in range(2)
+    ]  # fmt: skip
+    data = np.zeros(16 << 20, np.uint8)
+    mine.push(lines[0], data, data, Header(Op.PUSH, 0, 0), 1.0)
+    # The window is full of the first server's push.
+    with pytest.raises(
+        EspressoError, match=r"server rank 1 \(10.0.0.1\) did not take the push of key 0 \(w0"
+    ):
+        mine.push(lines[1], data, data, Header(Op.PUSH, 0, 1), 1.0)
+
+
+def run_missing_table(rank: int) -> str:
+    """Rank 3 never says which keys it would use."""
+    exchange = exchange_over(NUM_RANKS, 1, rank, timeout_s=1.5)
+    assert exchange is not None
+    buckets = make_buckets({"weights": 300})
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(RAW, TOPK))
+    if rank == 3:
+        return ""
+    try:
+        exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_worker_that_never_offers_its_keys_is_named():
+    with serving(POOL):
+        for text in POOL.run(run_missing_table)[:3]:
+            assert "server rank 4 reports: worker rank 3 died, left or hangs" in text, text
+            assert "no table of keys within 1.4" in text, text
+        POOL.close()
 
 
 def run_missing_worker(rank: int) -> str:
@@ -534,6 +712,10 @@ def test_payloads_larger_than_raw_go_raw():
     assert plain.decode(layout, payload, out, starts, scale=0.5)
     assert np.array_equal(out, 2 * source + 1)  # what was kept is sent, and nothing is kept
     assert not new.any()
+    feedback = Feedback(old, new, starts, 0.25)  # 4 are owed: one of them goes, three stay
+    assert plain.encode(layout, source, starts, payload[0], scale=2.0, feedback=feedback)
+    assert np.array_equal(payload[0].view(np.float32), 2 * source + 1)
+    assert np.array_equal(new, np.full(100, 0.75, np.float32))
 
 
 def test_slots_wait_for_memory_and_reuse_it():

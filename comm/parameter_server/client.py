@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from espresso.comm.parameter_server.wire import (
 )
 from espresso.comm.residuals import Address, Piece, ResidualStore
 from espresso.strategies import CompressorSpec, Site
+
+T = TypeVar("T")
 
 WINDOW_BYTES = 16 << 20
 """Pushes that may be on the wire at once from one worker; more would only wait in buffers."""
@@ -77,7 +80,7 @@ class Client:
         self._addresses = tuple(addresses)
         self._namespaces = 0
         self._asking = threading.Lock()
-        self._window: deque[tuple[int, Pending]] = deque()
+        self._window: deque[tuple[Key, int, Pending]] = deque()
         self._in_window = 0
         self._pushing = threading.Lock()
         self._open: dict[int, Line] = {}
@@ -122,22 +125,26 @@ class Client:
         server = self.num_workers + key.server
         with self._pushing:
             self._open[key.number] = line
-            line.answer = self.transport.receive(Channel.DATA, server, Tag.KEYS + key.number, answer)
             while self._window and self._in_window + data.nbytes > WINDOW_BYTES:
-                self._take_one(key, timeout_s)
-            announced = self.transport.send(Channel.CONTROL, server, Tag.HEADER, header.pack())
-            sent = self.transport.send(Channel.DATA, server, Tag.KEYS + key.number, data)
-            self._window += [(0, announced), (data.nbytes, sent)]
+                self._take_one(timeout_s)
+            try:
+                line.answer = self.transport.receive(Channel.DATA, server, Tag.KEYS + key.number, answer)
+                announced = self.transport.send(Channel.CONTROL, server, Tag.HEADER, header.pack())
+                sent = self.transport.send(Channel.DATA, server, Tag.KEYS + key.number, data)
+            except LinkError as error:
+                raise self._lost(key, "does not take the push of", error) from error
+            self._window += [(key, 0, announced), (key, data.nbytes, sent)]
             self._in_window += data.nbytes
         line.last_step = header.step
 
-    def _take_one(self, key: Key, timeout_s: float) -> None:
-        num_bytes, pending = self._window.popleft()
+    def _take_one(self, timeout_s: float) -> None:
+        """Wait for the oldest push, which may have gone to another server than the next."""
+        key, num_bytes, pending = self._window.popleft()
         self._in_window -= num_bytes
         try:
             pending.wait(timeout_s)
         except LinkError as error:
-            raise self._lost(key, "did not take the pushes before", error) from error
+            raise self._lost(key, "did not take the push of", error) from error
 
     def pull(self, line: Line, timeout_s: float) -> None:
         """Wait until the answer is in the place that ``push`` was given."""
@@ -173,28 +180,38 @@ class Client:
                 rank = self.num_workers + server
                 data = dump(body)
                 header = Header(op, self.rank, num_bytes=data.nbytes).pack()
-                sends.append((server, self.transport.send(Channel.CONTROL, rank, Tag.HEADER, header)))
-                sends.append((server, self.transport.send(Channel.CONTROL, rank, Tag.BODY, data)))
+                for tag, message in ((Tag.HEADER, header), (Tag.BODY, data)):
+                    send = partial(self.transport.send, Channel.CONTROL, rank, tag, message)
+                    sends.append((server, self._try(server, op, send, timeout_s)))
             for server, pending in sends:
-                self._wait(server, op, pending, timeout_s)
-            return {server: self._answer(server, op, timeout_s) for server in bodies}
+                self._try(server, op, partial(pending.wait, timeout_s), timeout_s)
+            # All of them before a refusal is raised: an answer that nobody takes would be the next question's.
+            answers = {server: self._answer(server, op, timeout_s) for server in bodies}
+        for server, (is_refusal, body) in answers.items():
+            if is_refusal:
+                raise DisagreementError(f"{self.name(server)} refuses: {body}")
+        return {server: body for server, (_, body) in answers.items()}
 
-    def _answer(self, server: int, op: Op, timeout_s: float) -> Any:
-        rank = self.num_workers + server
-        data = np.empty(HEADER_BYTES, np.uint8)
-        self._wait(server, op, self.transport.receive(Channel.CONTROL, rank, Tag.ANSWER, data), timeout_s)
-        header = Header.unpack(data)
-        body = np.empty(header.num_bytes, np.uint8)
-        self._wait(
-            server, op, self.transport.receive(Channel.CONTROL, rank, Tag.ANSWER_BODY, body), timeout_s
-        )
-        if header.op is Op.REFUSAL:
-            raise DisagreementError(f"{self.name(server)} refuses: {load(body)}")
-        return load(body)
+    def _answer(self, server: int, op: Op, timeout_s: float) -> tuple[bool, Any]:
+        """(whether it refuses, what it says)."""
+        header = Header.unpack(self._hear(server, op, Tag.ANSWER, HEADER_BYTES, timeout_s))
+        body = self._hear(server, op, Tag.ANSWER_BODY, header.num_bytes, timeout_s)
+        return header.op is Op.REFUSAL, load(body)
 
-    def _wait(self, server: int, op: Op, pending: Pending, timeout_s: float) -> None:
+    def _hear(self, server: int, op: Op, tag: Tag, num_bytes: int, timeout_s: float) -> Bytes:
+        data = np.empty(num_bytes, np.uint8)
+
+        def receive() -> None:
+            rank = self.num_workers + server
+            self.transport.receive(Channel.CONTROL, rank, tag, data).wait(timeout_s)
+
+        self._try(server, op, receive, timeout_s)
+        return data
+
+    def _try(self, server: int, op: Op, call: Callable[[], T], timeout_s: float) -> T:
+        """Call it; a lost connection names the server and what was asked of it."""
         try:
-            pending.wait(timeout_s)
+            return call()
         except LinkError as error:
             if self.error is not None:
                 raise self.error from error
@@ -350,6 +367,11 @@ class Link:
         if self.answers:
             orphans = [piece for answer in answers.values() for piece in _pieces_of(answer)]
             self._resettle(orphans, numels)
+
+    def settle_waiting(self, numels: Mapping[str, int]) -> None:
+        """Loaded residuals of tensors that are known now and do not go through servers: this rank carries them."""
+        if self._waiting:
+            self._resettle([], numels)
 
     def _next_number(self) -> int:
         while True:

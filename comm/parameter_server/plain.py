@@ -1,7 +1,8 @@
 """Plain numbers as a codec: what goes instead of a payload that would be larger.
 
-Lossless, so error feedback hands over everything it kept. The bytes are the numbers themselves, without a header:
-a flag in the message says which of the two it is.
+Lossless, so that nothing new is kept, and what was kept before goes with the numbers: at once, or as slowly as the
+feedback gain says. The bytes are the numbers themselves, without a header: a flag in the message says which of the
+two it is.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class PlainCodec:
         feedback: Feedback | None = None,
         key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
     ) -> bool:
-        """As :meth:`espresso.compressors.Codec.encode`; the new residual is zero."""
+        """As :meth:`espresso.compressors.Codec.encode`; with a gain of 1 the new residual is zero."""
         numbers = payload.view(layout.dtype)
         finite = True
         for index, (numel, at) in enumerate(_places(layout)):
@@ -97,7 +98,12 @@ class PlainCodec:
             if feedback is not None:
                 kept = slice(feedback.starts[index], feedback.starts[index] + numel)
                 out += feedback.old[kept]
-                feedback.new[kept] = 0
+                # The buffers hold gain times what is owed, and that much of it went just now.
+                np.multiply(
+                    feedback.old[kept],
+                    layout.dtype.type(1) - layout.dtype.type(feedback.gain),
+                    out=feedback.new[kept],
+                )
             finite &= bool(np.isfinite(out).all())
         return finite
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -50,6 +50,8 @@ from espresso.strategies import Site
 
 logger = logging.getLogger("espresso")
 
+T = TypeVar("T")
+
 DEFAULT_MEMORY_BYTES = 1 << 30
 _NOTICE_S = 5.0
 _PATIENCE = 0.9
@@ -59,7 +61,30 @@ _LOOK_S = 0.1
 
 
 class Overdue(LinkError):
-    """A worker's push did not come, while others wait for the sum."""
+    """A worker's push, or its table, did not come, while others wait for it."""
+
+
+class _Offers(dict[int, Table]):
+    """The tables that workers have sent of those that are to be equal, by worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_s = time.monotonic()
+
+    def missing(self) -> int | None:
+        """A worker that has had nine tenths of the time and said nothing."""
+        table = next(iter(self.values()), None)
+        if table is None or time.monotonic() - self.first_s <= _PATIENCE * table.timeout_s:
+            return None
+        return min(set(table.workers) - set(self), default=None)
+
+
+class _Lost(Exception):
+    """An answer could not be sent to a worker."""
+
+    def __init__(self, worker: int, error: LinkError) -> None:
+        super().__init__(str(error))
+        self.worker, self.error = worker, error
 
 
 @dataclass(frozen=True)
@@ -107,7 +132,7 @@ class Server:
         self._engine_of: dict[int, int] = {}
         self._stores: dict[int, ResidualStore] = {}
         self._patience_s: dict[int, float] = {}
-        self._tables: dict[tuple[int, tuple[int, ...]], dict[int, Table]] = {}
+        self._tables: dict[tuple[int, tuple[int, ...]], _Offers] = {}
         self._engines: list[SimpleQueue[tuple[KeySum, Header] | None]] = [
             SimpleQueue() for _ in range(engines)
         ]
@@ -212,14 +237,21 @@ class Server:
                 return
 
     def _watch(self) -> None:
-        """Fail when a key has waited too long for somebody's push."""
+        """Fail when a key has waited too long for somebody's push, or others for somebody's table."""
         while not self._over.wait(_LOOK_S):
             with self._lock:
                 late = next(filter(self._is_overdue, self._keys.values()), None)
                 missing = set() if late is None else set(late.key.workers) - late.arrived
+                silent = [(offers.missing(), offers) for offers in self._tables.values()]
             if late is not None and missing:
                 limit_s = self._patience_s[_namespace(late.key)]
                 self._fail(min(missing), Overdue(f"no push within {limit_s:g} s of another worker's"))
+            for worker, offers in silent:
+                if worker is not None:
+                    limit_s = time.monotonic() - offers.first_s
+                    self._fail(
+                        worker, Overdue(f"no table of keys within {limit_s:.3g} s of another worker's")
+                    )
 
     def _is_overdue(self, summed: KeySum) -> bool:
         waits = 0 < len(summed.arrived) < len(summed.key.workers)
@@ -233,6 +265,9 @@ class Server:
             started = time.perf_counter()
             try:
                 self._finish_round(summed, header)
+            except _Lost as lost:
+                self._fail(lost.worker, lost.error, summed.key)
+                return
             except Exception as error:
                 self._fail(None, error, summed.key)
                 return
@@ -240,15 +275,25 @@ class Server:
 
     def _finish_round(self, summed: KeySum, header: Header) -> None:
         # The answer before the last was pulled by everybody, or nobody could have pushed this round.
-        for pending in summed.sends[summed.parity]:
-            pending.wait(self._timeout_s)
+        for worker, pending in summed.sends[summed.parity]:
+            self._sent(worker, partial(pending.wait, self._timeout_s))
         summed.sends[summed.parity].clear()
         summed.settle(bool(header.flags & Flag.KEPT))
         sends = summed.sends[summed.parity]
         answer, block = summed.add_up(header.step, header.scale)
         self._slots.give(block)
         tag = Tag.KEYS + summed.key.number
-        sends += [self._transport.send(Channel.DATA, worker, tag, answer) for worker in summed.key.workers]
+        for worker in summed.key.workers:
+            sends.append(
+                (worker, self._sent(worker, partial(self._transport.send, Channel.DATA, worker, tag, answer)))
+            )
+
+    def _sent(self, worker: int, call: Callable[[], T]) -> T:
+        """Call it; a lost connection is the worker's doing."""
+        try:
+            return call()
+        except LinkError as error:
+            raise _Lost(worker, error) from error
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -284,7 +329,7 @@ class Server:
     def _offer(self, worker: int, table: Table) -> None:
         """Take a worker's table; when all have offered theirs, install it or refuse it to all."""
         with self._lock:
-            offered = self._tables.setdefault((table.namespace, table.workers), {})
+            offered = self._tables.setdefault((table.namespace, table.workers), _Offers())
             offered[worker] = table
             if len(offered) < len(table.workers):
                 return
@@ -305,7 +350,6 @@ class Server:
                 transactional=table.transactional, gain=table.gain
             )
         self._patience_s[table.namespace] = _PATIENCE * table.timeout_s
-        self._settle_all(table.namespace, table.discarded)
         self._retire(table)
         mine = [KeySum(key, self._codecs, store) for key in table.keys if key.server == self._index]
         residuals = [summed.residual for summed in mine if summed.residual is not None]
@@ -320,11 +364,15 @@ class Server:
         return Orphans(pieces)
 
     def _retire(self, table: Table) -> None:
-        """Forget the keys that the table replaces."""
+        """Forget the keys that the table replaces.
+
+        Only their last round is known to count or not: other buckets may have had theirs in this very iteration.
+        """
         for number, summed in list(self._keys.items()):
             tensors = {stretch.tensor for stretch in summed.key.stretches}
             if _namespace(summed.key) == table.namespace and (table.only is None or tensors & table.only):
-                for pending in [*summed.sends[0], *summed.sends[1]]:
+                summed.settle_unless(table.discarded)
+                for _, pending in [*summed.sends[0], *summed.sends[1]]:
                     pending.wait(self._timeout_s)
                 self._load[self._engine_of.pop(number)] -= summed.key.load_bytes
                 del self._keys[number]
@@ -393,7 +441,7 @@ class Server:
             self.error = EspressoError(self._say(worker, error, key))
             self.error.__cause__ = error
         logger.error("%s", self.error, exc_info=error)
-        self._notify(str(self.error), worker)
+        self._notify(str(self.error), worker if isinstance(error, LinkError) else None)
         self._over.set()
 
     def _say(self, worker: int | None, error: BaseException, key: Key | None) -> str:
@@ -412,12 +460,13 @@ class Server:
             return f"worker rank {worker} died or left {about}: server rank {self.rank} lost it ({error})"
         return f"server rank {self.rank} failed {'' if key is None else f'at {key} '}({type(error).__name__}: {error})"
 
-    def _notify(self, text: str, culprit: int | None) -> None:
+    def _notify(self, text: str, lost: int | None) -> None:
+        """Have all workers that are still there hear of it; ``lost`` is not."""
         data = dump(text)
         header = Header(Op.NOTICE, self.rank, num_bytes=data.nbytes).pack()
         sends = []
         for worker in range(self._num_workers):
-            if worker in self._left or worker == culprit:
+            if worker in self._left or worker == lost:
                 continue
             try:
                 sends += [

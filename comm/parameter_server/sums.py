@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from espresso.comm.parameter_server.plain import smaller
+from espresso.comm.parameter_server.transport import Pending
 from espresso.comm.parameter_server.wire import Bytes, Coding, Held, Key
 from espresso.comm.residual import Residual
 from espresso.comm.residuals import ResidualStore
@@ -91,7 +92,7 @@ class KeySum:
         self.first_s = 0.0
         self.taking = threading.Lock()
         self.rounds = 0
-        self.sends: tuple[list[Any], list[Any]] = ([], [])
+        self.sends: tuple[list[tuple[int, Pending]], list[tuple[int, Pending]]] = ([], [])
         self.written_step = -1
         self.residual: Residual | None = None
         self._rows: Bytes | None = None
