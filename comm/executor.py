@@ -582,7 +582,11 @@ class Executor:
             if heard is not None and heard[0] == lost:
                 hint = f" That is rank {lost}, which failed first: {heard[1].strip().rstrip('.')}."
         notice = None if self._servers is None else self._servers.wait_for_notice(_NOTICE_S)
-        return hint if notice is None or str(notice) in what else f"{hint} {str(notice).rstrip('.')}."
+        if notice is None:
+            return hint
+        if str(notice) in what:  # it has been said who is gone
+            return "" if lost is None else hint
+        return f"{hint} {str(notice).rstrip('.')}."
 
     def _fail_now(self, text: str) -> EspressoError:
         self._lanes.fail(EspressoError(text))

@@ -84,6 +84,7 @@ class Client:
         self._in_window = 0
         self._pushing = threading.Lock()
         self._open: dict[int, Line] = {}
+        self._latest: dict[int, Key] = {}
         self._listeners: list[Callable[[EspressoError], None]] = []
         self._closed = False
         self.error: EspressoError | None = None
@@ -124,7 +125,7 @@ class Client:
         key = line.key
         server = self.num_workers + key.server
         with self._pushing:
-            self._open[key.number] = line
+            self._open[key.number], self._latest[key.server] = line, key
             while self._window and self._in_window + data.nbytes > WINDOW_BYTES:
                 self._take_one(timeout_s)
             try:
@@ -237,6 +238,8 @@ class Client:
         except Exception as error:
             waiting = [str(line.key) for line in list(self._open.values()) if line.key.server == server]
             about = f"while {waiting[0]} was on its way" if waiting else "between rounds"
+            if not waiting and server in self._latest:
+                about += f", the last of {self._latest[server]}"
             text = f"{self.name(server)} is gone, {about} ({error})"
         if self._closed:
             return

@@ -154,15 +154,32 @@ class StoreBoard:
 
 
 class MpiBoard:
-    """Over MPI's world."""
+    """Over MPI's world. Message by message: a collective would wait for ever for a rank that is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
         from mpi4py import MPI
 
-        self.world = MPI.COMM_WORLD
+        self.world, self._timeout_s, self._round = MPI.COMM_WORLD, timeout_s, 0
 
     def exchange(self, value: Any) -> list[Any]:
-        return list(self.world.allgather(value))
+        self._round += 1
+        me, size = self.world.Get_rank(), self.world.Get_size()
+        sends = [self.world.isend(value, rank, self._round) for rank in range(size) if rank != me]
+        found = {me: value}
+        deadline = time.monotonic() + self._timeout_s
+        while len(found) < size:
+            for rank in sorted(set(range(size)) - set(found)):
+                if self.world.iprobe(rank, self._round):
+                    found[rank] = self.world.recv(source=rank, tag=self._round)
+            missing = min(set(range(size)) - set(found), default=None)
+            if missing is not None and time.monotonic() > deadline:
+                raise LinkError(
+                    f"rank {missing} of {size} did not report within {self._timeout_s:g} s; is it running?"
+                )
+            time.sleep(1e-3)
+        for send in sends:
+            send.wait()
+        return [found[rank] for rank in range(size)]
 
 
 class Door:
@@ -296,7 +313,9 @@ def join(settings: ServerSettings) -> Joined:
         _default_master(launch)
     address = local_address()
     door = Door(address)
-    board: MpiBoard | StoreBoard = MpiBoard() if uses_mpi else StoreBoard(launch, settings.timeout_s)
+    board: MpiBoard | StoreBoard = (
+        MpiBoard(settings.timeout_s) if uses_mpi else StoreBoard(launch, settings.timeout_s)
+    )
     from espresso.comm.groups import node_key
 
     facts = board.exchange(Fact(node_key(), address, door.port))

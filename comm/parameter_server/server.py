@@ -71,12 +71,17 @@ class _Offers(dict[int, Table]):
         super().__init__()
         self.first_s = time.monotonic()
 
+    @property
+    def limit_s(self) -> float:
+        """How long the others may wait for the last of them."""
+        return _PATIENCE * min(table.timeout_s for table in self.values())
+
     def missing(self) -> int | None:
         """A worker that has had nine tenths of the time and said nothing."""
-        table = next(iter(self.values()), None)
-        if table is None or time.monotonic() - self.first_s <= _PATIENCE * table.timeout_s:
+        if not self or time.monotonic() - self.first_s <= self.limit_s:
             return None
-        return min(set(table.workers) - set(self), default=None)
+        workers = next(iter(self.values())).workers
+        return min(set(workers) - set(self), default=None)
 
 
 class _Lost(Exception):
@@ -137,6 +142,7 @@ class Server:
             SimpleQueue() for _ in range(engines)
         ]
         self._load = [0] * engines
+        self._latest: dict[int, Key] = {}
         self._left: set[int] = set()
         self._gone: set[int] = set()
         self._over = threading.Event()
@@ -212,6 +218,7 @@ class Server:
             raise EspressoError(f"worker rank {min(gone)} has left, and {summed.key} waits for its push")
         self._give_block(summed)
         place = summed.place(worker)
+        self._latest[worker] = summed.key
         pending = self._transport.receive(Channel.DATA, worker, Tag.KEYS + header.key, place)
         return _Arriving(pending, summed, header)
 
@@ -248,10 +255,8 @@ class Server:
                 self._fail(min(missing), Overdue(f"no push within {limit_s:g} s of another worker's"))
             for worker, offers in silent:
                 if worker is not None:
-                    limit_s = time.monotonic() - offers.first_s
-                    self._fail(
-                        worker, Overdue(f"no table of keys within {limit_s:.3g} s of another worker's")
-                    )
+                    text = f"no table of keys within {offers.limit_s:g} s of another worker's"
+                    self._fail(worker, Overdue(text))
 
     def _is_overdue(self, summed: KeySum) -> bool:
         waits = 0 < len(summed.arrived) < len(summed.key.workers)
@@ -451,6 +456,8 @@ class Server:
             if summed.arrived and worker is not None and worker not in summed.arrived
         ]
         about = f"while {key} was on its way" if key is not None else "between its pushes"
+        if key is None and worker in self._latest:
+            about += f", the last of {self._latest[worker]}"
         if waiting:
             about = f"while {waiting[0]} waited for its push"
             about += f" ({len(waiting)} keys in all)" if len(waiting) > 1 else ""
