@@ -10,6 +10,7 @@ no slower than plain.
 
 import json
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,6 +92,8 @@ def rows_of(case: Case, arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "tensors_through_servers": through,
             "verdict": arm["verdict"],
             "replicas_equal": arm["replicas_equal"],
+            "cpu": results.hardware()["cpu"],
+            "date": time.strftime("%Y-%m-%d"),
             "passes": None,
         }
         if arm["name"] == TWO_WAY and over_raw is not None:
@@ -131,7 +134,7 @@ def main(
         raise typer.BadParameter(f"no case is called {unknown[0]!r}")
     rows: list[dict[str, Any]] = []
     networks = {}
-    if json_path.exists():  # cases measured before stay
+    if json_path.exists():  # cases measured before stay; each row says on what
         before = json.loads(json_path.read_text())
         rows = [row for row in before["rows"] if row["case"] not in wanted]
         networks = before["config"]["networks"]
