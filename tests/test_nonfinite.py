@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from espresso.comm.memory import is_finite
 from espresso.state import EspressoState
 from tests.ddp import (
     ALLGATHER,
@@ -43,6 +44,18 @@ MOMENTUM_ARMS = (
 """For optimizers without momentum."""
 
 Case = tuple[str, str, int]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [1, 3, 16, 17, 1001])
+def test_one_bad_number_anywhere_is_found(dtype, numel):
+    largest = torch.finfo(dtype).max
+    for bad in (math.inf, -math.inf, math.nan):
+        for place in {0, numel // 2, numel - 1}:
+            numbers = torch.full((numel,), largest, dtype=dtype)  # whose sum overflows
+            assert is_finite(numbers)
+            numbers[place] = bad
+            assert not is_finite(numbers)
 
 
 def test_inf_is_seen_everywhere_and_leaves_residuals_alone(played):
