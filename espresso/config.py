@@ -63,7 +63,7 @@ class Config:
     offload_threads: int | None = None
     warmup_steps: int = 4
     profile_steps: int = 8
-    race_steps: int = 6
+    race_steps: int = 5
     race_rounds: int = 2
     steps_per_epoch: int | None = None
     check_every: int = 0

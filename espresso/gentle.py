@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from espresso._fields import check_keys, whole
 from espresso.job import Job
-from espresso.strategies import PLAIN, Choice, CompressorSpec, Strategy, parse_option
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Strategy, parse_option
 
 if TYPE_CHECKING:
+    from espresso.compressors.base import Traits
     from espresso.search_result import Ranked, SearchResult
 
 EXACT_VECTORS = 16384
@@ -32,7 +33,12 @@ LEAST_SENT = 2048
 MORE_MAY_TAKE = 0.25
 """Sending more than the ratio says may take this part of the time that compression saves."""
 
+SIMPLE_MAY_TAKE = 1.5
+"""A strategy of one simple option is worth trying up to this factor of the best prediction: on cores that several
+workers share, predictions are furthest off for strategies of many steps."""
+
 _ONCE_FLAT = "comp > flat.allgather > dec"
+_SUMMED_FLAT = "comp > flat.allreduce > dec"
 _ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
 _KEY = "automatic"
 _FIELDS = ("exact_vectors", "partition_bytes")
@@ -119,6 +125,31 @@ def gentle(job: Job, result: SearchResult, settings: Automatic | None = None) ->
     )
 
 
+def simplest(job: Job, result: SearchResult, settings: Automatic | None = None) -> Ranked | None:
+    """Everything compressed once and exchanged in one routine: no step on numbers between the ranks of a node.
+
+    Returns:
+        The strategy with small vectors left exact, or None where its prediction rules it out, or where the compressor
+        takes several rounds.
+    """
+    settings = settings or Automatic()
+    compressors = result.chosen.strategy.compressors
+    if len(compressors - {NONE}) != 1:
+        return None
+    (spec,) = compressors - {NONE}
+    traits = _traits_of(spec)
+    if traits.rounds > 1 or Device.TRAINING not in job.costs.devices(spec):
+        return None
+    option = parse_option(_SUMMED_FLAT if traits.summable else _ONCE_FLAT)
+    strategy = Strategy.uniform(job.tensors, job.cluster, Choice(option, spec))
+    row = replace(result.chosen, name="everything once", strategy=_with_cap_of(strategy, result))
+    row = _sending_more(
+        _with_exact_vectors(row, settings.exact_vectors), settings.least_sent, result.uncompressed_us
+    )
+    limit = min(SIMPLE_MAY_TAKE * result.predicted_us, result.uncompressed_us)
+    return row if row.predicted_us < limit else None
+
+
 def _plain(job: Job, result: SearchResult) -> Ranked:
     notes = {"predicted_us": result.uncompressed_us, "mode": job.mode.value, "found_by": "uncompressed"}
     strategy = Strategy.uniform(job.tensors, job.cluster, PLAIN)
@@ -130,6 +161,12 @@ def _plain(job: Job, result: SearchResult) -> Ranked:
 
 def _with_bucket_cap(row: Ranked, cap_mb: float | None) -> Ranked:
     return replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap_mb))
+
+
+def _with_cap_of(strategy: Strategy, result: SearchResult) -> Strategy:
+    return replace(
+        strategy, bucket_cap_mb=result.bucket_cap_mb, partition_bytes=result.chosen.strategy.partition_bytes
+    )
 
 
 def _distinct(rows: Sequence[Ranked]) -> Iterator[Ranked]:
@@ -210,6 +247,12 @@ def send_at_least(strategy: Strategy, least: int) -> Strategy:
     return strategy.with_choices(changes) if changes else strategy
 
 
+def _traits_of(spec: CompressorSpec) -> Traits:
+    from espresso.compressors.registry import create
+
+    return create(spec).traits
+
+
 def _may_send_more(spec: CompressorSpec) -> bool:
     from espresso.compressors.registry import create
 
@@ -235,4 +278,5 @@ __all__ = [
     "gentle",
     "leave_vectors",
     "send_at_least",
+    "simplest",
 ]
