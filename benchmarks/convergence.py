@@ -177,12 +177,13 @@ def main(
     seeds: Annotated[int, typer.Option(help="Of every arm.", min=3)] = 3,
     rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "100mbit",
     compressors: Annotated[str, typer.Option(help="Separated by semicolons.")] = ";".join(COMPRESSORS),
+    controls: Annotated[bool, typer.Option(help="Every compressor without residuals too.")] = True,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "convergence.json",
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train to equal steps with and without compression, over several seeds."""
     specs = compressors.split(";")
-    arms = ["plain", *specs, *(f"{spec}, {CONTROL}" for spec in specs)]
+    arms = ["plain", *specs, *(f"{spec}, {CONTROL}" for spec in specs if controls)]
     if worker is not None:
         _as_worker(worker, cases.split(","), arms, seeds, steps)
         return
@@ -191,6 +192,7 @@ def main(
     raw = json_path.with_suffix(".raw")
     argv = [sys.executable, "-m", "benchmarks.convergence", "--cases", cases, "--steps", str(steps)]
     argv += ["--seeds", str(seeds), "--compressors", compressors, "--worker", str(raw)]
+    argv += [] if controls else ["--no-controls"]
     with open_network(2, rate) as network:
         run_workers(network, argv, pin=True, deadline_s=3600, env={"PYTHONPATH": str(ROOT)})
     runs = [Run(**run) for run in json.loads(raw.read_text())]

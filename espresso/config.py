@@ -29,6 +29,11 @@ class Config:
         ranks_per_node: overrides which ranks share a node; 1 leaves only the flat options.
         exact_vectors: automatic mode leaves tensors of at most one dimension and this many elements uncompressed
             (biases, norms): there is next to nothing to save on them. 0 leaves none.
+        exact_tensors: tensors of any shape and at most this many elements too, as far as that keeps three quarters of
+            the time that compression saves, of the sizes in the model up to the largest with which it does. 0 leaves
+            none.
+        sign_block: automatic mode has so many elements of ``efsignsgd`` and ``onebit`` share a mean, where that keeps
+            three quarters of it too. 0: the compressor's own 256.
         least_sent: automatic mode has top-k and DGC send at least this many numbers of a tensor, where that keeps
             three quarters of the time that compression saves, else a half or a quarter as many. Small tensors hold
             much of what training needs, and cost little. 1: the ratio alone.
@@ -54,6 +59,8 @@ class Config:
     timeout_s: float = 300.0
     ranks_per_node: int | None = None
     exact_vectors: int = 16384
+    exact_tensors: int = 16384
+    sign_block: int = 64
     least_sent: int = 2048
     partition_bytes: int | None = None
     seed: int = 0
@@ -74,9 +81,11 @@ class Config:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
-        for name in ("warmup_steps", "check_every", "exact_vectors"):
+        for name in ("warmup_steps", "check_every", "exact_vectors", "exact_tensors", "sign_block"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
+        if self.sign_block % 32:
+            raise ValueError(f"sign_block must be a multiple of 32, got {self.sign_block!r}")
         if self.least_sent < 1:
             raise ValueError(f"least_sent must be at least 1, got {self.least_sent!r}")
         check_storage(self.residual_dtype)

@@ -1,23 +1,33 @@
 """What automatic mode does with a search's result before anything trains with it, and the same offline.
 
 The search minimises time alone. Automatic mode trades a little of it for exactness: small vectors stay raw
-(:func:`leave_vectors`), and a sum is compressed again only where that pays (:func:`compress_once`). A job that was
-measured on a live run says with which settings (:class:`Automatic`), so that ``espresso search job.json`` arrives
-at what that run took into its race.
+(:func:`leave_vectors`), a sum is compressed again only where that pays (:func:`compress_once`), and a quarter of the
+time saved may go into payloads that say more (:func:`refine_signs`, :func:`send_at_least`) and into small tensors
+(:func:`leave_tensors`). A job that was measured on a live run says with which settings (:class:`Automatic`), so that
+``espresso search job.json`` arrives at what that run took into its race.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from espresso._fields import check_keys, whole
 from espresso.job import Job
-from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Strategy, parse_option
+from espresso.strategies import (
+    NONE,
+    PLAIN,
+    Choice,
+    CompressorSpec,
+    Device,
+    Strategy,
+    TensorSpec,
+    parse_option,
+)
 
 if TYPE_CHECKING:
-    from espresso.compressors.base import Traits
+    from espresso.compressors.base import Compressor, Traits
     from espresso.search_result import Ranked, SearchResult
 
 EXACT_VECTORS = 16384
@@ -27,11 +37,17 @@ TWICE_MUST_SAVE = 1.25
 """Compressing a sum again must save this factor of a step. Its error is no rank's own, and the residuals of both
 ends push each other up: at a learning rate that plain training and one compression take well, two may diverge."""
 
+EXACT_TENSORS = 16384
+"""Tensors of any shape and at most this many elements stay uncompressed where there is time."""
+
 LEAST_SENT = 2048
 """Top-k and DGC send at least so many numbers of a tensor unless the user says otherwise."""
 
+SIGN_BLOCK = 64
+"""Elements that share a mean of scaled sign and onebit unless the user says otherwise."""
+
 MORE_MAY_TAKE = 0.25
-"""Sending more than the ratio says may take this part of the time that compression saves."""
+"""What is sent beyond the search's choice may take this part of the time that compression saves."""
 
 SIMPLE_MAY_TAKE = 1.5
 """A strategy of one simple option is worth trying up to this factor of the best prediction: on cores that several
@@ -42,7 +58,7 @@ _SUMMED_FLAT = "comp > flat.allreduce > dec"
 _ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
 _KEY = "automatic"
 _FIELDS = ("exact_vectors", "partition_bytes")
-_LATER = "least_sent"  # runs that do not say it sent what the ratio says
+_LATER = {"least_sent": 1, "exact_tensors": 0, "sign_block": 0}  # with what runs that do not say it ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +69,19 @@ class Automatic:
         exact_vectors: tensors of at most one dimension and this many elements stay uncompressed.
         least_sent: sparsifiers send at least this many numbers of a tensor, where there is time for it.
         partition_bytes: the one partition size that was searched; None: those that fit the job.
+        exact_tensors: tensors of any shape and at most this many elements stay uncompressed, where there is time.
+        sign_block: so many elements of a sign compressor share a mean, where there is time; 0: its default.
     """
 
     exact_vectors: int = EXACT_VECTORS
     partition_bytes: int | None = None
     least_sent: int = LEAST_SENT
+    exact_tensors: int = EXACT_TENSORS
+    sign_block: int = SIGN_BLOCK
 
     def to_meta(self) -> dict[str, Any]:
         """An entry for ``Job.meta``."""
-        return {_KEY: {name: getattr(self, name) for name in (*_FIELDS, _LATER)}}
+        return {_KEY: {name: getattr(self, name) for name in (*_FIELDS, *_LATER)}}
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Automatic | None:
@@ -74,12 +94,12 @@ class Automatic:
         if body is None:
             return None
         where = f"meta.{_KEY}"
-        check_keys(body, where, _FIELDS, (_LATER,))
+        check_keys(body, where, _FIELDS, tuple(_LATER))
         size = body["partition_bytes"]
         return cls(
             whole(body["exact_vectors"], f"{where}.exact_vectors"),
             None if size is None else whole(size, f"{where}.partition_bytes"),
-            whole(body.get(_LATER, 1), f"{where}.{_LATER}"),
+            *(whole(body.get(name, before), f"{where}.{name}") for name, before in _LATER.items()),
         )
 
     @property
@@ -101,9 +121,9 @@ def gentle(job: Job, result: SearchResult, settings: Automatic | None = None) ->
     """
     settings = settings or Automatic()
     rows = [
-        _sending_more(
+        _saying_more(
             _gentler(_with_bucket_cap(row, result.bucket_cap_mb), settings.exact_vectors),
-            settings.least_sent,
+            settings,
             result.uncompressed_us,
         )
         for row in result.alternatives
@@ -143,9 +163,7 @@ def simplest(job: Job, result: SearchResult, settings: Automatic | None = None) 
     option = parse_option(_SUMMED_FLAT if traits.summable else _ONCE_FLAT)
     strategy = Strategy.uniform(job.tensors, job.cluster, Choice(option, spec))
     row = replace(result.chosen, name="everything once", strategy=_with_cap_of(strategy, result))
-    row = _sending_more(
-        _with_exact_vectors(row, settings.exact_vectors), settings.least_sent, result.uncompressed_us
-    )
+    row = _saying_more(_with_exact_vectors(row, settings.exact_vectors), settings, result.uncompressed_us)
     limit = min(SIMPLE_MAY_TAKE * result.predicted_us, result.uncompressed_us)
     return row if row.predicted_us < limit else None
 
@@ -188,16 +206,27 @@ def _gentler(row: Ranked, exact_vectors: int) -> Ranked:
     return other if other.predicted_us <= TWICE_MUST_SAVE * found.predicted_us else found
 
 
-def _sending_more(row: Ranked, least: int, uncompressed_us: float) -> Ranked:
-    """With ``least`` numbers sent of every tensor, or half or a quarter as many: what there is time for."""
+def _saying_more(row: Ranked, settings: Automatic, uncompressed_us: float) -> Ranked:
+    """With finer signs, more sent of small tensors, and the smallest exact: what there is time for, in this order.
+
+    On small models a sparsifier's bytes did more spread over its tensors than in exact ones (docs/convergence.md).
+    """
     limit = row.predicted_us + MORE_MAY_TAKE * (uncompressed_us - row.predicted_us)
-    for number in (least, least // 2, least // 4):
-        more = send_at_least(row.strategy, number)
-        if more == row.strategy:
-            break
-        found = _priced(replace(row, strategy=more))
-        if found.predicted_us <= limit:
-            return found
+    row = _first_within(row, [refine_signs(row.strategy, settings.sign_block)], limit)
+    least, given = settings.least_sent, row.strategy
+    row = _first_within(row, (send_at_least(given, least // part) for part in (1, 2, 4)), limit)
+    more = row.strategy
+    sizes = {tensor.numel for tensor in given.tensors if tensor.numel <= settings.exact_tensors}
+    return _first_within(row, (leave_tensors(more, most) for most in sorted(sizes, reverse=True)), limit)
+
+
+def _first_within(row: Ranked, strategies: Iterable[Strategy], limit_us: float) -> Ranked:
+    """The row with the first of the strategies that takes no longer; as it is where none does."""
+    for strategy in strategies:
+        if strategy != row.strategy:
+            found = _priced(replace(row, strategy=strategy))
+            if found.predicted_us <= limit_us:
+                return found
     return row
 
 
@@ -234,10 +263,29 @@ def send_at_least(strategy: Strategy, least: int) -> Strategy:
     """
     if least <= 1:
         return strategy
+    return _with_parameter(strategy, "least", least, lambda found: hasattr(found, "least"))
+
+
+def refine_signs(strategy: Strategy, block: int) -> Strategy:
+    """The strategy with scaled sign and onebit told how many elements share a mean, unless their spec says it.
+
+    A number much below its block's mean is sent as that mean again and again; with fewer in a block this happens less.
+    """
+    from espresso.compressors.signs import Signs
+
+    if not block:
+        return strategy
+    return _with_parameter(strategy, "block", block, lambda found: isinstance(found, Signs))
+
+
+def _with_parameter(strategy: Strategy, key: str, value: int, fits: Callable[[Compressor], bool]) -> Strategy:
+    """The strategy with a parameter set for compressors that fit, unless their spec says it."""
+    from espresso.compressors.registry import create
+
     more = {
-        spec: CompressorSpec(spec.name, (*spec.params, ("least", least)))
+        spec: CompressorSpec(spec.name, (*spec.params, (key, value)))
         for spec in strategy.compressors
-        if _may_send_more(spec)
+        if all(said != key for said, _ in spec.params) and fits(create(spec))
     }
     changes = {
         name: Choice(choice.option, more[choice.compressor])
@@ -253,30 +301,37 @@ def _traits_of(spec: CompressorSpec) -> Traits:
     return create(spec).traits
 
 
-def _may_send_more(spec: CompressorSpec) -> bool:
-    from espresso.compressors.registry import create
-
-    return hasattr(create(spec), "least") and all(key != "least" for key, _ in spec.params)
-
-
 def leave_vectors(strategy: Strategy, most: int) -> Strategy:
     """The strategy with every tensor of at most one dimension and ``most`` elements uncompressed.
 
     Biases and the weights of norms are a thousandth of a model's bytes: there is next to nothing to save on
     them, and an error in one of them moves every unit of a layer alike.
     """
-    small = {t.name: PLAIN for t in strategy.tensors if len(t.shape) <= 1 and t.numel <= most}
-    changed = strategy.with_choices(small)
+    return _leave(strategy, lambda tensor: len(tensor.shape) <= 1 and tensor.numel <= most)
+
+
+def leave_tensors(strategy: Strategy, most: int) -> Strategy:
+    """The strategy with nothing compressed of the tensors of at most ``most`` elements, whatever their shape."""
+    choices = strategy.choices
+    return _leave(strategy, lambda tensor: tensor.numel <= most and choices[tensor.name].option.is_compressed)
+
+
+def _leave(strategy: Strategy, is_small: Callable[[TensorSpec], bool]) -> Strategy:
+    changed = strategy.with_choices({t.name: PLAIN for t in strategy.tensors if is_small(t)})
     return changed if changed.num_compressed else strategy
 
 
 __all__ = [
+    "EXACT_TENSORS",
     "EXACT_VECTORS",
     "LEAST_SENT",
+    "SIGN_BLOCK",
     "Automatic",
     "compress_once",
     "gentle",
+    "leave_tensors",
     "leave_vectors",
+    "refine_signs",
     "send_at_least",
     "simplest",
 ]

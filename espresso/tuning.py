@@ -64,7 +64,13 @@ class OnlineSearch:
     ) -> None:
         self._groups, self._codecs, self.compressor = groups, codecs, compressor
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._settings = Automatic(config.exact_vectors, config.partition_bytes, config.least_sent)
+        self._settings = Automatic(
+            config.exact_vectors,
+            config.partition_bytes,
+            config.least_sent,
+            config.exact_tensors,
+            config.sign_block,
+        )
         self._artifacts = artifacts
         self._runtime = HostRuntime() if runtime is None else runtime
         self.job: Job | None = None

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from espresso.gentle import compress_once, leave_vectors, send_at_least
+from espresso.config import Config
+from espresso.gentle import compress_once, leave_tensors, leave_vectors, refine_signs, send_at_least
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
@@ -49,6 +50,18 @@ def test_a_sum_that_would_be_compressed_again_is_gathered_instead(cluster, twice
     assert compress_once(once) == once
 
 
+def test_small_tensors_are_left_whatever_their_shape_unless_nothing_would_be_compressed():
+    gather = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec.parse("efsignsgd"))
+    tree = Choice(parse_option("intra.reduce_scatter > inter.allreduce > intra.allgather"))
+    shapes = {"w": (10, 30), "b": (40,), "raw": (5, 5), "large": (20, 16)}
+    tensors = [TensorSpec(name, shape) for name, shape in shapes.items()]
+    strategy = Strategy.uniform(tensors, Cluster(2, 2), gather).with_choices({"raw": tree})
+    left = leave_tensors(strategy, 300).choices
+    assert left == {"w": PLAIN, "b": PLAIN, "raw": tree, "large": gather}
+    assert leave_tensors(strategy, 299).choices == {**left, "w": gather}
+    assert leave_tensors(strategy, 320) == strategy
+
+
 def test_only_sparsifiers_that_do_not_say_how_many_are_told_to_send_more():
     gather = parse_option("comp > flat.allgather > dec")
     given = ("topk", "dgc:ratio=0.02", "topk:least=5", "threshold", "efsignsgd")
@@ -62,6 +75,21 @@ def test_only_sparsifiers_that_do_not_say_how_many_are_told_to_send_more():
     assert all(more.choices[name].option == gather for name in choices)
     assert more.choices["raw"] == PLAIN
     assert send_at_least(strategy, 1) == strategy
+
+
+def test_only_signs_that_do_not_say_their_block_get_a_finer_one():
+    gather = parse_option("comp > flat.allgather > dec")
+    given = ("efsignsgd", "onebit:means=1", "efsignsgd:block=256", "int8", "topk")
+    choices = {f"t{i}": Choice(gather, CompressorSpec.parse(spec)) for i, spec in enumerate(given)}
+    tensors = [TensorSpec(name, (300, 300)) for name in choices]
+    strategy = Strategy.uniform(tensors, Cluster(2, 1), PLAIN).with_choices(choices)
+    finer = refine_signs(strategy, 64)
+    assert [str(finer.choices[name].compressor) for name in choices] == [
+        "efsignsgd:block=64", "onebit:block=64,means=1", "efsignsgd:block=256", "int8", "topk"
+    ]  # fmt: skip
+    assert refine_signs(strategy, 0) == strategy
+    with pytest.raises(ValueError, match="sign_block must be a multiple of 32, got 33"):
+        Config(sign_block=33)
 
 
 def test_decides_within_sixty_steps_and_learns(played):

@@ -326,17 +326,17 @@ def test_servers_are_chosen_where_they_pay():
     )
 
 
-@pytest.mark.parametrize("exact_vectors", [0, 16384])
-def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact_vectors, tmp_path):
+@pytest.mark.parametrize("exact", [0, 16384])
+def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact, tmp_path):
     from espresso.config import Config
     from espresso.gentle import Automatic
     from espresso.tuning import OnlineSearch
 
-    live = live_job(exact_vectors)
-    online = OnlineSearch(None, None, TOY, (), Config(exact_vectors=exact_vectors), None)
+    live = live_job(exact)
+    online = OnlineSearch(None, None, TOY, (), Config(**settings(exact)), None)
     raced, plain_us = online._search(live)
     live.save(tmp_path / "job.json")
-    assert Automatic.of(Job.load(tmp_path / "job.json").meta) == Automatic(exact_vectors)
+    assert Automatic.of(Job.load(tmp_path / "job.json").meta) == Automatic(**settings(exact))
     body = offline(tmp_path)
     taken = Strategy.load(tmp_path / "strategy.json")
     assert raced
@@ -348,11 +348,16 @@ def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact_v
     assert [row["name"] for row in body["alternatives"]][: len(names)] == names
     # The rules bind here: without them the search takes another strategy, a faster one.
     alone = offline(tmp_path, "--no-gentle", "--no-bucket-caps")
-    assert (Strategy.load(tmp_path / "strategy.json") == taken) == (exact_vectors == 0)
+    assert (Strategy.load(tmp_path / "strategy.json") == taken) == (exact == 0)
     assert alone["predicted_us"] <= body["predicted_us"]
 
 
-def live_job(exact_vectors):
+def settings(exact):
+    """Of a run with vectors and tensors of so many elements exact, and with the rule for signs if any are."""
+    return {"exact_vectors": exact, "exact_tensors": exact, "sign_block": 64 if exact else 0}
+
+
+def live_job(exact):
     """A job of two buckets with weights and biases, as automatic mode would have saved it."""
     from espresso.gentle import Automatic
 
@@ -365,7 +370,7 @@ def live_job(exact_vectors):
     job = make_job([1] * 4, [0, 5, 90, 5], beta=30.0, costs=compute(2.0, 1.0))
     return replace(
         job, tensors=tensors, mode=Mode.DDP, buckets=(Bucket(0, slots[0]), Bucket(1, slots[1])),
-        bucket_ready_us=(5.0, 100.0), meta=Automatic(exact_vectors).to_meta(),
+        bucket_ready_us=(5.0, 100.0), meta=Automatic(**settings(exact)).to_meta(),
     )  # fmt: skip
 
 
@@ -393,10 +398,11 @@ def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path
     from espresso.gentle import Automatic
 
     assert Automatic.of({}) is None
-    assert Automatic.of(Automatic(7, 4096, 9).to_meta()) == Automatic(7, 4096, 9)
-    before = {"exact_vectors": 7, "partition_bytes": None}  # of a run that sent what the ratio says
-    assert Automatic.of({"automatic": before}) == Automatic(7, least_sent=1)
-    for body in ([], {"exact_vectors": 1}, before | {"exact_vectors": -1}, before | {"least_sent": 0.5}):
+    assert Automatic.of(Automatic(7, 4096, 9, 11, 32).to_meta()) == Automatic(7, 4096, 9, 11, 32)
+    before = {"exact_vectors": 7, "partition_bytes": None}  # of a run without rules for small tensors
+    assert Automatic.of({"automatic": before}) == Automatic(7, least_sent=1, exact_tensors=0, sign_block=0)
+    wrong = (before | {"exact_vectors": -1}, before | {"least_sent": 0.5}, before | {"exact_tensors": "all"})
+    for body in ([], {"exact_vectors": 1}, *wrong):
         with pytest.raises(JobError, match="automatic"):
             Automatic.of({"automatic": body})
 
@@ -409,8 +415,8 @@ def test_more_is_sent_where_three_quarters_of_what_is_saved_remain(numel, least)
     costs = compute(0.01, 0.01, name="topk:ratio=0.01")
     job = make_job([numel] * 3, [0, 1, 1], beta=30.0, costs=costs)
     result = search(job, "topk:ratio=0.01")
-    alone = gentle(job, result, Automatic(exact_vectors=0, least_sent=1))
-    found = gentle(job, result, Automatic(exact_vectors=0))
+    alone = gentle(job, result, Automatic(exact_vectors=0, least_sent=1, exact_tensors=0))
+    found = gentle(job, result, Automatic(exact_vectors=0, exact_tensors=0))
     wanted = "topk:ratio=0.01" if least is None else f"topk:least={least},ratio=0.01"
     assert {str(spec) for spec in found.strategy.compressors} == {wanted}
     assert {str(spec) for spec in alone.strategy.compressors} == {"topk:ratio=0.01"}
@@ -443,6 +449,34 @@ def test_a_simple_strategy_is_proposed_where_it_is_predicted_not_much_slower(nam
     # Where compression takes as long as the link does, plain is as good and this is not proposed.
     slow = make_job([90_000] * 3, [0, 1, 1], beta=1.0, costs=compute(2.0, 2.0, name=name))
     assert simplest(slow, search(slow, name)) is None
+
+
+@pytest.mark.parametrize(
+    ("small", "exact"), [((2000, 3000), 2), ((2000, 100_000), 1), ((110_000, 110_000), 0)]
+)
+def test_signs_are_finer_and_small_tensors_of_any_shape_exact_where_three_quarters_of_what_is_saved_remain(
+    small, exact
+):
+    from espresso.gentle import Automatic, gentle
+
+    spec = "efsignsgd:raw_below=64"
+    costs = compute(0.01, 0.01, name=spec)
+    job = make_job([120_000, *small, 120_000], [0, 1, 1, 1], beta=30.0, costs=costs)
+    tensors = tuple(replace(tensor, shape=(tensor.numel // 10, 10)) for tensor in job.tensors)
+    job = replace(job, tensors=tensors)
+    result = search(job, spec)
+    alone = gentle(job, result, Automatic(exact_tensors=0, sign_block=0))
+    found = gentle(job, result, Automatic(exact_tensors=119_999))
+    assert alone.strategy.num_compressed == 4
+    assert str(alone.strategy.choices["t0"].compressor) == spec
+    assert str(found.strategy.choices["t0"].compressor) == "efsignsgd:block=64,raw_below=64"
+    left = [t.numel for t in tensors if not found.strategy.choices[t.name].option.is_compressed]
+    assert left == list(small[:exact])
+    lost, saved = found.predicted_us - alone.predicted_us, found.uncompressed_us - alone.predicted_us
+    assert saved > 0
+    assert 0 < lost <= 0.25 * saved
+    assert gentle(job, result, Automatic(exact_tensors=1999, sign_block=0)).strategy == alone.strategy
+    assert found.predicted_us == simulate(found.plan, job).iteration_us
 
 
 def test_gentle_keeps_plain_where_nothing_gentle_beats_it():

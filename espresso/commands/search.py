@@ -151,7 +151,9 @@ def _gentle_json(manner: "Automatic | None", result: "SearchResult") -> dict[str
     if manner is None:
         return {"gentle": False}
     rows = [{"name": row.name, "predicted_us": row.predicted_us} for row in result.alternatives]
-    settings = {"exact_vectors": manner.exact_vectors, "least_sent": manner.least_sent}
+    settings = {
+        name: getattr(manner, name) for name in ("exact_vectors", "exact_tensors", "least_sent", "sign_block")
+    }
     return {"gentle": True, **settings, "alternatives": rows}
 
 
@@ -235,8 +237,9 @@ def _print(
         console.print(line)
     if manner is not None:
         console.print(
-            f"as automatic mode: vectors of up to {manner.exact_vectors} elements stay exact, top-k and DGC send at"
-            f" least {manner.least_sent} numbers of a tensor where there is time, sums are compressed again only where"
+            f"as automatic mode: vectors of up to {manner.exact_vectors} elements stay exact; where there is time,"
+            f" tensors of up to {manner.exact_tensors} do too, top-k and DGC send at least {manner.least_sent} numbers"
+            f" of the others, {manner.sign_block or 256} signs share a mean; sums are compressed again only where"
             " that pays (--no-gentle: the shortest iteration alone)"
         )
     if points:
