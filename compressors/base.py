@@ -45,6 +45,8 @@ class Traits:
             has no payload, works on whole tensors, and goes through the tree's extension only.
         feedback_gain: the :class:`Feedback` gain that training goes best with, unless the user sets one. All of the
             residual at once makes coarse compressors swing; low-rank factors lose what comes back slowly.
+        finer: the parameter, if any, by which automatic mode may send a little more for a closer result:
+            ``least`` (numbers of a tensor) or ``block`` (elements that share a mean).
     """
 
     summable: bool = False
@@ -55,6 +57,7 @@ class Traits:
     masks: bool = False
     rounds: int = 1
     feedback_gain: float = 1.0
+    finer: str = ""
 
 
 DAMPED = 0.125

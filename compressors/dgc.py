@@ -43,7 +43,9 @@ class Dgc(BaseCompressor):
     """
 
     name: ClassVar[str] = "dgc"
-    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN)
+    traits: ClassVar[Traits] = Traits(
+        exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN, finer="least"
+    )
     algorithm: ClassVar[int] = 7
 
     ratio: float = 0.01

@@ -36,7 +36,7 @@ class Signs(BaseCompressor):
         block: elements that share their means, a multiple of 32 up to 65536; 0 for the whole segment.
     """
 
-    traits: ClassVar[Traits] = Traits(feedback_gain=DAMPED)
+    traits: ClassVar[Traits] = Traits(feedback_gain=DAMPED, finer="block")
 
     block: int = 256
 

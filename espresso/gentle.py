@@ -27,7 +27,7 @@ from espresso.strategies import (
 )
 
 if TYPE_CHECKING:
-    from espresso.compressors.base import Compressor, Traits
+    from espresso.compressors.base import Traits
     from espresso.search_result import Ranked, SearchResult
 
 EXACT_VECTORS = 16384
@@ -48,6 +48,10 @@ SIGN_BLOCK = 64
 
 MORE_MAY_TAKE = 0.25
 """What is sent beyond the search's choice may take this part of the time that compression saves."""
+
+SIGNS_MAY_TAKE = 1.02
+"""Finer signs may take this factor of a step. They cost in proportion to the model, and their work on the cores is not
+priced; what is sent of small tensors costs large models nothing."""
 
 SIMPLE_MAY_TAKE = 1.5
 """A strategy of one simple option is worth trying up to this factor of the best prediction: on cores that several
@@ -212,7 +216,8 @@ def _saying_more(row: Ranked, settings: Automatic, uncompressed_us: float) -> Ra
     On small models a sparsifier's bytes did more spread over its tensors than in exact ones (docs/convergence.md).
     """
     limit = row.predicted_us + MORE_MAY_TAKE * (uncompressed_us - row.predicted_us)
-    row = _first_within(row, [refine_signs(row.strategy, settings.sign_block)], limit)
+    for_signs = min(limit, SIGNS_MAY_TAKE * row.predicted_us)
+    row = _first_within(row, [refine_signs(row.strategy, settings.sign_block)], for_signs)
     least, given = settings.least_sent, row.strategy
     row = _first_within(row, (send_at_least(given, least // part) for part in (1, 2, 4)), limit)
     more = row.strategy
@@ -263,7 +268,7 @@ def send_at_least(strategy: Strategy, least: int) -> Strategy:
     """
     if least <= 1:
         return strategy
-    return _with_parameter(strategy, "least", least, lambda found: hasattr(found, "least"))
+    return _with_parameter(strategy, "least", least)
 
 
 def refine_signs(strategy: Strategy, block: int) -> Strategy:
@@ -271,21 +276,15 @@ def refine_signs(strategy: Strategy, block: int) -> Strategy:
 
     A number much below its block's mean is sent as that mean again and again; with fewer in a block this happens less.
     """
-    from espresso.compressors.signs import Signs
-
-    if not block:
-        return strategy
-    return _with_parameter(strategy, "block", block, lambda found: isinstance(found, Signs))
+    return _with_parameter(strategy, "block", block) if block else strategy
 
 
-def _with_parameter(strategy: Strategy, key: str, value: int, fits: Callable[[Compressor], bool]) -> Strategy:
-    """The strategy with a parameter set for compressors that fit, unless their spec says it."""
-    from espresso.compressors.registry import create
-
+def _with_parameter(strategy: Strategy, key: str, value: int) -> Strategy:
+    """The strategy with a parameter set where it makes a compressor finer, unless the spec says it."""
     more = {
         spec: CompressorSpec(spec.name, (*spec.params, (key, value)))
         for spec in strategy.compressors
-        if all(said != key for said, _ in spec.params) and fits(create(spec))
+        if all(said != key for said, _ in spec.params) and _traits_of(spec).finer == key
     }
     changes = {
         name: Choice(choice.option, more[choice.compressor])

@@ -463,9 +463,12 @@ def test_signs_are_finer_and_small_tensors_of_any_shape_exact_where_three_quarte
     costs = compute(0.01, 0.01, name=spec)
     job = make_job([120_000, *small, 120_000], [0, 1, 1, 1], beta=30.0, costs=costs)
     tensors = tuple(replace(tensor, shape=(tensor.numel // 10, 10)) for tensor in job.tensors)
-    job = replace(job, tensors=tensors)
+    short, job = replace(job, tensors=tensors), replace(job, tensors=tensors, forward_us=1e6)
     result = search(job, spec)
     alone = gentle(job, result, Automatic(exact_tensors=0, sign_block=0))
+    # Where payloads are most of the step, a third more of them is too much.
+    hurried = gentle(short, search(short, spec), Automatic(exact_tensors=0))
+    assert {str(c) for c in hurried.strategy.compressors} == {spec}
     found = gentle(job, result, Automatic(exact_tensors=119_999))
     assert alone.strategy.num_compressed == 4
     assert str(alone.strategy.choices["t0"].compressor) == spec
