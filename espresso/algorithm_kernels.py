@@ -20,15 +20,15 @@ ROUNDING = 1 - 1e-9
 @kernel
 def advance(shared: Shared, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> Any:
     """Either kind of job, its arrays in one tuple."""
-    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish = job
+    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, loads, ready, finish = job
     if shared is not None:
         return advance_shared(
             state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
-            stop, limit, rest, ready, finish,
+            stop, limit, loads, ready, finish,
         )  # fmt: skip
     return advance_paper(
         state, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores, contention,
-        stop, limit, rest, ready, finish,
+        stop, limit, loads, ready, finish,
     )  # fmt: skip
 
 
@@ -55,8 +55,9 @@ def greedy_units(
     ``options`` lists candidates, those of unit u from ``option_first[u]`` to ``option_first[u + 1]``;
     ``buckets`` int64[units]. Units before ``dropped`` are left alone. Returns (makespan, dropped).
     """
-    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish = job
+    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, loads, ready, finish = job
     end = gaps.shape[0] + 1
+    hint = -1
     for unit in order:
         if unit < dropped:
             continue
@@ -64,13 +65,15 @@ def greedy_units(
         advance(shared, start, choice, buckets[unit], np.inf, job)
         numbers = options[option_first[unit] : option_first[unit + 1]]
         found, time = best_of(
-            shared, start, scratch, unit, numbers, gaps, first_unit, choice, count, full, tail, task_set,
-            task_us, task_cores, contention, best * ROUNDING, rest, ready, finish,
+            shared, start, scratch, unit, numbers, hint, gaps, first_unit, choice, count, full, tail, task_set,
+            task_us, task_cores, contention, best * ROUNDING, loads, ready, finish,
         )  # fmt: skip
         if found < 0:
             continue
         choice[unit] = found
         best = time
+        # Units of one size follow each other and often take the same.
+        hint = found
         # Nothing changed before the unit's hand-over, so the evaluation goes on from there.
         advance(shared, start, choice, end, np.inf, job)
         dropped = finished_units(buckets, ready, finish)

@@ -34,7 +34,7 @@ Reals = npt.NDArray[np.float64]
 class KernelArrays:
     """An evaluator's buffers: (shared cores?, start of backward, two scratch states), and the job's arrays:
 
-    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, rest, ready, finish.
+    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, loads, ready, finish.
     """
 
     states: tuple[Shared, State, State, State]
@@ -77,7 +77,7 @@ class Evaluator:
         place = {size: index for index, size in enumerate(self._sizes)}
         self._size_of = np.array([place[unit.size] for unit in self.units])
         self.ready = np.zeros(len(self._gaps))
-        self._rest = np.zeros((len(self._gaps) + 1, NUM_LANES))
+        self._loads = np.zeros(NUM_LANES)
         self.finish = np.zeros(len(units))
         parts = sum(self._partitions(unit) for unit in units)
         self._origin, self._start, self._scratch = (make_state(parts) for _ in range(3))
@@ -119,13 +119,18 @@ class Evaluator:
         copy_state(self._origin, self._scratch)
         return self._run(self._scratch, strategy, len(self._gaps) + 1)
 
-    def best(self, strategy: Wholes, unit: int, numbers: Wholes, limit: float) -> tuple[int, float]:
-        """The best candidate for one unit, the others fixed, if below ``limit``; else (-1, limit)."""
+    def best(
+        self, strategy: Wholes, unit: int, numbers: Wholes, limit: float, *, hint: int = -1
+    ) -> tuple[int, float]:
+        """The best candidate for one unit, the others fixed, if below ``limit``; else (-1, limit).
+
+        ``hint`` is tried first, which changes nothing but how soon the others can be given up.
+        """
         copy_state(self._origin, self._start)
         self._run(self._start, strategy, self.units[unit].bucket)
         best, time = best_of(
-            self._shared, self._start, self._scratch, unit, numbers, self._gaps, self._first_unit, strategy,
-            *self.candidates.arrays(), self._contention, limit, self._rest, self.ready, self.finish,
+            self._shared, self._start, self._scratch, unit, numbers, hint, self._gaps, self._first_unit,
+            strategy, *self.candidates.arrays(), self._contention, limit, self._loads, self.ready, self.finish,
         )  # fmt: skip
         return int(best), float(time)
 
@@ -139,7 +144,7 @@ class Evaluator:
         times = np.empty(len(strategies))
         best, time = evaluate_batch(
             self._shared, self._origin, self._scratch, strategies, self._gaps, self._first_unit,
-            *self.candidates.arrays(), self._contention, limit, cut, times, self._rest, self.ready, self.finish,
+            *self.candidates.arrays(), self._contention, limit, cut, times, self._loads, self.ready, self.finish,
         )  # fmt: skip
         return int(best), float(time), times
 
@@ -148,7 +153,7 @@ class Evaluator:
         return KernelArrays(
             (self._shared, self._origin, self._start, self._scratch),
             (
-                self._gaps, self._first_unit, *self.candidates.arrays(), self._contention, self._rest,
+                self._gaps, self._first_unit, *self.candidates.arrays(), self._contention, self._loads,
                 self.ready, self.finish,
             ),
         )  # fmt: skip
@@ -157,7 +162,7 @@ class Evaluator:
         return float(
             self._advance(
                 state, self._gaps, self._first_unit, strategy, *self.candidates.arrays(), self._contention,
-                stop, np.inf, self._rest, self.ready, self.finish,
+                stop, np.inf, self._loads, self.ready, self.finish,
             )
         )  # fmt: skip
 

@@ -51,7 +51,7 @@ class Effort:
     """How long to search: counts and not seconds, so that the same search gives the same answer.
 
     Attributes:
-        events: of the timeline that the whole improvement may simulate (about 10 ns each).
+        events: of the timeline that the whole improvement may simulate (about 20 ns each, with what every trial costs).
         sizes: partition sizes that single units are tried at.
         variants: further starts at the best size: (how many times longer chains are taken to be, how many
             times as many leaves each unit may take).

@@ -18,7 +18,16 @@ import numpy.typing as npt
 
 from espresso.algorithm_kernels import JobArrays, advance
 from espresso.jit import kernel
-from espresso.timeline_kernels import EVENTS, Shared, State, copy_state, copy_vector, remaining
+from espresso.timeline_kernels import (
+    EVENTS,
+    Shared,
+    State,
+    add_loads,
+    copy_state,
+    copy_vector,
+    hopeless,
+    total_loads,
+)
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
@@ -29,9 +38,32 @@ _SAME = 1.0 + 1e-12
 
 
 @kernel
-def _remaining(choice: Wholes, job: JobArrays) -> None:
-    gaps, first_unit, count, full, tail, task_set, task_us, _, _, rest, _, _ = job
-    remaining(gaps, first_unit, choice, count, full, tail, task_set, task_us, rest)
+def _total(shared: Shared, choice: Wholes, job: JobArrays) -> None:
+    """What the strategy takes of each lane, for evaluations with a limit."""
+    gaps, _, count, full, tail, task_set, task_us, _, _, loads, _, _ = job
+    if shared is None:
+        total_loads(gaps, choice, count, full, tail, task_set, task_us, loads)
+
+
+@kernel
+def _exchange(shared: Shared, old: int, new: int, job: JobArrays) -> None:
+    """One candidate goes, another comes."""
+    _, _, count, full, tail, task_set, task_us, _, _, loads, _, _ = job
+    if shared is None:
+        add_loads(old, -1.0, count, full, tail, task_set, task_us, loads)
+        add_loads(new, 1.0, count, full, tail, task_set, task_us, loads)
+
+
+@kernel
+def _trial(
+    shared: Shared, start: State, scratch: State, choice: Wholes, limit: float, job: JobArrays
+) -> tuple[float, int]:  # fmt: skip
+    """The makespan from ``start`` on (infinity if not below ``limit``), and the events that it took."""
+    if shared is None and hopeless(start, job[9], limit):
+        return np.inf, 0
+    copy_state(start, scratch)
+    time = advance(shared, scratch, choice, job[0].shape[0] + 1, limit, job)
+    return time, scratch[1][EVENTS] - start[1][EVENTS]
 
 
 @kernel
@@ -59,14 +91,14 @@ def sweep(
     lost = total_loss(losses, choice)
     events = 0
     copy_state(origin, cursor)
-    # Of what is handed over later nothing changes before the sweep gets there.
-    _remaining(choice, job)
+    _total(shared, choice, job)
     for bucket in range(buckets):
         if events > effort:
             break
         advance(shared, cursor, choice, bucket, np.inf, job)
         for unit in range(first_unit[bucket], first_unit[bucket + 1]):
             chosen = choice[unit]
+            present = chosen
             for k in range(lists.shape[1]):
                 candidate = lists[unit, k]
                 if candidate < 0:
@@ -76,17 +108,18 @@ def sweep(
                     continue
                 cheaper = price[unit, k] < paid[unit]
                 choice[unit] = candidate
-                copy_state(cursor, scratch)
-                time = advance(
-                    shared, scratch, choice, buckets + 1, best * _SAME if cheaper else best * BETTER, job
-                )
-                events += scratch[1][EVENTS] - cursor[1][EVENTS]
+                _exchange(shared, present, candidate, job)
+                present = candidate
+                limit = best * _SAME if cheaper else best * BETTER
+                time, taken = _trial(shared, cursor, scratch, choice, limit, job)
+                events += taken
                 if time < best * BETTER or (cheaper and time <= best):
                     chosen = candidate
                     best = min(time, best)
                     paid[unit] = price[unit, k]
                     lost += change
             choice[unit] = chosen
+            _exchange(shared, present, chosen, job)
     return best, events
 
 
@@ -102,7 +135,6 @@ def blocks(
     int64[n, 4] holds stride, offset, and the window in eighths of the group. Tried candidates are those of
     the window's middle unit.
     """
-    buckets = job[1].shape[0] - 1
     errors, kind, budget = losses
     lost = total_loss(losses, choice)
     kept = np.empty_like(choice)
@@ -136,10 +168,9 @@ def blocks(
                         paid[unit] = price[guide, k]
                 time = np.inf
                 if changed and (change <= 0.0 or lost + change <= budget):
-                    copy_state(origin, scratch)
-                    _remaining(choice, job)
-                    time = advance(shared, scratch, choice, buckets + 1, best * BETTER, job)
-                    events += scratch[1][EVENTS]
+                    _total(shared, choice, job)
+                    time, taken = _trial(shared, origin, scratch, choice, best * BETTER, job)
+                    events += taken
                 if time < best * BETTER:
                     best = time
                     lost += change
@@ -155,7 +186,6 @@ def pairs(
     paid: Reals, units: Wholes, depth: int, losses: Losses, effort: int, job: JobArrays,
 ) -> tuple[float, int]:  # fmt: skip
     """Two of a few units at once, over the first ``depth`` candidates of both."""
-    buckets = job[1].shape[0] - 1
     errors, kind, budget = losses
     lost = total_loss(losses, choice)
     events = 0
@@ -163,6 +193,7 @@ def pairs(
         for j in range(i + 1, units.shape[0]):
             a, b = units[i], units[j]
             kept_a, kept_b = choice[a], choice[b]
+            _total(shared, choice, job)
             for k in range(min(depth, lists.shape[1])):
                 for m in range(min(depth, lists.shape[1])):
                     left, right = lists[a, k], lists[b, m]
@@ -177,11 +208,11 @@ def pairs(
                     if events > effort:
                         choice[a], choice[b] = kept_a, kept_b
                         return best, events
+                    _exchange(shared, choice[a], left, job)
+                    _exchange(shared, choice[b], right, job)
                     choice[a], choice[b] = left, right
-                    copy_state(origin, scratch)
-                    _remaining(choice, job)
-                    time = advance(shared, scratch, choice, buckets + 1, best * BETTER, job)
-                    events += scratch[1][EVENTS]
+                    time, taken = _trial(shared, origin, scratch, choice, best * BETTER, job)
+                    events += taken
                     if time < best * BETTER:
                         best = time
                         lost += change
@@ -204,7 +235,6 @@ def anneal(
     ``choice`` ends as the best strategy met. Deterministic for a seed.
     """
     np.random.seed(seed)
-    buckets = job[1].shape[0] - 1
     errors, kind, budget = losses
     lost = total_loss(losses, choice)
     units = choice.shape[0]
@@ -222,7 +252,12 @@ def anneal(
             width[unit] += 1
     now = best
     events = 0
+    moves = 0
     while events < effort:
+        # Loads are carried from move to move; sums round, so they are made anew now and then.
+        if moves % 256 == 0:
+            _total(shared, choice, job)
+        moves += 1
         # What is rejected unseen costs a little too, so that this ends.
         events += 8
         heat = hot * (cold / hot) ** (events / effort)
@@ -253,10 +288,10 @@ def anneal(
                 continue
             choice[unit] = candidate
             paid[unit] = price[unit, k]
-        copy_state(origin, scratch)
-        _remaining(choice, job)
-        time = advance(shared, scratch, choice, buckets + 1, limit, job)
-        events += scratch[1][EVENTS]
+            _exchange(shared, before, candidate, job)
+        # (Two of one size have the same candidates, so their exchange changes no load.)
+        time, taken = _trial(shared, origin, scratch, choice, limit, job)
+        events += taken
         if time < limit:
             now = time
             lost += change
@@ -268,6 +303,7 @@ def anneal(
             choice[unit], choice[other] = before, choice[unit]
             paid[unit], paid[other] = paid_unit, paid[unit]
         else:
+            _exchange(shared, choice[unit], before, job)
             choice[unit] = before
             paid[unit] = paid_unit
     copy_vector(top, choice)

@@ -17,7 +17,7 @@ State (made by :func:`make_state`), a ring of tasks per lane set (end or arrival
 
     real   0-6 lanes free, 7 backward's next hand-over, 8 latest, 9 now, 10-12 backward's work left, since, rate
            16-31 end of each ring's head, 32-47 work left, 48-63 since, 64-79 rate of running heads
-           80-86 time that tasks not yet queued will take on each lane, of units handed over (paper only)
+           80-86 time that each lane stood idle before its last task (paper only); 80: neither backward nor training
     whole  0 next bucket, 1 arrivals, 2 events so far, 3 whether there are servers
            16-31 ring fronts, 32-47 ring rears, 48-63 whether the head runs
 
@@ -45,13 +45,17 @@ NUM_RANK_SETS = 6
 NUM_LANES = 7
 BACK, LATEST, NOW, BACK_LEFT, BACK_SINCE, BACK_RATE = 7, 8, 9, 10, 11, 12
 END, LEFT, SINCE, RATE = 16, 32, 48, 64
-COMING = 80
+IDLE = 80
 """Places in the real vector; the last five are bases, one entry per lane set, or lane."""
+MARGIN = 1.0 + 1e-11
+"""What is cut off must be sure to reach its limit; sums round."""
 EVENTS = 2
-"""Where a state counts its events: hand-overs and completions."""
+"""Where a state counts its events: hand-overs and completed tasks (a chain's last one as soon as its end is known)."""
 SERVED = 3
 FRONT, REAR, RUNS = 16, 32, 48
 """Bases in the whole vector."""
+POSITIVE = (1 << 62) - 1
+"""Masks what is never negative: the compiler then leaves out Python's counting of indices from the end."""
 KEY_SHIFT = 24
 """Ring keys order ties: unit number above, partition number below this bit."""
 
@@ -119,41 +123,63 @@ def copy_state(source: State, target: State) -> None:
 
 
 @kernel
-def remaining(
+def add_loads(
+    candidate: int,
+    sign: float,
+    count: Wholes,
+    full: Wholes,
+    tail: Wholes,
+    task_set: Wholes,
+    task_us: Reals,
+    loads: Reals,
+) -> None:
+    """Add (or, with ``sign`` -1, take away) what a candidate's tasks take on each lane."""
+    copies = count[candidate] - 1
+    for part in range(2):
+        times = sign if part else sign * copies
+        row = tail[candidate] if part else full[candidate]
+        while times != 0.0 and task_set[row] >= 0:
+            us = task_us[row] * times
+            lanes = LANES_OF_SET[task_set[row]]
+            loads[lanes[0]] += us
+            if lanes[1] != lanes[0]:
+                loads[lanes[1]] += us
+            if lanes[2] != lanes[1]:
+                loads[lanes[2]] += us
+            row += 1
+
+
+@kernel
+def total_loads(
     gaps: Reals,
-    first_unit: Wholes,
     choice: Wholes,
     count: Wholes,
     full: Wholes,
     tail: Wholes,
     task_set: Wholes,
     task_us: Reals,
-    rest: Reals,
+    loads: Reals,
 ) -> None:
-    """What is left before the hand-over of each bucket: ``rest`` float64[B + 1, NUM_LANES].
+    """What a strategy takes of each lane, from start to end: ``loads`` float64[NUM_LANES].
 
-    Per lane the time of all tasks not yet handed over, each of which queues behind what is there already. For
-    the training lane backward's remaining gaps are added: counted from the next hand-over, both must pass.
+    Backward's own time is added to the training lane's, since both must pass one after the other. No lane is done
+    before this and the time that it stood idle.
     """
-    buckets = gaps.shape[0]
-    rest[buckets] = 0.0
-    for bucket in range(buckets - 1, -1, -1):
-        copy_vector(rest[bucket + 1], rest[bucket])
-        if bucket + 1 < buckets:
-            rest[bucket, 0] += gaps[bucket + 1]
-        for unit in range(first_unit[bucket], first_unit[bucket + 1]):
-            candidate = choice[unit]
-            copies = count[candidate] - 1
-            for part in range(2):
-                row = tail[candidate] if part else full[candidate]
-                times = 1 if part else copies
-                while times > 0 and task_set[row] >= 0:
-                    us = task_us[row] * times
-                    lanes = LANES_OF_SET[task_set[row]]
-                    for k in range(3):
-                        if k == 0 or lanes[k] != lanes[k - 1]:
-                            rest[bucket, lanes[k]] += us
-                    row += 1
+    loads[:] = 0.0
+    for gap in gaps:
+        loads[0] += gap
+    for unit in range(choice.shape[0]):
+        add_loads(choice[unit], 1.0, count, full, tail, task_set, task_us, loads)
+
+
+@kernel
+def hopeless(state: State, loads: Reals, limit: float) -> bool:
+    """Whether idle time so far and loads alone reach ``limit``. Rounding adds up over the tasks: by a margin."""
+    real = state[0]
+    found = False
+    for lane in range(NUM_LANES):
+        found |= real[IDLE + lane] + loads[lane] >= limit * MARGIN
+    return found
 
 
 @kernel
@@ -171,42 +197,51 @@ def advance_paper(
     contention: Reals,
     stop: int,
     limit: float,
-    rest: Reals,
+    loads: Reals,
     ready: Reals,
     finish: Reals,
 ) -> float:
     """Run events up to the hand-over of bucket ``stop`` (beyond the last: to the end).
 
+    A chain's last task wakes nothing, so it is done with as soon as it is queued, and only others enter the rings.
+
     Args:
-        rest: what lanes still have before them (:func:`remaining`): an evaluation that this shows to reach
-            ``limit`` ends at once.
+        loads: what the whole strategy takes of each lane (:func:`total_loads`), used with a finite ``limit``: an
+            evaluation in which this and the lane's idle time so far reach ``limit`` ends at once.
 
     Returns:
         The latest time so far, backward's included; infinity as soon as it is sure to reach ``limit``.
         ``ready`` float64[B] and ``finish`` float64[U] are filled along the way.
     """
     real, whole, ring_end, ring_row, ring_key = state
-    mask = ring_end.shape[1] - 1
+    mask = (ring_end.shape[1] - 1) & POSITIVE
     buckets = gaps.shape[0]
     bucket = whole[0]
     back = real[BACK]
     latest = real[LATEST]
     events = whole[EVENTS]
     served = whole[SERVED] > 0
+    sure = limit * MARGIN
+    # Of the bucket that is being handed over: the present unit, the end; its next partition, its last.
+    unit = 0
+    units = 0
+    part = 0
+    last = -1
+    now = 0.0
     while True:
-        at = np.inf
-        s = -1
-        for k in range(NUM_RANK_SETS):
-            end = real[END + k]
-            if end < at or (
-                end == at
-                and end < np.inf
-                and ring_key[k, whole[FRONT + k] & mask] < ring_key[s, whole[FRONT + s] & mask]
-            ):
-                at = end
-                s = k
-        if served:
-            for k in range(NUM_RANK_SETS, NUM_SETS):
+        if part > last and unit + 1 < units:
+            unit = (unit + 1) & POSITIVE
+            part = 0
+            last = count[choice[unit] & POSITIVE] - 1
+        if part <= last:
+            candidate = choice[unit] & POSITIVE
+            row = (full[candidate] if part < last else tail[candidate]) & POSITIVE
+            key = (unit << KEY_SHIFT) + part
+            part += 1
+        else:
+            at = np.inf
+            s = -1
+            for k in range(NUM_RANK_SETS):
                 end = real[END + k]
                 if end < at or (
                     end == at
@@ -215,100 +250,100 @@ def advance_paper(
                 ):
                     at = end
                     s = k
-        if bucket < buckets and back < at:
-            if bucket == stop:
-                break
-            now = back
-            events += 1
-            ready[bucket] = now
-            if now > latest:
-                latest = now
+            if served:
+                for k in range(NUM_RANK_SETS, NUM_SETS):
+                    end = real[END + k]
+                    if end < at or (
+                        end == at
+                        and end < np.inf
+                        and ring_key[k, whole[FRONT + k] & mask] < ring_key[s, whole[FRONT + s] & mask]
+                    ):
+                        at = end
+                        s = k
+            if bucket < buckets and back < at:
+                if bucket == stop:
+                    break
+                now = back
+                events += 1
+                ready[bucket] = now
+                latest = max(latest, now)
                 if latest >= limit:
                     whole[EVENTS] = events
                     return np.inf
-            if bucket + 1 < buckets:
-                gap = gaps[bucket + 1]
-                # Work that began at this very moment holds the next gap up, but cannot undo this hand-over.
-                back = max(now, real[0]) + gap if gap > 0.0 else now
-            else:
-                back = np.inf
-            for unit in range(first_unit[bucket], first_unit[bucket + 1]):
-                candidate = choice[unit]
-                last = count[candidate] - 1
-                for part in range(last + 1):
-                    row = full[candidate] if part < last else tail[candidate]
-                    s = task_set[row]
-                    if s < 0:
-                        continue
-                    start = now
-                    for k in range(3):
-                        start = max(start, real[LANES_OF_SET[s, k]])
-                    end = start + task_us[row]
-                    coming = row + 1
-                    while task_set[coming] >= 0:
-                        lanes = LANES_OF_SET[task_set[coming]]
-                        real[COMING + lanes[0]] += task_us[coming]
-                        if lanes[1] != lanes[0]:
-                            real[COMING + lanes[1]] += task_us[coming]
-                        if lanes[2] != lanes[1]:
-                            real[COMING + lanes[2]] += task_us[coming]
-                        coming += 1
-                    for k in range(3):
-                        real[LANES_OF_SET[s, k]] = end
-                    if s == 0 and start < back:
-                        back += task_us[row]
-                    rear = whole[REAR + s]
-                    slot = rear & mask
-                    ring_end[s, slot] = end
-                    ring_row[s, slot] = row
-                    ring_key[s, slot] = (unit << 24) + part
-                    if rear == whole[FRONT + s]:
-                        real[END + s] = end
-                    whole[REAR + s] = rear + 1
-                    if end > latest:
-                        latest = end
-                        if latest >= limit:
-                            whole[EVENTS] = events
-                            return np.inf
-            bucket += 1
-            if limit < np.inf:
-                # Rounding adds up over the tasks; what is cut off must be sure to reach the limit.
-                sure = limit * (1.0 + 1e-11)
-                over = bucket < buckets and back + real[COMING] + rest[bucket, 0] >= sure
-                for k in range(1, NUM_LANES):
-                    over |= real[k] + real[COMING + k] + rest[bucket, k] >= sure
-                if over:
+                if bucket + 1 < buckets:
+                    gap = gaps[bucket + 1]
+                    # Work that began at this very moment holds the next gap up, but cannot undo this hand-over.
+                    if gap > 0.0:
+                        back = max(now, real[0])
+                        real[IDLE] += back - now
+                        back += gap
+                else:
+                    back = np.inf
+                    free = max(now, real[0])
+                    real[IDLE] += free - now
+                    real[0] = free
+                if real[IDLE] + loads[0] >= sure:
                     whole[EVENTS] = events
                     return np.inf
-            continue
-        if s < 0:
-            break
-        events += 1
-        front = whole[FRONT + s]
-        slot = front & mask
-        row = ring_row[s, slot] + 1
-        key = ring_key[s, slot]
-        front += 1
-        whole[FRONT + s] = front
-        real[END + s] = ring_end[s, front & mask] if front < whole[REAR + s] else np.inf
+                unit = first_unit[bucket] - 1
+                units = first_unit[bucket + 1]
+                part = 0
+                last = -1
+                bucket += 1
+                continue
+            if s < 0:
+                break
+            events += 1
+            now = at
+            front = whole[FRONT + s]
+            slot = front & mask
+            row = (ring_row[s, slot] + 1) & POSITIVE
+            key = ring_key[s, slot]
+            front += 1
+            whole[FRONT + s] = front
+            real[END + s] = ring_end[s, front & mask] if front < whole[REAR + s] else np.inf
         s = task_set[row]
         if s < 0:
-            finish[key >> 24] = at
             continue
-        start = at
-        lanes = LANES_OF_SET[s]
-        for k in range(3):
-            start = max(start, real[lanes[k]])
-        end = start + task_us[row]
-        for k in range(3):
-            real[lanes[k]] = end
-        real[COMING + lanes[0]] -= task_us[row]
-        if lanes[1] != lanes[0]:
-            real[COMING + lanes[1]] -= task_us[row]
-        if lanes[2] != lanes[1]:
-            real[COMING + lanes[2]] -= task_us[row]
-        if s == 0 and start < back:
-            back += task_us[row]
+        us = task_us[row]
+        if s == 0:
+            free = real[0]
+            start = max(now, free)
+            end = start + us
+            real[0] = end
+            if back == np.inf:
+                real[IDLE] += start - free
+            elif start < back:
+                back += us
+            else:
+                # The next gap will wait for it.
+                real[IDLE] -= us
+            over = real[IDLE] + loads[0] >= sure
+        else:
+            a = LANES_OF_SET[s, 0] & 7
+            b = LANES_OF_SET[s, 1] & 7
+            c = LANES_OF_SET[s, 2] & 7
+            start = max(max(now, real[a]), max(real[b], real[c]))
+            end = start + us
+            idle_a = real[IDLE + a] + (start - real[a])
+            idle_b = real[IDLE + b] + (start - real[b])
+            idle_c = real[IDLE + c] + (start - real[c])
+            real[IDLE + a] = idle_a
+            real[IDLE + b] = idle_b
+            real[IDLE + c] = idle_c
+            real[a] = end
+            real[b] = end
+            real[c] = end
+            over = (idle_a + loads[a] >= sure) | (idle_b + loads[b] >= sure) | (idle_c + loads[c] >= sure)
+        latest = max(latest, end)
+        if over | (latest >= limit):
+            whole[EVENTS] = events
+            return np.inf
+        if task_set[row + 1] < 0:
+            # Partitions pass the same lane sets in order, so the last one to be queued is the last to end.
+            finish[(key >> KEY_SHIFT) & POSITIVE] = end
+            events += 1
+            continue
         rear = whole[REAR + s]
         slot = rear & mask
         ring_end[s, slot] = end
@@ -317,11 +352,6 @@ def advance_paper(
         if rear == whole[FRONT + s]:
             real[END + s] = end
         whole[REAR + s] = rear + 1
-        if end > latest:
-            latest = end
-            if latest >= limit:
-                whole[EVENTS] = events
-                return np.inf
     whole[0] = bucket
     whole[EVENTS] = events
     real[BACK] = back
@@ -423,13 +453,13 @@ def advance_shared(
     contention: Reals,
     stop: int,
     limit: float,
-    rest: Reals,
+    loads: Reals,
     ready: Reals,
     finish: Reals,
 ) -> float:
     """As :func:`advance_paper`, with ``contention`` float64[2] (cores, backward's demand) shared by all.
 
-    ``rest`` is not used: lanes have no end here until their tasks have theirs.
+    ``loads`` is not used: lanes have no end here until their tasks have theirs.
 
     Here ``real[END + s]`` is the end of the running task of set s; rings hold arrival numbers for ends.
     """
@@ -474,7 +504,7 @@ def advance_shared(
                     slot = whole[REAR + s] & mask
                     ring_came[s, slot] = whole[1]
                     ring_row[s, slot] = row
-                    ring_key[s, slot] = (unit << 24) + part
+                    ring_key[s, slot] = (unit << KEY_SHIFT) + part
                     whole[REAR + s] += 1
                     whole[1] += 1
             whole[0] = bucket + 1
@@ -503,7 +533,7 @@ def advance_shared(
             real[END + s] = np.inf
             s = task_set[row]
             if s < 0:
-                finish[key >> 24] = now
+                finish[key >> KEY_SHIFT] = now
             else:
                 slot = whole[REAR + s] & mask
                 ring_came[s, slot] = whole[1]
@@ -544,6 +574,7 @@ def best_of(
     scratch: State,
     unit: int,
     candidates: Wholes,
+    hint: int,
     gaps: Reals,
     first_unit: Wholes,
     choice: Wholes,
@@ -555,36 +586,56 @@ def best_of(
     task_cores: Reals,
     contention: Reals,
     limit: float,
-    rest: Reals,
+    loads: Reals,
     ready: Reals,
     finish: Reals,
 ) -> tuple[int, float]:
     """Try candidates for one unit, resuming from ``start``, where its bucket is about to be handed over.
+
+    The candidate ``hint`` goes first, if it is among them: the likelier it is the best, the sooner the others end.
 
     Returns:
         The first best candidate strictly below ``limit`` and its makespan; (-1, limit) if there is none.
     """
     kept = choice[unit]
     best = -1
+    place = candidates.shape[0]
+    first = -1
+    for index in range(candidates.shape[0]):
+        if candidates[index] == hint:
+            first = index
+            break
     buckets = gaps.shape[0]
-    # Valid for every candidate: only what is handed over after the unit's own bucket is read.
-    remaining(gaps, first_unit, choice, count, full, tail, task_set, task_us, rest)
-    for candidate in candidates:
+    total_loads(gaps, choice, count, full, tail, task_set, task_us, loads)
+    present = kept
+    for index in range(-1, candidates.shape[0]):
+        if index == first:
+            continue
+        here = first if index < 0 else index
+        candidate = candidates[here]
+        # Of equal times the earliest in the list wins, in whatever order they are tried.
+        allowed = np.nextafter(limit, np.inf) if best >= 0 and here < place else limit
+        add_loads(present, -1.0, count, full, tail, task_set, task_us, loads)
+        add_loads(candidate, 1.0, count, full, tail, task_set, task_us, loads)
+        present = candidate
+        if shared is None and hopeless(start, loads, allowed):
+            continue
         choice[unit] = candidate
         copy_state(start, scratch)
         if shared is not None:
             time = advance_shared(
                 scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, limit, rest, ready, finish,
+                contention, buckets + 1, allowed, loads, ready, finish,
             )  # fmt: skip
         else:
             time = advance_paper(
                 scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, limit, rest, ready, finish,
+                contention, buckets + 1, allowed, loads, ready, finish,
             )  # fmt: skip
-        if time < limit:
+        if time < allowed:
             limit = time
             best = candidate
+            place = here
     choice[unit] = kept
     return best, limit
 
@@ -607,7 +658,7 @@ def evaluate_batch(
     limit: float,
     cut: bool,
     times: Reals,
-    rest: Reals,
+    loads: Reals,
     ready: Reals,
     finish: Reals,
 ) -> tuple[int, float]:
@@ -621,19 +672,22 @@ def evaluate_batch(
     best = -1
     buckets = gaps.shape[0]
     for index in range(batch.shape[0]):
-        copy_state(start, scratch)
         bound = limit if cut else np.inf
-        if cut:
-            remaining(gaps, first_unit, batch[index], count, full, tail, task_set, task_us, rest)
+        if cut and shared is None:
+            total_loads(gaps, batch[index], count, full, tail, task_set, task_us, loads)
+            if hopeless(start, loads, limit):
+                times[index] = np.inf
+                continue
+        copy_state(start, scratch)
         if shared is not None:
             time = advance_shared(
                 scratch, gaps, first_unit, batch[index], count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, bound, rest, ready, finish,
+                contention, buckets + 1, bound, loads, ready, finish,
             )  # fmt: skip
         else:
             time = advance_paper(
                 scratch, gaps, first_unit, batch[index], count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, bound, rest, ready, finish,
+                contention, buckets + 1, bound, loads, ready, finish,
             )  # fmt: skip
         times[index] = time
         if time < limit:

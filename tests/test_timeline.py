@@ -360,6 +360,8 @@ def test_resuming_equals_starting_over(case, data):
     assert time == min(times)
     assert best == numbers[times.index(min(times))]
     assert evaluator.best(encoded, unit, numbers, min(times)) == (-1, min(times))
+    for hint in numbers:
+        assert evaluator.best(encoded, unit, numbers, np.inf, hint=hint) == (best, time)
 
 
 @given(planned(per_bucket=True), st.data())
@@ -378,6 +380,10 @@ def test_a_batch_equals_its_rows(case, data):
     assert (index, time) == (int(times.argmin()), times.min())
     cut = evaluator.batch(batch, cut=True)
     assert cut[:2] == (index, time)
+    # Evaluations give up at their own time, and not just above it.
+    for row, own in zip(batch, times, strict=True):
+        assert evaluator.batch(row[None], own, cut=True)[0] == -1
+        assert evaluator.batch(row[None], np.nextafter(own, np.inf), cut=True)[1] == own
 
 
 @given(planned())
