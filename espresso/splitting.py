@@ -97,7 +97,7 @@ def _settle(
     for index in pair:
         other = _other(evaluator, strategy, pair, index)
         numbers = [number for number in options[index] if evaluator.candidates.choices[number] != other]
-        found, limit = evaluator.best(strategy, index, np.array(numbers), limit)
+        found, limit = evaluator.best(strategy, index, np.array(numbers, dtype=np.int64), limit)
         if found >= 0:
             changed = strategy.copy()
             changed[index] = found
