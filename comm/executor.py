@@ -42,6 +42,9 @@ logger = logging.getLogger("espresso")
 
 
 _SIGNS_OF_A_LOST_PEER = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out")
+_SPEAK_S = 0.5
+"""How long it waits for the rank at its other end, or another, to say what it failed of."""
+
 _NOTICE_S = 1.0
 """How long a lost connection waits for a server to say whose it was."""
 
@@ -578,15 +581,24 @@ class Executor:
         lost, hint = self.groups.rank_in(what), _LOST_PEER
         if lost is not None:
             hint = f" That is rank {lost}: it died, or left because of an error of its own."
-            heard = self.groups.alarm.heard()
+            heard = self._heard_soon()
             if heard is not None and heard[0] == lost:
                 hint = f" That is rank {lost}, which failed first: {heard[1].strip().rstrip('.')}."
+            elif heard is not None and heard[0] != self.groups.rank:
+                hint += f" Rank {heard[0]} failed first: {heard[1].strip().rstrip('.')}."
         notice = None if self._servers is None else self._servers.wait_for_notice(_NOTICE_S)
         if notice is None:
             return hint
         if str(notice) in what:  # it has been said who is gone
             return "" if lost is None else hint
         return f"{hint} {str(notice).rstrip('.')}."
+
+    def _heard_soon(self) -> tuple[int, str] | None:
+        """The first failure that a rank told of; waits a moment: Gloo closes connections before a rank can speak."""
+        until = time.monotonic() + _SPEAK_S
+        while (heard := self.groups.alarm.heard()) is None and time.monotonic() < until:
+            time.sleep(0.02)
+        return heard
 
     def _fail_now(self, text: str) -> EspressoError:
         self._lanes.fail(EspressoError(text))
