@@ -59,8 +59,8 @@ CASES = (
     Case("gpt", 1.0, 12, 5, 2, True),
     Case("deep", 0.25, 8, 10, 4, True),
 )
-"""The bar is for many buckets. ``deep``: 48 narrow layers, so that a bucket costs next to nothing and what is left is the
-hook. ``mlp``, for information, has three buckets, large ones: what any hook adds there is one more pass over them."""
+"""The bar is for many buckets. ``deep``: 48 narrow layers, so that a bucket costs next to nothing and what is left
+is the hook. ``mlp``, for information, has three buckets, large ones: what any hook adds there is a pass over them."""
 
 
 @dataclass(frozen=True)
