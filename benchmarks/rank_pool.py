@@ -18,6 +18,9 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("spawn")
 NUM_RANKS = 4
 
+MOURNING_S = 5.0
+"""How long the others may take to answer once one rank has failed or died: they are probably waiting for it."""
+
 
 class RanksFailed(AssertionError):
     """A rank raised, died or hung."""
@@ -49,18 +52,22 @@ class RankPool:
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + deadline_s
-        while len(answers) + len(errors) < self.num_ranks and time.monotonic() < deadline:
+        awaited = set(range(self.num_ranks))
+        while awaited and time.monotonic() < deadline:
+            dead = {rank for rank in awaited if not self._processes[rank].is_alive()}
             try:
                 rank, value, error = self._results.get(timeout=0.2)
             except queue.Empty:
-                if not all(process.is_alive() for process in self._processes):
-                    break
+                awaited -= dead  # they were dead before the queue was seen empty
+                if dead:
+                    deadline = min(deadline, time.monotonic() + MOURNING_S)
                 continue
+            awaited.discard(rank)
             if error is None:
                 answers[rank] = value
             else:
                 errors[rank] = error
-                deadline = min(deadline, time.monotonic() + 5.0)  # the others are probably waiting for it
+                deadline = min(deadline, time.monotonic() + MOURNING_S)
         if len(answers) < self.num_ranks:
             self.close()
             told = [f"rank {rank}: {error}" for rank, error in sorted(errors.items())]

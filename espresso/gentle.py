@@ -57,6 +57,12 @@ SIMPLE_MAY_TAKE = 1.5
 """A strategy of one simple option is worth trying up to this factor of the best prediction: on cores that several
 workers share, predictions are furthest off for strategies of many steps."""
 
+SIMPLE = "everything once"
+"""What that strategy is called."""
+
+MAX_CANDIDATES = 2
+"""Of the others, so many race against plain: more would take too many steps."""
+
 _ONCE_FLAT = "comp > flat.allgather > dec"
 _SUMMED_FLAT = "comp > flat.allreduce > dec"
 _ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
@@ -120,17 +126,18 @@ def gentle(job: Job, result: SearchResult, settings: Automatic | None = None) ->
         settings: of the run, live or imagined; None: the defaults.
 
     Returns:
-        ``alternatives`` are the gentle forms of the search's own, best first, those not below plain left out;
-        ``chosen`` is the first of them.
+        ``alternatives`` are the gentle forms of the search's own and of :func:`simplest`, best first, those not below
+        plain left out; ``chosen`` is the first of them.
     """
     settings = settings or Automatic()
+    simple = simplest(job, result)
     rows = [
         _saying_more(
             _gentler(_with_bucket_cap(row, result.bucket_cap_mb), settings.exact_vectors),
             settings,
             result.uncompressed_us,
         )
-        for row in result.alternatives
+        for row in (*result.alternatives, *([] if simple is None else [simple]))
         if row.predicted_us < result.uncompressed_us and row.strategy.num_compressed
     ]
     rows = sorted(
@@ -149,27 +156,33 @@ def gentle(job: Job, result: SearchResult, settings: Automatic | None = None) ->
     )
 
 
-def simplest(job: Job, result: SearchResult, settings: Automatic | None = None) -> Ranked | None:
+def simplest(job: Job, result: SearchResult) -> Ranked | None:
     """Everything compressed once and exchanged in one routine: no step on numbers between the ranks of a node.
 
     Returns:
-        The strategy with small vectors left exact, or None where its prediction rules it out, or where the compressor
-        takes several rounds.
+        The strategy, or None where its prediction rules it out, where the search compressed nothing or by several
+        compressors, or where its compressor takes several rounds.
     """
-    settings = settings or Automatic()
-    compressors = result.chosen.strategy.compressors
-    if len(compressors - {NONE}) != 1:
+    compressors = result.chosen.strategy.compressors - {NONE}
+    if len(compressors) != 1:
         return None
-    (spec,) = compressors - {NONE}
+    (spec,) = compressors
     traits = _traits_of(spec)
     if traits.rounds > 1 or Device.TRAINING not in job.costs.devices(spec):
         return None
     option = parse_option(_SUMMED_FLAT if traits.summable else _ONCE_FLAT)
-    strategy = Strategy.uniform(job.tensors, job.cluster, Choice(option, spec))
-    row = replace(result.chosen, name="everything once", strategy=_with_cap_of(strategy, result))
-    row = _saying_more(_with_exact_vectors(row, settings.exact_vectors), settings, result.uncompressed_us)
-    limit = min(SIMPLE_MAY_TAKE * result.predicted_us, result.uncompressed_us)
-    return row if row.predicted_us < limit else None
+    strategy = Strategy.uniform(
+        job.tensors, job.cluster, Choice(option, spec), partition_bytes=result.chosen.strategy.partition_bytes
+    )
+    row = _priced(replace(result.chosen, name=SIMPLE, strategy=strategy, job=job))
+    return row if row.predicted_us < SIMPLE_MAY_TAKE * result.predicted_us else None
+
+
+def racers(result: SearchResult) -> tuple[Ranked, ...]:
+    """Those of :func:`gentle`'s alternatives that race against plain: the best two, and the simple one."""
+    return tuple(
+        row for place, row in enumerate(result.alternatives) if place < MAX_CANDIDATES or row.name == SIMPLE
+    )
 
 
 def _plain(job: Job, result: SearchResult) -> Ranked:
@@ -183,12 +196,6 @@ def _plain(job: Job, result: SearchResult) -> Ranked:
 
 def _with_bucket_cap(row: Ranked, cap_mb: float | None) -> Ranked:
     return replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap_mb))
-
-
-def _with_cap_of(strategy: Strategy, result: SearchResult) -> Strategy:
-    return replace(
-        strategy, bucket_cap_mb=result.bucket_cap_mb, partition_bytes=result.chosen.strategy.partition_bytes
-    )
 
 
 def _distinct(rows: Sequence[Ranked]) -> Iterator[Ranked]:
@@ -330,6 +337,7 @@ __all__ = [
     "gentle",
     "leave_tensors",
     "leave_vectors",
+    "racers",
     "refine_signs",
     "send_at_least",
     "simplest",

@@ -14,7 +14,7 @@ from espresso.artifacts import Artifacts
 from espresso.comm import Groups, Record
 from espresso.config import Config
 from espresso.costs import ComputeCost, Contention, CostModel, Links
-from espresso.gentle import Automatic, gentle, simplest
+from espresso.gentle import Automatic, gentle, racers
 from espresso.host_codecs import HostCodecs
 from espresso.job import Job
 from espresso.planner import Candidate
@@ -37,9 +37,6 @@ logger = logging.getLogger("espresso")
 
 ADVISED_CAPS_MB = (5, 25, 100)
 """Bucket sizes that automatic mode looks at: few, since all ranks wait for it."""
-
-MAX_CANDIDATES = 2
-"""Of the search's strategies, so many race against plain: more would take too many steps. A simple one joins them."""
 
 
 class OnlineSearch:
@@ -174,10 +171,7 @@ class OnlineSearch:
         from espresso.search import search  # compiles kernels: only rank 0 needs them
 
         result = search(job, self.compressor, partitions=self._settings.partitions)
-        found = list(gentle(job, result, self._settings).alternatives[:MAX_CANDIDATES])
-        simple = simplest(job, result, self._settings)
-        if simple is not None and all(row.strategy != simple.strategy for row in found):
-            found.append(simple)
+        found = racers(gentle(job, result, self._settings))
         candidates = [
             Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us)
             for row in found
