@@ -6,8 +6,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP_ARGS ?=
-# Two files at a time: half of them run on one core.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Three files at a time on two cores: ranks wait for each other much of the time.
+PYTEST_ARGS ?= -n 3 --dist loadfile
 DEMO_ARGS ?=
 GPU_PYTHON ?= python3
 GPU_PYTEST_ARGS ?=

@@ -7,7 +7,6 @@ within the time-out and end by itself; the summary says how long that took and w
 """
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -27,6 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import results
+from benchmarks.rank_pool import RANKS
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option
 
 NUM_RANKS = 4
@@ -52,7 +52,6 @@ STRATEGIES: dict[str, tuple[str, str, int]] = {
 """Name to option, compressor and ranks per node; no option is automatic mode, killed while it measures."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
-_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,9 @@ def worker(rank: int, port: int, name: str, timeout_s: float, talk: Connection) 
 def run_trial(name: str, victim: int, delay_s: float, timeout_s: float) -> Trial:
     """Start four ranks, kill one ``delay_s`` after all have trained a few steps, and watch the others."""
     port = _free_port()
-    pairs = [_CONTEXT.Pipe(duplex=False) for _ in range(NUM_RANKS)]
+    pairs = [RANKS.Pipe(duplex=False) for _ in range(NUM_RANKS)]
     processes = [
-        _CONTEXT.Process(target=worker, args=(rank, port, name, timeout_s, pairs[rank][1]))
+        RANKS.Process(target=worker, args=(rank, port, name, timeout_s, pairs[rank][1]))
         for rank in range(NUM_RANKS)
     ]
     try:
@@ -188,7 +187,6 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Kill one worker of four at random moments, strategy after strategy."""
-    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "espresso.state"])
     draw = random.Random(seed)
     names = list(STRATEGIES)
     plans = [

@@ -44,7 +44,7 @@ CHUNK = 64
 """Leaves between two steps of the progress bar."""
 
 TRAINING = (Device.TRAINING,)
-PARTITION_BYTES = 8192
+PARTITION_BYTES = 16384
 
 SIZES = (
     {"a": 1000, "b": 7, "empty": 0, "c": 333},

@@ -15,7 +15,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("spawn")
+RANKS = multiprocessing.get_context("forkserver")
+RANKS.set_forkserver_preload(["benchmarks.rank_preload"])
+"""Ranks are forked from one server that holds what all of them load."""
+
 NUM_RANKS = 4
 
 MOURNING_S = 5.0
@@ -92,7 +95,7 @@ class RankPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._results = _CONTEXT.Queue()
+        self._results = RANKS.Queue()
         for rank in range(self.num_ranks):
             env = {
                 "RANK": str(rank),
@@ -104,8 +107,8 @@ class RankPool:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             }
-            inbox = _CONTEXT.Queue()
-            process = _CONTEXT.Process(target=_serve, args=(rank, env, inbox, self._results), daemon=True)
+            inbox = RANKS.Queue()
+            process = RANKS.Process(target=_serve, args=(rank, env, inbox, self._results), daemon=True)
             process.start()
             self._processes.append(process)
             self._inboxes.append(inbox)

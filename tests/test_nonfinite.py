@@ -214,10 +214,9 @@ def scaled(rank: int) -> dict[Case, tuple[list[float], float, bool]]:
 
 def rescaled(rank: int) -> dict[Case, tuple[str, str, str]]:
     results = {}
-    for case in ARMS + MOMENTUM_ARMS:
+    # Not fp16: it rounds subnormal numbers differently under another scale, and keeps no residual.
+    for case in (*ARMS[:1], *ARMS[2:3], *ARMS[4:6], *MOMENTUM_ARMS[1:]):
         option, compressor, ranks_per_node = case
-        if compressor == "fp16":
-            continue  # rounds subnormal numbers differently under another scale, and keeps no residual
         ends = []
         for how in ("unscaled", "scaler", "by hand"):
             ddp = wrap(mlp(20, 60, 30, 40, 5))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import socket
@@ -12,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Ranks are forked from one clean server that has torch loaded: seconds less for every test. What needs a
-# real interpreter exit (tests/test_lifecycle.py) starts programs of its own.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "espresso.state"])
+from benchmarks.rank_pool import RANKS
+
+# What needs a real interpreter exit (tests/test_lifecycle.py) starts programs of its own.
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def run_ranks(
     Raises:
         RanksFailed: with every failed rank's traceback.
     """
-    port, results = free_port(), _CONTEXT.Queue()
+    port, results = free_port(), RANKS.Queue()
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
     processes = []
     for rank in range(num_ranks):
@@ -74,7 +72,7 @@ def run_ranks(
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
         }
-        process = _CONTEXT.Process(target=_main, args=(target, rank, args, env, init, results), daemon=False)
+        process = RANKS.Process(target=_main, args=(target, rank, args, env, init, results), daemon=False)
         process.start()
         processes.append(process)
     outcomes = _collect(processes, results, deadline_s)

@@ -1,0 +1,18 @@
+"""What a rank loads before its first step, loaded once in the server that ranks are forked from.
+
+DDP's constructor imports PyTorch's compiler, and Numba prepares itself at its first function: together two seconds of a
+core for every rank.
+"""
+
+import torch
+import torch._dynamo.convert_frame
+import torch.distributed  # noqa: F401
+from numba import njit
+
+import espresso.host_codecs
+import espresso.state  # noqa: F401
+
+
+@njit("int64(int64)")  # type: ignore[untyped-decorator]
+def _prepared(number: int) -> int:
+    return number
