@@ -51,6 +51,8 @@ class Config:
         profile_steps: plain steps in which gaps are measured.
         race_steps: steps of each block when strategies race against plain.
         race_rounds: how often the blocks alternate.
+        decide_by: iterations after which automatic mode has decided. Until the race it trains on plain averages, the
+            better for what is learnt first; 0 races as soon as the job is measured.
         steps_per_epoch: what compressors that warm up by epochs count with; None waits for ``state.set_epoch``.
         check_every: compare parameters between ranks every so many steps; 0 never.
         artifacts_dir: where strategy, job and measured intervals are written; None writes nothing.
@@ -72,6 +74,7 @@ class Config:
     profile_steps: int = 8
     race_steps: int = 5
     race_rounds: int = 2
+    decide_by: int = 58
     steps_per_epoch: int | None = None
     check_every: int = 0
     artifacts_dir: str | None = None
@@ -81,7 +84,14 @@ class Config:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
-        for name in ("warmup_steps", "check_every", "exact_vectors", "exact_tensors", "sign_block"):
+        for name in (
+            "warmup_steps",
+            "check_every",
+            "exact_vectors",
+            "exact_tensors",
+            "sign_block",
+            "decide_by",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
         if self.sign_block % 32:

@@ -142,12 +142,16 @@ class AutoPlanner:
 
     ::
 
-        iteration   0 ... w | w ... w+p      | w+p ...                      | then
-        runs        plain   | plain, deferred| plain, A, B, plain, A, B ... | the winner
+        iteration   0 ... w | w ... w+p      | w+p ... | ... decide_by                | then
+        runs        plain   | plain, deferred| plain   | plain, A, B, B, A, plain ... | the winner
+
+    The race begins as late as it may: gradients change most in the first steps of a training, and what compression does
+    to them stays in an optimizer's second moments for long (``docs/convergence.md``).
 
     Args:
         plain: the uncompressed strategy.
         search: see :class:`Search`; called once, after the profiled iterations.
+        decide_by: iterations after which the race should be over; it follows the profile at once where it is longer.
         on_profile: told True before the first profiled iteration and False after the last.
         profile_only: measure, and stay plain.
     """
@@ -162,12 +166,13 @@ class AutoPlanner:
         profile_steps: int,
         race_steps: int,
         race_rounds: int,
+        decide_by: int,
         on_profile: Callable[[bool], None],
         profile_only: bool = False,
     ) -> None:
         self._groups, self._search, self._on_profile = groups, search, on_profile
         self._profile_steps, self._race_steps, self._race_rounds = profile_steps, race_steps, race_rounds
-        self._profile_only = profile_only
+        self._profile_only, self._decide_by = profile_only, decide_by
         self._plain = Orderer(plain, groups)
         self._deferred = Assignment(plain, deferred=True)
         self._winner: Orderer | None = None
@@ -176,6 +181,7 @@ class AutoPlanner:
         self._first: int | None = None
         self._observed: list[Record] = []
         self._race: list[tuple[str, Assignment]] = []
+        self._pause = 0
         self._candidates: list[Candidate] = []
         self._steps_us: dict[str, list[float]] = {}
         self._before: tuple[str, int] = ("", 0)
@@ -200,7 +206,7 @@ class AutoPlanner:
     def assign(self, iteration: int) -> Assignment:
         if self._winner is not None:
             return self._winning or self._winner.assignment
-        if self._race:
+        if self._race:  # plain comes first, also while it pauses
             return self._race[self._turn][1]
         if self._again:
             return replace(self._plain.assignment, drain=False)
@@ -211,6 +217,7 @@ class AutoPlanner:
             return self._plain.assignment
         if iteration == self._profile_from:
             self._on_profile(True)
+        self._pause = self._decide_by - iteration - 1
         return self._deferred
 
     def reconsider(self) -> None:
@@ -221,7 +228,7 @@ class AutoPlanner:
         if self._winner is None and not self._race:
             return
         self._winner, self._winning, self.verdict = None, None, None
-        self._race, self._candidates, self._turn = [], [], 0
+        self._race, self._candidates, self._turn, self._pause = [], [], 0, 0
         self._steps_us, self._before = {}, ("", 0)
         self._again = True
 
@@ -265,10 +272,14 @@ class AutoPlanner:
         for turn in range(self._race_rounds):
             for name, assignment in arms if turn % 2 == 0 else reversed(arms):
                 self._race += [(name, assignment)] * self._race_steps
+        self._pause = max(0, self._pause - len(self._race))
 
     # -- racing ----------------------------------------------------------------------------------
 
     def _after_race(self, record: Record) -> Work | None:
+        if self._pause:
+            self._pause -= 1
+            return None
         name, _ = self._race[self._turn]
         before, self._before = self._before, (name, record.done_ns)
         if before[0] == name and self._turn % self._race_steps > 0:

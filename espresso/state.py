@@ -301,6 +301,7 @@ class EspressoState:
             profile_steps=config.profile_steps,
             race_steps=config.race_steps,
             race_rounds=config.race_rounds,
+            decide_by=config.decide_by,
             on_profile=_weakly(self._profile),
             profile_only=profile_only,
         )

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from benchmarks.exchange import Exchange, make_buckets, numels_of, planned, strategy_of
-from espresso.comm import Assignment, DisagreementError, Record
+from espresso.comm import Assignment, DisagreementError
 from espresso.compressors import Correction, DrawKey, Segment, create, host_codec
-from espresso.planner import AutoPlanner, Candidate
 from espresso.schedule import Schedule, translate
 from espresso.strategies import (
     NONE,
@@ -22,7 +21,6 @@ from espresso.strategies import (
     Strategy,
     TensorSpec,
     parse_option,
-    plan,
 )
 from tests.ddp import ALLGATHER, SHARDED, Played, agreed, batch, mlp, registered, sgd, wrap
 
@@ -92,53 +90,6 @@ def test_automatic_mode_searches_and_races_again_when_the_ratio_changes(played):
         assert ratios[-1] == pytest.approx(0.01)
         assert verdicts == 2
         assert decided
-
-
-def test_reconsidering_drops_the_race_and_runs_another():
-    """On one rank, with a search that finds a new candidate each time."""
-    buckets = make_buckets({"a": 3000})
-    found = []
-
-    def search(records: Any) -> list[Candidate]:
-        spec = CompressorSpec.parse(f"dgc:ratio=0.{len(found) + 1}")
-        chosen = strategy_of(buckets, TWO, Choice(parse_option(ALLGATHER), spec))
-        found.append(Candidate(str(spec), chosen, plan(chosen, buckets).order, buckets, 1.0))
-        return found[-1:]
-
-    planner = AutoPlanner(
-        strategy_of(buckets, TWO, PLAIN), OneRank(), search, warmup_steps=3, profile_steps=2, race_steps=3,
-        race_rounds=1, on_profile=lambda _: None,
-    )  # fmt: skip
-    ran = []
-    for step in range(40):
-        if step in (8, 25):  # in the race, and after the decision
-            planner.reconsider()
-        assignment = planner.assign(step)
-        ran.append(assignment)
-        done_ns = sum(1 + 9 * (a.strategy.num_compressed == 0) for a in ran)
-        work = planner.after(Record(step, assignment, done_ns=done_ns, buckets=buckets))
-        if work is not None:
-            work()
-        assert planner.decided == (planner.verdict is not None)
-    assert [c.name for c in found] == ["dgc:ratio=0.1", "dgc:ratio=0.2", "dgc:ratio=0.3"]
-    assert planner.verdict is not None
-    assert planner.verdict.name == "dgc:ratio=0.3"
-    assert not ran[8].drain
-    assert not ran[25].drain
-    assert {a.strategy.num_compressed for a in ran[26:32]} == {0, 1}, "it raced again"
-    assert all(a.strategy is found[2].strategy for a in ran[32:])
-
-
-class OneRank:
-    """What a planner asks of groups."""
-
-    rank = 0
-
-    def all_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def from_rank_0(self, value: Any) -> Any:
-        return value
 
 
 def test_an_optimizer_with_momentum_is_refused(played):

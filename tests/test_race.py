@@ -1,10 +1,97 @@
-"""A plain block of a race parks what is carried; the strategy that returns finds it again."""
+"""The race of automatic mode: when it is run, and what becomes of what is carried meanwhile."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from benchmarks.exchange import make_buckets, strategy_of
+from espresso.comm import Record
+from espresso.planner import AutoPlanner, Candidate
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, parse_option, plan
+from tests.ddp import ALLGATHER
 from tests.workers import run_ranks
+
+BUCKETS = make_buckets({"a": 3000})
+TWO = Cluster(2, 1)
+
+
+class OneRank:
+    """What a planner asks of groups."""
+
+    rank = 0
+
+    def all_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def from_rank_0(self, value: Any) -> Any:
+        return value
+
+
+class Found:
+    """A search that finds a new candidate each time."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, records: Any) -> list[Candidate]:
+        spec = CompressorSpec.parse(f"dgc:ratio=0.{len(self.names) + 1}")
+        chosen = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), spec))
+        self.names.append(str(spec))
+        return [Candidate(str(spec), chosen, plan(chosen, BUCKETS).order, BUCKETS, 1.0)]
+
+
+def planner_of(search: Found, *, race_rounds: int, decide_by: int) -> AutoPlanner:
+    """Three plain steps, two of profile; blocks of three."""
+    return AutoPlanner(
+        strategy_of(BUCKETS, TWO, PLAIN), OneRank(), search, warmup_steps=3, profile_steps=2, race_steps=3,
+        race_rounds=race_rounds, decide_by=decide_by, on_profile=lambda _: None,
+    )  # fmt: skip
+
+
+def run(
+    planner: AutoPlanner, steps: int, before: Callable[[int], None] = lambda step: None
+) -> list[tuple[bool, bool]]:
+    """Whether each step compressed, and whether the planner had decided after it; compression takes a tenth."""
+    ran: list[tuple[bool, bool]] = []
+    done_ns = 0
+    for step in range(steps):
+        before(step)
+        assignment = planner.assign(step)
+        compressed = assignment.strategy.num_compressed > 0
+        done_ns += 1 if compressed else 10
+        work = planner.after(Record(step, assignment, done_ns=done_ns, buckets=BUCKETS))
+        if work is not None:
+            work()
+        assert planner.decided == (planner.verdict is not None)
+        ran.append((compressed, planner.decided))
+    return ran
+
+
+def test_reconsidering_drops_the_race_and_runs_another():
+    search = Found()
+    planner = planner_of(search, race_rounds=1, decide_by=0)
+
+    def before(step: int) -> None:
+        if step in (8, 25):  # in the race, and after the decision
+            planner.reconsider()
+
+    run(planner, 40, before)
+    assert search.names == ["dgc:ratio=0.1", "dgc:ratio=0.2", "dgc:ratio=0.3"]
+    assert planner.verdict is not None
+    assert planner.verdict.name == "dgc:ratio=0.3"
+
+
+@pytest.mark.parametrize(("decide_by", "race_from"), [(0, 5), (17, 5), (18, 6), (40, 28)])
+def test_the_race_is_run_as_late_as_it_may(decide_by, race_from):
+    """Blocks of three: plain, compressed, compressed, plain. All is plain until then, and compressed from then on."""
+    ran = run(planner_of(Found(), race_rounds=2, decide_by=decide_by), race_from + 15)
+    begin, end = race_from + 3, race_from + 9
+    compressed = [*range(begin, end), *range(race_from + 12, race_from + 15)]
+    assert [step for step, (was, _) in enumerate(ran) if was] == compressed
+    assert [decided for _, decided in ran].index(True) == race_from + 11 == max(decide_by, 17) - 1
 
 
 def _park(rank: int) -> dict[str, Any]:
