@@ -83,6 +83,10 @@ class Memory(Protocol):
         """Scale each tensor down to this norm, in place; one whose norm is not finite is left alone."""
         ...
 
+    def let_go(self, array: Array) -> None:
+        """Say that nobody will use the array but what runs on this stream already, before the last name of it goes."""
+        ...
+
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """One reading pass, at the memory's speed: a NaN makes both extremes NaN, an inf is one of them.
@@ -164,6 +168,9 @@ class HostMemory:
             norm = float(torch.linalg.vector_norm(tensor, dtype=_wide(tensor)))
             if limit < norm < math.inf:
                 tensor.mul_(limit / norm)
+
+    def let_go(self, array: Array) -> None:
+        pass
 
 
 HOST = HostMemory()
@@ -261,3 +268,8 @@ class DeviceMemory:
                 tensor.mul_(factor)
             else:  # a factor in the narrow type would be wrong by as much as that rounds
                 tensor.copy_(tensor.to(factor.dtype).mul_(factor))
+
+    def let_go(self, array: Array) -> None:
+        """Residuals are made on backward's stream: torch would give it their memory before a lane has read them."""
+        if array.is_cuda:
+            array.record_stream(torch.cuda.current_stream(self.device))

@@ -93,6 +93,7 @@ class Residual:
         """The encoder has written everything."""
         self.written = True
         if self.new is None and self.scratch is not None:
+            self.memory.let_go(self.old)
             self.old, self.scratch = self.scratch, None
 
     def read(self, start: int, numel: int) -> Array:

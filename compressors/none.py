@@ -24,3 +24,8 @@ class NoCompression(BaseCompressor):
     algorithm: ClassVar[int] = 0
 
     raw_below: int = MAX_SEGMENT
+
+    @property
+    def raw_limit(self) -> int:
+        """All segments travel raw, whatever ``raw_below`` says."""
+        return MAX_SEGMENT

@@ -13,7 +13,7 @@ and each rank keeps no more than what P does not span.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -34,6 +34,12 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
     for size in shape[1:]:
         columns *= size
     return shape[0], columns
+
+
+def start_key(compressor: PowerSgd, key: DrawKey) -> DrawKey:
+    """What random starts depend on. With a warm start not on the step: then they are drawn once, also for a column
+    that dies later, and a job that goes on from a checkpoint draws the same."""
+    return replace(key, step=0) if compressor.warm_start else key
 
 
 def random_start(tensor: str, rank: int, columns: int, key: DrawKey) -> npt.NDArray[np.float64]:

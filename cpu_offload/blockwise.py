@@ -15,7 +15,7 @@ from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malfor
 from espresso.cpu_offload.fp8_kernels import quantize_fp8, widen_fp8
 from espresso.cpu_offload.intrinsics import address, as_number, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fetch_block, fill_q
+from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fetch_block, fill_q, neutral_block
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.vectors import (
     GROUP,
@@ -41,7 +41,7 @@ def encode_chunks(
     stride = itemsize + block * code_bits // 8
     q, zeros = room(MAX_BLOCK, source.dtype), room(MAX_BLOCK, source.dtype)
     kept, block_codes = room(MAX_BLOCK, source.dtype), room(MAX_BLOCK, np.int8)
-    clear_block(zeros, 0, block)
+    neutral_block(zeros, block)
     one, zero = source.dtype.type(1), source.dtype.type(0)
     finite = True
     for chunk in range(first, end):

@@ -57,6 +57,14 @@ def clear_block(target: Array, at: int, num: int) -> None:
 
 
 @kernel
+def neutral_block(target: Array, num: int) -> None:
+    """``target[:num] = -0.0``, which added to any number, a zero of either sign included, gives that number."""
+    out = target[:num]
+    for i in range(num):
+        out[i] = -0.0
+
+
+@kernel
 def fetch_block(target: Array, at: int, num: int) -> None:
     """Ask for ``target[at:][:num]``, soon to be overwritten; no harm where that is outside the array.
 

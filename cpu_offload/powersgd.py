@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from espresso.compressors.base import Array, DrawKey, Factors, Feedback, Layout, Starts
-from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start
+from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start, start_key
 from espresso.cpu_offload.codec import check_array, check_range
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import keep_block
@@ -150,7 +150,7 @@ class HostPowerSgd:
                 return start
         else:
             start, dead = np.empty((rank, columns), dtype), np.ones(rank, bool)
-        start[dead] = random_start(tensor, rank, columns, key)[dead]
+        start[dead] = random_start(tensor, rank, columns, start_key(self.compressor, key))[dead]
         return start
 
     def _offsets(self, layout: Layout, number: int) -> list[int]:

@@ -28,6 +28,7 @@ from espresso.cpu_offload.kernels import (
     copy_block,
     fill_q,
     mix64,
+    neutral_block,
     segment_key,
 )
 from espresso.cpu_offload.summable import SummableHostCodec
@@ -94,7 +95,7 @@ def encode_chunks(
         room(STRATUM, source.dtype),
         room(STRATUM, source.dtype),
     )
-    clear_block(zeros, 0, STRATUM)
+    neutral_block(zeros, STRATUM)
     one = source.dtype.type(1)
     unlike = np.uint16(0)
     for chunk in range(first, end):

@@ -44,7 +44,7 @@ def encode_blocks(
     """Means, signs and residual of the blocks that begin in these chunks; returns whether all is finite.
 
     Without feedback ``old`` is a block of zeros and ``new`` a block of anything: both stay in the cache.
-    ``rooms`` is three blocks of numbers, the second of zeros.
+    ``rooms`` is three blocks of numbers, the second of negative zeros.
     """
     one = source.dtype.type(1)
     q, zeros, kept = rooms[0], rooms[1], rooms[2]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Array
 from espresso.cpu_offload.intrinsics import address, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep_block
+from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep_block, neutral_block
 from espresso.cpu_offload.vectors import (
     GROUP,
     STREAM_ALIGNMENT,
@@ -129,7 +129,7 @@ def sign_chunks(
     """Pack the signs of q and write the residual; chunks from the last to the first."""
     one = source.dtype.type(1)
     q, zeros, kept = room(BLOCK, source.dtype), room(BLOCK, source.dtype), room(BLOCK, source.dtype)
-    clear_block(zeros, 0, BLOCK)
+    neutral_block(zeros, BLOCK)
     for chunk in range(end - 1, first - 1, -1):
         row = table[chunks[chunk, SEGMENT]]
         size = numbers[row[OFFSET] // numbers.itemsize]

@@ -35,6 +35,7 @@ class HostSigns(HostCodec):
 
         def run_part(first: int, end: int) -> bool:
             old, new, rooms = call.old, call.new, np.zeros((3, block), call.layout.dtype)
+            rooms[1] = -0.0  # as neutral_block
             if not call.has_feedback:
                 old, new = np.zeros(block, call.layout.dtype), np.empty(block, call.layout.dtype)
             return bool(

@@ -22,6 +22,7 @@ from espresso.cpu_offload.kernels import (
     keep_block,
     kth_largest,
     mix64,
+    neutral_block,
 )
 from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, filter_group, filter_group_stream
 from espresso.cpu_offload.work import (
@@ -102,7 +103,7 @@ def filter_chunks(
     q_bits, kept_bits = room(BLOCK, value.dtype), room(BLOCK, value.dtype)
     q, kept = q_bits.view(source.dtype), kept_bits.view(source.dtype)
     zeros, one = room(BLOCK, source.dtype), source.dtype.type(1)
-    clear_block(zeros, 0, BLOCK)
+    neutral_block(zeros, BLOCK)
     values = value.view(source.dtype)
     for chunk in range(first, end):
         row = table[chunks[chunk, SEGMENT]]

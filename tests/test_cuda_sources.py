@@ -312,6 +312,21 @@ def test_a_negative_zero_is_kept_alike(spec: str) -> None:
 
 @needs_compiler
 @every
+@both
+def test_zeros_keep_their_signs_alike(spec: str, dtype: Any) -> None:
+    """Of both signs, in whole groups and in what is left of a segment, whatever the gain."""
+
+    def thin(source: np.ndarray, old: np.ndarray) -> None:
+        for number, array in enumerate((source, old)):
+            array[(np.arange(array.size) // (number + 1)) % 4 != 0] = -0.0
+            array[::7] = 0.0
+
+    run = compare(spec, dtype, (33, 4097, 1029), thin)
+    assert run.finite
+
+
+@needs_compiler
+@every
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_non_finite_is_flagged(spec: str, value: float) -> None:
     """In the middle, in a raw segment, in the residual."""
@@ -444,6 +459,98 @@ def test_malformed_payloads_are_named() -> None:
         bad[int(layout.offsets[1]) :].view(np.uint32)[word] = value
         with pytest.raises(PayloadError, match="layer1"):
             codec.decode(layout, bad.reshape(1, -1), target, starts)
+
+
+@needs_compiler
+def test_headers_are_looked_at_without_segments() -> None:
+    """A rank's part of a small partition may be empty; its payload is a header."""
+    for name in ("none", "int8", "topk"):
+        codec = cuda_codec(create(name), EmulatedDevice())
+        layout = codec.compressor.layout([])
+        starts, target = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        rows = np.zeros((3, layout.num_bytes), np.uint8)
+        for row in rows:
+            codec.encode(layout, target, starts, row)
+        assert codec.decode(layout, rows, target, starts)
+        rows[2, 4] += 1
+        with pytest.raises(PayloadError, match="version"):
+            codec.decode(layout, rows, target, starts)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_a_threshold_below_every_number_is_one(dtype: Any) -> None:
+    """1e-60 is zero in float32, which to kernels means that there is none; zeros are never sent all the same."""
+
+    def thin(source: np.ndarray, old: np.ndarray) -> None:
+        source[::3], old[::3] = 0, 0
+
+    run = compare("threshold:threshold=1e-60,ratio=0.9,raw_below=1", dtype, (33, 4096, 9001), thin)
+    assert run.finite
+
+
+class FailingDevice(EmulatedDevice):
+    """One launch of a kernel fails."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        self._kernel = kernel
+
+    def launch(self, file: str, kernel: str, *more: Any) -> None:
+        if kernel == self._kernel:
+            self._kernel = ""
+            raise RuntimeError("the driver has no memory")
+        super().launch(file, kernel, *more)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("spec", "kernel"),
+    [("topk", "count_f32"), ("topk", "emit_f32"), ("dgc", "filter_f32"), (BLOCK_0, "encode_f32")],
+)
+def test_a_launch_that_fails_leaves_nothing_to_the_next_encode(spec: str, kernel: str) -> None:
+    """Of several launches: what the first found (a NaN, counts, histograms) is not the next call's."""
+    codec = cuda_codec(create(spec), FailingDevice(kernel))
+    layout, starts = make_layout(codec.compressor, (9001,), np.float32)
+    source = numbers(int(starts[0]) + 9001, np.float32)
+    spoilt = np.where(np.arange(source.size) == 4321, np.float32(np.nan), source)
+    payload, wanted = (np.empty(layout.num_bytes, np.uint8) for _ in range(2))
+    with pytest.raises(RuntimeError, match="no memory"):
+        codec.encode(layout, spoilt, starts, payload)
+    assert codec.encode(layout, source, starts, payload)
+    host_codec(codec.compressor).encode(layout, source, starts, wanted)
+    assert payload.tobytes() == wanted.tobytes()
+
+
+class Elsewhere(EmulatedDevice):
+    """A device whose memory is not the host's."""
+
+    torch_device = torch.device("meta")
+
+    def launch(self, *arguments: Any) -> None:
+        raise AssertionError("nothing is to be launched")
+
+
+def test_arrays_that_are_not_on_the_device_are_refused() -> None:
+    """torch would copy a NumPy array there, and the results with it; an address of the host is none of the device's."""
+    codec = cuda_codec(create("none"), Elsewhere())
+    layout, starts = make_layout(codec.compressor, (300,), np.float32)
+    there = {
+        "source": torch.empty(310, device="meta"),
+        "payload": torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta"),
+    }
+    for name, tensor in there.items():
+        here = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        for other, says in ((here, "is on cpu"), (here.numpy(), "is a NumPy array")):
+            given: Any = {**there, name: other}
+            with pytest.raises(ValueError, match=f"{name} {says}, this codec works on meta"):
+                codec.encode(layout, given["source"], starts, given["payload"])
+    with pytest.raises(ValueError, match="payloads is on cpu"):
+        codec.decode(layout, torch.zeros((1, layout.num_bytes), dtype=torch.uint8), there["source"], starts)  # type: ignore[arg-type]
+    values = torch.zeros(300)
+    assert isinstance(codec, SummableCodec)
+    with pytest.raises(ValueError, match="values is on cpu"):
+        codec.encode_values(layout, there["source"], starts, values)  # type: ignore[arg-type]
 
 
 @needs_compiler

@@ -7,7 +7,7 @@ enforce. What a real device adds (concurrency, NCCL, pinned copies) is in tests/
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,14 +15,24 @@ import torch
 
 from benchmarks.exchange import Exchange, digest, integers, make_buckets, numels_of, planned, strategy_of
 from benchmarks.rank_pool import NUM_RANKS, POOL
-from espresso.comm import Assignment
+from espresso.comm import Assignment, ResidualStore
 from espresso.comm.device_executor import DeviceExecutor
 from espresso.comm.memory import DeviceMemory
 from espresso.compressors import Correction
 from espresso.compressors.cuda import sources
 from espresso.device_codecs import DeviceCodecs
 from espresso.runtime import DeviceRuntime
-from espresso.strategies import PLAIN, Choice, CompressorSpec, Device, Strategy, TensorSpec, parse_option
+from espresso.strategies import (
+    PLAIN,
+    Choice,
+    CompressorSpec,
+    Device,
+    Run,
+    Site,
+    Strategy,
+    TensorSpec,
+    parse_option,
+)
 from tests.ddp import agreed, batch, mlp, registered, sgd, wrap
 from tests.emulator import COMPILER, EmulatedDevice, build
 from tests.emulator.streams import TracedStreams, happens_before
@@ -165,6 +175,55 @@ def run_with_settings(rank: int) -> list[str]:
     host.close()
     device.close()
     return wrong
+
+
+class LettingGo(DeviceMemory):
+    """Notes on which stream arrays are let go."""
+
+    def __init__(self, streams: TracedStreams) -> None:
+        super().__init__(EmulatedDevice())
+        self.gone: list[tuple[Any, str]] = []
+        self._streams = streams
+
+    def let_go(self, array: Any) -> None:
+        self.gone.append((array, self._streams.record()[0]))
+
+
+@pytest.mark.parametrize("transactional", [True, False])
+def test_a_residual_that_is_replaced_is_let_go_where_it_was_read(transactional: bool) -> None:
+    """Made on backward's stream and read on a lane's: freed without a word it would be backward's again at once."""
+    streams = TracedStreams()
+    memory = LettingGo(streams)
+    runs = (Run("a", 0, 0, 0, 100),)
+    residual = ResidualStore(transactional=transactional).new_residual(
+        Site.LOCAL, runs, np.float32, 0, memory
+    )
+    before = residual.old
+    with streams.on("training"):
+        residual.buffers()
+        residual.settle()
+    if transactional:
+        assert memory.gone == []
+    else:
+        ((gone, stream),) = memory.gone
+        assert gone is before
+        assert stream == "training"
+        assert residual.old is not before
+
+
+def test_letting_go_tells_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda = True
+        streams: ClassVar[list[str]] = []
+
+        def record_stream(self, stream: str) -> None:
+            self.streams.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
+    memory = DeviceMemory(EmulatedDevice())
+    memory.let_go(OnGpu())
+    memory.let_go(torch.zeros(3))
+    assert OnGpu.streams == ["of cpu"]
 
 
 def held(store: Any, numels: Any) -> dict[str, Any]:

@@ -157,6 +157,32 @@ def test_a_step_of_zeros_sends_zeros_and_the_next_starts_afresh(backend):
     assert np.linalg.matrix_rank(step.part("w", sent)) == RANK
 
 
+@pytest.mark.parametrize("spec", [SPEC, f"{SPEC},warm_start=false"])
+@needs_compiler
+def test_what_a_dead_column_starts_from_does_not_depend_on_when_it_died(spec):
+    """Neither on how long a codec has run: both twins and one that goes on from a checkpoint begin alike."""
+    vectors = {}
+    for backend in ("numba", "emulated", "resumed"):
+        codec: Any = MAKERS["numba" if backend == "numba" else "emulated"](create(spec), None)
+        layout, starts = codec.compressor.layout([Segment("w", 0, 2400, (60, 40))]), np.zeros(1, np.int64)
+        source = np.random.default_rng(1).standard_normal(2400).astype(np.float32)
+        factors = FactorStore()
+        for number in (7,) if backend == "resumed" else (0, 7):
+            first = np.zeros(codec.num_values(layout, 0), np.float32)
+            feedback = Feedback(np.zeros_like(source), np.empty_like(source), starts)
+            kept = np.ones((RANK, 40), np.float32)
+            kept[1] = 0
+            factors.load({"w": kept.reshape(-1)})
+            codec.encode_values(
+                layout, source, starts, first, scale=1.0, feedback=feedback, key=DrawKey(seed=3, step=number),
+                factors=factors,
+            )  # fmt: skip
+        vectors[backend] = first
+    assert np.abs(vectors["numba"].reshape(RANK, -1)).max(axis=1).min() > 0.1
+    assert np.allclose(vectors["numba"], vectors["emulated"], atol=1e-4)
+    assert np.array_equal(vectors["emulated"], vectors["resumed"])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_orthonormalising(dtype):
     random = np.random.default_rng(3)

@@ -143,7 +143,7 @@ class CudaCodec:
     ) -> bool:
         """As :meth:`espresso.compressors.Codec.encode`; waits for the device."""
         self.launch_encode(layout, source, starts, payload, scale=scale, feedback=feedback, key=key)
-        return not int(self._tensor(payload)[FLAGS_AT])
+        return not int(self._tensor("payload", payload)[FLAGS_AT])
 
     def launch_encode(
         self,
@@ -157,7 +157,7 @@ class CudaCodec:
         key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
     ) -> None:
         """``encode`` on torch's current stream, without waiting; the header says whether all was finite."""
-        out = self._tensor(payload)
+        out = self._tensor("payload", payload)
         if (
             out.dtype is not torch.uint8
             or tuple(out.shape) != (layout.num_bytes,)
@@ -203,7 +203,7 @@ class CudaCodec:
         Args:
             status: int64[STATUS_WORDS] on the device, zeroed by the caller; raised by what this decode finds.
         """
-        rows = self._tensor(payloads)
+        rows = self._tensor("payloads", payloads)
         if rows.dtype is not torch.uint8 or rows.ndim != 2 or (rows.numel() and rows.stride(1) != 1):
             raise ValueError(f"payloads must be uint8[rows, {layout.num_bytes}] with contiguous rows")
         if rows.shape[0] and rows.shape[1] != layout.num_bytes:
@@ -230,7 +230,7 @@ class CudaCodec:
         flagged, code = status.cpu().tolist()
         if code >= HEADER_ERROR:
             row = divmod(code - HEADER_ERROR - 1, max(len(layout.segments), 1))[0]
-            read_header(self._tensor(payloads)[row].cpu().numpy(), layout)
+            read_header(self._tensor("payloads", payloads)[row].cpu().numpy(), layout)
             raise PayloadError(f"payload {row}: its header is not that of its layout")
         if code:
             row, segment = divmod(code - 1, len(layout.segments))
@@ -278,7 +278,12 @@ class CudaCodec:
                 scratch.sync,
                 layout.dtype.type(1.0 if feedback is None else feedback.gain),
             )
-            self.launch_bodies(EncodeCall(layout, tables, rows, scratch, key, common))
+            try:
+                self.launch_bodies(EncodeCall(layout, tables, rows, scratch, key, common))
+            except BaseException:
+                # What the launches that did not come would have cleared: the next call's must be zero.
+                self._scratch.pop(self.device.lane(), None)
+                raise
 
     def _decode_from(
         self,
@@ -328,11 +333,12 @@ class CudaCodec:
         )
 
     def _launch_decode(self, call: DecodeCall, kernel: str) -> None:
-        if call.tables.num_tiles:
+        # Without segments headers are looked at all the same.
+        if call.tables.num_tiles or call.tables.header.numel():
             self.device.launch(
                 self.file,
                 f"{kernel}_{suffix(call.layout)}",
-                call.tables.num_tiles,
+                max(call.tables.num_tiles, 1),
                 THREADS,
                 (*call.common, *self.decode_arguments(call)),
             )
@@ -347,23 +353,29 @@ class CudaCodec:
     def _status(self) -> Tensor:
         return torch.zeros(STATUS_WORDS, dtype=torch.int64, device=self.device.torch_device)
 
-    def _tensor(self, array: Any) -> Tensor:
-        """The array as a tensor that shares its memory."""
-        if isinstance(array, torch.Tensor):
-            return array
-        return torch.as_tensor(array, device=self.device.torch_device)
+    def _tensor(self, what: str, array: Any) -> Tensor:
+        """The array as a tensor that shares its memory.
+
+        Raises:
+            ValueError: it is not on the device: kernels would follow an address that means nothing there, and of a
+                NumPy array torch would make a copy, in which a result is lost.
+        """
+        here = self.device.torch_device
+        if isinstance(array, np.ndarray) and here.type != "cpu":
+            raise ValueError(f"{what} is a NumPy array, this codec works on {here}")
+        tensor = array if isinstance(array, torch.Tensor) else torch.as_tensor(array, device=here)
+        if tensor.device != here:
+            raise ValueError(f"{what} is on {tensor.device}, this codec works on {here}")
+        return tensor
 
     def _numbers(self, what: str, array: Any, layout: Layout) -> Tensor:
-        tensor = self._tensor(array)
+        tensor = self._tensor(what, array)
         wanted = torch.float32 if layout.dtype.itemsize == 4 else torch.float64
-        here = tensor.device
         if tensor.dtype is not wanted or tensor.ndim != 1 or not tensor.is_contiguous():
             raise ValueError(
                 f"{what} must be a contiguous 1-D {layout.dtype} array, got {tensor.dtype}{list(tensor.shape)}"
                 f" with strides {tensor.stride()}"
             )
-        if here != self.device.torch_device:
-            raise ValueError(f"{what} is on {here}, this codec works on {self.device.torch_device}")
         return tensor
 
 
@@ -462,7 +474,7 @@ class CudaSummableCodec(CudaCodec):
         return self._tables.tables(layout, begins * vector.element_size(), self.vector_rows)
 
     def _values(self, layout: Layout, values: Any) -> Tensor:
-        tensor = self._tensor(values)
+        tensor = self._tensor("values", values)
         kind, size = self.value_dtype(layout), self.num_values(layout)
         names = {kind, "uint16", "int16"} if kind == "bfloat16" else {kind}
         if (

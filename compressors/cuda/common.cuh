@@ -240,7 +240,7 @@ struct BlockOf {
 };
 
 // Look at every row's header and at this segment's entry of its table: every segment has a tile, so that together
-// the tiles look at everything. Returns, to all threads, whether a row is not finite.
+// the tiles look at everything. Where there are no segments one block looks, for "segment" -1. Returns, to all threads, whether a row is not finite.
 template <typename T> __device__ bool check_headers(const Decode<T>& call, i64 segment) {
     bool flagged = false;
     if (call.header_bytes) {
@@ -251,9 +251,11 @@ template <typename T> __device__ bool check_headers(const Decode<T>& call, i64 s
             const u64 flags = head[0] >> (8 * FLAGS_AT) & 255;
             u64 differs = (head[0] ^ wanted[0]) & ~(255ull << (8 * FLAGS_AT));
             for (int word = 1; word < HEADER_WORDS; ++word) differs |= head[word] ^ wanted[word];
-            for (int word = 0; word < ENTRY_WORDS; ++word) differs |= head[entry + word] ^ wanted[entry + word];
+            if (segment >= 0)
+                for (int word = 0; word < ENTRY_WORDS; ++word) differs |= head[entry + word] ^ wanted[entry + word];
             const bool wrong = differs != 0 || (flags & ~1ull) != 0;
-            if (wrong) atomicMax(call.status + 1, HEADER_ERROR + (u64)(1 + source * call.num_segments + segment));
+            const i64 place = source * largest(call.num_segments, (i64)1) + largest(segment, (i64)0);
+            if (wrong) atomicMax(call.status + 1, HEADER_ERROR + (u64)(1 + place));
             flagged = flagged || (flags & 1);
         }
     }
@@ -339,7 +341,10 @@ template <typename T, typename Body> __device__ void encode_tile(const Encode<T>
 
 // Decode this block's tile with `Body::decode`.
 template <typename T, typename Body> __device__ void decode_tile(const Decode<T>& call, const Body& body) {
-    if (blockIdx.x >= call.num_tiles) return;
+    if (blockIdx.x >= call.num_tiles) {
+        check_headers(call, -1);
+        return;
+    }
     Tile tile = call.tiles[blockIdx.x];
     Row row = call.rows[tile.segment];
     i64 high = least(tile.low + call.tile, row.numel);

@@ -26,7 +26,7 @@ from espresso.compressors.base import DrawKey, Factors, Feedback, Layout, Starts
 from espresso.compressors.cuda.codec import STATUS_WORDS, THREADS, TILE, suffix
 from espresso.compressors.cuda.runtime import Device
 from espresso.compressors.cuda.stretches import StretchCache, Stretches, Table
-from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start
+from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start, start_key
 
 FILE = "powersgd.cu"
 ROWS, COLUMNS, RANK, SOURCE, RESIDUAL, P, Q, PARTIAL, CHUNKS, STEP = range(10)
@@ -196,10 +196,11 @@ class CudaPowerSgd:
         return start
 
     def _draw(self, layout: Layout, shape: _Shape, key: DrawKey) -> Tensor:
-        """Random starts, drawn on the host as its twin does. A warm start draws once, and falls back on that."""
+        """Random starts, drawn on the host as its twin does; with a warm start once."""
+        key = start_key(self.compressor, key)
         with self._lock:
             held = self._drawn.get(layout)
-            if held is not None and (self.compressor.warm_start or held[0] == key):
+            if held is not None and held[0] == key:
                 return held[1]
             numbers = np.empty(shape.second, layout.dtype)
             for index in shape.matrices:
@@ -254,6 +255,10 @@ class CudaPowerSgd:
                 f"the vector of round {number} must be contiguous {layout.dtype}[{size}],"
                 f" got {values.dtype}{list(values.shape)}"
             )
+        if values.device != self.device.torch_device:
+            raise ValueError(
+                f"the vector of round {number} is on {values.device}, this codec works on {self.device.torch_device}"
+            )
         for what, kept in (("old", feedback.old), ("new", feedback.new)):
             self._check_numbers(f"feedback.{what}", kept, layout, feedback.starts)
 
@@ -264,6 +269,8 @@ class CudaPowerSgd:
             raise ValueError(
                 f"{what} must be a contiguous 1-D {layout.dtype} array, got {numbers.dtype}{list(numbers.shape)}"
             )
+        if numbers.device != self.device.torch_device:
+            raise ValueError(f"{what} is on {numbers.device}, this codec works on {self.device.torch_device}")
         ends = starts + layout.numels
         if starts.shape != layout.numels.shape or (
             ends.size and (starts.min() < 0 or ends.max() > numbers.numel())

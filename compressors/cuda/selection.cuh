@@ -2,7 +2,7 @@
 
 #define BINS 2048
 #define DIGIT 11    // bits
-#define AT_ONCE 16  // values that a thread reads before it uses the first
+#define AT_ONCE 16  // values that a thread reads before it uses the first, unless it needs its registers
 
 template <typename A> __device__ inline A fresh(const A& at) { return *(const volatile A*)&at; }
 
@@ -77,24 +77,25 @@ __device__ void kth_largest(const Each& each, i64 k, u32* histogram, bool counte
     *ties = k;
 }
 
-// For kth_largest: `num` values that any thread can read, many at a time, since the few threads there are wait for them.
-template <typename B, typename Values> struct EachOf {
+// For kth_largest: `num` values that any thread can read, N at a time, since the few threads there are wait for them.
+template <typename B, int N, typename Values> struct EachOf {
     Values values;
     i64 num;
 
     template <typename Use> __device__ void operator()(const Use& use) const {
-        for (i64 first = threadIdx.x; first < num; first += AT_ONCE * (i64)blockDim.x) {
-            B some[AT_ONCE];
+        for (i64 first = threadIdx.x; first < num; first += N * (i64)blockDim.x) {
+            B some[N];
 #pragma unroll
-            for (int part = 0; part < AT_ONCE; ++part)
+            for (int part = 0; part < N; ++part)
                 some[part] = values(least(first + part * (i64)blockDim.x, num - 1));
 #pragma unroll
-            for (int part = 0; part < AT_ONCE; ++part)
+            for (int part = 0; part < N; ++part)
                 if (first + part * (i64)blockDim.x < num) use((u64)some[part]);
         }
     }
 };
-template <typename B, typename Values> __device__ EachOf<B, Values> each_of(const Values& values, i64 num) {
+template <typename B, int N = AT_ONCE, typename Values>
+__device__ EachOf<B, N, Values> each_of(const Values& values, i64 num) {
     return {values, num};
 }
 

@@ -135,33 +135,37 @@ __device__ void sample_tile(
 // -- filter --------------------------------------------------------------------------------------------------------
 
 // Collect a tile's candidates in order and write q to the residual; returns whether something is not finite.
+// `histogram`: BINS words of shared memory.
 template <typename T>
 __device__ bool filter_tile(
     const Encode<T>& call, const Candidates<T>& to, const Row& row, i64 segment, i64 tile, i64 low,
-    typename Number<T>::Bits threshold
+    typename Number<T>::Bits threshold, u32* histogram
 ) {
     typedef typename Number<T>::Bits Bits;
     __shared__ u32 counts[WARPS];
-    __shared__ u32 histogram[BINS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const i64 high = least(low + TILE, row.numel);
-    Bits bits[ROWS];
-    u32 masks[ROWS];
-    u32 mine = 0;
+    __shared__ u16 places[TILE];  // of a warp's candidates, among its elements
+    const int at_once = Number<T>::at_once, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const i64 high = least(low + TILE, row.numel), begin = low + warp * (ROWS * 32) + lane;
+    u32 kept = 0, mine = 0;  // lane p keeps what passes of row p
     bool bad = false;
+#pragma unroll 1
+    for (int first = 0; first < ROWS; first += at_once) {
+        Bits bits[at_once];
 #pragma unroll
-    for (int part = 0; part < ROWS; ++part) {
-        const i64 i = low + (warp * ROWS + part) * 32 + lane;
-        bits[part] = i < high ? bits_of(call.q(row, i)) : 0;
-    }
+        for (int part = 0; part < at_once; ++part) {
+            const i64 i = begin + (first + part) * 32;
+            bits[part] = i < high ? bits_of(call.q(row, i)) : 0;
+        }
 #pragma unroll
-    for (int part = 0; part < ROWS; ++part) {
-        const i64 i = low + (warp * ROWS + part) * 32 + lane;
-        const Bits magnitude = bits[part] & Number<T>::magnitude;
-        if (i < high) call.keep(row, i, number_of(bits[part]));
-        bad = bad || magnitude >= Number<T>::infinity;
-        masks[part] = __ballot_sync(FULL, i < high && magnitude >= threshold);
-        mine += __popc(masks[part]);
+        for (int part = 0; part < at_once; ++part) {
+            const i64 i = begin + (first + part) * 32;
+            const Bits magnitude = bits[part] & Number<T>::magnitude;
+            if (i < high) call.keep(row, i, number_of(bits[part]));
+            bad = bad || magnitude >= Number<T>::infinity;
+            const u32 mask = __ballot_sync(FULL, i < high && magnitude >= threshold);
+            kept = lane == first + part ? mask : kept;
+            mine += __popc(mask);
+        }
     }
     __syncthreads();
     if (lane == 0) counts[warp] = mine;
@@ -181,16 +185,21 @@ __device__ bool filter_tile(
         for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) histogram[bin] = 0;
         __syncthreads();
     }
-#pragma unroll
+    u16* where = places + warp * (ROWS * 32);
+    u32 done = 0;
     for (int part = 0; part < ROWS; ++part) {
-        if (masks[part] >> lane & 1) {
-            const i64 place = tile * TILE + at + __popc(masks[part] & ((1u << lane) - 1));
-            to.index[place] = (u32)(low + (warp * ROWS + part) * 32 + lane);
-            to.value[place] = bits[part];
-            const u32 bin = Bin<Bits>::of((bits[part] & Number<T>::magnitude) - threshold);
-            atomicAdd(many ? histogram + bin : bins + bin, 1u);
-        }
-        at += __popc(masks[part]);
+        const u32 mask = __shfl_sync(FULL, kept, part);
+        if (mask >> lane & 1) where[done + __popc(mask & ((1u << lane) - 1))] = (u16)(part * 32 + lane);
+        done += __popc(mask);
+    }
+    __syncwarp();
+    for (u32 nth = lane; nth < mine; nth += 32) {
+        const i64 i = begin - lane + where[nth], place = tile * TILE + at + nth;
+        const Bits value = bits_of(call.q(row, i));  // again: held in registers over the barrier, it would spill them
+        to.index[place] = (u32)i;
+        to.value[place] = value;
+        const u32 bin = Bin<Bits>::of((value & Number<T>::magnitude) - threshold);
+        atomicAdd(many ? histogram + bin : bins + bin, 1u);
     }
     if (many) {
         __syncthreads();
@@ -208,9 +217,8 @@ __device__ i64 count_from(const Encode<T>& call, const Row& row, typename Number
     if (threadIdx.x == 0) total = 0;
     __syncthreads();
     u32 mine = 0;
-    each_of<Bits>([&](i64 i) { return magnitude_of(call.q(row, i)); }, row.numel)([&](u64 value) {
-        mine += value >= threshold;
-    });
+    const auto magnitude = [&](i64 i) { return magnitude_of(call.q(row, i)); };
+    each_of<Bits, Number<T>::at_once / 2>(magnitude, row.numel)([&](u64 value) { mine += value >= threshold; });
     atomicAdd(&total, mine);
     __syncthreads();
     const i64 all = total;
@@ -228,7 +236,7 @@ __device__ void filter(const Encode<T>& call, const Candidates<T>& to, T fixed, 
     if (row.raw || is_small(row)) return;
     State& state = to.states[tile.segment];
     Bits threshold = fixed > T(0) ? bits_of(fixed) : (Bits)state.threshold;
-    const bool bad = filter_tile(call, to, row, tile.segment, (i64)blockIdx.x, tile.low, threshold);
+    const bool bad = filter_tile(call, to, row, tile.segment, (i64)blockIdx.x, tile.low, threshold, histogram);
     if (bad) atomicOr(call.sync + 1, 1u);
     if (!is_last(&state.tickets[1], row.end_tile - row.first_tile)) return;
     i64 found = fresh(state.found), rest = 0;
@@ -238,8 +246,9 @@ __device__ void filter(const Encode<T>& call, const Candidates<T>& to, T fixed, 
         if (attempt < attempts) {
             threshold = largest(bits_of(number_of(threshold) * T(0.8)), (Bits)1);
         } else if (exact && attempt == attempts) {
-            kth_largest<Bits>(each_of<Bits>([&](i64 i) { return magnitude_of(call.q(row, i)); }, row.numel), row.count,
-                              histogram, false, &threshold, &rest);
+            kth_largest<Bits>(each_of<Bits, Number<T>::at_once / 2>(
+                                  [&](i64 i) { return magnitude_of(call.q(row, i)); }, row.numel),
+                              row.count, histogram, false, &threshold, &rest);
             threshold = largest(threshold, (Bits)1);
         } else {
             break;
@@ -251,7 +260,8 @@ __device__ void filter(const Encode<T>& call, const Candidates<T>& to, T fixed, 
         __threadfence();
         __syncthreads();
         for (i64 again = row.first_tile; again < row.end_tile; ++again)
-            filter_tile(call, to, row, tile.segment, again, (again - row.first_tile) * TILE, threshold);
+            filter_tile(call, to, row, tile.segment, again, (again - row.first_tile) * TILE, threshold,
+                        histogram);
         __threadfence();
         __syncthreads();
     }

@@ -44,23 +44,21 @@ class CudaSparse(CudaCodec):
         how, samplings = self._selection, self._samplings_of(call.layout)
         candidates = self._candidates(call, samplings)
         fixed = call.layout.dtype.type(how.threshold)
-        try:
-            if samplings.num_large:
-                if not how.threshold:
-                    size = call.layout.dtype.itemsize * samplings.num_samples
-                    step = np.uint64(call.key.step & _MASK)
-                    sampled = (np.int64(samplings.num_tiles), step, call.scratch.bytes_of("sample", size))
-                    self._launch_encode(
-                        call, "sample", more=(*candidates, samplings.tiles, *sampled), grid=samplings.num_tiles,
-                        threads=SAMPLE_THREADS,
-                    )  # fmt: skip
-                limits = (fixed, np.float64(how.enough), np.int32(how.attempts), np.int32(how.exact))
-                self._launch_encode(call, "filter", more=(*candidates, *limits))
-                self._launch_encode(call, "count", more=candidates)
-            self._launch_encode(call, "emit", more=(*candidates, fixed))
-        except BaseException:
-            call.scratch.buffers.clear()  # states that launches which did not come would have cleared
-            raise
+        if how.threshold:  # to kernels zero means that there is none
+            fixed = max(fixed, np.finfo(call.layout.dtype).smallest_subnormal)
+        if samplings.num_large:
+            if not how.threshold:
+                size = call.layout.dtype.itemsize * samplings.num_samples
+                step = np.uint64(call.key.step & _MASK)
+                sampled = (np.int64(samplings.num_tiles), step, call.scratch.bytes_of("sample", size))
+                self._launch_encode(
+                    call, "sample", more=(*candidates, samplings.tiles, *sampled), grid=samplings.num_tiles,
+                    threads=SAMPLE_THREADS,
+                )  # fmt: skip
+            limits = (fixed, np.float64(how.enough), np.int32(how.attempts), np.int32(how.exact))
+            self._launch_encode(call, "filter", more=(*candidates, *limits))
+            self._launch_encode(call, "count", more=candidates)
+        self._launch_encode(call, "emit", more=(*candidates, fixed))
 
     def _candidates(self, call: EncodeCall, samplings: _Samplings) -> tuple[torch.Tensor, ...]:
         """States, counts per tile, and room for every element to be a candidate, touched only where used."""

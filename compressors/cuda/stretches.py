@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-KEPT = 512
-"""Tables kept: a plan uses a few for each of its partitions."""
+KEPT = 4096
+"""Tables kept, a few kilobytes each: a plan uses up to seven for each of its partitions, and one that has to be made
+again in every step makes the host wait for its upload."""
 
 Table = npt.NDArray[np.int64]
 
