@@ -56,6 +56,8 @@ CASES = (
     Case("cnn-4w4s", "cnn", "200mbit", 3, 3, 4, 4, ("plain", "servers:int8", "espresso:int8")),
     # Thin cards at the workers, a thick one at the server: a payload leaves each worker once, not one and a half times.
     Case("cnn-thick", "cnn", "200mbit", 3, 2, 4, 1, ("plain", "servers:fp16", "espresso:fp16"), "1gbit"),
+    # The same with one bit an element, on cards so thin that the payloads of the others still count.
+    Case("cnn-thin", "cnn", "50mbit", 3, 2, 4, 1, ("plain", TWO_WAY, "espresso:efsignsgd"), "1gbit"),
 )
 
 
