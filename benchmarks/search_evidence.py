@@ -28,7 +28,9 @@ _STRIDE = 3
 def sub_jobs(job: Job, count: int = TENSORS) -> Iterator[Job]:
     """Runs of ``count`` large tensors; the first of each is ready at once. The last run ends the job."""
     largest = max(tensor.numel for tensor in job.tensors)
-    large = [i for i, tensor in enumerate(job.tensors) if tensor.numel >= largest / 64]
+    by_size = sorted(range(len(job.tensors)), key=lambda i: -job.tensors[i].numel)
+    # (Where fewer are large, the largest there are.)
+    large = sorted(i for n, i in enumerate(by_size) if n < count or job.tensors[i].numel >= largest / 64)
     times = np.cumsum(job.gaps_us)
     for end in range(len(large), count - 1, -_STRIDE):
         few = large[end - count : end]
