@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.jit import kernel
+from espresso.jit import inner_kernel, kernel
 from espresso.timeline_kernels import Shared, State, advance_paper, advance_shared, best_of, copy_state
 
 Reals = npt.NDArray[np.float64]
@@ -17,7 +17,7 @@ ROUNDING = 1 - 1e-9
 """A strategy is better only by more than rounding."""
 
 
-@kernel
+@inner_kernel
 def advance(shared: Shared, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> Any:
     """Either kind of job, its arrays in one tuple."""
     gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, loads, ready, finish = job
@@ -48,16 +48,16 @@ def finished_units(buckets: Wholes, ready: Reals, finish: Reals) -> int:
 @kernel
 def greedy_units(
     shared: Shared, origin: State, start: State, scratch: State, order: Wholes, options: Wholes,
-    option_first: Wholes, buckets: Wholes, choice: Wholes, best: float, dropped: int, job: JobArrays,
-) -> tuple[float, int]:  # fmt: skip
+    option_first: Wholes, buckets: Wholes, choice: Wholes, best: float, dropped: int, hint: int, job: JobArrays,
+) -> tuple[float, int, int]:  # fmt: skip
     """The units of ``order``, in turn; ``choice`` is changed.
 
     ``options`` lists candidates, those of unit u from ``option_first[u]`` to ``option_first[u + 1]``;
-    ``buckets`` int64[units]. Units before ``dropped`` are left alone. Returns (makespan, dropped).
+    ``buckets`` int64[units]. Units before ``dropped`` are left alone. ``hint`` is the candidate taken last,
+    -1 at first. Returns (makespan, dropped, hint).
     """
     gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, loads, ready, finish = job
     end = gaps.shape[0] + 1
-    hint = -1
     for unit in order:
         if unit < dropped:
             continue
@@ -77,4 +77,4 @@ def greedy_units(
         # Nothing changed before the unit's hand-over, so the evaluation goes on from there.
         advance(shared, start, choice, end, np.inf, job)
         dropped = finished_units(buckets, ready, finish)
-    return best, dropped
+    return best, dropped, hint

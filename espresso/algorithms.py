@@ -70,10 +70,11 @@ def greedy(
     first = np.cumsum([0, *map(len, options)]).astype(np.int64)
     flat = np.concatenate(options)
     arrays = evaluator.kernel_arrays()
+    hint = -1
     for begin in range(0, len(order), _AT_ONCE):
-        best, dropped = greedy_units(
+        best, dropped, hint = greedy_units(
             *arrays.states, order[begin : begin + _AT_ONCE], flat, first, evaluator.buckets, strategy, best,
-            dropped, arrays.rest,
+            dropped, hint, arrays.rest,
         )  # fmt: skip
         if progress is not None:
             progress("greedy", min((begin + _AT_ONCE) / len(order), 1.0))

@@ -15,12 +15,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from espresso.jit import kernel, sum_kernel
+from espresso.jit import inner_kernel, inner_sum_kernel, kernel, sum_kernel
 from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES, copy_vector
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Scratch = tuple[Reals, Reals, Reals, Reals, Reals]
 
 CORES = NUM_LANES
 NUM_LOADS = NUM_LANES + 1
@@ -104,15 +105,14 @@ def join_partitions(full: Reals, tail: Reals, count: int, out: Reals) -> None:
 
 
 @kernel
-def pareto(rows: Reals, order: Wholes) -> Flags:
-    """Rows that no other row matches or beats in every cost; of equal ones the first in ``order``.
+def pareto(rows: Reals, order: Wholes, front: Wholes) -> int:
+    """Rows that no other row matches or beats in every cost, of equal ones the first in ``order``: how many.
+
+    They come first in ``front`` int64[rows], in no order.
 
     ``order`` sorts by the sum of costs, so that a dominating row always comes first. A row that goes leaves the
     lesser of its heads and tails with the one that beats it, whose line then speaks for both.
     """
-    n = rows.shape[0]
-    keep = np.zeros(n, dtype=np.bool_)
-    front = np.empty(n, dtype=np.int64)
     size = 0
     for i in order:
         dominated = False
@@ -132,27 +132,22 @@ def pareto(rows: Reals, order: Wholes) -> Flags:
                 front[position // 2] = j
                 break
         if not dominated:
-            keep[i] = True
             front[size] = i
             size += 1
-    return keep
+    return size
 
 
-@kernel
 def constants(release: Reals, backward: float, cores: float, backward_cores: float) -> Reals:
     """float64[NUM_LINES, units]: the lines without the candidates; -inf where a line is not used."""
-    n = release.shape[0]
-    base = np.full((NUM_LINES, n), -np.inf)
-    for j in range(n):
-        base[CHAIN, j] = release[j]
-        # Units handed over together share their lines: those of the first of them.
-        if j > 0 and release[j] == release[j - 1]:
-            continue
-        base[1:NUM_LANES, j] = release[j]
-        if cores > 0.0:
-            base[0, j] = release[j]
-            base[CORES, j] = release[j] + backward_cores * (backward - release[j]) / cores
-    if cores == 0.0:
+    base = np.full((NUM_LINES, len(release)), -np.inf)
+    base[CHAIN] = release
+    # Units handed over together share their lines: those of the first of them.
+    first = np.append(True, release[1:] != release[:-1])
+    base[1:NUM_LANES, first] = release[first]
+    if cores > 0.0:
+        base[0, first] = release[first]
+        base[CORES, first] = release[first] + backward_cores * (backward - release[first]) / cores
+    else:
         base[0, 0] = backward
     return base
 
@@ -179,11 +174,17 @@ def giant_constants(
 
 
 @kernel
-def unit_prices(weights: Reals, base: Reals, giant: Flags, cores: float, prices: Reals) -> float:
-    """What each unit pays per cost, float64[units, COSTS], and the constant part of the dual function."""
+def unit_prices(
+    weights: Reals, base: Reals, giant: Flags, cores: float, running: Reals, prices: Reals
+) -> float:
+    """What each unit pays per cost, float64[units, COSTS], and the constant part of the dual function.
+
+    ``running`` float64[NUM_LINES] is scratch.
+    """
     n = giant.shape[0]
     total = 0.0
-    running = np.zeros(NUM_LINES)
+    for k in range(NUM_LINES):
+        running[k] = 0.0
     for u in range(n):
         for k in range(NUM_LINES):
             if base[k, u] > -np.inf:
@@ -210,17 +211,7 @@ def unit_prices(weights: Reals, base: Reals, giant: Flags, cores: float, prices:
     return total
 
 
-@kernel
-def by_column(rows: Reals) -> Reals:
-    """The priced columns, each contiguous: float64[COSTS, candidates], for :func:`cheapest`."""
-    columns = np.empty((COSTS, rows.shape[0]))
-    for row in range(rows.shape[0]):
-        for k in range(COSTS):
-            columns[k, row] = rows[row, k]
-    return columns
-
-
-@sum_kernel
+@inner_sum_kernel
 def cheapest(
     prices: Reals, columns: Reals, fees: Reals, fee_of: Wholes, first: Wholes, last: Wholes, costs: Reals,
     picked: Wholes,
@@ -249,21 +240,34 @@ def cheapest(
             right = columns[k + 1, begin : begin + n]
             for i in range(n):
                 out[i] += p * left[i] + q * right[i]
-        least = np.inf
+        # The minimum of each quarter, so that no comparison waits for the last one; then where it is.
+        a = b = c = d = np.inf
+        quarter = n // 4
+        for i in range(quarter):
+            a = out[i] if out[i] < a else a
+            b = out[i + quarter] if out[i + quarter] < b else b
+            c = out[i + 2 * quarter] if out[i + 2 * quarter] < c else c
+            d = out[i + 3 * quarter] if out[i + 3 * quarter] < d else d
+        for i in range(4 * quarter, n):
+            a = out[i] if out[i] < a else a
+        least = min(min(a, b), min(c, d))
         at = 0
         for i in range(n):
-            if out[i] < least:
-                least = out[i]
+            if out[i] == least:
                 at = i
+                break
         picked[u] = begin + at
         total += least
     return total
 
 
-@kernel
-def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, out: Reals) -> None:
-    """Every line for the rows picked: the dual function's supergradient."""
-    loads = np.zeros(NUM_LINES)
+@inner_kernel
+def lines(
+    base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, loads: Reals, out: Reals
+) -> None:
+    """Every line for the rows picked: the dual function's supergradient; ``loads`` float64[NUM_LINES] is scratch."""
+    for k in range(NUM_LINES):
+        loads[k] = 0.0
     n = picked.shape[0]
     for u in range(n - 1, -1, -1):
         row = rows[picked[u]]
@@ -292,35 +296,35 @@ def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, 
 
 @sum_kernel
 def ascend(
-    weights: Reals, base: Reals, rows: Reals, fees: Reals, fee_of: Wholes, first: Wholes, last: Wholes,
-    giant: Flags, cores: float, above: float, reach: float, rounds: int, close: float, best_weights: Reals,
-    frequency: Reals,
+    weights: Reals, base: Reals, rows: Reals, columns: Reals, fees: Reals, fee_of: Wholes, first: Wholes,
+    last: Wholes, giant: Flags, cores: float, above: float, reach: float, rounds: int, close: float,
+    best_weights: Reals, frequency: Reals, picked: Wholes, scratch: Scratch,
 ) -> tuple[float, int]:  # fmt: skip
     """Entropic mirror ascent with Polyak's step; ``weights`` is where it starts and is overwritten.
 
     Args:
+        columns: float64[COSTS, candidates]: the priced columns of ``rows``, each contiguous.
         above: a makespan that some strategy reaches: no bound is above it.
         reach: how far above the first value the optimum is taken to be; 0: as far as ``above``.
         close: stop when the bound is within this fraction of ``above``.
         best_weights: the weights of the best bound found.
         frequency: float64[units, most candidates]: a running mean of the minimising rows.
+        picked, scratch: int64[units]; vectors of ``NUM_LINES`` and of the most candidates, and matrices
+            [units, COSTS] and twice [NUM_LINES, units], the last of zeros.
 
     Returns:
         (best bound, rounds taken).
     """
     n = first.shape[0]
-    picked = np.empty(n, dtype=np.int64)
-    prices = np.empty((n, COSTS))
-    columns = by_column(rows)
-    costs = np.empty(frequency.shape[1])
-    slope = np.empty((NUM_LINES, n))
-    mean = np.zeros((NUM_LINES, n))
+    sums, costs, prices, slope, mean = scratch
     best = -np.inf
     stale = 0
     taken = 0
     known = reach > 0.0
+    # What every round adds to the frequencies grows instead of what there is shrinking: one figure, not all.
+    added = 0.05
     for taken in range(1, rounds + 1):
-        value = unit_prices(weights, base, giant, cores, prices)
+        value = unit_prices(weights, base, giant, cores, sums, prices)
         value += cheapest(prices, columns, fees, fee_of, first, last, costs, picked)
         if value > best:
             if value > best + 0.005 * reach:
@@ -341,13 +345,12 @@ def ascend(
                 copy_vector(best_weights[k], weights[k])
             if reach < 2e-4 * above:
                 break
-            unit_prices(weights, base, giant, cores, prices)
+            unit_prices(weights, base, giant, cores, sums, prices)
             cheapest(prices, columns, fees, fee_of, first, last, costs, picked)
+        added /= 0.95
         for u in range(n):
-            for k in range(last[u] - first[u]):
-                frequency[u, k] *= 0.95
-            frequency[u, picked[u] - first[u]] += 0.05
-        lines(base, rows, giant, cores, picked, slope)
+            frequency[u, picked[u] - first[u]] += added
+        lines(base, rows, giant, cores, picked, sums, slope)
         # A running mean of supergradients damps the zigzag between equal candidates.
         blend = 1.0 if taken == 1 else 0.3
         centre = 0.0
@@ -383,6 +386,9 @@ def ascend(
         for k in range(NUM_LINES):
             for u in range(n):
                 weights[k, u] /= total
+    for u in range(n):
+        for k in range(last[u] - first[u]):
+            frequency[u, k] *= 0.05 / added
     return best, taken
 
 

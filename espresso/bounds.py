@@ -53,6 +53,8 @@ ROUNDING = 1e-9
 """Sums round; the bound gives this much of itself away, so that it never exceeds the optimum by rounding."""
 NODE_ROUNDS = 30
 ROOT_ROUNDS = 60
+NODE_OVERHEAD = 40_000
+"""What a node takes beside its ascent, in multiplications: most of a small job's."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,17 @@ class Certificate:
     error_price: float = 0.0
 
 
-def right_hand_sides(relaxation: Relaxation) -> Reals:
-    """float64[NUM_LINES, units]: every line without its candidates; -inf where there is no line."""
-    base: Reals = constants(
-        relaxation.release_us, relaxation.backward_us, relaxation.cores, relaxation.backward_cores
-    )
+def right_hand_sides(relaxation: Relaxation, known: Reals | None = None) -> Reals:
+    """float64[NUM_LINES, units]: every line without its candidates; -inf where there is no line.
+
+    ``known`` is what this gave for the same units with other candidates, of which only the giants' lines depend.
+    """
+    if known is None:
+        base = constants(
+            relaxation.release_us, relaxation.backward_us, relaxation.cores, relaxation.backward_cores
+        )
+    else:
+        base = known.copy()
     if len(relaxation.giants) > 1:
         giant_constants(
             relaxation.release_us, relaxation.giants, relaxation.rows, relaxation.first, relaxation.last, base
@@ -101,10 +109,17 @@ def fees(relaxation: Relaxation, error_price: float) -> Reals:
     return share
 
 
-def prices(relaxation: Relaxation, weights: Reals) -> Reals:
-    """float64[units, COSTS]: what each unit pays per cost under these weights."""
+def prices(relaxation: Relaxation, weights: Reals, base: Reals | None = None) -> Reals:
+    """float64[units, COSTS]: what each unit pays per cost under these weights.
+
+    ``base`` is :func:`right_hand_sides`, if it is at hand.
+    """
+    if base is None:
+        base = right_hand_sides(relaxation)
     found = np.empty((len(relaxation.first), COSTS))
-    unit_prices(weights, right_hand_sides(relaxation), _is_giant(relaxation), relaxation.cores, found)
+    unit_prices(
+        weights, base, _is_giant(relaxation), relaxation.cores, np.empty(NUM_LINES), found
+    )  # fmt: skip
     return found
 
 
@@ -165,11 +180,16 @@ def _ascend(
     weights /= weights.sum()
     best_weights = weights.copy()
     most = int((relaxation.last - relaxation.first).max())
-    support = np.zeros((len(relaxation.first), most))
+    units = len(relaxation.first)
+    support = np.zeros((units, most))
+    scratch = (
+        np.empty(NUM_LINES), np.empty(most), np.empty((units, COSTS)), np.empty(base.shape), np.zeros(base.shape)
+    )  # fmt: skip
     best, taken = ascend(
-        weights, base, relaxation.rows, fees(relaxation, error_price), relaxation.kind_of, relaxation.first,
-        relaxation.last, _is_giant(relaxation), relaxation.cores, above, reach, rounds, close, best_weights,
-        support,
+        weights, base, relaxation.rows, np.ascontiguousarray(relaxation.rows[:, :COSTS].T),
+        fees(relaxation, error_price), relaxation.kind_of, relaxation.first, relaxation.last, _is_giant(relaxation),
+        relaxation.cores, above, reach, rounds, close, best_weights, support, np.empty(units, dtype=np.int64),
+        scratch,
     )  # fmt: skip
     bound = max(best, relaxation.backward_us) * (1.0 - ROUNDING)
     return Certificate(min(bound, above), best_weights, support, taken, error_price)
@@ -235,6 +255,7 @@ class Branching:
     def __init__(self, relaxation: Relaxation, certificate: Certificate, above: float) -> None:
         self._relaxation, self._above = relaxation, above
         self._giants = relaxation.giants
+        self._base = right_hand_sides(relaxation)
         self._open: list[_Node] = []
         self._made = 0
         self._settled = np.inf
@@ -279,28 +300,32 @@ class Branching:
 
     @property
     def step_cost(self) -> int:
-        """Multiplications in a step, about: two ascents, each over every unit's rows and lines."""
+        """Multiplications in a step, about: two ascents, each over every unit's rows and lines, and what is beside."""
         whole = self._relaxation
         rows = int((whole.last - whole.first).sum())
-        return 2 * NODE_ROUNDS * (2 * rows + 50 * len(whole.first))
+        return 2 * (NODE_ROUNDS * (2 * rows + 50 * len(whole.first)) + NODE_OVERHEAD)
 
     def _push(self, sets: list[Wholes], bound: float, near: Certificate, rounds: int) -> None:
         """Bound a node and keep it open, unless nothing in it can be below ``above``."""
         self._made += 1
-        found = self._solve(sets, bound, near, rounds)
+        node = self._restricted(sets)
+        base = right_hand_sides(node, self._base)
+        reach = 0.3 * max(self._above - bound, 1e-3 * self._above)
+        found = _ascend(node, base, near.weights, self._above, rounds, 1e-4, near.error_price, reach)
         if found.makespan_us >= self._above * (1 - 1e-4):
             return
-        sets, found = self._affordable(sets, found)
+        sets, found = self._affordable(sets, found, node, base)
         if all(len(rows) for rows in sets):
             heapq.heappush(self._open, _Node(max(bound, found.makespan_us), self._made, sets, found))
 
-    def _affordable(self, sets: list[Wholes], found: Certificate) -> tuple[list[Wholes], Certificate]:
+    def _affordable(
+        self, sets: list[Wholes], found: Certificate, node: Relaxation, base: Reals
+    ) -> tuple[list[Wholes], Certificate]:
         """The rows whose cost under the weights leaves the bound below ``above``."""
         whole = self._relaxation
         if found.makespan_us <= whole.backward_us:
             return sets, found  # not from the weights, which then say nothing of what is left
-        node = self._restricted(sets)
-        paid = prices(node, found.weights)
+        paid = prices(node, found.weights, base)
         kinds = fees(node, found.error_price)
         support = found.support.copy()
         kept = []
@@ -316,7 +341,7 @@ class Branching:
         """The giant whose candidates in use differ most, and which of its set lie on the lower side."""
         best: tuple[float, int, npt.NDArray[np.bool_]] | None = None
         # What nothing pays for tells candidates apart no more than a little.
-        paid = prices(self._relaxation, node.certificate.weights) + 1e-3
+        paid = prices(self._relaxation, node.certificate.weights, self._base) + 1e-3
         for position, (unit, rows) in enumerate(zip(self._giants, node.sets, strict=True)):
             if len(rows) < 2:
                 continue
@@ -334,13 +359,6 @@ class Branching:
             if best is None or spread[column] > best[0]:
                 best = (float(spread[column]), position, low)
         return None if best is None else (best[1], best[2])
-
-    def _solve(self, sets: list[Wholes], bound: float, near: Certificate, rounds: int) -> Certificate:
-        node = self._restricted(sets)
-        reach = 0.3 * max(self._above - bound, 1e-3 * self._above)
-        return _ascend(
-            node, right_hand_sides(node), near.weights, self._above, rounds, 1e-4, near.error_price, reach
-        )
 
     def _restricted(self, sets: list[Wholes]) -> Relaxation:
         """The relaxation in which giants have only these rows."""

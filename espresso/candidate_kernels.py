@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from espresso.jit import kernel
+from espresso.jit import inner_kernel, kernel
 from espresso.timeline_kernels import LANES_OF_SET, NUM_LANES
 
 Wholes = npt.NDArray[np.int64]
@@ -17,13 +17,14 @@ CHAIN, HOST, TRAINING_FIRST, LONGEST = range(NUM_LANES, NUM_LANES + 4)
 
 
 @kernel
-def chain_features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals) -> Reals:
-    """What pruning compares, float64[n, NUM_LANES + 4] for chains that start at rows ``starts``.
+def chain_features(
+    starts: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals, features: Reals
+) -> None:
+    """What pruning compares, for chains that start at rows ``starts``; ``features`` float64[n, LONGEST + 1] of zeros.
 
     Columns: totals of the lanes, length of the chain, host time, training work first, longest task.
     """
-    features = np.zeros((len(starts), NUM_LANES + 4))
-    for i in range(len(starts)):
+    for i in range(starts.shape[0]):
         row = starts[i]
         if task_set[row] == 0:
             features[i, TRAINING_FIRST] = task_us[row]
@@ -37,14 +38,15 @@ def chain_features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores:
             features[i, HOST] += us * task_cores[row]
             features[i, LONGEST] = max(features[i, LONGEST], us)
             row += 1
-    return features
 
 
 @kernel
-def undominated(features: Reals) -> Flags:
-    """Rows that no other row, earlier or strictly better somewhere, matches or beats everywhere."""
+def undominated(features: Reals, keep: Flags) -> None:
+    """Leaves ``keep`` bool[n], all true before, at rows that no other matches or beats everywhere.
+
+    (The other must be earlier or strictly better somewhere.)
+    """
     n, width = features.shape
-    keep = np.ones(n, dtype=np.bool_)
     for i in range(n):
         for j in range(n):
             if i == j:
@@ -60,16 +62,20 @@ def undominated(features: Reals) -> Flags:
             if no_worse and better:
                 keep[i] = False
                 break
-    return keep
 
 
 @kernel
 def first_of_equals(
-    features: Reals, full: Wholes, tail: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals
-) -> Flags:
-    """Rows whose task sequences differ from those of every earlier row."""
+    features: Reals,
+    full: Wholes,
+    tail: Wholes,
+    task_set: Wholes,
+    task_us: Reals,
+    task_cores: Reals,
+    keep: Flags,
+) -> None:
+    """Leaves ``keep``, all true before, at rows whose task sequences differ from those of every earlier row."""
     n, width = features.shape
-    keep = np.ones(n, dtype=np.bool_)
     for i in range(n):
         for j in range(i):
             same = True
@@ -84,10 +90,9 @@ def first_of_equals(
             ):
                 keep[i] = False
                 break
-    return keep
 
 
-@kernel
+@inner_kernel
 def _equal_chains(a: int, b: int, task_set: Wholes, task_us: Reals, task_cores: Reals) -> bool:
     while task_set[a] == task_set[b]:
         if task_set[a] < 0:

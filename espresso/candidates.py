@@ -159,6 +159,12 @@ class _Block:
     numbers: Wholes
 
 
+def _features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals) -> Reals:
+    features = np.zeros((len(starts), LONGEST + 1))
+    chain_features(starts, task_set, task_us, task_cores, features)
+    return features
+
+
 class Candidates:
     """Candidates of every size for one job, pricing and partition size.
 
@@ -264,8 +270,8 @@ class Candidates:
     def alone_us(self, numbers: Wholes) -> Reals:
         """Every candidate's time if nothing else ran, its partitions pipelined over their slowest stage."""
         count, full, tail, task_set, task_us, task_cores = self.arrays()
-        stages = chain_features(full[numbers], task_set, task_us, task_cores)
-        last = chain_features(tail[numbers], task_set, task_us, task_cores)
+        stages = _features(full[numbers], task_set, task_us, task_cores)
+        last = _features(tail[numbers], task_set, task_us, task_cores)
         return np.asarray(last[:, CHAIN] + (count[numbers] - 1) * stages[:, LONGEST])
 
     def distinct(self, size: Size, leaves: tuple[Choice, ...], *, prune: bool) -> Wholes:
@@ -281,14 +287,17 @@ class Candidates:
         if found is None:
             numbers = self.numbers(size, leaves)
             count, full, tail, task_set, task_us, task_cores = self.arrays()
-            one = chain_features(full[numbers], task_set, task_us, task_cores)
-            last = chain_features(tail[numbers], task_set, task_us, task_cores)
+            one = _features(full[numbers], task_set, task_us, task_cores)
+            last = _features(tail[numbers], task_set, task_us, task_cores)
             features = (count[numbers] - 1)[:, None] * one + last
             features[:, LONGEST] = 0.0
+            keep = np.ones(len(numbers), dtype=np.bool_)
             if prune:
-                keep = undominated(features)
+                undominated(features, keep)
             else:
-                keep = first_of_equals(features, full[numbers], tail[numbers], task_set, task_us, task_cores)
+                first_of_equals(
+                    features, full[numbers], tail[numbers], task_set, task_us, task_cores, keep
+                )  # fmt: skip
             found = self._distinct[key] = numbers[keep]
         return found
 

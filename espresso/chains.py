@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import is_not
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -217,7 +218,8 @@ class Catalogue:
         """int64[options, longest + 1]: shape numbers, -1 after the end."""
         key = (id(options[0]), id(options[-1]), len(options))
         found = self._padded.get(key)
-        if found is None or any(a is not b for a, b in zip(found[0], options, strict=True)):
+        # (Of equal lengths: that is in the key.)
+        if found is None or (found[0] is not options and any(map(is_not, found[0], options))):
             rows = [self.numbers(option) for option in options]
             matrix = np.full((len(rows), max(map(len, rows)) + 1), -1, dtype=np.int64)
             for position, row in enumerate(rows):

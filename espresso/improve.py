@@ -59,7 +59,7 @@ class Effort:
         branching: multiplications (about 1 ns each) that the certificate's branching may take.
     """
 
-    events: int = 5_500_000
+    events: int = 5_300_000
     sizes: int = 4
     variants: tuple[tuple[float, float], ...] = ((1.5, 1.0), (3.0, 2.0))
     finalists: int = 2
@@ -132,7 +132,8 @@ def guide(
         relaxation.kind_of, first, last, picks, price,
     )  # fmt: skip
     rounded = np.zeros(len(units), dtype=np.int64)
-    spread(certificate.support, last - first, members, starts, rounded)
+    owed = np.empty(certificate.support.shape[1])
+    spread(certificate.support, last - first, members, starts, owed, rounded)
     if relaxation.has_budget:
         _keep_to_budget(relaxation, rounded)
     lists = np.full_like(picks, -1)

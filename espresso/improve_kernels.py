@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.algorithm_kernels import JobArrays, advance
-from espresso.jit import kernel
+from espresso.jit import inner_kernel, kernel
 from espresso.timeline_kernels import (
     EVENTS,
     Shared,
@@ -37,7 +37,7 @@ BETTER = 1.0 - 1e-9
 _SAME = 1.0 + 1e-12
 
 
-@kernel
+@inner_kernel
 def _total(shared: Shared, choice: Wholes, job: JobArrays) -> None:
     """What the strategy takes of each lane, for evaluations with a limit."""
     gaps, _, count, full, tail, task_set, task_us, _, _, loads, _, _ = job
@@ -45,7 +45,7 @@ def _total(shared: Shared, choice: Wholes, job: JobArrays) -> None:
         total_loads(gaps, choice, count, full, tail, task_set, task_us, loads)
 
 
-@kernel
+@inner_kernel
 def _exchange(shared: Shared, old: int, new: int, job: JobArrays) -> None:
     """One candidate goes, another comes."""
     _, _, count, full, tail, task_set, task_us, _, _, loads, _, _ = job
@@ -54,7 +54,7 @@ def _exchange(shared: Shared, old: int, new: int, job: JobArrays) -> None:
         add_loads(new, 1.0, count, full, tail, task_set, task_us, loads)
 
 
-@kernel
+@inner_kernel
 def _trial(
     shared: Shared, start: State, scratch: State, choice: Wholes, limit: float, job: JobArrays
 ) -> tuple[float, int]:  # fmt: skip
@@ -66,7 +66,7 @@ def _trial(
     return time, scratch[1][EVENTS] - start[1][EVENTS]
 
 
-@kernel
+@inner_kernel
 def total_loss(losses: Losses, choice: Wholes) -> float:
     """The error of a whole strategy."""
     errors, kind, _ = losses
@@ -312,15 +312,17 @@ def anneal(
 
 
 @kernel
-def spread(frequency: Reals, width: Wholes, members: Wholes, starts: Wholes, rows: Wholes) -> None:
+def spread(
+    frequency: Reals, width: Wholes, members: Wholes, starts: Wholes, owed: Reals, rows: Wholes
+) -> None:
     """Round the linear program's fractions: along each group, in order of release, by error diffusion.
 
     ``frequency`` float64[units, most rows], of which ``width`` int64[units] count; ``rows`` int64[units] takes
-    each unit's pick.
+    each unit's pick; ``owed`` float64[most rows] is scratch.
     """
-    owed = np.empty(frequency.shape[1])
     for group in range(starts.shape[0] - 1):
-        owed[:] = 0.0
+        for row in range(owed.shape[0]):
+            owed[row] = 0.0
         for position in range(starts[group], starts[group + 1]):
             unit = members[position]
             pick = 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from numba import njit
 from numba.core import caching
+from numba.core.registry import CPUDispatcher
 
 
 def source_digest() -> str:
@@ -26,6 +27,7 @@ def source_digest() -> str:
 
 _DIGEST = source_digest()
 _Cache: Any = caching.FunctionCache
+_Dispatcher: Any = CPUDispatcher
 
 
 class _KernelCache(_Cache):  # type: ignore[misc]  # Numba's classes are untyped
@@ -36,20 +38,49 @@ class _KernelCache(_Cache):  # type: ignore[misc]  # Numba's classes are untyped
         return (*key, _DIGEST)
 
 
+class _InnerKernel(_Dispatcher):  # type: ignore[misc]
+    """What only other kernels call; Python, which has no way into the compiled code, gets the function itself."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.py_func(*arguments)
+
+
+# (Numba compiles a wrapper for calls from C too, unless told; nobody calls these from there.)
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "no_cfunc_wrapper": True}
+_SUMS = {"reassoc", "contract"}
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile without the interpreter lock, cached on disk; division by zero is infinity, as in NumPy."""
     return _compiled(function, fastmath=False)
 
 
+def inner_kernel(function: Callable[..., Any]) -> Any:
+    """As :func:`kernel`, for what only other kernels call: to Python it stays the function that it is."""
+    return _inner(function, fastmath=False)
+
+
 def sum_kernel(function: Callable[..., Any]) -> Any:
     """As :func:`kernel`, for sums whose order does not matter: they may be reordered, and so use vector units."""
-    return _compiled(function, fastmath={"reassoc", "contract"})
+    return _compiled(function, fastmath=_SUMS)
+
+
+def inner_sum_kernel(function: Callable[..., Any]) -> Any:
+    """:func:`sum_kernel` and :func:`inner_kernel` in one."""
+    return _inner(function, fastmath=_SUMS)
 
 
 def _compiled(function: Callable[..., Any], fastmath: bool | set[str]) -> Any:
-    dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath)(function)
+    dispatcher: Any = njit(nogil=True, cache=True, fastmath=fastmath, **_OPTIONS)(function)
     dispatcher._cache = _KernelCache(function)
     return dispatcher
 
 
-__all__ = ["kernel", "source_digest", "sum_kernel"]
+def _inner(function: Callable[..., Any], fastmath: bool | set[str]) -> Any:
+    options = {"nopython": True, "fastmath": fastmath, "no_cpython_wrapper": True, **_OPTIONS}
+    dispatcher: Any = _InnerKernel(function, targetoptions=options)
+    dispatcher._cache = _KernelCache(function)
+    return dispatcher
+
+
+__all__ = ["inner_kernel", "inner_sum_kernel", "kernel", "source_digest", "sum_kernel"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,7 @@ from espresso.candidates import Size, Unit
 from espresso.chains import Pricer, partition_segments
 from espresso.error_budget import ErrorTable
 from espresso.job import Job
-from espresso.strategies import DTYPES, Choice
+from espresso.strategies import DTYPES, Choice, CompressorSpec, Option
 from espresso.strategies.plan import partition_spans
 from espresso.timeline_kernels import NUM_LANES
 
@@ -93,23 +95,16 @@ def undominated_leaves(
         if (key := tuple(spans)) in seen:
             continue
         seen.add(key)
-        start = 0
-        while start < len(leaves):
-            # Leaves of one compressor lie together; each run is priced at once.
-            stop = start
-            while stop < len(leaves) and leaves[stop].compressor == leaves[start].compressor:
-                stop += 1
-            members = leaves[start:stop]
+        for run in _runs(pricer, leaves):
             # Compressors of several rounds are never cut.
-            cuts = spans if members[0].option.num_rounds == 1 else [(0, numel)]
-            tail = _leaf_features(pricer, members, cuts[-1][1] - cuts[-1][0], size)
-            full = tail if len(cuts) == 1 else _leaf_features(pricer, members, cuts[0][1], size)
-            rows = np.empty((len(members), WIDTH))
+            cuts = spans if run.options[0].num_rounds == 1 else [(0, numel)]
+            tail = _leaf_features(pricer, run, cuts[-1][1] - cuts[-1][0], size)
+            full = tail if len(cuts) == 1 else _leaf_features(pricer, run, cuts[0][1], size)
+            rows = np.empty((len(run.options), WIDTH))
             join_partitions(full, tail, len(cuts), rows)
             kept = _undominated(rows)
             blocks.append(rows[kept])
-            origin += [(start + int(index), limit) for index in kept]
-            start = stop
+            origin += [(run.start + index, limit) for index in kept.tolist()]
     rows = np.concatenate(blocks)
     if compressors_apart or len(blocks) == 1:
         return rows, origin
@@ -119,16 +114,43 @@ def undominated_leaves(
 
 def _undominated(rows: Reals) -> Wholes:
     order = np.argsort(rows[:, :COSTS].sum(axis=1), kind="stable")
-    found: Wholes = np.flatnonzero(pareto(rows, order))
-    return found
+    front = np.empty(len(rows), dtype=np.int64)
+    return np.sort(front[: pareto(rows, order, front)])
 
 
-def _leaf_features(pricer: Pricer, members: tuple[Choice, ...], elements: int, size: Size) -> Reals:
+@dataclass(frozen=True)
+class _Run:
+    """Leaves of one compressor, which lie together and are priced at once: the first one's index, the options."""
+
+    start: int
+    compressor: CompressorSpec
+    options: tuple[Option, ...]
+
+
+def _runs(pricer: Pricer, leaves: tuple[Choice, ...]) -> list[_Run]:
+    # The leaves are kept with the answer, so that their identity stays their own.
+    found: tuple[list[_Run], object] = pricer.remember(
+        ("runs", id(leaves)), lambda: (_find_runs(leaves), leaves)
+    )
+    return found[0]
+
+
+def _find_runs(leaves: tuple[Choice, ...]) -> list[_Run]:
+    runs = []
+    start = 0
+    for spec, members in groupby(leaves, key=attrgetter("compressor")):
+        options = tuple(choice.option for choice in members)
+        runs.append(_Run(start, spec, options))
+        start += len(options)
+    return runs
+
+
+def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Reals:
     numel, dtype, runs = size
     segments = runs if elements == numel else partition_segments(runs, elements, numel)
-    numbers = pricer.catalogue.padded([choice.option for choice in members])
-    sets, us, cores = pricer.shape_costs(numbers, (members[0].compressor, elements, dtype, segments))
-    out = np.empty((len(members), COSTS + 2 * NUM_LANES))
+    numbers = pricer.catalogue.padded(run.options)
+    sets, us, cores = pricer.shape_costs(numbers, (run.compressor, elements, dtype, segments))
+    out = np.empty((len(run.options), COSTS + 2 * NUM_LANES))
     leaf_features(numbers, sets, us, cores, out)
     return out
 

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.jit import kernel
+from espresso.jit import inner_kernel, kernel
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
@@ -86,7 +86,6 @@ def make_state(num_partitions: int) -> State:
     )
 
 
-@kernel
 def reset(state: State, gaps: Reals, served: bool) -> None:
     """Go to the start of backward of a job with or without servers."""
     real, whole, _, _, _ = state
@@ -101,7 +100,7 @@ def reset(state: State, gaps: Reals, served: bool) -> None:
     real[BACK_RATE] = 1.0
 
 
-@kernel
+@inner_kernel
 def copy_vector(source: Any, target: Any) -> None:
     """Copy a vector of numbers. (Assigning to a slice compiles Numba's text functions too, for its error message.)"""
     for i in range(source.shape[0]):
@@ -122,7 +121,7 @@ def copy_state(source: State, target: State) -> None:
             target[4][s, slot] = source[4][s, slot]
 
 
-@kernel
+@inner_kernel
 def add_loads(
     candidate: int,
     sign: float,
@@ -149,7 +148,7 @@ def add_loads(
             row += 1
 
 
-@kernel
+@inner_kernel
 def total_loads(
     gaps: Reals,
     choice: Wholes,
@@ -172,7 +171,7 @@ def total_loads(
         add_loads(choice[unit], 1.0, count, full, tail, task_set, task_us, loads)
 
 
-@kernel
+@inner_kernel
 def hopeless(state: State, loads: Reals, limit: float) -> bool:
     """Whether idle time so far and loads alone reach ``limit``. Rounding adds up over the tasks: by a margin."""
     real = state[0]
@@ -359,7 +358,7 @@ def advance_paper(
     return float(latest)
 
 
-@kernel
+@inner_kernel
 def _new_rate(real: Reals, left: int, since: int, rate: int, end: int, value: float, now: float) -> None:
     """Go on at another rate; an unchanged one keeps the end exactly as it was."""
     if value == real[rate]:
@@ -375,7 +374,7 @@ def _new_rate(real: Reals, left: int, since: int, rate: int, end: int, value: fl
         real[end] = np.inf
 
 
-@kernel
+@inner_kernel
 def _share_cores(
     real: Reals,
     whole: Wholes,

@@ -161,10 +161,40 @@ def test_what_is_pruned_never_lowers_the_bound(job):
         assert (kept[:, :COSTS] <= row[:COSTS] * (1 + 1e-12) + 1e-9).all(axis=1).any()
 
 
+def test_the_cheapest_row_is_the_first_of_equals():
+    from numba import njit
+
+    from espresso.bound_kernels import cheapest
+
+    rng = np.random.default_rng(3)
+    widths = np.array([1, 2, 3, 4, 5, 7, 8, 30, 101])
+    last = np.cumsum(widths)
+    first = last - widths
+    # Few different figures, so that many rows cost the same.
+    columns = rng.integers(0, 3, (COSTS, last[-1])).astype(float)
+    prices = rng.integers(0, 3, (len(widths), COSTS)).astype(float)
+    fees, fee_of = rng.integers(0, 2, (len(widths), 2)).astype(float), rng.integers(0, 2, last[-1])
+    picked = np.empty(len(widths), dtype=np.int64)
+
+    @njit
+    def compiled(*arrays):
+        return cheapest(*arrays)
+
+    total = compiled(prices, columns, fees, fee_of, first, last, np.empty(101), picked)
+    costs = [
+        prices[u] @ columns[:, a:b] + fees[u, fee_of[a:b]]
+        for u, (a, b) in enumerate(zip(first, last, strict=True))
+    ]
+    assert picked.tolist() == [a + int(np.argmin(c)) for a, c in zip(first, costs, strict=True)]
+    assert total == sum(c.min() for c in costs)
+
+
 def test_pareto_keeps_the_first_of_equals():
     rows = np.zeros((4, WIDTH))
     rows[:, :2] = [[1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [2.0, 2.0]]
-    assert pareto(rows, np.argsort(rows.sum(axis=1), kind="stable")).tolist() == [True, False, True, False]
+    front = np.empty(4, dtype=np.int64)
+    size = pareto(rows, np.argsort(rows.sum(axis=1), kind="stable"), front)
+    assert sorted(front[:size]) == [0, 2]
 
 
 @given(jobs())

@@ -86,7 +86,7 @@ def test_leaves_of_mixed_devices_are_used_where_they_pay():
 def test_rounding_keeps_the_fractions_along_a_group():
     members, starts = np.arange(12), np.array([0, 12])
     picks = np.zeros(12, dtype=np.int64)
-    spread(np.tile([0.25, 0.75, 0.0], (12, 1)), np.full(12, 3), members, starts, picks)
+    spread(np.tile([0.25, 0.75, 0.0], (12, 1)), np.full(12, 3), members, starts, np.empty(3), picks)
     assert np.bincount(picks).tolist() == [3, 9]
     assert np.bincount(picks[:4]).tolist() == [1, 3]
 

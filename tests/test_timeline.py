@@ -424,3 +424,11 @@ def test_an_edit_of_any_kernel_file_invalidates_the_cache_of_compiled_code(monke
     assert key[-1] == jit.source_digest()
     monkeypatch.setattr(jit, "_DIGEST", "of edited sources")
     assert copy_state._cache._index_key(signature, library)[-1] == "of edited sources"
+
+
+def test_kernels_without_a_way_in_from_python_are_functions_there():
+    from espresso.timeline_kernels import add_loads
+
+    loads, row = np.zeros(7), np.array([0])
+    add_loads(0, 2.0, np.array([1]), row, row, np.array([3, -1]), np.array([1.5, 0.0]), loads)
+    assert loads.tolist() == [0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0]

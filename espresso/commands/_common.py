@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
 
 from espresso.strategies import CompressorSpec
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 PROGRESS_AFTER_S = 2.0
 """Work shorter than this shows no progress bar."""
@@ -127,28 +130,48 @@ class Progress:
     """A line on stderr that appears once the work has lasted two seconds, and goes away with it."""
 
     def __init__(self, what: str) -> None:
+        self._what = what
+        self._said: dict[str, Any] = {"description": what}
+        self._bar: Bar | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Show the line from now on. (Its parts are imported here: most commands are done before.)"""
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        self._what = what
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self.bar = Bar(*columns, console=err(), transient=True)
-        self._task = self.bar.add_task(what, total=None)
+        bar = Bar(*columns, console=err(), transient=True)
+        with self._lock:
+            bar.add_task(**{"total": None, **self._said})
+            bar.start()
+            self._bar = bar
+
+    def stop(self) -> None:
+        """Take the line away, if it was shown."""
+        if self._bar is not None:
+            self._bar.stop()
 
     def describe(self, now: str) -> None:
         """Say what is being done at the moment."""
-        self.bar.update(self._task, description=f"{self._what}: {now}")
+        self._say(description=f"{self._what}: {now}")
 
     def update(self, now: str, fraction: float) -> None:
         """Say what is being done and how much of it is done, 0 to 1."""
-        self.bar.update(self._task, description=f"{self._what}: {now}", total=1.0, completed=fraction)
+        self._say(description=f"{self._what}: {now}", total=1.0, completed=fraction)
+
+    def _say(self, **fields: Any) -> None:
+        with self._lock:
+            self._said |= fields
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], **fields)
 
 
 @contextmanager
 def working(what: str, *, shown: bool = True) -> Iterator[Progress]:
     """Show on stderr that something long is going on, unless it is over within two seconds."""
     progress = Progress(what)
-    timer = threading.Timer(PROGRESS_AFTER_S, progress.bar.start)
+    timer = threading.Timer(PROGRESS_AFTER_S, progress.start)
     timer.daemon = True
     if shown:
         timer.start()
@@ -158,8 +181,7 @@ def working(what: str, *, shown: bool = True) -> Iterator[Progress]:
         if shown:
             timer.cancel()
             timer.join()
-        if progress.bar.live.is_started:  # stopping one that never started would print an empty line
-            progress.bar.stop()
+        progress.stop()
 
 
 def parse_compressors(texts: Sequence[str]) -> tuple[CompressorSpec, ...]:
