@@ -53,6 +53,12 @@ SIGNS_MAY_TAKE = 1.02
 """Finer signs may take this factor of a step. They cost in proportion to the model, and their work on the cores is not
 priced; what is sent of small tensors costs large models nothing."""
 
+FINE_TENSORS = 131_072
+"""Where that is too much for the whole model, signs are finer in tensors of up to this many elements,"""
+
+FINE_MAY_TAKE = 1.05
+"""if that takes no more than this factor of a step."""
+
 SIMPLE_MAY_TAKE = 1.5
 """A strategy of one simple option is worth trying up to this factor of the best prediction: on cores that several
 workers share, predictions are furthest off for strategies of many steps."""
@@ -223,8 +229,11 @@ def _saying_more(row: Ranked, settings: Automatic, uncompressed_us: float) -> Ra
     On small models a sparsifier's bytes did more spread over its tensors than in exact ones (docs/convergence.md).
     """
     limit = row.predicted_us + MORE_MAY_TAKE * (uncompressed_us - row.predicted_us)
-    for_signs = min(limit, SIGNS_MAY_TAKE * row.predicted_us)
-    row = _first_within(row, [refine_signs(row.strategy, settings.sign_block)], for_signs)
+    coarse = row
+    for most, factor in ((None, SIGNS_MAY_TAKE), (FINE_TENSORS, FINE_MAY_TAKE)):
+        if row is coarse:
+            finer = refine_signs(coarse.strategy, settings.sign_block, most)
+            row = _first_within(coarse, [finer], min(limit, factor * coarse.predicted_us))
     least, given = settings.least_sent, row.strategy
     row = _first_within(row, (send_at_least(given, least // part) for part in (1, 2, 4)), limit)
     more = row.strategy
@@ -278,15 +287,17 @@ def send_at_least(strategy: Strategy, least: int) -> Strategy:
     return _with_parameter(strategy, "least", least)
 
 
-def refine_signs(strategy: Strategy, block: int) -> Strategy:
+def refine_signs(strategy: Strategy, block: int, most: int | None = None) -> Strategy:
     """The strategy with scaled sign and onebit told how many elements share a mean, unless their spec says it.
+
+    In all tensors, or in those of at most ``most`` elements.
 
     A number much below its block's mean is sent as that mean again and again; with fewer in a block this happens less.
     """
-    return _with_parameter(strategy, "block", block) if block else strategy
+    return _with_parameter(strategy, "block", block, most) if block else strategy
 
 
-def _with_parameter(strategy: Strategy, key: str, value: int) -> Strategy:
+def _with_parameter(strategy: Strategy, key: str, value: int, most: int | None = None) -> Strategy:
     """The strategy with a parameter set where it makes a compressor finer, unless the spec says it."""
     more = {
         spec: CompressorSpec(spec.name, (*spec.params, (key, value)))
@@ -294,9 +305,10 @@ def _with_parameter(strategy: Strategy, key: str, value: int) -> Strategy:
         if all(said != key for said, _ in spec.params) and _traits_of(spec).finer == key
     }
     changes = {
-        name: Choice(choice.option, more[choice.compressor])
-        for name, choice in strategy.choices.items()
-        if choice.compressor in more
+        tensor.name: Choice(choice.option, more[choice.compressor])
+        for tensor in strategy.tensors
+        if (choice := strategy.choices[tensor.name]).compressor in more
+        if most is None or tensor.numel <= most
     }
     return strategy.with_choices(changes) if changes else strategy
 
