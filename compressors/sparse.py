@@ -46,7 +46,7 @@ class Selection:
         enough: the pass repeats while fewer than ``enough * k`` pass.
         attempts: how often the threshold is lowered before the exact one is computed (or none).
         exact: whether the top k must be complete.
-        threshold: above 0: this one, in place of a sample's.
+        threshold: above 0: this one, in place of a sample's. (The host raises it while k pass; that does not show.)
     """
 
     part: float

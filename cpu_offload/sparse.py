@@ -2,7 +2,8 @@
 
 Encode makes two passes: a sample that sets a threshold (a hundredth of a pass), and one pass over the input that
 collects what passes and writes the rest to the residual. The top k of the few that passed are sent; those few of them
-that are not go back to the residual. Too few: the threshold falls and the pass repeats.
+that are not go back to the residual. Too few: the threshold falls and the pass repeats. A fixed threshold is raised
+where a small sample says that more than k would pass; too few then, and the pass is made with the fixed one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from espresso.cpu_offload.sparse_kernels import (
     exact_threshold,
     filter_chunks,
     first_threshold,
+    is_enough,
     lowered,
     scatter_chunks,
 )
@@ -103,9 +105,10 @@ class HostSparse(HostCodec):
         low, high, k = int(row[FIRST_CHUNK]), int(row[END_CHUNK]), int(row[COUNT])
         scratch, magnitude = self._scratch, magnitude_bits(call)
         scratch.reserve(int(row[NUMEL]), call.bits.dtype)
+        fixed = threshold_bits(call, how)
         threshold = first_threshold(
-            row, call.source, call.scale, call.old, call.has_feedback, how.part, how.slack,
-            threshold_bits(call, how), call.key.step, scratch.chosen, magnitude, scratch.histogram,
+            row, call.source, call.scale, call.old, call.has_feedback, how.part, how.slack, fixed, call.key.step,
+            scratch.chosen, magnitude, scratch.histogram,
         )  # fmt: skip
         index, value = scratch.index, scratch.value  # the pool's threads have scratch of their own
         for attempt in range(how.attempts + 2):
@@ -119,9 +122,11 @@ class HostSparse(HostCodec):
                 )  # fmt: skip
 
             self.run_chunks(filter_part, high - low)
-            if found[low:high].sum() >= how.enough * k or threshold <= 1:
+            if is_enough(int(found[low:high].sum()), k, how.enough, fixed, bound):
                 break
-            if attempt < how.attempts:
+            if fixed:
+                threshold = fixed
+            elif attempt < how.attempts:
                 threshold = lowered(bound, scratch.chosen[:1], call.source)
             elif how.exact:
                 threshold = exact_threshold(

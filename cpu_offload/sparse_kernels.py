@@ -42,6 +42,10 @@ from espresso.cpu_offload.work import (
 
 LOWER_BY = 0.8
 
+RAISE_FROM, RAISE_RUNS, RAISE_SLACK = 1 << 16, 64, 4.0
+"""A fixed threshold that more than k pass is raised by a sample of so many runs, in segments from so many elements on;
+its rank lies so many standard deviations below k, so that k pass the raised one nearly always."""
+
 sample_size = kernel(sparse.sample_size)
 
 Histogram = npt.NDArray[np.int64]
@@ -81,13 +85,39 @@ def first_threshold(
     row: Table, source: Array, scale: float, old: Array, has_feedback: bool, part: float, slack: float, fixed: int,
     salt: int, sample: Array, magnitude: int, histogram: Histogram,
 ) -> Scalar:  # fmt: skip
-    """The fixed threshold, if there is one; else a sample's."""
+    """The fixed threshold, if there is one, raised where a sample says that more than k would pass; else a sample's.
+
+    What is raised changes nothing in what is sent as long as k pass (``is_enough``): the top k are among them.
+    """
     if fixed:
-        return fixed
+        if row[NUMEL] < RAISE_FROM:
+            return fixed
+        expected = RAISE_RUNS * RUN * (row[COUNT] / row[NUMEL])
+        rank = np.int64(expected + RAISE_SLACK * np.sqrt(expected) + 1)
+        raised = sample_threshold(
+            row,
+            source,
+            scale,
+            old,
+            has_feedback,
+            RAISE_RUNS,
+            rank,
+            salt ^ row[HASH],
+            sample,
+            magnitude,
+            histogram,
+        )
+        return max(fixed, raised)
     num_runs, rank = sample_size(row[NUMEL], row[COUNT], part, slack)
     return sample_threshold(
         row, source, scale, old, has_feedback, num_runs, rank, salt ^ row[HASH], sample, magnitude, histogram
     )
+
+
+@kernel
+def is_enough(num: int, k: int, enough: float, fixed: int, threshold: int) -> Scalar:
+    """Whether the pass need not be repeated: ``num`` passed, of a fixed threshold that was raised all k."""
+    return threshold <= 1 or num >= (k if fixed and threshold > fixed else enough * k)
 
 
 @kernel
@@ -325,9 +355,11 @@ def encode_segments(
                 table, chunks, low, high, source, scale, old, new, has_feedback, stream, threshold, magnitude, index,
                 value, found, gain,
             )  # fmt: skip
-            if found[low:high].sum() >= enough * row[COUNT] or threshold <= 1:
+            if is_enough(found[low:high].sum(), row[COUNT], enough, fixed, threshold):
                 break
-            if attempt < attempts:
+            if fixed:
+                threshold = fixed
+            elif attempt < attempts:
                 threshold = lowered(threshold, chosen[:1], source)
             elif exact:
                 threshold = exact_threshold(
