@@ -247,14 +247,6 @@ def markdown(body: dict[str, Any]) -> str:
         if name in body:
             out += [title, "", *_table(body[name], body[f"{name}_summary"])]
             out += [*search_evidence.markdown(body.get(f"{name}_evidence", ())), ""]
-    if "models" in body:
-        out += [
-            "",
-            "Models without a trace here, their backward time shared out by a rule, and random jobs:",
-            "",
-        ]
-        out += _table(body["models"], body["models_summary"])
-        out += search_evidence.markdown(body.get("models_evidence", ()))
     if "scale" in body:
         out += ["", "| tensors | nodes | gap | search ms | certificate ms | improvement ms | first ms |",
                 "|" + " --- |" * 7]  # fmt: skip
