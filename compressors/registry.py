@@ -178,7 +178,7 @@ def cuda_codec(compressor: Compressor, device: Any) -> Codec:
 def _entry(name: str) -> Entry:
     entry = _ENTRIES.get(name)
     if entry is None:
-        raise ValueError(f"no compressor {name!r}; there are {', '.join(_ENTRIES)}")
+        raise ValueError(f"no compressor {name!r}; known: {', '.join(_ENTRIES)}")
     return entry
 
 

@@ -33,7 +33,7 @@ def test_create_from_text_and_spec() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("nosuch", "no compressor 'nosuch'; there are none, fp16"),
+        ("nosuch", "no compressor 'nosuch'; known: none, fp16"),
         ("dgc:rate=1", "no parameter 'rate'; it has raw_below, ratio"),
         ("topk:ratio=0", r"ratio must be a number above 0.0 and at most 1.0, got 0"),
         ("topk:ratio=2", "got 2"),
