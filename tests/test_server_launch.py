@@ -255,6 +255,29 @@ def test_who_dies_under_mpi_is_named_with_a_key_by_the_others(tmp_path, victim, 
         assert re.search(said, text), (text, done.stderr)
 
 
+HELD_UP = """
+import atexit, sys, time
+from espresso.comm.parameter_server.join import Joined
+
+sys.modules[Joined.__module__]._LAST_S = 1.0
+atexit.register(time.sleep, 100)
+joined = object.__new__(Joined)
+joined.rank, joined._num_workers, joined._uses_mpi, joined.client = 0, 1, False, None
+try:
+    raise ValueError("what went wrong")
+except ValueError:
+    joined.report_and_abandon()
+"""
+
+
+def test_an_end_that_is_held_up_is_cut_off():
+    done = subprocess.run([sys.executable, "-c", HELD_UP], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "ValueError: what went wrong" in done.stderr
+    assert "Timeout" in done.stderr
+    assert "report_and_abandon" in done.stderr.partition("Timeout")[2], done.stderr
+
+
 def test_outside_a_launcher_it_says_how_to_start(monkeypatch, capsys):
     for name in list(os.environ):
         if name.startswith(("OMPI_", "PMI", "SLURM")) or name in ("RANK", "WORLD_SIZE"):

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import socket
 import sys
@@ -31,6 +32,9 @@ from espresso.comm.parameter_server.transport import GlooTransport, LinkError, T
 
 _LINGER_S = 3.0
 """Who fails stays so long, so that others can say what happened to them before the launcher ends them."""
+
+_LAST_S = 30.0
+"""Whatever holds up an end after an error (a launcher's abort that waits for the dead) is cut off after so long."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +275,7 @@ class Joined:
 
         Orderly ways out may wait for ranks that can no longer get there, or for threads that wait for them.
         """
+        _end_within(_LAST_S)
         traceback.print_exc()
         if self.client is not None:
             self.client.leave()
@@ -279,10 +284,16 @@ class Joined:
 
     def abandon(self, status: int) -> NoReturn:
         """End at once: peers are gone, and orderly ways out would wait for them."""
+        _end_within(_LAST_S)
         if self.is_server or self._uses_mpi:
             time.sleep(_LINGER_S)
         abort_mpi(status)
         os._exit(status)
+
+
+def _end_within(seconds: float) -> None:
+    """End this process then, with status 1 and every thread's stack, also from a call that holds the interpreter."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def abort_mpi(status: int) -> None:
