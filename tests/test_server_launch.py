@@ -7,6 +7,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -126,16 +129,19 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installe
 
 def over_mpi(argv: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
     """The same under mpirun."""
+    argv, env = under_mpirun(argv, *flags)
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100, check=False)
+
+
+def under_mpirun(argv: list[str], *flags: str) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment."""
     pytest.importorskip("mpi4py")
     allowed = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "MASTER_PORT": str(free_port()),
     }
-    return subprocess.run(
-        [str(MPIRUN), "--oversubscribe", *flags, "-np", "3", *argv],
-        env={**environment(), **allowed}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    return [str(MPIRUN), "--oversubscribe", *flags, "-np", "3", *argv], {**environment(), **allowed}
 
 
 def test_three_processes_over_gloo_are_two_workers_and_a_server(script, tmp_path):
@@ -211,7 +217,7 @@ for step in range(20):
     if step == 10 and rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 10 and rank == 0 and victim == 2:
-        os.kill(int(open(os.path.join(folder, "server")).read()), signal.SIGKILL)
+        os.kill(int(open(os.path.join(folder, "pid 2")).read()), signal.SIGKILL)
     try:
         ddp(torch.randn(8, 300)).square().mean().backward()
     except Exception as error:
@@ -223,9 +229,9 @@ STARTER = """
 import os, sys
 from espresso.launch import main
 
-if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
-    with open(os.path.join(sys.argv[1], "server"), "w") as file:
-        file.write(str(os.getpid()))
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+with open(os.path.join(sys.argv[1], f"pid {rank}"), "w") as file:
+    file.write(str(os.getpid()))
 script = os.path.join(sys.argv[1], "death.py")
 sys.exit(main(["--servers", "1", "--timeout-s", "30", script, *sys.argv[1:]]))
 """
@@ -248,11 +254,38 @@ SURVIVE = ("--runtime-options", "recoverable,continuous,error-nonzero-status=fal
 def test_who_dies_under_mpi_is_named_with_a_key_by_the_others(tmp_path, victim, survivors, said):
     (tmp_path / "death.py").write_text(DEATH)
     (tmp_path / "start.py").write_text(STARTER)
-    done = over_mpi([sys.executable, str(tmp_path / "start.py"), str(tmp_path), str(victim)], *SURVIVE)
-    assert done.returncode != 0
+    argv = [sys.executable, str(tmp_path / "start.py"), str(tmp_path), str(victim)]
+    argv, env = under_mpirun(argv, *SURVIVE)
+    with (tmp_path / "errors").open("wb") as errors:
+        mpirun = subprocess.Popen(argv, env=env, stdout=errors, stderr=errors)
+    try:
+        wait_until(
+            lambda: mpirun.poll() is not None or all(is_gone(rank, tmp_path) for rank in range(3)), 90.0
+        )
+        with suppress(subprocess.TimeoutExpired):  # in this mode mpirun itself now and then waits for nobody
+            assert mpirun.wait(5.0) != 0
+    finally:
+        mpirun.kill()
+        mpirun.wait()
+    printed = (tmp_path / "errors").read_text()
+    wait_until(lambda: all(is_gone(rank, tmp_path) for rank in range(3)), 5.0)
     for rank in survivors:
+        assert (tmp_path / f"{rank}.txt").exists(), printed
         text = (tmp_path / f"{rank}.txt").read_text()
-        assert re.search(said, text), (text, done.stderr)
+        assert re.search(said, text), (text, printed)
+
+
+def is_gone(rank: int, folder: Path) -> bool:
+    """Whether the rank has been and ended."""
+    path = folder / f"pid {rank}"
+    return path.exists() and bool(pid := path.read_text()) and not Path(f"/proc/{pid}").exists()
+
+
+def wait_until(true: Callable[[], bool], deadline_s: float) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not true():
+        assert time.monotonic() < deadline, f"nothing came to an end within {deadline_s:.0f} s"
+        time.sleep(0.1)
 
 
 HELD_UP = """
