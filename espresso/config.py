@@ -33,7 +33,8 @@ class Config:
             the time that compression saves, of the sizes in the model up to the largest with which it does. 0 leaves
             none.
         sign_block: automatic mode has so many elements of ``efsignsgd`` and ``onebit`` share a mean, where that adds
-            at most 2 % to a step, or 5 % in tensors of up to 131 072 elements alone. 0: the compressor's own 256.
+            at most 2 % to a step, or 5 % in tensors of up to 131 072 elements alone, where they are a tenth of what is
+            compressed. 0: the compressor's own 256.
         least_sent: automatic mode has top-k and DGC send at least this many numbers of a tensor, where that keeps
             three quarters of the time that compression saves, else a half or a quarter as many. Small tensors hold
             much of what training needs, and cost little. 1: the ratio alone.

@@ -57,7 +57,10 @@ FINE_TENSORS = 131_072
 """Where that is too much for the whole model, signs are finer in tensors of up to this many elements,"""
 
 FINE_MAY_TAKE = 1.05
-"""if that takes no more than this factor of a step."""
+"""if that takes no more than this factor of a step,"""
+
+FINE_SHARE = 0.1
+"""and if they hold this part of what is compressed: a few small tensors among large ones would only split groups."""
 
 SIMPLE_MAY_TAKE = 1.5
 """A strategy of one simple option is worth trying up to this factor of the best prediction: on cores that several
@@ -231,7 +234,7 @@ def _saying_more(row: Ranked, settings: Automatic, uncompressed_us: float) -> Ra
     limit = row.predicted_us + MORE_MAY_TAKE * (uncompressed_us - row.predicted_us)
     coarse = row
     for most, factor in ((None, SIGNS_MAY_TAKE), (FINE_TENSORS, FINE_MAY_TAKE)):
-        if row is coarse:
+        if row is coarse and (most is None or _share_of_small(coarse.strategy, most) >= FINE_SHARE):
             finer = refine_signs(coarse.strategy, settings.sign_block, most)
             row = _first_within(coarse, [finer], min(limit, factor * coarse.predicted_us))
     least, given = settings.least_sent, row.strategy
@@ -239,6 +242,12 @@ def _saying_more(row: Ranked, settings: Automatic, uncompressed_us: float) -> Ra
     more = row.strategy
     sizes = {tensor.numel for tensor in given.tensors if tensor.numel <= settings.exact_tensors}
     return _first_within(row, (leave_tensors(more, most) for most in sorted(sizes, reverse=True)), limit)
+
+
+def _share_of_small(strategy: Strategy, most: int) -> float:
+    """The part that tensors of at most ``most`` elements have in what is compressed."""
+    sizes = [t.numel for t in strategy.tensors if strategy.choices[t.name].option.is_compressed]
+    return sum(size for size in sizes if size <= most) / max(1, sum(sizes))
 
 
 def _first_within(row: Ranked, strategies: Iterable[Strategy], limit_us: float) -> Ranked:
