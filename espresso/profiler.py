@@ -40,6 +40,10 @@ MEASURED_GAIN = 0.5
 SLOW_US = 60_000.0
 """A routine that takes this long is measured once, and not at larger sizes."""
 
+TRIES, STALLED = 3, 3.0
+"""So often it is timed where it takes more than this many times what its bytes do at the last smaller size: the least
+counts. One stall (a lost packet, a neighbour's burst) would else be taken for the link's rate at all larger sizes."""
+
 LOOP_US = 10_000.0
 MAX_LOOP = 16
 """A short routine is repeated back to back for about so long: one run alone would measure how its ranks woke
@@ -155,8 +159,9 @@ def measure_links(
             ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
             points: list[tuple[float, float]] = []
             for size in LINK_SIZES:
+                most = STALLED * points[-1][1] * size * columns / points[-1][0] if points else 0.0
                 wall_us, busy = _time_routine(
-                    groups, member, routine, form, size, repeats, ring, place or Place()
+                    groups, member, routine, form, size, repeats, ring, place or Place(), most
                 )
                 points.append((float(size * columns), wall_us))
                 if size == LINK_SIZES[-1] or wall_us > SLOW_US:
@@ -197,14 +202,24 @@ def _time_routine(
     repeats: int,
     ring: bool,
     place: Place,
+    most_us: float,
 ) -> tuple[float, float]:
-    """(microseconds, cores burnt) of one routine; the slowest rank's figures, the same on all ranks."""
+    """(microseconds, cores burnt) of one routine; the slowest rank's figures, the same on all ranks.
+
+    A slow routine is timed once, and again where it takes more than ``most_us``, which says that something stalled.
+    """
     with place.device:
         run = _runner(member, routine, form, size, ring)
     run()
     place.settle()
-    once = _time_loop(groups, run, 1, place)
-    slowest = max(wall for wall, _ in groups.all_objects(once))
+    once, slowest = (0.0, 0.0), float("inf")
+    for _ in range(TRIES):
+        again = _time_loop(groups, run, 1, place)
+        took = max(wall for wall, _ in groups.all_objects(again))
+        if took < slowest:
+            once, slowest = again, took
+        if slowest <= max(SLOW_US, most_us):
+            break
     if slowest > SLOW_US:
         timed = [once]
     else:

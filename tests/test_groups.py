@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 
 from benchmarks.rank_pool import POOL
 from espresso.comm import Groups, TopologyError, cluster_from_nodes, node_key
+from espresso.profiler import Place, measure_links
 from espresso.strategies import Cluster, Scope
+from tests.workers import run_ranks
 
 
 def nodes(text: str) -> list[tuple[str, int, int | None]]:
@@ -156,3 +159,29 @@ def uneven(rank: int) -> str:
 def test_uneven_nodes_are_refused_on_every_rank():
     answers = POOL.run(uneven)
     assert all("different numbers of ranks" in text for text in answers), answers
+
+
+def stalled_links(rank: int) -> list[tuple[float, float]]:
+    """The first routine's curve, with two stalls of 0.2 s on rank 0 where a routine is timed for the first time."""
+    calls = 0
+
+    def settle() -> None:
+        nonlocal calls
+        calls += 1
+        # Per size: once to warm up, once alone, three loops. The first size's second try adds a call.
+        if rank == 0 and calls in (2, 13):
+            time.sleep(0.2)
+
+    groups = Groups(timeout_s=20)
+    try:
+        return list(measure_links(groups, place=Place(settle=settle)).curves[0].points)
+    finally:
+        groups.close()
+
+
+def test_a_stall_is_not_taken_for_the_links_rate():
+    for outcome in run_ranks(stalled_links, 2):
+        sizes = [size for size, _ in outcome.value]
+        assert sizes[:3] == [4096.0, 65536.0, 262144.0]
+        assert len(sizes) > 3, "a stall ended the measurement"
+        assert max(us for _, us in outcome.value[:3]) < 100_000.0
