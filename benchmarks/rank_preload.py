@@ -13,6 +13,6 @@ import espresso.host_codecs
 import espresso.state  # noqa: F401
 
 
-@njit("int64(int64)")  # type: ignore[untyped-decorator]
+@njit("int64(int64)")
 def _prepared(number: int) -> int:
     return number
