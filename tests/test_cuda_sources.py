@@ -193,9 +193,9 @@ def watched(spec: str, device: EmulatedDevice) -> None:
     )
     payloads, key = torch.zeros((3, layout.num_bytes), dtype=torch.uint8), DrawKey(seed=1)
     for number, row in enumerate(payloads):
-        feedback = Feedback(old, torch.zeros_like(old), starts, GAIN)  # type: ignore[arg-type]
-        codec.encode(layout, source.roll(number), starts, row, feedback=feedback, key=key)  # type: ignore[arg-type]
-    codec.decode(layout, payloads, source, starts, key=key)  # type: ignore[arg-type]
+        feedback = Feedback(old, torch.zeros_like(old), starts, GAIN)
+        codec.encode(layout, source.roll(number), starts, row, feedback=feedback, key=key)
+    codec.decode(layout, payloads, source, starts, key=key)
     if isinstance(codec, CudaSummableCodec):
         kind: Any = getattr(torch, codec.value_dtype(layout))
         values = torch.zeros(codec.num_values(layout), dtype=kind)
@@ -546,11 +546,11 @@ def test_arrays_that_are_not_on_the_device_are_refused() -> None:
             with pytest.raises(ValueError, match=f"{name} {says}, this codec works on meta"):
                 codec.encode(layout, given["source"], starts, given["payload"])
     with pytest.raises(ValueError, match="payloads is on cpu"):
-        codec.decode(layout, torch.zeros((1, layout.num_bytes), dtype=torch.uint8), there["source"], starts)  # type: ignore[arg-type]
+        codec.decode(layout, torch.zeros((1, layout.num_bytes), dtype=torch.uint8), there["source"], starts)
     values = torch.zeros(300)
     assert isinstance(codec, SummableCodec)
     with pytest.raises(ValueError, match="values is on cpu"):
-        codec.encode_values(layout, there["source"], starts, values)  # type: ignore[arg-type]
+        codec.encode_values(layout, there["source"], starts, values)
 
 
 @needs_compiler

@@ -127,7 +127,7 @@ def test_velocities_that_lie_far_out() -> None:
         given: list[Any] = arrays if far == 0 else [torch.from_numpy(array) for array in arrays]
         velocity = Feedback(given[1], given[2], at + far)
         mover.advance(rule, numels, given[0], at + far, 0.5, velocity, given[3], at + far)
-        mover.mask(compressor, layout, payload if far == 0 else torch.from_numpy(payload), velocity)  # type: ignore[arg-type]
+        mover.mask(compressor, layout, payload if far == 0 else torch.from_numpy(payload), velocity)
         outcomes.append([array[far:].tobytes() for array in arrays[2:]])
     assert outcomes[0] == outcomes[1]
 
@@ -143,7 +143,7 @@ def test_matrices_that_lie_far_out() -> None:
         source, old, new, target = (torch.from_numpy(reserved(far + 6060, np.float32)) for _ in range(4))
         source[far:] = torch.from_numpy(numbers(6060, np.float32, 1))
         first, second = (torch.zeros(codec.num_values(layout, n)) for n in (0, 1))
-        kept, factors = Feedback(old, new, starts, 0.5), FactorStore()  # type: ignore[arg-type]
+        kept, factors = Feedback(old, new, starts, 0.5), FactorStore()
         codec.encode_values(layout, source, starts, first, scale=0.5, feedback=kept, key=KEY, factors=factors)
         codec.transform_values(layout, first, second, feedback=kept)
         assert codec.decode_values(layout, first, second, target, starts, scale=0.5, factors=factors)
