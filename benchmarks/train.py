@@ -7,6 +7,8 @@ one block of steps of each arm, so that a ratio compares neighbours in time. Arm
 do so in the warm-up; every arm takes the same number of steps, so losses are compared after equal steps.
 """
 
+import atexit
+import gc
 import json
 import os
 import statistics
@@ -34,6 +36,9 @@ MAX_STEPS_TO_DECIDE = 60
 UNTIMED_STEPS = 1
 
 app = typer.Typer(pretty_exceptions_enable=False)
+
+# PyTorch's compiler, which DDP loads, is half a million objects: nobody has to look through them at the end.
+atexit.register(gc.freeze)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ exactly, where the compressor moves numbers unchanged and the numbers are small 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -100,10 +101,14 @@ def sites_of(option: Option) -> set[str]:
     }
 
 
+@cache
+def every_option() -> dict[tuple[str, bool], Option]:
+    return {(str(option), option.is_summable): option for option in options_for(TWO_BY_TWO, summable=True)}
+
+
 def find_option(text: str, summable: bool = False) -> Option:
     """The leaf; summable leaves are spelt like the others where both exist."""
-    every = options_for(TWO_BY_TWO, summable=True)
-    return next(option for option in every if str(option) == text and option.is_summable is summable)
+    return every_option()[text, summable]
 
 
 @dataclass

@@ -3,11 +3,11 @@
 Each way to end is a program of its own, since what counts is how the interpreter exits.
 """
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,48 @@ import pytest
 from tests.workers import free_port
 
 ROOT = Path(__file__).parents[1]
-DEADLINE_S = 90.0
+DEADLINE_S = 150.0
+
+LAUNCHER = """
+import json, os, signal, sys, time
+import benchmarks.rank_preload  # loaded once instead of twelve times: a minute of a core
+
+folder, deadline_s = sys.argv[1], float(sys.argv[2])
+with open(os.path.join(folder, "programs.json")) as file:
+    programs = json.load(file)
+assert len(os.listdir("/proc/self/task")) == 1, "a thread would not live through the fork"
+running, program = {}, None
+for name, path, environment in programs:
+    pid = os.fork()
+    if pid == 0:
+        program = path
+        break
+    running[pid] = name
+if program is not None:
+    # From here on this is the program: it goes out through the end of the main module, as any other.
+    os.environ.update(environment)
+    for descriptor, ending in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{name}.{ending}", os.O_WRONLY | os.O_CREAT), descriptor)
+    del running, programs
+    with open(program) as file:
+        text = file.read()
+    exec(compile(text, program, "exec"))
+else:
+    ended, deadline = {}, time.monotonic() + deadline_s
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            ended[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() > deadline:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            ended.update(dict.fromkeys(running.values()))
+            break
+        else:
+            time.sleep(0.05)
+    with open(os.path.join(folder, "ended.json"), "w") as file:
+        json.dump(ended, file)
+"""
 
 SCRIPT = """
 import gc, sys, threading, time, warnings
@@ -100,48 +141,40 @@ ENDINGS = {
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, str, str]]]:
     """How both ranks of every program ended: exit code (None: killed at the deadline), output, errors.
 
-    All programs start at once: most of their time is waiting for the interpreter and for each other.
+    All programs start at once: most of their time is waiting for each other.
     """
     folder = tmp_path_factory.mktemp("endings")
-    started = {name: [start(folder, name, rank, port) for rank in range(2)] for name, port in ports().items()}
-    deadline = time.monotonic() + DEADLINE_S
-    return {name: [finish(process, deadline) for process in pair] for name, pair in started.items()}
+    programs = []
+    for number, ending in enumerate(ENDINGS.values()):
+        path = folder / f"{number}.py"
+        path.write_text(SCRIPT + textwrap.dedent(ending))
+        port = free_port()
+        programs += [(str(folder / f"{number}-{rank}"), str(path), launched(rank, port)) for rank in range(2)]
+    (folder / "programs.json").write_text(json.dumps(programs))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-c", LAUNCHER, str(folder), str(DEADLINE_S)],
+        env=environment,
+        check=True,
+        timeout=DEADLINE_S + 60,
+    )
+    codes = json.loads((folder / "ended.json").read_text())
+    results: dict[str, list[tuple[int | None, str, str]]] = {name: [] for name in ENDINGS}
+    for position, (name, _, _) in enumerate(programs):
+        printed = [Path(f"{name}.{ending}").read_text() for ending in ("out", "err")]
+        results[list(ENDINGS)[position // 2]].append((codes[name], printed[0], printed[1]))
+    return results
 
 
-def ports() -> dict[str, int]:
-    return {name: free_port() for name in ENDINGS}
-
-
-def start(folder: Path, name: str, rank: int, port: int) -> subprocess.Popen[str]:
-    path = folder / f"{list(ENDINGS).index(name)}.py"
-    path.write_text(SCRIPT + textwrap.dedent(ENDINGS[name]))
-    environment = os.environ | {
+def launched(rank: int, port: int) -> dict[str, str]:
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": "2",
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
     }
-    return subprocess.Popen(
-        [sys.executable, str(path)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], deadline: float) -> tuple[int | None, str, str]:
-    try:
-        output, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        return process.returncode, output, errors
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, errors = process.communicate()
-        return None, output, errors
 
 
 @pytest.mark.parametrize("name", ENDINGS)

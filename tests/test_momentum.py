@@ -31,6 +31,7 @@ DGC = "dgc:ratio=0.05"
 ON_SUMS = "flat.reduce_scatter > comp > flat.allgather > dec"
 STEPS = 6
 MU = 0.75
+MOST_STEPS = 300
 
 RULES = {
     "plain": Correction(MU),
@@ -84,12 +85,13 @@ def test_warm_up_changes_the_ratio_on_all_ranks_at_the_same_step(played):
         assert "rank 1 says that epoch 2 begins, rank 0 says 1" in message
 
 
-def test_automatic_mode_searches_and_races_again_when_the_ratio_changes(played):
-    for ratios, verdicts, decided in played(warm_up_automatic):
-        assert ratios[0] == pytest.approx(0.1)
-        assert ratios[-1] == pytest.approx(0.01)
-        assert verdicts == 2
-        assert decided
+def test_automatic_mode_decides_again_when_the_ratio_changes(played):
+    """Nothing here depends on how long a step takes: whether anything races, and what wins, does."""
+    for (first, why_first), (second, why_second) in played(warm_up_automatic):
+        assert first == pytest.approx(0.1)
+        assert second == pytest.approx(0.01)
+        assert why_first
+        assert why_second
 
 
 def test_an_optimizer_with_momentum_is_refused(played):
@@ -374,25 +376,35 @@ def warm_up(rank: int) -> tuple[list[float], list[float], str]:
     return results[0], results[1], message
 
 
-def warm_up_automatic(rank: int) -> tuple[list[float], int, bool]:
+def warm_up_automatic(rank: int) -> list[tuple[float, str]]:
+    """The ratio that was searched for, and the verdict, of a warm-up's epoch and of the one after it."""
     ddp = wrap(mlp(20, 200, 100, 5), find_unused_parameters=True)
-    ratios, verdicts = [], []
+    verdicts: list[Any] = []
+    results = []
     with registered(
-        ddp, compressor="dgc:ratio=0.01,warmup_epochs=1", strategy="auto", steps_per_epoch=40, timeout_s=60.0,
-        race_steps=3, race_rounds=1,
+        ddp, compressor="dgc:ratio=0.01,warmup_epochs=1", strategy="auto", timeout_s=60.0, race_steps=3,
+        race_rounds=1, decide_by=1,
     ) as state:  # fmt: skip
-        for step in range(70):
-            backward(ddp, rank, step)
-            assert agreed(ddp)
-            verdict = state._planner and state._planner.verdict
-            if verdict is not None and all(verdict is not known for known in verdicts):
-                verdicts.append(verdict)
-            if state._search is not None:
-                ratios.append(dict(state._search.compressor.params).get("ratio", 0.01))
+        step = 0
+        for epoch in range(2):
+            state.set_epoch(epoch)
+            for _ in range(MOST_STEPS):
+                backward(ddp, rank, step)
+                step += 1
+                assert agreed(ddp)
+                verdict = state._planner and state._planner.verdict
+                if verdict is not None and all(verdict is not known for known in verdicts):
+                    break
+            assert state.decided
+            assert state._search is not None
+            assert verdict is not None
+            verdicts.append(verdict)
+            ratio = dict(state._search.compressor.params).get("ratio", 0.01)
+            results.append((ratio, verdict.reason))
         costs = [] if state.job is None else [cost.spec for cost in state.job.costs.compute]
         assert any("ratio=0.1" in spec for spec in costs)
         assert "dgc" in costs, costs
-        return ratios, len({id(verdict) for verdict in verdicts}), state.decided
+    return results
 
 
 def optimizers(rank: int) -> dict[str, str]:
