@@ -26,10 +26,13 @@ import numpy.typing as npt
 
 from benchmarks.results import record, write
 from espresso.compressors import DrawKey, PayloadError, Segment, compressor_ids, create, host_codec
+from espresso.compressors.sparse import SPAN
 from espresso.cpu_offload import available_cores
 
 RESULT = Path(__file__).parent / "results" / "fuzz.json"
 SIZES = (3, 70, 300)
+LONG_SIZES = (70, 2 * SPAN + 300)
+"""Of sparsifiers that send one in a thousand: three spans of indices."""
 VARIANTS = {
     "efsignsgd": ("", "block=0", "block=96"),
     "onebit": ("", "block=0,means=1"),
@@ -37,9 +40,9 @@ VARIANTS = {
     "qsgd": ("", "levels=127"),
     "dithering": ("", "levels=5,norm=l2", "partition=natural"),
     "randomk": ("ratio=0.1",),
-    "topk": ("ratio=0.1",),
-    "dgc": ("ratio=0.1",),
-    "threshold": ("ratio=0.1",),
+    "topk": ("ratio=0.1", "ratio=0.001"),
+    "dgc": ("ratio=0.1", "ratio=0.001"),
+    "threshold": ("ratio=0.1", "ratio=0.001"),
 }
 BATCH = 2000
 FILL = 0x5A
@@ -94,9 +97,10 @@ class Fuzzer:
     def __init__(self, spec: str, dtype: str, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.codec = host_codec(create(spec))
-        segments = [Segment(f"t{i}", 0, size) for i, size in enumerate(SIZES)]
+        sizes = LONG_SIZES if "ratio=0.001" in spec else SIZES
+        segments = [Segment(f"t{i}", 0, size) for i, size in enumerate(sizes)]
         self.layout = self.codec.compressor.layout(segments, dtype)
-        self.starts = np.cumsum([0, *SIZES[:-1]]).astype(np.int64)
+        self.starts = np.cumsum([0, *sizes[:-1]]).astype(np.int64)
         source = self.rng.standard_normal(self.layout.num_elements).astype(dtype)
         self.good = np.empty(self.layout.num_bytes, np.uint8)
         self.key = DrawKey(seed=seed)
@@ -184,7 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     total = sum(row.inputs for row in rows)
     seconds = time.monotonic() - begin
     sys.stdout.write(f"{total} inputs in {seconds:.0f} s: no crash, nothing written outside a target\n")
-    config: dict[str, Any] = {"inputs": total, "segments": SIZES, "seconds": round(seconds)}
+    segments = {"segments": SIZES, "long_segments": LONG_SIZES}
+    config: dict[str, Any] = {"inputs": total, **segments, "seconds": round(seconds)}
     write(options.result, record(config, options.seed, [asdict(row) for row in rows]))
     return 0
 

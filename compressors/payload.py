@@ -3,7 +3,7 @@
 All numbers are little-endian. Byte by byte::
 
     0   4  magic "ESPR"
-    4   1  version, 2
+    4   1  version, 3
     5   1  flags: bit 0 = the encoded numbers held an inf or NaN (decoders answer NaN; bodies mean nothing)
     6   1  algorithm id (registry)
     7   1  bytes per number of the layout's dtype: 4 = float32, 8 = float64
@@ -33,12 +33,12 @@ import numpy.typing as npt
 from espresso.compressors.base import Bytes, Layout, PayloadError, Segment
 
 MAGIC = b"ESPR"
-VERSION = 2
+VERSION = 3
 FLAGS_AT = 5
 FLAG_NON_FINITE = 1
 ALIGNMENT = 8
 MAX_SEGMENT = 2**32
-"""Indices on the wire are 32-bit: a longer segment has to be cut into partitions."""
+"""Counts on the wire are 32-bit, and indices: a longer segment has to be cut into partitions."""
 
 _HEADER = struct.Struct("<4sBBBBIIQ")
 _ENTRY = struct.Struct("<QQ")

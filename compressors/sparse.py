@@ -3,13 +3,16 @@
 Body of a segment of d elements with k slots (``count`` = k = ratio * d, rounded to nearest, in [least, d];
 least is 1 unless a parameter says otherwise)::
 
-    0          4   n, how many slots count, 0 <= n <= k
-    4          4   zero
-    8          k*s values, s = 4 or 8 bytes, in the layout's dtype
-    8 + k*s    4*k indices, uint32, ascending and below d, relative to the segment
+    0               4    n, how many slots count, 0 <= n <= k
+    4               4    zero
+    8               k*s  values, s = 4 or 8 bytes, in the layout's dtype
+    8 + k*s         4*e  ends, uint32: how many slots lie in the first, the first two, ... spans of 65536 elements;
+                         e = ceil(d / 65536) - 1, for in all spans lie n
+    8 + k*s + 4*e   2*k  uint16, where a slot's element lies in its span: ascending within a span, and below d
 
-Slots from n on are zero. A zero is never sent, so n < k where fewer than k numbers are non-zero. Duplicate
-or unsorted indices are malformed: decoders scatter-add without looking back, and ranks must agree.
+Slots from n on are zero. A zero is never sent, so n < k where fewer than k numbers are non-zero. Ends that fall or
+exceed n, duplicate or unsorted indices are malformed: decoders scatter-add without looking back, and ranks must agree.
+Values come first and ends second, so that each lies at a multiple of its own size.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ import numpy.typing as npt
 from espresso.compressors.base import Bytes, Layout
 
 PREFIX_BYTES = 8
+
+SPAN = 1 << 16
+"""Elements whose indices share their upper half, which the ends say."""
 
 FEEDBACK_GAIN = 0.25
 """Of what is selected by magnitude: with an eighth, a short run ends before all is sent; with all of it, a number that
@@ -78,13 +84,33 @@ def num_slots(numel: int, ratio: float, least: int = 1) -> int:
 def sparse_body_size(numel: int, itemsize: int, ratio: float, least: int = 1) -> tuple[int, int]:
     """k, and the bytes of a body with k slots."""
     k = num_slots(numel, ratio, least)
-    return k, PREFIX_BYTES + k * (itemsize + 4)
+    return k, places_at(numel, k, itemsize) + 2 * k
+
+
+def num_ends(numel: int) -> int:
+    """How many ends a body has: one for each span but the last; ``numel`` is above 0."""
+    return (numel - 1) // SPAN
+
+
+def ends_at(k: int, itemsize: int) -> int:
+    """Where in a body the ends begin, in bytes."""
+    return PREFIX_BYTES + k * itemsize
+
+
+def places_at(numel: int, k: int, itemsize: int) -> int:
+    """Where in a body the lower halves of the indices begin, in bytes."""
+    return ends_at(k, itemsize) + 4 * num_ends(numel)
 
 
 def sent_slots(layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
     """(segment, indices that count) of every compressed segment of a payload that we encoded."""
     for segment in np.flatnonzero(~layout.raw).tolist():
-        offset, k = int(layout.offsets[segment]), int(layout.counts[segment])
-        count = int(payload[offset : offset + 4].view(np.uint32)[0])
-        at = offset + PREFIX_BYTES + k * layout.dtype.itemsize
-        yield segment, payload[at : at + 4 * count].view(np.uint32)
+        numel, k, itemsize = int(layout.numels[segment]), int(layout.counts[segment]), layout.dtype.itemsize
+        body = payload[int(layout.offsets[segment]) :]
+        first, at = ends_at(k, itemsize), places_at(numel, k, itemsize)
+        count = int(body[:4].view(np.uint32)[0])
+        ends = body[first:at].view(np.uint32).astype(np.int64)
+        spans = np.arange(len(ends) + 1, dtype=np.uint32) * np.uint32(SPAN)
+        indices = np.repeat(spans, np.diff(ends, prepend=0, append=count))
+        indices += body[at : at + 2 * count].view(np.uint16)
+        yield segment, indices

@@ -6,12 +6,14 @@ infinities and NaNs lie on top, so that they are always among the candidates and
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors import sparse
 from espresso.compressors.base import Array
-from espresso.compressors.sparse import RUN
+from espresso.compressors.sparse import RUN, SPAN
 from espresso.cpu_offload.intrinsics import address, fence, room, trailing_zeros
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import (
@@ -26,6 +28,7 @@ from espresso.cpu_offload.kernels import (
 )
 from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, filter_group, filter_group_stream
 from espresso.cpu_offload.work import (
+    CHUNK,
     COUNT,
     END_CHUNK,
     FIRST_CHUNK,
@@ -46,7 +49,10 @@ RAISE_FROM, RAISE_RUNS, RAISE_SLACK = 1 << 16, 64, 4.0
 """A fixed threshold that more than k pass is raised by a sample of so many runs, in segments from so many elements on;
 its rank lies so many standard deviations below k, so that k pass the raised one nearly always."""
 
+assert CHUNK == SPAN, "the slots of a chunk are those of a span"
+
 sample_size = kernel(sparse.sample_size)
+num_ends, ends_at = kernel(sparse.num_ends), kernel(sparse.ends_at)
 
 Histogram = npt.NDArray[np.int64]
 
@@ -234,7 +240,7 @@ def emit_segment(
         cut = chosen.dtype.type(kth)
     at = row[OFFSET]
     values = bits[at // bits.itemsize + 8 // bits.itemsize :][:k]
-    indices = words[at // 4 + 2 + k * (bits.itemsize // 4) :][:k]
+    ends, places = ends_and_places(words, at, row[NUMEL], k, bits.itemsize)
     worst = chosen.dtype.type(0)
     sent = 0
     for chunk in range(first, end):
@@ -245,15 +251,17 @@ def emit_segment(
             if size > cut or (size == cut and ties > 0):
                 ties -= size == cut
                 values[sent] = value[i]
-                indices[sent] = index[i]
+                places[sent] = index[i] - low
                 sent += 1
             elif has_feedback:
                 to = row[RESIDUAL] + index[i]
                 new[to] = numbers[i] if gain == 1 else gain * numbers[i] + rest * old[to]
+        if chunk + 1 < end:
+            ends[chunk - first] = sent
     words[at // 4] = sent
     words[at // 4 + 1] = 0
     clear_block(values, sent, k - sent)
-    clear_block(indices, sent, k - sent)
+    clear_block(places, sent, k - sent)
     return worst < infinity
 
 
@@ -273,16 +281,10 @@ def exact_threshold(
 
 
 @kernel
-def lower_bound(indices: npt.NDArray[np.uint32], num: int, wanted: int) -> Scalar:
-    """The first position whose index is at least ``wanted``, if the indices ascend."""
-    low, high = 0, num
-    while low < high:
-        middle = (low + high) // 2
-        if np.int64(indices[middle]) < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def ends_and_places(words: npt.NDArray[np.uint32], at: int, numel: int, k: int, itemsize: int) -> Any:
+    """What the body at byte ``at`` has behind its values."""
+    num, first = num_ends(numel), (at + ends_at(k, itemsize)) // 4
+    return words[first:][:num], words.view(np.uint16)[2 * (first + num) :][:k]
 
 
 @kernel
@@ -293,7 +295,7 @@ def scatter_chunks(
     """Fill chunks with zeros and scatter-add every row's slots that fall into them, rows in order.
 
     Every index is checked: in the chunk and ascending. The parts that chunks take of a row meet end to end,
-    because both neighbours search for the same bound, so a row passes only if all its indices are good.
+    because one's end is where the next begins, so a row passes only if all its indices are good.
     """
     for chunk in range(first, end):
         segment = chunks[chunk, SEGMENT]
@@ -309,17 +311,19 @@ def scatter_chunks(
             if num > k or words[at // 4 + 1] != 0:
                 return bad
             values = numbers[(at + 8) // numbers.itemsize :][:k]
-            indices = words[at // 4 + 2 + k * (numbers.itemsize // 4) :][:k]
-            begin, stop = lower_bound(indices, num, low), lower_bound(indices, num, high)
-            if stop < begin or (high == row[NUMEL] and stop != num):
+            ends, places = ends_and_places(words, at, row[NUMEL], k, numbers.itemsize)
+            span = low // SPAN
+            begin = np.int64(ends[span - 1]) if span else 0
+            stop = np.int64(ends[span]) if span < len(ends) else num
+            if not begin <= stop <= num:
                 return bad
-            previous = low - 1
+            previous = np.int64(-1)
             for slot in range(begin, stop):
-                position = np.int64(indices[slot])
-                if position <= previous or position >= high:
+                place = np.int64(places[slot])
+                if place <= previous or place >= high - low:
                     return bad
-                previous = position
-                out[position - low] += values[slot]
+                previous = place
+                out[place] += values[slot]
         if scale != 1:
             for i in range(len(out)):
                 out[i] *= scale

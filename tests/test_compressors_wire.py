@@ -46,9 +46,9 @@ def test_golden_bytes(spec: str, dtype: str) -> None:
 def test_header_bytes_are_those_of_the_documentation() -> None:
     layout = create("topk:ratio=0.5").layout([Segment("a", 0, 300), Segment("b", 0, 2)])
     head = layout.header
-    assert head[:8] == b"ESPR" + bytes([2, 0, 6, 4])
+    assert head[:8] == b"ESPR" + bytes([3, 0, 6, 4])
     assert int.from_bytes(head[8:12], "little") == 2
-    assert int.from_bytes(head[16:24], "little") == layout.num_bytes == 56 + (8 + 150 * 8) + 8
+    assert int.from_bytes(head[16:24], "little") == layout.num_bytes == 56 + (8 + 150 * 6 + 4) + 8
     assert int.from_bytes(head[24:32], "little") == 300
     assert int.from_bytes(head[32:40], "little") == 56
     assert int.from_bytes(head[40:48], "little") == 2 | 1 << 63
@@ -128,28 +128,40 @@ def test_arbitrary_bytes_are_refused(data: bytes) -> None:
         )
 
 
-def sparse_edit(word: int, value: int) -> None:
-    outcome = round_trip("topk:ratio=0.01", (1000,), np.float32)  # k = 10: n, 0, ten values, ten indices
+def sparse_edit(at: int, kind: str, value: int) -> None:
+    outcome = round_trip("topk:ratio=0.01", (1000,), np.float32)  # k = 10: n, 0, ten values, ten places
     payload = outcome.payload.copy()
-    payload[int(outcome.layout.offsets[0]) :].view(np.uint32)[word] = value
+    payload[int(outcome.layout.offsets[0]) + at :].view(kind)[0] = value
     outcome.codec.decode(outcome.layout, payload.reshape(1, -1), np.zeros(1000, np.float32), np.array([0]))
 
 
 @pytest.mark.parametrize(
-    ("word", "value"),
-    [(0, 11), (0, 2**32 - 1), (1, 1), (12, 1000), (21, 1000), (21, 2**32 - 1), (15, 0), (16, 999)],
+    ("at", "kind", "value"),
+    [
+        (0, "<u4", 11),
+        (0, "<u4", 2**32 - 1),
+        (4, "<u4", 1),
+        (48, "<u2", 1000),
+        (66, "<u2", 1000),
+        (66, "<u2", 65535),
+        (54, "<u2", 0),
+        (56, "<u2", 999),
+    ],
     ids=["count", "huge count", "reserved", "first index", "last index", "huge index", "order", "order up"],
 )
-def test_malformed_sparse_bodies(word: int, value: int) -> None:
+def test_malformed_sparse_bodies(at: int, kind: str, value: int) -> None:
+    """The ends of longer segments: test_sparse_bodies.py."""
     with pytest.raises(PayloadError, match="layer0"):
-        sparse_edit(word, value)
+        sparse_edit(at, kind, value)
 
 
 def test_duplicate_indices_are_malformed() -> None:
     outcome = round_trip("topk:ratio=0.01", (200_000,), np.float32)
-    at = int(outcome.layout.offsets[0]) + 8 + 2000 * 4
-    indices = outcome.payload[at : at + 8000].view(np.uint32)
-    indices[1500] = indices[1499]
+    at = int(outcome.layout.offsets[0]) + 8 + 2000 * 4 + 4 * 3
+    places = outcome.payload[at : at + 4000].view(np.uint16)
+    slot = 1500 if places[1500] > places[1499] else 1501  # not the first of its span
+    assert places[slot] > places[slot - 1]
+    places[slot] = places[slot - 1]
     with pytest.raises(PayloadError, match="out of order"):
         outcome.codec.decode(
             outcome.layout, outcome.payload.reshape(1, -1), np.zeros(200_000, np.float32), outcome.starts

@@ -227,7 +227,7 @@ BLOCK_0, TOPK, RANDOM = "efsignsgd:block=0", "topk:ratio=0.1", "randomk:ratio=0.
         ("blockwise.cu", "int8", "__syncwarp();", "", "\n        write_codes"),
         ("sparse.cu", TOPK, FENCE, "", "\n    __syncthreads();\n    if (threadIdx.x == 0) last"),
         ("sparse.cu", TOPK, BARRIER, "if (lane == 31) sums[warp] = through;\n    ", ""),
-        ("sparse.cu", TOPK, BARRIER, "total[position - low] += values[slot];\n                }\n                ", ""),
+        ("sparse.cu", TOPK, BARRIER, "total[position] += values[slot];\n                }\n                ", ""),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_found(
@@ -454,9 +454,16 @@ def test_malformed_payloads_are_named() -> None:
             codec.decode(layout, bad.reshape(1, -1), target, starts)
     with pytest.raises(PayloadError, match="bytes"):
         codec.decode(layout, payload[:-8].reshape(1, -1).copy(), target, starts)
-    for word, value in ((0, 91), (0, 2**32 - 1), (1, 1), (92, 9000), (181, 0), (181, 2**32 - 1)):
+    for place, kind, value in (
+        (0, np.uint32, 91),
+        (0, np.uint32, 2**32 - 1),
+        (4, np.uint32, 1),
+        (368, np.uint16, 9000),
+        (546, np.uint16, 0),
+        (546, np.uint16, 65535),
+    ):
         bad = payload.copy()
-        bad[int(layout.offsets[1]) :].view(np.uint32)[word] = value
+        bad[int(layout.offsets[1]) + place :][:4].view(kind)[0] = value
         with pytest.raises(PayloadError, match="layer1"):
             codec.decode(layout, bad.reshape(1, -1), target, starts)
 

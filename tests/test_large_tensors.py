@@ -114,6 +114,41 @@ def test_the_end_of_a_long_segment(spec: str) -> None:
 
 
 @needs_compiler
+def test_slots_at_the_end_of_a_long_segment() -> None:
+    """Written by hand, since no encode fits: two slots in the first span, the others in the last of 32 769."""
+    numel, end = (1 << 31) + 5003, 1 << 31
+    wanted = [0, 65535, end, end + 4096, end + 5002]
+    compressor, starts = create("topk:ratio=1e-6"), np.zeros(1, np.int64)
+    layout = compressor.layout([Segment("t", 0, numel)])
+    k = int(layout.counts[0])
+    payload = np.zeros(layout.num_bytes, np.uint8)
+    payload[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
+    body = payload[int(layout.offsets[0]) :]
+    body[:4].view(np.uint32)[0] = len(wanted)
+    body[8:].view(np.float32)[: len(wanted)] = 1 + np.arange(len(wanted))
+    body[8 + 4 * k :].view(np.uint32)[: 1 << 15] = 2
+    body[8 + 4 * k + (4 << 15) :].view(np.uint16)[: len(wanted)] = [index % 65536 for index in wanted]
+    assert [indices.tolist() for _, indices in compressor.sent(layout, payload)] == [wanted]
+    host = host_codec(compressor)
+    whole = work.work_of(layout)
+    work._CACHE[layout] = replace(whole, chunks=whole.chunks[-1:])
+    for codec in (host, cuda_codec(compressor, LastTiles())):
+        target = reserved(numel, np.float32)
+        assert codec.decode(layout, payload.reshape(1, -1), target, starts)
+        assert target[end:].nonzero()[0].tolist() == [0, 4096, 5002]
+        assert target[wanted[2:]].tolist() == [3, 4, 5]
+    for mover in (HOST_MOVER, CudaMover(EmulatedDevice())):
+        velocity = reserved(numel, np.float32)
+        velocity[wanted] = velocity[end + 7] = 1
+        given: list[Any] = [velocity, payload]
+        if mover is not HOST_MOVER:
+            given = [torch.from_numpy(array) for array in given]
+        mover.mask(compressor, layout, given[1], Feedback(given[0][:0], given[0], starts))
+        assert not velocity[wanted].any()
+        assert velocity[end + 7] == 1
+
+
+@needs_compiler
 def test_velocities_that_lie_far_out() -> None:
     rule, numels, at = Correction(0.9, nesterov=True), np.array([5003, 900]), np.array([0, 5003])
     compressor = create("topk:ratio=0.05")

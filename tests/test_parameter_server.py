@@ -688,7 +688,7 @@ def test_payloads_larger_than_raw_go_raw():
     codec = HostCodecs(1)(CompressorSpec.parse("topk:ratio=0.9,raw_below=1"), Device.TRAINING)
     segments = [Segment("w", 0, 100)]
     assert isinstance(smaller(codec, segments, np.float32), PlainCodec)
-    assert smaller(codec, [Segment("w", 0, 10_000)], np.float32) is not codec  # 8 bytes for each of 9000
+    assert smaller(codec, [Segment("w", 0, 10_000)], np.float32) is not codec  # 6 bytes for each of 9000
     assert (
         smaller(HostCodecs(1)(CompressorSpec("int8"), Device.TRAINING), [Segment("w", 0, 5000)], "f4")
         is not None

@@ -4,6 +4,7 @@
 // residual, where that is another array). `mask` touches only what was sent. Sums round as the host's do.
 
 #include "common.cuh"
+#include "slots.cuh"
 
 // One stretch. espresso.compressors.cuda.momentum writes it: keep both in step.
 struct Stretch {
@@ -50,10 +51,13 @@ __device__ void mask(const Sent* segments, const Tile* tiles, i64 tile, const u8
     const Sent sent = segments[mine.segment];
     const u8* body = payload + sent.offset;
     const i64 count = least((i64)*(const u32*)body, sent.slots);
-    const u32* indices = (const u32*)(body + 8 + sent.slots * sizeof(T));
-    const i64 high = least(mine.low + tile, count);
+    const u32* ends = (const u32*)(body + ends_at(sent.slots, sizeof(T)));
+    const u16* places = (const u16*)(body + places_at(sent.numel, sent.slots, sizeof(T)));
+    const i64 high = least(mine.low + tile, count), num = num_ends(sent.numel);
+    i64 span = 0;
     for (i64 slot = mine.low + threadIdx.x; slot < high; slot += THREADS) {
-        const u32 index = indices[slot];
+        span = span_of(ends, num, slot, span);
+        const i64 index = span * SPAN + places[slot];
         if (index < sent.numel) fresh[sent.velocity + index] = T(0);
     }
 }

@@ -22,6 +22,7 @@
 #include "selection.cuh"
 
 #define TILE 4096
+#include "slots.cuh"
 #include "scatter.cuh"
 
 #define ROWS (TILE / THREADS)  // elements of a thread
@@ -401,7 +402,7 @@ template <typename T> struct Sparse : Plain {
         const i64 tile = blockIdx.x;
         const State state = from.states[call.tiles[tile].segment];
         Bits* values = call.template body<Bits>(row, 8);
-        u32* indices = call.template body<u32>(row, 8 + row.count * (i64)sizeof(T));
+        u16* places = call.template body<u16>(row, places_at(row.numel, row.count, sizeof(T)));
         i64 above = from.above[tile], equal = from.equal[tile];
         const u32 num = from.found[tile];
         for (u32 first = 0; first < num; first += blockDim.x) {
@@ -417,20 +418,25 @@ template <typename T> struct Sparse : Plain {
             if (is_above || (is_equal && equal_here < state.ties)) {
                 const i64 slot = above_here + least(equal_here, state.ties);
                 values[slot] = value;
-                indices[slot] = index;
+                places[slot] = (u16)(index % SPAN);
                 call.keep(row, index, T(0));
             }
             above += all_above;
             equal += all_equal;
         }
-        if (high == row.numel) close(call, row, state.above + least(state.equal, state.ties));
+        if (high == row.numel) {
+            close(call, row, state.above + least(state.equal, state.ties));
+        } else if (threadIdx.x == 0 && high % SPAN == 0) {
+            call.template body<u32>(row, ends_at(row.count, sizeof(T)))[high / SPAN - 1] =
+                (u32)(above + least(equal, state.ties));
+        }
         return false;  // filter has looked
     }
 
     // How many slots count, and those that do not.
     __device__ void close(const Encode<T>& call, const Row& row, i64 sent) const {
         Bits* values = call.template body<Bits>(row, 8);
-        u32* indices = call.template body<u32>(row, 8 + row.count * (i64)sizeof(T));
+        u16* places = call.template body<u16>(row, places_at(row.numel, row.count, sizeof(T)));
         if (threadIdx.x == 0) {
             u32* prefix = call.template body<u32>(row);
             prefix[0] = (u32)sent;
@@ -438,7 +444,7 @@ template <typename T> struct Sparse : Plain {
         }
         for (i64 slot = sent + threadIdx.x; slot < row.count; slot += blockDim.x) {
             values[slot] = 0;
-            indices[slot] = 0;
+            places[slot] = 0;
         }
     }
 
@@ -484,25 +490,26 @@ template <typename T> struct Sparse : Plain {
             is_equal += __popc(__ballot_sync(FULL, magnitude == cut));
         }
         block_scan(lane ? 0 : is_above, lane ? 0 : is_equal, &above, &equal, &all_above, &all_equal);
-        above = __shfl_sync(FULL, above, 0);  // of the warps before
-        equal = __shfl_sync(FULL, equal, 0);
+        // By the warps before. In 32 bits: the registers are few here.
+        u32 above_done = __shfl_sync(FULL, (u32)above, 0), equal_done = __shfl_sync(FULL, (u32)equal, 0);
+        const u32 num_ties = (u32)ties;
         Bits* values = call.template body<Bits>(row, 8);
-        u32* indices = call.template body<u32>(row, 8 + row.count * (i64)sizeof(T));
+        u16* places = call.template body<u16>(row, ends_at(row.count, sizeof(T)));  // it has no ends
 #pragma unroll
         for (int part = 0; part < ROWS; ++part) {
             const i64 i = (warp * ROWS + part) * 32 + lane;
             const Bits magnitude = bits[part] & Number<T>::magnitude;
             const u32 over = __ballot_sync(FULL, magnitude > cut), on = __ballot_sync(FULL, magnitude == cut);
-            const i64 equal_here = equal + __popc(on & ((1u << lane) - 1));
-            const bool sent = magnitude > cut || (magnitude == cut && equal_here < ties);
+            const u32 equal_here = equal_done + __popc(on & ((1u << lane) - 1));
+            const bool sent = magnitude > cut || (magnitude == cut && equal_here < num_ties);
             if (sent) {
-                const i64 slot = above + __popc(over & ((1u << lane) - 1)) + least(equal_here, ties);
+                const u32 slot = above_done + __popc(over & ((1u << lane) - 1)) + least(equal_here, num_ties);
                 values[slot] = bits[part];
-                indices[slot] = (u32)i;
+                places[slot] = (u16)i;
             }
             if (i < row.numel) call.keep(row, i, sent ? T(0) : number_of(bits[part]));
-            above += __popc(over);
-            equal += __popc(on);
+            above_done += __popc(over);
+            equal_done += __popc(on);
         }
         close(call, row, all_above + least(all_equal, ties));
         return bad;
