@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import traceback
@@ -63,10 +64,17 @@ def batch(rank: int, step: int, width: int, rows: int = 4) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
+OPENED: list[Any] = []
+"""Groups to be destroyed after a scenario: a Gloo group has threads, which wake a hundred times a second."""
+
+
 def wrap(module: nn.Module, **settings: Any) -> DistributedDataParallel:
     """DDP with many buckets, in a process group of its own unless one is given."""
     settings.setdefault("bucket_cap_mb", TINY_BUCKETS_MB)
-    group = settings.pop("process_group", None) or dist.new_group()
+    group = settings.pop("process_group", None)
+    if group is None:
+        group = dist.new_group()
+        OPENED.append(group)
     return DistributedDataParallel(module, process_group=group, **settings)
 
 
@@ -182,6 +190,9 @@ def play(rank: int, module: str, names: Sequence[str]) -> dict[str, tuple[Any, s
         except Exception:
             results[name] = (None, traceback.format_exc())
         dist.barrier()
+        gc.collect()
+        while OPENED:
+            dist.destroy_process_group(OPENED.pop())
     return results
 
 
