@@ -6,6 +6,14 @@
 | cnn  | 2.5 M      | 8x8 digits                             | test accuracy              |
 | gpt  | 10.7 M     | the standard library's source, by char | next-character accuracy    |
 
+Nothing here was tuned by these; they are for judging what was:
+
+| name   | parameters | data                                   | metric                  |
+| ------ | ---------- | -------------------------------------- | ----------------------- |
+| resnet | 9.8 M      | 8x8 digits                             | test accuracy           |
+| vit    | 8.9 M      | 8x8 digits, in patches of 2x2          | test accuracy           |
+| lstm   | 8.8 M      | the standard library's source, by char | next-character accuracy |
+
 Everything is seeded: the same name, seed, step, rank and world size give the same weights and batches.
 """
 
@@ -21,9 +29,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-NAMES = ("mlp", "gpt", "cnn")
+NAMES = ("mlp", "gpt", "cnn", "resnet", "vit", "lstm")
 
 Batch = tuple[Tensor, Tensor]
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Workload:
 
     name: str
     make_model: Callable[[], nn.Module]
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    make_optimizer: Optimizer
     batch: Callable[[int, int, int], Batch]
     test_batches: Callable[[], list[Batch]]
 
@@ -74,11 +83,17 @@ def build_workload(name: str, seed: int = 0) -> Workload:
         ValueError: there is none of that name.
     """
     if name == "mlp":
-        return _digits_workload(name, seed, _mlp, batch_size=96, learning_rate=0.05)
+        return _digits_workload(name, seed, _mlp, 96, _sgd(0.05))
     if name == "cnn":
-        return _digits_workload(name, seed, _cnn, batch_size=192, learning_rate=0.03)
+        return _digits_workload(name, seed, _cnn, 192, _sgd(0.03))
     if name == "gpt":
-        return _gpt_workload(seed)
+        return _text_workload(name, seed, Gpt, 3, _adamw(6e-4), _CONTEXT)
+    if name == "resnet":
+        return _digits_workload(name, seed, _resnet, 24, _sgd(0.02))
+    if name == "vit":
+        return _digits_workload(name, seed, Vit, 12, _adamw(1e-4))
+    if name == "lstm":
+        return _text_workload(name, seed, Lstm, 8, _adamw(1e-3), 32)
     raise ValueError(f"no model is called {name!r}; there are {', '.join(NAMES)}")
 
 
@@ -104,6 +119,14 @@ def _seeded_model(make: Callable[[], nn.Module], seed: int) -> Callable[[], nn.M
     return build
 
 
+def _sgd(rate: float) -> Optimizer:
+    return lambda model: torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def _adamw(rate: float) -> Optimizer:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+
+
 # Digits.
 
 
@@ -119,7 +142,7 @@ def digits() -> tuple[Batch, Batch]:
 
 
 def _digits_workload(
-    name: str, seed: int, make: Callable[[], nn.Module], batch_size: int, learning_rate: float
+    name: str, seed: int, make: Callable[[], nn.Module], batch_size: int, optimizer: Optimizer
 ) -> Workload:
     (images, labels), test = digits()
 
@@ -127,9 +150,6 @@ def _digits_workload(
         generator = _seeded(seed, step)
         drawn = torch.randint(len(labels), (world_size, batch_size), generator=generator)[rank]
         return images[drawn], labels[drawn]
-
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
 
     return Workload(name, _seeded_model(make, seed), optimizer, batch, lambda: [test])
 
@@ -155,6 +175,59 @@ def _cnn() -> nn.Module:
     )
 
 
+class Residual(nn.Module):
+    """Two convolutions with batch norm around a shortcut."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+        self.shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, before, height, width) to (batch, after, height / stride, width / stride)."""
+        return functional.relu(self.inner(x) + self.shortcut(x))
+
+
+def _resnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        Residual(1, 64, 1),
+        Residual(64, 128, 2),
+        Residual(128, 256, 2),
+        Residual(256, 512, 2),
+        Residual(512, 512, 1),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+
+
+class Vit(nn.Module):
+    """Five layers of width 384 over sixteen patches."""
+
+    def __init__(self, width: int = 384, num_layers: int = 5, num_heads: int = 6) -> None:
+        super().__init__()
+        self.patches = nn.Linear(4, width)
+        self.position = nn.Parameter(0.02 * torch.randn(16, width))
+        layer = nn.TransformerEncoderLayer(
+            width, num_heads, 4 * width, 0.0, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(
+            layer, num_layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, 64) to logits (batch, 10)."""
+        patches = images.view(-1, 4, 2, 4, 2).transpose(2, 3).reshape(-1, 16, 4)
+        return torch.as_tensor(self.head(self.encoder(self.patches(patches) + self.position).mean(1)))
+
+
 # Text.
 
 #: Newline and the printable ASCII characters; every other character of the sources is left out.
@@ -176,28 +249,26 @@ def _source_text() -> Tensor:
     return torch.tensor(indices[:_TEXT_CHARS])
 
 
-def _gpt_workload(seed: int) -> Workload:
+def _text_workload(
+    name: str, seed: int, make: Callable[[], nn.Module], batch_size: int, optimizer: Optimizer, context: int
+) -> Workload:
     text = _source_text()
     split = len(text) * 9 // 10
-    batch_size = 3
 
     def windows(starts: Tensor) -> Batch:
-        rows = text[starts[:, None] + torch.arange(_CONTEXT + 1)]
+        rows = text[starts[:, None] + torch.arange(context + 1)]
         return rows[:, :-1], rows[:, 1:]
 
     def batch(step: int, rank: int, world_size: int) -> Batch:
         size = (world_size, batch_size)
-        return windows(torch.randint(split - _CONTEXT - 1, size, generator=_seeded(seed, step))[rank])
+        return windows(torch.randint(split - context - 1, size, generator=_seeded(seed, step))[rank])
 
     def test_batches() -> list[Batch]:
         size = (4, 8)
-        starts = split + torch.randint(len(text) - split - _CONTEXT - 1, size, generator=_seeded(0, 1))
+        starts = split + torch.randint(len(text) - split - context - 1, size, generator=_seeded(0, 1))
         return [windows(row) for row in starts]
 
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.01)
-
-    return Workload("gpt", _seeded_model(Gpt, seed), optimizer, batch, test_batches)
+    return Workload(name, _seeded_model(make, seed), optimizer, batch, test_batches)
 
 
 class Block(nn.Module):
@@ -241,3 +312,17 @@ class Gpt(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
         return torch.as_tensor(self.head(self.norm(self.blocks(x))))
+
+
+class Lstm(nn.Module):
+    """Two layers of width 832, by character."""
+
+    def __init__(self, embedded: int = 128, width: int = 832) -> None:
+        super().__init__()
+        self.token = nn.Embedding(len(_ALPHABET), embedded)
+        self.layers = nn.LSTM(embedded, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, len(_ALPHABET))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) int64 to logits (batch, time, alphabet)."""
+        return torch.as_tensor(self.head(self.layers(self.token(tokens))[0]))

@@ -53,6 +53,9 @@ CASES = (
     Case("gpt-2", "gpt", 2, "1gbit", 0.75, None, 4, 3),
     Case("cnn-2", "cnn", 2, "1gbit", None, None, 6, 8),
     Case("mlp-slow", "mlp", 1, "100mbit", None, 25.0, 3, 3),
+    Case("resnet-1", "resnet", 1, "1gbit", None, None, 5, 6),
+    Case("vit-1", "vit", 1, "1gbit", None, None, 5, 6),
+    Case("lstm-1", "lstm", 1, "1gbit", None, None, 5, 4),
 )
 """``mlp-slow`` takes 3.7 s for a plain step, so it has few of them."""
 

@@ -70,7 +70,10 @@ def test_paired_ratio_interval_by_hand() -> None:
     assert math.log(ratio.low) == pytest.approx(-half, rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "least"), [("mlp", 10e6), ("gpt", 10e6), ("cnn", 2e6)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("mlp", 10e6), ("gpt", 10e6), ("cnn", 2e6), ("resnet", 8e6), ("vit", 8e6), ("lstm", 8e6)],
+)
 def test_workloads_are_real_and_repeatable(name: str, least: float) -> None:
     assert name in NAMES
     workload = build_workload(name, seed=3)
@@ -107,5 +110,5 @@ def test_training_learns_on_data_that_it_is_not_tested_on() -> None:
 
 
 def test_an_unknown_model_is_named() -> None:
-    with pytest.raises(ValueError, match="'resnet'"):
-        build_workload("resnet")
+    with pytest.raises(ValueError, match="'alexnet'"):
+        build_workload("alexnet")
