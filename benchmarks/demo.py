@@ -147,7 +147,7 @@ def describe_network(network: Network, console: Console) -> None:
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Option(help="mlp, gpt or cnn.")] = "mlp",
+    model: Annotated[str, typer.Option(help="mlp, gpt, cnn, resnet, vit or lstm.")] = "mlp",
     rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "1gbit",
     workers: Annotated[int, typer.Option(help="Workers per host.")] = 1,
     compressor: Annotated[str, typer.Option(help="What automatic mode may use.")] = "efsignsgd",

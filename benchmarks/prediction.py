@@ -252,7 +252,7 @@ def table_of(rows: Sequence[Row], total: Score, title: str) -> Table:
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Option(help="mlp, gpt or cnn.")] = "mlp",
+    model: Annotated[str, typer.Option(help="mlp, gpt, cnn, resnet, vit or lstm.")] = "mlp",
     rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "1gbit",
     workers: Annotated[int, typer.Option(help="Workers per host.")] = 1,
     rounds: Annotated[int, typer.Option(help="Blocks of every strategy.")] = 4,

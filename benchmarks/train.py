@@ -245,7 +245,9 @@ def make_runners(
 
 @app.command()
 def main(
-    model: Annotated[Literal["mlp", "gpt", "cnn"], typer.Option(help="What to train.")] = "mlp",
+    model: Annotated[
+        Literal["mlp", "gpt", "cnn", "resnet", "vit", "lstm"], typer.Option(help="What to train.")
+    ] = "mlp",
     arms: Annotated[str, typer.Option("--arms", "--arm", help="Arms, comma-separated.")] = "plain",
     blocks: Annotated[int, typer.Option(help="Rounds; each runs one block of every arm.")] = 5,
     steps_per_block: Annotated[int, typer.Option("--steps-per-block", "--steps")] = 10,
