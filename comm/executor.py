@@ -669,8 +669,12 @@ class Executor:
 
     # -- end of life ---------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Stop threads. Futures still open fail, so that nobody waits for them."""
+    def close(self) -> bool:
+        """Stop threads. Futures still open fail, so that nobody waits for them.
+
+        Returns:
+            Whether all threads have ended and nothing is under way.
+        """
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -691,6 +695,7 @@ class Executor:
         for thread in (*threads, self._watchdog):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(timeout=max(deadline - time.monotonic(), 0.0))
+        return self.error is None and iteration is None and not any(thread.is_alive() for thread in threads)
 
 
 def _fail_open(futures: Iterable[torch.futures.Future[torch.Tensor]], error: BaseException) -> None:

@@ -163,15 +163,24 @@ class Groups:
         options.timeout = self._timeout if patience_s is None else timedelta(seconds=patience_s)
         self.control.group.barrier(options).wait()
 
-    def close(self) -> None:
-        """Destroy the groups, unless ``destroy_process_group`` was faster."""
+    def close(self, *, wait: bool = True) -> None:
+        """Destroy the groups, unless ``destroy_process_group`` was faster.
+
+        Args:
+            wait: also for their threads, which end with the last reference. One of them may still have to let go of
+                a callback in Python when the iteration is over; if the interpreter ends before it does, it aborts
+                the process. Not where a collective is under way: they finish it first, or its time-out.
+        """
         groups, self._made = self._made, []
         if dist.is_initialized():
             for group in groups:
                 try:
                     dist.destroy_process_group(group)
                 except (RuntimeError, ValueError, AssertionError, KeyError):
-                    return  # the whole world went at the same time
+                    break  # the whole world went at the same time
+        if wait:
+            for member in (self.control, *self.scopes.values()):
+                object.__setattr__(member, "group", None)
 
     def _even_out(self, parent: Any) -> None:
         """Give every rank equally many groups, by groups of one.

@@ -726,12 +726,11 @@ class EspressoState:
             self._clock.detach()
         if self._guard is not None:
             self._guard.remove()
-        if self._executor is not None:
-            self._executor.close()
+        is_idle = self._executor is None or self._executor.close()
         if self._codecs is not None:
             self._codecs.close()
         if self._groups is not None:
-            self._groups.close()
+            self._groups.close(wait=is_idle)
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups, threads and the model stay behind; settings, strategy and residuals travel."""

@@ -60,6 +60,7 @@ else:
 
 SCRIPT = """
 import gc, sys, threading, time, warnings
+from pathlib import Path
 warnings.simplefilter("error")
 import torch, torch.distributed as dist
 import espresso
@@ -82,6 +83,11 @@ def steps(num, data=None):
         ddp.zero_grad()
     assert agreed(ddp)
 
+def gloo_threads():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop")
+
+threads_before = gloo_threads()
 state = register(ddp)
 steps(3)
 """
@@ -89,10 +95,32 @@ steps(3)
 ENDINGS = {
     "just exits": "",
     "destroy, then close": "dist.destroy_process_group()\nstate.close()",
-    "close, then destroy": "state.close()\nstate.close()\ndist.destroy_process_group()",
+    "close, then destroy": """
+        running = gloo_threads()
+        state.close()
+        state.close()
+        # A thread that has to let go of a callback while the interpreter ends would abort the process.
+        assert gloo_threads() == threads_before < running
+        dist.destroy_process_group()
+    """,
     "leaves by sys.exit in the middle of a step": """
         ddp(batch(rank, 9, 20)).square().mean()
         sys.exit(0)
+    """,
+    "a thread of Gloo's is slow to let go of a callback": """
+        import espresso.comm.averaging as averaging
+
+        class Slow:
+            def __del__(self, sleep=time.sleep):
+                sleep(0.3)
+
+        def partial(function, *arguments):
+            return lambda future, slow=Slow(): function(*arguments, future)
+
+        averaging.partial = partial
+        ddp = wrap(mlp(20, 60, 30, 40, 5))
+        issued = espresso.register(ddp, strategy=strategy_for(ddp, Cluster(2, 1)), ranks_per_node=1, timeout_s=20.0)
+        steps(4)
     """,
     "forked data loader": """
         from torch.utils.data import DataLoader
