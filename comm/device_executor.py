@@ -339,10 +339,10 @@ class DeviceExecutor(Executor):
         """Have ``clock.read`` called with :meth:`at_ns` after every iteration (None: measure no more)."""
         self._clock = clock
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Commit or discard what is left, then as on the host. The planner hears no more: its state may be gone."""
         verdict, self._pending = self._pending, None
         if self.error is None and verdict is not None:
             with suppress(EspressoError):  # kept and logged
                 self._read(verdict)
-        super().close()
+        return super().close()
