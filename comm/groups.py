@@ -14,17 +14,21 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.alarm import Alarm
 from espresso.comm.endpoints import local_ends, rank_in
-from espresso.comm.errors import DisagreementError, TopologyError
+from espresso.comm.errors import DisagreementError, EspressoError, TopologyError
 from espresso.comm.launch import read_environment
 from espresso.comm.parameter_server import connected
 from espresso.strategies import Cluster, Scope
 
 NodeKey = tuple[Any, ...]
+
+LETS_GO_OF_PYTHON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+"""Whether a process group that goes waits for its threads without Python's lock; where it keeps it, they dead-lock."""
 
 
 def node_key() -> NodeKey:
@@ -86,6 +90,16 @@ class Member:
         return bool(dist.get_backend(self.group) == "gloo")
 
 
+CLOSED = "espresso is closed: its process groups are gone"
+
+
+class _Gone:
+    """Stands where a process group was: ``None`` would mean the default one."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise EspressoError(CLOSED)
+
+
 class Groups:
     """The process groups of one job: flat, intra, inter, and one for control messages.
 
@@ -143,13 +157,13 @@ class Groups:
     def all_objects(self, value: Any) -> list[Any]:
         """Everybody's ``value``, in rank order (a control message; blocks)."""
         gathered: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(gathered, value, group=self.control.group)
+        dist.all_gather_object(gathered, value, group=self._control_group())
         return gathered
 
     def from_rank_0(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank (a control message; blocks)."""
         box = [value]
-        dist.broadcast_object_list(box, src=self._ranks[0], group=self.control.group)
+        dist.broadcast_object_list(box, src=self._ranks[0], group=self._control_group())
         return box[0]
 
     def rank_in(self, text: str) -> int | None:
@@ -161,7 +175,7 @@ class Groups:
         """Wait for everybody, for longer than the groups' time-out if ``patience_s`` says so."""
         options = dist.BarrierOptions()
         options.timeout = self._timeout if patience_s is None else timedelta(seconds=patience_s)
-        self.control.group.barrier(options).wait()
+        self._control_group().barrier(options).wait()
 
     def close(self, *, wait: bool = True) -> None:
         """Destroy the groups, unless ``destroy_process_group`` was faster.
@@ -178,9 +192,15 @@ class Groups:
                     dist.destroy_process_group(group)
                 except (RuntimeError, ValueError, AssertionError, KeyError):
                     break  # the whole world went at the same time
-        if wait:
+        if wait and LETS_GO_OF_PYTHON:
             for member in (self.control, *self.scopes.values()):
-                object.__setattr__(member, "group", None)
+                object.__setattr__(member, "group", _Gone())
+
+    def _control_group(self) -> Any:
+        """The group of control messages, as long as there is one."""
+        if not self._made:
+            raise EspressoError(CLOSED)
+        return self.control.group
 
     def _even_out(self, parent: Any) -> None:
         """Give every rank equally many groups, by groups of one.

@@ -88,8 +88,8 @@ def sparse_body_size(numel: int, itemsize: int, ratio: float, least: int = 1) ->
 
 
 def num_ends(numel: int) -> int:
-    """How many ends a body has: one for each span but the last; ``numel`` is above 0."""
-    return (numel - 1) // SPAN
+    """How many ends a body has: one for each span but the last."""
+    return max(numel - 1, 0) // SPAN
 
 
 def ends_at(k: int, itemsize: int) -> int:

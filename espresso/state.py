@@ -726,7 +726,8 @@ class EspressoState:
             self._clock.detach()
         if self._guard is not None:
             self._guard.remove()
-        is_idle = self._executor is None or self._executor.close()
+        # Without an executor it is still being set up, perhaps by another thread that waits for everybody.
+        is_idle = self._executor is not None and self._executor.close()
         if self._codecs is not None:
             self._codecs.close()
         if self._groups is not None:

@@ -101,6 +101,12 @@ ENDINGS = {
         state.close()
         # A thread that has to let go of a callback while the interpreter ends would abort the process.
         assert gloo_threads() == threads_before < running
+        try:
+            state.gather_state_dict()
+        except RuntimeError as error:
+            assert "espresso is closed" in str(error), error
+        else:
+            raise AssertionError("a closed state talked to the others")
         dist.destroy_process_group()
     """,
     "leaves by sys.exit in the middle of a step": """
@@ -114,13 +120,17 @@ ENDINGS = {
             def __del__(self, sleep=time.sleep):
                 sleep(0.3)
 
+        made = []
+
         def partial(function, *arguments):
+            made.append(function)
             return lambda future, slow=Slow(): function(*arguments, future)
 
         averaging.partial = partial
         ddp = wrap(mlp(20, 60, 30, 40, 5))
         issued = espresso.register(ddp, strategy=strategy_for(ddp, Cluster(2, 1)), ranks_per_node=1, timeout_s=20.0)
-        steps(4)
+        steps(8)
+        assert made
     """,
     "forked data loader": """
         from torch.utils.data import DataLoader
