@@ -1,6 +1,5 @@
 """Parameter servers in this process, for workers that are ranks of a pool: no further processes to start."""
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.exchange import Exchange
-from benchmarks.rank_pool import NUM_RANKS, RankPool
+from benchmarks.rank_pool import NUM_RANKS, RankPool, free_port
 from espresso.comm import EspressoError
 from espresso.comm.parameter_server import Client, GlooTransport, Server
 from espresso.host_codecs import HostCodecs
@@ -23,9 +22,7 @@ _here: dict[Any, Any] = {}
 @contextmanager
 def serving(pool: RankPool, *, engines: int = 2, memory_bytes: int = 1 << 30) -> Iterator[list[Server]]:
     """Three servers for the four ranks of ``pool``; they end when the ranks leave, with the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     codecs = HostCodecs(1)
     servers: dict[int, Server] = {}

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.rank_pool import free_port
 from espresso.launch import main, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,12 +96,6 @@ def command(script: Path, folder: Path) -> list[str]:
         sys.executable, "-m", "espresso.launch", "--servers", "1", "--timeout-s", "60", str(script), str(folder),
         "--servers", "mine",
     ]  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def over_gloo(argv: list[str], timeout_s: float = 100.0) -> list[tuple[int, str]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.rank_pool import RANKS
+from benchmarks.rank_pool import RANKS, free_port
 
 # What needs a real interpreter exit (tests/test_lifecycle.py) starts programs of its own.
 
@@ -28,12 +27,6 @@ class Outcome:
 
 class RanksFailed(AssertionError):
     """A rank raised, died or hung."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(
