@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import results
+from benchmarks.ports import free_port
 from benchmarks.rank_pool import RANKS
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option
 
@@ -119,7 +119,7 @@ def worker(rank: int, port: int, name: str, timeout_s: float, talk: Connection) 
 
 def run_trial(name: str, victim: int, delay_s: float, timeout_s: float) -> Trial:
     """Start four ranks, kill one ``delay_s`` after all have trained a few steps, and watch the others."""
-    port = _free_port()
+    port = free_port()
     pairs = [RANKS.Pipe(duplex=False) for _ in range(NUM_RANKS)]
     processes = [
         RANKS.Process(target=worker, args=(rank, port, name, timeout_s, pairs[rank][1]))
@@ -170,12 +170,6 @@ def _watch(
 def _names(rank: int, text: str) -> bool:
     waited_for = ("step " in text and "tensors" in text) or "after the last bucket" in text
     return f"espresso on rank {rank} failed in iteration" in text and waited_for
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @app.command()

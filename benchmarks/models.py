@@ -23,13 +23,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-NAMES = ("mlp", "gpt", "cnn", "resnet", "vit", "lstm")
+Name = Literal["mlp", "gpt", "cnn", "resnet", "vit", "lstm"]
+NAMES: tuple[str, ...] = get_args(Name)
 
 Batch = tuple[Tensor, Tensor]
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
 from benchmarks.emulated import Network, format_rate, measure_bulk_rate, open_network, run_workers
-from benchmarks.models import Workload, build_workload
+from benchmarks.models import NAMES, Workload, build_workload
 from benchmarks.train import MAX_STEPS_TO_DECIDE, process_group
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -252,7 +252,7 @@ def table_of(rows: Sequence[Row], total: Score, title: str) -> Table:
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Option(help="mlp, gpt, cnn, resnet, vit or lstm.")] = "mlp",
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}.")] = "mlp",
     rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "1gbit",
     workers: Annotated[int, typer.Option(help="Workers per host.")] = 1,
     rounds: Annotated[int, typer.Option(help="Blocks of every strategy.")] = 4,

@@ -9,13 +9,12 @@ import atexit
 import multiprocessing
 import os
 import queue
-import random
-import socket
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
+
+from benchmarks.ports import free_port
 
 RANKS = multiprocessing.get_context("forkserver")
 RANKS.set_forkserver_preload(["benchmarks.rank_preload"])
@@ -25,19 +24,6 @@ NUM_RANKS = 4
 
 MOURNING_S = 5.0
 """How long the others may take to answer once one rank has failed or died: they are probably waiting for it."""
-
-
-PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to connections: Gloo's, which are many, would take one between choice and use."""
-
-
-def free_port() -> int:
-    """A port nobody listens on, for a store that will soon."""
-    while True:
-        port = random.SystemRandom().choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class RanksFailed(AssertionError):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ import typer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.arms import Arm, Decider, parse_arms
-from benchmarks.models import Workload, build_workload, num_parameters
+from benchmarks.models import Name, Workload, build_workload, num_parameters
 from benchmarks.ratios import paired_ratio
 
 #: Automatic mode has decided by then; see the README.
@@ -245,9 +245,7 @@ def make_runners(
 
 @app.command()
 def main(
-    model: Annotated[
-        Literal["mlp", "gpt", "cnn", "resnet", "vit", "lstm"], typer.Option(help="What to train.")
-    ] = "mlp",
+    model: Annotated[Name, typer.Option(help="What to train.")] = "mlp",
     arms: Annotated[str, typer.Option("--arms", "--arm", help="Arms, comma-separated.")] = "plain",
     blocks: Annotated[int, typer.Option(help="Rounds; each runs one block of every arm.")] = 5,
     steps_per_block: Annotated[int, typer.Option("--steps-per-block", "--steps")] = 10,

@@ -1,7 +1,6 @@
 """What holds for every test: what was loaded to begin with is kept out of the garbage collector.
 
-PyTorch, Numba and SciPy leave half a million objects behind that live as long as the process; going through them took a
-tenth of the time of a test run.
+PyTorch, Numba and SciPy leave hundreds of thousands of objects behind that live as long as the process.
 """
 
 import gc

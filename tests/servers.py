@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.exchange import Exchange
-from benchmarks.rank_pool import NUM_RANKS, RankPool, free_port
+from benchmarks.ports import free_port
+from benchmarks.rank_pool import NUM_RANKS, RankPool
 from espresso.comm import EspressoError
 from espresso.comm.parameter_server import Client, GlooTransport, Server
 from espresso.host_codecs import HostCodecs

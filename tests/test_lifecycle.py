@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers import free_port
+from benchmarks.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 150.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rank_pool import free_port
+from benchmarks.ports import free_port
 from espresso.launch import main, parse
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -249,7 +249,7 @@ def test_no_two_threads_race_over_spans() -> None:
     layout, starts = make_layout(codec.compressor, (2 * SPAN + 1, 300), np.float32)
     source = torch.from_numpy(numbers(2 * SPAN + 304, np.float32))
     payload = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    feedback: Any = Feedback(source, source.clone(), starts)  # type: ignore[arg-type]
+    feedback: Any = Feedback(source, source.clone(), starts)
     assert codec.encode(layout, source, starts, payload, feedback=feedback)
     assert codec.decode(layout, payload.view(1, -1), source.clone(), starts)
     CudaMover(device).mask(create("topk:ratio=0.01"), layout, payload, feedback)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.rank_pool import RANKS, free_port
+from benchmarks.ports import free_port
+from benchmarks.rank_pool import RANKS
 
 # What needs a real interpreter exit (tests/test_lifecycle.py) starts programs of its own.
 

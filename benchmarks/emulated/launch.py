@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.emulated.interrupts import interrupts_deferred
 from benchmarks.emulated.network import Host, Network
+from benchmarks.ports import free_port
 
 _POLL_S = 0.05
 #: A worker that fails takes the others down with it; this is how long they may take to say why.
@@ -97,7 +97,7 @@ def _started(
     env: Mapping[str, str],
     log_dir: Path | None,
 ) -> Iterator[list[_Worker]]:
-    port = 29500 if network.rate_bps is not None else _free_port()
+    port = 29500 if network.rate_bps is not None else free_port()
     workers: list[_Worker] = []
     with ExitStack() as stack:
         stack.callback(_stop, workers)
@@ -121,11 +121,6 @@ def _started(
                     # Inherited by every thread and child, and set long before the interpreter starts any.
                     os.sched_setaffinity(process.pid, cores_of(host))
         yield workers
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _wait(workers: list[_Worker], deadline_s: float, on_poll: Callable[[], None]) -> None:
