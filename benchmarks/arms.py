@@ -55,9 +55,7 @@ class Arm:
         if self.kind not in KINDS:
             raise ValueError(f"arm {self.name!r}: no kind {self.kind!r}; there are {', '.join(KINDS)}")
         if self.kind in ("espresso", "servers") and not self.detail:
-            raise ValueError(
-                f"arm {self.name!r} names no compressor: write {self.kind}:efsignsgd, for example"
-            )
+            raise ValueError(f"arm {self.name!r} names no compressor: write {self.kind}:efsignsgd, for example")
         if self.kind == "powersgd" and not self.detail.removeprefix("rank=").isdigit():
             raise ValueError(f"arm {self.name!r}: write powersgd:rank=1, for example")
 
@@ -93,9 +91,7 @@ class Arm:
         from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 
         def raw(tensors: tuple[TensorSpec, ...], cluster: Cluster) -> Strategy:
-            return Strategy.uniform(
-                tensors, cluster, Choice(parse_option("flat.push > sum@server > flat.pull"))
-            )
+            return Strategy.uniform(tensors, cluster, Choice(parse_option("flat.push > sum@server > flat.pull")))
 
         spec = CompressorSpec.parse("none" if self.detail == "raw" else self.detail)
         policy = raw if self.detail == "raw" else TwoWay(spec, raw_below_bytes=0)
@@ -106,9 +102,7 @@ class Arm:
         import espresso
 
         compressor, _, path = self.detail.partition("@")
-        config: dict[str, Any] = (
-            {} if path or artifacts_dir is None else {"artifacts_dir": str(artifacts_dir)}
-        )
+        config: dict[str, Any] = {} if path or artifacts_dir is None else {"artifacts_dir": str(artifacts_dir)}
         state: Decider = espresso.register(model, compressor=compressor, strategy=path or "auto", **config)
         return state
 

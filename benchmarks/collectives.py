@@ -20,11 +20,12 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from espresso.comm import Groups, export_environment
+from espresso.comm.environment import export_environment
+from espresso.comm.groups import Groups
 from espresso.compressors.base import Segment
-from espresso.costs import interpolate
-from espresso.host_codecs import HostCodecs
-from espresso.profiler import measure_links
+from espresso.live.host_codecs import HostCodecs
+from espresso.live.profiler import measure_links
+from espresso.model.costs import interpolate
 from espresso.strategies import CompressorSpec, Device, Form
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -141,9 +141,7 @@ def one_round_ids() -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a table or JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compressors", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compressors", description=__doc__.split("\n")[0])
     parser.add_argument("compressors", nargs="*", help="specs; all ids with their defaults if none is given")
     parser.add_argument("--log2-elements", type=int, nargs="+", default=[14, 16, 18, 20, 22, 24, 26])
     parser.add_argument("--log2-segment", type=int, default=None, help="cut into segments of this length")
@@ -171,9 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for threads in options.threads:
         with WorkerPool(threads) as pool:
             for elements in (1 << power for power in options.log2_elements):
-                segment = (
-                    elements if options.log2_segment is None else min(elements, 1 << options.log2_segment)
-                )
+                segment = elements if options.log2_segment is None else min(elements, 1 << options.log2_segment)
                 bench = Bench(elements, pool, options.repeats, clock)
                 for spec in options.compressors or one_round_ids():
                     rows += measure(spec, bench, segment)
@@ -218,9 +214,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# Host compressors: GB/s of fp32 input (fraction of `np.copyto`'s rate, same run, same threads)",
         "",
-        "| compressor | operation | threads | "
-        + " | ".join(f"2^{size.bit_length() - 1}" for size in sizes)
-        + " |",
+        "| compressor | operation | threads | " + " | ".join(f"2^{size.bit_length() - 1}" for size in sizes) + " |",
         "| --- | --- | --- |" + " --- |" * len(sizes),
     ]
     cells: dict[tuple[Any, ...], dict[int, str]] = {}
@@ -229,9 +223,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cells.setdefault(key, {})[row["elements"]] = f"{row['gb_per_s']:.2f} ({row['copy_fraction']:.2f})"
     for key, by_size in sorted(cells.items()):
         lines.append(
-            f"| {key[0]} | {key[1]} | {key[2]} | "
-            + " | ".join(by_size.get(size, "") for size in sizes)
-            + " |"
+            f"| {key[0]} | {key[1]} | {key[2]} | " + " | ".join(by_size.get(size, "") for size in sizes) + " |"
         )
     return "\n".join(lines) + "\n"
 

@@ -19,7 +19,7 @@ from benchmarks import results
 from benchmarks.ratios import paired_ratio
 from espresso.compressors import create
 from espresso.compressors.base import Segment
-from espresso.host_codecs import HostCodecs
+from espresso.live.host_codecs import HostCodecs
 from espresso.strategies import CompressorSpec, Device
 
 LEAST = 1.2
@@ -70,9 +70,7 @@ def measure(spec: str, elements: int, payloads: int, rounds: int, keys: int) -> 
 @app.command()
 def main(
     compressors: Annotated[str, typer.Option(help="Separated by semicolons.")] = "efsignsgd;onebit;int8;topk",
-    elements: Annotated[
-        str, typer.Option(help="Of the result, separated by commas.")
-    ] = "1048576,1048576,16777216",
+    elements: Annotated[str, typer.Option(help="Of the result, separated by commas.")] = "1048576,1048576,16777216",
     keys: Annotated[str, typer.Option(help="That take turns, one number for each size.")] = "16,1,1",
     payloads: Annotated[int, typer.Option()] = 4,
     rounds: Annotated[int, typer.Option()] = 60,
@@ -87,9 +85,7 @@ def main(
             raise typer.BadParameter(str(error)) from None
         sizes = zip(elements.split(","), keys.split(","), strict=True)
         rows += [measure(spec, int(size), payloads, rounds, int(turns)) for size, turns in sizes]
-    table = Table(
-        title=f"decode and sum of {payloads} payloads, per payload, against a copy", title_justify="left"
-    )
+    table = Table(title=f"decode and sum of {payloads} payloads, per payload, against a copy", title_justify="left")
     for header in (
         "compressor",
         "elements",

@@ -124,9 +124,7 @@ def table_of(rows: list[Row], title: str) -> Table:
         loss = f"{row.final_loss:.4f}" if row.averages_gradients else "-"
         accuracy = f"{row.final_accuracy:.3f}" if row.averages_gradients else "-"
         speedup = f"{row.speedup:.2f}x"
-        table.add_row(
-            row.name, f"{row.step_ms:.1f}", f"{row.mb_per_step_per_host:.2f}", speedup, loss, accuracy
-        )
+        table.add_row(row.name, f"{row.step_ms:.1f}", f"{row.mb_per_step_per_host:.2f}", speedup, loss, accuracy)
     return table
 
 

@@ -11,13 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from espresso.comm import Assignment, Executor, Groups, Record, ResidualStore, Velocities
+from espresso.comm.execute.executor import Assignment, Executor, Record
+from espresso.comm.groups import Groups
+from espresso.comm.keep.store import ResidualStore
+from espresso.comm.keep.velocities import Velocities
 from espresso.comm.parameter_server import Client, Link
-from espresso.comm.program import TORCH_DTYPES, Codecs
+from espresso.comm.program.partition import TORCH_DTYPES, Codecs
 from espresso.compressors.base import Correction
-from espresso.host_codecs import HostCodecs
+from espresso.live.host_codecs import HostCodecs
 from espresso.strategies import Bucket, Choice, CompressorSpec, Slot, Strategy, TensorSpec, plan
-from espresso.strategies.schedule import list_order
+from espresso.strategies.list_scheduling import list_order
 
 Array = npt.NDArray[Any]
 
@@ -57,9 +60,7 @@ class Exchange:
         host_copies: bool = False,
     ) -> None:
         self._client = client
-        self.groups = Groups(
-            process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s, host_copies=host_copies
-        )
+        self.groups = Groups(process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s, host_copies=host_copies)
         self.codecs: Codecs = HostCodecs(2) if codecs is None else codecs
         self._timeout_s = timeout_s
         self.seed = seed
@@ -128,9 +129,7 @@ class Exchange:
         self.script.next = assignment
         buffers = [gradient.clone() for gradient in gradients]
         futures = [
-            self.executor.reduce_bucket(
-                bucket, buffer, is_last=bucket.index == len(buckets) - 1, grad_scale=grad_scale
-            )
+            self.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == len(buckets) - 1, grad_scale=grad_scale)
             for bucket, buffer in zip(buckets, buffers, strict=True)
         ]
         for future, buffer in zip(futures, buffers, strict=True):

@@ -152,9 +152,7 @@ def judge(runs: Sequence[tuple[Job, float, float]]) -> list[Row]:
     """Rows per case, arm and gain, in the order of the runs."""
     rows = []
     for case, arm, gain in dict.fromkeys((job.case, job.arm, job.gain) for job, _, _ in runs):
-        mine = [
-            (loss, right) for job, loss, right in runs if (job.case, job.arm, job.gain) == (case, arm, gain)
-        ]
+        mine = [(loss, right) for job, loss, right in runs if (job.case, job.arm, job.gain) == (case, arm, gain)]
         worst = max(loss for job, loss, _ in runs if (job.case, job.arm) == (case, PLAIN))
         losses, accuracies = zip(*mine, strict=True)
         own = arm == PLAIN or gain == own_gain(arm)

@@ -35,7 +35,7 @@ from espresso.compressors import Feedback, Segment, compressor_ids, create, cuda
 from espresso.compressors.cuda import CudaCodec, CudaDevice, CudaUnavailableError
 from espresso.compressors.cuda.codec import STATUS_WORDS
 from espresso.compressors.cuda.launching import launching
-from espresso.device_codecs import Rehearsal
+from espresso.live.device_codecs import Rehearsal
 
 ROTATE_BYTES = 512 << 20
 """Input sets together are at least this large where they would fit a cache."""
@@ -123,9 +123,7 @@ class Bench:
             times.append(float(begin.elapsed_time(end)) * 1e3 / len(calls))
         return statistics.median(times)
 
-    def row(
-        self, name: str, op: str, elements: int, us: float, bytes_each: float, bar: float | None = None
-    ) -> Row:
+    def row(self, name: str, op: str, elements: int, us: float, bytes_each: float, bar: float | None = None) -> Row:
         rate = bytes_each * elements / us
         fraction = rate / self.copy_bytes_per_us
         passed = bar is None or fraction >= bar
@@ -182,9 +180,7 @@ class Case:
     def decodes(self, rows: int) -> list[Callable[[], object]]:
         """A decode of the first payloads."""
         return [
-            lambda: self.codec.launch_decode(
-                self.layout, self.payloads[:rows], self.target, self.starts, self.status
-            )
+            lambda: self.codec.launch_decode(self.layout, self.payloads[:rows], self.target, self.starts, self.status)
         ]
 
 
@@ -317,8 +313,7 @@ def table(rows: Sequence[Row], config: dict[str, Any]) -> str:
     """The one table, last."""
     lines = [
         f"{config['gpu']}, CUDA {config['cuda']}: a copy moves {config['copy_gb_per_s']:.0f} GB/s, both directions",
-        f"{'compressor':24} {'operation':30} {'elements':>10} {'us':>9} {'GB/s':>7} {'of copy':>8}"
-        f" {'host us':>8}  bar",
+        f"{'compressor':24} {'operation':30} {'elements':>10} {'us':>9} {'GB/s':>7} {'of copy':>8} {'host us':>8}  bar",
     ]
     for row in rows:
         verdict = "" if not row.bar else f"{row.bar}: {'ok' if row.passed else 'MISSED'}"

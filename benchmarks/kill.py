@@ -87,7 +87,7 @@ def worker(rank: int, port: int, name: str, timeout_s: float, talk: Connection) 
     from torch.nn.parallel import DistributedDataParallel
 
     import espresso
-    from espresso.names import named_gradients, tensor_specs
+    from espresso.live.names import named_gradients, tensor_specs
 
     logging.getLogger("espresso").addHandler(logging.NullHandler())  # the error is told below
     torch.set_num_threads(1)
@@ -101,9 +101,7 @@ def worker(rank: int, port: int, name: str, timeout_s: float, talk: Connection) 
     choice = PLAIN
     if parsed is not None and parsed.is_compressed:
         choice = Choice(parsed, CompressorSpec.parse(compressor))
-    strategy: Any = (
-        Strategy.uniform(tensor_specs(named_gradients(ddp)), cluster, choice) if parsed else "auto"
-    )
+    strategy: Any = Strategy.uniform(tensor_specs(named_gradients(ddp)), cluster, choice) if parsed else "auto"
     state = espresso.register(
         ddp, compressor, strategy, ranks_per_node=ranks_per_node, timeout_s=timeout_s, offload_threads=1
     )
@@ -122,8 +120,7 @@ def run_trial(name: str, victim: int, delay_s: float, timeout_s: float) -> Trial
     port = free_port()
     pairs = [RANKS.Pipe(duplex=False) for _ in range(NUM_RANKS)]
     processes = [
-        RANKS.Process(target=worker, args=(rank, port, name, timeout_s, pairs[rank][1]))
-        for rank in range(NUM_RANKS)
+        RANKS.Process(target=worker, args=(rank, port, name, timeout_s, pairs[rank][1])) for rank in range(NUM_RANKS)
     ]
     try:
         for process in processes:
@@ -135,9 +132,7 @@ def run_trial(name: str, victim: int, delay_s: float, timeout_s: float) -> Trial
         pid = processes[victim].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        return _watch(
-            name, victim, delay_s, time.time(), time.monotonic() + timeout_s + GRACE_S, processes, pairs
-        )
+        return _watch(name, victim, delay_s, time.time(), time.monotonic() + timeout_s + GRACE_S, processes, pairs)
     finally:
         for process in processes:
             if process.is_alive():
@@ -162,9 +157,7 @@ def _watch(
         process.join(max(0.0, deadline - time.monotonic()))
         num_hung += rank != victim and process.is_alive()
     named = sum(_names(rank, text) for rank, text in texts)
-    return Trial(
-        name, victim, round(delay_s, 3), tuple(raised), num_hung, named, texts[0][1] if texts else ""
-    )
+    return Trial(name, victim, round(delay_s, 3), tuple(raised), num_hung, named, texts[0][1] if texts else "")
 
 
 def _names(rank: int, text: str) -> bool:
@@ -184,8 +177,7 @@ def main(
     draw = random.Random(seed)
     names = list(STRATEGIES)
     plans = [
-        (names[i % len(names)], draw.randrange(NUM_RANKS), draw.uniform(0, LONGEST_DELAY_S))
-        for i in range(trials)
+        (names[i % len(names)], draw.randrange(NUM_RANKS), draw.uniform(0, LONGEST_DELAY_S)) for i in range(trials)
     ]
     console = Console(stderr=True)
     done = [run_trial(*plan, timeout_s) for plan in track(plans, "Killing", console=console, transient=True)]

@@ -33,7 +33,7 @@ from benchmarks.exchange import (
     strategy_of,
 )
 from benchmarks.rank_pool import POOL, RankPool
-from espresso.comm import Assignment
+from espresso.comm.execute.executor import Assignment
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Option, options_for
 
 RESULTS = Path(__file__).parent / "results" / "leaves.json"
@@ -63,9 +63,7 @@ def cases_for(cluster: Cluster, devices: tuple[Device, ...] = TRAINING) -> list[
     return leaves + [(option, "fp16") for option in both if option.is_summable]
 
 
-def run_cases(
-    rank: int, cluster: Cluster, cases: Sequence[Case], dtypes: Sequence[str]
-) -> tuple[list[str], list[str]]:
+def run_cases(rank: int, cluster: Cluster, cases: Sequence[Case], dtypes: Sequence[str]) -> tuple[list[str], list[str]]:
     """Run every case twice: in plain order, then in a list-scheduled one on other numbers.
 
     Returns:
@@ -116,9 +114,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -216,12 +216,8 @@ class Vit(nn.Module):
         super().__init__()
         self.patches = nn.Linear(4, width)
         self.position = nn.Parameter(0.02 * torch.randn(16, width))
-        layer = nn.TransformerEncoderLayer(
-            width, num_heads, 4 * width, 0.0, batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(
-            layer, num_layers, nn.LayerNorm(width), enable_nested_tensor=False
-        )
+        layer = nn.TransformerEncoderLayer(width, num_heads, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -41,10 +41,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import results
 from benchmarks.models import Batch, digits
 from benchmarks.rank_pool import RankPool
-from espresso.comm.residuals import ResidualStore
+from espresso.comm.keep.store import ResidualStore
 from espresso.compressors import registry
+from espresso.live.state import EspressoState
 from espresso.optim import CLAN, LANS, CompressedAdam
-from espresso.state import EspressoState
 from espresso.strategies import Site
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,9 +207,7 @@ def _make_optimizer(model: DistributedDataParallel, arm: Arm, steps: int) -> tor
         "clan": lambda: CLAN(model, lr=0.01, **settings),
         "adam": lambda: torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0),
         "compressed adam": lambda: CompressedAdam(model, lr=2e-3, warmup_steps=steps // 5, **settings),
-        UNDIVIDED: lambda: CompressedAdam(
-            model, lr=2e-3, warmup_steps=steps // 5, precondition=False, **settings
-        ),
+        UNDIVIDED: lambda: CompressedAdam(model, lr=2e-3, warmup_steps=steps // 5, precondition=False, **settings),
     }
     return makers[arm.optimizer]()
 
@@ -296,9 +294,7 @@ def run_with_servers(arms: Sequence[Arm], seeds: Sequence[int], steps: int, dead
 
 def run_from(row: dict[str, Any]) -> Run:
     """A run as it was written; NaN was written as null."""
-    numbers: dict[str, Any] = {
-        key: math.nan if value is None else value for key, value in row.items() if key != "arm"
-    }
+    numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in row.items() if key != "arm"}
     return Run(arm=Arm(**row["arm"]), **numbers)
 
 
@@ -342,9 +338,7 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
         "bytes",
         "",
     ):
-        table.add_column(
-            header, justify="left" if header in ("optimizer", "compressor", "control", "") else "right"
-        )
+        table.add_column(header, justify="left" if header in ("optimizer", "compressor", "control", "") else "right")
     for row in rows:
         verdict = "within" if row.within else "outside"
         if not row.is_as_wanted:
@@ -360,9 +354,7 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
 
 def known(compressors: str) -> tuple[str, ...]:
     """The specs whose compressors this version has."""
-    return tuple(
-        spec for spec in compressors.split(";") if spec.partition(":")[0] in registry.compressor_ids()
-    )
+    return tuple(spec for spec in compressors.split(";") if spec.partition(":")[0] in registry.compressor_ids())
 
 
 def _without_nan(body: Any) -> Any:
@@ -400,9 +392,7 @@ def main(
     arms = [arm for arm in arms if arm.compressor or arm not in {run.arm for run in before}]
     runs = [run for run in before if run.arm not in arms] + measure(arms, numbers, steps)
     rows = judge(runs)
-    body = results.record(
-        config, numbers[0], [asdict(row) | {"is_as_wanted": row.is_as_wanted} for row in rows]
-    )
+    body = results.record(config, numbers[0], [asdict(row) | {"is_as_wanted": row.is_as_wanted} for row in rows])
     results.write(json_path, _without_nan(body | {"runs": [asdict(run) for run in runs]}))
     title = f"{steps} steps on {NUM_RANKS} ranks with different digits, mean of seeds {seeds}"
     results.console(140).print(table_of(rows, title))

@@ -111,7 +111,7 @@ class _Job:
 
     def _attach(self, arm: str, model: DistributedDataParallel) -> None:
         import espresso
-        from espresso.names import named_gradients, tensor_specs
+        from espresso.live.names import named_gradients, tensor_specs
         from espresso.strategies import Cluster, Strategy
 
         if arm == "espresso":

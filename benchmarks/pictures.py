@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from espresso.gantt import write_gantt
-from espresso.job import Job
-from espresso.lane_events import last_iteration, measured_events, predicted_events
+from espresso.model.job import Job
+from espresso.model.timeline import list_schedule, simulate
+from espresso.show.gantt import write_gantt
+from espresso.show.lane_events import last_iteration, measured_events, predicted_events
+from espresso.show.trace_events import write_trace
 from espresso.strategies import Strategy, plan
-from espresso.timeline import list_schedule, simulate
-from espresso.trace_events import write_trace
 
 
 def draw_lanes(folder: Path, title: str) -> list[Path]:
@@ -18,9 +18,7 @@ def draw_lanes(folder: Path, title: str) -> list[Path]:
         What was written. Without a strategy and a job (no automatic arm ran) that is nothing; without
         measured intervals the predicted lanes stand alone.
     """
-    job_path, strategy_path, measured_path = (
-        folder / name for name in ("job.json", "strategy.json", "measured.json")
-    )
+    job_path, strategy_path, measured_path = (folder / name for name in ("job.json", "strategy.json", "measured.json"))
     if not (job_path.exists() and strategy_path.exists()):
         return []
     job, strategy = Job.load(job_path), Strategy.load(strategy_path)

@@ -54,8 +54,7 @@ HIERARCHICAL_PIPELINES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "scaled sign, inter all-to-all + allgather",
-        "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec"
-        " > intra.allgather",
+        "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather",
         COMPRESSOR,
     ),
 )
@@ -159,9 +158,9 @@ def _profile(trainee: _Trainee) -> Any:
 
 def _with_costs(job: Any, specs: Sequence[str]) -> Any:
     """The job with the costs of further compressors, measured the same way."""
-    from espresso.comm import Groups
-    from espresso.host_codecs import HostCodecs
-    from espresso.profiler import measure_compressor
+    from espresso.comm.groups import Groups
+    from espresso.live.host_codecs import HostCodecs
+    from espresso.live.profiler import measure_compressor
     from espresso.strategies import CompressorSpec, Device
 
     groups, codecs = Groups(None), HostCodecs(1)
@@ -184,9 +183,9 @@ def _with_costs(job: Any, specs: Sequence[str]) -> Any:
 
 def _strategies(job: Any) -> list[tuple[str, Any, float]]:
     """Name, strategy, predicted microseconds, on rank 0's word."""
-    from espresso.search import lay_out, search
+    from espresso.model.timeline import simulate
+    from espresso.search.search import lay_out, search
     from espresso.strategies import Choice, CompressorSpec, Strategy, parse_option
-    from espresso.timeline import simulate
 
     rows: list[Any] = []
     if dist.get_rank() == 0:
@@ -283,9 +282,7 @@ def main(
         argv += ["--job-path", str(job_path.resolve())]
     with open_network(2, rate) as network:
         config["network"] = describe(network)
-        run_workers(
-            network, argv, workers_per_host=workers, pin=True, deadline_s=900, env={"PYTHONPATH": str(ROOT)}
-        )
+        run_workers(network, argv, workers_per_host=workers, pin=True, deadline_s=900, env={"PYTHONPATH": str(ROOT)})
     rows = [Row(**row) for row in json.loads(raw.read_text())]
     raw.unlink()
     total = score(rows)

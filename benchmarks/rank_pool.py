@@ -75,9 +75,7 @@ class RankPool:
         if len(answers) < self.num_ranks:
             self.close()
             told = [f"rank {rank}: {error}" for rank, error in sorted(errors.items())]
-            silent = [
-                str(rank) for rank in range(self.num_ranks) if rank not in answers and rank not in errors
-            ]
+            silent = [str(rank) for rank in range(self.num_ranks) if rank not in answers and rank not in errors]
             raise RanksFailed("\n".join([*told, f"no answer from rank {', '.join(silent) or '(none)'}"]))
         return [answers[rank] for rank in range(self.num_ranks)]
 

@@ -12,8 +12,8 @@ import torch._dynamo.convert_frame
 import torch.distributed  # noqa: F401
 from numba import njit
 
-import espresso.host_codecs
-import espresso.state  # noqa: F401
+import espresso.live.host_codecs
+import espresso.live.state  # noqa: F401
 
 
 @njit("int64(int64)")

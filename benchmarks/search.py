@@ -28,10 +28,10 @@ from rich.progress import track
 
 from benchmarks import search_evidence, search_speed
 from benchmarks.search_models import MODELS, model_job, random_model_job
-from espresso.job import Job
-from espresso.presets import cluster_names, job_from_trace, published_costs, trace_names
-from espresso.search import GREEDY, PUBLISHED, search
-from espresso.search_result import SearchResult
+from espresso.model.job import Job
+from espresso.model.presets import cluster_names, job_from_trace, published_costs, trace_names
+from espresso.search.result import SearchResult
+from espresso.search.search import GREEDY, PUBLISHED, search
 from espresso.strategies import TensorSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -146,9 +146,7 @@ def scale() -> list[dict[str, Any]]:
         search(job, COMPRESSORS[0])
         cold = (time.perf_counter() - began) * 1e3
         runs = [search(job, COMPRESSORS[0]) for _ in range(REPEATS)]
-        rows.append(
-            {"tensors": tensors, "nodes": nodes, "gap": runs[0].gap, "first_ms": cold, **_times(runs)}
-        )
+        rows.append({"tensors": tensors, "nodes": nodes, "gap": runs[0].gap, "first_ms": cold, **_times(runs)})
     return rows
 
 
@@ -191,9 +189,7 @@ def facts() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
-        ]
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -219,9 +215,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "largest_certificate_and_improvement_ms": max(both[True]),
         **({"largest_above_200_tensors_ms": max(both[False])} if both[False] else {}),
         **{
-            f"least_gain_on_bert_base_over_{name}": min(
-                1 - row["predicted_us"] / row[f"{name}_us"] for row in bert
-            )
+            f"least_gain_on_bert_base_over_{name}": min(1 - row["predicted_us"] / row[f"{name}_us"] for row in bert)
             for name in (("algorithms", "greedy") if bert else ())
         },
         "times_the_algorithms_are_above_the_best_baseline": sum(
@@ -318,9 +312,7 @@ def draw(body: dict[str, Any], path: Path) -> None:
         sizes = np.array([row["tensors"] for row in rows])
         right.loglog(sizes, [row["search_ms"] for row in rows], marker="o", label="search")
         right.loglog(sizes, [row["certificate_ms"] for row in rows], marker="s", label="certificate")
-        right.loglog(
-            sizes, sizes * rows[0]["search_ms"] / sizes[0], color="grey", linestyle="--", label="linear"
-        )
+        right.loglog(sizes, sizes * rows[0]["search_ms"] / sizes[0], color="grey", linestyle="--", label="linear")
         right.set(xlabel="tensors", ylabel="ms")
         right.legend(fontsize=8)
     nodes = sorted({row["nodes"]: row for row in thousand}.values(), key=lambda row: row["nodes"])

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from espresso.candidates import every_choice, units_of
-from espresso.evaluator import Evaluator
-from espresso.job import Job
-from espresso.search import search
-from espresso.search_result import SearchResult
+from espresso.model.job import Job
+from espresso.search.candidates import every_choice, units_of
+from espresso.search.evaluator import Evaluator
+from espresso.search.result import SearchResult
+from espresso.search.search import search
 from espresso.strategies import CompressorSpec
 
 TENSORS = 3

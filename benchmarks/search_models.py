@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from espresso.job import Job
-from espresso.presets import job_from_trace
+from espresso.model.job import Job
+from espresso.model.presets import job_from_trace
 from espresso.strategies import TensorSpec
 
 Row = tuple[str, int, float]
@@ -58,9 +58,7 @@ def _bert(layers: int, hidden: int, vocabulary: int = 30_522, positions: int = 5
     ]
 
     def linear(name: str, inside: int, out: int) -> None:
-        rows.extend(
-            [(f"{name}.weight", inside * out, float(inside * out * positions)), (f"{name}.bias", out, out)]
-        )
+        rows.extend([(f"{name}.weight", inside * out, float(inside * out * positions)), (f"{name}.bias", out, out)])
 
     def norm(name: str) -> None:
         rows.extend((f"{name}.{part}", hidden, float(hidden)) for part in ("weight", "bias"))
@@ -135,9 +133,7 @@ def _job(
 ) -> Job:
     base = job_from_trace("vgg16", nodes, ranks, preset)
     tensors = tuple(TensorSpec(tensor, (numel,)) for tensor, numel in rows)
-    return replace(
-        base, model=name, tensors=tensors, gaps_us=tuple(float(gap) for gap in gaps), source="generated"
-    )
+    return replace(base, model=name, tensors=tensors, gaps_us=tuple(float(gap) for gap in gaps), source="generated")
 
 
 __all__ = ["BACKWARD_US", "MODELS", "model_job", "random_model_job"]

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.search_models import MODELS, model_job
-from espresso.algorithms import greedy, offload
-from espresso.candidates import compressed_choices, raw_choices, units_of
-from espresso.costs import AlphaBeta, Links
-from espresso.evaluator import Evaluator
-from espresso.job import Job
-from espresso.presets import cluster_names, job_from_trace, trace_names
-from espresso.search import replan, search
+from espresso.model.costs import AlphaBeta, Links
+from espresso.model.job import Job
+from espresso.model.presets import cluster_names, job_from_trace, trace_names
+from espresso.model.timeline_kernels import EVENTS
+from espresso.search.algorithms import greedy, offload
+from espresso.search.candidates import compressed_choices, raw_choices, units_of
+from espresso.search.evaluator import Evaluator
+from espresso.search.search import replan, search
 from espresso.strategies import PLAIN, CompressorSpec, Device
-from espresso.timeline_kernels import EVENTS
 
 SHAPE = (8, 8)
 SPECS = tuple(map(CompressorSpec.parse, ("randomk:ratio=0.01", "dgc:ratio=0.01", "efsignsgd")))

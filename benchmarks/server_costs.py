@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from espresso.job import Job
-from espresso.presets import job_from_trace
+from espresso.model.job import Job
+from espresso.model.presets import job_from_trace
+from espresso.model.timeline import list_schedule, simulate
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Option, Strategy, parse_option, plan
 from espresso.strategies.tree import two_way_option
-from espresso.timeline import list_schedule, simulate
 
 SPEC = CompressorSpec("efsignsgd")
 RAW = parse_option("intra.reduce_scatter > inter.push > sum@server > inter.pull > intra.allgather")
@@ -43,9 +43,7 @@ def rows_of(trace: str, cluster: str) -> list[dict[str, Any]]:
     for servers, colocated in ((1, False), (2, False), (4, False), (8, False), (8, True)):
         job = job_from_trace(trace, NODES, RANKS_PER_NODE, cluster, servers=servers, colocated=colocated)
         raw, two_way = predicted_ms(job, RAW), predicted_ms(job, two_way_option(job.cluster), SPEC)
-        rows.append(
-            {**base, "servers": servers, "colocated": colocated, "raw_ms": raw, "two_way_ms": two_way}
-        )
+        rows.append({**base, "servers": servers, "colocated": colocated, "raw_ms": raw, "two_way_ms": two_way})
     return rows
 
 
@@ -54,12 +52,8 @@ def main(
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "server_costs.json",
 ) -> None:
     """Predict and print."""
-    rows = [
-        r for model in ("vgg16", "bert_base") for c in ("nvlink-100g", "pcie-25g") for r in rows_of(model, c)
-    ]
-    table = Table(
-        title=f"{NODES} nodes x {RANKS_PER_NODE} ranks, predicted ms an iteration", title_justify="left"
-    )
+    rows = [r for model in ("vgg16", "bert_base") for c in ("nvlink-100g", "pcie-25g") for r in rows_of(model, c)]
+    table = Table(title=f"{NODES} nodes x {RANKS_PER_NODE} ranks, predicted ms an iteration", title_justify="left")
     for header in ("model", "cluster", "backward", "servers", "raw", f"two-way {SPEC}"):
         table.add_column(header, justify="right")
     for row in rows:

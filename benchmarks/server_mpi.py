@@ -77,9 +77,7 @@ def main(
         table.add_column(header, justify="right")
     for row in rows:
         if "arm" in row:
-            table.add_row(
-                f"{model} {row['arm']}", str(WORKERS["steps"]), "1", "1", "", f"{row['step_ms']:.1f}"
-            )
+            table.add_row(f"{model} {row['arm']}", str(WORKERS["steps"]), "1", "1", "", f"{row['step_ms']:.1f}")
             continue
         shape = (str(row["workers"]), str(row["servers"]), str(row["engines"]))
         table.add_row(row["coding"], *shape, f"{row['gradient_gb_per_s']:.2f}", "")

@@ -58,15 +58,13 @@ def memory_of(pids: list[int]) -> list[float]:
 
 
 @app.command()
-def worker(
-    rounds: Annotated[int, typer.Option()], json_path: Annotated[Path, typer.Option("--json")]
-) -> None:
+def worker(rounds: Annotated[int, typer.Option()], json_path: Annotated[Path, typer.Option("--json")]) -> None:
     """One worker, inside espresso.launch."""
     import torch
     import torch.distributed as dist
 
     from benchmarks.exchange import Exchange, integers, make_buckets, numels_of, planned, strategy_of
-    from espresso.comm import Assignment
+    from espresso.comm.execute.executor import Assignment
     from espresso.comm.parameter_server import connected
     from espresso.strategies import Choice, CompressorSpec, parse_option
 
@@ -86,8 +84,7 @@ def worker(
     # A few draws, used over and over: drawing numbers would take longer than the exchange.
     draws = [integers(buckets, rank, size, draw) for draw in range(8)]
     exact = [
-        torch.stack([integers(buckets, r, size, d)[0].double() for r in range(size)]).sum(0) / size
-        for d in range(8)
+        torch.stack([integers(buckets, r, size, d)[0].double() for r in range(size)]).sum(0) / size for d in range(8)
     ]
     went, came = np.zeros(30_029), np.zeros(30_029)
     wrong, memory, servers = 0, [], server_pids()

@@ -24,12 +24,13 @@ from rich.table import Table
 
 from benchmarks import results
 from benchmarks.emulated import measure_bulk_rate, open_network, run_workers
-from espresso.comm import Groups, ResidualStore
+from espresso.comm.groups import Groups
+from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Line, Link, connected
 from espresso.comm.parameter_server.wire import Coding, Key, Stretch
 from espresso.compressors import create
 from espresso.compressors.base import Segment
-from espresso.host_codecs import HostCodecs
+from espresso.live.host_codecs import HostCodecs
 from espresso.strategies import NONE, CompressorSpec, Device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -231,9 +232,7 @@ def emulated(
         rows += json.loads(part.read_text())
         part.unlink()
     console.print(table_of(rows))
-    console.print(
-        f"bulk rates in the same run: { {k: [f'{b / 1e6:.0f} Mb/s' for b in v] for k, v in bulk.items()} }"
-    )
+    console.print(f"bulk rates in the same run: { {k: [f'{b / 1e6:.0f} Mb/s' for b in v] for k, v in bulk.items()} }")
     config = {"rate": rate, "partition_elements": PARTITION_ELEMENTS, "bulk_bps": bulk, "least": LEAST}
     config["command"] = "python -m benchmarks.server_throughput"
     results.write(json_path, results.record(config, 0, rows))

@@ -100,9 +100,7 @@ def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
             (f"{case.of_compute:.0%} of compute-only", compute.value >= case.of_compute)
             if case.of_compute is not None
             else None,
-            (f"{case.of_plain:g}x plain", plain.value >= case.of_plain)
-            if case.of_plain is not None
-            else None,
+            (f"{case.of_plain:g}x plain", plain.value >= case.of_plain) if case.of_plain is not None else None,
         ]
         held = [bar for bar in bars if bar is not None and judged]
         rows.append(
@@ -176,9 +174,7 @@ def main(
     names = [name for name in rows.split(",") if name]
     unknown = sorted(set(names) - {case.name for case in CASES})
     if unknown:
-        raise typer.BadParameter(
-            f"no row is called {unknown[0]!r}; there are {', '.join(c.name for c in CASES)}"
-        )
+        raise typer.BadParameter(f"no row is called {unknown[0]!r}; there are {', '.join(c.name for c in CASES)}")
     chosen = [case for case in CASES if not names or case.name in names]
     specs = ["efsignsgd"] if quick else compressors.split(";")
     arms = [

@@ -134,9 +134,7 @@ class Progress:
                 file.write(json.dumps({"phase": phase, "arm": arm.name, "done": done, "total": total}) + "\n")
 
 
-def warm_up(
-    runners: list[Runner], workload: Workload, place: Place, num_steps: int, progress: Progress
-) -> None:
+def warm_up(runners: list[Runner], workload: Workload, place: Place, num_steps: int, progress: Progress) -> None:
     """Let automatic arms decide, then bring every arm to the same number of steps, ``num_steps`` at least."""
     for runner in runners:
         while not runner.has_decided():
@@ -255,9 +253,7 @@ def main(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
     interface: Annotated[str | None, typer.Option(help="Whose bytes to count.")] = None,
-    artifacts_dir: Annotated[
-        Path | None, typer.Option(help="For strategy and job of automatic arms.")
-    ] = None,
+    artifacts_dir: Annotated[Path | None, typer.Option(help="For strategy and job of automatic arms.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result there.")] = None,
     progress_path: Annotated[Path | None, typer.Option("--progress", hidden=True)] = None,
     timeout_s: Annotated[float, typer.Option(help="Of the default process group.")] = 120.0,

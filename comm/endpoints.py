@@ -66,9 +66,7 @@ def rank_in(text: str, everybody: Sequence[Ends]) -> int | None:
     """
     named = [(address, port) for address, digits in _ADDRESS.findall(text) for port in _orders(int(digits))]
     ranks = {
-        rank
-        for rank, ends in enumerate(everybody)
-        if any(port in ends.get(address, ()) for address, port in named)
+        rank for rank, ends in enumerate(everybody) if any(port in ends.get(address, ()) for address, port in named)
     }
     return ranks.pop() if len(ranks) == 1 else None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from espresso.comm import transport
+from espresso.comm import collectives
 from espresso.comm.groups import Member
 from espresso.comm.memory import Array, Memory
 from espresso.strategies import Cluster, Form, Phase, Routine, Scope, StepFlow, cut
@@ -61,17 +61,17 @@ def exchange_numbers(
     if span[0] == span[1]:
         return lambda: None  # the same on all ranks of the group: a second round in which nothing takes part
     if routine is Routine.ALLREDUCE:
-        return lambda: transport.allreduce(whole(), member)
+        return lambda: collectives.allreduce(whole(), member)
     if routine is Routine.REDUCE:
-        return lambda: transport.reduce(whole(), member, flow.root)
+        return lambda: collectives.reduce(whole(), member, flow.root)
     if routine is Routine.BROADCAST:
-        return lambda: transport.broadcast(whole(), member, flow.root)
+        return lambda: collectives.broadcast(whole(), member, flow.root)
     shards = [(low - span[0], high - span[0]) for low, high in cut(span, member.size)]
     if routine is Routine.ALLGATHER:
 
         def gather_shards() -> None:
             parts = [whole()[low:high] for low, high in shards]
-            transport.allgather(parts[member.index], parts, member)
+            collectives.allgather(parts[member.index], parts, member)
 
         return gather_shards
     assert routine is Routine.REDUCE_SCATTER
@@ -79,13 +79,12 @@ def exchange_numbers(
     if flow.step.form is Form.HALF:
         return _scatter_halves(whole, shards, member, memory)
     received = [
-        None if peer == member.index else memory.numbers(mine[1] - mine[0], dtype)
-        for peer in range(member.size)
+        None if peer == member.index else memory.numbers(mine[1] - mine[0], dtype) for peer in range(member.size)
     ]
 
     def reduce_scatter() -> None:
         parts = [whole()[low:high] for low, high in shards]
-        transport.all_to_all(parts, received, member)
+        collectives.all_to_all(parts, received, member)
         sum_in_rank_order(parts[member.index], received)
 
     return reduce_scatter
@@ -101,7 +100,7 @@ def _scatter_halves(
     def reduce_scatter() -> None:
         parts = [whole()[low:high] for low, high in shards]
         halves = [part.to(torch.float16) for part in parts]
-        transport.all_to_all(halves, received, member)
+        collectives.all_to_all(halves, received, member)
         received[member.index].copy_(halves[member.index])
         total = parts[member.index]
         total.copy_(received[0])
@@ -154,7 +153,7 @@ def exchange_payload(
 
         def exchange() -> None:
             outgoing = [part() for part in parts]
-            transport.all_to_all(outgoing, places, member)
+            collectives.all_to_all(outgoing, places, member)
             places[member.index].copy_(outgoing[member.index])
 
         return exchange, out, sent
@@ -162,19 +161,17 @@ def exchange_payload(
     if flow.step.routine is Routine.GATHER:
 
         def gather() -> None:
-            transport.gather(mine, places, member, flow.root)
+            collectives.gather(mine, places, member, flow.root)
             places[member.index].copy_(mine)
 
         return gather, out, sent
     assert flow.step.routine is Routine.ALLGATHER
-    if (
-        flow.step.scope is Scope.FLAT and cluster.is_hierarchical and out.nbytes
-    ):  # crosses links of both kinds
+    if flow.step.scope is Scope.FLAT and cluster.is_hierarchical and out.nbytes:  # crosses links of both kinds
         together = memory.tensor(out).view(-1)
-        return (lambda: transport.allgather_ring(mine.view(-1), together, member)), out, sent
+        return (lambda: collectives.allgather_ring(mine.view(-1), together, member)), out, sent
 
     def allgather() -> None:
-        transport.allgather(mine, places, member)
+        collectives.allgather(mine, places, member)
         places[member.index].copy_(mine)
 
     return allgather, out, sent
@@ -186,12 +183,10 @@ def _gather_atoms(flow: StepFlow, member: Member, held: Array, memory: Memory) -
     out = memory.zeros((sources, member.size * each, stride), np.uint8)
     mine, whole = memory.tensor(held), memory.tensor(out)
     direct = sources == 1
-    places = [
-        whole[:, p * each : (p + 1) * each] if direct else torch.zeros_like(mine) for p in range(member.size)
-    ]
+    places = [whole[:, p * each : (p + 1) * each] if direct else torch.zeros_like(mine) for p in range(member.size)]
 
     def allgather() -> None:
-        transport.allgather(mine, places, member)
+        collectives.allgather(mine, places, member)
         places[member.index].copy_(mine)
         if not direct:
             for peer, place in enumerate(places):
@@ -200,9 +195,7 @@ def _gather_atoms(flow: StepFlow, member: Member, held: Array, memory: Memory) -
     return allgather, out, bytes_sent(flow, member, out.nbytes)
 
 
-def _broadcast_payload(
-    flow: StepFlow, member: Member, held: Array, memory: Memory
-) -> tuple[Action, Array, int]:
+def _broadcast_payload(flow: StepFlow, member: Member, held: Array, memory: Memory) -> tuple[Action, Array, int]:
     shape = (flow.after.multiplicity, len(flow.after.atoms), held.shape[2])
     out = held
     if held.shape[:2] != shape[:2]:
@@ -210,7 +203,7 @@ def _broadcast_payload(
         out = memory.zeros(shape, np.uint8)
     both = memory.tensor(out)
     sent = bytes_sent(flow, member, both.nbytes)
-    return (lambda: transport.broadcast(both, member, flow.root)), out, sent
+    return (lambda: collectives.broadcast(both, member, flow.root)), out, sent
 
 
 def _packed(part: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -20,9 +20,8 @@ import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.alarm import Alarm
 from espresso.comm.endpoints import local_ends, rank_in
+from espresso.comm.environment import read_environment
 from espresso.comm.errors import DisagreementError, EspressoError, TopologyError
-from espresso.comm.launch import read_environment
-from espresso.comm.parameter_server import connected
 from espresso.strategies import Cluster, Scope
 
 NodeKey = tuple[Any, ...]
@@ -108,6 +107,8 @@ class Groups:
         ranks_per_node: overrides the detection of nodes.
         timeout_s: after which a collective of ours fails instead of waiting on.
         host_copies: whether the model is on a device, so that offloaded steps copy; a part of every plan.
+        num_servers: parameter servers beside these ranks.
+        colocated: whether they share the ranks' machines.
 
     Raises:
         TopologyError: uneven nodes, or ``ranks_per_node`` does not divide the number of ranks.
@@ -120,11 +121,11 @@ class Groups:
         ranks_per_node: int | None = None,
         timeout_s: float = 60.0,
         host_copies: bool = False,
+        num_servers: int = 0,
+        colocated: bool = False,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise TopologyError(
-                "torch.distributed is not initialised; call init_process_group before espresso"
-            )
+            raise TopologyError("torch.distributed is not initialised; call init_process_group before espresso")
         parent = dist.group.WORLD if process_group is None else process_group
         self._ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self._whole_world = len(self._ranks) == dist.get_world_size()
@@ -137,9 +138,8 @@ class Groups:
             self._even_out(parent)
         self.control = self._new(self._ranks, "gloo")
         self.cluster = self._find_cluster(ranks_per_node)
-        client = connected()
-        if client is not None:
-            self.cluster = replace(self.cluster, num_servers=client.num_servers, colocated=client.colocated)
+        if num_servers:
+            self.cluster = replace(self.cluster, num_servers=num_servers, colocated=colocated)
         self.backend: str = dist.get_backend(parent)
         self.scopes = self._make_scopes()
         self.alarm = Alarm(self.control.group.group_name, self.rank)

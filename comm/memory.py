@@ -234,9 +234,7 @@ class DeviceMemory:
         return copied
 
     def add(self, array: Array, start: int, values: npt.NDArray[Any]) -> None:
-        array[start : start + values.size].add_(
-            torch.from_numpy(np.ascontiguousarray(values)).to(array.device)
-        )
+        array[start : start + values.size].add_(torch.from_numpy(np.ascontiguousarray(values)).to(array.device))
 
     def here(self, array: Any) -> Array:
         return array if isinstance(array, torch.Tensor) else torch.from_numpy(array).to(self.device)

@@ -1,4 +1,7 @@
-"""How a tensor becomes a payload: the protocol, the algorithms, the wire format and error feedback."""
+"""How a tensor becomes a payload: the protocol, the algorithms, the wire format and error feedback.
+
+May import: strategies.
+"""
 
 from espresso.compressors.base import (
     Codec,

@@ -104,16 +104,10 @@ class BaseCompressor(Steady):
         if not fits or (high is not None and value > high) or value % multiple:
             raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {value!r}")
 
-    def check_float(
-        self, key: str, *, above: float | None = None, low: float = 0.0, high: float = 1.0
-    ) -> None:
+    def check_float(self, key: str, *, above: float | None = None, low: float = 0.0, high: float = 1.0) -> None:
         """Raise ValueError unless the parameter is a number in ``[low, high]`` (``(above, high]``); store a float."""
         value = getattr(self, key)
-        wanted = (
-            f"a number above {above} and at most {high}"
-            if above is not None
-            else f"a number from {low} to {high}"
-        )
+        wanted = f"a number above {above} and at most {high}" if above is not None else f"a number from {low} to {high}"
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {value!r}")
         if value > high or (value <= above if above is not None else value < low):
@@ -130,6 +124,4 @@ class BaseCompressor(Steady):
     def check_bool(self, key: str) -> None:
         """Raise ValueError unless the parameter is true or false."""
         if not isinstance(getattr(self, key), bool):
-            raise ValueError(
-                f"compressor {self.name}: {key} must be true or false, got {getattr(self, key)!r}"
-            )
+            raise ValueError(f"compressor {self.name}: {key} must be true or false, got {getattr(self, key)!r}")

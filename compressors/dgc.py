@@ -43,9 +43,7 @@ class Dgc(BaseCompressor):
     """
 
     name: ClassVar[str] = "dgc"
-    traits: ClassVar[Traits] = Traits(
-        exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN, finer="least"
-    )
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN, finer="least")
     algorithm: ClassVar[int] = 7
 
     ratio: float = 0.01

@@ -115,9 +115,7 @@ class PowerSgd(BaseCompressor):
         numels = np.array([segment.numel for segment in segments], np.int64)
         numbers = sum(first + second for first, second in map(self._numbers_of, segments))
         none = np.zeros(len(segments), np.int64)
-        return Layout(
-            tuple(segments), number, numbers * number.itemsize, b"", numels, none, ranks, ranks == 0
-        )
+        return Layout(tuple(segments), number, numbers * number.itemsize, b"", numels, none, ranks, ranks == 0)
 
     def rank_of(self, shape: tuple[int, ...]) -> int:
         """The rank used for a tensor, 0 if it travels raw."""

@@ -132,9 +132,7 @@ def create(spec: str | CompressorSpec) -> Compressor:
     known = [field.name for field in fields(kind)]
     unknown = [key for key, _ in parsed.params if key not in known]
     if unknown:
-        raise ValueError(
-            f"compressor {parsed.name} has no parameter {unknown[0]!r}; it has {', '.join(known)}"
-        )
+        raise ValueError(f"compressor {parsed.name} has no parameter {unknown[0]!r}; it has {', '.join(known)}")
     compressor: Compressor = kind(**dict(parsed.params))
     return compressor
 

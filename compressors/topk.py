@@ -23,9 +23,7 @@ class TopK(BaseCompressor):
     """
 
     name: ClassVar[str] = "topk"
-    traits: ClassVar[Traits] = Traits(
-        exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN, finer="least"
-    )
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN, finer="least")
     algorithm: ClassVar[int] = 6
 
     ratio: float = 0.01

@@ -1,4 +1,7 @@
-"""The compressors on the host: Numba kernels, and the worker pool that shares them out."""
+"""The compressors on the host: Numba kernels, and the worker pool that shares them out.
+
+May import: compressors.
+"""
 
 from espresso.cpu_offload.codec import HostCodec
 from espresso.cpu_offload.pool import WorkerPool, available_cores

@@ -104,9 +104,7 @@ def encode_chunks(
                 )
                 pack_nibbles(block_codes, block, codes[place : place + block // 2])
             else:
-                quantize(
-                    q, 0, one, zeros, 0, kept, 0, block, inverse, step, magic, block_codes, 0, False, form
-                )
+                quantize(q, 0, one, zeros, 0, kept, 0, block, inverse, step, magic, block_codes, 0, False, form)
                 if code_bits == 8:
                     copy_block(codes, place, block_codes, num)
                 else:
@@ -124,9 +122,7 @@ def quantize(
 ) -> None:  # fmt: skip
     """Codes and residual of ``num`` elements, a multiple of a group; ``form`` is that of the codes."""
     if form:
-        quantize_fp8(
-            source, at, scale, old, kept, new, to, num, inverse, step, codes, code, stream, form == E5M2
-        )
+        quantize_fp8(source, at, scale, old, kept, new, to, num, inverse, step, codes, code, stream, form == E5M2)
     elif stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
         for i in range(0, num, GROUP):
             quantize_group_stream(
@@ -134,9 +130,7 @@ def quantize(
             )
     else:
         for i in range(0, num, GROUP):
-            quantize_group(
-                source, at + i, scale, old, kept + i, new, to + i, inverse, step, magic, codes, code + i
-            )
+            quantize_group(source, at + i, scale, old, kept + i, new, to + i, inverse, step, magic, codes, code + i)
 
 
 @kernel

@@ -38,9 +38,7 @@ def to_half(single: npt.NDArray[np.float32], bits: Bits32, out: Bits16) -> None:
     for i in range(len(out)):
         sign = np.uint32(bits[i] & _SIGN)
         size = np.uint32(bits[i] ^ sign)
-        normal = np.uint32(
-            (size - np.uint32(0x37FFF001) + ((size >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
-        )
+        normal = np.uint32((size - np.uint32(0x37FFF001) + ((size >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13))
         shifted = np.float32(abs(single[i]) + np.float32(0.5))
         tiny = np.uint32(np.float32(shifted).view(np.uint32) - np.uint32(0x3F000000))
         huge = np.uint32(0x7E00) if size > _INFINITY else np.uint32(0x7C00)
@@ -53,9 +51,7 @@ def from_half(half: Bits16, bits: Bits32) -> None:
     """Half precision to float32 bits: rebiased by a multiplication, which is exact for subnormals as well."""
     for i in range(len(half)):
         wide = np.uint32(half[i])
-        scaled = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(
-            2.0**112
-        )
+        scaled = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
         size = np.float32(scaled).view(np.uint32)
         if scaled >= np.float32(65536.0):
             size = np.uint32(size | _INFINITY)
@@ -66,9 +62,7 @@ def from_half(half: Bits16, bits: Bits32) -> None:
 def to_bfloat(bits: Bits32, out: Bits16) -> None:
     """The upper half of a float32, nearest even."""
     for i in range(len(out)):
-        rounded = np.uint32(
-            bits[i] + np.uint32(0x7FFF) + np.uint32((bits[i] >> np.uint32(16)) & np.uint32(1))
-        )
+        rounded = np.uint32(bits[i] + np.uint32(0x7FFF) + np.uint32((bits[i] >> np.uint32(16)) & np.uint32(1)))
         is_nan = np.uint32(bits[i] & ~_SIGN) > _INFINITY
         kept = np.uint32(bits[i] | np.uint32(0x400000)) if is_nan else rounded
         out[i] = np.uint16(kept >> np.uint32(16))

@@ -105,11 +105,7 @@ class HostCodec:
     ) -> bool:
         """Encode ``scale * source + residual``; fused, the passes over memory are counted per algorithm."""
         check_array("source", source, layout)
-        if (
-            payload.dtype != np.uint8
-            or payload.shape != (layout.num_bytes,)
-            or not payload.flags.c_contiguous
-        ):
+        if payload.dtype != np.uint8 or payload.shape != (layout.num_bytes,) or not payload.flags.c_contiguous:
             raise ValueError(
                 f"payload must be contiguous uint8[{layout.num_bytes}], got {payload.dtype}{list(payload.shape)}"
             )
@@ -196,9 +192,7 @@ class HostCodec:
             return [kernel(0, num_chunks)] if num_chunks else []
         return self.pool.run(kernel, split_parts(num_chunks, PARTS_PER_THREAD * self.pool.num_threads))
 
-    def run_segments(
-        self, work: Work, fused: Callable[[int, int], Any], split: Callable[[int], Any]
-    ) -> list[Any]:
+    def run_segments(self, work: Work, fused: Callable[[int, int], Any], split: Callable[[int], Any]) -> list[Any]:
         """Run whole segments in parallel with ``fused(first, end)``, large ones one by one with ``split(position)``.
 
         One thread takes everything in a single fused call.
@@ -225,9 +219,7 @@ class HostCodec:
         """The gain of :class:`espresso.compressors.Feedback`, for residuals that were written without."""
         if call.has_feedback and call.gain != 1:
             self.run_chunks(
-                lambda first, end: filter_chunks(
-                    call.table, chunks, first, end, call.old, call.new, call.gain
-                ),
+                lambda first, end: filter_chunks(call.table, chunks, first, end, call.old, call.new, call.gain),
                 len(chunks),
             )
 
@@ -268,12 +260,7 @@ def infinity_bits(layout: Layout) -> Any:
 
 def check_array(what: str, array: Array, layout: Layout) -> None:
     """Raise ValueError unless kernels can take the array."""
-    if (
-        array.dtype != layout.dtype
-        or array.ndim != 1
-        or not array.flags.c_contiguous
-        or not array.flags.aligned
-    ):
+    if array.dtype != layout.dtype or array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
         raise ValueError(
             f"{what} must be a contiguous 1-D {layout.dtype} array, got {array.dtype}{list(array.shape)}"
             f" with strides {array.strides}"
@@ -313,9 +300,7 @@ def flat_rows(payloads: npt.NDArray[np.uint8]) -> tuple[Bytes, int]:
     if stride % 8 or stride < 0 or payloads.ctypes.data % 8:
         raise ValueError(f"payload rows must be 8-byte aligned and ascending, got a stride of {stride} bytes")
     size = stride * (rows - 1) + width if rows else 0
-    return np.lib.stride_tricks.as_strided(
-        payloads.reshape(-1)[:0] if not rows else payloads[0], (size,), (1,)
-    ), stride
+    return np.lib.stride_tricks.as_strided(payloads.reshape(-1)[:0] if not rows else payloads[0], (size,), (1,)), stride
 
 
 def malformed(code: int, layout: Layout, what: str) -> PayloadError:

@@ -92,14 +92,10 @@ def quantize_fp8(
     if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
         if is_e5m2:
             for i in range(0, num, GROUP):
-                _e5m2_stream(
-                    source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i
-                )
+                _e5m2_stream(source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i)
         else:
             for i in range(0, num, GROUP):
-                _e4m3_stream(
-                    source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i
-                )
+                _e4m3_stream(source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i)
     elif is_e5m2:
         for i in range(0, num, GROUP):
             _e5m2(source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i)

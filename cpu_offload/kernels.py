@@ -25,9 +25,7 @@ LINE_BYTES = 64
 
 
 @kernel
-def fill_q(
-    q: Array, source: Array, at: int, scale: float, old: Array, kept: int, num: int, has_feedback: bool
-) -> None:
+def fill_q(q: Array, source: Array, at: int, scale: float, old: Array, kept: int, num: int, has_feedback: bool) -> None:
     """``q[:num] = scale * source[at:] + old[kept:]``, or without the residual."""
     out = q[:num]
     new = source[at : at + num]
@@ -96,9 +94,7 @@ def keep_block(new: Array, at: int, left: Array, old: Array, kept: int, num: int
 
 
 @kernel
-def filter_chunks(
-    table: Table, chunks: Table, first: int, end: int, old: Array, new: Array, gain: float
-) -> None:
+def filter_chunks(table: Table, chunks: Table, first: int, end: int, old: Array, new: Array, gain: float) -> None:
     """``new = gain * new + (1 - gain) * old`` in these chunks, for encoders that do not do it themselves. One pass."""
     for chunk in range(first, end):
         low = table[chunks[chunk, SEGMENT], RESIDUAL] + chunks[chunk, LOW]

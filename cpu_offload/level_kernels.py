@@ -82,9 +82,7 @@ def encode_chunks(
                     codes,
                 )
             else:
-                take_levels(
-                    q, 0, one, zeros, num, low, key, inverse, cap, levels, natural, width, draws, codes
-                )
+                take_levels(q, 0, one, zeros, num, low, key, inverse, cap, levels, natural, width, draws, codes)
             if width == 8:
                 copy_block(octets, body + low, codes, num)
             else:
@@ -133,9 +131,7 @@ def take_levels(
                     lift, bias - levels,
                 )  # fmt: skip
             else:
-                linear_group(
-                    source, at + here, scale, zeros, here, inverse, cap, draws, group, codes, here, sign
-                )
+                linear_group(source, at + here, scale, zeros, here, inverse, cap, draws, group, codes, here, sign)
 
 
 @kernel

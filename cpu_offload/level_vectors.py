@@ -32,9 +32,7 @@ def fill_draws(typing_context: Any, key: Any, row: Any, draws: Any) -> Any:
         def splat(value: Any) -> Any:
             undefined = ir.Constant(vector, ir.Undefined)
             single = builder.insert_element(undefined, value, ir.Constant(narrow, 0))
-            return builder.shuffle_vector(
-                single, undefined, ir.Constant(ir.VectorType(narrow, _HALF), [0] * _HALF)
-            )
+            return builder.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(narrow, _HALF), [0] * _HALF))
 
         low_mask, half_width = (ir.Constant(vector, [value] * _HALF) for value in (_LOW, 32))
         keys = [builder.and_(key, ir.Constant(wide, _LOW)), builder.lshr(key, ir.Constant(wide, 32))]
@@ -53,9 +51,7 @@ def fill_draws(typing_context: Any, key: Any, row: Any, draws: Any) -> Any:
                     )
                     for side in range(2)
                 ]
-                turned = [
-                    splat(builder.add(keys[side], ir.Constant(wide, turn * _WEYL[side]))) for side in range(2)
-                ]
+                turned = [splat(builder.add(keys[side], ir.Constant(wide, turn * _WEYL[side]))) for side in range(2)]
                 high = [builder.lshr(product, half_width) for product in products]
                 words = [
                     builder.xor(builder.xor(high[1], words[1]), turned[0]),
@@ -201,9 +197,7 @@ def plane_of(typing_context: Any, codes: Any, at: Any, bit: Any) -> Any:
         loaded = builder.load(_code_bytes(context, builder, signature.args[0], *arguments[:2]))
         loaded.align = 1
         some = builder.and_(loaded, _spread(builder, arguments[2]))
-        return builder.bitcast(
-            builder.icmp_unsigned("!=", some, ir.Constant(_BYTES, None)), ir.IntType(_PLANE)
-        )
+        return builder.bitcast(builder.icmp_unsigned("!=", some, ir.Constant(_BYTES, None)), ir.IntType(_PLANE))
 
     return types.uint32(codes, types.intp, types.uint8), generate
 

@@ -46,9 +46,7 @@ class HostLevels(HostCodec):
     ) -> bool:
         """As :meth:`espresso.compressors.Codec.encode`."""
         if feedback is not None:
-            return ErrorFeedback(self).encode(
-                layout, source, starts, payload, scale=scale, feedback=feedback, key=key
-            )
+            return ErrorFeedback(self).encode(layout, source, starts, payload, scale=scale, feedback=feedback, key=key)
         return super().encode(layout, source, starts, payload, scale=scale, key=key)
 
     def encode_bodies(self, call: EncodeCall) -> bool:

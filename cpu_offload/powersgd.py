@@ -156,9 +156,7 @@ class HostPowerSgd:
     def _offsets(self, layout: Layout, number: int) -> list[int]:
         """Where every segment begins in the vector of a round, and where the last ends."""
         offsets = [0]
-        for segment, rank, numel in zip(
-            layout.segments, layout.counts.tolist(), layout.numels.tolist(), strict=True
-        ):
+        for segment, rank, numel in zip(layout.segments, layout.counts.tolist(), layout.numels.tolist(), strict=True):
             raw = numel if number == 0 else 0
             offsets.append(offsets[-1] + (rank * matrix_of(segment.shape)[number] if rank else raw))
         return offsets

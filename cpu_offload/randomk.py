@@ -151,9 +151,7 @@ def drop_groups(
         fence()
     else:
         for i in range(0, num, GROUP):
-            unlike |= drop_group(
-                source, at + i, scale, old, kept + i, new, to + i, dropped[i // GROUP], infinity
-            )
+            unlike |= drop_group(source, at + i, scale, old, kept + i, new, to + i, dropped[i // GROUP], infinity)
     return unlike
 
 

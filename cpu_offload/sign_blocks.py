@@ -87,9 +87,7 @@ def encode_blocks(
                 sign_block(q, 0, one, zeros, 0, kept, 0, padded, plus, minus, halves, half, False, 0, one)
                 keep_block(new, to, kept, old, to, num, gain)
             else:
-                sign_block(
-                    source, at, scale, old, to, new, to, num, plus, minus, halves, half, direct, ahead, gain
-                )
+                sign_block(source, at, scale, old, to, new, to, num, plus, minus, halves, half, direct, ahead, gain)
     fence()
     return finite
 
@@ -119,9 +117,7 @@ def sign_block(
         for i in range(0, num, GROUP):
             prefetch(source, at + i + ahead)
             prefetch(old, kept + i + ahead)
-            halves[half + i // GROUP] = sign_group(
-                source, at + i, scale, old, kept + i, new, to + i, plus, minus, gain
-            )
+            halves[half + i // GROUP] = sign_group(source, at + i, scale, old, kept + i, new, to + i, plus, minus, gain)
 
 
 @kernel

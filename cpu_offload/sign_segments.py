@@ -167,9 +167,7 @@ def sign_groups(
         fence()
     else:
         for i in range(0, num, GROUP):
-            halves[half + i // GROUP] = sign_group(
-                source, at + i, scale, old, kept + i, new, to + i, size, -size, gain
-            )
+            halves[half + i // GROUP] = sign_group(source, at + i, scale, old, kept + i, new, to + i, size, -size, gain)
 
 
 @kernel
@@ -185,9 +183,7 @@ def encode_segments(
         low, high = table[segment, FIRST_CHUNK], table[segment, END_CHUNK]
         sum_chunks(table, chunks, low, high, source, scale, old, has_feedback, sums)
         if write_scale(table, segment, sums, numbers):
-            sign_chunks(
-                table, chunks, low, high, source, scale, old, new, has_feedback, stream, numbers, halves, gain
-            )
+            sign_chunks(table, chunks, low, high, source, scale, old, new, has_feedback, stream, numbers, halves, gain)
         else:
             finite = False
     return finite

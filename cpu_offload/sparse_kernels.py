@@ -196,9 +196,7 @@ def filter_groups(
     for group in range(0, num, GROUP):
         here, there, target = at + group, kept + group, to + group
         if stream:
-            mask = filter_group_stream(
-                source, here, scale, old, there, new, target, magnitude, threshold, gain
-            )
+            mask = filter_group_stream(source, here, scale, old, there, new, target, magnitude, threshold, gain)
         else:
             mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain)
         while mask:
@@ -366,9 +364,7 @@ def encode_segments(
             elif attempt < attempts:
                 threshold = lowered(threshold, chosen[:1], source)
             elif exact:
-                threshold = exact_threshold(
-                    row, source, scale, old, has_feedback, magnitude, chosen, histogram
-                )
+                threshold = exact_threshold(row, source, scale, old, has_feedback, magnitude, chosen, histogram)
             else:
                 break
         if not emit_segment(

@@ -64,9 +64,7 @@ class GroupBuilder:
     def splat(self, scalar: Any, vector: Any) -> Any:
         undefined = ir.Constant(vector, ir.Undefined)
         single = self.ir.insert_element(undefined, scalar, ir.Constant(_LANE, 0))
-        return self.ir.shuffle_vector(
-            single, undefined, ir.Constant(ir.VectorType(_LANE, GROUP), [0] * GROUP)
-        )
+        return self.ir.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(_LANE, GROUP), [0] * GROUP))
 
     def q(self, kinds: Any, arguments: Any) -> Any:
         """From the first five arguments: source, at, scale, old, kept."""
@@ -129,9 +127,7 @@ def add_magnitudes(
     return _signature(types.void, source, old, lanes, types.intp), generate
 
 
-def each_group(
-    group: GroupBuilder, builder: Any, kinds: Any, arguments: Any, add: Callable[[Any, int], None]
-) -> None:
+def each_group(group: GroupBuilder, builder: Any, kinds: Any, arguments: Any, add: Callable[[Any, int], None]) -> None:
     """Call ``add(q, lane)`` for every group of ``num`` elements (the sixth argument), ``lane`` = group mod 4."""
     source, at, scale, old, kept, num = arguments[:6]
     index = num.type
@@ -153,9 +149,7 @@ def each_group(
 
 
 @operation
-def sum_magnitudes(
-    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, num: Any
-) -> Any:
+def sum_magnitudes(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, num: Any) -> Any:
     """The sum of |q| over ``num`` elements, a multiple of 16, as float64; lane = element mod 64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -378,9 +372,7 @@ def unpack_groups(
 
         def values(row: Any, above: Any, below: Any) -> Any:
             bits = ir.VectorType(ir.IntType(1), GROUP)
-            loaded = builder.load(
-                group.pointer(signature.args[0], halves, builder.add(row, half), ir.IntType(16))
-            )
+            loaded = builder.load(group.pointer(signature.args[0], halves, builder.add(row, half), ir.IntType(16)))
             loaded.align = 2
             above, below = group.splat(above, group.numbers), group.splat(below, group.numbers)
             return builder.select(builder.bitcast(loaded, bits), below, above)

@@ -44,17 +44,13 @@ def warm_up(codec: Codec, dtypes: Sequence[npt.DTypeLike] = (np.float32,), *, sp
 
 def _warm_up_rounds(codec: Any, dtypes: Sequence[npt.DTypeLike]) -> None:
     for dtype in dtypes:
-        layout = codec.compressor.layout(
-            [Segment("warm-up", 0, 5000, (50, 100)), Segment("bias", 0, 3, (3,))], dtype
-        )
+        layout = codec.compressor.layout([Segment("warm-up", 0, 5000, (50, 100)), Segment("bias", 0, 3, (3,))], dtype)
         starts = np.array([0, 5000])
         source = np.linspace(-1, 1, layout.num_elements, dtype=layout.dtype)
         feedback = Feedback(np.zeros_like(source), np.empty_like(source), starts)
         first, second = (np.empty(codec.num_values(layout, number), layout.dtype) for number in (0, 1))
         factors = _Forgetful()
-        codec.encode_values(
-            layout, source, starts, first, scale=1.0, feedback=feedback, key=DrawKey(), factors=factors
-        )
+        codec.encode_values(layout, source, starts, first, scale=1.0, feedback=feedback, key=DrawKey(), factors=factors)
         codec.transform_values(layout, first, second, feedback=feedback)
         codec.decode_values(layout, first, second, source, starts, scale=1.0, factors=factors)
 

@@ -7,16 +7,11 @@ but the standard library.
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from espresso._source_tree import link_siblings
-
-link_siblings(__name__, Path(__file__).parent)
 
 if TYPE_CHECKING:
     from espresso.comm.hook import espresso_hook
-    from espresso.state import EspressoState, register
+    from espresso.live.state import EspressoState, register
     from espresso.strategies import Strategy
 
 __version__ = "0.1.0"
@@ -24,10 +19,10 @@ __version__ = "0.1.0"
 __all__ = ["EspressoState", "Strategy", "__version__", "espresso_hook", "register"]
 
 _HOMES = {
-    "EspressoState": "espresso.state",
+    "EspressoState": "espresso.live.state",
     "Strategy": "espresso.strategies",
     "espresso_hook": "espresso.comm.hook",
-    "register": "espresso.state",
+    "register": "espresso.live.state",
 }
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from espresso.comm.errors import EspressoError
 from espresso.comm.parameter_server.join import Joined, ServerSettings, abort_mpi, join
-from espresso.host_codecs import HostCodecs
+from espresso.live.host_codecs import HostCodecs
 
 logger = logging.getLogger("espresso")
 
@@ -31,18 +31,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--servers", type=int, metavar="N", help="the job's last N ranks are servers")
-    where.add_argument(
-        "--servers-per-node", type=int, metavar="M", help="the last M ranks of every node are servers"
-    )
+    where.add_argument("--servers-per-node", type=int, metavar="M", help="the last M ranks of every node are servers")
     parser.add_argument(
         "--transport",
         choices=("auto", "mpi", "gloo"),
         default="auto",
         help="auto: mpi under mpirun and srun where mpi4py is installed, else gloo",
     )
-    parser.add_argument(
-        "--engines", type=int, default=4, metavar="N", help="threads of a server that add up (4)"
-    )
+    parser.add_argument("--engines", type=int, default=4, metavar="N", help="threads of a server that add up (4)")
     parser.add_argument(
         "--server-memory-mb",
         type=int,

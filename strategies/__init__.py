@@ -1,6 +1,6 @@
 """What can be decided: cluster shape, steps, options, the decision tree, strategies and plans.
 
-Standard library only: importing this package never loads torch.
+Standard library only: importing this package never loads torch. May import: nothing of ours.
 """
 
 from espresso.strategies.cluster import Cluster

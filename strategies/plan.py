@@ -246,8 +246,7 @@ def paper_buckets(strategy: Strategy, names: Sequence[str]) -> tuple[Bucket, ...
     """Each tensor its own bucket, in the order given: the paper's mode."""
     by_name = {tensor.name: tensor for tensor in strategy.tensors}
     return tuple(
-        Bucket(index, (Slot(name, 0, by_name[name].numel),), by_name[name].dtype)
-        for index, name in enumerate(names)
+        Bucket(index, (Slot(name, 0, by_name[name].numel),), by_name[name].dtype) for index, name in enumerate(names)
     )
 
 
@@ -297,18 +296,14 @@ def plan(
                     waves.append((number + depth, number, task.index))
                     tasks.append(task)
             order += [index for _, _, index in sorted(waves)]
-    return Plan(
-        mode, strategy.cluster, tuple(buckets), tuple(groups), tuple(partitions), tuple(tasks), tuple(order)
-    )
+    return Plan(mode, strategy.cluster, tuple(buckets), tuple(groups), tuple(partitions), tuple(tasks), tuple(order))
 
 
 def _by_choice(bucket: Bucket, choices: Mapping[str, Choice]) -> dict[Choice, list[Slot]]:
     grouped: dict[Choice, list[Slot]] = {}
     for slot in bucket.slots:
         if slot.tensor not in choices:
-            raise ValueError(
-                f"bucket {bucket.index} holds tensor {slot.tensor!r}, which the strategy does not know"
-            )
+            raise ValueError(f"bucket {bucket.index} holds tensor {slot.tensor!r}, which the strategy does not know")
         grouped.setdefault(choices[slot.tensor], []).append(slot)
     return grouped
 

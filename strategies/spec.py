@@ -30,9 +30,7 @@ class CompressorSpec:
 
     def __post_init__(self) -> None:
         if not _NAME.match(self.name):
-            raise ValueError(
-                f"compressor spec: {self.name!r} is not a compressor id (lower-case letters and digits)"
-            )
+            raise ValueError(f"compressor spec: {self.name!r} is not a compressor id (lower-case letters and digits)")
         object.__setattr__(self, "params", tuple(sorted(self.params)))
 
     @classmethod
@@ -43,9 +41,7 @@ class CompressorSpec:
             ValueError: the text does not have that form; the message shows the faulty part.
         """
         if not isinstance(text, str):
-            raise TypeError(
-                f"compressor spec: expected text such as 'dgc:ratio=0.01', got {type(text).__name__}"
-            )
+            raise TypeError(f"compressor spec: expected text such as 'dgc:ratio=0.01', got {type(text).__name__}")
         name, colon, rest = text.strip().partition(":")
         params: dict[str, ParamValue] = {}
         for item in rest.split(",") if colon else ():

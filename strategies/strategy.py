@@ -103,9 +103,7 @@ class Strategy:
         names = [tensor.name for tensor in self.tensors]
         _check_same_names(names, list(self.choices), "the strategy's tensor list", "its choices")
         if not isinstance(self.partition_bytes, int) or self.partition_bytes < 0:
-            raise StrategyError(
-                f"partition_bytes must be a whole number of at least 0, got {self.partition_bytes!r}"
-            )
+            raise StrategyError(f"partition_bytes must be a whole number of at least 0, got {self.partition_bytes!r}")
         for name, choice in self.choices.items():
             if choice.option.is_hierarchical and not self.cluster.is_hierarchical:
                 raise StrategyError(
@@ -293,9 +291,7 @@ def _read_tensors(rows: list[Any]) -> tuple[list[TensorSpec], dict[str, Choice]]
         if name in choices:
             raise StrategyError(f"tensor {name!r} appears twice")
         if not isinstance(row["shape"], list) or not all(type(size) is int for size in row["shape"]):
-            raise StrategyError(
-                f"tensor {name!r}: shape must be a list of whole numbers, got {row['shape']!r}"
-            )
+            raise StrategyError(f"tensor {name!r}: shape must be a list of whole numbers, got {row['shape']!r}")
         try:
             tensors.append(TensorSpec(name, tuple(row["shape"]), row["dtype"]))
             choices[name] = Choice(parse_option(row["option"]), CompressorSpec.parse(row["compressor"]))
@@ -317,9 +313,7 @@ def _check_keys(body: Any, where: str, required: set[str], optional: set[str]) -
         raise StrategyError(f"{where} must be a JSON object, got {type(body).__name__}")
     unknown = sorted(set(body) - required - optional)
     if unknown:
-        raise StrategyError(
-            f"{where} has an unknown key {unknown[0]!r}; known are {sorted(required | optional)}"
-        )
+        raise StrategyError(f"{where} has an unknown key {unknown[0]!r}; known are {sorted(required | optional)}")
     missing = sorted(required - set(body))
     if missing:
         raise StrategyError(f"{where} lacks the key {missing[0]!r}")

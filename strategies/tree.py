@@ -209,9 +209,7 @@ def compressed_options(
     """The options that a compressor of these traits can take; one of several rounds has no payload of its own."""
     if rounds > 1:
         return round_options(cluster.is_hierarchical, devices)
-    return tuple(
-        option for option in options_for(cluster, devices=devices, summable=summable) if option.is_compressed
-    )
+    return tuple(option for option in options_for(cluster, devices=devices, summable=summable) if option.is_compressed)
 
 
 @cache
@@ -247,9 +245,7 @@ def _through_servers(scope: Scope, devices: tuple[Device, ...]) -> list[Tail]:
     return [
         *_product([push[Form.RAW]], [(aggregate(Device.SERVER),)], [pull[Form.RAW]]),
         *_product(comps, [push[Form.PAYLOAD]], [decode], [pull[Form.RAW]]),
-        *_product(
-            comps, [push[Form.PAYLOAD]], [decode], [(compress(Device.SERVER),)], [pull[Form.PAYLOAD]], decs
-        ),
+        *_product(comps, [push[Form.PAYLOAD]], [decode], [(compress(Device.SERVER),)], [pull[Form.PAYLOAD]], decs),
     ]
 
 
@@ -280,11 +276,7 @@ def _common_by_id() -> dict[str, Option]:
 @cache
 def _by_id() -> dict[str, Option]:
     every = (
-        flat_options()
-        + hierarchical_options()
-        + summable_options(True)
-        + round_options(True)
-        + server_options(True)
+        flat_options() + hierarchical_options() + summable_options(True) + round_options(True) + server_options(True)
     )
     return {str(option): option for option in every}
 
@@ -306,9 +298,7 @@ def _where_it_leaves_the_tree(text: str) -> str:
     known = [identifier.split(" > ") for identifier in _by_id()]
     for length in range(len(words), 0, -1):
         followers = {
-            word[length] if len(word) > length else "<end>"
-            for word in known
-            if word[:length] == words[:length]
+            word[length] if len(word) > length else "<end>" for word in known if word[:length] == words[:length]
         }
         if followers:
             return f"after {' > '.join(words[:length])!r} the tree allows {', '.join(sorted(followers))}"

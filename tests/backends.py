@@ -45,9 +45,7 @@ class OnDevice:
         old, new = self._there(feedback.old), self._there(feedback.new)
         return Feedback(old, new, feedback.starts, feedback.gain)  # type: ignore[arg-type]
 
-    def encode(
-        self, layout: Any, source: Any, starts: Any, payload: Any, *, feedback: Any = None, **more: Any
-    ) -> bool:
+    def encode(self, layout: Any, source: Any, starts: Any, payload: Any, *, feedback: Any = None, **more: Any) -> bool:
         there, kept = self._there(payload), self._feedback(feedback)
         finite = self.codec.encode(layout, self._there(source), starts, there, feedback=kept, **more)
         payload[:] = there.cpu().numpy()

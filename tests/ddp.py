@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import espresso
-from espresso.names import named_gradients, tensor_specs
-from espresso.state import EspressoState
+from espresso.live.names import named_gradients, tensor_specs
+from espresso.live.state import EspressoState
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option
 from tests.workers import Outcome, run_ranks
 
@@ -28,9 +28,7 @@ TINY_BUCKETS_MB = 0.002
 ALLREDUCE = "flat.allreduce"
 ALLGATHER = "comp > flat.allgather > dec"
 SHARDED = "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
-HIERARCHICAL = (
-    "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather"
-)
+HIERARCHICAL = "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather"
 ROOTED = "intra.reduce > comp > inter.allgather > dec > intra.broadcast"
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from benchmarks.exchange import Exchange
 from benchmarks.ports import free_port
 from benchmarks.rank_pool import NUM_RANKS, RankPool
-from espresso.comm import EspressoError
+from espresso.comm.errors import EspressoError
 from espresso.comm.parameter_server import Client, GlooTransport, Server
-from espresso.host_codecs import HostCodecs
+from espresso.live.host_codecs import HostCodecs
 
 NUM_SERVERS = 3
 _here: dict[Any, Any] = {}

@@ -12,9 +12,7 @@ from benchmarks.ratios import paired_ratio
 
 
 def test_arms_are_split_at_the_right_commas() -> None:
-    arms = parse_arms(
-        "none,plain,espresso:dgc:ratio=0.01,momentum=0.9,powersgd:rank=2,espresso:int8@a/b.json"
-    )
+    arms = parse_arms("none,plain,espresso:dgc:ratio=0.01,momentum=0.9,powersgd:rank=2,espresso:int8@a/b.json")
     assert [(arm.kind, arm.detail) for arm in arms] == [
         ("none", ""),
         ("plain", ""),

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from espresso.config import Config
-from espresso.gentle import compress_once, leave_tensors, leave_vectors, refine_signs, send_at_least
+from espresso.live.config import Config
+from espresso.search.quality import compress_once, leave_tensors, leave_vectors, refine_signs, send_at_least
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
@@ -40,9 +40,7 @@ def test_small_vectors_stay_exact_unless_there_is_nothing_else():
 def test_a_sum_that_would_be_compressed_again_is_gathered_instead(cluster, twice):
     spec = CompressorSpec("efsignsgd")
     tensors = [TensorSpec("w", (300, 300)), TensorSpec("v", (300, 300))]
-    strategy = Strategy.uniform(tensors, cluster, Choice(parse_option(twice), spec)).with_choices(
-        {"v": PLAIN}
-    )
+    strategy = Strategy.uniform(tensors, cluster, Choice(parse_option(twice), spec)).with_choices({"v": PLAIN})
     once = compress_once(strategy)
     assert once.choices["w"].option.num_compressions == 1
     assert once.choices["w"].compressor == spec
@@ -184,9 +182,7 @@ def alone(rank: int) -> tuple[bool, bool]:
         for ddp in (ours, plain):
             for step in range(3):
                 ddp(batch(rank, step, 20)).square().mean().backward()
-        same = all(
-            torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
-        )
+        same = all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
         return state.decided, same
 
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import convergence, overhead, prediction, results, speed
 from benchmarks.convergence import Run
 from benchmarks.prediction import Row
-from espresso.profiler import rising
+from espresso.live.profiler import rising
 
 
 def test_a_perfect_prediction_scores_perfectly():
@@ -64,9 +64,7 @@ def test_only_automatic_arms_are_judged_against_their_bars(of_compute, of_plain,
 
 
 def test_the_rate_of_an_open_interval_is_open():
-    assert speed.Rate.from_times({"value": 2.0, "low": 0.0, "high": math.inf}) == speed.Rate(
-        0.5, 0.0, math.inf
-    )
+    assert speed.Rate.from_times({"value": 2.0, "low": 0.0, "high": math.inf}) == speed.Rate(0.5, 0.0, math.inf)
 
 
 def test_overhead_is_judged_by_the_end_of_its_interval():

@@ -7,14 +7,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espresso.bound_kernels import CHAIN, COSTS, FIRST, GIANT_LANES, GIANT_LINES, NUM_LINES, WIDTH, pareto
-from espresso.bounds import Branching, branch, certify, right_hand_sides
-from espresso.candidates import every_choice, units_of
-from espresso.chains import Pricer
-from espresso.evaluator import Evaluator
-from espresso.presets import job_from_trace
-from espresso.relaxation import Relaxation, relax, undominated_leaves
-from espresso.search import search
+from espresso.model.presets import job_from_trace
+from espresso.model.pricing import Pricer
+from espresso.search.bound_kernels import (
+    CHAIN,
+    COSTS,
+    FIRST,
+    GIANT_LANES,
+    GIANT_LINES,
+    NUM_LINES,
+    WIDTH,
+    pareto,
+)
+from espresso.search.bounds import Branching, branch, certify, right_hand_sides
+from espresso.search.candidates import every_choice, units_of
+from espresso.search.evaluator import Evaluator
+from espresso.search.relaxation import Relaxation, relax, undominated_leaves
+from espresso.search.search import search
 from espresso.strategies import RANK_DEVICES, CompressorSpec
 from tests.timeline_jobs import TOY, compute, jobs, make_job, tenth
 
@@ -24,9 +33,7 @@ slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(He
 def makespans(job, rows, partition_bytes):
     """Of every strategy that gives each unit one of ``rows`` choices."""
     evaluator = Evaluator(job, units_of(job), partition_bytes, tenth)
-    numbers = [
-        [evaluator.candidates.number(unit.size, choice) for choice in rows] for unit in evaluator.units
-    ]
+    numbers = [[evaluator.candidates.number(unit.size, choice) for choice in rows] for unit in evaluator.units]
     return evaluator.batch(np.array(list(itertools.product(*numbers))))[2]
 
 
@@ -130,9 +137,7 @@ def linear_program(relaxation: Relaxation) -> float:
     return float(found.fun)
 
 
-@pytest.mark.parametrize(
-    ("trace", "cluster"), [("lstm", "nvlink-100g"), ("lstm", "pcie-25g"), ("vgg16", "pcie-25g")]
-)
+@pytest.mark.parametrize(("trace", "cluster"), [("lstm", "nvlink-100g"), ("lstm", "pcie-25g"), ("vgg16", "pcie-25g")])
 def test_the_ascent_comes_near_the_exact_linear_program(trace, cluster):
     job = job_from_trace(trace, 8, 8, cluster)
     leaves = every_choice(job, (CompressorSpec.parse("randomk:ratio=0.01"),))
@@ -152,11 +157,7 @@ def test_what_is_pruned_never_lowers_the_bound(job):
     size = units_of(job)[0].size
     kept, origin = undominated_leaves(pricer, size, leaves, (0, 1024))
     assert len(kept) == len(origin)
-    single = [
-        undominated_leaves(pricer, size, (leaf,), (limit,))[0][0]
-        for leaf in leaves[:200]
-        for limit in (0, 1024)
-    ]
+    single = [undominated_leaves(pricer, size, (leaf,), (limit,))[0][0] for leaf in leaves[:200] for limit in (0, 1024)]
     for row in single:
         assert (kept[:, :COSTS] <= row[:COSTS] * (1 + 1e-12) + 1e-9).all(axis=1).any()
 
@@ -164,7 +165,7 @@ def test_what_is_pruned_never_lowers_the_bound(job):
 def test_the_cheapest_row_is_the_first_of_equals():
     from numba import njit
 
-    from espresso.bound_kernels import cheapest
+    from espresso.search.bound_kernels import cheapest
 
     rng = np.random.default_rng(3)
     widths = np.array([1, 2, 3, 4, 5, 7, 8, 30, 101])
@@ -182,8 +183,7 @@ def test_the_cheapest_row_is_the_first_of_equals():
 
     total = compiled(prices, columns, fees, fee_of, first, last, np.empty(101), picked)
     costs = [
-        prices[u] @ columns[:, a:b] + fees[u, fee_of[a:b]]
-        for u, (a, b) in enumerate(zip(first, last, strict=True))
+        prices[u] @ columns[:, a:b] + fees[u, fee_of[a:b]] for u, (a, b) in enumerate(zip(first, last, strict=True))
     ]
     assert picked.tolist() == [a + int(np.argmin(c)) for a, c in zip(first, costs, strict=True)]
     assert total == sum(c.min() for c in costs)
@@ -209,7 +209,5 @@ def test_search_reports_a_bound_below_every_strategy_it_knows(job):
 def test_mixed_devices_are_in_the_space():
     job = make_job([1000], [0])
     leaves = every_choice(job, (TOY,))
-    devices = {
-        frozenset(s.device for s in c.option.steps if s.device) for c in leaves if c.option.is_compressed
-    }
+    devices = {frozenset(s.device for s in c.option.steps if s.device) for c in leaves if c.option.is_compressed}
     assert frozenset(RANK_DEVICES) in devices

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from espresso.bucket_caps import caps_for, rebucketed
-from espresso.costs import AlphaBeta, Links
-from espresso.presets import job_from_trace
-from espresso.search import replan, search
+from espresso.model.bucket_caps import caps_for, rebucketed
+from espresso.model.costs import AlphaBeta, Links
+from espresso.model.presets import job_from_trace
+from espresso.search.search import replan, search
 from espresso.strategies import Mode, StrategyError
 from tests.timeline_jobs import TOY, compute, make_job, tenth
 
@@ -18,9 +18,7 @@ MIB = 1 << 18
 def ddp_job(sizes, gaps, **more):
     """A job whose tensors all lie in one bucket."""
     paper = make_job(sizes, gaps, **more)
-    return rebucketed(
-        replace(paper, mode=Mode.DDP, buckets=rebuild(paper), bucket_ready_us=(sum(paper.gaps_us),)), 1e6
-    )
+    return rebucketed(replace(paper, mode=Mode.DDP, buckets=rebuild(paper), bucket_ready_us=(sum(paper.gaps_us),)), 1e6)
 
 
 def rebuild(paper):

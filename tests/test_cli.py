@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from espresso.cli import app
 from espresso.commands import _common
-from espresso.search import GREEDY, PUBLISHED
+from espresso.search.search import GREEDY, PUBLISHED
 from espresso.strategies import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,9 +47,7 @@ def refused(result: Result, *words: str, status: int = 1) -> None:
         assert word in result.stderr, result.stderr
 
 
-def as_process(
-    *args: str | Path, cwd: Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def as_process(*args: str | Path, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The real thing: ``python -m espresso``."""
     argv = [sys.executable, "-m", "espresso", *map(str, args)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -237,9 +235,7 @@ def test_explain_shows_every_tensor_group(files: dict[str, Path]) -> None:
     strategy = Strategy.load(files["strategy"])
     names = [name for group in body["groups"] for name in group["tensors"]]
     assert sorted(names) == sorted(tensor.name for tensor in strategy.tensors)
-    assert (
-        sum(len(g["tensors"]) for g in body["groups"] if g["compressor"] != "none") == strategy.num_compressed
-    )
+    assert sum(len(g["tensors"]) for g in body["groups"] if g["compressor"] != "none") == strategy.num_compressed
     sites = [step["site"] for group in body["groups"] for step in group["steps"] if step["site"]]
     assert sites
     text = espresso("explain", files["strategy"]).stdout
@@ -293,11 +289,7 @@ def test_wrong_keys_are_named(files: dict[str, Path], tmp_path: Path) -> None:
         ({"schema_version": 99}, "schema_version 99"),
         ({"cluster": None}, "lacks the key 'cluster'"),
         (
-            {
-                "tensors": [
-                    {"name": "a", "shape": [4], "dtype": "float32", "option": "x", "compressor": "none"}
-                ]
-            },
+            {"tensors": [{"name": "a", "shape": [4], "dtype": "float32", "option": "x", "compressor": "none"}]},
             "'x'",
         ),
     ],
@@ -442,9 +434,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def profile(
-    folder: Path, *command: str | Path, options: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
+def profile(folder: Path, *command: str | Path, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     return as_process("profile", "-o", "job.json", *options, "--", *command, cwd=folder)
 
 
@@ -601,9 +591,7 @@ def test_links_under_torchrun_prints_once(tmp_path: Path) -> None:
     argv += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     argv += ["-m", "espresso", "links", "--json", "--ranks-per-node", "1", "-o", str(tmp_path / "links.json")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     body = json.loads(done.stdout)
     assert (body["num_nodes"], body["ranks_per_node"]) == (2, 1)

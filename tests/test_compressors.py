@@ -53,9 +53,7 @@ def test_ids_are_told_apart_on_the_wire() -> None:
 def test_the_payload_is_as_large_as_it_says(spec: str, dtype: type) -> None:
     """Exact sizes depend on the lengths only; slots that may stay empty are zero, and the trait says which it is."""
     traits = create(spec).traits
-    outcome = round_trip(
-        spec, (33, 1021), dtype, make=lambda n, t, s: np.where(np.arange(n) % 97, 0, 3).astype(t)
-    )
+    outcome = round_trip(spec, (33, 1021), dtype, make=lambda n, t, s: np.where(np.arange(n) % 97, 0, 3).astype(t))
     assert outcome.payload.size == outcome.layout.num_bytes
     if not traits.exact_size:
         used = int(np.frombuffer(body(outcome, 1), np.uint32, 1)[0])
@@ -98,9 +96,7 @@ def test_nothing_is_lost_over_steps(spec: str, dtype: type, gain: float) -> None
     payload, decoded = np.empty((1, layout.num_bytes), np.uint8), np.zeros(total, dtype)
     for step in range(20):
         gradient, key = dyadic(total, dtype, step), DrawKey(step=step)
-        codec.encode(
-            layout, gradient, starts, payload[0], feedback=Feedback(residual, spare, starts, gain), key=key
-        )
+        codec.encode(layout, gradient, starts, payload[0], feedback=Feedback(residual, spare, starts, gain), key=key)
         codec.decode(layout, payload, decoded, starts, key=key)
         residual, spare = spare, residual
         sent += decoded
@@ -187,9 +183,7 @@ def test_scaling_by_a_power_of_two_commutes(spec: str, dtype: type) -> None:
 
 @every
 @both
-def test_any_number_of_threads_gives_the_same_bytes(
-    spec: str, dtype: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_threads_gives_the_same_bytes(spec: str, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = round_trip(spec, (200_000, 33, 1021, 150_001), dtype)
     monkeypatch.setattr(work, "FUSED", 100_000)  # so that threads share segments
     with WorkerPool(3) as pool:
@@ -228,9 +222,7 @@ def test_streamed_residuals_are_complete(dtype: type) -> None:
 def test_casts_round_to_nearest_even(dtype: type, name: str, bits: int) -> None:
     import torch
 
-    special = np.array(
-        [0, -0.0, 1e-8, -6e-8, 5.9e-8, 6.1e-5, 65504, 65519.99, 2.0**-24, 2.0**-25, 1 + 2.0**-11]
-    )
+    special = np.array([0, -0.0, 1e-8, -6e-8, 5.9e-8, 6.1e-5, 65504, 65519.99, 2.0**-24, 2.0**-25, 1 + 2.0**-11])
     nearly = np.array([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40, 2.0**-25 + 2.0**-60])
     x = np.concatenate([special, nearly, numbers(3000, np.float64), 10 ** numbers(500, np.float64)])
     x = x[np.abs(x) < 65520].astype(dtype)
@@ -241,9 +233,7 @@ def test_casts_round_to_nearest_even(dtype: type, name: str, bits: int) -> None:
     codec.decode(layout, payload, out, np.array([0]))
     kind = torch.float16 if name == "fp16" else torch.bfloat16
     if dtype is np.float32 or name == "fp16":  # torch rounds float64 to bfloat16 by way of float32, twice
-        expected = (
-            torch.from_numpy(x).to(kind).double().numpy() if dtype is np.float32 else x.astype(np.float16)
-        )
+        expected = torch.from_numpy(x).to(kind).double().numpy() if dtype is np.float32 else x.astype(np.float16)
         assert np.array_equal(out, expected.astype(dtype))
     normal = np.abs(x) > 1e-4
     assert (np.abs(out - x)[normal] <= 2.0**-bits * np.abs(x)[normal]).all()
@@ -269,9 +259,7 @@ def test_blockwise_bounds(dtype: type, name: str, levels: int) -> None:
             top = np.abs(part).max()
             assert np.abs(error).max() <= top / (2 * levels) * (1 + 1e-5)
             delta = max(1 / 64, 1 - 64 / (4 * levels**2))
-            assert (error.astype(float) ** 2).sum() <= (1 - delta) * (part.astype(float) ** 2).sum() * (
-                1 + 1e-5
-            )
+            assert (error.astype(float) ** 2).sum() <= (1 - delta) * (part.astype(float) ** 2).sum() * (1 + 1e-5)
     assert roundings <= 3  # numbers that lie on a boundary
 
 
@@ -385,9 +373,7 @@ def test_the_sums_of_either_side_have_the_documented_shape(dtype: type) -> None:
         outcome = round_trip(f"onebit:raw_below=1,block={block}", (numel,), dtype)
         for side in (outcome.q >= 0, outcome.q < 0):
             lanes = np.zeros(64, dtype)
-            for row in np.r_[np.where(side, np.abs(outcome.q), 0), np.zeros(-numel % 64, dtype)].reshape(
-                -1, 64
-            ):
+            for row in np.r_[np.where(side, np.abs(outcome.q), 0), np.zeros(-numel % 64, dtype)].reshape(-1, 64):
                 lanes += row
             wide = lanes.astype(np.float64)
             while len(wide) > 1:
@@ -429,9 +415,7 @@ def test_scaled_sign_of_zeros_is_plus_and_padding_is_zero() -> None:
 
 def test_scaled_sign_survives_huge_numbers() -> None:
     for spec in ("efsignsgd", "efsignsgd:block=0", "onebit"):
-        outcome = round_trip(
-            spec, (5003,), np.float32, make=lambda n, t, s: np.full(n, 2e38 if s == 1 else 1e38, t)
-        )
+        outcome = round_trip(spec, (5003,), np.float32, make=lambda n, t, s: np.full(n, 2e38 if s == 1 else 1e38, t))
         assert outcome.finite
         assert (outcome.decoded == outcome.decoded[0]).all()
         assert outcome.decoded[0] == pytest.approx(2e38)

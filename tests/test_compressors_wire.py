@@ -74,9 +74,7 @@ def test_a_wrong_header_is_explained(at: int, says: str) -> None:
     outcome = round_trip("efsignsgd", (300, 400), np.float32)
     outcome.payload[at] ^= 0x42
     with pytest.raises(PayloadError, match=says):
-        outcome.codec.decode(
-            outcome.layout, outcome.payload.reshape(1, -1), np.zeros(703, np.float32), outcome.starts
-        )
+        outcome.codec.decode(outcome.layout, outcome.payload.reshape(1, -1), np.zeros(703, np.float32), outcome.starts)
 
 
 def test_a_payload_of_other_parameters_or_length_is_refused() -> None:
@@ -98,9 +96,7 @@ def test_corrupted_payloads_never_touch_other_memory(spec: str) -> None:
     guarded, starts = np.zeros(4000, np.float32), outcome.starts + 1000
 
     @settings(max_examples=150, deadline=None, derandomize=True)
-    @given(
-        st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12)
-    )
+    @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12))
     def check(edits: list[tuple[float, int]]) -> None:
         payload = outcome.payload.copy()
         for place, value in edits:
@@ -123,9 +119,7 @@ def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     payload = np.zeros(len(data), np.uint8)
     payload[:] = np.frombuffer(data, np.uint8)
     with pytest.raises(PayloadError):
-        outcome.codec.decode(
-            outcome.layout, payload.reshape(1, -1), np.zeros(300, np.float32), outcome.starts
-        )
+        outcome.codec.decode(outcome.layout, payload.reshape(1, -1), np.zeros(300, np.float32), outcome.starts)
 
 
 def sparse_edit(at: int, kind: str, value: int) -> None:
@@ -168,17 +162,13 @@ def test_duplicate_indices_are_malformed() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "spec", ["efsignsgd", "efsignsgd:block=0", "onebit", "int8", "fp8", "qsgd", "terngrad"]
-)
+@pytest.mark.parametrize("spec", ["efsignsgd", "efsignsgd:block=0", "onebit", "int8", "fp8", "qsgd", "terngrad"])
 @pytest.mark.parametrize("scale", [-1.0, np.inf, np.nan])
 def test_impossible_scales_are_malformed(spec: str, scale: float) -> None:
     outcome = round_trip(spec, (1000,), np.float32)
     outcome.payload[int(outcome.layout.offsets[0]) :][:4].view(np.float32)[0] = scale
     with pytest.raises(PayloadError, match=r"scale|mean"):
-        outcome.codec.decode(
-            outcome.layout, outcome.payload.reshape(1, -1), np.zeros(1000, np.float32), outcome.starts
-        )
+        outcome.codec.decode(outcome.layout, outcome.payload.reshape(1, -1), np.zeros(1000, np.float32), outcome.starts)
 
 
 def test_impossible_layouts_are_refused() -> None:

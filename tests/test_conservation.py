@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.exchange import Exchange, digest, integers, make_buckets, numels_of, planned, strategy_of
 from benchmarks.rank_pool import NUM_RANKS, POOL
-from espresso.comm import Assignment
-from espresso.comm.program import TORCH_DTYPES
+from espresso.comm.execute.executor import Assignment
+from espresso.comm.program.partition import TORCH_DTYPES
 from espresso.compressors.registry import compressor_ids, create
 from espresso.strategies import (
     PLAIN,
@@ -63,8 +63,7 @@ SHAPES = {
     "inter pair": "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec"
     " > intra.allgather",
     "inter allgather": "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather",
-    "inter rooted": "intra.reduce > comp > inter.gather > dec > comp > inter.broadcast > dec"
-    " > intra.broadcast",
+    "inter rooted": "intra.reduce > comp > inter.gather > dec > comp > inter.broadcast > dec > intra.broadcast",
     "three sites": "comp > intra.all_to_all > dec > comp > inter.all_to_all > dec > comp > inter.allgather"
     " > intra.allgather > dec",
     "all payload, pairs": "comp > intra.all_to_all > dec > comp > inter.allgather > intra.allgather > dec",
@@ -72,13 +71,11 @@ SHAPES = {
     "replicas": "intra.reduce_scatter > inter.allreduce > comp > intra.allgather > dec",
     "four sites": "comp > intra.all_to_all > dec > comp > inter.all_to_all > dec > comp > inter.allgather"
     " > dec > comp > intra.allgather > dec",
-    "replicas, rooted": "comp > intra.gather > dec > comp > inter.allgather > dec"
-    " > comp > intra.broadcast > dec",
+    "replicas, rooted": "comp > intra.gather > dec > comp > inter.allgather > dec > comp > intra.broadcast > dec",
 }
 SUMMABLE = {
     "summable flat": "comp > flat.allreduce > dec",
-    "summable pairs": "comp > intra.reduce_scatter > inter.reduce_scatter > inter.allgather"
-    " > intra.allgather > dec",
+    "summable pairs": "comp > intra.reduce_scatter > inter.reduce_scatter > inter.allgather > intra.allgather > dec",
     "summable rooted": "comp > intra.reduce > inter.reduce > inter.broadcast > intra.broadcast > dec",
 }
 
@@ -383,10 +380,7 @@ class Poisoned:
 def fingerprint(exchange: Exchange, summed: bool) -> list[Any]:
     """The bits of everything kept, site by site, or summed where they move between sites."""
     if summed:
-        return [
-            (name, values.tobytes())
-            for name, values in exchange.kept(numels_of(make_buckets(*SIZES))).items()
-        ]
+        return [(name, values.tobytes()) for name, values in exchange.kept(numels_of(make_buckets(*SIZES))).items()]
     pieces, carry = exchange.store.snapshot()
     assert not carry
     return [(str(address), start, v.tobytes()) for address, parts in pieces.items() for start, v, _ in parts]
@@ -454,9 +448,7 @@ def run_overflow(rank: int) -> list[tuple[bool, bool, str]]:
     exchange.warm_up({"fp16"})
     texts = [(text, False) for text in SHAPES.values()] + [(text, True) for text in SUMMABLE.values()]
     for text, summable in texts:
-        strategy = strategy_of(
-            buckets, TWO_BY_TWO, Choice(find_option(text, summable), CompressorSpec("fp16"))
-        )
+        strategy = strategy_of(buckets, TWO_BY_TWO, Choice(find_option(text, summable), CompressorSpec("fp16")))
         mine = integers(buckets, rank, NUM_RANKS)
         if rank == 1:
             mine[0][4321] = 1e6
@@ -487,10 +479,7 @@ def run_scaled(rank: int, spec: str, scales: Sequence[float]) -> list[str]:
     random = np.random.default_rng([5, rank])
     digests = []
     for step, scale in enumerate(scales):
-        mine = [
-            torch.from_numpy(random.standard_normal(bucket.numel).astype(np.float32)) * scale
-            for bucket in buckets
-        ]
+        mine = [torch.from_numpy(random.standard_normal(bucket.numel).astype(np.float32)) * scale for bucket in buckets]
         got = exchange.step(raw if step >= len(scales) - 2 else compressed, buckets, mine, grad_scale=scale)
         digests.append(digest([tensor / scale for tensor in got]))
     exchange.close()

@@ -137,9 +137,7 @@ class Run:
         self.payload = np.full(layout.num_bytes, 0xA5, np.uint8)
         self.kept, self.decoded = np.full_like(source, 7), np.full_like(source, 7)
         feedback = None if old is None else Feedback(old, self.kept, starts, GAIN)
-        self.finite = codec.encode(
-            layout, source, starts, self.payload, scale=0.3, feedback=feedback, key=key
-        )
+        self.finite = codec.encode(layout, source, starts, self.payload, scale=0.3, feedback=feedback, key=key)
         rows = np.zeros((3, layout.num_bytes + 16), np.uint8)[:, : layout.num_bytes]
         rows[:] = self.payload
         self.decoded_finite = codec.decode(layout, rows, self.decoded, starts, scale=1 / 3, key=key)
@@ -154,9 +152,7 @@ class Run:
         assert self.decoded.tobytes() == other.decoded.tobytes()
 
 
-def compare(
-    spec: str, dtype: Any, sizes: Any, change: Any = None, *, order: int = 0, feedback: bool = True
-) -> Run:
+def compare(spec: str, dtype: Any, sizes: Any, change: Any = None, *, order: int = 0, feedback: bool = True) -> Run:
     """Both backends on the same input."""
     compressor = create(spec)
     layout, starts = make_layout(compressor, sizes, dtype)
@@ -188,9 +184,7 @@ def watched(spec: str, device: EmulatedDevice) -> None:
     codec = cuda_codec(create(spec), device)
     sizes = (0, 1, 33, 5003, 9001)
     layout, starts = make_layout(codec.compressor, sizes, dtype)
-    source, old = (
-        torch.from_numpy(numbers(sum(sizes) + int(starts[0]) + 64, dtype, seed)) for seed in (1, 2)
-    )
+    source, old = (torch.from_numpy(numbers(sum(sizes) + int(starts[0]) + 64, dtype, seed)) for seed in (1, 2))
     payloads, key = torch.zeros((3, layout.num_bytes), dtype=torch.uint8), DrawKey(seed=1)
     for number, row in enumerate(payloads):
         feedback = Feedback(old, torch.zeros_like(old), starts, GAIN)
@@ -301,9 +295,7 @@ class FakeCompiler:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "spec", ["topk:ratio=0.1", "dgc:ratio=0.01", "threshold:threshold=0.5", "randomk:ratio=0.1"]
-)
+@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "dgc:ratio=0.01", "threshold:threshold=0.5", "randomk:ratio=0.1"])
 def test_a_negative_zero_is_kept_alike(spec: str) -> None:
     """What is sent leaves gain * 0 + (1 - gain) * old behind, where the sign of a zero depends on how it is added."""
     run = compare(spec, np.float32, (33, 5003), lambda source, old: old.fill(-0.0))
@@ -395,9 +387,7 @@ def test_vectors_are_those_of_the_host(spec: str, dtype: Any) -> None:
             kind = codec.value_dtype(layout)
             values = np.zeros(codec.num_values(layout), np.uint16 if kind == "bfloat16" else kind)
             old, new, target = numbers(total, dtype), np.zeros(total, dtype), np.zeros(total, dtype)
-            finite = codec.encode_values(
-                layout, source, starts, values, feedback=Feedback(old, new, starts), key=key
-            )
+            finite = codec.encode_values(layout, source, starts, values, feedback=Feedback(old, new, starts), key=key)
             again = codec.decode_values(layout, values, target, starts, scale=0.5, key=key)
             outcomes.append((finite, again, values, new, target))
         host, device = outcomes
@@ -417,9 +407,7 @@ def test_corrupted_payloads_are_survived(spec: str) -> None:
     guarded = np.zeros(4000, np.float32)
 
     @settings(max_examples=40, deadline=None, derandomize=True)
-    @given(
-        st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12)
-    )
+    @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12))
     def check(edits: list[tuple[float, int]]) -> None:
         payload = good.copy()
         for place, value in edits:
@@ -598,9 +586,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="segment 1 of 400 elements ends outside"):
         codec.encode(layout, source, starts + 1, payload)
     with pytest.raises(ValueError, match="ends outside"):
-        codec.encode(
-            layout, source, starts, payload, feedback=Feedback(source[:10], source[:10].copy(), starts)
-        )
+        codec.encode(layout, source, starts, payload, feedback=Feedback(source[:10], source[:10].copy(), starts))
 
 
 def test_a_missing_device_is_explained() -> None:

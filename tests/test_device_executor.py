@@ -15,13 +15,14 @@ import torch
 
 from benchmarks.exchange import Exchange, digest, integers, make_buckets, numels_of, planned, strategy_of
 from benchmarks.rank_pool import NUM_RANKS, POOL
-from espresso.comm import Assignment, ResidualStore
-from espresso.comm.device_executor import DeviceExecutor
+from espresso.comm.execute.device import DeviceExecutor
+from espresso.comm.execute.executor import Assignment
+from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import DeviceMemory
 from espresso.compressors import Correction
 from espresso.compressors.cuda import sources
-from espresso.device_codecs import DeviceCodecs
-from espresso.runtime import DeviceRuntime
+from espresso.live.device_codecs import DeviceCodecs
+from espresso.live.runtime import DeviceRuntime
 from espresso.strategies import (
     PLAIN,
     Choice,
@@ -142,9 +143,7 @@ def run_with_settings(rank: int) -> list[str]:
     for what, settings in SETTINGS.items():
         exchanges = (host, device)
         for exchange in exchanges:
-            exchange.renew(
-                correction=settings.get("correction"), transactional=settings.get("transactional", True)
-            )
+            exchange.renew(correction=settings.get("correction"), transactional=settings.get("transactional", True))
             exchange.store.storage = settings.get("storage", "float32")
         choice = Choice(parse_option(settings["option"]), CompressorSpec.parse(settings["compressor"]))
         choices = {name: PLAIN if name in ("b", "e") else choice for name in numels_of(buckets)}
@@ -169,9 +168,7 @@ def run_with_settings(rank: int) -> list[str]:
             if kept[0] and not any(values.any() for values in kept[0].values()):
                 wrong.append(f"{what}: nothing kept in {store}")
         if device.store.num_bytes != host.store.num_bytes:
-            wrong.append(
-                f"{what}: {device.store.num_bytes} bytes of residuals, {host.store.num_bytes} on the host"
-            )
+            wrong.append(f"{what}: {device.store.num_bytes} bytes of residuals, {host.store.num_bytes} on the host")
     host.close()
     device.close()
     return wrong
@@ -195,9 +192,7 @@ def test_a_residual_that_is_replaced_is_let_go_where_it_was_read(transactional: 
     streams = TracedStreams()
     memory = LettingGo(streams)
     runs = (Run("a", 0, 0, 0, 100),)
-    residual = ResidualStore(transactional=transactional).new_residual(
-        Site.LOCAL, runs, np.float32, 0, memory
-    )
+    residual = ResidualStore(transactional=transactional).new_residual(Site.LOCAL, runs, np.float32, 0, memory)
     before = residual.old
     with streams.on("training"):
         residual.buffers()
@@ -475,15 +470,13 @@ def test_uncompressed_options_are_exact() -> None:
 def run_registered(rank: int) -> tuple[str, bool, bool, float]:
     """``espresso.register`` in automatic mode on a model that passes for one on a device, and a checkpoint."""
     import espresso
-    import espresso.state
-    from espresso.runtime import DeviceRuntime
+    import espresso.live.state
+    from espresso.live.runtime import DeviceRuntime
 
     streams = TracedStreams()
-    espresso.state.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    espresso.live.state.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
     ddp = wrap(mlp(16, 24, 8))
-    state = espresso.register(
-        ddp, "efsignsgd", ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1
-    )
+    state = espresso.register(ddp, "efsignsgd", ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1)
     for step in range(40):
         ddp.zero_grad()
         ddp(batch(rank, step, 16)).square().mean().backward()
@@ -511,10 +504,10 @@ def test_automatic_mode_measures_and_decides_on_a_device() -> None:
 
 def run_scheduled(rank: int) -> tuple[list[float], list[float], bool]:
     """DGC in full with its warm-up, and PowerSGD from its third step on, through ``espresso.register``."""
-    import espresso.state
+    import espresso.live.state
 
     streams = TracedStreams()
-    espresso.state.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    espresso.live.state.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
     sent: dict[str, list[float]] = {}
     same = True
     for option, spec in (

@@ -53,9 +53,7 @@ def test_the_example_is_a_compressor(int16: str) -> None:
     outcome = round_trip(int16, (300,), np.float32)
     outcome.payload[int(outcome.layout.offsets[0]) :][:8].view(np.float64)[0] = -1
     with pytest.raises(PayloadError, match="scale"):
-        outcome.codec.decode(
-            outcome.layout, outcome.payload.reshape(1, -1), numbers(300, np.float32), outcome.starts
-        )
+        outcome.codec.decode(outcome.layout, outcome.payload.reshape(1, -1), numbers(300, np.float32), outcome.starts)
 
 
 def test_the_manual_names_every_id() -> None:

@@ -45,9 +45,7 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-@pytest.mark.parametrize(
-    ("text", "bits"), [("1gbit", 10**9), ("100mbit", 10**8), ("2.5Mbit", 2_500_000), ("8bit", 8)]
-)
+@pytest.mark.parametrize(("text", "bits"), [("1gbit", 10**9), ("100mbit", 10**8), ("2.5Mbit", 2_500_000), ("8bit", 8)])
 def test_rates_are_read(text: str, bits: int) -> None:
     assert parse_rate(text) == bits
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espresso._fields import JobError
-from espresso.bounds import certify
-from espresso.candidates import every_choice, units_of
-from espresso.chains import Pricer
-from espresso.error_budget import ErrorTable, Sensitivity, measure_sensitivity, normal_sensitivity
-from espresso.evaluator import Evaluator
-from espresso.frontier import frontier
-from espresso.relaxation import relax
-from espresso.search import search
+from espresso.model.fields import JobError
+from espresso.model.pricing import Pricer
+from espresso.search.bounds import certify
+from espresso.search.candidates import every_choice, units_of
+from espresso.search.error_budget import ErrorTable, Sensitivity, measure_sensitivity, normal_sensitivity
+from espresso.search.evaluator import Evaluator
+from espresso.search.frontier import frontier
+from espresso.search.relaxation import relax
+from espresso.search.search import search
 from espresso.strategies import PLAIN, CompressorSpec
 from tests.timeline_jobs import TOY, compute, jobs, make_job, tenth
 

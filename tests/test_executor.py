@@ -21,7 +21,8 @@ from benchmarks.exchange import (
     strategy_of,
 )
 from benchmarks.rank_pool import NUM_RANKS, POOL
-from espresso.comm import Assignment, EspressoError
+from espresso.comm.errors import EspressoError
+from espresso.comm.execute.executor import Assignment
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, options_for, parse_option
 
 SIZES = ({"a": 3000, "b": 100}, {"c": 2000}, {"d": 500, "e": 700})
@@ -44,9 +45,7 @@ def run_between(rank: int) -> list[bool]:
             mine = integers(buckets, rank, NUM_RANKS)
             wanted = exact_average(buckets, NUM_RANKS)
             choices = {
-                s.tensor: lossless(text) if s.tensor.startswith("w") else PLAIN
-                for b in buckets
-                for s in b.slots
+                s.tensor: lossless(text) if s.tensor.startswith("w") else PLAIN for b in buckets for s in b.slots
             }
             strategy = strategy_of(buckets, exchange.groups.cluster, choices, partition_bytes=size)
             got = exchange.step(Assignment(strategy), buckets, mine)
@@ -142,16 +141,12 @@ def test_a_record_tells_what_ran_and_every_lane_kept_the_total_order():
 def run_deferred(rank: int) -> tuple[bool, Any, str]:
     exchange = Exchange(2)
     buckets = make_buckets(*SIZES)
-    exchange.script.next = Assignment(
-        strategy_of(buckets, exchange.groups.cluster, PLAIN), deferred=True, record=True
-    )
+    exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN), deferred=True, record=True)
     buffers = integers(buckets, rank, NUM_RANKS)
     futures = []
     for bucket, buffer in zip(buckets, buffers, strict=True):
         time.sleep(0.05)
-        futures.append(
-            exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0)
-        )
+        futures.append(exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0))
         early = bucket.index < 2 and any(future.done() for future in futures)
     torch.futures.wait_all(futures)
     record = exchange.record
@@ -172,9 +167,7 @@ def run_without_waiting(rank: int, text: str) -> list[bool]:
     exchange = Exchange(2)
     exchange.warm_up({"none"})
     buckets = make_buckets(*SIZES)
-    exchange.script.next = Assignment(
-        strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(text)))
-    )
+    exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(text))))
     buffers = integers(buckets, rank, NUM_RANKS)
     if rank == 3:
         exchange.groups.barrier()
@@ -273,9 +266,7 @@ def run_narrow(rank: int) -> tuple[list[bool], list[bool], bool]:
     exchange = Exchange(2)
     exchange.warm_up({str(TOPK)})
     buckets = make_buckets({"a": 4000}, dtype="float16")
-    assignment = Assignment(
-        strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(ALLGATHER), TOPK))
-    )
+    assignment = Assignment(strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(ALLGATHER), TOPK)))
     mine = [torch.full((4000,), 40000.0, dtype=torch.float16)]
     finite, recorded, kept = [], [], []
     for _ in range(2):
@@ -449,9 +440,7 @@ def run_watchdog(rank: int) -> tuple[str, str]:
     buffers = integers(buckets, rank, NUM_RANKS)
 
     def give(index: int) -> Any:
-        return exchange.executor.reduce_bucket(
-            buckets[index], buffers[index], is_last=index == 2, grad_scale=1.0
-        )
+        return exchange.executor.reduce_bucket(buckets[index], buffers[index], is_last=index == 2, grad_scale=1.0)
 
     give(0).wait()
     time.sleep(2.5)  # a slow backward pass: nobody waits for us, so no deadline runs

@@ -83,9 +83,7 @@ def test_an_encoder_that_raises(played):
 def test_an_exception_in_the_users_backward(played):
     reports = played(one_backward_raises)
     assert reports[1]["first"] == "ValueError: the user's own"
-    assert (
-        "did not finish" in reports[1]["again"] or "before the last one was averaged" in reports[1]["again"]
-    )
+    assert "did not finish" in reports[1]["again"] or "before the last one was averaged" in reports[1]["again"]
     for rank in (0, 2):
         check_report(rank, reports[rank])
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from compressor_cases import DTYPES, SPECS, make_layout, numbers
 
-from espresso.comm import ResidualStore
+from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import HOST, DeviceMemory
 from espresso.compressors import Correction, DrawKey, Feedback, Segment, create, cuda_codec, host_codec
 from espresso.compressors.cuda import CudaCodec
@@ -51,9 +51,7 @@ def test_bytes_are_those_of_the_host(spec: str, dtype: Any) -> None:
             np.zeros_like(source),
             np.zeros_like(source),
         )
-        codec.encode(
-            layout, source, starts, payload, scale=0.7, feedback=Feedback(old, kept, starts), key=key
-        )
+        codec.encode(layout, source, starts, payload, scale=0.7, feedback=Feedback(old, kept, starts), key=key)
         codec.decode(layout, np.stack([payload] * 3), decoded, starts, scale=1 / 3, key=key)
         outcomes.append((payload.tobytes(), kept.tobytes(), decoded.tobytes()))
     assert outcomes[0] == outcomes[1]
@@ -185,10 +183,7 @@ def test_velocities_are_those_of_the_host(nesterov: bool) -> None:
     host_codec(compressor).encode(layout, source, starts, payload)
     outcomes = []
     for where, mover in (("cpu", HOST_MOVER), ("cuda", CudaMover(cuda_device()))):
-        arrays = [
-            torch.from_numpy(a).to(where)
-            for a in (source, old, np.zeros_like(old), np.zeros_like(old), payload)
-        ]
+        arrays = [torch.from_numpy(a).to(where) for a in (source, old, np.zeros_like(old), np.zeros_like(old), payload)]
         given: list[Any] = [a.numpy() if where == "cpu" else a for a in arrays]
         velocity = Feedback(given[1], given[2], starts)
         mover.advance(rule, numels, given[0], starts, 0.5, velocity, given[3], starts)
@@ -209,10 +204,7 @@ def test_narrow_residuals_are_those_of_the_host(storage: str) -> None:
             residual.settle()
             residual.commit()
         kept.append(
-            [
-                residual.read(start, run.numel).tobytes()
-                for run, start in zip(runs, residual.starts, strict=True)
-            ]
+            [residual.read(start, run.numel).tobytes() for run, start in zip(runs, residual.starts, strict=True)]
         )
         assert residual.num_bytes < 0.6 * 8 * sum(run.numel for run in runs)
     assert kept[0] == kept[1]
@@ -246,9 +238,7 @@ def train(backend: str, options: list[tuple[str, str]]) -> list[str]:
                 sgd(plain)
             if not agreed(ddp):
                 wrong.append(f"{option} {compressor}: replicas differ")
-            same = all(
-                torch.allclose(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
-            )
+            same = all(torch.allclose(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
             if not same:
                 wrong.append(f"{option} {compressor}: not the average")
             if state.metrics()["espresso/skipped_steps"]:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rank_pool import POOL
-from espresso.comm import Groups, TopologyError, cluster_from_nodes, node_key
-from espresso.profiler import Place, measure_links
+from espresso.comm.errors import TopologyError
+from espresso.comm.groups import Groups, cluster_from_nodes, node_key
+from espresso.live.profiler import Place, measure_links
 from espresso.strategies import Cluster, Scope
 from tests.workers import run_ranks
 

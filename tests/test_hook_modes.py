@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.hook import espresso_hook
-from espresso.state import EspressoState
+from espresso.live.state import EspressoState
 from espresso.strategies import Cluster
 from tests.ddp import (
     ALLGATHER,
@@ -237,9 +237,7 @@ def mixed_dtypes(rank: int) -> dict[str, dict[str, list[str]]]:
 
 def channels_last(rank: int) -> dict[str, list[str]]:
     torch.manual_seed(2)
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 4)
-    )
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 4))
 
     def step(ddp: DistributedDataParallel, number: int) -> None:
         image = batch(rank, number, 3 * 64).reshape(4, 3, 8, 8).to(memory_format=torch.channels_last)

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from benchmarks.search_models import random_model_job
-from espresso.bounds import certify
-from espresso.candidates import every_choice, units_of
-from espresso.chains import Pricer
-from espresso.evaluator import Evaluator
-from espresso.improve import LocalSearch, guide
-from espresso.improve_kernels import spread
-from espresso.presets import job_from_trace
-from espresso.relaxation import relax
-from espresso.search import GREEDY, PUBLISHED, search
+from espresso.model.presets import job_from_trace
+from espresso.model.pricing import Pricer
+from espresso.search.bounds import certify
+from espresso.search.candidates import every_choice, units_of
+from espresso.search.evaluator import Evaluator
+from espresso.search.improve import LocalSearch, guide
+from espresso.search.improve_kernels import spread
+from espresso.search.relaxation import relax
+from espresso.search.search import GREEDY, PUBLISHED, search
 from espresso.strategies import PLAIN, Device
 from tests.timeline_jobs import TOY, jobs, make_job, tenth
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from espresso.chains import Pricer, atom_sizes, first_shard, payload_bytes
-from espresso.costs import (
+from espresso.model.costs import (
     AlphaBeta,
     ComputeCost,
     Contention,
@@ -19,8 +18,9 @@ from espresso.costs import (
     interpolate,
     routine_us,
 )
-from espresso.job import Job, JobError
-from espresso.presets import cluster_names, job_from_trace, load_cluster, published_costs, trace_names
+from espresso.model.job import Job, JobError
+from espresso.model.presets import cluster_names, job_from_trace, load_cluster, published_costs, trace_names
+from espresso.model.pricing import Pricer, atom_sizes, first_shard, payload_bytes
 from espresso.strategies import (
     Bucket,
     Choice,
@@ -225,9 +225,7 @@ def test_a_batched_decode_is_one_launch_and_its_shares():
 
 
 def test_an_unmeasured_compressor_is_named():
-    with pytest.raises(
-        JobError, match=r"no encode cost for compressor 'int8' on the training device; .* topk"
-    ):
+    with pytest.raises(JobError, match=r"no encode cost for compressor 'int8' on the training device; .* topk"):
         make_costs().encode_us(CompressorSpec("int8"), Device.TRAINING, 10)
     assert make_costs().devices(TOPK) == (Device.TRAINING,)
 
@@ -358,8 +356,8 @@ def test_a_cluster_file_is_read_and_its_faults_named(tmp_path):
 
 
 def test_measured_links_make_a_cluster_file(tmp_path):
-    from espresso.costs import AlphaBeta, LinkCurve, routine_us
-    from espresso.presets import load_cluster, measured_cluster
+    from espresso.model.costs import AlphaBeta, LinkCurve, routine_us
+    from espresso.model.presets import load_cluster, measured_cluster
     from espresso.strategies import Cluster, Form, Routine, Scope
 
     line = AlphaBeta(40.0, 0.3)

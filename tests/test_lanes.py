@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from espresso.comm.lanes import Lanes, Node
+from espresso.comm.execute.lanes import Lanes, Node
 from espresso.strategies import Lane
 
 FLAT = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN)
@@ -243,9 +243,7 @@ def test_issued_tasks_go_on_the_wire_together_in_order_and_hold_their_lanes_agai
         issued.append(index)
         return futures[index]
 
-    nodes = [
-        Node(FLAT, i, raising("must not run"), lambda: "x", issue=lambda i=i: issue(i)) for i in range(3)
-    ]
+    nodes = [Node(FLAT, i, raising("must not run"), lambda: "x", issue=lambda i=i: issue(i)) for i in range(3)]
     stage.lanes.enqueue([nodes[0], nodes[1], stage.node("between", Lane.INTRA, bucket=1), nodes[2]])
     stage.lanes.bucket_ready([2])
     assert issued == []  # its turn has not come

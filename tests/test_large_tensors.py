@@ -16,7 +16,7 @@ import pytest
 import torch
 from compressor_cases import numbers
 
-from espresso.comm import FactorStore
+from espresso.comm.keep.factors import FactorStore
 from espresso.compressors import Correction, DrawKey, Feedback, Segment, create, cuda_codec, host_codec
 from espresso.compressors.cuda.momentum import CudaMover
 from espresso.compressors.momentum import HOST_MOVER

@@ -2,7 +2,8 @@
 
 import pytest
 
-from espresso.comm import Launch, TopologyError, export_environment, read_environment
+from espresso.comm.environment import Launch, export_environment, read_environment
+from espresso.comm.errors import TopologyError
 
 TORCHRUN = {
     "RANK": "5",

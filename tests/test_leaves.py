@@ -10,7 +10,7 @@ import pytest
 from benchmarks.exchange import Exchange, digest, exact_average, integers, make_buckets, planned, strategy_of
 from benchmarks.leaves import PARTITION_BYTES, cases_for, wrong_on
 from benchmarks.rank_pool import POOL
-from espresso.comm import Assignment
+from espresso.comm.execute.executor import Assignment
 from espresso.strategies import Bucket, Choice, Cluster, parse_option
 
 
@@ -54,9 +54,7 @@ def run_mixed(rank: int, dtype: str) -> list[str]:
     buckets = make_buckets(
         {f"a{i}": 101 * i % 700 for i in range(12)}, {f"b{i}": 997 * i % 3000 for i in range(7)}, dtype=dtype
     )
-    strategy = strategy_of(
-        buckets, exchange.groups.cluster, mixed_choices(buckets), partition_bytes=PARTITION_BYTES
-    )
+    strategy = strategy_of(buckets, exchange.groups.cluster, mixed_choices(buckets), partition_bytes=PARTITION_BYTES)
     plain = Assignment(strategy)
     digests = []
     for draw, assignment in enumerate((plain, planned(plain, buckets), plain)):

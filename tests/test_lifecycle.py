@@ -114,7 +114,7 @@ ENDINGS = {
         sys.exit(0)
     """,
     "a thread of Gloo's is slow to let go of a callback": """
-        import espresso.comm.averaging as averaging
+        import espresso.comm.execute.averaging as averaging
 
         class Slow:
             def __del__(self, sleep=time.sleep):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from benchmarks.exchange import Exchange, make_buckets, numels_of, planned, strategy_of
-from espresso.comm import Assignment, DisagreementError
+from espresso.comm.errors import DisagreementError
+from espresso.comm.execute.executor import Assignment
 from espresso.compressors import Correction, DrawKey, Segment, create, host_codec
-from espresso.schedule import Schedule, translate
+from espresso.compressors.schedule import Schedule, translate
 from espresso.strategies import (
     NONE,
     PLAIN,
@@ -180,9 +181,7 @@ def gradients(buckets: tuple[Bucket, ...], rank: int, step: int) -> list[torch.T
     return [torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets]
 
 
-def strategy(
-    buckets: tuple[Bucket, ...], option: str = ALLGATHER, spec: str = DGC, raw: tuple[str, ...] = RAW
-) -> Any:
+def strategy(buckets: tuple[Bucket, ...], option: str = ALLGATHER, spec: str = DGC, raw: tuple[str, ...] = RAW) -> Any:
     choice = Choice(parse_option(option), CompressorSpec.parse(spec))
     return strategy_of(buckets, TWO, {name: PLAIN if name in raw else choice for name in numels_of(buckets)})
 
@@ -222,9 +221,7 @@ def against_the_oracle(rank: int) -> dict[str, dict[str, float]]:
         for step in range(STEPS):
             scale = 2.0 ** (step % 3)
             mine = [g * scale for g in gradients(buckets, rank, step)]
-            got = slots(
-                buckets, exchange.step(plain if step < 2 else in_order, buckets, mine, grad_scale=scale)
-            )
+            got = slots(buckets, exchange.step(plain if step < 2 else in_order, buckets, mine, grad_scale=scale))
             sent: dict[str, Any] = dict.fromkeys(numels, 0.0)
             for oracle in oracles:
                 for name, g in slots(buckets, gradients(buckets, oracle.rank, step)).items():
@@ -235,12 +232,8 @@ def against_the_oracle(rank: int) -> dict[str, dict[str, float]]:
             for name in numels:
                 worst["averages"] = max(worst["averages"], np.abs(got[name] / scale - sent[name] / 2).max())
                 worst["residuals"] = max(worst["residuals"], np.abs(kept[name] - oracles[rank].v[name]).max())
-                worst["velocities"] = max(
-                    worst["velocities"], np.abs(moving[name] - oracles[rank].m[name]).max()
-                )
-                worst["without masking"] = max(
-                    worst["without masking"], np.abs(moving[name] - blind.m[name]).max()
-                )
+                worst["velocities"] = max(worst["velocities"], np.abs(moving[name] - oracles[rank].m[name]).max())
+                worst["without masking"] = max(worst["without masking"], np.abs(moving[name] - blind.m[name]).max())
         results[how] = worst | {"masked": oracles[rank].masked}
     exchange.close()
     return results

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from espresso.comm.memory import is_finite
-from espresso.state import EspressoState
+from espresso.live.state import EspressoState
 from tests.ddp import (
     ALLGATHER,
     HIERARCHICAL,

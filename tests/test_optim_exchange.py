@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import espresso
-from espresso.names import named_gradients
+from espresso.live.names import named_gradients
 from espresso.optim import CLAN, LANS, CompressedAdam, TwoWay, scale_residuals
 from espresso.optim.residual_rate import ratio
 from espresso.strategies import Cluster, CompressorSpec, Site, TensorSpec
@@ -316,8 +316,7 @@ def rates_followed(rank: int) -> Any:
                     # Units of the residuals: the last rate above zero.
                     kept = kept_on_all_ranks(state, ddp)
                     start = {
-                        name: p.detach() - 0.5 * kept[name].float() / 2
-                        for name, p in named_gradients(ddp).items()
+                        name: p.detach() - 0.5 * kept[name].float() / 2 for name, p in named_gradients(ddp).items()
                     }
                     exact = {name: torch.zeros_like(total) for name, total in exact.items()}
                 ddp.zero_grad()
@@ -332,9 +331,7 @@ def rates_followed(rank: int) -> Any:
             assert all(torch.isfinite(values).all() for values in kept.values())
             assert sum(float(values.abs().sum()) for values in kept.values()) > 0
             return max(
-                float(
-                    (p.detach() - RATES[-1] * kept[name].float() / 2 - start[name] + exact[name]).abs().max()
-                )
+                float((p.detach() - RATES[-1] * kept[name].float() / 2 - start[name] + exact[name]).abs().max())
                 for name, p in named_gradients(ddp).items()
             )
 
@@ -373,10 +370,7 @@ def frozen_variance(rank: int) -> Any:
         got = [p.detach().double().numpy() for p in ddp.parameters()]
         apart = [
             distance(
-                [
-                    adam_reference(x, [g[i] for g in gradients], freeze_at, maximize)
-                    for i, x in enumerate(want)
-                ],
+                [adam_reference(x, [g[i] for g in gradients], freeze_at, maximize) for i, x in enumerate(want)],
                 got,
             )
             for freeze_at in (3, STEPS)
@@ -406,9 +400,7 @@ def adam_resumed(rank: int) -> Any:
         ddp = settled(0)
         with adam(ddp, lr=0.01, warmup_steps=3) as optimizer:
             head = learn(ddp, optimizer, rank, range(break_at))
-            saved = copy.deepcopy(
-                (ddp.module.state_dict(), optimizer.state_dict(), optimizer.exchange.state_dict())
-            )
+            saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict(), optimizer.exchange.state_dict()))
         if break_at == STEPS:
             return head
         ddp = settled(9)

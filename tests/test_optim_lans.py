@@ -191,9 +191,7 @@ def test_groups_schedulers_and_parameters_without_gradient(how):
     idle = nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = LANS([{"params": [("a", first)], "lr": 0.1}, {"params": [("b", idle)]}], lr=0.02, **how)
     optimizer.add_param_group({"params": [("c", second)], "weight_decay": 0.5, "betas": (0.5, 0.9)})
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: [0.0, 1.0, 0.5, 0.25, 0.0, 2.0][step % 6]
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [0.0, 1.0, 0.5, 0.25, 0.0, 2.0][step % 6])
     factors = []
     for g, h in zip(gradients, others, strict=True):
         first.grad, second.grad = torch.tensor(g), torch.tensor(h)

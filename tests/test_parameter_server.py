@@ -22,7 +22,9 @@ from benchmarks.exchange import (
     strategy_of,
 )
 from benchmarks.rank_pool import NUM_RANKS, POOL, RanksFailed
-from espresso.comm import Assignment, EspressoError, TopologyError
+from espresso.comm.errors import EspressoError, TopologyError
+from espresso.comm.execute.executor import Assignment
+from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Client, Line
 from espresso.comm.parameter_server.join import Door, ServerSettings, assign_roles, knock
 from espresso.comm.parameter_server.plain import PlainCodec, smaller
@@ -38,10 +40,9 @@ from espresso.comm.parameter_server.wire import (
     Stretch,
     balance,
 )
-from espresso.comm.residuals import ResidualStore
 from espresso.compressors.base import Feedback, Segment
 from espresso.compressors.cuda import sources
-from espresso.host_codecs import HostCodecs
+from espresso.live.host_codecs import HostCodecs
 from espresso.strategies import (
     NONE,
     Choice,
@@ -130,9 +131,7 @@ def run_on_a_device(rank: int) -> list[tuple[str, bool, bool]]:
             mine = []
             for step in range(3):
                 random = np.random.default_rng([step, rank])
-                gradients = [
-                    torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets
-                ]
+                gradients = [torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets]
                 assignment = Assignment(strategy)
                 assignment = exchange.planned(assignment, buckets) if step else assignment
                 mine.append(digest(exchange.step(assignment, buckets, gradients)))
@@ -209,8 +208,7 @@ def run_shared_draws(rank: int) -> tuple[set[str], bool]:
     buckets = make_buckets(*SIZES)
     strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, spec))
     results = [
-        exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS, draw))
-        for draw in range(3)
+        exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS, draw)) for draw in range(3)
     ]
     return exchange.sites(), bool(results[-1][0].any())
 
@@ -284,10 +282,7 @@ def test_two_way_equals_an_independent_reference(servers):
     found = POOL.run(run_two_way)
     numels = numels_of(make_buckets(*SIZES))
     draws = [
-        [
-            {name: gradient(rank, step, n).astype(float) for name, n in numels.items()}
-            for rank in range(NUM_RANKS)
-        ]
+        [{name: gradient(rank, step, n).astype(float) for name, n in numels.items()} for rank in range(NUM_RANKS)]
         for step in range(STEPS)
     ]
     for mine, right in zip(found[0], reference(draws), strict=True):
@@ -396,9 +391,7 @@ def run_gains(rank: int, spec: str) -> tuple[dict[str, np.ndarray], float, bool]
         exchange.renew(gain=None)
         exchange.store.load(pieces, carry, numels)
         exchange.warm_up([given])
-        strategy = strategy_of(
-            buckets, exchange.groups.cluster, choice_of(TWO_WAY, given), partition_bytes=cut_at
-        )
+        strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, given), partition_bytes=cut_at)
         for _ in range(5):
             gradients = integers(buckets, rank, NUM_RANKS, draw)
             results = exchange.step(Assignment(strategy), buckets, gradients)
@@ -538,9 +531,7 @@ def test_a_push_that_is_not_taken_names_its_own_server():
     data = np.zeros(16 << 20, np.uint8)
     mine.push(lines[0], data, data, Header(Op.PUSH, 0, 0), 1.0)
     # The window is full of the first server's push.
-    with pytest.raises(
-        EspressoError, match=r"server rank 1 \(10.0.0.1\) did not take the push of key 0 \(w0"
-    ):
+    with pytest.raises(EspressoError, match=r"server rank 1 \(10.0.0.1\) did not take the push of key 0 \(w0"):
         mine.push(lines[1], data, data, Header(Op.PUSH, 0, 1), 1.0)
 
 
@@ -633,9 +624,7 @@ def run_dying_worker(rank: int) -> None:
     if rank == 3:
         time.sleep(1.0)
         os._exit(1)
-    with pytest.raises(
-        Exception, match=r"server rank 4 reports: worker rank 3 died or left while key \d+ \(weights"
-    ):
+    with pytest.raises(Exception, match=r"server rank 4 reports: worker rank 3 died or left while key \d+ \(weights"):
         exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
 
 
@@ -689,10 +678,7 @@ def test_payloads_larger_than_raw_go_raw():
     segments = [Segment("w", 0, 100)]
     assert isinstance(smaller(codec, segments, np.float32), PlainCodec)
     assert smaller(codec, [Segment("w", 0, 10_000)], np.float32) is not codec  # 6 bytes for each of 9000
-    assert (
-        smaller(HostCodecs(1)(CompressorSpec("int8"), Device.TRAINING), [Segment("w", 0, 5000)], "f4")
-        is not None
-    )
+    assert smaller(HostCodecs(1)(CompressorSpec("int8"), Device.TRAINING), [Segment("w", 0, 5000)], "f4") is not None
     plain = PlainCodec()
     layout = plain.compressor.layout(segments)
     assert layout.num_bytes == 400

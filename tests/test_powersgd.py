@@ -12,16 +12,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.exchange import Exchange, digest, make_buckets, numels_of, planned
 from benchmarks.rank_pool import NUM_RANKS, POOL
-from espresso.candidates import every_choice
-from espresso.comm import Assignment, FactorStore
+from espresso.comm.execute.executor import Assignment
+from espresso.comm.keep.factors import FactorStore
 from espresso.compressors import DrawKey, Feedback, Segment, create, cuda_codec, host_codec
 from espresso.compressors.powersgd import PowerSgd, matrix_of
-from espresso.costs import COMMON_OPS, AlphaBeta, ComputeCost, Contention, CopyCost, CostModel, Links, Op
+from espresso.compressors.schedule import check_choices
 from espresso.cpu_offload import WorkerPool
 from espresso.cpu_offload.powersgd import orthonormalise
-from espresso.job import Job
-from espresso.schedule import check_choices
-from espresso.search import lay_out, search
+from espresso.model.costs import (
+    COMMON_OPS,
+    AlphaBeta,
+    ComputeCost,
+    Contention,
+    CopyCost,
+    CostModel,
+    Links,
+    Op,
+)
+from espresso.model.job import Job
+from espresso.model.timeline import simulate
+from espresso.search.candidates import every_choice
+from espresso.search.search import lay_out, search
 from espresso.strategies import (
     Choice,
     Cluster,
@@ -35,7 +46,6 @@ from espresso.strategies import (
     plan,
     round_options,
 )
-from espresso.timeline import simulate
 from tests.backends import MAKERS, needs_compiler, on_device
 from tests.ddp import Played, agreed, batch, registered, sgd, wrap
 from tests.emulator import EmulatedDevice
@@ -53,9 +63,7 @@ STEPS = 4
 class Step:
     """One rank's encode and transform of the matrices in SHAPES, alone: the sums are its own vectors."""
 
-    def __init__(
-        self, dtype: Any, pool: WorkerPool | None = None, *, backend: str = "numba", **more: Any
-    ) -> None:
+    def __init__(self, dtype: Any, pool: WorkerPool | None = None, *, backend: str = "numba", **more: Any) -> None:
         shapes = SHAPES | more
         self.codec: Any = MAKERS[backend](create(SPEC), pool)
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
@@ -75,9 +83,7 @@ class Step:
         )  # fmt: skip
         self.codec.transform_values(self.layout, first, second, feedback=feedback)
         out = np.full_like(gradient, np.nan)
-        assert self.codec.decode_values(
-            self.layout, first, second, out, self.starts, scale=1.0, factors=self.factors
-        )
+        assert self.codec.decode_values(self.layout, first, second, out, self.starts, scale=1.0, factors=self.factors)
         self.factors.commit()
         before, self.old = self.old, new
         self.first, self.second = first, second
@@ -86,9 +92,7 @@ class Step:
     def part(self, name: str, values: Any) -> Any:
         index = list(SHAPES).index(name)
         start, numel = int(self.starts[index]), int(self.layout.numels[index])
-        return values[start : start + numel].reshape(
-            matrix_of(SHAPES[name]) if len(SHAPES[name]) > 1 else (-1, 1)
-        )
+        return values[start : start + numel].reshape(matrix_of(SHAPES[name]) if len(SHAPES[name]) > 1 else (-1, 1))
 
 
 both_backends = pytest.mark.parametrize("backend", ["numba", pytest.param("emulated", marks=needs_compiler)])
@@ -118,9 +122,7 @@ def test_the_codec_against_numpy(dtype, threads, backend):
                 residual = step.part(name, step.old)
                 assert np.allclose(step.part(name, sent) + residual, m, atol=tolerance)
                 kept = step.factors.read(name).reshape(RANK, -1)
-                basis = np.linalg.qr(
-                    step.part(name, sent) @ np.linalg.pinv(kept.astype(float)).astype(dtype)
-                )[0]
+                basis = np.linalg.qr(step.part(name, sent) @ np.linalg.pinv(kept.astype(float)).astype(dtype))[0]
                 assert np.abs(basis.T @ residual).max() < 100 * tolerance, "what is kept is orthogonal to P"
                 assert 0 < np.linalg.norm(residual) < np.linalg.norm(m)
                 q[name] = kept.astype(float)
@@ -137,9 +139,7 @@ def test_warm_start_finds_the_matrix(backend):
     gradient = np.zeros(step.old.size)
     for name in ("w", "conv"):
         rows, columns = matrix_of(SHAPES[name])
-        step.part(name, gradient)[:] = random.standard_normal((rows, RANK)) @ random.standard_normal(
-            (RANK, columns)
-        )
+        step.part(name, gradient)[:] = random.standard_normal((rows, RANK)) @ random.standard_normal((RANK, columns))
     for _ in range(3):
         _, sent = step.run(gradient)
     assert np.abs(step.old).max() < 1e-9
@@ -315,9 +315,7 @@ def test_the_gpu_codec_launches_once_for_all_matrices():
     kept, factors = Feedback(torch.zeros(12_000), new, starts), FactorStore()  # type: ignore[arg-type]
     for launches in (6, 7):
         device.launches.clear()
-        codec.encode_values(
-            layout, source, starts, first, scale=1.0, feedback=kept, key=DrawKey(), factors=factors
-        )
+        codec.encode_values(layout, source, starts, first, scale=1.0, feedback=kept, key=DrawKey(), factors=factors)
         codec.transform_values(layout, first, second, feedback=kept)
         codec.decode_values(layout, first, second, source, starts, scale=1.0, factors=factors)
         factors.commit()
@@ -331,9 +329,7 @@ def test_what_travels_raw():
     assert compressor.rank_of((15, 16)) == 0  # below raw_below
     assert compressor.rank_of((100, 4)) == 0  # 2 * 104 * 2 > 400
     assert compressor.rank_of((100,)) == compressor.rank_of(()) == compressor.rank_of((0, 5)) == 0
-    with pytest.raises(
-        ValueError, match=r"whole tensors; 'w' of shape \[20, 30\] was given as 64 elements from 64"
-    ):
+    with pytest.raises(ValueError, match=r"whole tensors; 'w' of shape \[20, 30\] was given as 64 elements from 64"):
         compressor.layout([Segment("w", 64, 64, (20, 30))])
     for text, message in (("powersgd:rank=0", "rank"), ("powersgd:min_saving=0.5", "min_saving")):
         with pytest.raises(ValueError, match=message):
@@ -367,9 +363,7 @@ def test_groups_are_not_cut():
 def buckets_of(dtype: str = "float32") -> Any:
     sizes = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
     names = list(sizes)
-    return make_buckets(
-        *({n: sizes[n] for n in part} for part in (names[:2], names[2:3], names[3:])), dtype=dtype
-    )
+    return make_buckets(*({n: sizes[n] for n in part} for part in (names[:2], names[2:3], names[3:])), dtype=dtype)
 
 
 def run_leaves(rank: int, texts: list[str], dtype: str) -> dict[str, dict[str, Any]]:
@@ -387,9 +381,7 @@ def run_leaves(rank: int, texts: list[str], dtype: str) -> dict[str, dict[str, A
         given = {name: np.zeros(n) for name, n in numels.items()}
         for step in range(STEPS):
             random = np.random.default_rng([step, rank])
-            mine = [
-                torch.from_numpy(random.standard_normal(b.numel)).to(getattr(torch, dtype)) for b in buckets
-            ]
+            mine = [torch.from_numpy(random.standard_normal(b.numel)).to(getattr(torch, dtype)) for b in buckets]
             got = exchange.step(plain if step < 2 else planned(plain, buckets), buckets, mine)
             digests.append(digest(got))
             for bucket, gradient, average in zip(buckets, mine, got, strict=True):
@@ -424,10 +416,7 @@ def test_every_leaf_of_two_rounds(dtype):
             sent = rows[0]["averages"][name] * NUM_RANKS
             assert np.abs(sent + kept - given).max() < rounding, (text, name)
             assert (np.abs(kept).max() > 0.1) == (name in ("w", "conv"))
-            assert (
-                np.abs(rows[0]["averages"][name] - answers[0][texts[0]]["averages"][name]).max()
-                < 20 * rounding
-            )
+            assert np.abs(rows[0]["averages"][name] - answers[0][texts[0]]["averages"][name]).max() < 20 * rounding
         assert sum(row["sent"] for row in rows) < 0.6 * sum(row["raw"] for row in rows)
         assert set().union(*(row["sites"] for row in rows)) == {"local"}
 
@@ -442,9 +431,7 @@ def job() -> Job:
         for device in (Device.TRAINING, Device.OFFLOAD)
         for op in (*COMMON_OPS, Op.TRANSFORM)
     )
-    costs = CostModel(
-        Links(AlphaBeta(20, 0.1), AlphaBeta(50, 8.0)), compute, None, Contention(2.0, 1.0, 2.0, {})
-    )
+    costs = CostModel(Links(AlphaBeta(20, 0.1), AlphaBeta(50, 8.0)), compute, None, Contention(2.0, 1.0, 2.0, {}))
     return Job("toy", tensors, (0.0, 500.0, 4000.0), Cluster(2, 2), costs, mode=Mode.PAPER, forward_us=3000.0)
 
 
@@ -509,9 +496,7 @@ def descend(ddp: Any, rank: int, steps: range) -> None:
 def beside_torch(rank: int) -> tuple[float, float, bool, float]:
     """(distance to torch's parameters, how far those moved, replicas agree, bytes sent over raw)."""
     theirs = DistributedDataParallel(Net())
-    hook = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
-    )
+    hook = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)
     ours = wrap(Net(), bucket_cap_mb=25)
     begun = ours.module.layer.weight.detach().clone()
     with registered(ours, FLAT, "powersgd:rank=2,start_iter=2") as state:

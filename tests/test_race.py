@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.exchange import make_buckets, strategy_of
-from espresso.comm import Record
-from espresso.planner import AutoPlanner, Candidate
+from espresso.comm.execute.executor import Record
+from espresso.live.planner import AutoPlanner, Candidate
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, parse_option, plan
 from tests.ddp import ALLGATHER
 from tests.workers import run_ranks
@@ -51,9 +51,7 @@ def planner_of(search: Found, *, race_rounds: int, decide_by: int) -> AutoPlanne
     )  # fmt: skip
 
 
-def run(
-    planner: AutoPlanner, steps: int, before: Callable[[int], None] = lambda step: None
-) -> list[tuple[bool, bool]]:
+def run(planner: AutoPlanner, steps: int, before: Callable[[int], None] = lambda step: None) -> list[tuple[bool, bool]]:
     """Whether each step compressed, and whether the planner had decided after it; compression takes a tenth."""
     ran: list[tuple[bool, bool]] = []
     done_ns = 0
@@ -97,8 +95,10 @@ def test_the_race_is_run_as_late_as_it_may(decide_by, race_from):
 def _park(rank: int) -> dict[str, Any]:
     import torch
 
-    from espresso.comm import Assignment, Executor, Groups, ResidualStore
-    from espresso.host_codecs import HostCodecs
+    from espresso.comm.execute.executor import Assignment, Executor
+    from espresso.comm.groups import Groups
+    from espresso.comm.keep.store import ResidualStore
+    from espresso.live.host_codecs import HostCodecs
     from espresso.strategies import (
         Bucket,
         Choice,

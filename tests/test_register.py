@@ -14,7 +14,7 @@ from torch import nn
 
 import espresso
 from espresso.comm.hook import espresso_hook
-from espresso.state import EspressoState
+from espresso.live.state import EspressoState
 from espresso.strategies import Cluster
 from tests.ddp import (
     ALLGATHER,

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from espresso.costs import AlphaBeta, ComputeCost, CostModel, LinkCurve, Links, Op
-from espresso.explain import ExplainedGroup, explain
-from espresso.gantt import write_gantt
-from espresso.job import Job
-from espresso.lane_events import (
+from espresso.model.costs import AlphaBeta, ComputeCost, CostModel, LinkCurve, Links, Op
+from espresso.model.job import Job
+from espresso.model.timeline import Timeline, list_schedule, simulate
+from espresso.show.explain import ExplainedGroup, explain
+from espresso.show.gantt import write_gantt
+from espresso.show.lane_events import (
     EventError,
     Kind,
     LaneEvent,
@@ -23,7 +24,8 @@ from espresso.lane_events import (
     predicted_events,
     sorted_lanes,
 )
-from espresso.report import check_compressors, human_bytes, human_us, link_rows, short_names
+from espresso.show.report import check_compressors, human_bytes, human_us, link_rows, short_names
+from espresso.show.trace_events import trace_body, write_trace
 from espresso.strategies import (
     PLAIN,
     Choice,
@@ -39,8 +41,6 @@ from espresso.strategies import (
     parse_option,
     plan,
 )
-from espresso.timeline import Timeline, list_schedule, simulate
-from espresso.trace_events import trace_body, write_trace
 
 CLUSTER = Cluster(2, 2)
 SPEC = CompressorSpec.parse("topk:ratio=0.01")
@@ -165,12 +165,8 @@ def check_trace(body: dict[str, Any]) -> list[dict[str, Any]]:
     """What Perfetto needs; returns the intervals."""
     assert body["displayTimeUnit"] == "ms"
     intervals = [event for event in body["traceEvents"] if event["ph"] == "X"]
-    named = {
-        (event["name"], event["pid"], event["tid"]) for event in body["traceEvents"] if event["ph"] == "M"
-    }
-    assert len(intervals) + sum(event["ph"] == "M" for event in body["traceEvents"]) == len(
-        body["traceEvents"]
-    )
+    named = {(event["name"], event["pid"], event["tid"]) for event in body["traceEvents"] if event["ph"] == "M"}
+    assert len(intervals) + sum(event["ph"] == "M" for event in body["traceEvents"]) == len(body["traceEvents"])
     assert [event["ts"] for event in intervals] == sorted(event["ts"] for event in intervals)
     for event in intervals:
         assert {"ph", "name", "cat", "ts", "dur", "pid", "tid", "args"} == set(event)

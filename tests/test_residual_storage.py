@@ -12,7 +12,8 @@ from compressor_cases import numbers
 from benchmarks.exchange import Exchange, make_buckets, numels_of, strategy_of
 from benchmarks.rank_pool import POOL
 from espresso import EspressoState
-from espresso.comm import Assignment, ResidualStore
+from espresso.comm.execute.executor import Assignment
+from espresso.comm.keep.store import ResidualStore
 from espresso.compressors import Feedback, create, host_codec
 from espresso.compressors.base import Segment
 from espresso.strategies import Choice, CompressorSpec, Run, Site, parse_option

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espresso.comm import ResidualStore
+from espresso.comm.keep.store import ResidualStore
 from espresso.strategies import Run, Site
 
 NUMELS = {"a": 100, "b": 50}
@@ -62,9 +62,7 @@ def filled(*runs, site=Site.LOCAL, replica=0):
 
 
 def test_every_run_begins_on_a_cache_line_and_is_found_by_its_place_in_the_group():
-    residual = ResidualStore().new_residual(
-        Site.LOCAL, [Run("a", 0, 64, 0, 10), Run("b", 5, 74, 0, 33)], np.float32, 0
-    )
+    residual = ResidualStore().new_residual(Site.LOCAL, [Run("a", 0, 64, 0, 10), Run("b", 5, 74, 0, 33)], np.float32, 0)
     assert residual.starts == (0, 16)
     assert residual.old.size == 16 + 33
     assert [residual.locate(at) for at in (64, 73, 74, 106)] == [0, 9, 16, 48]

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from espresso.algorithms import bubbles, greedy, offload, size_order
-from espresso.baselines import inter_all_to_all, inter_gather_broadcast, simple_baselines
-from espresso.candidates import compressed_choices, raw_choices, units_of
-from espresso.costs import AlphaBeta, Contention, CopyCost
-from espresso.evaluator import Evaluator
-from espresso.job import Job, JobError
-from espresso.presets import job_from_trace
-from espresso.search import search
+from espresso.model.costs import AlphaBeta, Contention, CopyCost
+from espresso.model.job import Job, JobError
+from espresso.model.presets import job_from_trace
+from espresso.model.timeline import simulate
+from espresso.search.algorithms import bubbles, greedy, offload, size_order
+from espresso.search.baselines import inter_all_to_all, inter_gather_broadcast, simple_baselines
+from espresso.search.candidates import compressed_choices, raw_choices, units_of
+from espresso.search.evaluator import Evaluator
+from espresso.search.search import search
 from espresso.strategies import (
     PLAIN,
     Bucket,
@@ -29,7 +30,6 @@ from espresso.strategies import (
     TensorSpec,
     parse_option,
 )
-from espresso.timeline import simulate
 from tests.timeline_jobs import GATHER, HOST_GATHER, TOY, compute, jobs, make_job, tenth
 
 slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
@@ -54,7 +54,7 @@ def test_the_result_is_never_above_a_baseline_nor_below_the_upper_bound(job):
 @given(jobs())
 @slow_ok
 def test_the_prediction_is_that_of_the_plan(job):
-    from espresso.chains import Pricer
+    from espresso.model.pricing import Pricer
 
     result = search(job, TOY, payload=tenth)
     timeline = simulate(result.plan, job, pricer=Pricer(job.costs, job.cluster, tenth))
@@ -198,16 +198,12 @@ def test_summable_leaves_are_offered_for_casts_only():
     job = make_job([1000], [0], costs=compute(1.0, 1.0, name="fp16") + compute(1.0, 1.0))
     from espresso.strategies import CompressorSpec
 
-    assert any(
-        c.option.is_summable for c in compressed_choices(job, (CompressorSpec("fp16"),), Device.TRAINING)
-    )
+    assert any(c.option.is_summable for c in compressed_choices(job, (CompressorSpec("fp16"),), Device.TRAINING))
     assert not any(c.option.is_summable for c in compressed_choices(job, (TOY,), Device.TRAINING))
 
 
 def test_several_compressors_may_mix():
-    job = make_job(
-        [100_000, 1000], [0, 5], beta=20.0, costs=compute(1.0, 1.0, name="fp16") + compute(1.0, 1.0)
-    )
+    job = make_job([100_000, 1000], [0, 5], beta=20.0, costs=compute(1.0, 1.0, name="fp16") + compute(1.0, 1.0))
     one = search(job, "efsignsgd", payload=tenth)
     both = search(job, ["efsignsgd", "fp16"], payload=tenth)
     assert both.predicted_us <= one.predicted_us * (1 + 1e-9)
@@ -320,17 +316,14 @@ def test_servers_are_chosen_where_they_pay():
     job = job_from_trace("vgg16", 8, 8, "pcie-25g", servers=1)
     assert job.costs.servers is not None
     thin = replace(job.costs.servers, nic=AlphaBeta(5e4, 1000 * job.costs.links.inter.beta_us_per_kb))
-    assert (
-        search(job.with_costs(replace(job.costs, servers=thin)), "efsignsgd").strategy.num_through_servers
-        == 0
-    )
+    assert search(job.with_costs(replace(job.costs, servers=thin)), "efsignsgd").strategy.num_through_servers == 0
 
 
 @pytest.mark.parametrize("exact", [0, 16384])
 def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact, tmp_path):
-    from espresso.config import Config
-    from espresso.gentle import SIMPLE, Automatic
-    from espresso.tuning import OnlineSearch
+    from espresso.live.config import Config
+    from espresso.live.online_search import OnlineSearch
+    from espresso.search.quality import SIMPLE, Automatic
 
     live = live_job(exact)
     online = OnlineSearch(None, None, TOY, (), Config(**settings(exact)), None)
@@ -357,7 +350,7 @@ def settings(exact):
 
 def live_job(exact):
     """A job of two buckets with weights and biases, as automatic mode would have saved it."""
-    from espresso.gentle import Automatic
+    from espresso.search.quality import Automatic
 
     shapes = ((300, 300), (9000,), (200, 300), (300,))
     tensors = tuple(TensorSpec(f"t{i}", shape) for i, shape in enumerate(shapes))
@@ -393,7 +386,7 @@ def offline(folder, *options):
 
 
 def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path):
-    from espresso.gentle import Automatic
+    from espresso.search.quality import Automatic
 
     assert Automatic.of({}) is None
     assert Automatic.of(Automatic(7, 4096, 9, 11, 32).to_meta()) == Automatic(7, 4096, 9, 11, 32)
@@ -407,7 +400,7 @@ def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path
 
 @pytest.mark.parametrize(("numel", "least"), [(90_000, 2048), (5000, 512), (1500, None)])
 def test_more_is_sent_where_three_quarters_of_what_is_saved_remain(numel, least):
-    from espresso.gentle import Automatic, gentle
+    from espresso.search.quality import Automatic, gentle
 
     # Measured with the ratio alone, and priced so with more.
     costs = compute(0.01, 0.01, name="topk:ratio=0.01")
@@ -432,20 +425,17 @@ def test_more_is_sent_where_three_quarters_of_what_is_saved_remain(numel, least)
     ],
 )
 def test_a_simple_strategy_races_where_it_is_predicted_not_much_slower(name, option):
-    from espresso.gentle import SIMPLE, SIMPLE_MAY_TAKE, Automatic, gentle, racers, simplest
+    from espresso.search.quality import SIMPLE, SIMPLE_MAY_TAKE, Automatic, gentle, racers, simplest
 
     job = make_job([90_000, 90_000, 600], [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01, name=name))
     result = search(job, name)
     found = simplest(job, result)
     assert {str(choice.option) for choice in found.strategy.choices.values()} == {option}
-    assert (
-        found.predicted_us == simulate(found.plan, job).iteration_us < SIMPLE_MAY_TAKE * result.predicted_us
-    )
+    assert found.predicted_us == simulate(found.plan, job).iteration_us < SIMPLE_MAY_TAKE * result.predicted_us
     # Behind two others that the search likes better it races all the same, as gentle as they are.
     one = replace(found, name="one", predicted_us=1.0)
     better = [
-        replace(one, name=n, strategy=one.strategy.with_choices({t: PLAIN}))
-        for n, t in (("a", "t0"), ("b", "t1"))
+        replace(one, name=n, strategy=one.strategy.with_choices({t: PLAIN})) for n, t in (("a", "t0"), ("b", "t1"))
     ]
     softened = gentle(job, replace(result, alternatives=tuple(better)), Automatic(exact_vectors=1000))
     racing = racers(replace(softened, alternatives=(*better, *softened.alternatives)))
@@ -460,13 +450,11 @@ def test_a_simple_strategy_races_where_it_is_predicted_not_much_slower(name, opt
     assert simplest(slow, search(slow, name)) is None
 
 
-@pytest.mark.parametrize(
-    ("small", "exact"), [((2000, 3000), 2), ((2000, 100_000), 1), ((110_000, 110_000), 0)]
-)
+@pytest.mark.parametrize(("small", "exact"), [((2000, 3000), 2), ((2000, 100_000), 1), ((110_000, 110_000), 0)])
 def test_signs_are_finer_and_small_tensors_of_any_shape_exact_where_three_quarters_of_what_is_saved_remain(
     small, exact
 ):
-    from espresso.gentle import Automatic, gentle
+    from espresso.search.quality import Automatic, gentle
 
     spec = "efsignsgd:raw_below=64"
     costs = compute(0.01, 0.01, name=spec)
@@ -493,7 +481,7 @@ def test_signs_are_finer_and_small_tensors_of_any_shape_exact_where_three_quarte
 
 @pytest.mark.parametrize(("sizes", "finer"), [((900_000, 120_000), {"t1"}), ((1_200_000, 120_000), set())])
 def test_where_finer_signs_are_too_much_small_tensors_get_them_if_they_are_a_tenth(sizes, finer):
-    from espresso.gentle import Automatic, gentle
+    from espresso.search.quality import Automatic, gentle
 
     spec = "efsignsgd:raw_below=64"
     job = make_job([*sizes, 140_000], [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01, name=spec))
@@ -506,7 +494,7 @@ def test_where_finer_signs_are_too_much_small_tensors_get_them_if_they_are_a_ten
 
 
 def test_gentle_keeps_plain_where_nothing_gentle_beats_it():
-    from espresso.gentle import gentle
+    from espresso.search.quality import gentle
 
     job = make_job([100_000] * 4, [0, 5, 5, 5], beta=0.001, costs=compute(100.0, 100.0))
     found = gentle(job, search(job, TOY))

@@ -83,11 +83,7 @@ def check(folder: Path, rank: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_"))
-    }
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_"))}
     return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -256,9 +252,7 @@ def test_who_dies_under_mpi_is_named_with_a_key_by_the_others(tmp_path, victim, 
     with (tmp_path / "errors").open("wb") as errors:
         mpirun = subprocess.Popen(argv, env=env, stdout=errors, stderr=errors)
     try:
-        wait_until(
-            lambda: mpirun.poll() is not None or all(is_gone(rank, tmp_path) for rank in range(3)), 120.0
-        )
+        wait_until(lambda: mpirun.poll() is not None or all(is_gone(rank, tmp_path) for rank in range(3)), 120.0)
         with suppress(subprocess.TimeoutExpired):  # in this mode mpirun itself now and then waits for nobody
             mpirun.wait(5.0)
     finally:

@@ -29,11 +29,7 @@ both = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__
 
 def make(backend: str, spec: str) -> Any:
     """A codec that takes NumPy arrays."""
-    return (
-        host_codec(create(spec))
-        if backend == "host"
-        else on_device(cuda_codec(create(spec), EmulatedDevice()))
-    )
+    return host_codec(create(spec)) if backend == "host" else on_device(cuda_codec(create(spec), EmulatedDevice()))
 
 
 def encoded(codec: Any, source: np.ndarray, sizes: Any = None) -> tuple[Layout, np.ndarray, np.ndarray]:

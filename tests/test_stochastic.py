@@ -86,9 +86,7 @@ def norm(part: np.ndarray, kind: str) -> float:
     return float(np.sqrt(lanes[0]))
 
 
-def reference(
-    q: np.ndarray, words: np.ndarray, levels: int, kind: str, block: int, natural: bool
-) -> np.ndarray:
+def reference(q: np.ndarray, words: np.ndarray, levels: int, kind: str, block: int, natural: bool) -> np.ndarray:
     """What is decoded, element by element as documented."""
     dtype, single = q.dtype.type, q.dtype == np.float32
     out = np.zeros_like(q)
@@ -157,9 +155,7 @@ def test_planes_lie_as_documented() -> None:
 
 def test_draws_depend_on_rank_step_site_tensor_and_seed_only() -> None:
     def payload(**changes: Any) -> bytes:
-        return round_trip(
-            "terngrad", (500,), np.float32, key=DrawKey(**{"seed": 1, **changes})
-        ).payload.tobytes()
+        return round_trip("terngrad", (500,), np.float32, key=DrawKey(**{"seed": 1, **changes})).payload.tobytes()
 
     same = payload()
     assert payload() == same
@@ -230,9 +226,7 @@ def test_unbiased_within_five_sigma_and_the_variance_is_bounded(case: tuple[Any,
 
 def test_natural_compression_counts_what_it_cannot_hold_as_not_finite() -> None:
     def at(value: float) -> Any:
-        return round_trip(
-            "natural", (300,), np.float32, make=lambda n, t, s: np.full(n, value / 2, t), scale=1.0
-        )
+        return round_trip("natural", (300,), np.float32, make=lambda n, t, s: np.full(n, value / 2, t), scale=1.0)
 
     assert at(2.0**27).finite
     assert (at(2.0**27).decoded == 2.0**27).all()

@@ -77,9 +77,7 @@ def test_the_summable_extension_is_counted_apart():
     assert len(summable_options(hierarchical=False, devices=TRAINING)) == 3
     assert len(summable_options(hierarchical=True)) == 36
     assert len(options_for(Cluster(8, 8), summable=True)) == 4341 + 36
-    assert all(
-        leaf.is_summable and leaf.num_compressions == 1 for leaf in summable_options(hierarchical=True)
-    )
+    assert all(leaf.is_summable and leaf.num_compressions == 1 for leaf in summable_options(hierarchical=True))
 
 
 def test_the_parameter_server_leaves_are_counted_apart():
@@ -114,9 +112,7 @@ def test_options_of_two_rounds_are_counted_apart():
         assert (leaf.num_rounds, leaf.num_compressions, leaf.is_summable) == (2, 1, True)
         middle = [step.kind for step in leaf.steps].index(StepKind.TRANSFORM)
         assert leaf.steps[1:middle] == leaf.steps[middle + 1 : -1]
-    assert compressed_options(Cluster(2, 2), TRAINING, summable=True, rounds=2) == round_options(
-        True, TRAINING
-    )
+    assert compressed_options(Cluster(2, 2), TRAINING, summable=True, rounds=2) == round_options(True, TRAINING)
     assert len(compressed_options(Cluster(2, 2), TRAINING, summable=True)) == 174 - 9 + 9
 
 
@@ -137,9 +133,7 @@ def test_no_two_leaves_have_equal_steps():
 
 
 def test_an_unknown_option_says_where_it_leaves_the_tree():
-    with pytest.raises(
-        ValueError, match=r"unknown option 'comp > flat.ring > dec'.*after 'comp'.*flat.allgather"
-    ):
+    with pytest.raises(ValueError, match=r"unknown option 'comp > flat.ring > dec'.*after 'comp'.*flat.allgather"):
         parse_option("comp > flat.ring > dec")
 
 
@@ -148,10 +142,7 @@ def test_on_device_moves_every_compression():
     moved = leaf.on_device(Device.OFFLOAD)
     assert moved.uses_offload
     assert not leaf.uses_offload
-    assert (
-        str(moved)
-        == "comp@offload > flat.all_to_all > dec@offload > comp@offload > flat.allgather > dec@offload"
-    )
+    assert str(moved) == "comp@offload > flat.all_to_all > dec@offload > comp@offload > flat.allgather > dec@offload"
 
 
 # The flow
@@ -179,9 +170,7 @@ def _sum_reached(option, cluster, size):
         before = [flow[position].before for flow in flows]
         after = [flow[position].after for flow in flows]
         if step.kind is StepKind.COMPRESS:
-            assert all(
-                len(held[r][e]) == 1 for r in range(len(held)) if before[r].active for e in _span(before[r])
-            )
+            assert all(len(held[r][e]) == 1 for r in range(len(held)) if before[r].active for e in _span(before[r]))
             continue
         if step.kind is StepKind.DECOMPRESS:
             held = [[[sum(payloads, ())] if payloads else [] for payloads in rank] for rank in held]
@@ -238,9 +227,7 @@ def test_cut_covers_without_overlap_and_aligned(length, parts):
 
 
 def test_payload_travels_with_its_multiplicity():
-    flows = trace(
-        parse_option("comp > intra.gather > inter.allgather > intra.broadcast > dec"), Cluster(3, 2), 640
-    )
+    flows = trace(parse_option("comp > intra.gather > inter.allgather > intra.broadcast > dec"), Cluster(3, 2), 640)
     assert [flow.after.multiplicity for flow in flows] == [1, 2, 6, 6, 0]
 
 
@@ -287,10 +274,7 @@ def test_a_device_pushes_and_pulls_by_way_of_the_host():
     leaf = Choice(parse_option("comp@offload > flat.push > dec@server > flat.pull"), TOPK)
     strategy = Strategy.uniform((TensorSpec("a", (448,)),), Cluster(2, 1, 1), leaf)
     bucket = Bucket(0, (Slot("a", 0, 448),))
-    told = [
-        (str(task.step), task.stage, task.lanes[0])
-        for task in plan(strategy, [bucket], host_copies=True).tasks
-    ]
+    told = [(str(task.step), task.stage, task.lanes[0]) for task in plan(strategy, [bucket], host_copies=True).tasks]
     assert told == [
         ("comp@offload", Stage.COPY_TO_HOST, Lane.COPY),
         ("comp@offload", Stage.STEP, Lane.OFFLOAD),
@@ -346,9 +330,7 @@ def test_specs_round_trip_and_sort_their_parameters():
     assert CompressorSpec.parse(str(spec)) == spec
 
 
-@pytest.mark.parametrize(
-    "text", ["", "DGC", "dgc:", "dgc:ratio", "dgc:ratio=", "dgc:=1", "dgc:r=1,r=2", "1bit"]
-)
+@pytest.mark.parametrize("text", ["", "DGC", "dgc:", "dgc:ratio", "dgc:ratio=", "dgc:=1", "dgc:r=1,r=2", "1bit"])
 def test_malformed_specs_are_refused(text):
     with pytest.raises(ValueError, match="compressor spec"):
         CompressorSpec.parse(text)
@@ -359,9 +341,7 @@ def test_malformed_specs_are_refused(text):
 
 @pytest.fixture
 def body():
-    return _strategy(
-        [Choice(parse_option(FLAT_GATHER), TOPK), PLAIN, PLAIN], partition_bytes=1 << 20
-    ).to_json()
+    return _strategy([Choice(parse_option(FLAT_GATHER), TOPK), PLAIN, PLAIN], partition_bytes=1 << 20).to_json()
 
 
 def test_a_strategy_file_round_trips(tmp_path):

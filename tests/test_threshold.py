@@ -40,9 +40,7 @@ def test_a_raised_threshold_changes_nothing() -> None:
             if step > 3 and enough[-1]:
                 continue
             feedback = Feedback(zeros, kept, starts)
-            assert codecs[step % 2].encode(
-                layout, source, starts, payload, feedback=feedback, key=DrawKey(step=step)
-            )
+            assert codecs[step % 2].encode(layout, source, starts, payload, feedback=feedback, key=DrawKey(step=step))
             ((_, indices),) = sent_slots(layout, payload)
             assert np.array_equal(indices, wanted)
             assert np.array_equal(kept, np.where(np.isin(np.arange(NUMEL), wanted), 0, source))

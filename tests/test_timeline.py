@@ -7,12 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espresso.candidates import units_of
-from espresso.chains import Pricer
-from espresso.costs import AlphaBeta, Contention, CopyCost, Op, ServerCosts
-from espresso.evaluator import Evaluator
+from espresso.model.costs import AlphaBeta, Contention, CopyCost, Op, ServerCosts
+from espresso.model.pricing import Pricer
+from espresso.model.timeline import list_schedule, simulate, water_fill
+from espresso.search.candidates import units_of
+from espresso.search.evaluator import Evaluator
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Lane, parse_option, plan
-from espresso.timeline import list_schedule, simulate, water_fill
 from tests.timeline_jobs import (
     GATHER,
     HOST_GATHER,
@@ -42,10 +42,7 @@ def run(job, strategy):
 
 def events(timeline):
     """(lane, tensor, step, start, end), the event log."""
-    return [
-        (row.lane.value, row.tensors[0], str(row.step), row.start_us, row.end_us)
-        for row in timeline.intervals
-    ]
+    return [(row.lane.value, row.tensors[0], str(row.step), row.start_us, row.end_us) for row in timeline.intervals]
 
 
 # By hand. Two nodes of one rank; 1 us per KB; encode and decode 10 us per 1000 elements, ten to one.
@@ -244,9 +241,7 @@ def test_a_completion_goes_before_a_bucket_of_the_same_moment():
 @given(st.data())
 @slow_ok
 def test_one_tensor_takes_the_sum_of_its_chain(data):
-    job = make_job(
-        [data.draw(st.sampled_from((64, 1000, 5000)))], [0], cluster=Cluster(2, 2), beta=0.7, alpha=1.0
-    )
+    job = make_job([data.draw(st.sampled_from((64, 1000, 5000)))], [0], cluster=Cluster(2, 2), beta=0.7, alpha=1.0)
     choice = data.draw(choices(job.cluster))
     chain = Pricer(job.costs, job.cluster, tenth).chain(choice, job.tensors[0].numel, "float32")
     assert run(job, uniform(job, choice)).makespan_us == pytest.approx(sum(work.us for work in chain))
@@ -302,7 +297,7 @@ def test_no_schedule_beats_its_own_bounds(case):
 
 
 def _lanes(work):
-    from espresso.chains import LANE_SETS
+    from espresso.model.pricing import LANE_SETS
 
     return LANE_SETS[work.shape.lane_set]
 
@@ -314,9 +309,7 @@ def test_free_compression_never_loses_on_a_single_link(sizes, data):
     job = make_job(sizes, gaps, costs=compute(0.0, 0.0, name="fp16"))
     fp16 = Choice(parse_option("comp > flat.allreduce > dec"), CompressorSpec("fp16"))
     picked = {t.name: fp16 for t in job.tensors if data.draw(st.booleans())}
-    assert (
-        run(job, uniform(job).with_choices(picked)).makespan_us <= run(job, uniform(job)).makespan_us + 1e-9
-    )
+    assert run(job, uniform(job).with_choices(picked)).makespan_us <= run(job, uniform(job)).makespan_us + 1e-9
 
 
 # Kernels against the oracle
@@ -401,9 +394,7 @@ def test_list_schedules_are_pure_and_replay_exactly(case):
 @slow_ok
 def test_free_prices_leave_communication_alone(job):
     free, full = Pricer(job.costs, job.cluster, tenth, free=True), Pricer(job.costs, job.cluster, tenth)
-    for mine, theirs in zip(
-        free.chain(GATHER, 1000, "float32"), full.chain(GATHER, 1000, "float32"), strict=True
-    ):
+    for mine, theirs in zip(free.chain(GATHER, 1000, "float32"), full.chain(GATHER, 1000, "float32"), strict=True):
         assert mine.us == (theirs.us if theirs.shape.step.is_communication else 0.0)
 
 
@@ -416,8 +407,8 @@ def test_costs_are_found_for_both_devices():
 
 def test_an_edit_of_any_kernel_file_invalidates_the_cache_of_compiled_code(monkeypatch):
     """Numba alone looks only at the file that a kernel is in, not at the helpers compiled into it."""
-    from espresso import jit
-    from espresso.timeline_kernels import copy_state
+    from espresso.model import jit
+    from espresso.model.timeline_kernels import copy_state
 
     signature, library = ("signature",), type("Codegen", (), {"magic_tuple": lambda self: ("machine",)})()
     key = copy_state._cache._index_key(signature, library)
@@ -427,7 +418,7 @@ def test_an_edit_of_any_kernel_file_invalidates_the_cache_of_compiled_code(monke
 
 
 def test_kernels_without_a_way_in_from_python_are_functions_there():
-    from espresso.timeline_kernels import add_loads
+    from espresso.model.timeline_kernels import add_loads
 
     loads, row = np.zeros(7), np.array([0])
     add_loads(0, 2.0, np.array([1]), row, row, np.array([3, -1]), np.array([1.5, 0.0]), loads)

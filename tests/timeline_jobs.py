@@ -2,8 +2,17 @@
 
 from hypothesis import strategies as st
 
-from espresso.costs import AlphaBeta, ComputeCost, Contention, CopyCost, CostModel, Links, Op, ServerCosts
-from espresso.job import Job
+from espresso.model.costs import (
+    AlphaBeta,
+    ComputeCost,
+    Contention,
+    CopyCost,
+    CostModel,
+    Links,
+    Op,
+    ServerCosts,
+)
+from espresso.model.job import Job
 from espresso.strategies import (
     PLAIN,
     Bucket,
@@ -60,9 +69,7 @@ def make_job(
         tuple(TensorSpec(f"t{i}", (size,)) for i, size in enumerate(sizes)),
         tuple(map(float, gaps)),
         cluster or Cluster(2, 1),
-        CostModel(
-            Links(line, line), costs or compute(10.0, 10.0), copy, contention or Contention(), 1, servers
-        ),
+        CostModel(Links(line, line), costs or compute(10.0, 10.0), copy, contention or Contention(), 1, servers),
         **more,
     )
 
@@ -112,9 +119,7 @@ def jobs(draw, contentions=CONTENTIONS, most=6):
         buckets.append(Bucket(len(buckets), tuple(slots)))
         ready.append(now)
         start = stop
-    return Job(
-        "random", tensors, tuple(gaps), cluster, costs, Mode.DDP, tuple(buckets), tuple(ready), 7.0, 2.0
-    )
+    return Job("random", tensors, tuple(gaps), cluster, costs, Mode.DDP, tuple(buckets), tuple(ready), 7.0, 2.0)
 
 
 @st.composite

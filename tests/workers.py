@@ -100,9 +100,7 @@ def _collect(processes: list[Any], results: Any, deadline_s: float) -> list[Outc
     return outcomes
 
 
-def _main(
-    target: Callable[..., Any], rank: int, args: Any, env: dict[str, str], init: bool, results: Any
-) -> None:
+def _main(target: Callable[..., Any], rank: int, args: Any, env: dict[str, str], init: bool, results: Any) -> None:
     os.environ.update(env)
     import torch
     import torch.distributed as dist

@@ -72,9 +72,7 @@ class CommandError(RuntimeError):
 
 def _run(*argv: str) -> str:
     # A session of its own: Ctrl-C in a terminal would otherwise end the very commands that clean up after it.
-    done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=30, check=False, start_new_session=True
-    )
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, start_new_session=True)
     if done.returncode != 0:
         raise CommandError(f"{' '.join(argv)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
     return done.stdout
@@ -130,8 +128,7 @@ def open_network(
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_COUNTER)}"
     with _owned(prefix):
         hosts = tuple(
-            Host(i, f"{prefix}-host{i}", f"10.231.0.{i + 1}", "eth0", others.get(i, rate_bps))
-            for i in range(num_hosts)
+            Host(i, f"{prefix}-host{i}", f"10.231.0.{i + 1}", "eth0", others.get(i, rate_bps)) for i in range(num_hosts)
         )
         _connect(hosts, f"{prefix}-switch")
         for host in hosts:

@@ -2,6 +2,8 @@
 
 Workers and servers are ranks of one launch (``python -m espresso.launch``); DDP sees the workers only. The leaves
 of the decision tree that go through servers are carried out by :class:`Link`, one per state.
+
+May import: comm.keep.
 """
 
 from espresso.comm.parameter_server.client import Client, Line, Link

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from espresso.comm.errors import DisagreementError, EspressoError
+from espresso.comm.keep.store import Address, Piece, ResidualStore
 from espresso.comm.parameter_server.server import NAMESPACE_SHIFT
 from espresso.comm.parameter_server.transport import Channel, LinkError, Pending, Transport
 from espresso.comm.parameter_server.wire import (
@@ -31,7 +32,6 @@ from espresso.comm.parameter_server.wire import (
     dump,
     load,
 )
-from espresso.comm.residuals import Address, Piece, ResidualStore
 from espresso.strategies import CompressorSpec, Site
 
 T = TypeVar("T")
@@ -90,9 +90,7 @@ class Client:
         self.error: EspressoError | None = None
         self._told = threading.Event()
         self._ears = [
-            threading.Thread(
-                target=self._listen, args=(server,), name=f"espresso-listen-{server}", daemon=True
-            )
+            threading.Thread(target=self._listen, args=(server,), name=f"espresso-listen-{server}", daemon=True)
             for server in range(self.num_servers)
         ]
         for ear in self._ears:
@@ -364,9 +362,7 @@ class Link:
             frozenset(self._discarded),
             self._timeout_s,
         )
-        answers = self.client.ask_all(
-            Op.INSTALL, dict.fromkeys(range(self.client.num_servers), table), self._timeout_s
-        )
+        answers = self.client.ask_all(Op.INSTALL, dict.fromkeys(range(self.client.num_servers), table), self._timeout_s)
         if self.answers:
             orphans = [piece for answer in answers.values() for piece in _pieces_of(answer)]
             self._resettle(orphans, numels)
@@ -436,9 +432,7 @@ class Link:
         flags = Flag.KEPT if kept else Flag.NONE
         if line.key.up is Coding.RAW:
             flags |= Flag.RAW
-        header = Header(
-            Op.PUSH, self.client.rank, line.key.number, flags, step, data.nbytes, scale, line.last_step
-        )
+        header = Header(Op.PUSH, self.client.rank, line.key.number, flags, step, data.nbytes, scale, line.last_step)
         self.client.push(line, data, answer, header, self._timeout_s)
 
     def pull(self, line: Line) -> None:
@@ -475,9 +469,7 @@ class Link:
             np.multiply(piece.values, factors.get(piece.tensor, 1.0), out=piece.values)
         if self._live:
             body = (self._namespace, frozenset(self._discarded), dict(factors))
-            self.client.ask_all(
-                Op.RESCALE, dict.fromkeys(range(self.client.num_servers), body), self._timeout_s
-            )
+            self.client.ask_all(Op.RESCALE, dict.fromkeys(range(self.client.num_servers), body), self._timeout_s)
 
     def load(self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int]) -> None:
         """Replace the servers' residuals; what no key keeps yet waits for the keys to come."""

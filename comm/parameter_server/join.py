@@ -1,6 +1,6 @@
 """How a process becomes a worker or a server: roles, addresses, connections, and the world that DDP sees.
 
-1  the launcher's variables say rank and size (espresso.comm.launch)
+1  the launcher's variables say rank and size (espresso.comm.environment)
 2  all ranks tell each other their node and address, over MPI or a TCP store
 3  the last ranks (of the job or of every node) are servers; workers come first in the new numbering
 4  every worker knocks at every server's door, so that an unreachable one is named at once
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
+from espresso.comm.environment import Launch, export_worker, local_address, read_environment
 from espresso.comm.errors import TopologyError
-from espresso.comm.launch import Launch, export_worker, local_address, read_environment
 from espresso.comm.parameter_server.client import Client
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.sums import Codecs
@@ -177,9 +177,7 @@ class MpiBoard:
                     found[rank] = self.world.recv(source=rank, tag=self._round)
             missing = min(set(range(size)) - set(found), default=None)
             if missing is not None and time.monotonic() > deadline:
-                raise LinkError(
-                    f"rank {missing} of {size} did not report within {self._timeout_s:g} s; is it running?"
-                )
+                raise LinkError(f"rank {missing} of {size} did not report within {self._timeout_s:g} s; is it running?")
             time.sleep(1e-3)
         for send in sends:
             send.wait()
@@ -324,9 +322,7 @@ def join(settings: ServerSettings) -> Joined:
         _default_master(launch)
     address = local_address()
     door = Door(address)
-    board: MpiBoard | StoreBoard = (
-        MpiBoard(settings.timeout_s) if uses_mpi else StoreBoard(launch, settings.timeout_s)
-    )
+    board: MpiBoard | StoreBoard = MpiBoard(settings.timeout_s) if uses_mpi else StoreBoard(launch, settings.timeout_s)
     from espresso.comm.groups import node_key
 
     facts = board.exchange(Fact(node_key(), address, door.port))
@@ -384,6 +380,4 @@ def _enter_world(launch: Launch, roles: Roles, facts: Sequence[Fact], rank: int)
     """Write the variables of the workers' world."""
     mine = facts[roles.workers[rank]].node
     near = [index for index, worker in enumerate(roles.workers) if facts[worker].node == mine]
-    export_worker(
-        rank, len(roles.workers), near.index(rank), len(near), master=facts[roles.workers[0]].address
-    )
+    export_worker(rank, len(roles.workers), near.index(rank), len(near), master=facts[roles.workers[0]].address)

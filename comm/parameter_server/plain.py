@@ -149,16 +149,12 @@ class DevicePlain:
     ) -> bool:
         """As :meth:`PlainCodec.encode`; the answer is on the device."""
         values = payload.view(source.dtype)
-        return bool(
-            self._codec.encode_values(self._layout(layout), source, starts, values, feedback=feedback, **more)
-        )
+        return bool(self._codec.encode_values(self._layout(layout), source, starts, values, feedback=feedback, **more))
 
     def decode(self, layout: Layout, payloads: Any, target: Any, starts: Starts, **more: Any) -> bool:
         """As :meth:`PlainCodec.decode`, of the one row that a server answers."""
         (row,) = payloads
-        return bool(
-            self._codec.decode_values(self._layout(layout), row.view(target.dtype), target, starts, **more)
-        )
+        return bool(self._codec.decode_values(self._layout(layout), row.view(target.dtype), target, starts, **more))
 
     def _layout(self, layout: Layout) -> Layout:
         found = self._layouts.get(layout)

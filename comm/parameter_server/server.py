@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from espresso.comm.errors import EspressoError
+from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server.measure import measure_server
 from espresso.comm.parameter_server.sums import Codecs, KeySum, Slots
 from espresso.comm.parameter_server.transport import Channel, LinkError, Pending, Transport
@@ -45,7 +46,6 @@ from espresso.comm.parameter_server.wire import (
     dump,
     load,
 )
-from espresso.comm.residuals import ResidualStore
 from espresso.strategies import Site
 
 logger = logging.getLogger("espresso")
@@ -138,9 +138,7 @@ class Server:
         self._stores: dict[int, ResidualStore] = {}
         self._patience_s: dict[int, float] = {}
         self._tables: dict[tuple[int, tuple[int, ...]], _Offers] = {}
-        self._engines: list[SimpleQueue[tuple[KeySum, Header] | None]] = [
-            SimpleQueue() for _ in range(engines)
-        ]
+        self._engines: list[SimpleQueue[tuple[KeySum, Header] | None]] = [SimpleQueue() for _ in range(engines)]
         self._load = [0] * engines
         self._latest: dict[int, Key] = {}
         self._left: set[int] = set()
@@ -160,13 +158,9 @@ class Server:
             arriving: SimpleQueue[_Arriving | None] = SimpleQueue()
             threads.append((f"headers-{worker}", partial(self._read_headers, worker, arriving)))
             threads.append((f"payloads-{worker}", partial(self._await_payloads, worker, arriving)))
-        threads += [
-            (f"engine-{number}", partial(self._run_engine, number)) for number in range(len(self._engines))
-        ]
+        threads += [(f"engine-{number}", partial(self._run_engine, number)) for number in range(len(self._engines))]
         threads.append(("watch", self._watch))
-        running = [
-            threading.Thread(target=target, name=f"espresso-{name}", daemon=True) for name, target in threads
-        ]
+        running = [threading.Thread(target=target, name=f"espresso-{name}", daemon=True) for name, target in threads]
         for thread in running:
             thread.start()
         self._over.wait()
@@ -210,8 +204,7 @@ class Server:
             raise ProtocolError(f"worker rank {worker} pushed key {header.key}, which is not its to push")
         if header.num_bytes != summed.key.up_bytes or bool(header.flags & Flag.RAW) != summed.coding_is_plain:
             raise ProtocolError(
-                f"worker rank {worker} pushes {header.num_bytes} bytes for {summed.key}, expected"
-                f" {summed.key.up_bytes}"
+                f"worker rank {worker} pushes {header.num_bytes} bytes for {summed.key}, expected {summed.key.up_bytes}"
             )
         gone = self._left.intersection(summed.key.workers)
         if gone:
@@ -289,9 +282,7 @@ class Server:
         self._slots.give(block)
         tag = Tag.KEYS + summed.key.number
         for worker in summed.key.workers:
-            sends.append(
-                (worker, self._sent(worker, partial(self._transport.send, Channel.DATA, worker, tag, answer)))
-            )
+            sends.append((worker, self._sent(worker, partial(self._transport.send, Channel.DATA, worker, tag, answer))))
 
     def _sent(self, worker: int, call: Callable[[], T]) -> T:
         """Call it; a lost connection is the worker's doing."""
@@ -351,9 +342,7 @@ class Server:
     def _install(self, table: Table) -> Orphans:
         store = self._stores.get(table.namespace)
         if store is None:
-            store = self._stores[table.namespace] = ResidualStore(
-                transactional=table.transactional, gain=table.gain
-            )
+            store = self._stores[table.namespace] = ResidualStore(transactional=table.transactional, gain=table.gain)
         self._patience_s[table.namespace] = _PATIENCE * table.timeout_s
         self._retire(table)
         mine = [KeySum(key, self._codecs, store) for key in table.keys if key.server == self._index]
@@ -510,7 +499,5 @@ def _disagreement(offered: dict[int, Table]) -> str | None:
                 f" {first.strategy[:12]}…); start all ranks alike"
             )
         if theirs.keys != first.keys or theirs.only != first.only:
-            return (
-                f"worker rank {rank} cut the gradients otherwise than rank {ranks[0]}; start all ranks alike"
-            )
+            return f"worker rank {rank} cut the gradients otherwise than rank {ranks[0]}; start all ranks alike"
     return None

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from espresso.comm.keep.residual import Residual
+from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.parameter_server.transport import Pending
 from espresso.comm.parameter_server.wire import Bytes, Coding, Held, Key
-from espresso.comm.residual import Residual
-from espresso.comm.residuals import ResidualStore
 from espresso.compressors.base import Array, Codec, DrawKey, Feedback, Layout, Segment
 from espresso.strategies import CompressorSpec, Device, Run, Site
 
@@ -114,8 +114,7 @@ class KeySum:
         self._shares_draws = chosen.compressor.traits.summable
         if key.keeps_residual:
             runs = [
-                Run(s.tensor, s.start, int(at), 0, s.numel)
-                for s, at in zip(key.stretches, self._starts, strict=True)
+                Run(s.tensor, s.start, int(at), 0, s.numel) for s, at in zip(key.stretches, self._starts, strict=True)
             ]
             self.residual = store.new_residual(
                 Site.SERVER, runs, self._dtype, 0, gain=chosen.compressor.traits.feedback_gain
@@ -212,8 +211,7 @@ class KeySum:
     def kept(self) -> list[Held]:
         """Copies of what it keeps."""
         return [
-            Held(run.tensor, run.tensor_start, residual.read(at, run.numel))
-            for residual, run, at in self._stretches()
+            Held(run.tensor, run.tensor_start, residual.read(at, run.numel)) for residual, run, at in self._stretches()
         ]
 
     def forget(self) -> None:

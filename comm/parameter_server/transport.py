@@ -90,9 +90,7 @@ class GlooTransport:
             try:
                 group = ProcessGroupGloo(prefix, rank, size, timedelta(seconds=timeout_s))
             except RuntimeError as error:
-                raise LinkError(
-                    f"rank {rank} could not connect to the other {size - 1} ranks: {error}"
-                ) from error
+                raise LinkError(f"rank {rank} could not connect to the other {size - 1} ranks: {error}") from error
             self._groups[channel] = group
 
     def send(self, channel: Channel, peer: int, tag: int, data: Bytes) -> Pending:

@@ -213,9 +213,7 @@ class CudaCodec:
             )
         row_bytes = int(rows.stride(0)) if rows.shape[0] > 1 else layout.num_bytes
         if row_bytes % 8 or (rows.numel() and rows.data_ptr() % 8):
-            raise ValueError(
-                f"payload rows must be 8-byte aligned and ascending, got a stride of {row_bytes} bytes"
-            )
+            raise ValueError(f"payload rows must be 8-byte aligned and ascending, got a stride of {row_bytes} bytes")
         self._decode_from(
             layout, self._tables.tables(layout), rows, rows.shape[0], row_bytes, target, starts, status,
             scale=scale, key=key,
@@ -328,9 +326,7 @@ class CudaCodec:
     ) -> None:
         arguments = self.encode_arguments(call) if more is None else more
         grid = max(call.tables.num_tiles, 1) if grid is None else grid
-        self.device.launch(
-            self.file, f"{kernel}_{suffix(call.layout)}", grid, threads, (*call.common, *arguments)
-        )
+        self.device.launch(self.file, f"{kernel}_{suffix(call.layout)}", grid, threads, (*call.common, *arguments))
 
     def _launch_decode(self, call: DecodeCall, kernel: str) -> None:
         # Without segments headers are looked at all the same.
@@ -482,9 +478,7 @@ class CudaSummableCodec(CudaCodec):
             or tuple(tensor.shape) != (size,)
             or not tensor.is_contiguous()
         ):
-            raise ValueError(
-                f"values must be contiguous {kind}[{size}], got {tensor.dtype}{list(tensor.shape)}"
-            )
+            raise ValueError(f"values must be contiguous {kind}[{size}], got {tensor.dtype}{list(tensor.shape)}")
         return tensor
 
 

@@ -80,9 +80,7 @@ class LaunchingSummableCodec(LaunchingCodec):
         key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
     ) -> bool:
         """As :meth:`espresso.compressors.SummableCodec.encode_values`."""
-        self._summable.launch_encode_values(
-            layout, source, starts, values, scale=scale, feedback=feedback, key=key
-        )
+        self._summable.launch_encode_values(layout, source, starts, values, scale=scale, feedback=feedback, key=key)
         return True
 
     def decode_values(

@@ -233,9 +233,7 @@ class CudaPowerSgd:
         lengths = np.where(rows[:, RANK] > 0, rows[:, ROWS], rows[:, COLUMNS])
         return self._tables.stretches(rows, lengths, rows[:, STEP])
 
-    def _launch(
-        self, kernel: str, layout: Layout, made: Stretches, *arguments: Any, threads: int = THREADS
-    ) -> None:
+    def _launch(self, kernel: str, layout: Layout, made: Stretches, *arguments: Any, threads: int = THREADS) -> None:
         if made.num_tiles:
             self.device.launch(
                 FILE,
@@ -272,9 +270,7 @@ class CudaPowerSgd:
         if numbers.device != self.device.torch_device:
             raise ValueError(f"{what} is on {numbers.device}, this codec works on {self.device.torch_device}")
         ends = starts + layout.numels
-        if starts.shape != layout.numels.shape or (
-            ends.size and (starts.min() < 0 or ends.max() > numbers.numel())
-        ):
+        if starts.shape != layout.numels.shape or (ends.size and (starts.min() < 0 or ends.max() > numbers.numel())):
             raise ValueError(f"{what}: a segment ends outside its array of {numbers.numel()} elements")
 
 

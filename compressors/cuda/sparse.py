@@ -80,9 +80,7 @@ class CudaSparse(CudaCodec):
         with self._making:
             found = self._samplings.get(layout)
             if found is None:
-                found = self._samplings[layout] = _Samplings(
-                    layout, self._selection, self.device.torch_device
-                )
+                found = self._samplings[layout] = _Samplings(layout, self._selection, self.device.torch_device)
         return found
 
 

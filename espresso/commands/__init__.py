@@ -1,1 +1,4 @@
-"""The sub-commands of ``espresso``, one file each; ``espresso.cli`` puts them together."""
+"""The sub-commands of ``espresso``, one file each; ``espresso.cli`` puts them together.
+
+May import: live.
+"""

@@ -71,8 +71,8 @@ def user_errors(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        from espresso._fields import JobError
-        from espresso.lane_events import EventError
+        from espresso.model.fields import JobError
+        from espresso.show.lane_events import EventError
         from espresso.strategies import StrategyError
 
         try:

@@ -33,17 +33,17 @@ def compare(
     json_output: JsonFlag = False,
 ) -> None:
     """Predict one job under the searched strategy and under every baseline."""
-    from espresso.job import Job
-    from espresso.report import prediction_table
+    from espresso.model.job import Job
+    from espresso.show.report import prediction_table
 
     specs = parse_compressors(compressor)
     check_output(plot, ".png", ".pdf", ".svg")
     loaded = Job.load(job)
     with working(f"Predicting {loaded.model}") as progress:
         skip_blas()
-        from espresso.ablation import ablate
-        from espresso.comparison import comparison_rows, write_comparison
-        from espresso.search import search
+        from espresso.search.ablation import ablate
+        from espresso.search.search import search
+        from espresso.show.comparison import comparison_rows, write_comparison
 
         result = search(loaded, specs, progress=progress.update)
         rows = comparison_rows(result, ablate(loaded, specs) if ablation else ())
@@ -57,7 +57,5 @@ def compare(
         return
     console = out()
     console.print(title, markup=False)
-    console.print(
-        prediction_table({row["name"]: row["predicted_us"] for row in rows}, result.uncompressed_us)
-    )
+    console.print(prediction_table({row["name"]: row["predicted_us"] for row in rows}, result.uncompressed_us))
     console.print(f"chosen is within {100 * result.gap:.1f} % of the best there is (certified)")

@@ -9,8 +9,8 @@ def explain(
     json_output: JsonFlag = False,
 ) -> None:
     """Show what a strategy does: tensors with equal choices, and their pipeline step by step."""
-    from espresso.explain import explain as explain_groups
-    from espresso.report import check_compressors, human_bytes, pipeline_heading, pipeline_table
+    from espresso.show.explain import explain as explain_groups
+    from espresso.show.report import check_compressors, human_bytes, pipeline_heading, pipeline_table
     from espresso.strategies import Strategy
 
     with working(f"Reading {strategy}"):

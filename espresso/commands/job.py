@@ -10,24 +10,20 @@ from espresso.commands._common import JsonFlag, check_output, emit_json, next_st
 
 @user_errors
 def job(
-    trace: Annotated[
-        str, typer.Argument(help="Name of a shipped trace, or path of a trace file.", show_default=False)
-    ],
+    trace: Annotated[str, typer.Argument(help="Name of a shipped trace, or path of a trace file.", show_default=False)],
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines.", show_default=False)],
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each machine.", show_default=False)],
     cluster: Annotated[
         str, typer.Option(help="Name of a shipped cluster, or path of a cluster file.", show_default=False)
     ],
     servers: Annotated[int, typer.Option(min=0, help="Parameter servers beside the machines.")] = 0,
-    colocated: Annotated[
-        bool, typer.Option("--colocated", help="The servers run on the workers' machines.")
-    ] = False,
+    colocated: Annotated[bool, typer.Option("--colocated", help="The servers run on the workers' machines.")] = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="The job file to write.")] = Path("job.json"),
     json_output: JsonFlag = False,
 ) -> None:
     """Make a job from a published backward trace and published costs, without running anything."""
-    from espresso.presets import job_from_trace
-    from espresso.report import human_bytes, human_us
+    from espresso.model.presets import job_from_trace
+    from espresso.show.report import human_bytes, human_us
 
     check_output(output)
     made = job_from_trace(trace, nodes, ranks_per_node, cluster, servers=servers, colocated=colocated)

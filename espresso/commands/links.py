@@ -29,15 +29,13 @@ def links(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "-o", "--output", help="Also write a cluster file for espresso job.", show_default=False
-        ),
+        typer.Option("-o", "--output", help="Also write a cluster file for espresso job.", show_default=False),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Measure the links between the ranks. Start it on all of them: torchrun … -m espresso links."""
+    from espresso.comm.environment import export_environment
     from espresso.comm.errors import TopologyError
-    from espresso.comm.launch import export_environment
 
     try:
         launch = export_environment()
@@ -46,9 +44,7 @@ def links(
     if launch is None:
         raise UserError(f"no launcher started this process; use, for example: {EXAMPLE}", ExitStatus.USAGE)
     if launch.world_size < 2:
-        raise UserError(
-            f"one rank has no links; start at least two, for example: {EXAMPLE}", ExitStatus.USAGE
-        )
+        raise UserError(f"one rank has no links; start at least two, for example: {EXAMPLE}", ExitStatus.USAGE)
     if launch.rank == 0:
         check_output(output)
     try:
@@ -60,12 +56,12 @@ def links(
 
 
 def _measure(ranks_per_node: int | None, *, shown: bool) -> tuple[Any, Any]:
-    """The cluster and its :class:`~espresso.profiler.LinkReport`, on every rank; progress where ``shown``."""
+    """The cluster and its :class:`~espresso.live.profiler.LinkReport`, on every rank; progress where ``shown``."""
     import torch
     import torch.distributed as dist
 
     from espresso.comm.groups import Groups
-    from espresso.profiler import measure_links
+    from espresso.live.profiler import measure_links
 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
@@ -80,7 +76,7 @@ def _measure(ranks_per_node: int | None, *, shown: bool) -> tuple[Any, Any]:
 
 
 def _print(cluster: Any, measured: Any, output: Path | None, json_output: bool) -> None:
-    from espresso.report import link_rows, links_table
+    from espresso.show.report import link_rows, links_table
 
     rows = link_rows(measured.curves, cluster)
     body = {
@@ -90,7 +86,7 @@ def _print(cluster: Any, measured: Any, output: Path | None, json_output: bool) 
         "comm_cpu": dict(measured.comm_cpu),
     }
     if output is not None:
-        from espresso.presets import measured_cluster
+        from espresso.model.presets import measured_cluster
 
         written = measured_cluster(measured.curves, cluster, body)
         output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

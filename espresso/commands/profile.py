@@ -83,9 +83,7 @@ def _run(command: Sequence[str], job_path: Path, *, quiet_stdout: bool) -> int:
         hint = f"; did you mean: python {command[0]}" if command[0].endswith(".py") else ""
         raise UserError(f"{command[0]}: not an executable file{hint}", ExitStatus.NOT_EXECUTABLE) from None
     except OSError as error:
-        raise UserError(
-            f"{command[0]}: cannot be run ({error.strerror})", ExitStatus.NOT_EXECUTABLE
-        ) from None
+        raise UserError(f"{command[0]}: cannot be run ({error.strerror})", ExitStatus.NOT_EXECUTABLE) from None
     with _signals_go_to(child):
         code = child.wait()
     return 128 - code if code < 0 else code
@@ -143,9 +141,7 @@ def _summary(path: Path, written: bool, registered: dict[str, Any] | None, statu
     }
 
 
-def _report(
-    output: Path, written: bool, registered: dict[str, Any] | None, status: int, program: str
-) -> None:
+def _report(output: Path, written: bool, registered: dict[str, Any] | None, status: int, program: str) -> None:
     if written:
         say(f"job written to {output}; {next_step(output)}")
     if status:
@@ -160,9 +156,7 @@ def _report(
             ExitStatus.NEVER_REGISTERED,
         )
     if not registered.get("writes_here", True) and registered["steps"] >= registered["needed"]:
-        say(
-            "this node does not run rank 0; the job is written where 'espresso profile' runs on rank 0's node"
-        )
+        say("this node does not run rank 0; the job is written where 'espresso profile' runs on rank 0's node")
         return
     made = f" (it made {registered['steps']})" if registered.get("steps") else ""
     fail(

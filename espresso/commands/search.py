@@ -23,10 +23,10 @@ from espresso.commands._common import (
 )
 
 if TYPE_CHECKING:
-    from espresso.frontier import FrontierPoint
-    from espresso.gentle import Automatic
-    from espresso.job import Job
-    from espresso.search_result import SearchResult
+    from espresso.model.job import Job
+    from espresso.search.frontier import FrontierPoint
+    from espresso.search.quality import Automatic
+    from espresso.search.result import SearchResult
     from espresso.strategies import CompressorSpec
 
 
@@ -79,14 +79,12 @@ def search(
     json_output: JsonFlag = False,
 ) -> None:
     """Search the strategy with the shortest predicted iteration, and say what it chose."""
-    from espresso.job import Job
+    from espresso.model.job import Job
 
     specs = parse_compressors(compressor)
     check_output(output)
     if old is not None and (error_budget is not None or sensitivity is not None or frontier is not None):
-        raise UserError(
-            "--from replans without an error budget; leave the other options out", ExitStatus.USAGE
-        )
+        raise UserError("--from replans without an error budget; leave the other options out", ExitStatus.USAGE)
     loaded = Job.load(job)
     budgeted = error_budget is not None or sensitivity is not None or frontier is not None
     manner = _gentleness(loaded, gentle, exact_vectors, budgeted)
@@ -94,13 +92,13 @@ def search(
     # Loading compiles on the first call of all; the line that says so must be up by then.
     with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)") as progress:
         skip_blas()
-        from espresso.error_budget import Sensitivity
+        from espresso.search.error_budget import Sensitivity
 
         lost = None if sensitivity is None else Sensitivity.load(sensitivity)
         if old is not None:
             result = _replan(loaded, specs, old)
         else:
-            from espresso.search import search as find
+            from espresso.search.search import search as find
 
             sized = manner is None if bucket_caps is None else bucket_caps
             result = find(
@@ -109,11 +107,11 @@ def search(
                 partitions=None if manner is None else manner.partitions,
             )  # fmt: skip
         if manner is not None:
-            from espresso.gentle import gentle as soften
+            from espresso.search.quality import gentle as soften
 
             result = soften(loaded, result, manner)
         if frontier is not None:
-            from espresso.frontier import frontier as sweep
+            from espresso.search.frontier import frontier as sweep
 
             progress.describe("time against error")
             points = sweep(loaded, specs, sensitivity=lost, points=frontier)
@@ -128,16 +126,12 @@ def search(
         say(f"strategy written to {output}")
 
 
-def _gentleness(
-    job: "Job", asked: bool | None, exact_vectors: int | None, budgeted: bool
-) -> "Automatic | None":
+def _gentleness(job: "Job", asked: bool | None, exact_vectors: int | None, budgeted: bool) -> "Automatic | None":
     """With which settings automatic mode's rules hold; None: they do not, the search is the paper's."""
-    from espresso.gentle import Automatic
+    from espresso.search.quality import Automatic
 
     if budgeted and (asked or exact_vectors is not None):
-        raise UserError(
-            "--gentle and an error budget are two answers to one question; leave one out", ExitStatus.USAGE
-        )
+        raise UserError("--gentle and an error budget are two answers to one question; leave one out", ExitStatus.USAGE)
     if asked is False and exact_vectors is not None:
         raise UserError("--exact-vectors belongs to --gentle; leave one out", ExitStatus.USAGE)
     live = Automatic.of(job.meta)
@@ -151,14 +145,12 @@ def _gentle_json(manner: "Automatic | None", result: "SearchResult") -> dict[str
     if manner is None:
         return {"gentle": False}
     rows = [{"name": row.name, "predicted_us": row.predicted_us} for row in result.alternatives]
-    settings = {
-        name: getattr(manner, name) for name in ("exact_vectors", "exact_tensors", "least_sent", "sign_block")
-    }
+    settings = {name: getattr(manner, name) for name in ("exact_vectors", "exact_tensors", "least_sent", "sign_block")}
     return {"gentle": True, **settings, "alternatives": rows}
 
 
 def _replan(job: "Job", specs: "tuple[CompressorSpec, ...]", old: Path) -> "SearchResult":
-    from espresso.search import replan
+    from espresso.search.search import replan
     from espresso.strategies import Strategy
 
     return replan(job, Strategy.load(old), compressor=specs)
@@ -208,11 +200,16 @@ def _frontier_json(points: "list[FrontierPoint]", asked: int | None) -> dict[str
     return {"frontier": [{"error": p.error, "predicted_us": p.predicted_us} for p in points]}
 
 
-def _print(
-    job: "Job", result: "SearchResult", points: "list[FrontierPoint]", manner: "Automatic | None"
-) -> None:
-    from espresso.explain import explain
-    from espresso.report import BOUND, CERTIFICATE, choices_table, frontier_table, human_us, prediction_table
+def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]", manner: "Automatic | None") -> None:
+    from espresso.show.explain import explain
+    from espresso.show.report import (
+        BOUND,
+        CERTIFICATE,
+        choices_table,
+        frontier_table,
+        human_us,
+        prediction_table,
+    )
 
     console = out()
     rows = {
@@ -248,7 +245,7 @@ def _print(
 
 
 def _remarks(result: "SearchResult") -> list[str]:
-    from espresso.report import human_us
+    from espresso.show.report import human_us
 
     lines = []
     if result.bucket_cap_mb is not None:
@@ -264,7 +261,5 @@ def _remarks(result: "SearchResult") -> list[str]:
     elif result.error is not None:
         lines.append(f"error {result.error:.4g}")
     if result.offload_capped:
-        lines.append(
-            "Algorithm 2 had more combinations than its cap allows; it settled its groups one after the other"
-        )
+        lines.append("Algorithm 2 had more combinations than its cap allows; it settled its groups one after the other")
     return lines

@@ -16,15 +16,15 @@ from espresso.commands._common import (
     user_errors,
     working,
 )
-from espresso.gantt import IMAGE_FORMATS
+from espresso.show.gantt import IMAGE_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from espresso.job import Job
-    from espresso.lane_events import LaneEvent
+    from espresso.model.job import Job
+    from espresso.model.timeline import Timeline
+    from espresso.show.lane_events import LaneEvent
     from espresso.strategies import Strategy
-    from espresso.timeline import Timeline
 
 
 @user_errors
@@ -48,9 +48,9 @@ def simulate(
     json_output: JsonFlag = False,
 ) -> None:
     """Predict one iteration of a job under a strategy, lane by lane."""
-    from espresso.job import Job
-    from espresso.lane_events import load_measured, predicted_events
-    from espresso.report import human_us, lane_rows, utilisation_table
+    from espresso.model.job import Job
+    from espresso.show.lane_events import load_measured, predicted_events
+    from espresso.show.report import human_us, lane_rows, utilisation_table
     from espresso.strategies import Strategy
 
     check_output(trace)
@@ -91,9 +91,9 @@ def simulate(
 
 def _timelines(job: "Job", strategy: "Strategy") -> "tuple[Timeline, Timeline]":
     """The timelines of the strategy and of plain flat allreduce, each in its list-scheduled order."""
-    from espresso.search import lay_out
+    from espresso.model.timeline import simulate as run
+    from espresso.search.search import lay_out
     from espresso.strategies import Strategy
-    from espresso.timeline import simulate as run
 
     plain = Strategy.uniform(strategy.tensors, strategy.cluster, partition_bytes=0)
     return run(lay_out(job, strategy), job), run(lay_out(job, plain), job)
@@ -107,10 +107,10 @@ def _write(
     title: str,
 ) -> None:
     if trace is not None:
-        from espresso.trace_events import write_trace
+        from espresso.show.trace_events import write_trace
 
         write_trace(trace, events, ran, metadata={"title": title})
     if plot is not None:
-        from espresso.gantt import write_gantt
+        from espresso.show.gantt import write_gantt
 
         write_gantt(plot, events, ran, title=title)

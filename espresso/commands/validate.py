@@ -11,17 +11,15 @@ from espresso.commands._common import ExitStatus, JsonFlag, StrategyFile, emit_j
 @user_errors
 def validate(
     strategy: StrategyFile,
-    job: Annotated[
-        Path | None, typer.Option("--job", help="Also check that it fits this job.", readable=False)
-    ] = None,
+    job: Annotated[Path | None, typer.Option("--job", help="Also check that it fits this job.", readable=False)] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Check a strategy file: keys, options, compressors and fingerprint; with --job, that it fits the job.
 
     Exit status: 0 if it is valid, 1 if not (the message names what is wrong).
     """
-    from espresso.job import Job
-    from espresso.report import check_compressors
+    from espresso.model.job import Job
+    from espresso.show.report import check_compressors
     from espresso.strategies import Strategy, StrategyError
 
     # A job that cannot be read is no verdict on the strategy, so it is read outside the try.

@@ -1,6 +1,8 @@
 """Optimizers for compressed gradients: LANS, CLAN (LANS over the two-way exchange), compressed Adam.
 
 optimizer = espresso.optim.CLAN(ddp_model, lr=0.01, compressor="efsignsgd")
+
+May import: live.
 """
 
 from espresso.optim.clan import CLAN

@@ -57,11 +57,7 @@ class AdaptiveOptimizer(Optimizer):
                     raise TypeError(
                         f"{type(self).__name__} optimizes real floating-point parameters;"
                         f" {_name(param_group, index)} is {param.dtype}"
-                        + (
-                            "; store it as a real tensor with torch.view_as_real"
-                            if param.is_complex()
-                            else ""
-                        )
+                        + ("; store it as a real tensor with torch.view_as_real" if param.is_complex() else "")
                     )
         except (TypeError, ValueError):
             self.param_groups.pop()

@@ -27,10 +27,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT, StateDict
 
-from espresso.comm import EspressoError
+from espresso.comm.errors import EspressoError
+from espresso.live.state import AUTO, EspressoState
 from espresso.optim.base import AdaptiveOptimizer, Group, Row, by_kind
 from espresso.optim.exchange import RAW_BELOW_BYTES, StrategyLike, attach, bucket_view, parameters_of
-from espresso.state import AUTO, EspressoState
 from espresso.strategies import CompressorSpec, Strategy
 
 logger = logging.getLogger("espresso")
@@ -89,15 +89,11 @@ class CompressedAdam(AdaptiveOptimizer):
         **settings: Any,
     ) -> None:
         if warmup_steps < 1:
-            raise ValueError(
-                f"warmup_steps must be at least 1, got {warmup_steps!r}: the variance comes from it"
-            )
+            raise ValueError(f"warmup_steps must be at least 1, got {warmup_steps!r}: the variance comes from it")
         if not 0.0 <= deviation_floor <= 1.0:
             raise ValueError(f"deviation_floor must be from 0 to 1, got {deviation_floor!r}")
         if strategy == AUTO:
-            raise ValueError(
-                "automatic mode measures gradients over all steps; give CompressedAdam a strategy"
-            )
+            raise ValueError("automatic mode measures gradients over all steps; give CompressedAdam a strategy")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize
         }  # fmt: skip
@@ -246,9 +242,7 @@ class CompressedAdam(AdaptiveOptimizer):
         for row in rows:
             self.state[row.param][_VARIANCE_STEPS] = row.step
 
-    def _move_compressed(
-        self, group: Group, rows: list[Row], params: list[Tensor], averages: list[Tensor]
-    ) -> None:
+    def _move_compressed(self, group: Group, rows: list[Row], params: list[Tensor], averages: list[Tensor]) -> None:
         """What the exchange brought is the new momentum, divided already or not."""
         lr, beta1 = float(group["lr"]), float(group["betas"][0])
         for row, param, average in zip(rows, params, averages, strict=True):

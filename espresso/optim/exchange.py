@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from espresso.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
-from espresso.names import named_gradients
-from espresso.state import EspressoState, Policy, register
+from espresso.live.names import named_gradients
+from espresso.live.state import EspressoState, Policy, register
+from espresso.search.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Option, Strategy, TensorSpec
 from espresso.strategies.tree import two_way_option
 
@@ -67,9 +67,7 @@ class TwoWay:
         tensors = tuple(tensors)
         choice = Choice(self.option(cluster), self.compressor)
         choices = {
-            tensor.name: choice
-            if cluster.num_ranks > 1 and tensor.num_bytes >= self.raw_below_bytes
-            else PLAIN
+            tensor.name: choice if cluster.num_ranks > 1 and tensor.num_bytes >= self.raw_below_bytes else PLAIN
             for tensor in tensors
         }
         return Strategy(tensors, choices, cluster, self.partition_bytes)

@@ -56,9 +56,7 @@ def step(row: Row, settings: Settings) -> None:
         lambda first, end: kernels.update_moments(x, g, m, v, first, end, numbers, betas, sums),
     )
     size, of_r, of_c = np.sqrt(np.cumsum(sums, axis=0)[-1]).tolist()
-    rates = np.array(
-        [settings.lr * beta1 * _trust(size, of_r), settings.lr * (1.0 - beta1) * _trust(size, of_c)], kind
-    )
+    rates = np.array([settings.lr * beta1 * _trust(size, of_r), settings.lr * (1.0 - beta1) * _trust(size, of_c)], kind)
     _share(num_blocks, lambda first, end: kernels.apply(x, g, m, v, first, end, numbers, rates))
 
 
@@ -78,9 +76,7 @@ def _flat(tensor: Tensor) -> Array:
 
 
 def _share(num_blocks: int, task: object) -> None:
-    parts = [
-        (first, min(first + _BLOCKS_PER_PART, num_blocks)) for first in range(0, num_blocks, _BLOCKS_PER_PART)
-    ]
+    parts = [(first, min(first + _BLOCKS_PER_PART, num_blocks)) for first in range(0, num_blocks, _BLOCKS_PER_PART)]
     _pool(torch.get_num_threads()).run(task, parts)  # type: ignore[arg-type]
 
 

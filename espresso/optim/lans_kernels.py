@@ -50,9 +50,7 @@ def block_norms(values: Array, first: int, end: int, sums: Array) -> None:
 
 
 @kernel
-def directions(
-    x: Array, g: Array, m: Array, v: Array, low: int, num: int, numbers: Array, r: Array, c: Array
-) -> None:
+def directions(x: Array, g: Array, m: Array, v: Array, low: int, num: int, numbers: Array, r: Array, c: Array) -> None:
     """``r`` and ``c`` of ``num`` elements from ``low``, with the moments as they are after their update."""
     inverse, eps, decay, by1, by2 = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
     xs, gs, ms, vs = x[low : low + num], g[low : low + num], m[low : low + num], v[low : low + num]

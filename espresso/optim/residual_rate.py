@@ -13,7 +13,7 @@ import math
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim.optimizer import Optimizer
 
-from espresso.state import EspressoState
+from espresso.live.state import EspressoState
 
 KEY = "residual_lr"
 """Entry of a parameter group: the rate in whose units its residuals are. It travels with the optimizer's state."""

@@ -69,9 +69,7 @@ class EmulatedDevice:
 
     def launch(self, file: str, kernel: str, grid: int, threads: int, arguments: Sequence[Any]) -> None:
         values = [
-            ctypes.c_void_p(value.data_ptr())
-            if isinstance(value, torch.Tensor)
-            else _C_TYPES[type(value)](value)
+            ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else _C_TYPES[type(value)](value)
             for value in arguments
         ]
         with _LOCK:

@@ -1,0 +1,165 @@
+"""The launchers' environment variables, read in one place.
+
+torchrun sets ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK``; Open MPI, PMI (MPICH, Intel
+MPI) and SLURM have names of their own. ``read_environment`` maps the first complete set it finds, and
+``export_environment`` writes it back under torchrun's names, so that
+``torch.distributed.init_process_group("gloo")`` works under ``mpirun`` and ``srun`` too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from espresso.comm.errors import TopologyError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launcher says of this process. ``node`` is its node's number where the launcher tells it.
+
+    Attributes:
+        launcher: ``torchrun``, ``openmpi``, ``pmi`` or ``slurm``.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int | None
+
+
+_NAMES: dict[str, tuple[str, str, str, str | None, str | None]] = {
+    # launcher: rank, world size, local rank, local world size, node
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        None,
+    ),
+    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", None),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NODEID"),
+}
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """The launcher's variables, or None when no launcher set any (a script that passes ranks by hand).
+
+    Raises:
+        TopologyError: a variable is not a whole number, or rank and world size contradict each other.
+    """
+    env = os.environ if environment is None else environment
+    for launcher, (rank, size, local_rank, local_size, node) in _NAMES.items():
+        if rank in env and size in env:
+            launch = Launch(
+                launcher,
+                _number(env, rank),
+                _number(env, size),
+                _number(env, local_rank) if local_rank in env else 0,
+                _local_size(env, local_size),
+                _number(env, node) if node is not None and node in env else None,
+            )
+            _check(launch, rank, size, local_rank, local_size)
+            return launch
+    return None
+
+
+def export_environment(environment: MutableMapping[str, str] | None = None) -> Launch | None:
+    """Write ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` from whichever launcher ran us.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` stay the user's; on one host they default to loopback and 29500.
+    """
+    env = os.environ if environment is None else environment
+    launch = read_environment(env)
+    if launch is None:
+        return None
+    # Not setdefault: half a set left over from elsewhere must not be mixed with ours.
+    env["RANK"], env["WORLD_SIZE"] = str(launch.rank), str(launch.world_size)
+    env.setdefault("LOCAL_RANK", str(launch.local_rank))
+    if launch.local_world_size:
+        env.setdefault("LOCAL_WORLD_SIZE", str(launch.local_world_size))
+    if launch.local_world_size in (0, launch.world_size):
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env.setdefault("MASTER_PORT", "29500")
+    return launch
+
+
+def export_worker(
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    *,
+    master: str,
+    environment: MutableMapping[str, str] | None = None,
+) -> None:
+    """Write torchrun's names for a world of workers, smaller than the launcher's by its parameter servers.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` stay where somebody has set them; else they are rank 0's address and 29500.
+    """
+    env = os.environ if environment is None else environment
+    env["RANK"], env["WORLD_SIZE"] = str(rank), str(size)
+    env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(local_rank), str(local_size)
+    env.setdefault("MASTER_ADDR", master)
+    env.setdefault("MASTER_PORT", "29500")
+
+
+def local_address(environment: Mapping[str, str] | None = None) -> str:
+    """The address under which other machines reach this one.
+
+    That of the card in ``GLOO_SOCKET_IFNAME``, else the one that traffic to ``MASTER_ADDR`` leaves by, else the one
+    of this host's name, else loopback.
+    """
+    env = os.environ if environment is None else environment
+    card = env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            if card:
+                packed = struct.pack("256s", card.encode()[:15])
+                # SIOCGIFADDR: the address of a card.
+                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, packed)[20:24])
+            # Connecting a datagram socket sends nothing; it only chooses a route.
+            probe.connect((env.get("MASTER_ADDR", socket.gethostname()), 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        value = int(env[name])
+    except ValueError:
+        raise TopologyError(f"environment variable {name} is {env[name]!r}, expected a whole number") from None
+    if value < 0:
+        raise TopologyError(f"environment variable {name} is {value}, expected at least 0")
+    return value
+
+
+def _local_size(env: Mapping[str, str], name: str | None) -> int:
+    """Ranks on this node; 0 when the launcher does not say (SLURM writes forms such as ``2(x3)``)."""
+    if name is None or name not in env:
+        return 0
+    return int(env[name].partition("(")[0]) if env[name].partition("(")[0].isdigit() else _number(env, name)
+
+
+def _check(launch: Launch, rank: str, size: str, local_rank: str, local_size: str | None) -> None:
+    wrong = None
+    if launch.rank >= launch.world_size:
+        wrong = f"{rank}={launch.rank} is not below {size}={launch.world_size}"
+    elif launch.local_world_size and launch.launcher != "slurm":
+        # SLURM's figure is what the job asked for, which a step need not fill.
+        if launch.local_rank >= launch.local_world_size:
+            wrong = f"{local_rank}={launch.local_rank} is not below {local_size}={launch.local_world_size}"
+        elif launch.local_world_size > launch.world_size:
+            wrong = f"{local_size}={launch.local_world_size} is above {size}={launch.world_size}"
+    if wrong is not None:
+        raise TopologyError(
+            f"{wrong}; the launcher's variables contradict each other (are some left over from another launch?)"
+        )

@@ -1,0 +1,4 @@
+"""What outlives an iteration: residuals, velocities, factors.
+
+May import: comm.
+"""

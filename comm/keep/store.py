@@ -1,0 +1,286 @@
+"""Residuals: what was not sent, kept so that nothing is lost.
+
+A residual is addressed by (tensor, element range, site). Compression sites read one buffer and write
+another; after the iteration every rank commits (swaps) or discards, together.
+
+When the plan changes, whatever finds no place of its own in the new one moves to the tensor's local site, or
+is *carried* if there is none: added to this rank's own gradient in the next iteration. Residuals are in
+units of the sum over ranks, so adding what an aggregator kept to its own contribution changes the sum by
+exactly that much, whoever it was: no exchange is needed. Of a residual that several ranks hold (the last
+intra step encodes the same aggregate on every node) only the first replica carries.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.comm.keep.residual import FULL, PackedResidual, Residual, check_storage
+from espresso.comm.memory import HOST, Memory
+from espresso.strategies import Run, Site
+
+logger = logging.getLogger("espresso")
+
+Array = npt.NDArray[Any]
+
+_ALIGN = 16
+"""Elements: 64 bytes of float32."""
+
+
+Address = tuple[str, Site]
+"""(tensor name, site)."""
+
+Piece = tuple[int, Array, int]
+"""(first element within the tensor, values, replica number: only replica 0 carries)."""
+
+
+class Remote(Protocol):
+    """Residuals that parameter servers keep for this rank to save and load (``Site.SERVER``)."""
+
+    def snapshot(self) -> dict[Address, list[Piece]]: ...
+
+    def load(self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int]) -> None: ...
+
+    def rescale(self, factors: Mapping[str, float]) -> None: ...
+
+
+class ResidualStore:
+    """All residuals of this rank: those in use by the plan, and those carried over from an earlier one.
+
+    Args:
+        transactional: keep what was kept before an iteration until it counts.
+        storage: how residuals are kept between iterations.
+        gain: the part of what was not sent that the next iteration adds; None leaves it to each compressor.
+    """
+
+    def __init__(self, *, transactional: bool = True, storage: str = FULL, gain: float | None = None) -> None:
+        self.transactional = transactional
+        self.gain = gain
+        self.storage = check_storage(storage)
+        self._reported = 0
+        self.remote: Remote | None = None
+        self._live: list[Residual] = []
+        self.carry: dict[str, Array] = {}
+        self._carried: dict[str, Array | None] = {}
+        self._waiting: dict[Address, list[Piece]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all residual buffers, both of each pair."""
+        return sum(r.num_bytes for r in self._live) + sum(a.nbytes for a in self.carry.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._live and not self.carry and not self._waiting
+
+    def norm(self) -> float:
+        """Euclidean norm of everything this rank keeps."""
+        squares = [r.square_sum() for r in self._live]
+        squares += [HOST.square_sum(values) for values in self.carry.values()]
+        return float(np.sqrt(sum(squares)))
+
+    def new_residual(
+        self,
+        site: Site,
+        runs: Sequence[Run],
+        dtype: Any,
+        replica: int,
+        memory: Memory = HOST,
+        *,
+        gain: float = 1.0,
+    ) -> Residual:
+        """A zero residual over these runs, with the compressor's own ``gain`` unless the store has one; it counts
+        once ``adopt`` has been given it.
+
+        Every run begins on a cache line, whatever its place in the bucket: encoders write residuals past
+        the cache, which takes aligned addresses.
+        """
+        gain = gain if self.gain is None else self.gain
+        lengths = [-(-run.numel // _ALIGN) * _ALIGN for run in runs]
+        starts = tuple(accumulate(lengths, initial=0))[: len(runs)]
+        if self.storage == FULL:
+            return Residual(site, tuple(runs), starts, dtype, replica, memory, self.transactional, gain)
+        return PackedResidual(
+            site,
+            tuple(runs),
+            starts,
+            dtype,
+            replica,
+            memory,
+            self.transactional,
+            gain,
+            storage=self.storage,
+        )
+
+    def holds(self, residuals: Iterable[Residual]) -> bool:
+        """Whether all of these are in use."""
+        live = set(map(id, self._live))
+        return all(id(residual) in live for residual in residuals)
+
+    def adopt(
+        self, residuals: Iterable[Residual], numels: Mapping[str, int], *, only: Collection[str] | None = None
+    ) -> None:
+        """Make these the residuals in use; move over what the old ones hold, carry the rest.
+
+        Args:
+            residuals: of the new plan, made by ``new_residual``.
+            numels: elements of every tensor, for the arrays that carry.
+            only: replace just the residuals that touch these tensors (one bucket of a changing structure).
+        """
+        replaced = [r for r in self._live if only is None or any(run.tensor in only for run in r.runs)]
+        pieces = self._export(replaced)
+        gone = set(map(id, replaced))
+        fresh = list(residuals)
+        self._live = [r for r in self._live if id(r) not in gone] + fresh
+        waiting = {t: self.carry.pop(t) for t in list(self.carry) if only is None or t in only}
+        for address, parts in self._claim(only).items():
+            pieces.setdefault(address, []).extend(parts)
+        self._place_all(pieces, numels, fresh)
+        for tensor, values in waiting.items():
+            self._place(tensor, Site.LOCAL, (0, values, 0), numels, fresh)
+        self._report()
+
+    def _report(self) -> None:
+        """Log what residuals take, before the first of them is used."""
+        if self.num_bytes != self._reported:
+            self._reported = self.num_bytes
+            logger.info(
+                "residuals take %.2f MiB on this rank (%s, %s)", self._reported / 2**20, self.storage,
+                "both buffers of each" if self.transactional else "one buffer each",
+            )  # fmt: skip
+
+    def _export(self, residuals: Iterable[Residual]) -> dict[Address, list[Piece]]:
+        pieces: dict[Address, list[Piece]] = {}
+        for residual in residuals:
+            for run, start in zip(residual.runs, residual.starts, strict=True):
+                values = residual.read(start, run.numel)
+                piece = (run.tensor_start, values, residual.replica)
+                pieces.setdefault((run.tensor, residual.site), []).append(piece)
+        return pieces
+
+    def add_carry(self, tensor: str, start: int, values: Array, numel: int) -> None:
+        """Have ``values`` added to this rank's gradient of ``tensor`` next time."""
+        if not np.any(values):
+            return
+        held = self.carry.get(tensor)
+        if held is None:
+            held = self.carry[tensor] = np.zeros(numel, values.dtype)
+        held[start : start + values.size] += values
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiply everything kept of the named tensors; for when the units of a gradient change (a loss weight,
+        a learning rate). Only between iterations."""
+        for residual in self._live:
+            for run, start in zip(residual.runs, residual.starts, strict=True):
+                if run.tensor in factors:
+                    residual.scale(start, run.numel, factors[run.tensor])
+        for tensor in self.carry.keys() & factors.keys():
+            self.carry[tensor] *= factors[tensor]
+        for (tensor, _), parts in self._waiting.items():
+            for _, values, _ in parts if tensor in factors else ():
+                values *= factors[tensor]
+        if self.remote is not None:
+            self.remote.rescale(factors)
+
+    def snapshot(self) -> tuple[dict[Address, list[Piece]], dict[str, Array]]:
+        """Copies of all residuals, those still waiting for a plan included, and of what is carried."""
+        pieces = self._export(self._live)
+        for address, parts in self._waiting.items():
+            pieces.setdefault(address, []).extend(parts)
+        if self.remote is not None:
+            for address, parts in self.remote.snapshot().items():
+                pieces.setdefault(address, []).extend(parts)
+        return pieces, {tensor: values.copy() for tensor, values in self.carry.items()}
+
+    def load(
+        self, pieces: Mapping[Address, Sequence[Piece]], carry: Mapping[str, Array], numels: Mapping[str, int]
+    ) -> None:
+        """Replace everything. Pieces wait until a plan that keeps their tensor is adopted."""
+        self.carry = {tensor: values.copy() for tensor, values in carry.items()}
+        self._carried.clear()
+        if self.remote is not None:
+            self.remote.load({a: p for a, p in pieces.items() if a[1] is Site.SERVER}, numels)
+            pieces = {a: p for a, p in pieces.items() if a[1] is not Site.SERVER}
+        self._waiting = {address: list(parts) for address, parts in pieces.items()}
+        for residual in self._live:
+            residual.clear()
+        live = {run.tensor for residual in self._live for run in residual.runs}
+        self._place_all(self._claim(live), numels, self._live)
+
+    def _claim(self, tensors: Collection[str] | None) -> dict[Address, list[Piece]]:
+        """Take the loaded pieces of these tensors (of all, if None) out of waiting."""
+        claimed = {a: p for a, p in self._waiting.items() if tensors is None or a[0] in tensors}
+        for address in claimed:
+            del self._waiting[address]
+        return claimed
+
+    def used_carry(self, tensor: str, start: int = 0, left: Array | None = None) -> None:
+        """A stretch of the carry of ``tensor`` went into this iteration; a commit keeps only what is ``left`` of it.
+
+        Lanes call this at the same time, for different stretches.
+        """
+        if left is None:
+            self._carried.setdefault(tensor, None)
+            return
+        kept = self._carried.setdefault(tensor, np.zeros_like(self.carry[tensor]))
+        assert kept is not None
+        kept[start : start + left.size] = left
+
+    def commit(self) -> None:
+        """The iteration counts: what was written becomes what is kept."""
+        for residual in self._live:
+            residual.commit()
+        for tensor, left in self._carried.items():
+            self.carry.pop(tensor, None)
+            if left is not None and left.any():
+                self.carry[tensor] = left
+        self._carried.clear()
+
+    def discard(self) -> None:
+        """The iteration did not happen (a non-finite gradient somewhere): keep what was kept before it."""
+        for residual in self._live:
+            residual.written = False
+        self._carried.clear()
+
+    def place(self, tensor: str, site: Site, piece: Piece, targets: Sequence[Residual]) -> None:
+        """Add a piece to those of ``targets`` that keep (tensor, site); carry what lies outside."""
+        self._place(tensor, site, piece, {tensor: piece[0] + piece[1].size}, targets)
+
+    def _place_all(
+        self,
+        pieces: Mapping[Address, Sequence[Piece]],
+        numels: Mapping[str, int],
+        targets: Sequence[Residual],
+    ) -> None:
+        for (tensor, site), parts in pieces.items():
+            for piece in parts:
+                self._place(tensor, site, piece, numels, targets)
+
+    def _place(
+        self, tensor: str, site: Site, piece: Piece, numels: Mapping[str, int], targets: Sequence[Residual]
+    ) -> None:
+        """Put a piece where the plan keeps (tensor, site); what lies outside moves on, once per replica.
+
+        It goes to the tensor's local site, which encodes this rank's own contribution, or else is carried.
+        """
+        start, values, replica = piece
+        left = np.ones(values.size, bool)
+        for where in (site, Site.LOCAL) if replica == 0 else (site,):
+            for residual in targets:
+                if residual.site is not where:
+                    continue
+                for run, at in zip(residual.runs, residual.starts, strict=True):
+                    low = max(start, run.tensor_start)
+                    high = min(start + values.size, run.tensor_start + run.numel)
+                    if run.tensor == tensor and low < high:
+                        here, cut = at + low - run.tensor_start, slice(low - start, high - start)
+                        kept = np.where(left[cut], values[cut], 0)
+                        residual.add(here, kept.astype(residual.dtype))
+                        left[cut] = False
+        if replica == 0 and left.any():
+            self.add_carry(tensor, start, np.where(left, values, 0).astype(values.dtype), numels[tensor])

@@ -1,0 +1,90 @@
+"""What a job's compressors are in this step: ratios that warm up, first steps that stay raw.
+
+A spec as users write it may name a schedule (``dgc:warmup_epochs=4``). What runs is the spec *in force*:
+payload sizes differ between the two, so a change makes plans, orders and costs anew, on every rank in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from espresso.compressors import registry
+from espresso.compressors.base import Correction
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Strategy, StrategyError
+
+
+class Schedule:
+    """The compressors of one job.
+
+    Args:
+        specs: as given, schedules included.
+
+    Raises:
+        ValueError: an unknown compressor or parameter, or compressors that ask for different momentum.
+    """
+
+    def __init__(self, specs: Iterable[CompressorSpec]) -> None:
+        self._compressors = {spec: registry.create(spec) for spec in specs if spec != NONE}
+        self.correction = self._find_correction()
+
+    @property
+    def start_step(self) -> int:
+        """The first step in which all of them compress."""
+        return max((compressor.start_step for compressor in self._compressors.values()), default=0)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether nothing ever changes."""
+        return not any(compressor.is_scheduled for compressor in self._compressors.values())
+
+    def in_force(self, epoch: int, step: int) -> dict[CompressorSpec, CompressorSpec]:
+        """For every spec as given the one that runs in this step."""
+        return {
+            spec: registry.spec_of(compressor.in_force(epoch, step)) if compressor.is_scheduled else spec
+            for spec, compressor in self._compressors.items()
+        }
+
+    def _find_correction(self) -> Correction | None:
+        asked = {spec: c.correction for spec, c in self._compressors.items() if c.correction is not None}
+        if len(set(asked.values())) > 1:
+            listed = ", ".join(f"'{spec}'" for spec in asked)
+            raise ValueError(
+                f"momentum is one for the whole job, but its compressors differ in momentum, nesterov or clip_norm:"
+                f" {listed}"
+            )
+        return next(iter(asked.values()), None)
+
+
+def misfit(choice: Choice) -> str | None:
+    """Why the compressor cannot take the option, if so."""
+    if not choice.option.is_compressed:
+        return None
+    traits, rounds = registry.create(choice.compressor).traits, choice.option.num_rounds
+    if traits.rounds != rounds:
+        wanted = "go through the leaves with a transform step" if traits.rounds > 1 else "have no transform step"
+        return f"option '{choice.option}' does not fit compressor '{choice.compressor}', whose options {wanted}"
+    if choice.option.is_summable and not traits.summable:
+        return f"option '{choice.option}' adds payloads up; those of '{choice.compressor}' do not add"
+    return None
+
+
+def check_choices(strategy: Strategy) -> None:
+    """Check that every tensor's option and compressor go together.
+
+    Raises:
+        StrategyError: names the first tensor whose do not.
+    """
+    faults = {choice: misfit(choice) for choice in set(strategy.choices.values())}
+    for name, choice in strategy.choices.items():
+        if faults[choice] is not None:
+            raise StrategyError(f"tensor {name!r}: {faults[choice]}")
+
+
+def translate(strategy: Strategy, specs: dict[CompressorSpec, CompressorSpec]) -> Strategy:
+    """The strategy with other compressors; a tensor whose compressor becomes ``none`` turns raw."""
+    changes = {}
+    for name, choice in strategy.choices.items():
+        spec = specs.get(choice.compressor, choice.compressor)
+        if spec != choice.compressor:
+            changes[name] = PLAIN if spec == NONE else Choice(choice.option, spec)
+    return strategy.with_choices(changes) if changes else strategy

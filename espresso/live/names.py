@@ -1,0 +1,79 @@
+"""Parameter names: what residuals, strategies and errors are keyed by, and what models are refused."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from espresso.comm.errors import UnsupportedModelError
+from espresso.strategies import DTYPES, TensorSpec
+
+
+def inner_module(module: torch.nn.Module) -> torch.nn.Module:
+    """The user's module inside DDP's wrapper, or the module itself."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    assert isinstance(inner, torch.nn.Module)
+    return inner
+
+
+def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters DDP averages gradients of, by name (as in the unwrapped module).
+
+    Raises:
+        UnsupportedModelError: a parameter whose gradients cannot be exchanged, by name, with the remedy.
+    """
+    inner = inner_module(module)
+    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
+    parameters = {
+        name: parameter
+        for name, parameter in inner.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+    for name, parameter in parameters.items():
+        _check(name, parameter)
+    _check_sparse(inner)
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModelError(
+            f"the model's parameters lie on several devices ({found}); use one device per process"
+        )
+    return parameters
+
+
+def tensor_specs(parameters: dict[str, torch.nn.Parameter]) -> tuple[TensorSpec, ...]:
+    """Names, shapes and dtypes, in the module's order."""
+    return tuple(
+        TensorSpec(name, tuple(parameter.shape), dtype_name(parameter.dtype)) for name, parameter in parameters.items()
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _check(name: str, parameter: torch.nn.Parameter) -> None:
+    if parameter.is_meta:
+        raise UnsupportedModelError(f"parameter {name!r} is on the meta device; materialise the model first")
+    if parameter.is_complex():
+        raise UnsupportedModelError(
+            f"parameter {name!r} is complex ({dtype_name(parameter.dtype)}); compressors know real numbers only:"
+            " store it as a real tensor with torch.view_as_real"
+        )
+    if dtype_name(parameter.dtype) not in DTYPES:
+        raise UnsupportedModelError(
+            f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}; gradients may be {', '.join(DTYPES)}"
+        )
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(
+            f"parameter {name!r} is on {parameter.device}; gradients may be on the CPU or on a CUDA device"
+        )
+
+
+def _check_sparse(module: torch.nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
+            raise UnsupportedModelError(
+                f"module {name!r} makes sparse gradients; build it with sparse=False, a compressor makes them small"
+            )

@@ -1,0 +1,187 @@
+"""Automatic mode's measuring and searching, on the live job. Collective; rank 0 decides, all obey."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from espresso.comm.execute.executor import Record
+from espresso.comm.groups import Groups
+from espresso.live.artifacts import Artifacts
+from espresso.live.config import Config
+from espresso.live.host_codecs import HostCodecs
+from espresso.live.planner import Candidate
+from espresso.live.profiler import (
+    Observation,
+    combine,
+    cores_per_rank,
+    machine_facts,
+    measure_compressor,
+    measure_links,
+)
+from espresso.live.runtime import HostRuntime, Runtime
+from espresso.live.server_profile import measure_exchange, measure_processors
+from espresso.model.costs import ComputeCost, Contention, CostModel, Links
+from espresso.model.job import Job
+from espresso.search.quality import Automatic, gentle, racers
+from espresso.strategies import RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, TensorSpec
+
+if TYPE_CHECKING:
+    from espresso.search.result import SearchResult
+
+logger = logging.getLogger("espresso")
+
+ADVISED_CAPS_MB = (5, 25, 100)
+"""Bucket sizes that automatic mode looks at: few, since all ranks wait for it."""
+
+
+class OnlineSearch:
+    """Measures links and compressors, builds the job, searches it on rank 0, and tells everybody.
+
+    Attributes:
+        compressor: the one in force; a later call measures what has changed, and searches again.
+        job: what was measured, on every rank; None before.
+        uncompressed_us: predicted iteration time of the plain strategy.
+        advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        codecs: HostCodecs,
+        compressor: CompressorSpec,
+        tensors: tuple[TensorSpec, ...],
+        config: Config,
+        artifacts: Artifacts,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self._groups, self._codecs, self.compressor = groups, codecs, compressor
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._settings = Automatic(
+            config.exact_vectors,
+            config.partition_bytes,
+            config.least_sent,
+            config.exact_tensors,
+            config.sign_block,
+        )
+        self._artifacts = artifacts
+        self._runtime = HostRuntime() if runtime is None else runtime
+        self.job: Job | None = None
+        self.uncompressed_us = 0.0
+        self.advice = ""
+
+    def __call__(self, records: Sequence[Record], observations: Sequence[Observation]) -> list[Candidate]:
+        """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best."""
+        if self.job is None:
+            observed = combine(self._groups.all_objects(list(observations)[-len(records) :]))
+            costs = self._measure(max(bucket.numel for bucket in records[-1].buckets))
+            job = self._make_job(records[-1].buckets, observed, costs)
+        else:
+            job = self._with_compressor(self.job)
+        self.job = self._groups.from_rank_0(job)
+        found: Any = None
+        if self._groups.rank == 0:
+            try:
+                self._artifacts.job(self.job)
+                found = self._search(self.job)
+            except Exception as error:  # every rank must hear of it, or they wait for the answer
+                logger.exception("the search failed")
+                found = error
+        found = self._groups.from_rank_0(found)
+        if isinstance(found, Exception):
+            raise found
+        candidates, self.uncompressed_us = found
+        return list(candidates)
+
+    def _measure(self, largest: int) -> CostModel:
+        devices = [Device.TRAINING]
+        cores = cores_per_rank(self._groups)
+        backward = min(float(torch.get_num_threads()), cores)
+        if cores > 1.0 and self._codecs.pool.num_threads > 1:
+            devices.append(Device.OFFLOAD)
+        runtime = self._runtime
+        links = measure_links(self._groups, place=runtime.place)
+        compute = self._measure_compressor(devices, largest)
+        pool = min(float(self._codecs.pool.num_threads), cores)
+        pushes, burnt = measure_exchange(self._groups)
+        servers, on_servers = measure_processors(self._groups, self.compressor)
+        contention = runtime.contention(Contention(cores, backward, pool, {**links.comm_cpu, **burnt}))
+        curves, copies = Links(curves=links.curves + pushes), runtime.copy_cost(self._groups)
+        return CostModel(curves, compute + on_servers, copies, contention, servers=servers)
+
+    def _measure_compressor(self, devices: Sequence[Device], largest: int) -> tuple[ComputeCost, ...]:
+        return measure_compressor(
+            self._groups,
+            self._codecs,
+            self.compressor,
+            devices,
+            largest=largest,
+            timer=self._runtime.codec_timer,
+        )
+
+    def _with_compressor(self, job: Job) -> Job:
+        """The job with the costs of a compressor that came into force since it was measured."""
+        measured = {(cost.spec, cost.device) for cost in job.costs.compute}
+        devices = [d for d in dict.fromkeys(cost.device for cost in job.costs.compute) if d in RANK_DEVICES]
+        if all((str(self.compressor), device) in measured for device in devices):
+            return job
+        largest = max(bucket.numel for bucket in job.laid_out)
+        more = self._measure_compressor(devices, largest)
+        return replace(job, costs=replace(job.costs, compute=job.costs.compute + more))
+
+    def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
+        in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])
+        ready = [seen.tensor_ready_us[name] for name in in_order]
+        gaps = [0.0] + [max(b - a, 0.0) for a, b in itertools.pairwise(ready)]
+        handed_over: list[float] = []
+        for at in seen.bucket_ready_us:
+            handed_over.append(max([at, *handed_over[-1:]]))
+        return Job(
+            model="live",
+            tensors=tuple(self._tensors[name] for name in in_order),
+            gaps_us=tuple(gaps),
+            cluster=self._groups.cluster,
+            costs=costs,
+            mode=Mode.DDP,
+            buckets=buckets,
+            bucket_ready_us=tuple(handed_over),
+            forward_us=max(seen.forward_us, 0.0),
+            optimizer_us=max(seen.optimizer_us, 0.0),
+            source="measured on the live job",
+            meta=machine_facts() | {"compressor": str(self.compressor)} | self._settings.to_meta(),
+        )
+
+    def _advise_bucket_size(self, job: Job, result: SearchResult) -> None:
+        """Say which bucket size would be better: DDP fixes its own when it is made, so only the user can set it."""
+        from espresso.search.search import advised_bucket_cap
+
+        found = advised_bucket_cap(job, self.compressor, result, ADVISED_CAPS_MB)
+        if found is not None:
+            self.advice = (
+                f"DistributedDataParallel(bucket_cap_mb={found.bucket_cap_mb:g}) is predicted to take"
+                f" {found.predicted_us / 1e3:.1f} ms instead of {result.predicted_us / 1e3:.1f} ms"
+            )
+            logger.info("buckets: %s", self.advice)
+
+    def _search(self, job: Job) -> tuple[list[Candidate], float]:
+        from espresso.search.search import search  # compiles kernels: only rank 0 needs them
+
+        result = search(job, self.compressor, partitions=self._settings.partitions)
+        found = racers(gentle(job, result, self._settings))
+        candidates = [
+            Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us) for row in found
+        ]
+        self._advise_bucket_size(job, result)
+        logger.info(
+            "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
+            len(job.tensors),
+            result.search_ms,
+            result.uncompressed_us / 1e3,
+            result.predicted_us / 1e3,
+        )
+        return candidates, result.uncompressed_us

@@ -1,0 +1,420 @@
+"""Measuring the user's own job: when gradients become ready, what links and compressors cost.
+
+Nothing here decides anything. Link and compressor measurements run on all ranks at once, inside one
+hook call, so that ranks that share cores or a network card measure what they will meet.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from espresso.comm import collectives
+from espresso.comm.exchanges import sum_in_rank_order
+from espresso.comm.groups import Groups, Member
+from espresso.comm.keep.factors import FactorStore
+from espresso.comm.program.partition import Codecs
+from espresso.compressors.base import Codec, DrawKey, Feedback, Segment
+from espresso.model.costs import COMMON_OPS, ComputeCost, LinkCurve, Op
+from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
+
+LINK_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+"""Sizes of the whole array, in bytes, at which a routine is measured, until one takes ``SLOW_US``."""
+
+ENCODE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
+"""Elements at which a compressor is measured."""
+
+MEASURED_GAIN = 0.5
+"""Feedback gain of the measured encodes: any but 1, since encoders that do not fuse it then take one more pass."""
+
+SLOW_US = 60_000.0
+"""A routine that takes this long is measured once, and not at larger sizes."""
+
+TRIES, STALLED = 3, 3.0
+"""So often it is timed where it takes more than this many times what its bytes do at the last smaller size: the least
+counts. One stall (a lost packet, a neighbour's burst) would else be taken for the link's rate at all larger sizes."""
+
+LOOP_US = 10_000.0
+MAX_LOOP = 16
+"""A short routine is repeated back to back for about so long: one run alone would measure how its ranks woke
+up and what a network card lets through after a rest, and partitions follow one another in use as well."""
+
+
+class GradientClock:
+    """When gradients become ready and forward passes begin, while it is attached to a module.
+
+    Attributes:
+        ready_ns: parameter name to the time its gradient was ready, in this iteration.
+        forward_ns: when the latest forward pass began, or 0.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Mapping[int, str]) -> None:
+        self.ready_ns: dict[str, int] = {}
+        self.forward_ns = 0
+        self._handles: list[Any] = [module.register_forward_pre_hook(self._forward)]
+        for parameter in module.parameters():
+            name = names.get(id(parameter))
+            if name is not None and parameter.requires_grad:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(self._stamp(name)))
+
+    def begin(self) -> None:
+        """Forget the last iteration."""
+        self.ready_ns = {}
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _forward(self, *_: Any) -> None:
+        self.forward_ns = time.perf_counter_ns()
+
+    def _stamp(self, name: str) -> Callable[[torch.Tensor], None]:
+        def stamp(_: torch.Tensor) -> None:
+            self.ready_ns[name] = time.perf_counter_ns()
+
+        return stamp
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One profiled iteration on one rank, in microseconds.
+
+    Attributes:
+        tensor_ready_us: by name, from the first ready gradient.
+        bucket_ready_us: when each bucket came to the hook.
+        forward_us: forward's beginning (else the last iteration's end) to the first ready gradient.
+        optimizer_us: the last iteration's end to forward's beginning.
+    """
+
+    tensor_ready_us: Mapping[str, float]
+    bucket_ready_us: tuple[float, ...]
+    forward_us: float
+    optimizer_us: float
+
+
+def combine(per_rank: Sequence[Sequence[Observation]]) -> Observation:
+    """The median over iterations on each rank, then the maximum over ranks."""
+    medians = [_median(observations) for observations in per_rank]
+    names = medians[0].tensor_ready_us
+    return Observation(
+        {name: max(m.tensor_ready_us.get(name, 0.0) for m in medians) for name in names},
+        tuple(map(max, zip(*(m.bucket_ready_us for m in medians), strict=True))),
+        max(m.forward_us for m in medians),
+        max(m.optimizer_us for m in medians),
+    )
+
+
+def _median(observations: Sequence[Observation]) -> Observation:
+    names = observations[0].tensor_ready_us
+    return Observation(
+        {n: median(o.tensor_ready_us[n] for o in observations if n in o.tensor_ready_us) for n in names},
+        tuple(median(times) for times in zip(*(o.bucket_ready_us for o in observations), strict=True)),
+        median(o.forward_us for o in observations),
+        median(o.optimizer_us for o in observations),
+    )
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """Measured curves, and the cores that each routine burns while it is on the wire."""
+
+    curves: tuple[LinkCurve, ...]
+    comm_cpu: Mapping[str, float]
+
+
+def measure_links(
+    groups: Groups,
+    *,
+    progress: Callable[[str], None] | None = None,
+    repeats: int = 3,
+    place: Place | None = None,
+) -> LinkReport:
+    """Measure every routine on every scope of the live groups. Collective: all ranks call it together.
+
+    Points are (bytes of the whole array, microseconds): the slowest rank's median, rising with the bytes. On the
+    inter scope all local ranks run their columns at once and the bytes are those of all of them.
+    """
+    curves: list[LinkCurve] = []
+    cpu: dict[str, list[float]] = {}
+    for scope, member in groups.scopes.items():
+        columns = groups.cluster.ranks_per_node if scope is Scope.INTER else 1
+        for routine, form in _routines(member):
+            if progress is not None:
+                progress(f"{scope.value}.{routine.value} ({form.value})")
+            ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
+            points: list[tuple[float, float]] = []
+            for size in LINK_SIZES:
+                most = STALLED * points[-1][1] * size * columns / points[-1][0] if points else 0.0
+                wall_us, busy = _time_routine(
+                    groups, member, routine, form, size, repeats, ring, place or Place(), most
+                )
+                points.append((float(size * columns), wall_us))
+                if size == LINK_SIZES[-1] or wall_us > SLOW_US:
+                    cpu.setdefault(f"{scope.value}.{routine.value}", []).append(busy)
+                    break
+            curves.append(LinkCurve(routine, scope, form, rising(points)))
+    return LinkReport(tuple(curves), {key: max(values) for key, values in cpu.items()})
+
+
+def _routines(member: Member) -> list[tuple[Routine, Form]]:
+    if member.size == 1:
+        return []
+    raw = (
+        Routine.ALLREDUCE,
+        Routine.REDUCE_SCATTER,
+        Routine.ALLGATHER,
+        Routine.REDUCE,
+        Routine.BROADCAST,
+    )
+    packed = (Routine.ALLGATHER, Routine.ALL_TO_ALL, Routine.GATHER, Routine.BROADCAST)
+    return [(routine, Form.RAW) for routine in raw] + [(routine, Form.PAYLOAD) for routine in packed]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model's gradients are: the arrays to measure with, and how to wait until all is done there."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    settle: Callable[[], None] = lambda: None
+
+
+def _time_routine(
+    groups: Groups,
+    member: Member,
+    routine: Routine,
+    form: Form,
+    size: int,
+    repeats: int,
+    ring: bool,
+    place: Place,
+    most_us: float,
+) -> tuple[float, float]:
+    """(microseconds, cores burnt) of one routine; the slowest rank's figures, the same on all ranks.
+
+    A slow routine is timed once, and again where it takes more than ``most_us``, which says that something stalled.
+    """
+    with place.device:
+        run = _runner(member, routine, form, size, ring)
+    run()
+    place.settle()
+    once, slowest = (0.0, 0.0), float("inf")
+    for _ in range(TRIES):
+        again = _time_loop(groups, run, 1, place)
+        took = max(wall for wall, _ in groups.all_objects(again))
+        if took < slowest:
+            once, slowest = again, took
+        if slowest <= max(SLOW_US, most_us):
+            break
+    if slowest > SLOW_US:
+        timed = [once]
+    else:
+        count = max(min(int(LOOP_US / max(slowest, 1.0)), MAX_LOOP), 1)
+        timed = [_time_loop(groups, run, count, place) for _ in range(repeats)]
+    everybody = groups.all_objects((median(wall for wall, _ in timed), median(cpu for _, cpu in timed)))
+    wall_us = max(wall for wall, _ in everybody)
+    busy = max(cpu for _, cpu in everybody) / max(wall_us, 1.0)
+    return wall_us, busy
+
+
+def _time_loop(groups: Groups, run: Callable[[], None], count: int, place: Place) -> tuple[float, float]:
+    """(wall, processor) microseconds of one of ``count`` runs, one after the other."""
+    groups.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(count):
+        run()
+    place.settle()
+    wall_us = (time.perf_counter() - wall) * 1e6
+    return wall_us / count, (time.process_time() - cpu) * 1e6 / count
+
+
+def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """The points with every time lowered to the least of those at larger sizes.
+
+    What a larger array took bounds what a smaller one takes, so a time above it is a disturbance.
+
+    >>> rising([(1, 50.0), (2, 20.0), (3, 30.0)])
+    ((1, 20.0), (2, 20.0), (3, 30.0))
+    """
+    bounded: list[tuple[float, float]] = []
+    least = float("inf")
+    for size, us in reversed(points):
+        least = min(least, us)
+        bounded.append((size, least))
+    return tuple(reversed(bounded))
+
+
+def _runner(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], None]:
+    peers = member.size
+    each = max(size // peers // 8 * 8, 8)
+    if routine is Routine.ALLREDUCE:
+        numbers = torch.zeros(size // 4)
+        return lambda: collectives.allreduce(numbers, member)
+    if routine is Routine.REDUCE:
+        numbers = torch.zeros(size // 4)
+        return lambda: collectives.reduce(numbers, member, 0)
+    if routine is Routine.BROADCAST:
+        numbers = torch.zeros(size // 4)
+        return lambda: collectives.broadcast(numbers, member, 0)
+    whole = torch.zeros(each * peers, dtype=torch.uint8)
+    parts = list(torch.split(whole, each))
+    places = [torch.empty_like(part) for part in parts]
+    mine = parts[member.index]
+    if routine is Routine.REDUCE_SCATTER:
+        shards = [part.view(torch.float32) for part in parts]
+        received = [None if i == member.index else p.view(torch.float32) for i, p in enumerate(places)]
+
+        def reduce_scatter() -> None:
+            collectives.all_to_all(shards, received, member)
+            sum_in_rank_order(shards[member.index], received)
+
+        return reduce_scatter
+    if routine is Routine.ALL_TO_ALL:
+        return lambda: collectives.all_to_all(parts, places, member)
+    if routine is Routine.GATHER:
+        return lambda: collectives.gather(mine, places, member, 0)
+    if ring and form is Form.PAYLOAD:
+        own = mine.clone()
+        return lambda: collectives.allgather_ring(own, whole, member)
+    return lambda: collectives.allgather(mine, places, member)
+
+
+# -- compressors -----------------------------------------------------------------------------------
+
+
+def measure_compressor(
+    groups: Groups,
+    codecs: Codecs,
+    spec: CompressorSpec,
+    devices: Iterable[Device],
+    *,
+    largest: int,
+    repeats: int = 5,
+    timer: CodecTimer | None = None,
+) -> tuple[ComputeCost, ...]:
+    """Encode (with its residual) and decode times of one compressor, on all ranks at once.
+
+    Args:
+        largest: elements of the largest group; sizes beyond it are not measured.
+        timer: times the training device's codecs, where that is not the host.
+
+    Returns:
+        Costs whose points are (elements, us), the slowest rank's medians; decode per payload.
+    """
+    costs = []
+    for device in devices:
+        sizes = [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
+        rounds = codecs(spec, device).compressor.traits.rounds > 1
+        timed: CodecTimer = _time_rounds if rounds else _time_codec
+        timed = timed if timer is None or device is Device.OFFLOAD else timer
+        rows = [timed(groups, codecs(spec, device), size, repeats) for size in sizes]
+        for op, column in zip(Op if rounds else COMMON_OPS, range(3), strict=False):
+            launch = min(0.9 * rows[0][column], 50.0)
+            points = [(float(size), max(row[column] - launch, 0.0)) for size, row in zip(sizes, rows, strict=True)]
+            # Decoders of payloads read one of every rank; a sum is decoded once.
+            share = groups.num_ranks if op is Op.DECODE and not rounds else 1
+            scaled = tuple((size, us / share) for size, us in points)
+            costs.append(ComputeCost(str(spec), device, op, scaled, launch_us=launch))
+    return tuple(costs)
+
+
+CodecTimer = Callable[[Groups, Codec, int, int], tuple[float, ...]]
+"""``(groups, codec, elements, repeats)`` -> microseconds of an encode and of the decode of a payload of every rank; for
+compressors of several rounds of an encode, a decode and a transform."""
+
+
+def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, ...]:
+    layout = codec.compressor.layout([Segment("probe", 0, size)])
+    starts = np.zeros(1, np.int64)
+    source = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    feedback = None
+    if codec.compressor.traits.error_feedback:
+        feedback = Feedback(np.zeros(size, np.float32), np.zeros(size, np.float32), starts, MEASURED_GAIN)
+    payloads = np.zeros((groups.num_ranks, layout.num_bytes), np.uint8)
+    encode, decode = [], []
+    for turn in range(repeats + 1):
+        groups.barrier()
+        begin = time.perf_counter()
+        codec.encode(layout, source, starts, payloads[0], feedback=feedback)
+        middle = time.perf_counter()
+        payloads[1:] = payloads[0]
+        start = time.perf_counter()
+        codec.decode(layout, payloads, source, starts, scale=1.0 / groups.num_ranks)
+        if turn:
+            encode.append((middle - begin) * 1e6)
+            decode.append((time.perf_counter() - start) * 1e6)
+    everybody = groups.all_objects((median(encode), median(decode)))
+    return tuple(map(max, zip(*everybody, strict=True)))
+
+
+def _time_rounds(groups: Groups, codec: Any, size: int, repeats: int) -> tuple[float, ...]:
+    """Encode, decode and transform of one square matrix of about ``size`` elements."""
+    side = max(math.isqrt(size), 1)
+    size = side * side
+    layout = codec.compressor.layout([Segment("probe", 0, size, (side, side))])
+    starts, factors = np.zeros(1, np.int64), FactorStore()
+    source = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    feedback = Feedback(np.zeros(size, np.float32), np.zeros(size, np.float32), starts, MEASURED_GAIN)
+    first, second = (np.zeros(codec.num_values(layout, number), np.float32) for number in (0, 1))
+    times = []
+    for _ in range(repeats + 1):
+        groups.barrier()
+        begin = time.perf_counter()
+        codec.encode_values(layout, source, starts, first, scale=1.0, feedback=feedback, key=DrawKey(), factors=factors)
+        encoded = time.perf_counter()
+        codec.transform_values(layout, first, second, feedback=feedback)
+        transformed = time.perf_counter()
+        codec.decode_values(layout, first, second, source, starts, scale=1.0, factors=factors)
+        factors.commit()
+        end = time.perf_counter()
+        times.append((encoded - begin, end - transformed, transformed - encoded))
+    medians = tuple(median(column) * 1e6 for column in zip(*times[1:], strict=True))
+    return tuple(map(max, zip(*groups.all_objects(medians), strict=True)))
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def cores_per_rank(groups: Groups) -> float:
+    """Cores this rank may count as its own: each core it may use, shared with the other ranks there."""
+    mine = (socket.gethostname(), _boot_id(), tuple(sorted(os.sched_getaffinity(0))))
+    everybody = groups.all_objects(mine)
+    shares = []
+    for host, boot, cores in everybody:
+        users = [set(c) for h, b, c in everybody if (h, b) == (host, boot)]
+        shares.append(sum(1.0 / sum(core in user for user in users) for core in cores))
+    return min(shares)
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def machine_facts() -> dict[str, Any]:
+    """Hardware and versions, for the record in job files and benchmarks."""
+    return {
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }

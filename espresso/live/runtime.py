@@ -1,0 +1,229 @@
+"""What differs between a job on the CPU and one on a GPU, chosen by where the model's parameters are.
+
+A runtime makes the codecs and the executor, and says how costs are measured. Everything else is the same code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from espresso.comm.execute.device import DeviceExecutor
+from espresso.comm.execute.executor import Executor
+from espresso.comm.execute.streams import CudaStreams, Event, Streams
+from espresso.comm.groups import Groups
+from espresso.comm.memory import DeviceMemory
+from espresso.compressors.base import Codec, Feedback, Segment
+from espresso.compressors.cuda import CudaDevice
+from espresso.compressors.cuda import Device as Accelerator
+from espresso.live.device_codecs import DeviceCodecs, Rehearsal
+from espresso.live.host_codecs import HostCodecs
+from espresso.live.profiler import CodecTimer, GradientClock, Place
+from espresso.model.costs import KB, PAPER_CONTENTION, Contention, CopyCost
+
+COPY_BYTES = (1 << 14, 1 << 24)
+LAUNCHES = 20
+PATIENCE_S = 60.0
+
+
+class Runtime(Protocol):
+    """One of the two."""
+
+    host_copies: bool
+    place: Place
+    codec_timer: CodecTimer | None
+
+    def codecs(self, offload_threads: int | None) -> HostCodecs:
+        """Where codecs come from."""
+        ...
+
+    def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
+        """What carries plans out."""
+        ...
+
+    def clock(self, module: torch.nn.Module, names: Mapping[int, str], executor: Executor) -> GradientClock:
+        """What notes when gradients are ready."""
+        ...
+
+    def copy_cost(self, groups: Groups) -> CopyCost | None:
+        """Measured copies between device and host. Collective."""
+        ...
+
+    def contention(self, measured: Contention) -> Contention:
+        """What shares what."""
+        ...
+
+
+class HostRuntime:
+    """A job on the CPU."""
+
+    host_copies = False
+    codec_timer: CodecTimer | None = None
+
+    def __init__(self) -> None:
+        self.place = Place()
+
+    def codecs(self, offload_threads: int | None) -> HostCodecs:
+        return HostCodecs(offload_threads)
+
+    def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
+        return Executor(groups, codecs, planner, **more)
+
+    def clock(self, module: torch.nn.Module, names: Mapping[int, str], executor: Executor) -> GradientClock:
+        return GradientClock(module, names)
+
+    def copy_cost(self, groups: Groups) -> CopyCost | None:
+        return None
+
+    def contention(self, measured: Contention) -> Contention:
+        return measured
+
+
+class DeviceClock(GradientClock):
+    """Stamps with events: the host's clock says when backward was launched, not when it ran."""
+
+    def __init__(self, module: torch.nn.Module, names: Mapping[int, str], streams: Streams) -> None:
+        self._streams = streams
+        self._events: dict[str, Event] = {}
+        self._forward_event: Event | None = None
+        super().__init__(module, names)
+
+    def _forward(self, *_: Any) -> None:
+        self._forward_event = self._streams.record()
+
+    def _stamp(self, name: str) -> Callable[[torch.Tensor], None]:
+        def stamp(_: torch.Tensor) -> None:
+            self._events[name] = self._streams.record()
+
+        return stamp
+
+    def read(self, at_ns: Callable[[Event], int] | None) -> None:
+        """Turn events into times, once all have come."""
+        if at_ns is not None:
+            self.ready_ns = {name: at_ns(event) for name, event in self._events.items()}
+            self.forward_ns = 0 if self._forward_event is None else at_ns(self._forward_event)
+        self._events = {}
+
+
+class DeviceRuntime:
+    """A job on a GPU.
+
+    Args:
+        accelerator: launches kernels.
+        streams: of the same device.
+    """
+
+    host_copies = True
+
+    def __init__(self, accelerator: Accelerator, streams: Streams) -> None:
+        self.accelerator, self.streams = accelerator, streams
+        self.memory = DeviceMemory(accelerator)
+        self.place = Place(accelerator.torch_device, self._settle)
+        self.codec_timer: CodecTimer | None = self._time_codec
+
+    def codecs(self, offload_threads: int | None) -> HostCodecs:
+        return DeviceCodecs(self.accelerator, offload_threads)
+
+    def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
+        assert isinstance(codecs, DeviceCodecs)
+        return DeviceExecutor(
+            groups, codecs, planner, streams=self.streams, memory=self.memory, note_taker=codecs.notes, **more
+        )
+
+    def clock(self, module: torch.nn.Module, names: Mapping[int, str], executor: Executor) -> GradientClock:
+        assert isinstance(executor, DeviceExecutor)
+        clock = DeviceClock(module, names, self.streams)
+        executor.watch(clock)
+        return clock
+
+    def copy_cost(self, groups: Groups) -> CopyCost | None:
+        """One way, pinned; the slower way and the slowest rank."""
+        times = []
+        for num_bytes in COPY_BYTES:
+            here = torch.zeros(num_bytes, dtype=torch.uint8, device=self.accelerator.torch_device)
+            there = self.memory.host.numbers(num_bytes, torch.uint8)
+            both = [
+                lambda h=here, t=there: t.copy_(h, non_blocking=True),
+                lambda h=here, t=there: h.copy_(t, non_blocking=True),
+            ]
+            times.append(max(max(row) for row in groups.all_objects([self._time(call) for call in both])))
+        small, large = times
+        beta = max(large - small, 0.0) / (COPY_BYTES[1] - COPY_BYTES[0])
+        return CopyCost(max(small - beta * COPY_BYTES[0], 0.0), beta * KB)
+
+    def contention(self, measured: Contention) -> Contention:
+        """The paper's: compression on the GPU holds backward up, what the host does holds nothing up."""
+        return PAPER_CONTENTION
+
+    def _settle(self) -> None:
+        self.streams.wait_here(self.streams.record(), PATIENCE_S)
+
+    def _time(self, call: Callable[[], object]) -> float:
+        """Device microseconds of a call, one of several in a row."""
+        call()
+        self._settle()
+        begin = self.streams.record()
+        for _ in range(LAUNCHES):
+            call()
+        end = self.streams.record()
+        self.streams.wait_here(end, PATIENCE_S)
+        return self.streams.elapsed_us(begin, end) / LAUNCHES
+
+    def _time_codec(self, groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, ...]:
+        """Medians of device time; the slowest rank's."""
+        if codec.compressor.traits.rounds > 1:
+            return self._time_rounds(groups, codec, size, repeats)
+        layout = codec.compressor.layout([Segment("probe", 0, size)])
+        starts, memory = np.zeros(1, np.int64), self.memory
+        source = memory.zeros(size, np.float32)
+        source.copy_(torch.randn(size, generator=torch.Generator().manual_seed(0)))
+        feedback = None
+        if codec.compressor.traits.error_feedback:
+            feedback = Feedback(memory.zeros(size, np.float32), memory.zeros(size, np.float32), starts)
+        payloads = memory.zeros((groups.num_ranks, layout.num_bytes), np.uint8)
+        target = memory.zeros(size, np.float32)
+
+        def encode() -> None:
+            codec.encode(layout, source, starts, payloads[0], feedback=feedback)
+
+        def decode() -> None:
+            codec.decode(layout, payloads, target, starts, scale=1.0 / groups.num_ranks)
+
+        encode()
+        payloads[1:] = payloads[0]
+        return self._medians(groups, (encode, decode), repeats)
+
+    def _time_rounds(self, groups: Groups, codec: Any, size: int, repeats: int) -> tuple[float, ...]:
+        """Encode, decode and transform of one square matrix of about ``size`` elements."""
+        side = max(math.isqrt(size), 1)
+        rehearsal = Rehearsal(codec, side, np.dtype(np.float32), self.accelerator.torch_device)
+        for _ in range(2):  # from the second on it starts from the last Q
+            rehearsal.encode()
+            rehearsal.transform()
+            rehearsal.decode()
+        return self._medians(groups, (rehearsal.encode, rehearsal.decode, rehearsal.transform), repeats)
+
+    def _medians(self, groups: Groups, calls: Sequence[Callable[[], object]], repeats: int) -> tuple[float, ...]:
+        times = []
+        for _ in range(repeats):
+            groups.barrier()
+            times.append([self._time(call) for call in calls])
+        mine = tuple(median(column) for column in zip(*times, strict=True))
+        return tuple(map(max, zip(*groups.all_objects(mine), strict=True)))
+
+
+def runtime_of(device: torch.device) -> Runtime:
+    """The runtime of a job whose parameters are on ``device``.
+
+    Raises:
+        CudaUnavailableError: a CUDA device, and no CuPy.
+    """
+    if device.type == "cpu":
+        return HostRuntime()
+    accelerator = CudaDevice(device.index)
+    return DeviceRuntime(accelerator, CudaStreams(accelerator.torch_device))

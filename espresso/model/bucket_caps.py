@@ -1,0 +1,72 @@
+"""DDP's bucket size as a dimension of the search: the same job in the buckets that another ``bucket_cap_mb`` gives.
+
+``DistributedDataParallel(bucket_cap_mb=cap)`` fills a bucket per dtype, in the order in which gradients became ready
+in the first iteration, until it holds at least cap MiB. A bucket is handed over with its last gradient. Buckets
+are fixed when DDP is made, so a running job cannot change them; the search says which cap to set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from espresso.model.job import Job
+from espresso.strategies import DTYPES, Bucket, Mode, Slot, TensorSpec
+
+CAPS_MB = (1, 5, 10, 25, 50, 100, 200)
+_MIB = 1 << 20
+
+
+def rebucketed(job: Job, bucket_cap_mb: float) -> Job:
+    """The job as DDP would run it with this cap; forward, costs and gaps stay.
+
+    Raises:
+        ValueError: the job is not in DDP mode, or the cap is not above zero.
+    """
+    if job.mode is not Mode.DDP:
+        raise ValueError("only jobs in ddp mode have buckets")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be above zero, got {bucket_cap_mb!r}")
+    ready = dict(zip((t.name for t in job.tensors), accumulate(job.gaps_us), strict=True))
+    filled: list[tuple[float, list[TensorSpec]]] = []
+    filling: dict[str, list[TensorSpec]] = {}
+    for tensor in job.tensors:
+        held = filling.setdefault(tensor.dtype, [])
+        held.append(tensor)
+        if sum(one.num_bytes for one in held) >= bucket_cap_mb * _MIB:
+            filled.append((ready[tensor.name], filling.pop(tensor.dtype)))
+    filled += [(ready[held[-1].name], held) for held in filling.values()]
+    # Buckets are reduced in order: none before the one ahead of it is handed over.
+    filled.sort(key=lambda row: row[0])
+    return replace(
+        job,
+        buckets=tuple(_bucket(index, held) for index, (_, held) in enumerate(filled)),
+        bucket_ready_us=tuple(at for at, _ in filled),
+    )
+
+
+def _bucket(index: int, tensors: Sequence[TensorSpec]) -> Bucket:
+    ends = list(accumulate(tensor.numel for tensor in tensors))
+    slots = tuple(
+        Slot(tensor.name, end - tensor.numel, tensor.numel) for tensor, end in zip(tensors, ends, strict=True)
+    )
+    return Bucket(index, slots, tensors[0].dtype)
+
+
+def caps_for(job: Job, caps: Sequence[float] = CAPS_MB) -> tuple[float, ...]:
+    """The caps that give this job different buckets, smallest first."""
+    total = sum(tensor.numel * DTYPES[tensor.dtype] for tensor in job.tensors)
+    kept: list[float] = []
+    seen: set[tuple[Bucket, ...]] = set()
+    for cap in caps:
+        buckets = rebucketed(job, cap).laid_out
+        if buckets not in seen:
+            seen.add(buckets)
+            kept.append(cap)
+        if cap * _MIB >= total:
+            break
+    return tuple(kept)
+
+
+__all__ = ["CAPS_MB", "caps_for", "rebucketed"]

@@ -1,0 +1,4 @@
+"""Finding a strategy for a job, with a certificate.
+
+May import: model.
+"""

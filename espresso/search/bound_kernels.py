@@ -1,0 +1,418 @@
+"""The certificate's kernels: what a leaf loads, which leaves matter, and the ascent on the dual function.
+
+A candidate is a row of ``WIDTH`` figures::
+
+    0-6 time on each lane   7 core time   8 chain   9 training work that comes first
+    10, 11  least time before the intra and the inter link are first used   12, 13  least time after their last use
+
+A line is one lower bound on the makespan (:mod:`espresso.search.bounds`); there are up to ``NUM_LINES`` for each unit::
+
+    0-6 lanes   7 cores   8 chain   9, 10 intra and inter link for the largest units alone, ends included
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.model.jit import inner_kernel, inner_sum_kernel, kernel, sum_kernel
+from espresso.model.timeline_kernels import LANES_OF_SET, NUM_LANES, copy_vector
+
+Wholes = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Scratch = tuple[Reals, Reals, Reals, Reals, Reals]
+
+CORES = NUM_LANES
+NUM_LOADS = NUM_LANES + 1
+"""Loads of a candidate: the lanes, and core time."""
+CHAIN = NUM_LOADS
+FIRST = CHAIN + 1
+COSTS = FIRST + 1
+"""Columns that have a price; dominance compares them."""
+HEADS = COSTS
+TAILS = HEADS + 2
+WIDTH = TAILS + 2
+GIANT_LINES = CHAIN + 1
+NUM_LINES = GIANT_LINES + 2
+"""The first of the two lines of the largest units."""
+GIANT_LANES = 3
+"""The intra link; the inter link's outward lane follows."""
+
+
+@kernel
+def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, cores: Reals, out: Reals) -> None:
+    """Per leaf and partition: the ``COSTS`` columns, then each lane's time before its first and after its last task.
+
+    ``numbers`` int64[leaves, longest + 1] of shapes (-1 after the end), priced by ``sets``, ``us``, ``cores``;
+    ``out`` float64[leaves, COSTS + 2 * NUM_LANES].
+    """
+    for i in range(numbers.shape[0]):
+        out[i] = 0.0
+        for lane in range(NUM_LANES):
+            out[i, COSTS + lane] = np.inf
+        before = 0.0
+        if numbers[i, 0] >= 0 and sets[numbers[i, 0]] == 0:
+            out[i, FIRST] = us[numbers[i, 0]]
+        for k in range(numbers.shape[1]):
+            shape = numbers[i, k]
+            if shape < 0:
+                break
+            time = us[shape]
+            lanes = LANES_OF_SET[sets[shape]]
+            for m in range(3):
+                lane = lanes[m]
+                if m > 0 and lane == lanes[m - 1]:
+                    continue
+                out[i, lane] += time
+                out[i, COSTS + lane] = min(out[i, COSTS + lane], before)
+                out[i, COSTS + NUM_LANES + lane] = before + time
+            out[i, CORES] += time * cores[shape]
+            before += time
+        out[i, CHAIN] = before
+        for lane in range(NUM_LANES):
+            # A lane that is not used bounds nothing: no ends.
+            if out[i, lane] == 0.0:
+                out[i, COSTS + lane] = 0.0
+                out[i, COSTS + NUM_LANES + lane] = 0.0
+            else:
+                out[i, COSTS + NUM_LANES + lane] = before - out[i, COSTS + NUM_LANES + lane]
+
+
+@kernel
+def join_partitions(full: Reals, tail: Reals, count: int, out: Reals) -> None:
+    """Rows of ``count`` partitions that run through the same leaf: loads add up, chains overlap.
+
+    The chain is bounded by each lane: it serves all partitions, after the shortest head, before the shortest tail.
+    """
+    for i in range(full.shape[0]):
+        for k in range(NUM_LOADS):
+            out[i, k] = (count - 1) * full[i, k] + tail[i, k]
+        out[i, FIRST] = (count - 1) * full[i, FIRST] + tail[i, FIRST]
+        chain = max(full[i, CHAIN], tail[i, CHAIN]) if count > 1 else tail[i, CHAIN]
+        for lane in range(NUM_LANES):
+            head = tail[i, COSTS + lane]
+            rest = tail[i, COSTS + NUM_LANES + lane]
+            if count > 1:
+                head = min(head, full[i, COSTS + lane])
+                rest = min(rest, full[i, COSTS + NUM_LANES + lane])
+                if out[i, lane] > 0.0:
+                    chain = max(chain, head + out[i, lane] + rest)
+            if lane == GIANT_LANES or lane == GIANT_LANES + 1:
+                out[i, HEADS + lane - GIANT_LANES] = head
+                out[i, TAILS + lane - GIANT_LANES] = rest
+        out[i, CHAIN] = chain
+
+
+@kernel
+def pareto(rows: Reals, order: Wholes, front: Wholes) -> int:
+    """Rows that no other row matches or beats in every cost, of equal ones the first in ``order``: how many.
+
+    They come first in ``front`` int64[rows], in no order.
+
+    ``order`` sorts by the sum of costs, so that a dominating row always comes first. A row that goes leaves the
+    lesser of its heads and tails with the one that beats it, whose line then speaks for both.
+    """
+    size = 0
+    for i in order:
+        dominated = False
+        for position in range(size):
+            j = front[position]
+            worse = False
+            for k in range(COSTS):
+                if rows[j, k] > rows[i, k]:
+                    worse = True
+                    break
+            if not worse:
+                dominated = True
+                for k in range(HEADS, WIDTH):
+                    rows[j, k] = min(rows[j, k], rows[i, k])
+                # Move to front: a row that beats one often beats the next.
+                front[position] = front[position // 2]
+                front[position // 2] = j
+                break
+        if not dominated:
+            front[size] = i
+            size += 1
+    return size
+
+
+def constants(release: Reals, backward: float, cores: float, backward_cores: float) -> Reals:
+    """float64[NUM_LINES, units]: the lines without the candidates; -inf where a line is not used."""
+    base = np.full((NUM_LINES, len(release)), -np.inf)
+    base[CHAIN] = release
+    # Units handed over together share their lines: those of the first of them.
+    first = np.append(True, release[1:] != release[:-1])
+    base[1:NUM_LANES, first] = release[first]
+    if cores > 0.0:
+        base[0, first] = release[first]
+        base[CORES, first] = release[first] + backward_cores * (backward - release[first]) / cores
+    else:
+        base[0, 0] = backward
+    return base
+
+
+@kernel
+def giant_constants(release: Reals, giants: Wholes, rows: Reals, first: Wholes, last: Wholes, base: Reals) -> None:
+    """The lines of the largest units: from one of them on, their link time between the least head and tail.
+
+    ``giants`` int64[few] in order of release. The heads and tails are the least among the rows that are left.
+    """
+    for link in range(2):
+        start = np.inf
+        tail = np.inf
+        for position in range(giants.shape[0] - 1, -1, -1):
+            unit = giants[position]
+            head = np.inf
+            for row in range(first[unit], last[unit]):
+                head = min(head, rows[row, HEADS + link])
+                tail = min(tail, rows[row, TAILS + link])
+            start = min(start, release[unit] + head)
+            base[GIANT_LINES + link, unit] = start + tail
+
+
+@kernel
+def unit_prices(weights: Reals, base: Reals, giant: Flags, cores: float, running: Reals, prices: Reals) -> float:
+    """What each unit pays per cost, float64[units, COSTS], and the constant part of the dual function.
+
+    ``running`` float64[NUM_LINES] is scratch.
+    """
+    n = giant.shape[0]
+    total = 0.0
+    for k in range(NUM_LINES):
+        running[k] = 0.0
+    for u in range(n):
+        for k in range(NUM_LINES):
+            if base[k, u] > -np.inf:
+                total += weights[k, u] * base[k, u]
+                if k != CHAIN:
+                    running[k] += weights[k, u]
+        for k in range(NUM_LANES):
+            prices[u, k] = running[k]
+        prices[u, CORES] = running[CORES] / cores if cores > 0.0 else 0.0
+        prices[u, CHAIN] = weights[CHAIN, u]
+        if giant[u]:
+            for link in range(2):
+                prices[u, GIANT_LANES + link] += running[GIANT_LINES + link]
+    later = 0.0
+    pending = 0.0
+    for u in range(n - 1, -1, -1):
+        if u < n - 1 and base[CHAIN, u] < base[CHAIN, u + 1]:
+            later += pending
+            pending = 0.0
+        prices[u, FIRST] = later if cores == 0.0 else 0.0
+        for k in range(1, NUM_LINES):
+            if base[k, u] > -np.inf:
+                pending += weights[k, u]
+    return total
+
+
+@inner_sum_kernel
+def cheapest(
+    prices: Reals, columns: Reals, fees: Reals, fee_of: Wholes, first: Wholes, last: Wholes, costs: Reals,
+    picked: Wholes,
+) -> float:  # fmt: skip
+    """Each unit's cheapest row in ``picked``; returns the sum of their costs.
+
+    ``fees`` float64[units, kinds] and ``fee_of`` int64[rows] add what a row's kind costs a unit; ``costs`` is
+    scratch for one unit's rows. Two columns at a time over all of them, which vector units can do.
+    """
+    total = 0.0
+    for u in range(first.shape[0]):
+        begin = first[u]
+        n = last[u] - begin
+        out = costs[:n]
+        if fees.shape[1] == 1:
+            for i in range(n):
+                out[i] = fees[u, 0]
+        else:
+            for i in range(n):
+                out[i] = fees[u, fee_of[begin + i]]
+        for k in range(0, COSTS, 2):
+            p, q = prices[u, k], prices[u, k + 1]
+            if p == 0.0 and q == 0.0:
+                continue
+            left = columns[k, begin : begin + n]
+            right = columns[k + 1, begin : begin + n]
+            for i in range(n):
+                out[i] += p * left[i] + q * right[i]
+        # The minimum of each quarter, so that no comparison waits for the last one; then where it is.
+        a = b = c = d = np.inf
+        quarter = n // 4
+        for i in range(quarter):
+            a = out[i] if out[i] < a else a
+            b = out[i + quarter] if out[i + quarter] < b else b
+            c = out[i + 2 * quarter] if out[i + 2 * quarter] < c else c
+            d = out[i + 3 * quarter] if out[i + 3 * quarter] < d else d
+        for i in range(4 * quarter, n):
+            a = out[i] if out[i] < a else a
+        least = min(min(a, b), min(c, d))
+        at = 0
+        for i in range(n):
+            if out[i] == least:
+                at = i
+                break
+        picked[u] = begin + at
+        total += least
+    return total
+
+
+@inner_kernel
+def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, loads: Reals, out: Reals) -> None:
+    """Every line for the rows picked: the dual function's supergradient; ``loads`` float64[NUM_LINES] is scratch."""
+    for k in range(NUM_LINES):
+        loads[k] = 0.0
+    n = picked.shape[0]
+    for u in range(n - 1, -1, -1):
+        row = rows[picked[u]]
+        for k in range(NUM_LANES):
+            loads[k] += row[k]
+        if cores > 0.0:
+            loads[CORES] += row[CORES] / cores
+        if giant[u]:
+            for link in range(2):
+                loads[GIANT_LINES + link] += row[GIANT_LANES + link]
+        for k in range(NUM_LINES):
+            out[k, u] = base[k, u] + loads[k]
+        out[CHAIN, u] = base[CHAIN, u] + row[CHAIN]
+    if cores > 0.0:
+        return
+    before = 0.0
+    pending = 0.0
+    for u in range(n):
+        if u > 0 and base[CHAIN, u] > base[CHAIN, u - 1]:
+            before += pending
+            pending = 0.0
+        pending += rows[picked[u], FIRST]
+        for k in range(1, NUM_LINES):
+            out[k, u] += before
+
+
+@sum_kernel
+def ascend(
+    weights: Reals, base: Reals, rows: Reals, columns: Reals, fees: Reals, fee_of: Wholes, first: Wholes,
+    last: Wholes, giant: Flags, cores: float, above: float, reach: float, rounds: int, close: float,
+    best_weights: Reals, frequency: Reals, picked: Wholes, scratch: Scratch,
+) -> tuple[float, int]:  # fmt: skip
+    """Entropic mirror ascent with Polyak's step; ``weights`` is where it starts and is overwritten.
+
+    Args:
+        columns: float64[COSTS, candidates]: the priced columns of ``rows``, each contiguous.
+        above: a makespan that some strategy reaches: no bound is above it.
+        reach: how far above the first value the optimum is taken to be; 0: as far as ``above``.
+        close: stop when the bound is within this fraction of ``above``.
+        best_weights: the weights of the best bound found.
+        frequency: float64[units, most candidates]: a running mean of the minimising rows.
+        picked, scratch: int64[units]; vectors of ``NUM_LINES`` and of the most candidates, and matrices
+            [units, COSTS] and twice [NUM_LINES, units], the last of zeros.
+
+    Returns:
+        (best bound, rounds taken).
+    """
+    n = first.shape[0]
+    sums, costs, prices, slope, mean = scratch
+    best = -np.inf
+    stale = 0
+    taken = 0
+    known = reach > 0.0
+    # What every round adds to the frequencies grows instead of what there is shrinking: one figure, not all.
+    added = 0.05
+    for taken in range(1, rounds + 1):
+        value = unit_prices(weights, base, giant, cores, sums, prices)
+        value += cheapest(prices, columns, fees, fee_of, first, last, costs, picked)
+        if value > best:
+            if value > best + 0.005 * reach:
+                stale = 0
+            best = value
+            for k in range(NUM_LINES):
+                copy_vector(weights[k], best_weights[k])
+            if best >= above * (1.0 - close):
+                break
+        if not known:
+            reach = max(above - best, 1e-6 * above)
+            known = True
+        stale += 1
+        if stale > 12:
+            reach *= 0.6
+            stale = 0
+            for k in range(NUM_LINES):
+                copy_vector(best_weights[k], weights[k])
+            if reach < 2e-4 * above:
+                break
+            unit_prices(weights, base, giant, cores, sums, prices)
+            cheapest(prices, columns, fees, fee_of, first, last, costs, picked)
+        added /= 0.95
+        for u in range(n):
+            frequency[u, picked[u] - first[u]] += added
+        lines(base, rows, giant, cores, picked, sums, slope)
+        # A running mean of supergradients damps the zigzag between equal candidates.
+        blend = 1.0 if taken == 1 else 0.3
+        centre = 0.0
+        for k in range(NUM_LINES):
+            for u in range(n):
+                if base[k, u] > -np.inf:
+                    mean[k, u] += blend * (slope[k, u] - mean[k, u])
+                    centre += weights[k, u] * mean[k, u]
+        widest = 0.0
+        for k in range(NUM_LINES):
+            for u in range(n):
+                if base[k, u] > -np.inf:
+                    off = mean[k, u] - centre
+                    widest = max(widest, abs(off) if weights[k, u] > 1e-9 else off)
+        if widest == 0.0:
+            break
+        step = (max(best - value, 0.0) + reach) / (widest * widest)
+        total = 0.0
+        for k in range(NUM_LINES):
+            for u in range(n):
+                if base[k, u] > -np.inf:
+                    # Nearly the exponential, (1 + x / 64) ** 64, since any weights are valid and products are quick.
+                    factor = 1.0 + min(max(step * (mean[k, u] - centre), -3.0), 3.0) / 64.0
+                    factor *= factor
+                    factor *= factor
+                    factor *= factor
+                    factor *= factor
+                    factor *= factor
+                    factor *= factor
+                    # No weight dies: what is slack now may bind later.
+                    weights[k, u] = max(weights[k, u], 1e-12) * factor
+                    total += weights[k, u]
+        for k in range(NUM_LINES):
+            for u in range(n):
+                weights[k, u] /= total
+    for u in range(n):
+        for k in range(last[u] - first[u]):
+            frequency[u, k] *= 0.05 / added
+    return best, taken
+
+
+@kernel
+def shortlist(
+    prices: Reals, rows: Reals, fees: Reals, fee_of: Wholes, first: Wholes, last: Wholes, picks: Wholes,
+    costs: Reals,
+) -> None:  # fmt: skip
+    """For every unit the rows of least cost, cheapest first (-1 after the end).
+
+    ``picks`` int64[units, k] takes rows relative to ``first``, ``costs`` float64[units, k] their costs.
+    """
+    depth = picks.shape[1]
+    for u in range(first.shape[0]):
+        filled = 0
+        for row in range(first[u], last[u]):
+            cost = fees[u, fee_of[row]]
+            for k in range(COSTS):
+                cost += prices[u, k] * rows[row, k]
+            at = filled
+            while at > 0 and costs[u, at - 1] > cost:
+                at -= 1
+            if at >= depth:
+                continue
+            filled = min(filled + 1, depth)
+            for k in range(filled - 1, at, -1):
+                costs[u, k] = costs[u, k - 1]
+                picks[u, k] = picks[u, k - 1]
+            costs[u, at] = cost
+            picks[u, at] = row - first[u]
+        for k in range(filled, depth):
+            picks[u, k] = -1
+            costs[u, k] = np.inf

@@ -1,0 +1,206 @@
+"""How much of the gradient a strategy loses, and a budget for it, so that compressors can be mixed.
+
+The *relative error* of a compressor on a tensor is ``|x - decode(encode(x))| / |x|``. A strategy's error is the
+mean over tensors, each counted with its share of the model's elements; raw tensors lose nothing. It is one
+number per tensor and compressor, however many times the tensor's option compresses. A sensitivity file::
+
+    {"schema_version": 1, "kind": "espresso-sensitivity",
+     "relative_error": {"dgc:ratio=0.01": {"*": 0.93, "embedding.weight": 0.4}, "fp16": {"*": 0.0003}}}
+
+with ``*`` for all tensors that are not named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.model.fields import JobError, check_keys, check_kind, number
+from espresso.search.candidates import Unit
+from espresso.strategies import NONE, Choice, CompressorSpec, TensorSpec
+
+Reals = npt.NDArray[np.float64]
+EVERY = "*"
+SENSITIVITY_SCHEMA_VERSION = 1
+_SAMPLE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Relative error by compressor and tensor name; ``*`` stands for tensors that are not named.
+
+    Raises:
+        JobError: an error that is negative or not finite.
+    """
+
+    relative_error: Mapping[CompressorSpec, Mapping[str, float]]
+
+    def __post_init__(self) -> None:
+        for spec, rows in self.relative_error.items():
+            for tensor, value in rows.items():
+                number(value, f"relative error of '{spec}' on tensor {tensor!r}")
+
+    def of(self, spec: CompressorSpec, tensor: str) -> float:
+        """The error of a compressor on a tensor.
+
+        Raises:
+            JobError: it is not known.
+        """
+        if spec == NONE:
+            return 0.0
+        rows = self.relative_error.get(spec, {})
+        value = rows.get(tensor, rows.get(EVERY))
+        if value is None:
+            raise JobError(
+                f"the sensitivity does not say what '{spec}' does to tensor {tensor!r};"
+                f" name the tensor, or give {EVERY!r} for all that are not named"
+            )
+        return value
+
+    @classmethod
+    def from_json(cls, body: Any) -> Sensitivity:
+        """Read the file's form.
+
+        Raises:
+            JobError: names the fault.
+        """
+        check_kind(body, "espresso-sensitivity")
+        check_keys(body, "the sensitivity", ("schema_version", "kind", "relative_error"), ("note",))
+        if body["kind"] != "espresso-sensitivity":
+            raise JobError(f"kind is {body['kind']!r}, expected 'espresso-sensitivity'")
+        if body["schema_version"] != SENSITIVITY_SCHEMA_VERSION:
+            raise JobError(
+                f"schema_version {body['schema_version']!r} is not supported;"
+                f" this version reads {SENSITIVITY_SCHEMA_VERSION}"
+            )
+        if not isinstance(body["relative_error"], dict):
+            raise JobError("relative_error must be an object: compressor to tensor to number")
+        errors: dict[CompressorSpec, Mapping[str, float]] = {}
+        for name, rows in body["relative_error"].items():
+            try:
+                spec = CompressorSpec.parse(name)
+            except ValueError as error:
+                raise JobError(f"relative_error: {error}") from None
+            if not isinstance(rows, dict):
+                raise JobError(f"relative_error of {name!r} must be an object: tensor to number")
+            errors[spec] = rows
+        return cls(errors)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sensitivity:
+        """Read a sensitivity file.
+
+        Raises:
+            JobError: not JSON or faulty; begins with the path.
+            OSError: the file cannot be read.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise JobError(f"{path}: not a JSON file ({error})") from None
+        except JobError as error:
+            raise JobError(f"{path}: {error}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SENSITIVITY_SCHEMA_VERSION,
+            "kind": "espresso-sensitivity",
+            "relative_error": {str(spec): dict(rows) for spec, rows in self.relative_error.items()},
+        }
+
+
+def measure_sensitivity(
+    gradients: Mapping[str, npt.NDArray[np.float32]], specs: Iterable[CompressorSpec]
+) -> Sensitivity:
+    """Encode and decode gradients (1-D float32, not changed), and see what is lost.
+
+    Raises:
+        ValueError: a gradient that is not finite, or not one-dimensional float32.
+    """
+    from espresso.compressors.base import DrawKey, Segment
+    from espresso.compressors.registry import create, host_codec
+
+    found: dict[CompressorSpec, dict[str, float]] = {}
+    for spec in specs:
+        compressor = create(spec)
+        codec = host_codec(compressor, None)
+        rows = found.setdefault(spec, {})
+        for name, gradient in gradients.items():
+            if gradient.ndim != 1 or gradient.dtype != np.float32 or not np.isfinite(gradient).all():
+                raise ValueError(f"gradient {name!r} must be 1-D, float32 and finite")
+            layout = compressor.layout((Segment(name, 0, len(gradient)),))
+            payload = np.zeros(layout.num_bytes, dtype=np.uint8)
+            back, starts = np.empty_like(gradient), np.zeros(1, dtype=np.int64)
+            codec.encode(layout, gradient, starts, payload, key=DrawKey())
+            codec.decode(layout, payload[None], back, starts, key=DrawKey())
+            norm = float(np.linalg.norm(gradient.astype(np.float64)))
+            lost = float(np.linalg.norm(gradient.astype(np.float64) - back))
+            rows[name] = lost / norm if norm else 0.0
+    return Sensitivity(found)
+
+
+def normal_sensitivity(specs: Iterable[CompressorSpec]) -> Sensitivity:
+    """What the compressors lose of normally distributed numbers: where nothing better was measured."""
+    sample = np.random.default_rng(0).standard_normal(_SAMPLE).astype(np.float32)
+    return measure_sensitivity({EVERY: sample}, specs)
+
+
+class ErrorTable:
+    """The errors of one job's tensors, and the budget.
+
+    Args:
+        budget: the most a strategy's error may be; infinity only reports errors.
+
+    Raises:
+        JobError: a budget below zero, or a sensitivity that is not known.
+    """
+
+    def __init__(
+        self,
+        sensitivity: Sensitivity,
+        tensors: Sequence[TensorSpec],
+        specs: Sequence[CompressorSpec],
+        budget: float = math.inf,
+    ) -> None:
+        if math.isnan(budget) or budget < 0:
+            raise JobError(f"an error budget is at least zero, got {budget!r}")
+        self.budget = budget
+        self.columns = {spec: column for column, spec in enumerate((NONE, *specs))}
+        total = sum(tensor.numel for tensor in tensors) or 1
+        self._of = {
+            tensor.name: np.array([tensor.numel / total * sensitivity.of(spec, tensor.name) for spec in self.columns])
+            for tensor in tensors
+        }
+
+    @cached_property
+    def most(self) -> float:
+        """The error of the worst strategy."""
+        return float(sum(row.max() for row in self._of.values()))
+
+    def of_units(self, units: Sequence[Unit]) -> Reals:
+        """float64[units, columns]: what each compressor adds to the error on each unit."""
+        return np.array([sum(self._of[name] for name in unit.tensors) for unit in units])
+
+    def of_choices(self, choices: Mapping[str, Choice]) -> float:
+        """The error of a strategy, by tensor name."""
+        return float(sum(self._of[name][self.columns[choice.compressor]] for name, choice in choices.items()))
+
+    def knows(self, spec: CompressorSpec) -> bool:
+        return spec in self.columns
+
+    def with_budget(self, budget: float) -> ErrorTable:
+        """The same errors, another budget."""
+        other = object.__new__(ErrorTable)
+        other.budget, other.columns, other._of = budget, self.columns, self._of
+        return other
+
+
+__all__ = ["ErrorTable", "Sensitivity", "measure_sensitivity", "normal_sensitivity"]

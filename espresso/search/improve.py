@@ -1,0 +1,260 @@
+"""Improvement beyond the paper's algorithms, guided by the certificate's linear program.
+
+At one partition size: the dual ascent (:mod:`espresso.search.bounds`) gives every unit the few leaves that are
+cheapest under its weights, mixed devices and partial offload included, and fractions that say how often
+each should be used. Their rounding and the best strategies known are then searched locally: single units in order
+of release, blocks of one size, pairs of giants, exchanges and annealing
+(:mod:`espresso.search.improve_kernels`). Single
+moves alone stall, since F is a maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.model.timeline_kernels import EVENTS
+from espresso.search.bound_kernels import CHAIN, shortlist
+from espresso.search.bounds import Certificate, fees, prices
+from espresso.search.candidates import Size
+from espresso.search.evaluator import Evaluator
+from espresso.search.improve_kernels import Losses, anneal, blocks, pairs, spread, sweep
+from espresso.search.relaxation import Relaxation
+from espresso.strategies import Choice
+
+Wholes = npt.NDArray[np.int64]
+Reals = npt.NDArray[np.float64]
+
+_STRIDES = (1, 2, 3, 4, 6, 8)
+_WINDOWS = ((0, 8), (0, 4), (4, 8), (6, 8), (0, 2), (7, 8), (2, 6))
+PAIR_DEPTH = 12
+PAIR_EVENTS = 400_000
+"""Simulated, about, before a pair of giants may look further than ``PAIR_DEPTH``: small jobs can afford all."""
+
+
+def _patterns() -> Wholes:
+    rows = [(q, offset, 0, 8) for q in _STRIDES for offset in sorted({0, q // 2, q - 1})]
+    rows += [(1, 0, low, high) for low, high in _WINDOWS[1:]]
+    rows += [(2, 0, low, high) for low, high in _WINDOWS[1:3]]
+    return np.array(rows, dtype=np.int64)
+
+
+PATTERNS = _patterns()
+MOST_SWEPT_UNITS = 1500
+"""Above this single-unit sweeps are left out: their time grows with the square of the units."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to search: counts and not seconds, so that the same search gives the same answer.
+
+    Attributes:
+        events: of the timeline that the whole improvement may simulate (about 20 ns each, with what every trial costs).
+        sizes: partition sizes that single units are tried at.
+        variants: further starts at the best size: (how many times longer chains are taken to be, how many
+            times as many leaves each unit may take).
+        finalists: of all these, how many go on to blocks and pairs.
+        branching: multiplications (about 1 ns each) that the certificate's branching may take.
+    """
+
+    events: int = 5_300_000
+    sizes: int = 4
+    variants: tuple[tuple[float, float], ...] = ((1.5, 1.0), (3.0, 2.0))
+    finalists: int = 2
+    branching: int = 40_000_000
+
+    @classmethod
+    def for_units(cls, units: int) -> Effort:
+        """Four times as many events above 200 units, up to 600: a second is allowed there, not a fifth."""
+        return cls(events=4 * cls.events) if 200 < units <= 600 else cls()
+
+    def depth(self, units: int) -> int:
+        """Leaves tried for each unit: small jobs can afford more."""
+        return min(max(1600 // units, 4), 40)
+
+    def rounds(self, units: int) -> int:
+        """Iterations of a dual ascent that starts from nothing."""
+        return max(min(250, 800_000 // units), 80)
+
+
+NO_EFFORT = Effort(events=0, sizes=0, variants=(), finalists=0, branching=0)
+"""Certify only."""
+REPLAN_EFFORT = Effort(events=1_500_000, sizes=1, variants=(), finalists=1, branching=4_000_000)
+"""From a strategy that was good a moment ago."""
+
+
+@dataclass
+class Guide:
+    """What the linear program says, in an evaluator's candidate numbers.
+
+    Attributes:
+        lists, price: see :mod:`espresso.search.improve_kernels`.
+        rounded: the strategy that the fractions round to, within the budget.
+        members, starts: units by size, in order of release.
+        giants: the largest units.
+        errors, budget: what a candidate's kind adds to the error, float64[units, kinds], and the most allowed.
+        kinds: compressor to column.
+    """
+
+    lists: Wholes
+    price: Reals
+    rounded: Wholes
+    members: Wholes
+    starts: Wholes
+    giants: Wholes
+    errors: Reals
+    budget: float
+    kinds: dict[object, int] = field(default_factory=dict)
+
+
+def guide(
+    evaluator: Evaluator,
+    relaxation: Relaxation,
+    certificate: Certificate,
+    leaves: tuple[Choice, ...],
+    depth: int,
+) -> Guide:
+    """Shortlists and a rounding from a certificate made at the evaluator's partition size."""
+    units = evaluator.units
+    groups: dict[Size, list[int]] = {}
+    for index, unit in enumerate(units):
+        groups.setdefault(unit.size, []).append(index)
+    members = np.array([index for group in groups.values() for index in group], dtype=np.int64)
+    starts = np.cumsum([0, *map(len, groups.values())]).astype(np.int64)
+    first, last = relaxation.first, relaxation.last
+    depth = min(depth, int((last - first).max()))
+    picks = np.full((len(units), depth), -1, dtype=np.int64)
+    price = np.full((len(units), depth), np.inf)
+    shortlist(
+        prices(relaxation, certificate.weights), relaxation.rows, fees(relaxation, certificate.error_price),
+        relaxation.kind_of, first, last, picks, price,
+    )  # fmt: skip
+    rounded = np.zeros(len(units), dtype=np.int64)
+    owed = np.empty(certificate.support.shape[1])
+    spread(certificate.support, last - first, members, starts, owed, rounded)
+    if relaxation.has_budget:
+        _keep_to_budget(relaxation, rounded)
+    lists = np.full_like(picks, -1)
+    strategy = np.zeros(len(units), dtype=np.int64)
+    for size, group in groups.items():
+        mine = np.array(group)
+        wanted = np.unique(np.append(picks[mine].ravel(), rounded[mine]))
+        wanted = wanted[wanted >= 0]
+        offset = int(first[mine[0]])
+        choices = [leaves[relaxation.origin[offset + int(row)][0]] for row in wanted]
+        number: Wholes = np.full(int(last[mine[0]]) - offset + 1, -1, dtype=np.int64)
+        number[wanted] = evaluator.candidates.many(size, choices)
+        lists[mine] = number[picks[mine]]
+        strategy[mine] = number[rounded[mine]]
+    return Guide(
+        lists, price, strategy, members, starts, relaxation.giants, relaxation.errors, relaxation.budget,
+        relaxation.kinds,
+    )  # fmt: skip
+
+
+def _keep_to_budget(relaxation: Relaxation, rounded: Wholes) -> None:
+    """Give the units that lose most a row of the next lesser loss, until the budget is kept."""
+    errors, kind, first = relaxation.errors, relaxation.kind_of, relaxation.first
+    lost = np.array([errors[u, kind[first[u] + row]] for u, row in enumerate(rounded)])
+    while lost.sum() > relaxation.budget and lost.max() > 0.0:
+        unit = int(np.argmax(lost))
+        rows = np.arange(first[unit], relaxation.last[unit])
+        losses = errors[unit, kind[rows]]
+        lesser = rows[losses < lost[unit]]
+        # Of the rows that lose the most among those that lose less, the one with the shortest chain.
+        most = lesser[errors[unit, kind[lesser]] == errors[unit, kind[lesser]].max()]
+        pick = most[np.argmin(relaxation.rows[most, CHAIN])]
+        rounded[unit] = pick - first[unit]
+        lost[unit] = errors[unit, kind[pick]]
+
+
+class LocalSearch:
+    """The kernels of :mod:`espresso.search.improve_kernels` with one evaluator's arrays.
+
+    Attributes:
+        spent: events simulated so far.
+        deepest: how far down their lists pairs of giants can be tried for ``PAIR_EVENTS`` events.
+    """
+
+    def __init__(self, evaluator: Evaluator, led: Guide) -> None:
+        self._led = led
+        arrays = evaluator.kernel_arrays()
+        self._shared, self._origin, self._cursor, self._scratch = arrays.states
+        self._job = arrays.rest
+        self._losses: Losses = (
+            led.errors, evaluator.candidates.kinds(led.kinds), led.budget * (1 + 1e-12)
+        )  # fmt: skip
+        self.spent = 0
+        evaluator.makespan(led.rounded)
+        self.deepest = self._deep(int(self._scratch[1][EVENTS]))
+
+    def _deep(self, events: int) -> int:
+        """How far down their lists pairs of giants may be tried, for evaluations of so many events."""
+        pairs = len(self._led.giants) * (len(self._led.giants) - 1) // 2
+        return max(PAIR_DEPTH, math.isqrt(PAIR_EVENTS // (pairs * events))) if pairs * events else PAIR_DEPTH
+
+    def sweep(self, strategy: Wholes, time: float, paid: Reals, effort: int) -> float:
+        """Single units, in the order of release; ``strategy`` is changed. Large jobs are left alone."""
+        if len(strategy) > MOST_SWEPT_UNITS:
+            return time
+        led = self._led
+        time, events = sweep(
+            self._shared, self._origin, self._cursor, self._scratch, strategy, time, led.lists, led.price,
+            paid, self._losses, effort, self._job,
+        )  # fmt: skip
+        self._count(events)
+        return float(time)
+
+    def descend(
+        self,
+        strategy: Wholes,
+        time: float,
+        paid: Reals,
+        effort: int,
+        *,
+        rounds: int = 4,
+        depth: int = PAIR_DEPTH,
+    ) -> float:
+        """Blocks, pairs (``depth`` of each list) and sweeps until nothing improves or the effort is spent.
+
+        ``strategy`` is changed.
+        """
+        led = self._led
+        end = self.spent + effort
+        for _ in range(rounds):
+            before = time
+            time, events = blocks(
+                self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
+                led.members, led.starts, PATTERNS, self._losses, end - self.spent, self._job,
+            )  # fmt: skip
+            self._count(events)
+            if len(led.giants) > 1 and self.spent < end:
+                time, events = pairs(
+                    self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
+                    led.giants, depth, self._losses, end - self.spent, self._job,
+                )  # fmt: skip
+                self._count(events)
+            if self.spent < end:
+                time = self.sweep(strategy, time, paid, end - self.spent)
+            if time >= before * (1 - 1e-5) or self.spent >= end:
+                break
+        return float(time)
+
+    def anneal(self, strategy: Wholes, time: float, paid: Reals, effort: int, seed: int = 1) -> float:
+        """Random moves; ``strategy`` ends as the best one met."""
+        led = self._led
+        time, events = anneal(
+            self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
+            led.members, led.starts, 1e-2, 1e-4, seed, self._losses, effort, self._job,
+        )  # fmt: skip
+        self._count(events)
+        return float(time)
+
+    def _count(self, events: int) -> None:
+        self.spent += int(events)
+
+
+__all__ = ["NO_EFFORT", "REPLAN_EFFORT", "Effort", "Guide", "LocalSearch", "guide"]

@@ -1,0 +1,332 @@
+"""Local search over a strategy, compiled: single units, blocks of one size, pairs of giants, annealing.
+
+All moves evaluate with the timeline's own kernels. F is a maximum, so most moves leave it as it is; of equal
+times the one with the lower *price* wins, the candidate's cost under the certificate's weights, so that a
+plateau is crossed in the direction of the linear program. Arrays that all kernels take:
+
+- ``lists`` int64[units, k]: the candidates worth trying for each unit (-1 after the end);
+- ``price`` float64[units, k]: what they cost under the weights; ``paid`` float64[units]: what the present ones do;
+- ``losses`` = (errors float64[units, kinds], kind int64[candidates], budget): a move may not exceed the budget;
+- ``job``: the evaluator's arrays (:class:`espresso.search.evaluator.KernelArrays`);
+- ``effort``: events that may be simulated. Every kernel returns (makespan, events simulated).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.model.jit import inner_kernel, kernel
+from espresso.model.timeline_kernels import (
+    EVENTS,
+    Shared,
+    State,
+    add_loads,
+    copy_state,
+    copy_vector,
+    hopeless,
+    total_loads,
+)
+from espresso.search.algorithm_kernels import JobArrays, advance
+
+Reals = npt.NDArray[np.float64]
+Wholes = npt.NDArray[np.int64]
+Losses = tuple[Reals, Wholes, float]
+BETTER = 1.0 - 1e-9
+"""A time is shorter only by more than rounding."""
+_SAME = 1.0 + 1e-12
+
+
+@inner_kernel
+def _total(shared: Shared, choice: Wholes, job: JobArrays) -> None:
+    """What the strategy takes of each lane, for evaluations with a limit."""
+    gaps, _, count, full, tail, task_set, task_us, _, _, loads, _, _ = job
+    if shared is None:
+        total_loads(gaps, choice, count, full, tail, task_set, task_us, loads)
+
+
+@inner_kernel
+def _exchange(shared: Shared, old: int, new: int, job: JobArrays) -> None:
+    """One candidate goes, another comes."""
+    _, _, count, full, tail, task_set, task_us, _, _, loads, _, _ = job
+    if shared is None:
+        add_loads(old, -1.0, count, full, tail, task_set, task_us, loads)
+        add_loads(new, 1.0, count, full, tail, task_set, task_us, loads)
+
+
+@inner_kernel
+def _trial(
+    shared: Shared, start: State, scratch: State, choice: Wholes, limit: float, job: JobArrays
+) -> tuple[float, int]:  # fmt: skip
+    """The makespan from ``start`` on (infinity if not below ``limit``), and the events that it took."""
+    if shared is None and hopeless(start, job[9], limit):
+        return np.inf, 0
+    copy_state(start, scratch)
+    time = advance(shared, scratch, choice, job[0].shape[0] + 1, limit, job)
+    return time, scratch[1][EVENTS] - start[1][EVENTS]
+
+
+@inner_kernel
+def total_loss(losses: Losses, choice: Wholes) -> float:
+    """The error of a whole strategy."""
+    errors, kind, _ = losses
+    total = 0.0
+    for unit in range(choice.shape[0]):
+        total += errors[unit, kind[choice[unit]]]
+    return total
+
+
+@kernel
+def sweep(
+    shared: Shared, origin: State, cursor: State, scratch: State, choice: Wholes, best: float,
+    lists: Wholes, price: Reals, paid: Reals, losses: Losses, effort: int, job: JobArrays,
+) -> tuple[float, int]:  # fmt: skip
+    """Every unit, in the order of release, takes the best of its list, the others fixed.
+
+    ``cursor`` follows the sweep, so that each trial resumes at its own bucket.
+    """
+    first_unit = job[1]
+    buckets = first_unit.shape[0] - 1
+    errors, kind, budget = losses
+    lost = total_loss(losses, choice)
+    events = 0
+    copy_state(origin, cursor)
+    _total(shared, choice, job)
+    for bucket in range(buckets):
+        if events > effort:
+            break
+        advance(shared, cursor, choice, bucket, np.inf, job)
+        for unit in range(first_unit[bucket], first_unit[bucket + 1]):
+            chosen = choice[unit]
+            present = chosen
+            for k in range(lists.shape[1]):
+                candidate = lists[unit, k]
+                if candidate < 0:
+                    break
+                change = errors[unit, kind[candidate]] - errors[unit, kind[chosen]]
+                if candidate == chosen or (change > 0.0 and lost + change > budget):
+                    continue
+                cheaper = price[unit, k] < paid[unit]
+                choice[unit] = candidate
+                _exchange(shared, present, candidate, job)
+                present = candidate
+                limit = best * _SAME if cheaper else best * BETTER
+                time, taken = _trial(shared, cursor, scratch, choice, limit, job)
+                events += taken
+                if time < best * BETTER or (cheaper and time <= best):
+                    chosen = candidate
+                    best = min(time, best)
+                    paid[unit] = price[unit, k]
+                    lost += change
+            choice[unit] = chosen
+            _exchange(shared, present, chosen, job)
+    return best, events
+
+
+@kernel
+def blocks(
+    shared: Shared, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
+    paid: Reals, members: Wholes, starts: Wholes, patterns: Wholes, losses: Losses, effort: int,
+    job: JobArrays,
+) -> tuple[float, int]:  # fmt: skip
+    """Moves of many units of one size at once: every q-th from an offset, between two fractions of the group.
+
+    ``members`` lists the units group by group, group g from ``starts[g]`` to ``starts[g + 1]``; ``patterns``
+    int64[n, 4] holds stride, offset, and the window in eighths of the group. Tried candidates are those of
+    the window's middle unit.
+    """
+    errors, kind, budget = losses
+    lost = total_loss(losses, choice)
+    kept = np.empty_like(choice)
+    paid_before = np.empty_like(paid)
+    events = 0
+    for pattern in range(patterns.shape[0]):
+        stride, offset, low, high = patterns[pattern]
+        for group in range(starts.shape[0] - 1):
+            length = starts[group + 1] - starts[group]
+            begin = starts[group] + length * low // 8 + offset
+            end = starts[group] + (length * high + 7) // 8
+            if length < 2 or (begin + stride >= end and stride > 1):
+                continue
+            if events > effort:
+                return best, events
+            guide = members[(begin + end) // 2] if (begin + end) // 2 < end else members[begin]
+            for k in range(lists.shape[1]):
+                candidate = lists[guide, k]
+                if candidate < 0:
+                    break
+                copy_vector(choice, kept)
+                copy_vector(paid, paid_before)
+                changed = False
+                change = 0.0
+                for position in range(begin, end, stride):
+                    unit = members[position]
+                    if choice[unit] != candidate:
+                        changed = True
+                        change += errors[unit, kind[candidate]] - errors[unit, kind[choice[unit]]]
+                        choice[unit] = candidate
+                        paid[unit] = price[guide, k]
+                time = np.inf
+                if changed and (change <= 0.0 or lost + change <= budget):
+                    _total(shared, choice, job)
+                    time, taken = _trial(shared, origin, scratch, choice, best * BETTER, job)
+                    events += taken
+                if time < best * BETTER:
+                    best = time
+                    lost += change
+                else:
+                    copy_vector(kept, choice)
+                    copy_vector(paid_before, paid)
+    return best, events
+
+
+@kernel
+def pairs(
+    shared: Shared, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
+    paid: Reals, units: Wholes, depth: int, losses: Losses, effort: int, job: JobArrays,
+) -> tuple[float, int]:  # fmt: skip
+    """Two of a few units at once, over the first ``depth`` candidates of both."""
+    errors, kind, budget = losses
+    lost = total_loss(losses, choice)
+    events = 0
+    for i in range(units.shape[0]):
+        for j in range(i + 1, units.shape[0]):
+            a, b = units[i], units[j]
+            kept_a, kept_b = choice[a], choice[b]
+            _total(shared, choice, job)
+            for k in range(min(depth, lists.shape[1])):
+                for m in range(min(depth, lists.shape[1])):
+                    left, right = lists[a, k], lists[b, m]
+                    if left < 0 or right < 0 or (left == kept_a or right == kept_b):
+                        continue
+                    change = (
+                        errors[a, kind[left]] - errors[a, kind[kept_a]]
+                        + errors[b, kind[right]] - errors[b, kind[kept_b]]
+                    )  # fmt: skip
+                    if change > 0.0 and lost + change > budget:
+                        continue
+                    if events > effort:
+                        choice[a], choice[b] = kept_a, kept_b
+                        return best, events
+                    _exchange(shared, choice[a], left, job)
+                    _exchange(shared, choice[b], right, job)
+                    choice[a], choice[b] = left, right
+                    time, taken = _trial(shared, origin, scratch, choice, best * BETTER, job)
+                    events += taken
+                    if time < best * BETTER:
+                        best = time
+                        lost += change
+                        kept_a, kept_b = left, right
+                        paid[a], paid[b] = price[a, k], price[b, m]
+            choice[a], choice[b] = kept_a, kept_b
+    return best, events
+
+
+@kernel
+def anneal(
+    shared: Shared, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
+    paid: Reals, members: Wholes, starts: Wholes, hot: float, cold: float, seed: int, losses: Losses,
+    effort: int, job: JobArrays,
+) -> tuple[float, int]:  # fmt: skip
+    """Random moves, kept while they stay below the present time plus a random margin.
+
+    The margin's mean falls from ``hot`` to ``cold`` (fractions of the time) as the effort is spent. A move changes
+    one unit, or exchanges two of one size. Its limit is known before it is evaluated, so most fail early.
+    ``choice`` ends as the best strategy met. Deterministic for a seed.
+    """
+    np.random.seed(seed)
+    errors, kind, budget = losses
+    lost = total_loss(losses, choice)
+    units = choice.shape[0]
+    top = np.empty_like(choice)
+    top_paid = np.empty_like(paid)
+    copy_vector(choice, top)
+    copy_vector(paid, top_paid)
+    group_of = np.empty(units, dtype=np.int64)
+    for group in range(starts.shape[0] - 1):
+        for position in range(starts[group], starts[group + 1]):
+            group_of[members[position]] = group
+    width = np.zeros(units, dtype=np.int64)
+    for unit in range(units):
+        while width[unit] < lists.shape[1] and lists[unit, width[unit]] >= 0:
+            width[unit] += 1
+    now = best
+    events = 0
+    moves = 0
+    while events < effort:
+        # Loads are carried from move to move; sums round, so they are made anew now and then.
+        if moves % 256 == 0:
+            _total(shared, choice, job)
+        moves += 1
+        # What is rejected unseen costs a little too, so that this ends.
+        events += 8
+        heat = hot * (cold / hot) ** (events / effort)
+        limit = now + now * heat * -np.log(np.random.random() + 1e-12)
+        unit = np.random.randint(units)
+        group = group_of[unit]
+        length = starts[group + 1] - starts[group]
+        other = -1
+        before = choice[unit]
+        paid_unit = paid[unit]
+        if length > 1 and np.random.random() < 0.4:
+            other = members[starts[group] + np.random.randint(length)]
+            if choice[other] == before:
+                continue
+            change = (
+                errors[unit, kind[choice[other]]] - errors[unit, kind[before]]
+                + errors[other, kind[before]] - errors[other, kind[choice[other]]]
+            )  # fmt: skip
+            if change > 0.0 and lost + change > budget:
+                continue
+            choice[unit], choice[other] = choice[other], before
+            paid[unit], paid[other] = paid[other], paid_unit
+        else:
+            k = np.random.randint(width[unit])
+            candidate = lists[unit, k]
+            change = errors[unit, kind[candidate]] - errors[unit, kind[before]]
+            if candidate == before or (change > 0.0 and lost + change > budget):
+                continue
+            choice[unit] = candidate
+            paid[unit] = price[unit, k]
+            _exchange(shared, before, candidate, job)
+        # (Two of one size have the same candidates, so their exchange changes no load.)
+        time, taken = _trial(shared, origin, scratch, choice, limit, job)
+        events += taken
+        if time < limit:
+            now = time
+            lost += change
+            if now < best * BETTER:
+                best = now
+                copy_vector(choice, top)
+                copy_vector(paid, top_paid)
+        elif other >= 0:
+            choice[unit], choice[other] = before, choice[unit]
+            paid[unit], paid[other] = paid_unit, paid[unit]
+        else:
+            _exchange(shared, choice[unit], before, job)
+            choice[unit] = before
+            paid[unit] = paid_unit
+    copy_vector(top, choice)
+    copy_vector(top_paid, paid)
+    return best, events
+
+
+@kernel
+def spread(frequency: Reals, width: Wholes, members: Wholes, starts: Wholes, owed: Reals, rows: Wholes) -> None:
+    """Round the linear program's fractions: along each group, in order of release, by error diffusion.
+
+    ``frequency`` float64[units, most rows], of which ``width`` int64[units] count; ``rows`` int64[units] takes
+    each unit's pick; ``owed`` float64[most rows] is scratch.
+    """
+    for group in range(starts.shape[0] - 1):
+        for row in range(owed.shape[0]):
+            owed[row] = 0.0
+        for position in range(starts[group], starts[group + 1]):
+            unit = members[position]
+            pick = 0
+            for row in range(owed.shape[0]):
+                owed[row] += frequency[unit, row]
+                if row < width[unit] and owed[row] > owed[pick]:
+                    pick = row
+            owed[pick] -= 1.0
+            rows[unit] = pick

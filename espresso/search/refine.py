@@ -1,0 +1,279 @@
+"""From the strategies known to the improved one with its certificate, over the partition sizes.
+
+The partition size is one number for the whole strategy, so the certificate is the least of the bounds of the
+sizes; a size whose own bound is not below the best strategy known needs no search.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.model.job import Job
+from espresso.search.bound_kernels import CHAIN
+from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify
+from espresso.search.error_budget import ErrorTable
+from espresso.search.evaluator import Evaluator, evaluator_at
+from espresso.search.improve import PAIR_DEPTH, PAIR_EVENTS, Effort, Guide, LocalSearch, guide
+from espresso.search.relaxation import Relaxation, relax
+from espresso.strategies import Choice
+
+Wholes = npt.NDArray[np.int64]
+CLOSE = 1e-4
+"""A bound this near the best strategy, as a fraction, is as good as equal."""
+MOST_DEEP = 100
+"""Leaves tried for each unit at the end, in jobs of few events."""
+ANNEALED_PER_UNIT = 200_000
+"""Events of annealing for every unit: a small job's few moves are soon all tried."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A strategy to begin with: choices per unit, and its makespan at its own partition size."""
+
+    choices: tuple[Choice, ...]
+    partition_bytes: int
+    makespan_us: float
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What improvement found.
+
+    Attributes:
+        evaluator: at the best partition size.
+        strategy: its candidate numbers.
+        bound_us: no strategy's makespan is below it.
+        certificates: by partition size; their weights restart a later search.
+        certificate_ms, improve_ms: wall time.
+    """
+
+    evaluator: Evaluator
+    strategy: Wholes
+    makespan_us: float
+    bound_us: float
+    certificates: dict[int, Certificate]
+    certificate_ms: float
+    improve_ms: float
+
+
+@dataclass
+class _Size:
+    """One partition size on the way."""
+
+    evaluator: Evaluator
+    relaxation: Relaxation
+    certificate: Certificate
+    led: Guide
+    strategy: Wholes
+    makespan_us: float
+
+
+def refine(
+    job: Job,
+    evaluator: Evaluator,
+    starts: Sequence[Start],
+    leaves: tuple[Choice, ...],
+    partitions: Sequence[int],
+    *,
+    effort: Effort | None = None,
+    warm: dict[int, Certificate] | None = None,
+    errors: ErrorTable | None = None,
+) -> Refined:
+    """Certify and improve.
+
+    Args:
+        evaluator: gives the units and the pricer.
+        starts: strategies known (within the budget), the best of which the result is never above.
+        leaves: the whole space (:func:`espresso.search.candidates.every_choice`).
+        warm: certificates of an earlier search of the same units.
+        errors: the budget, if there is one.
+    """
+    effort = effort or Effort()
+    began = time.perf_counter()
+    best = min(starts, key=lambda start: start.makespan_us)
+    roots = _roots(job, evaluator, best.makespan_us, leaves, partitions, effort, warm or {}, errors)
+    certified = time.perf_counter()
+    certificates = {size: certificate for size, (_, certificate) in roots.items()}
+    least = best.makespan_us * (1 - CLOSE)
+    open_sizes = [size for size in roots if certificates[size].makespan_us < least]
+    found = _improve(evaluator, starts, leaves, open_sizes, roots, effort) if effort.events else None
+    improved = time.perf_counter()
+    home, strategy, makespan = evaluator_at(evaluator, best.partition_bytes), None, best.makespan_us
+    if found is not None and found.makespan_us < best.makespan_us:
+        home, strategy, makespan = found.evaluator, found.strategy, found.makespan_us
+    branchings = [Branching(roots[size][0], certificates[size], makespan) for size in open_sizes]
+    branch(branchings, effort.branching)
+    closed = [certificates[size].makespan_us for size in roots if size not in open_sizes]
+    bound = min([makespan, *closed, *(one.bound for one in branchings)])
+    done = time.perf_counter()
+    return Refined(
+        home,
+        home.encode(best.choices) if strategy is None else strategy,
+        makespan,
+        bound,
+        certificates,
+        (certified - began + done - improved) * 1e3,
+        (improved - certified) * 1e3,
+    )
+
+
+def _roots(
+    job: Job,
+    evaluator: Evaluator,
+    above: float,
+    leaves: tuple[Choice, ...],
+    partitions: Sequence[int],
+    effort: Effort,
+    warm: dict[int, Certificate],
+    errors: ErrorTable | None,
+) -> dict[int, tuple[Relaxation, Certificate]]:
+    """The relaxation and its bound at every partition size; each ascent starts where the last one ended."""
+    units = evaluator.units
+    roots: dict[int, tuple[Relaxation, Certificate]] = {}
+    near: Certificate | None = None
+    for size in partitions:
+        relaxation = relax(job, units, leaves, (size,), evaluator.pricer, errors)
+        old = warm.get(size)
+        begin = old if old is not None and old.weights.shape[1] == len(units) else near
+        if begin is None:
+            near = certify(relaxation, above, rounds=effort.rounds(len(units)))
+        else:
+            near = ascend_from(relaxation, begin, above, rounds=effort.rounds(len(units)) // 6)
+        roots[size] = (relaxation, near)
+    # The certificate is the least bound: where that was only looked at briefly, look again.
+    looked = {partitions[0]} if not warm else set()
+    while (least := min(roots, key=lambda size: roots[size][1].makespan_us)) not in looked:
+        looked.add(least)
+        relaxation, certificate = roots[least]
+        again = certify(
+            relaxation, above, rounds=effort.rounds(len(units)) // 3, start=certificate.weights,
+            error_price=certificate.error_price,
+        )  # fmt: skip
+        if again.makespan_us > certificate.makespan_us:
+            roots[least] = (relaxation, again)
+    return roots
+
+
+def certify_units(
+    job: Job,
+    evaluator: Evaluator,
+    leaves: tuple[Choice, ...],
+    partitions: Sequence[int],
+    above: float,
+    errors: ErrorTable | None = None,
+) -> float:
+    """The bound alone, for other units of the same job."""
+    roots = _roots(job, evaluator, above, leaves, partitions, Effort(), {}, errors)
+    return min(certificate.makespan_us for _, certificate in roots.values())
+
+
+def _improve(
+    evaluator: Evaluator,
+    starts: Sequence[Start],
+    leaves: tuple[Choice, ...],
+    sizes: Sequence[int],
+    roots: dict[int, tuple[Relaxation, Certificate]],
+    effort: Effort,
+) -> _Size | None:
+    """Single units at the most promising sizes and from further starts, then everything on the best few."""
+    units = evaluator.units
+    depth = effort.depth(len(units))
+    tried = []
+    for size in sizes:
+        here = evaluator_at(evaluator, size)
+        relaxation, certificate = roots[size]
+        led = guide(here, relaxation, certificate, leaves, depth)
+        own = [start for start in starts if start.partition_bytes == size]
+        candidates = [led.rounded]
+        if own:
+            candidates.append(here.encode(min(own, key=lambda start: start.makespan_us).choices))
+        times = [here.makespan(row) for row in candidates]
+        first = int(np.argmin(times))
+        tried.append(_Size(here, relaxation, certificate, led, candidates[first], times[first]))
+    if not tried:
+        return None
+    left = effort.events
+    tried.sort(key=lambda row: row.makespan_us)
+    tried = tried[: effort.sizes]
+    for row in tried:
+        left -= _sweep(row, left // 3)
+    best = min(tried, key=lambda row: row.makespan_us)
+    for chains, more in effort.variants:
+        other = _variant(best, leaves, chains, round(depth * more), effort)
+        left -= _sweep(other, left // 3)
+        tried.append(other)
+    tried.sort(key=lambda row: row.makespan_us)
+    for number, row in enumerate(tried[: effort.finalists]):
+        left -= _descend(row, left // (effort.finalists - number))
+    best = min(tried, key=lambda row: row.makespan_us)
+    _anneal(best, left)
+    for row in tried[: effort.finalists]:
+        _deepen(row, leaves)
+    return min(tried, key=lambda row: row.makespan_us)
+
+
+def _variant(row: _Size, leaves: tuple[Choice, ...], chains: float, depth: int, effort: Effort) -> _Size:
+    """Another start: the program's solution where chains are longer, as if units had to wait on the way."""
+    costs = row.relaxation.rows.copy()
+    costs[:, CHAIN] *= chains
+    longer = replace(row.relaxation, rows=costs)
+    certificate = certify(
+        longer,
+        row.makespan_us * chains,
+        rounds=effort.rounds(len(row.strategy)) // 3,
+        start=row.certificate.weights,
+        error_price=row.certificate.error_price,
+    )
+    led = guide(row.evaluator, longer, certificate, leaves, depth)
+    start = led.rounded.copy()
+    return _Size(row.evaluator, row.relaxation, row.certificate, led, start, row.evaluator.makespan(start))
+
+
+def _sweep(row: _Size, effort: int) -> int:
+    """Improve by single units; returns the events that it took."""
+    search = LocalSearch(row.evaluator, row.led)
+    strategy = row.strategy.copy()
+    row.makespan_us = search.sweep(strategy, row.makespan_us, np.full(len(strategy), np.inf), effort)
+    row.strategy = strategy
+    return search.spent
+
+
+def _descend(row: _Size, effort: int) -> int:
+    search = LocalSearch(row.evaluator, row.led)
+    strategy = row.strategy.copy()
+    row.makespan_us = search.descend(strategy, row.makespan_us, np.full(len(strategy), np.inf), effort)
+    row.strategy = strategy
+    return search.spent
+
+
+def _anneal(row: _Size, effort: int) -> None:
+    """What is left, in small jobs not all of it: two thirds for random moves, the rest for a last descent."""
+    effort = min(effort, ANNEALED_PER_UNIT * len(row.strategy))
+    if effort <= 0 or row.makespan_us <= row.certificate.makespan_us * (1 + 1e-3):
+        return
+    search = LocalSearch(row.evaluator, row.led)
+    paid = np.full(len(row.strategy), np.inf)
+    strategy = row.strategy.copy()
+    reached = search.anneal(strategy, row.makespan_us, paid, 2 * effort // 3)
+    row.makespan_us = search.descend(strategy, reached, paid, effort // 3)
+    row.strategy = strategy
+
+
+def _deepen(row: _Size, leaves: tuple[Choice, ...]) -> None:
+    """In jobs of few events, everything over much longer lists, pairs of giants too."""
+    if LocalSearch(row.evaluator, row.led).deepest <= PAIR_DEPTH:
+        return
+    longer = guide(row.evaluator, row.relaxation, row.certificate, leaves, MOST_DEEP)
+    search = LocalSearch(row.evaluator, longer)
+    paid = np.full(len(row.strategy), np.inf)
+    strategy = row.strategy.copy()
+    row.makespan_us = search.descend(strategy, row.makespan_us, paid, 2 * PAIR_EVENTS, depth=search.deepest)
+    row.strategy = strategy
+
+
+__all__ = ["Refined", "Start", "certify_units", "refine"]

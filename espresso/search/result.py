@@ -1,0 +1,144 @@
+"""What a search found: the strategy, its prediction, its bounds, and what it was compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from espresso.model.job import Job
+from espresso.model.pricing import Pricer
+from espresso.model.timeline import list_schedule
+from espresso.search.bounds import Certificate
+from espresso.strategies import Choice, Plan, Strategy, plan
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A strategy with its predicted iteration time and where it came from."""
+
+    name: str
+    strategy: Strategy
+    predicted_us: float
+    job: Job
+    pricer: Pricer
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The strategy laid over the job, in the order of its list schedule."""
+        laid = plan(self.strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
+        return list_schedule(laid, self.job, pricer=self.pricer)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRow:
+    """A line of the table of choices: how many tensors, and how much of the model, use a choice."""
+
+    option: str
+    compressor: str
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapRow:
+    """A bucket size of DDP and the best iteration that was found with it; None: the buckets as they are."""
+
+    bucket_cap_mb: float | None
+    num_buckets: int
+    predicted_us: float
+    uncompressed_us: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        chosen: the best; its plan is laid out when it is first asked for.
+        predicted_us: its iteration time: forward, to the latest finish, optimizer.
+        uncompressed_us: flat allreduce of everything.
+        upper_bound_us: the paper's upper bound on throughput, as an iteration time: compression free, nothing
+            contending. (Of the best strategy found under that assumption: not a certificate.)
+        lower_bound_us: certified: no strategy of the space is predicted below it (see
+            :mod:`espresso.search.bounds`). In DDP mode the space is one choice per bucket, or per part where the
+            search split one.
+        search_ms: wall time of everything.
+        algorithms_ms: of baselines and Algorithms 1 and 2 alone.
+        certificate_ms: of the certificate alone.
+        improve_ms: of the improvement alone.
+        alternatives: the best distinct strategies, best first, the chosen one among them, never plain.
+        baselines: name to predicted iteration time.
+        num_candidates: leaves considered per tensor before deduplication.
+        offload_capped: whether Algorithm 2's product was larger than its cap.
+        caps: DDP's bucket sizes that were searched; empty where none were.
+        bucket_cap_mb: the one to set; None: leave the buckets as they are.
+        error: of the strategy, and its budget; None without a sensitivity.
+        certificates: by partition size; they make a later search of a similar job faster.
+    """
+
+    chosen: Ranked
+    predicted_us: float
+    uncompressed_us: float
+    upper_bound_us: float
+    lower_bound_us: float
+    search_ms: float
+    algorithms_ms: float
+    certificate_ms: float
+    improve_ms: float
+    alternatives: tuple[Ranked, ...]
+    baselines: dict[str, float]
+    num_candidates: int
+    offload_capped: bool
+    caps: tuple[CapRow, ...] = ()
+    error: float | None = None
+    error_budget: float | None = None
+    certificates: Mapping[int, Certificate] = field(default_factory=dict)
+
+    @property
+    def bucket_cap_mb(self) -> float | None:
+        """See above."""
+        return self.strategy.bucket_cap_mb
+
+    @property
+    def strategy(self) -> Strategy:
+        """The best strategy found."""
+        return self.chosen.strategy
+
+    @property
+    def plan(self) -> Plan:
+        """It laid over the job, in its total order."""
+        return self.chosen.plan
+
+    @property
+    def gap(self) -> float:
+        """Iteration time over the certified bound, minus one."""
+        return self.predicted_us / self.lower_bound_us - 1 if self.lower_bound_us else 0.0
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.strategy.tensors)
+
+    @property
+    def num_compressed(self) -> int:
+        return self.strategy.num_compressed
+
+    @property
+    def num_offloaded(self) -> int:
+        return sum(choice.option.uses_offload for choice in self.strategy.choices.values())
+
+    @property
+    def top_choices(self) -> tuple[ChoiceRow, ...]:
+        """The choices in use, those of most bytes first."""
+        rows: dict[Choice, list[int]] = {}
+        for tensor in self.strategy.tensors:
+            row = rows.setdefault(self.strategy.choices[tensor.name], [0, 0])
+            row[0] += 1
+            row[1] += tensor.num_bytes
+        return tuple(
+            ChoiceRow(str(choice.option), str(choice.compressor), count, size)
+            for choice, (count, size) in sorted(rows.items(), key=lambda item: -item[1][1])
+        )
+
+
+__all__ = ["CapRow", "ChoiceRow", "Ranked", "SearchResult"]

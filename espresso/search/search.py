@@ -1,0 +1,457 @@
+"""The search: baselines, the paper's two algorithms, the certificate, improvement; partition and bucket sizes.
+
+The result is never above the best baseline, and comes with its plan, whose order the executor follows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.model.bucket_caps import caps_for, rebucketed
+from espresso.model.job import Job, JobError
+from espresso.model.pricing import PayloadBytes, Pricer, payload_bytes, shared_pricer
+from espresso.model.timeline import list_schedule
+from espresso.search.algorithms import Progress, greedy, offload
+from espresso.search.algorithms import improve as improve_locally
+from espresso.search.baselines import simple_baselines
+from espresso.search.bounds import Certificate
+from espresso.search.candidates import (
+    Unit,
+    compressed_choices,
+    every_choice,
+    partition_sizes,
+    raw_choices,
+    units_for,
+    units_of,
+)
+from espresso.search.error_budget import ErrorTable, Sensitivity, normal_sensitivity
+from espresso.search.evaluator import Evaluator, evaluator_at
+from espresso.search.improve import NO_EFFORT, REPLAN_EFFORT, Effort
+from espresso.search.refine import Refined, Start, certify_units, refine
+from espresso.search.result import CapRow, ChoiceRow, Ranked, SearchResult
+from espresso.search.splitting import split_buckets
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Mode, Plan, Strategy, plan
+
+MOST_GREEDY_UNITS = 1500
+"""Above this the published algorithms are left out: their time grows with the square of the units."""
+CAP_GAIN = 0.98
+"""Another bucket size must gain this much, or the buckets stay as they are."""
+PUBLISHED = "algorithms 1 and 2 as published"
+"""From the uncompressed strategy; can end above a baseline."""
+GREEDY = "Espresso's greedy"
+"""The same two algorithms, begun from the best baseline where that is below; above none."""
+
+
+@dataclass
+class _Found:
+    """A strategy on the way: candidates per unit of one evaluator."""
+
+    name: str
+    evaluator: Evaluator
+    choices: tuple[Choice, ...]
+    makespan_us: float
+
+    @property
+    def by_tensor(self) -> dict[str, Choice]:
+        return {
+            name: choice
+            for unit, choice in zip(self.evaluator.units, self.choices, strict=True)
+            for name in unit.tensors
+        }
+
+
+@dataclass
+class _Space:
+    """What one search may choose: everything but the job's buckets."""
+
+    specs: tuple[CompressorSpec, ...]
+    training: tuple[Choice, ...]
+    offloaded: tuple[Choice, ...]
+    raw: tuple[Choice, ...]
+    every: tuple[Choice, ...]
+    payload: PayloadBytes
+    errors: ErrorTable | None
+
+    @property
+    def budget(self) -> ErrorTable | None:
+        """The errors, if they bind."""
+        return self.errors if self.errors is not None and self.errors.budget < math.inf else None
+
+    def allows(self, row: _Found) -> bool:
+        """Whether a strategy keeps to the budget."""
+        limit = self.budget
+        if limit is None:
+            return True
+        if not all(limit.knows(choice.compressor) for choice in row.choices):
+            return False
+        return limit.of_choices(row.by_tensor) <= limit.budget * (1 + 1e-9)
+
+
+def upper_bound_us(
+    job: Job,
+    specs: Sequence[CompressorSpec],
+    units: Sequence[Unit],
+    payload: PayloadBytes = payload_bytes,
+    *,
+    partition_bytes: int = 0,
+    start: Sequence[Choice] = (),
+) -> float:
+    """The paper's upper bound as an iteration time: compression costs nothing and nothing contends.
+
+    The best strategy under that assumption is itself searched for: by Algorithm 1 (of large jobs not), among
+    the uniform strategies, and by improving ``start`` (one choice per unit), all at one partition size.
+    """
+    evaluator = Evaluator(job, units, partition_bytes, payload, free=True)
+    leaves = raw_choices(job.cluster) + _all_compressed(job, specs)[0]
+    large = len(units) > MOST_GREEDY_UNITS
+    best = evaluator.batch(evaluator.uniforms(leaves), cut=True)[1]
+    if large and start:
+        return job.forward_us + min(best, evaluator.makespan(evaluator.encode(start))) + job.optimizer_us
+    best = min(best, evaluator.makespan(greedy(evaluator, leaves)))
+    if start:
+        best = min(best, improve_locally(evaluator, evaluator.encode(start), leaves, sweeps=1)[1])
+    return job.forward_us + best + job.optimizer_us
+
+
+def _all_compressed(job: Job, specs: Sequence[CompressorSpec]) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
+    """Compressed leaves (for Algorithm 1, offloaded): the first on the training device where it has costs."""
+    first: tuple[Choice, ...] = ()
+    moved: tuple[Choice, ...] = ()
+    for spec in specs:
+        training = compressed_choices(job, (spec,), Device.TRAINING)
+        offloaded = compressed_choices(job, (spec,), Device.OFFLOAD)
+        first += training or offloaded
+        moved += offloaded
+    return first, moved
+
+
+def _check_specs(
+    job: Job, compressor: CompressorSpec | str | Sequence[CompressorSpec | str]
+) -> tuple[CompressorSpec, ...]:
+    given = (compressor,) if isinstance(compressor, CompressorSpec | str) else tuple(compressor)
+    specs = tuple(spec if isinstance(spec, CompressorSpec) else CompressorSpec.parse(spec) for spec in given)
+    for spec in specs:
+        if spec != NONE and not job.costs.devices(spec):
+            known = sorted({cost.spec for cost in job.costs.compute}) or ["none at all"]
+            raise JobError(f"the job has no costs for compressor '{spec}'; it has {', '.join(known)}")
+    return tuple(dict.fromkeys(spec for spec in specs if spec != NONE))
+
+
+def search(
+    job: Job,
+    compressor: CompressorSpec | str | Sequence[CompressorSpec | str],
+    *,
+    improve: bool = True,
+    partitions: Sequence[int] | None = None,
+    progress: Progress | None = None,
+    payload: PayloadBytes = payload_bytes,
+    bucket_caps: Sequence[float] | None = (),
+    error_budget: float | None = None,
+    sensitivity: Sensitivity | None = None,
+) -> SearchResult:
+    """Find a strategy for a job.
+
+    Args:
+        job: its mode says what is decided: tensors (paper) or DDP's buckets.
+        compressor: one or several; every tensor takes one of them or none. Where the job has costs for
+            fp16, that baseline competes too, and may win.
+        improve: go on after Algorithms 1 and 2.
+        partitions: partition sizes in bytes to try (0: never cut); by default a few that fit the job.
+        progress: called with a phase and its fraction done.
+        payload: for tests.
+        bucket_caps: for DDP jobs, bucket sizes to search beside the job's own; None: those that fit the job.
+        error_budget: the most a strategy's error may be (:mod:`espresso.search.error_budget`).
+        sensitivity: what compressors lose; by default, with a budget, measured on normal numbers.
+
+    Raises:
+        JobError: the job has no costs for a compressor, or for a routine of the tree; a bad budget.
+    """
+    started = time.perf_counter()
+    space = _space(job, _check_specs(job, compressor), payload, error_budget, sensitivity)
+    caps: tuple[float, ...] = ()
+    if job.mode is Mode.DDP:
+        caps = caps_for(job) if bucket_caps is None else tuple(bucket_caps)
+    own = [job, *(rebucketed(job, cap) for cap in caps)]
+    results = []
+    for number, one in enumerate(own):
+        results.append(_search_buckets(one, space, improve, partitions, _part_of(progress, number, len(own))))
+    if progress is not None:
+        progress("search", 1.0)
+    return replace(
+        _with_caps(results, (None, *caps)) if caps else results[0],
+        search_ms=(time.perf_counter() - started) * 1e3,
+    )
+
+
+def advised_bucket_cap(
+    job: Job, compressor: CompressorSpec, result: SearchResult, caps: Sequence[float] | None = None
+) -> CapRow | None:
+    """A bucket size of DDP with which even a certified-only search (no improvement) beats ``result`` by 2 %."""
+    best: CapRow | None = None
+    for cap in caps_for(job) if caps is None else caps:
+        other = rebucketed(job, cap)
+        found = search(other, compressor, improve=False, partitions=(0,))
+        row = CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
+        if row.predicted_us < (result if best is None else best).predicted_us * (CAP_GAIN if best is None else 1):
+            best = row
+    return best
+
+
+def replan(
+    job: Job,
+    old: Strategy,
+    *,
+    compressor: CompressorSpec | str | Sequence[CompressorSpec | str] | None = None,
+    certificates: dict[int, Certificate] | None = None,
+    payload: PayloadBytes = payload_bytes,
+) -> SearchResult:
+    """Search from an old strategy, for a job whose costs changed: much faster than from scratch.
+
+    Only the old partition size is searched and certified, the paper's algorithms are left out, and of the
+    baselines only ``uncompressed`` is looked at; the result is above neither it nor the old strategy.
+
+    Args:
+        compressor: by default those that the old strategy uses.
+        certificates: of the earlier search, if it is at hand.
+
+    Raises:
+        JobError: as :func:`search`. StrategyError: the strategy is for another model or cluster.
+    """
+    started = time.perf_counter()
+    old.check_model(job.tensors, job.cluster)
+    used = dict.fromkeys(choice.compressor for choice in old.choices.values())
+    space = _space(job, _check_specs(job, tuple(used) if compressor is None else compressor), payload)
+    units = units_for(job, old)
+    evaluator = Evaluator(job, units, old.partition_bytes, pricer=shared_pricer(job.costs, job.cluster, payload))
+    rows = [_found("uncompressed", evaluator, evaluator.uniform(PLAIN))]
+    begun = evaluator.encode([old.choices[unit.tensors[0]] for unit in units])
+    rows.append(_found("old strategy", evaluator, begun))
+    algorithms_ms = (time.perf_counter() - started) * 1e3
+    refined = refine(
+        job, evaluator, [Start(row.choices, old.partition_bytes, row.makespan_us) for row in rows],
+        space.every, (old.partition_bytes,), effort=REPLAN_EFFORT, warm=certificates,
+    )  # fmt: skip
+    rows.append(_found("replanned", refined.evaluator, refined.strategy))
+    baselines = {row.name: row.makespan_us for row in rows[:2]}
+    return _result(job, space, rows, baselines, False, started, refined.bound_us, refined, algorithms_ms)
+
+
+def _space(
+    job: Job,
+    specs: tuple[CompressorSpec, ...],
+    payload: PayloadBytes,
+    error_budget: float | None = None,
+    sensitivity: Sensitivity | None = None,
+) -> _Space:
+    errors = None
+    if error_budget is not None or sensitivity is not None:
+        errors = ErrorTable(
+            sensitivity or normal_sensitivity(specs),
+            job.tensors,
+            specs,
+            math.inf if error_budget is None else error_budget,
+        )
+    training, offloaded = _all_compressed(job, specs)
+    return _Space(specs, training, offloaded, raw_choices(job.cluster), every_choice(job, specs), payload, errors)
+
+
+def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) -> SearchResult:
+    """The best bucket size's result; the job's own buckets stay unless another gains something."""
+    own = results[0]
+    best = min(range(len(results)), key=lambda index: results[index].predicted_us)
+    if results[best].predicted_us > own.predicted_us * CAP_GAIN:
+        best = 0
+    found = results[best]
+    rows = tuple(
+        CapRow(cap, len(result.chosen.job.laid_out), result.predicted_us, result.uncompressed_us)
+        for cap, result in zip(caps, results, strict=True)
+    )
+    strategy = replace(found.strategy, bucket_cap_mb=caps[best])
+    return replace(
+        found,
+        chosen=replace(found.chosen, strategy=strategy),
+        uncompressed_us=own.uncompressed_us,
+        baselines=own.baselines,
+        lower_bound_us=min(result.lower_bound_us for result in results),
+        upper_bound_us=min(result.upper_bound_us for result in results),
+        algorithms_ms=sum(result.algorithms_ms for result in results),
+        certificate_ms=sum(result.certificate_ms for result in results),
+        improve_ms=sum(result.improve_ms for result in results),
+        offload_capped=any(result.offload_capped for result in results),
+        caps=rows,
+    )
+
+
+def _search_buckets(
+    job: Job,
+    space: _Space,
+    improve: bool,
+    partitions: Sequence[int] | None,
+    progress: Progress | None,
+) -> SearchResult:
+    """The search at one bucketing."""
+    started = time.perf_counter()
+    units = units_of(job)
+    sizes = tuple(partitions) if partitions is not None else partition_sizes(job, units)
+    found: list[_Found] = []
+    baselines: dict[str, float] = {}
+    capped = False
+    pricer = shared_pricer(job.costs, job.cluster, space.payload)
+    # The improvement looks at every partition size; the algorithms as published know one.
+    published = sizes[:1] if improve else sizes
+    for number, size in enumerate(published):
+        report = _part_of(progress, number, len(published))
+        rows, bitten = _known(Evaluator(job, units, size, pricer=pricer), space, report)
+        capped = capped or bitten
+        for row in rows:
+            baselines[row.name] = min(row.makespan_us, baselines.get(row.name, math.inf))
+        found += rows
+    algorithms_ms = (time.perf_counter() - started) * 1e3
+    allowed = [row for row in found if space.allows(row)]
+    refined = refine(
+        job, found[0].evaluator,
+        [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in allowed],
+        space.every, sizes, effort=Effort.for_units(len(units)) if improve else NO_EFFORT, errors=space.budget,
+    )  # fmt: skip
+    bound = refined.bound_us
+    if improve:
+        allowed.append(_found("improved", refined.evaluator, refined.strategy))
+        # A split would have to watch the budget as well; whole buckets do.
+        if job.mode is Mode.DDP and space.budget is None:
+            both = space.raw + space.training + space.offloaded
+            evaluator, split = split_buckets(job, refined.evaluator, refined.strategy, both)
+            if evaluator is not refined.evaluator:
+                allowed.append(_found("buckets split", evaluator, split))
+                bound = min(bound, certify_units(job, evaluator, space.every, sizes, bound))
+    return _result(job, space, allowed, baselines, capped, started, bound, refined, algorithms_ms)
+
+
+def _known(evaluator: Evaluator, space: _Space, progress: Progress | None) -> tuple[list[_Found], bool]:
+    """The baselines and the algorithms, and whether Algorithm 2's product was capped.
+
+    The algorithms as published start from the uncompressed strategy and can end above a baseline. The greedy of
+    this product is the same two algorithms begun from the best baseline, where that is below, and never above any.
+    """
+    rows = [
+        _Found(row.name, evaluator_at(evaluator, row.partition_bytes), row.choices, row.makespan_us)
+        for row in simple_baselines(evaluator, space.specs)
+    ]
+    if len(evaluator.units) > MOST_GREEDY_UNITS:
+        return rows, False
+    tree = space.raw + space.training
+    strategy = greedy(evaluator, tree, progress=progress)
+    rows.append(_found("training device only", evaluator, strategy))
+    strategy, capped = offload(evaluator, strategy)
+    published = _found(PUBLISHED, evaluator, strategy)
+    if space.offloaded:
+        rows.append(_found("offload only", evaluator, greedy(evaluator, space.raw + space.offloaded)))
+    best = min(rows, key=lambda row: row.makespan_us)
+    again = replace(published, name=GREEDY)
+    if best.makespan_us < published.makespan_us:
+        begun = greedy(best.evaluator, tree, start=best.evaluator.encode(best.choices))
+        begun, bitten = offload(best.evaluator, begun)
+        capped = capped or bitten
+        again = _found(GREEDY, best.evaluator, begun)
+    return [*rows, published, again], capped
+
+
+def _part_of(progress: Progress | None, number: int, total: int) -> Progress | None:
+    if progress is None:
+        return None
+    return lambda phase, fraction: progress(phase, (number + fraction) / total)
+
+
+def _found(name: str, evaluator: Evaluator, strategy: npt.NDArray[np.int64]) -> _Found:
+    return _Found(name, evaluator, tuple(evaluator.decode(strategy)), evaluator.makespan(strategy))
+
+
+def _result(
+    job: Job,
+    space: _Space,
+    found: list[_Found],
+    baselines: dict[str, float],
+    capped: bool,
+    started: float,
+    lower: float,
+    refined: Refined,
+    algorithms_ms: float,
+) -> SearchResult:
+    beside = job.forward_us + job.optimizer_us
+    plain = next(row for row in found if row.name == "uncompressed")
+    # Stable: of times equal but for rounding the one found first, so plain wins ties.
+    ranked = sorted(found, key=lambda row: float(f"{row.makespan_us:.9e}"))
+    chosen = _ranked(job, ranked[0])
+    alternatives = [_ranked(job, row) for row in _distinct(ranked)]
+    best = ranked[0].evaluator
+    bound = upper_bound_us(
+        job, space.specs, best.units, space.payload, partition_bytes=best.partition_bytes,
+        start=ranked[0].choices,
+    )  # fmt: skip
+    known = space.errors is not None and all(space.errors.knows(c.compressor) for c in ranked[0].choices)
+    return SearchResult(
+        chosen=chosen,
+        predicted_us=chosen.predicted_us,
+        uncompressed_us=plain.makespan_us + beside,
+        upper_bound_us=min(bound, chosen.predicted_us),
+        lower_bound_us=min(lower + beside, chosen.predicted_us),
+        search_ms=(time.perf_counter() - started) * 1e3,
+        algorithms_ms=algorithms_ms,
+        certificate_ms=refined.certificate_ms,
+        improve_ms=refined.improve_ms,
+        alternatives=tuple(alternatives),
+        baselines={name: makespan + beside for name, makespan in baselines.items()},
+        num_candidates=len(space.every),
+        offload_capped=capped,
+        error=space.errors.of_choices(ranked[0].by_tensor) if space.errors is not None and known else None,
+        error_budget=None if space.budget is None else space.budget.budget,
+        certificates=refined.certificates,
+    )
+
+
+def _distinct(ranked: Sequence[_Found], most: int = 4) -> list[_Found]:
+    """The best strategies that differ in their choices and are not plain."""
+    seen: set[tuple[Choice, ...]] = set()
+    rows = []
+    for row in ranked:
+        if row.choices in seen or all(choice == PLAIN for choice in row.choices):
+            continue
+        seen.add(row.choices)
+        rows.append(row)
+        if len(rows) == most:
+            break
+    return rows
+
+
+def lay_out(job: Job, strategy: Strategy, *, payload: PayloadBytes = payload_bytes) -> Plan:
+    """Lay a strategy over a job and put its tasks into the order of the list schedule."""
+    laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
+    return list_schedule(laid, job, pricer=Pricer(job.costs, job.cluster, payload))
+
+
+def _ranked(job: Job, row: _Found) -> Ranked:
+    predicted = job.forward_us + row.makespan_us + job.optimizer_us
+    notes = {"predicted_us": predicted, "mode": job.mode.value, "found_by": row.name}
+    strategy = Strategy(job.tensors, row.by_tensor, job.cluster, row.evaluator.partition_bytes, notes=notes)
+    return Ranked(row.name, strategy, predicted, job, row.evaluator.pricer)
+
+
+__all__ = [
+    "GREEDY",
+    "PUBLISHED",
+    "CapRow",
+    "ChoiceRow",
+    "Progress",
+    "Ranked",
+    "SearchResult",
+    "advised_bucket_cap",
+    "lay_out",
+    "replan",
+    "search",
+    "upper_bound_us",
+]

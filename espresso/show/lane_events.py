@@ -1,0 +1,258 @@
+"""What happened on which lane and when: the rows that traces, pictures and tables are made of.
+
+Predicted rows come from a :class:`~espresso.model.timeline.Timeline`, measured ones from the executor as JSON.
+Both use one clock, microseconds: zero is when the iteration's first gradient is ready.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from espresso.strategies import Form, Lane, Stage
+
+if TYPE_CHECKING:
+    from espresso.model.timeline import Timeline
+
+BACKWARD_LANE = "backward"
+LANE_ORDER = (BACKWARD_LANE, *(lane.value for lane in Lane))
+"""Lanes from top to bottom; ones that are not named here follow in alphabetical order."""
+
+
+class Kind(Enum):
+    """What a row shows, as its colour and its category."""
+
+    BACKWARD = "backward"
+    COMPRESS = "compress"
+    DECOMPRESS = "decompress"
+    TRANSFORM = "transform"
+    AGGREGATE = "aggregate"
+    COPY = "host copy"
+    EXCHANGE_RAW = "exchange, raw"
+    EXCHANGE_COMPRESSED = "exchange, compressed"
+    OTHER = "other"
+
+
+class EventError(ValueError):
+    """A measured row is malformed; the message names the row and the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneEvent:
+    """One interval on one lane.
+
+    Attributes:
+        step: the step as option ids write it (``comp``, ``inter.allgather``), or ``backward``.
+        tensors: names of the tensors it serves.
+        num_bytes: bytes it sends, reads or writes; 0 where that means nothing.
+        option: id of the option it is a step of, if known.
+        partition: number of its partition in the plan, or -1.
+        iteration: which iteration it was measured in; 0 for predictions.
+    """
+
+    lane: str
+    step: str
+    tensors: tuple[str, ...]
+    num_bytes: int
+    start_us: float
+    end_us: float
+    kind: Kind
+    option: str = ""
+    partition: int = -1
+    iteration: int = 0
+    rank: int = 0
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.end_us >= self.start_us:
+            raise EventError(
+                f"{self.step} on lane {self.lane} ends before it starts ({self.start_us} to {self.end_us} us)"
+            )
+
+    @property
+    def duration_us(self) -> float:
+        return self.end_us - self.start_us
+
+
+def kind_of(step: str, compressed: bool | None = None) -> Kind:
+    """The kind of a step from its text; ``compressed`` says what an exchange carries.
+
+    >>> kind_of("dec@offload").value
+    'decompress'
+    """
+    word = step.partition("@")[0]
+    named = {
+        "comp": Kind.COMPRESS,
+        "dec": Kind.DECOMPRESS,
+        "transform": Kind.TRANSFORM,
+        "sum": Kind.AGGREGATE,
+    }
+    named |= {"backward": Kind.BACKWARD, "copy_to_host": Kind.COPY, "copy_to_device": Kind.COPY}
+    if word in named:
+        return named[word]
+    if "." in word:
+        return Kind.EXCHANGE_COMPRESSED if compressed else Kind.EXCHANGE_RAW
+    return Kind.OTHER
+
+
+def predicted_events(timeline: Timeline) -> list[LaneEvent]:
+    """A timeline's tasks on every lane they hold, and backward on a lane of its own, bucket by bucket."""
+    buckets = timeline.plan.buckets
+    starts = (0.0, *timeline.bucket_ready_us)
+    events = [
+        LaneEvent(
+            lane=BACKWARD_LANE,
+            step="backward",
+            tensors=tuple(slot.tensor for slot in bucket.slots),
+            num_bytes=0,
+            start_us=start,
+            end_us=end,
+            kind=Kind.BACKWARD,
+        )
+        for bucket, start, end in zip(buckets, starts, timeline.bucket_ready_us, strict=False)
+        if end > start
+    ]
+    for row in timeline.intervals:
+        step = str(row.step) if row.stage is Stage.STEP else row.stage.value
+        events.append(
+            LaneEvent(
+                lane=row.lane.value,
+                step=step,
+                tensors=row.tensors,
+                num_bytes=round(row.num_bytes),
+                start_us=row.start_us,
+                end_us=row.end_us,
+                kind=kind_of(step, compressed=row.step.form not in (Form.RAW, Form.HALF)),
+                option=row.option,
+                partition=row.partition,
+            )
+        )
+    return events
+
+
+_ROW_TYPES: dict[str, tuple[type, ...]] = {
+    "lane": (str,),
+    "step": (str,),
+    "tensors": (list, tuple),
+    "bytes": (int,),
+    "start_us": (int, float),
+    "end_us": (int, float),
+    "iteration": (int,),
+    "rank": (int,),
+}
+
+
+def measured_events(
+    rows: Iterable[Mapping[str, Any]], predicted: Sequence[LaneEvent] = (), *, host: str = ""
+) -> list[LaneEvent]:
+    """Measured rows (``lane step tensors bytes start_us end_us iteration rank``) as events.
+
+    A row may also have ``host``, ``option``, ``partition`` and ``compressed``. What it lacks is
+    taken from the predicted event of the same step and tensors, where there is one, the other lanes too.
+
+    Raises:
+        EventError: a row lacks a key, or has a value of the wrong type; says which row.
+    """
+    twins: dict[tuple[str, frozenset[str]], dict[str, LaneEvent]] = {}
+    for event in predicted:
+        twins.setdefault((event.step, frozenset(event.tensors)), {})[event.lane] = event
+    events = []
+    for number, row in enumerate(rows):
+        _check_row(row, number)
+        twin = twins.get((row["step"], frozenset(row["tensors"])), {})
+        # A flat exchange holds every link; the executor names one of them, the prediction names them all.
+        for lane in twin if row["lane"] in twin else (row["lane"],):
+            events.append(_measured_event(row, lane, twin.get(lane), host))
+    return events
+
+
+def load_measured(path: str | Path, predicted: Sequence[LaneEvent] = ()) -> list[LaneEvent]:
+    """Read ``measured.json`` as a run left it; see :func:`measured_events`.
+
+    Raises:
+        EventError: not JSON, not a list, or a malformed row; the message begins with the path.
+        OSError: the file cannot be read.
+    """
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(rows, list):
+            raise EventError(f"measured intervals must be a list, got {type(rows).__name__}")
+        return measured_events(rows, predicted)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise EventError(f"{path}: not a JSON file ({error})") from None
+    except EventError as error:
+        raise EventError(f"{path}: {error}") from None
+
+
+def _measured_event(row: Mapping[str, Any], lane: str, twin: LaneEvent | None, host: str) -> LaneEvent:
+    compressed = row.get("compressed", twin is not None and twin.kind is Kind.EXCHANGE_COMPRESSED)
+    return LaneEvent(
+        lane=lane,
+        step=row["step"],
+        tensors=tuple(row["tensors"]),
+        num_bytes=row["bytes"],
+        start_us=float(row["start_us"]),
+        end_us=float(row["end_us"]),
+        kind=Kind.COPY if lane == Lane.COPY.value else kind_of(row["step"], compressed),
+        option=row.get("option") or (twin.option if twin else ""),
+        partition=row.get("partition", -1),
+        iteration=row["iteration"],
+        rank=row["rank"],
+        host=str(row.get("host", host)),
+    )
+
+
+def _check_row(row: Any, number: int) -> None:
+    if not isinstance(row, Mapping):
+        raise EventError(f"measured row {number} must be a JSON object, got {type(row).__name__}")
+    for key, types in _ROW_TYPES.items():
+        if key not in row:
+            raise EventError(f"measured row {number} lacks the key {key!r}")
+        if not isinstance(row[key], types) or isinstance(row[key], bool):
+            wanted = " or ".join(kind.__name__ for kind in types)
+            raise EventError(f"measured row {number}: {key} must be {wanted}, got {row[key]!r}")
+
+
+def last_iteration(events: Sequence[LaneEvent], rank: int | None = None) -> list[LaneEvent]:
+    """The events of the newest iteration of one rank (by default the lowest): what a picture shows."""
+    if rank is None:
+        rank = min((event.rank for event in events), default=0)
+    mine = [event for event in events if event.rank == rank]
+    newest = max((event.iteration for event in mine), default=0)
+    return [event for event in mine if event.iteration == newest]
+
+
+def sorted_lanes(events: Iterable[LaneEvent]) -> list[str]:
+    """The lanes in use, from top to bottom."""
+    names = {event.lane for event in events}
+    rank = {name: position for position, name in enumerate(LANE_ORDER)}
+    return sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
+
+
+def busy_us(events: Iterable[LaneEvent]) -> dict[str, float]:
+    """How long each lane is in use; overlapping intervals (offload workers) count once."""
+    busy: dict[str, float] = {}
+    until: dict[str, float] = {}
+    for event in sorted(events, key=lambda e: e.start_us):
+        start = max(event.start_us, until.get(event.lane, event.start_us))
+        busy[event.lane] = busy.get(event.lane, 0.0) + max(0.0, event.end_us - start)
+        until[event.lane] = max(event.end_us, until.get(event.lane, event.end_us))
+    return busy
+
+
+__all__ = [
+    "EventError",
+    "Kind",
+    "LaneEvent",
+    "busy_us",
+    "kind_of",
+    "last_iteration",
+    "load_measured",
+    "measured_events",
+    "predicted_events",
+    "sorted_lanes",
+]

@@ -1,0 +1,105 @@
+"""Chrome Trace Event JSON: predicted and measured lanes in one file, for Perfetto or chrome://tracing.
+
+Every timeline is a process of the trace (``predicted``, ``measured host.rank``), every lane a thread of it.
+Format: "Trace Event Format" (Chromium project); only complete events (``X``) and metadata (``M``) are used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from espresso.show.lane_events import LaneEvent, sorted_lanes
+
+MAX_TENSORS_IN_NAME = 2
+
+
+def write_trace(
+    path: str | Path,
+    predicted: Sequence[LaneEvent],
+    measured: Sequence[LaneEvent] | None = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+) -> int:
+    """Write the trace file and return the number of intervals in it.
+
+    Args:
+        path: file to write; replaced if it exists.
+        predicted: from :func:`espresso.show.lane_events.predicted_events`.
+        measured: from :func:`espresso.show.lane_events.measured_events`; any number of ranks and iterations.
+        metadata: shown by Perfetto under "Info and stats"; must be JSON.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    body = trace_body(predicted, measured, metadata=metadata)
+    Path(path).write_text(json.dumps(body) + "\n", encoding="utf-8")
+    return sum(event["ph"] == "X" for event in body["traceEvents"])
+
+
+def trace_body(
+    predicted: Sequence[LaneEvent],
+    measured: Sequence[LaneEvent] | None = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What ``write_trace`` writes: metadata events first, then intervals by time."""
+    processes = [("predicted", list(predicted))] if predicted else []
+    processes += _measured_processes(measured or [])
+    names: list[dict[str, Any]] = []
+    intervals: list[dict[str, Any]] = []
+    for pid, (name, events) in enumerate(processes, start=1):
+        lanes = {lane: tid for tid, lane in enumerate(sorted_lanes(events), start=1)}
+        names += _metadata(pid, name, lanes)
+        intervals += [_interval(event, pid, lanes[event.lane]) for event in events]
+    # Longer first at equal starts: viewers nest an event in the one before it.
+    intervals.sort(key=lambda event: (event["ts"], -event["dur"]))
+    return {"traceEvents": names + intervals, "displayTimeUnit": "ms", "otherData": dict(metadata or {})}
+
+
+def _measured_processes(events: Iterable[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
+    """One process a rank; one a rank and iteration where there are several: each iteration starts at zero."""
+    groups: dict[tuple[int, int], list[LaneEvent]] = {}
+    for event in events:
+        groups.setdefault((event.rank, event.iteration), []).append(event)
+    several = len({iteration for _, iteration in groups}) > 1
+    processes = []
+    for (rank, iteration), members in sorted(groups.items()):
+        host = members[0].host
+        name = f"measured {host}.{rank}" if host else f"measured rank {rank}"
+        processes.append((f"{name}, iteration {iteration}" if several else name, members))
+    return processes
+
+
+def _metadata(pid: int, name: str, lanes: Mapping[str, int]) -> list[dict[str, Any]]:
+    def entry(kind: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "ts": 0, "name": kind, "pid": pid, "tid": tid, "args": args}
+
+    entries = [entry("process_name", 0, {"name": name}), entry("process_sort_index", 0, {"sort_index": pid})]
+    for lane, tid in lanes.items():
+        entries.append(entry("thread_name", tid, {"name": lane}))
+        entries.append(entry("thread_sort_index", tid, {"sort_index": tid}))
+    return entries
+
+
+def _interval(event: LaneEvent, pid: int, tid: int) -> dict[str, Any]:
+    shown = ", ".join(event.tensors[:MAX_TENSORS_IN_NAME])
+    more = len(event.tensors) - MAX_TENSORS_IN_NAME
+    label = f"{shown} +{more}" if more > 0 else shown
+    args: dict[str, Any] = {"tensors": list(event.tensors), "bytes": event.num_bytes, "step": event.step}
+    if event.option:
+        args["option"] = event.option
+    if event.partition >= 0:
+        args["partition"] = event.partition
+    return {
+        "ph": "X",
+        "name": f"{event.step}: {label}" if label else event.step,
+        "cat": event.kind.value,
+        "ts": round(event.start_us, 3),
+        "dur": round(event.duration_us, 3),
+        "pid": pid,
+        "tid": tid,
+        "args": args,
+    }
