@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from espresso.comm import executor
+from espresso.comm.execute import executor
 from espresso.cpu_offload.codec import HostCodec
 from tests.ddp import (
     ALLGATHER,
