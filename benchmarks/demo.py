@@ -20,10 +20,12 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.emulated import (
     DeadlineError,
+    Distance,
     Network,
     WorkerError,
     format_rate,
     measure_bulk_rate,
+    measure_round_trip,
     open_network,
     run_workers,
 )
@@ -141,12 +143,18 @@ def describe_network(network: Network, console: Console) -> None:
         f"{len(network.hosts)} hosts (network namespaces), each limited to {format_rate(network.rate_bps)} "
         f"and pinned to one core; bulk TCP {measured}: {verdict}"
     )
+    if network.distance is not None:
+        console.print(
+            f"round trip {measure_round_trip(network):.1f} ms (asked for {network.distance.rtt_ms:g}),"
+            f" TCP's congestion control {network.distance.congestion}"
+        )
 
 
 @app.command()
 def main(
     model: Annotated[str, typer.Option(help="mlp, gpt, cnn, resnet, vit or lstm.")] = "mlp",
     rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "1gbit",
+    rtt_ms: Annotated[float, typer.Option(help="Round trip between hosts far apart; 0: one local network.")] = 0.0,
     workers: Annotated[int, typer.Option(help="Workers per host.")] = 1,
     compressor: Annotated[str, typer.Option(help="What automatic mode may use.")] = "efsignsgd",
     blocks: Annotated[int, typer.Option(help="Rounds of timing.")] = 4,
@@ -165,7 +173,7 @@ def main(
     argv += ["--blocks", str(blocks), "--steps-per-block", str(steps_per_block)]
     argv += ["--total-steps", str(total_steps)]
     try:
-        with open_network(2, rate) as network:
+        with open_network(2, rate, distance=Distance(rtt_ms=rtt_ms) if rtt_ms else None) as network:
             describe_network(network, console)
             result = train(network, console, out, argv, workers)
     except (WorkerError, DeadlineError) as error:

@@ -11,10 +11,12 @@ from rich.console import Console
 from benchmarks.emulated import (
     BulkRate,
     DeadlineError,
+    Distance,
     Network,
     WorkerError,
     format_rate,
     measure_bulk_rate,
+    measure_round_trip,
     open_network,
     remove_leftovers,
     run_workers,
@@ -50,6 +52,10 @@ def main(
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
     workers: Annotated[int, typer.Option(help="Workers per host.")] = 1,
     rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "1gbit",
+    rtt_ms: Annotated[float, typer.Option(help="Round trip between hosts far apart; 0: one local network.")] = 0.0,
+    jitter_ms: Annotated[float, typer.Option(help="Up to this much more each way (with --rtt-ms).")] = 0.0,
+    loss: Annotated[float, typer.Option(help="Part of the packets that is lost (with --rtt-ms).")] = 0.0,
+    congestion: Annotated[str, typer.Option(help="TCP's congestion control (with --rtt-ms).")] = "cubic",
     pin: Annotated[bool, typer.Option(help="Pin each host to one core.")] = False,
     deadline: Annotated[float, typer.Option(help="Seconds until workers that still run are killed.")] = 600.0,
     check: Annotated[bool, typer.Option(help="Verify the bulk rate first.")] = True,
@@ -65,10 +71,13 @@ def main(
     if not command:
         raise typer.BadParameter("give the worker's command after --")
     try:
-        with open_network(hosts, rate) as network:
+        distance = Distance(rtt_ms, jitter_ms, loss, congestion=congestion) if rtt_ms else None
+        with open_network(hosts, rate, distance=distance) as network:
             rates = measure_bulk_rate(network) if check else ()
             if rates:
                 console.print(f"bulk rate: {_describe(rates)}")
+            if check and distance is not None and hosts > 1:
+                console.print(f"round trip: {measure_round_trip(network):.1f} ms")
             before = [host.tx_bytes() for host in network.hosts]
             run_workers(network, command, workers_per_host=workers, pin=pin, deadline_s=deadline)
             sent = [host.tx_bytes() - start for host, start in zip(network.hosts, before, strict=True)]

@@ -2,9 +2,12 @@
 
 bulk_peer.py receive SECONDS          prints the port, then a JSON line with bytes and seconds
 bulk_peer.py send ADDRESS PORT SECONDS
+bulk_peer.py echo                     prints the port, then sends back what comes, until stdin ends
+bulk_peer.py ask ADDRESS PORT TIMES   prints the shortest round trip in seconds
 """
 
 import json
+import select
 import socket
 import sys
 import time
@@ -45,8 +48,40 @@ def send(address: str, port: int, duration_s: float) -> None:
             connection.sendall(CHUNK)
 
 
+def echo() -> None:
+    """Answer datagrams."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("0.0.0.0", 0))
+        sys.stdout.write(f"{server.getsockname()[1]}\n")
+        sys.stdout.flush()
+        while select.select([server, sys.stdin], [], [])[0] == [server]:
+            data, sender = server.recvfrom(64)
+            server.sendto(data, sender)
+
+
+def ask(address: str, port: int, times: int) -> None:
+    """Small datagrams to and fro, one at a time; one that is lost counts as a second."""
+    took = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.settimeout(1.0)
+        for number in range(times):
+            start = time.perf_counter()
+            try:
+                client.sendto(str(number).encode(), (address, port))
+                while int(client.recv(64)) != number:
+                    pass
+                took.append(time.perf_counter() - start)
+            except OSError:  # lost, or there is no way at all
+                took.append(1.0)
+    sys.stdout.write(f"{min(took)}\n")
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "receive":
         receive(float(sys.argv[2]))
+    elif sys.argv[1] == "echo":
+        echo()
+    elif sys.argv[1] == "ask":
+        ask(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
         send(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))

@@ -38,13 +38,33 @@ class BulkRate:
         return self.ratio is not None and _LOWEST_RATIO <= self.ratio <= _HIGHEST_RATIO
 
 
-def measure_bulk_rate(network: Network, duration_s: float = 0.9) -> tuple[BulkRate, ...]:
-    """The rate from each host to the next one, one after the other (about ``duration_s`` each)."""
+def measure_bulk_rate(network: Network, duration_s: float | None = None) -> tuple[BulkRate, ...]:
+    """The rate from each host to the next one, one after the other.
+
+    ``duration_s`` each: .9 s, and where hosts are far apart 60 round trips more, in which a connection finds its rate.
+    """
+    if duration_s is None:
+        duration_s = 0.9 if network.distance is None else 0.9 + 0.06 * network.distance.rtt_ms
     hosts = network.hosts
     if len(hosts) < 2:
         return ()
     pairs = [(host, hosts[(host.index + 1) % len(hosts)]) for host in hosts]
     return tuple(BulkRate(a.index, b.index, _transfer(a, b, duration_s), a.rate_bps) for a, b in pairs)
+
+
+def measure_round_trip(network: Network, times: int = 20) -> float:
+    """The shortest of some round trips of a small datagram between the first two hosts, in milliseconds."""
+    first, second = network.hosts[:2]
+    argv = second.command([sys.executable, _PEER, "echo"])
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = process.stdout.readline().strip()
+            ask = first.command([sys.executable, _PEER, "ask", second.address, port, str(times)])
+            asked = subprocess.run(ask, check=True, capture_output=True, text=True, timeout=times + 30)
+        finally:
+            process.kill()
+    return float(asked.stdout) * 1e3
 
 
 def _transfer(sender: Host, receiver: Host, duration_s: float) -> float:

@@ -4,6 +4,8 @@ Two hosts are the two ends of one veth pair; more hosts meet at a bridge in a na
 
     host 0 [eth0] ===== [eth0] host 1            host i [eth0] ===== [port i] switch
 
+Hosts far apart (:class:`~benchmarks.emulated.wide_area.Distance`) have TUN devices instead, and a router between them.
+
 Nothing is made in the machine's own namespace, so no address here can collide with one outside.
 """
 
@@ -14,13 +16,15 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.emulated.interrupts import interrupts_deferred, termination_raises
 from benchmarks.emulated.rate import format_rate, parse_rate
+from benchmarks.emulated.wide_area import Distance, open_device, routed
 
 log = logging.getLogger("espresso.emulated")
 
@@ -53,17 +57,74 @@ class Host:
             return int(Path(path).read_text())
         return int(_run(*self.command(["cat", path])))
 
+    def set_up(self, up: bool) -> None:
+        """Take this host's card down, or up again; on loopback there is none to take.
+
+        Raises:
+            ValueError: the host is this machine itself.
+        """
+        if self.namespace is None:
+            raise ValueError("a host on loopback has no card of its own")
+        _run("ip", "-n", self.namespace, "link", "set", self.interface, "up" if up else "down")
+
+
+class _State:
+    """What of a network may change while it runs."""
+
+    def __init__(self, rates_bps: list[int], distance: Distance | None, apply: Callable[[], None]) -> None:
+        self.rates_bps, self.distance, self.apply = rates_bps, distance, apply
+
 
 @dataclass(frozen=True)
 class Network:
     """Hosts and the limit between them. On loopback ``rate_bps`` is None and ``why_unlimited`` says why.
 
-    ``rate_bps`` is that of all hosts which were given no rate of their own.
+    ``rate_bps`` is that of all hosts which were given no rate of their own, as they were made.
     """
 
     hosts: tuple[Host, ...]
     rate_bps: int | None
     why_unlimited: str | None = None
+    _state: _State | None = field(default=None, repr=False)
+
+    @property
+    def distance(self) -> Distance | None:
+        """What lies between hosts far apart at this moment; None for hosts on one local network."""
+        return None if self._state is None else self._state.distance
+
+    def change(
+        self,
+        *,
+        rate: str | None = None,
+        host: int | None = None,
+        rtt_ms: float | None = None,
+        jitter_ms: float | None = None,
+        loss: float | None = None,
+    ) -> None:
+        """Change the network under running workers; what is not named stays.
+
+        Args:
+            rate: each host's egress limit, or that of ``host`` alone.
+            rtt_ms, jitter_ms, loss: of a wide area, as in :class:`Distance`.
+
+        Raises:
+            ValueError: on loopback; delay or loss on a local network; a value out of range.
+        """
+        state = self._state
+        if state is None:
+            raise ValueError(f"this network cannot change: {self.why_unlimited}")
+        given: dict[str, Any] = {"rtt_ms": rtt_ms, "jitter_ms": jitter_ms, "loss": loss}
+        far = {name: value for name, value in given.items() if value is not None}
+        if far and state.distance is None:
+            raise ValueError(
+                f"{', '.join(far)}: only hosts that are far apart have these; pass distance to open_network"
+            )
+        if state.distance is not None:
+            state.distance = replace(state.distance, **far)
+        if rate is not None:
+            for index in range(len(self.hosts)) if host is None else [host]:
+                state.rates_bps[index] = parse_rate(rate)
+        state.apply()
 
 
 class CommandError(RuntimeError):
@@ -100,6 +161,7 @@ def open_network(
     rate: str = "1gbit",
     burst_bytes: int = MAX_BURST_BYTES,
     rates: Mapping[int, str] | None = None,
+    distance: Distance | None = None,
 ) -> Iterator[Network]:
     """Make the network, and remove it however the block is left (SIGINT and SIGTERM included).
 
@@ -108,6 +170,7 @@ def open_network(
         rate: each host's egress limit, such as ``1gbit``.
         rates: another rate for some hosts, by index.
         burst_bytes: the token bucket's size, at most 128 KiB: a larger one sends whole gradients for free.
+        distance: what lies between the hosts; None for one local network.
 
     Raises:
         ValueError: an argument is out of range.
@@ -126,21 +189,37 @@ def open_network(
         return
     remove_leftovers()
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_COUNTER)}"
+    limits = [others.get(index, rate_bps) for index in range(num_hosts)]
+    hosts = tuple(Host(i, f"{prefix}-host{i}", f"10.231.0.{i + 1}", "eth0", limits[i]) for i in range(num_hosts))
     with _owned(prefix):
-        hosts = tuple(
-            Host(i, f"{prefix}-host{i}", f"10.231.0.{i + 1}", "eth0", others.get(i, rate_bps)) for i in range(num_hosts)
-        )
-        _connect(hosts, f"{prefix}-switch")
         for host in hosts:
-            _limit(str(host.namespace), host.interface, others.get(host.index, rate_bps), burst_bytes)
-        log.info("%d hosts, each limited to %s", num_hosts, format_rate(rate_bps))
-        yield Network(hosts, rate_bps)
+            _run("ip", "netns", "add", str(host.namespace))
+        if distance is None:
+            _connect(hosts, f"{prefix}-switch")
+
+            def limit() -> None:
+                for host, bps in zip(hosts, limits, strict=True):
+                    _limit(str(host.namespace), host.interface, bps, burst_bytes)
+
+            limit()
+            log.info("%d hosts, each limited to %s", num_hosts, format_rate(rate_bps))
+            yield Network(hosts, rate_bps, None, _State(limits, None, limit))
+            return
+        with routed([open_device(str(host.namespace), host.interface) for host in hosts]) as change:
+            state = _State(limits, distance, lambda: change(_settings(state)))
+            state.apply()
+            _bring_up(hosts, distance)
+            log.info("%d hosts, each limited to %s, %g ms apart", num_hosts, format_rate(rate_bps), distance.rtt_ms)
+            yield Network(hosts, rate_bps, None, state)
+
+
+def _settings(state: _State) -> dict[str, object]:
+    assert state.distance is not None
+    return {"rate_bps": state.rates_bps, **state.distance.settings()}
 
 
 def _connect(hosts: tuple[Host, ...], switch: str) -> None:
-    """Make the namespaces and cards, join them, give them addresses and bring them up."""
-    for host in hosts:
-        _run("ip", "netns", "add", str(host.namespace))
+    """Make cards, join them, give them addresses and bring them up."""
     if len(hosts) == 2:
         ends = [(str(host.namespace), host.interface) for host in hosts]
         _add_veth(*ends[0], *ends[1])
@@ -152,13 +231,22 @@ def _connect(hosts: tuple[Host, ...], switch: str) -> None:
             port = f"port{host.index}"
             _add_veth(str(host.namespace), host.interface, switch, port)
             _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
+    _bring_up(hosts, None)
+
+
+def _bring_up(hosts: tuple[Host, ...], distance: Distance | None) -> None:
     for host in hosts:
         ip = ("ip", "-n", str(host.namespace))
         # Without an IPv6 address of its own the card sends nothing that a worker did not send.
         _run(*ip, "link", "set", host.interface, "addrgenmode", "none")
         _run(*ip, "addr", "add", f"{host.address}/24", "dev", host.interface)
+        if distance is not None:
+            _run(*ip, "link", "set", host.interface, "mtu", str(distance.mtu), "txqueuelen", "2000")
         _run(*ip, "link", "set", host.interface, "up")
         _run(*ip, "link", "set", "lo", "up")
+        if distance is not None:  # for the route: setting it for the namespace is not permitted everywhere
+            network = f"{host.address.rpartition('.')[0]}.0/24"
+            _run(*ip, "route", "change", network, "dev", host.interface, "congctl", distance.congestion)
 
 
 def _add_veth(namespace: str, name: str, peer_namespace: str, peer_name: str) -> None:
