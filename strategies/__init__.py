@@ -4,6 +4,7 @@ Standard library only: importing this package never loads torch. May import: not
 """
 
 from espresso.strategies.cluster import Cluster
+from espresso.strategies.fields import FormError
 from espresso.strategies.flow import Site, State, StepFlow, cut, trace
 from espresso.strategies.option import (
     RANK_DEVICES,
@@ -64,6 +65,7 @@ __all__ = [
     "CompressorSpec",
     "Device",
     "Form",
+    "FormError",
     "Group",
     "Lane",
     "Mode",

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from espresso.strategies.fields import whole
+
+MAX_RANKS = 1 << 16
+"""Of a job: what a rank does in a step is worked out shard by shard."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -14,7 +19,7 @@ class Cluster:
         colocated: whether the servers run on the workers' machines and share their network cards.
 
     Raises:
-        ValueError: a number is too small, or colocated servers are none or more than the nodes.
+        ValueError: a number is out of range.
     """
 
     num_nodes: int
@@ -24,12 +29,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for field in ("num_nodes", "ranks_per_node"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"cluster: {field} must be a whole number of at least 1, got {value!r}")
-        servers = self.num_servers
-        if not isinstance(servers, int) or isinstance(servers, bool) or servers < 0:
-            raise ValueError(f"cluster: num_servers must be a whole number of at least 0, got {servers!r}")
+            whole(getattr(self, field), f"cluster: {field}", least=1, most=MAX_RANKS)
+        whole(self.num_ranks, "cluster: the number of ranks", most=MAX_RANKS)
+        whole(self.num_servers, "cluster: num_servers", most=MAX_RANKS)
         if not isinstance(self.colocated, bool):
             raise ValueError(f"cluster: colocated must be true or false, got {self.colocated!r}")
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 ParamValue = bool | int | float | str
 
+MAX_NUMBER = 40
+"""Characters of a parameter that is a number."""
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
@@ -67,7 +70,7 @@ class CompressorSpec:
 def _parse_value(text: str) -> ParamValue:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
+    for kind in (int, float) if len(text) <= MAX_NUMBER else ():
         try:
             return kind(text)
         except ValueError:

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from espresso.strategies import fields
 from espresso.strategies.cluster import Cluster
+from espresso.strategies.fields import FormError, faults, number, shown, whole
 from espresso.strategies.option import UNCOMPRESSED, Option
 from espresso.strategies.spec import NONE, CompressorSpec
 from espresso.strategies.tree import parse_option
 
-SCHEMA_VERSION = 1
+KIND = "espresso-strategy"
 DEFAULT_PARTITION_BYTES = 4 * 1024 * 1024
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Gradient types by name, with their size in bytes."""
 
+MAX_ELEMENTS = 1 << 40
+"""Of a tensor."""
 
-class StrategyError(ValueError):
+MAX_DIMENSIONS = 64
+"""Of a tensor, as in PyTorch."""
+
+MAX_PARTITIONS = 1 << 18
+"""That one strategy may cut a model into."""
+
+
+class StrategyError(FormError):
     """A strategy or its file is malformed, or does not fit the model or the cluster it is used with."""
 
 
@@ -34,17 +47,17 @@ class TensorSpec:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        where = f"tensor {shown(self.name)}:"
         if self.dtype not in DTYPES:
-            raise ValueError(f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if any(size < 0 for size in self.shape):
-            raise ValueError(f"tensor {self.name!r}: shape {self.shape} has a negative size")
+            raise FormError(f"{where} dtype {shown(self.dtype)} is not one of {', '.join(DTYPES)}")
+        if len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape):
+            raise FormError(f"{where} shape {shown(self.shape)} has a negative size or over {MAX_DIMENSIONS} sizes")
+        if self.numel > MAX_ELEMENTS:
+            raise FormError(f"{where} shape {shown(self.shape)} has more than {MAX_ELEMENTS} elements")
 
     @property
     def numel(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -102,8 +115,16 @@ class Strategy:
     def __post_init__(self) -> None:
         names = [tensor.name for tensor in self.tensors]
         _check_same_names(names, list(self.choices), "the strategy's tensor list", "its choices")
-        if not isinstance(self.partition_bytes, int) or self.partition_bytes < 0:
-            raise StrategyError(f"partition_bytes must be a whole number of at least 0, got {self.partition_bytes!r}")
+        with faults(StrategyError):
+            whole(self.partition_bytes, "partition_bytes")
+            if self.bucket_cap_mb is not None:
+                number(self.bucket_cap_mb, "bucket_cap_mb", positive=True)
+        partitions = sum(tensor.num_bytes for tensor in self.tensors) // (self.partition_bytes or sys.maxsize)
+        if partitions > MAX_PARTITIONS:
+            raise StrategyError(
+                f"partition_bytes {self.partition_bytes} would cut the model into {partitions} partitions;"
+                f" at most {MAX_PARTITIONS} are carried out"
+            )
         for name, choice in self.choices.items():
             if choice.option.is_hierarchical and not self.cluster.is_hierarchical:
                 raise StrategyError(
@@ -192,9 +213,7 @@ class Strategy:
                 raise StrategyError(_no_servers(name, choice, cluster))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "espresso-strategy",
+        return fields.head(KIND) | {
             "cluster": self.cluster.to_json(),
             "partition_bytes": self.partition_bytes,
             "bucket_cap_mb": self.bucket_cap_mb,
@@ -219,39 +238,21 @@ class Strategy:
         Raises:
             StrategyError: an unknown or missing key, an unknown option, a wrong type or a wrong fingerprint, by name.
         """
-        _check_kind(body)
-        _check_keys(body, "the strategy", _REQUIRED, {"bucket_cap_mb", "notes"})
-        if body["schema_version"] != SCHEMA_VERSION:
+        with faults(StrategyError):
+            found = fields.read_as(_File, fields.without_head(body, KIND), "the strategy")
+            tensors = tuple(TensorSpec(row.name, row.shape, row.dtype) for row in found.tensors)
+        choices = {row.name: row.choice() for row in found.tensors}
+        strategy = cls(tensors, choices, found.cluster, found.partition_bytes, found.bucket_cap_mb, found.notes or {})
+        if found.fingerprint != strategy.fingerprint:
             raise StrategyError(
-                f"schema_version {body['schema_version']!r} is not supported; this version reads {SCHEMA_VERSION}"
-            )
-        if body["kind"] != "espresso-strategy":
-            raise StrategyError(f"kind is {body['kind']!r}, expected 'espresso-strategy'")
-        _check_keys(body["cluster"], "cluster", {"num_nodes", "ranks_per_node"}, {"num_servers", "colocated"})
-        if not isinstance(body["tensors"], list):
-            raise StrategyError(f"tensors must be a list, got {type(body['tensors']).__name__}")
-        try:
-            cluster = Cluster(**body["cluster"])
-        except ValueError as error:
-            raise StrategyError(str(error)) from None
-        tensors, choices = _read_tensors(body["tensors"])
-        cap = body.get("bucket_cap_mb")
-        if cap is not None and not (isinstance(cap, int | float) and cap > 0):
-            raise StrategyError(f"bucket_cap_mb must be a positive number or null, got {cap!r}")
-        notes = body.get("notes") or {}
-        if not isinstance(notes, dict):
-            raise StrategyError(f"notes must be an object, got {type(notes).__name__}")
-        strategy = cls(tuple(tensors), choices, cluster, body["partition_bytes"], cap, notes)
-        if body["fingerprint"] != strategy.fingerprint:
-            raise StrategyError(
-                f"fingerprint {body['fingerprint']!r} does not match the file's own tensors and cluster"
+                f"fingerprint {shown(found.fingerprint)} does not match the file's own tensors and cluster"
                 f" ({strategy.fingerprint}); the file was edited by hand or damaged"
             )
         return strategy
 
     def save(self, path: str | Path) -> None:
         """Write the strategy file (JSON, one tensor a line group, stable order)."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        fields.save(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
@@ -261,12 +262,36 @@ class Strategy:
             StrategyError: the file is not JSON or not a valid strategy; the message begins with the path.
             OSError: the file cannot be read.
         """
+        return fields.load(path, cls.from_json, StrategyError)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A tensor in a strategy file, and what is decided for it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    option: str
+    compressor: str
+
+    def choice(self) -> Choice:
         try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise StrategyError(f"{path}: not a JSON file ({error})") from None
-        except StrategyError as error:
-            raise StrategyError(f"{path}: {error}") from None
+            return Choice(parse_option(self.option), CompressorSpec.parse(self.compressor))
+        except ValueError as error:
+            raise StrategyError(f"tensor {shown(self.name)}: {error}") from None
+
+
+@dataclass(frozen=True)
+class _File:
+    """A strategy file, below its head."""
+
+    cluster: Cluster
+    partition_bytes: int
+    fingerprint: str
+    tensors: tuple[_Row, ...]
+    bucket_cap_mb: float | None = None
+    notes: Mapping[str, Any] | None = None
 
 
 def _no_servers(name: str, choice: Choice, cluster: Cluster) -> str:
@@ -274,49 +299,6 @@ def _no_servers(name: str, choice: Choice, cluster: Cluster) -> str:
         f"tensor {name!r}: option '{choice.option}' goes through parameter servers, but the cluster has {cluster};"
         " start the job with python -m espresso.launch --servers N"
     )
-
-
-_REQUIRED = {"schema_version", "kind", "cluster", "partition_bytes", "fingerprint", "tensors"}
-_TENSOR_KEYS = {"name", "shape", "dtype", "option", "compressor"}
-
-
-def _read_tensors(rows: list[Any]) -> tuple[list[TensorSpec], dict[str, Choice]]:
-    tensors: list[TensorSpec] = []
-    choices: dict[str, Choice] = {}
-    for position, row in enumerate(rows):
-        _check_keys(row, f"tensors[{position}]", _TENSOR_KEYS, set())
-        name = row["name"]
-        if not isinstance(name, str):
-            raise StrategyError(f"tensors[{position}]: name must be text, got {name!r}")
-        if name in choices:
-            raise StrategyError(f"tensor {name!r} appears twice")
-        if not isinstance(row["shape"], list) or not all(type(size) is int for size in row["shape"]):
-            raise StrategyError(f"tensor {name!r}: shape must be a list of whole numbers, got {row['shape']!r}")
-        try:
-            tensors.append(TensorSpec(name, tuple(row["shape"]), row["dtype"]))
-            choices[name] = Choice(parse_option(row["option"]), CompressorSpec.parse(row["compressor"]))
-        except (ValueError, TypeError) as error:
-            raise StrategyError(f"tensor {name!r}: {error}") from None
-    return tensors, choices
-
-
-def _check_kind(body: Any) -> None:
-    """Say what a file of another kind is, before anything is said of its keys."""
-    kind = body.get("kind") if isinstance(body, dict) else None
-    if isinstance(kind, str) and kind.startswith("espresso-") and kind != "espresso-strategy":
-        name = kind.removeprefix("espresso-")
-        raise StrategyError(f"this is a {name} file, and a strategy file is wanted here")
-
-
-def _check_keys(body: Any, where: str, required: set[str], optional: set[str]) -> None:
-    if not isinstance(body, dict):
-        raise StrategyError(f"{where} must be a JSON object, got {type(body).__name__}")
-    unknown = sorted(set(body) - required - optional)
-    if unknown:
-        raise StrategyError(f"{where} has an unknown key {unknown[0]!r}; known are {sorted(required | optional)}")
-    missing = sorted(required - set(body))
-    if missing:
-        raise StrategyError(f"{where} lacks the key {missing[0]!r}")
 
 
 def _check_same_names(left: list[str], right: list[str], left_name: str, right_name: str) -> None:
@@ -328,5 +310,4 @@ def _check_same_names(left: list[str], right: list[str], left_name: str, right_n
             if name not in others:
                 raise StrategyError(f"tensor {name!r} is in {has} but not in {lacks}")
     if len(left) != len(set(left)):
-        twice = next(name for name in left if left.count(name) > 1)
-        raise StrategyError(f"tensor {twice!r} appears twice in {left_name}")
+        raise StrategyError(f"tensor {shown(fields.first_twice(left))} appears twice in {left_name}")

@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from espresso.strategies.cluster import Cluster
+from espresso.strategies.fields import shown
 from espresso.strategies.option import (
     Device,
     Form,
@@ -290,13 +291,13 @@ def parse_option(text: str) -> Option:
     option = _common_by_id().get(text) or _by_id().get(text)
     if option is not None:
         return option
-    raise ValueError(f"unknown option {text!r}: {_where_it_leaves_the_tree(text)}")
+    raise ValueError(f"unknown option {shown(text)}: {_where_it_leaves_the_tree(text)}")
 
 
 def _where_it_leaves_the_tree(text: str) -> str:
     words = text.split(" > ")
     known = [identifier.split(" > ") for identifier in _by_id()]
-    for length in range(len(words), 0, -1):
+    for length in range(min(len(words), max(map(len, known))), 0, -1):
         followers = {
             word[length] if len(word) > length else "<end>" for word in known if word[:length] == words[:length]
         }

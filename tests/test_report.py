@@ -134,10 +134,10 @@ def test_measured_rows_learn_from_their_predicted_twins() -> None:
     ("row", "named"),
     [
         ({"lane": "intra"}, "row 0 lacks the key 'step'"),
-        (_row(bytes="8"), "bytes must be int, got '8'"),
-        (_row(rank=True), "rank must be int, got True"),
+        (_row(bytes="8"), "bytes must be a whole number, got '8'"),
+        (_row(rank=True), "rank must be a whole number, got True"),
         (_row(end_us=0.5), "ends before it starts"),
-        (_row(end_us=math.nan), "ends before it starts"),
+        (_row(end_us=math.nan), "end_us must be finite"),
         ([1], "row 0 must be a JSON object, got list"),
     ],
 )

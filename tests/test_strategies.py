@@ -385,7 +385,7 @@ _DROP = object()
         (("fingerprint",), "sha256:00", "fingerprint 'sha256:00' does not match"),
         (("tensors", 0, "shape"), [641], "fingerprint"),
         (("tensors", 0, "shape"), [-1], "negative size"),
-        (("tensors", 0, "shape"), "640", "tensor 'a': shape must be a list"),
+        (("tensors", 0, "shape"), "640", r"tensors\[0\]\.shape must be a list"),
         (("tensors", 0, "dtype"), "int8", "dtype 'int8' is not one of"),
         (("tensors", 1, "name"), "a", "tensor 'a' appears twice"),
         (("tensors", 1, "name"), 7, "name must be text"),

@@ -71,15 +71,13 @@ def user_errors(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        from espresso.model.fields import JobError
-        from espresso.show.lane_events import EventError
-        from espresso.strategies import StrategyError
+        from espresso.strategies import FormError
 
         try:
             return command(*args, **kwargs)
         except UserError as error:
             fail(str(error), error.status)
-        except (EventError, JobError, StrategyError) as error:
+        except FormError as error:
             fail(str(error))
         except BrokenPipeError:
             raise  # the reader of our output has gone; typer ends quietly

@@ -1,6 +1,5 @@
 """``espresso links``, under torchrun or mpirun: measure every routine on every scope, and print the fit."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,9 +86,10 @@ def _print(cluster: Any, measured: Any, output: Path | None, json_output: bool) 
     }
     if output is not None:
         from espresso.model.presets import measured_cluster
+        from espresso.strategies.fields import save
 
         written = measured_cluster(measured.curves, cluster, body)
-        output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        save(output, written)
         say(f"cluster file written to {output}; next: espresso job TRACE --cluster {output} …")
     if json_output:
         emit_json(body)

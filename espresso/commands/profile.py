@@ -6,7 +6,6 @@ the state     leaves <job path>.registered when it is registered ({"steps": n, "
 afterwards    no marker: never registered; a marker but no job: too few steps
 """
 
-import json
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -31,6 +31,8 @@ from espresso.commands._common import (
     say,
     user_errors,
 )
+from espresso.strategies import FormError
+from espresso.strategies.fields import load, read_as
 
 EXAMPLE = "espresso profile -- torchrun --nproc-per-node 2 train.py --epochs 1"
 
@@ -121,27 +123,36 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _read_marker(marker: Path) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class Marker:
+    """What the state leaves when it is registered. Empty: killed while it wrote."""
+
+    steps: int = 0
+    needed: int = 0
+    writes_here: bool = True
+
+
+def _read_marker(path: Path) -> Marker | None:
+    """The marker; None if the script never registered."""
     try:
-        body = json.loads(marker.read_text(encoding="utf-8"))
+        return load(path, lambda body: read_as(Marker, body, "the marker"), FormError)
     except FileNotFoundError:
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return {}  # killed while it wrote: it did register
-    return body if isinstance(body, dict) else {}
+    except FormError:
+        return Marker()
 
 
-def _summary(path: Path, written: bool, registered: dict[str, Any] | None, status: int) -> dict[str, Any]:
+def _summary(path: Path, written: bool, registered: Marker | None, status: int) -> dict[str, Any]:
     return {
         "job": str(path) if written else None,
         "registered": registered is not None or written,
-        "steps": None if registered is None else registered.get("steps"),
-        "needed": None if registered is None else registered.get("needed"),
+        "steps": None if registered is None else registered.steps,
+        "needed": None if registered is None else registered.needed,
         "command_status": status,
     }
 
 
-def _report(output: Path, written: bool, registered: dict[str, Any] | None, status: int, program: str) -> None:
+def _report(output: Path, written: bool, registered: Marker | None, status: int, program: str) -> None:
     if written:
         say(f"job written to {output}; {next_step(output)}")
     if status:
@@ -155,12 +166,12 @@ def _report(output: Path, written: bool, registered: dict[str, Any] | None, stat
             " add that call after DistributedDataParallel(…)",
             ExitStatus.NEVER_REGISTERED,
         )
-    if not registered.get("writes_here", True) and registered["steps"] >= registered["needed"]:
+    if not registered.writes_here and registered.steps >= registered.needed:
         say("this node does not run rank 0; the job is written where 'espresso profile' runs on rank 0's node")
         return
-    made = f" (it made {registered['steps']})" if registered.get("steps") else ""
+    made = f" (it made {registered.steps})" if registered.steps else ""
     fail(
-        f"the script registered but ended before the {registered.get('needed', 'few')} steps that measuring"
+        f"the script registered but ended before the {registered.needed or 'few'} steps that measuring"
         f" needs{made}; train for longer",
         ExitStatus.TOO_FEW_STEPS,
     )

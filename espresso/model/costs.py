@@ -19,25 +19,29 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
-from espresso.model.fields import JobError, check_keys, curve, items, member, number, text, whole
 from espresso.strategies import (
     RANK_DEVICES,
     Cluster,
     CompressorSpec,
     Device,
     Form,
+    FormError,
     Routine,
     Scope,
     Step,
 )
+from espresso.strategies.fields import member, number, whole
 
 Points = tuple[tuple[float, float], ...]
 """Knots ``(x, microseconds)`` of a piecewise linear curve, x rising."""
 
 KB = 1000.0
 """Bytes in the KB of ``beta_us_per_kb``: links are sold in powers of ten."""
+
+
+class JobError(FormError):
+    """A job, its costs or its file is malformed, or lacks something that was asked of it."""
 
 
 class Op(Enum):
@@ -161,9 +165,9 @@ class Links:
 
     def __post_init__(self) -> None:
         if self.intra is None and self.inter is None and not self.curves:
-            raise JobError("links: give an alpha-beta line for a scope or measured curves")
+            raise JobError("give an alpha-beta line for a scope or measured curves")
         if len(self._by_key) != len(self.curves):
-            raise JobError("links: two curves for one routine, scope and form")
+            raise JobError("two curves for one routine, scope and form")
 
     @cached_property
     def _by_key(self) -> dict[tuple[Routine, Scope, Form], Points]:
@@ -211,59 +215,12 @@ class Links:
             raise JobError(f"links: no cost for {step}: measure it, or give an alpha-beta line for {scope.value}")
         return line
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "intra": _line_json(self.intra),
-            "inter": _line_json(self.inter),
-            "curves": [
-                {
-                    "routine": c.routine.value,
-                    "scope": c.scope.value,
-                    "form": c.form.value,
-                    "points": [list(point) for point in c.points],
-                }
-                for c in self.curves
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, body: Any, where: str = "links") -> Links:
-        check_keys(body, where, (), ("intra", "inter", "curves"))
-        curves = []
-        for position, row in enumerate(items(body.get("curves", []), f"{where}.curves")):
-            here = f"{where}.curves[{position}]"
-            check_keys(row, here, ("routine", "scope", "form", "points"))
-            curves.append(
-                LinkCurve(
-                    member(Routine, row["routine"], f"{here}.routine"),
-                    member(Scope, row["scope"], f"{here}.scope"),
-                    member(Form, row["form"], f"{here}.form"),
-                    curve(row["points"], f"{here}.points"),
-                )
-            )
-        return cls(_line(body, "intra", where), _line(body, "inter", where), tuple(curves))
-
 
 def group_size(scope: Scope, cluster: Cluster) -> int:
     """Ranks in one group of a scope."""
     if scope is Scope.FLAT:
         return cluster.num_ranks
     return cluster.ranks_per_node if scope is Scope.INTRA else cluster.num_nodes
-
-
-def _line_json(line: AlphaBeta | None) -> dict[str, float] | None:
-    return None if line is None else {"alpha_us": line.alpha_us, "beta_us_per_kb": line.beta_us_per_kb}
-
-
-def _line(body: Mapping[str, Any], key: str, where: str) -> AlphaBeta | None:
-    value = body.get(key)
-    if value is None:
-        return None
-    check_keys(value, f"{where}.{key}", ("alpha_us", "beta_us_per_kb"))
-    return AlphaBeta(
-        number(value["alpha_us"], f"{where}.{key}.alpha_us"),
-        number(value["beta_us_per_kb"], f"{where}.{key}.beta_us_per_kb"),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,28 +256,6 @@ class ComputeCost:
         work = shares * interpolate(self.points, elements) + self.segment_us * (segments - 1)
         return max(self.floor_us, self.launch_us + work)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "spec": self.spec,
-            "device": self.device.value,
-            "op": self.op.value,
-            "launch_us": self.launch_us,
-            "floor_us": self.floor_us,
-            "segment_us": self.segment_us,
-            "points": [list(point) for point in self.points],
-        }
-
-    @classmethod
-    def from_json(cls, body: Any, where: str) -> ComputeCost:
-        check_keys(body, where, ("spec", "device", "op", "points"), ("launch_us", "floor_us", "segment_us"))
-        return cls(
-            text(body["spec"], f"{where}.spec"),
-            member(Device, body["device"], f"{where}.device"),
-            member(Op, body["op"], f"{where}.op"),
-            curve(body["points"], f"{where}.points"),
-            *(number(body.get(key, 0.0), f"{where}.{key}") for key in ("launch_us", "floor_us", "segment_us")),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
@@ -331,8 +266,8 @@ class CopyCost:
     shares_intra: bool = False
 
     def __post_init__(self) -> None:
-        number(self.alpha_us, "copy.alpha_us")
-        number(self.beta_us_per_kb, "copy.beta_us_per_kb")
+        number(self.alpha_us, "alpha_us")
+        number(self.beta_us_per_kb, "beta_us_per_kb")
 
     def time_us(self, num_bytes: float) -> float:
         return self.alpha_us + self.beta_us_per_kb * num_bytes / KB
@@ -360,15 +295,15 @@ class Contention:
 
     def __post_init__(self) -> None:
         if self.cores is not None:
-            number(self.cores, "contention.cores", positive=True)
-        number(self.backward_cores, "contention.backward_cores", positive=True)
-        number(self.pool_threads, "contention.pool_threads", positive=True)
+            number(self.cores, "cores", positive=True)
+        number(self.backward_cores, "backward_cores", positive=True)
+        number(self.pool_threads, "pool_threads", positive=True)
         for key, value in self.comm_cpu.items():
-            number(value, f"contention.comm_cpu[{key!r}]")
+            number(value, f"comm_cpu[{key!r}]")
             scope, _, routine = key.partition(".")
-            member(Scope, scope, f"contention.comm_cpu[{key!r}]: scope")
+            member(Scope, scope, f"comm_cpu[{key!r}]: scope")
             if routine:
-                member(Routine, routine, f"contention.comm_cpu[{key!r}]: routine")
+                member(Routine, routine, f"comm_cpu[{key!r}]: routine")
 
     @property
     def is_paper(self) -> bool:
@@ -384,28 +319,6 @@ class Contention:
         assert step.routine is not None
         scope = step.scope.value
         return self.comm_cpu.get(f"{scope}.{step.routine.value}", self.comm_cpu.get(scope, 0.0))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "cores": self.cores,
-            "backward_cores": self.backward_cores,
-            "pool_threads": self.pool_threads,
-            "comm_cpu": dict(self.comm_cpu),
-        }
-
-    @classmethod
-    def from_json(cls, body: Any, where: str = "contention") -> Contention:
-        check_keys(body, where, ("cores",), ("backward_cores", "pool_threads", "comm_cpu"))
-        cpu = body.get("comm_cpu", {})
-        if not isinstance(cpu, dict):
-            raise JobError(f"{where}.comm_cpu must be an object, got {type(cpu).__name__}")
-        cores = body["cores"]
-        return cls(
-            None if cores is None else number(cores, f"{where}.cores", positive=True),
-            number(body.get("backward_cores", 1.0), f"{where}.backward_cores", positive=True),
-            number(body.get("pool_threads", 1.0), f"{where}.pool_threads", positive=True),
-            {key: number(value, f"{where}.comm_cpu[{key!r}]") for key, value in cpu.items()},
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,30 +338,9 @@ class ServerCosts:
     cores: float = 0.0
 
     def __post_init__(self) -> None:
-        number(self.sum_us_per_kb, "servers.sum_us_per_kb")
-        whole(self.engines, "servers.engines", least=1)
-        number(self.cores, "servers.cores")
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "sum_us_per_kb": self.sum_us_per_kb,
-            "engines": self.engines,
-            "nic": _line_json(self.nic),
-            "cores": self.cores,
-        }
-
-    @classmethod
-    def from_json(cls, body: Any, where: str = "servers") -> ServerCosts | None:
-        """A ``servers`` object, or None for null."""
-        if body is None:
-            return None
-        check_keys(body, where, ("sum_us_per_kb",), ("engines", "nic", "cores"))
-        return cls(
-            number(body["sum_us_per_kb"], f"{where}.sum_us_per_kb"),
-            whole(body.get("engines", 1), f"{where}.engines", least=1),
-            _line(body, "nic", where),
-            number(body.get("cores", 0.0), f"{where}.cores"),
-        )
+        number(self.sum_us_per_kb, "sum_us_per_kb")
+        whole(self.engines, "engines", least=1)
+        number(self.cores, "cores")
 
 
 PAPER_CONTENTION = Contention()
@@ -481,7 +373,7 @@ class CostModel:
         if len(self._by_key) != len(self.compute):
             keys = [(c.spec, c.device, c.op) for c in self.compute]
             spec, device, op = next(key for key in keys if keys.count(key) > 1)
-            raise JobError(f"costs: {op.value} of {spec!r} on {device.value} is given twice")
+            raise JobError(f"{op.value} of {spec!r} on {device.value} is given twice")
 
     @cached_property
     def _by_key(self) -> dict[tuple[str, Device, Op], ComputeCost]:
@@ -571,61 +463,10 @@ class CostModel:
         """One copy between device and host; nothing where there are no host copies."""
         return 0.0 if self.copy is None else self.copy.time_us(num_bytes)
 
-    def to_json(self) -> dict[str, Any]:
-        copy = self.copy
-        return {
-            "links": self.links.to_json(),
-            "compute": [cost.to_json() for cost in self.compute],
-            "copy": None
-            if copy is None
-            else {
-                "alpha_us": copy.alpha_us,
-                "beta_us_per_kb": copy.beta_us_per_kb,
-                "shares_intra": copy.shares_intra,
-            },
-            "contention": self.contention.to_json(),
-            "offload_ranks_per_pool": self.offload_ranks_per_pool,
-        } | ({} if self.servers is None else {"servers": self.servers.to_json()})
-
-    @classmethod
-    def from_json(cls, body: Any, where: str = "costs") -> CostModel:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            JobError: an unknown or missing key, or a value that is no cost, by name.
-        """
-        check_keys(body, where, ("links", "compute", "contention"), ("copy", "offload_ranks_per_pool", "servers"))
-        return cls(
-            Links.from_json(body["links"], f"{where}.links"),
-            tuple(
-                ComputeCost.from_json(row, f"{where}.compute[{position}]")
-                for position, row in enumerate(items(body["compute"], f"{where}.compute"))
-            ),
-            read_copy(body.get("copy"), f"{where}.copy"),
-            Contention.from_json(body["contention"], f"{where}.contention"),
-            whole(body.get("offload_ranks_per_pool", 1), f"{where}.offload_ranks_per_pool", least=1),
-            ServerCosts.from_json(body.get("servers"), f"{where}.servers"),
-        )
-
 
 def _measured_as(spec: CompressorSpec) -> tuple[str, ...]:
     """Where to look for a compressor's costs: what automatic mode adds changes its speed by less than a third."""
     return str(spec), str(spec.without("least").without("block")), spec.name
-
-
-def read_copy(body: Any, where: str) -> CopyCost | None:
-    """A ``copy`` object of a job or cluster file, or null."""
-    if body is None:
-        return None
-    check_keys(body, where, ("alpha_us", "beta_us_per_kb"), ("shares_intra",))
-    shares = body.get("shares_intra", False)
-    if not isinstance(shares, bool):
-        raise JobError(f"{where}.shares_intra must be true or false, got {shares!r}")
-    return CopyCost(
-        number(body["alpha_us"], f"{where}.alpha_us"),
-        number(body["beta_us_per_kb"], f"{where}.beta_us_per_kb"),
-        shares,
-    )
 
 
 def fit_line(points: Sequence[tuple[float, float]], messages: float, factor: float) -> AlphaBeta:

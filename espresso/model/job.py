@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,9 +12,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from espresso.model.costs import CostModel
-from espresso.model.fields import JobError, check_keys, check_kind, items, member, number, text, whole
+from espresso.model.costs import CostModel, JobError
 from espresso.strategies import (
+    DTYPES,
     Bucket,
     Cluster,
     Mode,
@@ -25,11 +24,10 @@ from espresso.strategies import (
     fingerprint,
     paper_buckets,
 )
+from espresso.strategies import fields as forms
+from espresso.strategies.fields import faults, first_twice, number, shown, whole
 
-SCHEMA_VERSION = 1
-
-_REQUIRED = ("schema_version", "kind", "model", "mode", "cluster", "tensors", "forward_us", "costs")
-_OPTIONAL = ("optimizer_us", "buckets", "source", "meta")
+KIND = "espresso-job"
 
 
 @dataclass(frozen=True)
@@ -74,17 +72,18 @@ class Job:
             raise JobError(f"{len(self.tensors)} tensors but {len(self.gaps_us)} gaps")
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise JobError(f"tensor {twice!r} appears twice")
-        for tensor, gap in zip(self.tensors, self.gaps_us, strict=True):
-            number(gap, f"tensor {tensor.name!r}: gap_us")
-        number(self.forward_us, "forward_us")
-        number(self.optimizer_us, "optimizer_us")
+            raise JobError(f"tensor {shown(first_twice(names))} appears twice")
+        with faults(JobError):
+            for tensor, gap in zip(self.tensors, self.gaps_us, strict=True):
+                number(gap, f"tensor {tensor.name!r}: gap_us")
+            number(self.forward_us, "forward_us")
+            number(self.optimizer_us, "optimizer_us")
         if (self.buckets is None) != (self.bucket_ready_us is None):
             raise JobError("buckets and bucket_ready_us go together: give both or neither")
         if (self.buckets is None) != (self.mode is Mode.PAPER):
             raise JobError(f"mode is {self.mode.value!r}: buckets belong to 'ddp' jobs, and only to them")
-        self._check_buckets()
+        with faults(JobError):
+            self._check_buckets()
 
     def _check_buckets(self) -> None:
         if self.buckets is None or self.bucket_ready_us is None:
@@ -100,6 +99,8 @@ class Job:
             if number(ready, f"bucket {position}: ready_us") < last:
                 raise JobError(f"bucket {position} is ready at {ready:g}, before the one ahead of it ({last:g})")
             last = ready
+            if bucket.dtype not in DTYPES:
+                raise JobError(f"bucket {position}: dtype {shown(bucket.dtype)} is not one of {', '.join(DTYPES)}")
             for slot in bucket.slots:
                 tensor = by_name.get(slot.tensor)
                 if tensor is None:
@@ -111,6 +112,7 @@ class Job:
                         f"bucket {position}: tensor {slot.tensor!r} has {slot.numel} elements there"
                         f" and {tensor.numel} in the job"
                     )
+                whole(slot.offset, f"bucket {position}: the offset of tensor {slot.tensor!r}")
                 seen.add(slot.tensor)
         missing = [name for name in by_name if name not in seen]
         if missing:
@@ -152,31 +154,27 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         buckets = None
         if self.buckets is not None and self.bucket_ready_us is not None:
-            buckets = [
-                {
-                    "ready_us": ready,
-                    "dtype": bucket.dtype,
-                    "slots": [[slot.tensor, slot.offset, slot.numel] for slot in bucket.slots],
-                }
+            buckets = tuple(
+                _Bucket(ready, tuple((slot.tensor, slot.offset, slot.numel) for slot in bucket.slots), bucket.dtype)
                 for bucket, ready in zip(self.buckets, self.bucket_ready_us, strict=True)
-            ]
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "espresso-job",
-            "model": self.model,
-            "mode": self.mode.value,
-            "cluster": self.cluster.to_json(),
-            "forward_us": self.forward_us,
-            "optimizer_us": self.optimizer_us,
-            "tensors": [
-                {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "gap_us": gap}
-                for t, gap in zip(self.tensors, self.gaps_us, strict=True)
-            ],
-            "buckets": buckets,
-            "costs": self.costs.to_json(),
-            "source": self.source,
-            "meta": dict(self.meta),
-        }
+            )
+        body: dict[str, Any] = forms.as_json(
+            _File(
+                self.model,
+                self.mode,
+                self.cluster,
+                self.forward_us,
+                tuple(
+                    _Tensor(t.name, t.shape, gap, t.dtype) for t, gap in zip(self.tensors, self.gaps_us, strict=True)
+                ),
+                self.costs,
+                self.optimizer_us,
+                buckets,
+                self.source,
+                self.meta,
+            )
+        )
+        return forms.head(KIND) | body
 
     @classmethod
     def from_json(cls, body: Any) -> Job:
@@ -185,37 +183,27 @@ class Job:
         Raises:
             JobError: an unknown or missing key, or a faulty value, by name.
         """
-        check_kind(body, "espresso-job")
-        check_keys(body, "the job", _REQUIRED, _OPTIONAL)
-        if body["schema_version"] != SCHEMA_VERSION:
-            raise JobError(
-                f"schema_version {body['schema_version']!r} is not supported; this version reads {SCHEMA_VERSION}"
+        with faults(JobError):
+            found = forms.read_as(_File, forms.without_head(body, KIND), "the job")
+            buckets = found.buckets
+            return cls(
+                model=found.model,
+                tensors=tuple(TensorSpec(row.name, row.shape, row.dtype) for row in found.tensors),
+                gaps_us=tuple(row.gap_us for row in found.tensors),
+                cluster=found.cluster,
+                costs=found.costs,
+                mode=found.mode,
+                buckets=None if buckets is None else tuple(row.bucket(at) for at, row in enumerate(buckets)),
+                bucket_ready_us=None if buckets is None else tuple(row.ready_us for row in buckets),
+                forward_us=found.forward_us,
+                optimizer_us=found.optimizer_us,
+                source=found.source,
+                meta=found.meta or {},
             )
-        if body["kind"] != "espresso-job":
-            raise JobError(f"kind is {body['kind']!r}, expected 'espresso-job'")
-        tensors, gaps = _read_tensors(body["tensors"])
-        buckets, ready = _read_buckets(body.get("buckets"))
-        meta = body.get("meta") or {}
-        if not isinstance(meta, dict):
-            raise JobError(f"meta must be an object, got {type(meta).__name__}")
-        return cls(
-            model=text(body["model"], "model"),
-            tensors=tensors,
-            gaps_us=gaps,
-            cluster=_read_cluster(body["cluster"]),
-            costs=CostModel.from_json(body["costs"]),
-            mode=member(Mode, body["mode"], "mode"),
-            buckets=buckets,
-            bucket_ready_us=ready,
-            forward_us=number(body["forward_us"], "forward_us"),
-            optimizer_us=number(body.get("optimizer_us", 0.0), "optimizer_us"),
-            source=text(body.get("source", ""), "source"),
-            meta=meta,
-        )
 
     def save(self, path: str | Path) -> None:
         """Write ``job.json``."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        forms.save(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
@@ -225,60 +213,45 @@ class Job:
             JobError: the file is not JSON or not a valid job; the message begins with the path.
             OSError: the file cannot be read.
         """
-        try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise JobError(f"{path}: not a JSON file ({error})") from None
-        except JobError as error:
-            raise JobError(f"{path}: {error}") from None
+        return forms.load(path, cls.from_json, JobError)
 
 
-def _read_cluster(body: Any) -> Cluster:
-    check_keys(body, "cluster", ("num_nodes", "ranks_per_node"), ("num_servers", "colocated"))
-    try:
-        return Cluster(**body)
-    except ValueError as error:
-        raise JobError(str(error)) from None
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor in a job file."""
+
+    name: str
+    shape: tuple[int, ...]
+    gap_us: float
+    dtype: str = "float32"
 
 
-def _read_tensors(rows: Any) -> tuple[tuple[TensorSpec, ...], tuple[float, ...]]:
-    tensors, gaps = [], []
-    for position, row in enumerate(items(rows, "tensors")):
-        where = f"tensors[{position}]"
-        check_keys(row, where, ("name", "shape", "gap_us"), ("dtype",))
-        name = text(row["name"], f"{where}.name")
-        shape = tuple(whole(size, f"tensor {name!r}: shape") for size in items(row["shape"], f"{where}.shape"))
-        try:
-            tensors.append(TensorSpec(name, shape, text(row.get("dtype", "float32"), f"{where}.dtype")))
-        except JobError:
-            raise
-        except ValueError as error:
-            raise JobError(str(error)) from None
-        gaps.append(number(row["gap_us"], f"tensor {name!r}: gap_us"))
-    return tuple(tensors), tuple(gaps)
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket in a job file; a slot is tensor, offset and elements."""
+
+    ready_us: float
+    slots: tuple[tuple[str, int, int], ...]
+    dtype: str = "float32"
+
+    def bucket(self, index: int) -> Bucket:
+        return Bucket(index, tuple(Slot(*slot) for slot in self.slots), self.dtype)
 
 
-def _read_buckets(rows: Any) -> tuple[tuple[Bucket, ...] | None, tuple[float, ...] | None]:
-    if rows is None:
-        return None, None
-    buckets, ready = [], []
-    for position, row in enumerate(items(rows, "buckets")):
-        where = f"buckets[{position}]"
-        check_keys(row, where, ("ready_us", "slots"), ("dtype",))
-        slots = []
-        for slot in items(row["slots"], f"{where}.slots"):
-            if not isinstance(slot, list) or len(slot) != 3:
-                raise JobError(f"{where}: a slot is [tensor, offset, numel], got {slot!r}")
-            slots.append(
-                Slot(
-                    text(slot[0], where),
-                    whole(slot[1], f"{where}: offset"),
-                    whole(slot[2], f"{where}: numel"),
-                )
-            )
-        buckets.append(Bucket(position, tuple(slots), text(row.get("dtype", "float32"), f"{where}.dtype")))
-        ready.append(number(row["ready_us"], f"{where}.ready_us"))
-    return tuple(buckets), tuple(ready)
+@dataclass(frozen=True)
+class _File:
+    """A job file, below its head."""
+
+    model: str
+    mode: Mode
+    cluster: Cluster
+    forward_us: float
+    tensors: tuple[_Tensor, ...]
+    costs: CostModel
+    optimizer_us: float = 0.0
+    buckets: tuple[_Bucket, ...] | None = None
+    source: str = ""
+    meta: Mapping[str, Any] | None = None
 
 
 __all__ = ["Job", "JobError"]

@@ -13,7 +13,6 @@ The figures lie in ``espresso/data`` with their sources. A cluster file is JSON:
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,19 +27,18 @@ from espresso.model.costs import (
     ComputeCost,
     CopyCost,
     CostModel,
+    JobError,
     LinkCurve,
     Links,
     Points,
     ServerCosts,
     fit_line,
     group_size,
-    read_copy,
 )
-from espresso.model.fields import JobError, check_keys, check_kind, items, number, text, whole
 from espresso.model.job import Job
-from espresso.strategies import Cluster, Device, Mode, Routine, Scope, TensorSpec
+from espresso.strategies import Cluster, Device, Mode, Routine, Scope, TensorSpec, fields
 
-CLUSTER_SCHEMA_VERSION = 1
+CLUSTER_KIND = "espresso-cluster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ def _data(*parts: str) -> Any:
 @cache
 def published_costs() -> dict[str, Any]:
     """The published figures as they are: compressor times, clusters, the paper's tables."""
-    body: dict[str, Any] = json.loads(_data("published_costs.json").read_text(encoding="utf-8"))
+    body: dict[str, Any] = fields.parse(_data("published_costs.json").read_bytes())
     return body
 
 
@@ -93,18 +91,15 @@ def load_cluster(name_or_path: str | Path) -> ClusterPreset:
     name = str(name_or_path)
     if name in cluster_names():
         row = published_costs()["clusters"][name]
-        return ClusterPreset(
-            name,
-            _line(row["intra"], f"{name}.intra"),
-            _line(row["inter"], f"{name}.inter"),
-            read_copy(row["copy"], f"{name}.copy"),
-            note=f"{row['testbed']}; {published_costs()['clusters_note']}",
-        )
-    body = _read(name_or_path, f"a cluster preset ({', '.join(cluster_names())})")
-    try:
-        return _cluster_from_json(name, body)
-    except JobError as error:
-        raise JobError(f"{name}: {error}") from None
+        said = {key: row[key] for key in ("intra", "inter", "copy")}
+        note = f"{row['testbed']}; {published_costs()['clusters_note']}"
+        return fields.read_as(_ClusterFile, said | {"note": note}, name).preset(name)
+    _check_is_file(name_or_path, f"a cluster preset ({', '.join(cluster_names())})")
+
+    def read(body: Any) -> ClusterPreset:
+        return fields.read_as(_ClusterFile, fields.without_head(body, CLUSTER_KIND), "the cluster").preset(name)
+
+    return fields.load(name, read, JobError)
 
 
 def measured_cluster(curves: Sequence[LinkCurve], cluster: Cluster, measured: Any) -> dict[str, Any]:
@@ -123,13 +118,8 @@ def measured_cluster(curves: Sequence[LinkCurve], cluster: Cluster, measured: An
     if pair[0] is None or pair[1] is None:
         raise JobError("no link was measured")
     return {
-        "schema_version": CLUSTER_SCHEMA_VERSION,
-        "kind": "espresso-cluster",
-        **{
-            name: {"alpha_us": line.alpha_us, "beta_us_per_kb": line.beta_us_per_kb}
-            for name, line in zip(("intra", "inter"), pair, strict=True)
-            if line is not None
-        },
+        **fields.head(CLUSTER_KIND),
+        **{name: fields.as_json(line) for name, line in zip(("intra", "inter"), pair, strict=True) if line is not None},
         "note": note,
         "measured": measured,
     }
@@ -159,59 +149,32 @@ _ON_LINK: dict[Routine, Callable[[int], tuple[float, float]]] = {
 }
 
 
-def _cluster_from_json(name: str, body: Any) -> ClusterPreset:
-    check_kind(body, "espresso-cluster")
-    check_keys(
-        body,
-        "the cluster",
-        ("schema_version", "kind", "intra", "inter"),
-        ("copy", "pool_is_the_nodes", "note", "servers", "measured"),
-    )
-    if body["schema_version"] != CLUSTER_SCHEMA_VERSION:
-        raise JobError(
-            f"schema_version {body['schema_version']!r} is not supported; this version reads {CLUSTER_SCHEMA_VERSION}"
-        )
-    if body["kind"] != "espresso-cluster":
-        raise JobError(f"kind is {body['kind']!r}, expected 'espresso-cluster'")
-    pool = body.get("pool_is_the_nodes", True)
-    if not isinstance(pool, bool):
-        raise JobError(f"pool_is_the_nodes must be true or false, got {pool!r}")
-    return ClusterPreset(
-        name,
-        _line(body["intra"], "intra"),
-        _line(body["inter"], "inter"),
-        read_copy(body.get("copy"), "copy"),
-        pool,
-        text(body.get("note", ""), "note"),
-        ServerCosts.from_json(body.get("servers")),
-    )
+@dataclass(frozen=True)
+class _ClusterFile:
+    """A cluster file, below its head."""
+
+    intra: AlphaBeta
+    inter: AlphaBeta
+    copy: CopyCost | None = None
+    pool_is_the_nodes: bool = True
+    note: str = ""
+    servers: ServerCosts | None = None
+    measured: Any = None
+
+    def preset(self, name: str) -> ClusterPreset:
+        return ClusterPreset(name, self.intra, self.inter, self.copy, self.pool_is_the_nodes, self.note, self.servers)
 
 
-def _line(body: Any, where: str) -> AlphaBeta:
-    check_keys(body, where, ("alpha_us", "beta_us_per_kb"))
-    return AlphaBeta(
-        number(body["alpha_us"], f"{where}.alpha_us"),
-        number(body["beta_us_per_kb"], f"{where}.beta_us_per_kb"),
-    )
-
-
-def _read(name_or_path: str | Path, alternative: str) -> Any:
-    path = Path(name_or_path)
-    if not path.is_file():
+def _check_is_file(name_or_path: str | Path, alternative: str) -> None:
+    if not Path(name_or_path).is_file():
         raise JobError(f"{str(name_or_path)!r} is neither a file nor {alternative}")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: not a JSON file ({error})") from None
 
 
 @cache
 def published_servers() -> ServerCosts:
     """The stated figures of a parameter server whose cluster file says nothing of it."""
     body = {key: value for key, value in published_costs()["server"].items() if key != "note"}
-    servers = ServerCosts.from_json(body, "server")
-    assert servers is not None
-    return servers
+    return fields.read_as(ServerCosts, body, "server")
 
 
 @cache
@@ -262,30 +225,31 @@ def job_from_trace(
         ValueError: a cluster shape below one.
     """
     name = str(trace)
-    known = name in trace_names()
-    body = (
-        json.loads(_data("traces", f"{name}.json").read_text(encoding="utf-8"))
-        if known
-        else _read(trace, f"a published trace ({', '.join(trace_names())})")
-    )
     preset = cluster if isinstance(cluster, ClusterPreset) else load_cluster(cluster)
-    try:
-        return _job(body, Cluster(num_nodes, ranks_per_node, servers, colocated), preset)
-    except JobError as error:
-        raise JobError(f"trace {name}: {error}") from None
+    shape = Cluster(num_nodes, ranks_per_node, servers, colocated)
+    if name not in trace_names():
+        _check_is_file(trace, f"a published trace ({', '.join(trace_names())})")
+        return fields.load(trace, lambda body: _job(body, shape, preset), JobError)
+    return _job(fields.parse(_data("traces", f"{name}.json").read_bytes()), shape, preset)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A trace file: a backward pass. ``gap_us`` and ``source`` are remarks."""
+
+    model: str
+    tensors: tuple[tuple[str, int, float], ...]
+    source: str = ""
+    columns: tuple[str, ...] = ("name", "numel", "gap_us")
+    gap_us: str = ""
+    forward_us: float = 0.0
+    optimizer_us: float = 0.0
 
 
 def _job(body: Any, cluster: Cluster, preset: ClusterPreset) -> Job:
-    check_keys(body, "the trace", ("model", "tensors"), ("source", "columns", "gap_us", "forward_us", "optimizer_us"))
-    if body.get("columns", ["name", "numel", "gap_us"]) != ["name", "numel", "gap_us"]:
-        raise JobError(f"columns must be name, numel, gap_us; got {body['columns']}")
-    tensors, gaps = [], []
-    for position, row in enumerate(items(body["tensors"], "tensors")):
-        where = f"tensors[{position}]"
-        if not isinstance(row, list) or len(row) != 3:
-            raise JobError(f"{where} must be [name, numel, gap_us], got {row!r}")
-        tensors.append(TensorSpec(text(row[0], where), (whole(row[1], f"{where}: numel"),)))
-        gaps.append(number(row[2], f"{where}: gap_us"))
+    found = fields.read_as(_Trace, body, "the trace")
+    if found.columns != _Trace.columns:
+        raise JobError(f"columns must be name, numel, gap_us; got {fields.shown(found.columns)}")
     costs = CostModel(
         Links(preset.intra, preset.inter),
         published_compute(),
@@ -294,16 +258,16 @@ def _job(body: Any, cluster: Cluster, preset: ClusterPreset) -> Job:
         servers=preset.servers or published_servers() if cluster.num_servers else None,
     )
     return Job(
-        model=text(body["model"], "model"),
-        tensors=tuple(tensors),
-        gaps_us=tuple(gaps),
+        model=found.model,
+        tensors=tuple(TensorSpec(name, (numel,)) for name, numel, _ in found.tensors),
+        gaps_us=tuple(gap for _, _, gap in found.tensors),
         cluster=cluster,
         costs=costs,
         mode=Mode.PAPER,
         # The traces hold backward only; F is then backward and communication, forward at zero.
-        forward_us=number(body.get("forward_us", 0.0), "forward_us"),
-        optimizer_us=number(body.get("optimizer_us", 0.0), "optimizer_us"),
-        source=f"{text(body.get('source', ''), 'source')}; compressors: {published_costs()['source']}",
+        forward_us=found.forward_us,
+        optimizer_us=found.optimizer_us,
+        source=f"{found.source}; compressors: {published_costs()['source']}",
         meta={"cluster_preset": preset.name, "cluster_note": preset.note},
     )
 

@@ -12,7 +12,6 @@ with ``*`` for all tensors that are not named.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.model.fields import JobError, check_keys, check_kind, number
+from espresso.model.costs import JobError
 from espresso.search.candidates import Unit
-from espresso.strategies import NONE, Choice, CompressorSpec, TensorSpec
+from espresso.strategies import NONE, Choice, CompressorSpec, TensorSpec, fields
+from espresso.strategies.fields import faults, number
 
 Reals = npt.NDArray[np.float64]
 EVERY = "*"
-SENSITIVITY_SCHEMA_VERSION = 1
+KIND = "espresso-sensitivity"
 _SAMPLE = 1 << 16
 
 
@@ -44,9 +44,10 @@ class Sensitivity:
     relative_error: Mapping[CompressorSpec, Mapping[str, float]]
 
     def __post_init__(self) -> None:
-        for spec, rows in self.relative_error.items():
-            for tensor, value in rows.items():
-                number(value, f"relative error of '{spec}' on tensor {tensor!r}")
+        with faults(JobError):
+            for spec, rows in self.relative_error.items():
+                for tensor, value in rows.items():
+                    number(value, f"relative error of '{spec}' on tensor {tensor!r}")
 
     def of(self, spec: CompressorSpec, tensor: str) -> float:
         """The error of a compressor on a tensor.
@@ -72,27 +73,14 @@ class Sensitivity:
         Raises:
             JobError: names the fault.
         """
-        check_kind(body, "espresso-sensitivity")
-        check_keys(body, "the sensitivity", ("schema_version", "kind", "relative_error"), ("note",))
-        if body["kind"] != "espresso-sensitivity":
-            raise JobError(f"kind is {body['kind']!r}, expected 'espresso-sensitivity'")
-        if body["schema_version"] != SENSITIVITY_SCHEMA_VERSION:
-            raise JobError(
-                f"schema_version {body['schema_version']!r} is not supported;"
-                f" this version reads {SENSITIVITY_SCHEMA_VERSION}"
-            )
-        if not isinstance(body["relative_error"], dict):
-            raise JobError("relative_error must be an object: compressor to tensor to number")
-        errors: dict[CompressorSpec, Mapping[str, float]] = {}
-        for name, rows in body["relative_error"].items():
-            try:
-                spec = CompressorSpec.parse(name)
-            except ValueError as error:
-                raise JobError(f"relative_error: {error}") from None
-            if not isinstance(rows, dict):
-                raise JobError(f"relative_error of {name!r} must be an object: tensor to number")
-            errors[spec] = rows
-        return cls(errors)
+        with faults(JobError):
+            found = fields.read_as(_File, fields.without_head(body, KIND), "the sensitivity")
+        try:
+            return cls({CompressorSpec.parse(name): rows for name, rows in found.relative_error.items()})
+        except JobError:
+            raise
+        except ValueError as error:
+            raise JobError(f"relative_error: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:
@@ -102,19 +90,19 @@ class Sensitivity:
             JobError: not JSON or faulty; begins with the path.
             OSError: the file cannot be read.
         """
-        try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise JobError(f"{path}: not a JSON file ({error})") from None
-        except JobError as error:
-            raise JobError(f"{path}: {error}") from None
+        return fields.load(path, cls.from_json, JobError)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": SENSITIVITY_SCHEMA_VERSION,
-            "kind": "espresso-sensitivity",
-            "relative_error": {str(spec): dict(rows) for spec, rows in self.relative_error.items()},
-        }
+        errors = {str(spec): dict(rows) for spec, rows in self.relative_error.items()}
+        return fields.head(KIND) | {"relative_error": errors}
+
+
+@dataclass(frozen=True)
+class _File:
+    """A sensitivity file, below its head."""
+
+    relative_error: Mapping[str, Mapping[str, float]]
+    note: str = ""
 
 
 def measure_sensitivity(

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from espresso.model.fields import check_keys, whole
-from espresso.model.job import Job
+from espresso.model.job import Job, JobError
 from espresso.strategies import (
     NONE,
     PLAIN,
@@ -25,6 +24,7 @@ from espresso.strategies import (
     TensorSpec,
     parse_option,
 )
+from espresso.strategies.fields import as_json, faults, read_as, whole
 
 if TYPE_CHECKING:
     from espresso.compressors.base import Traits
@@ -76,7 +76,6 @@ _ONCE_FLAT = "comp > flat.allgather > dec"
 _SUMMED_FLAT = "comp > flat.allreduce > dec"
 _ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
 _KEY = "automatic"
-_FIELDS = ("exact_vectors", "partition_bytes")
 _LATER = {"least_sent": 1, "exact_tensors": 0, "sign_block": 0}  # with what runs that do not say it ran
 
 
@@ -98,9 +97,15 @@ class Automatic:
     exact_tensors: int = EXACT_TENSORS
     sign_block: int = SIGN_BLOCK
 
+    def __post_init__(self) -> None:
+        for name in ("exact_vectors", "least_sent", "exact_tensors", "sign_block"):
+            whole(getattr(self, name), name)
+        if self.partition_bytes is not None:
+            whole(self.partition_bytes, "partition_bytes")
+
     def to_meta(self) -> dict[str, Any]:
         """An entry for ``Job.meta``."""
-        return {_KEY: {name: getattr(self, name) for name in (*_FIELDS, *_LATER)}}
+        return {_KEY: as_json(self)}
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Automatic | None:
@@ -112,14 +117,8 @@ class Automatic:
         body = meta.get(_KEY)
         if body is None:
             return None
-        where = f"meta.{_KEY}"
-        check_keys(body, where, _FIELDS, tuple(_LATER))
-        size = body["partition_bytes"]
-        return cls(
-            whole(body["exact_vectors"], f"{where}.exact_vectors"),
-            None if size is None else whole(size, f"{where}.partition_bytes"),
-            *(whole(body.get(name, before), f"{where}.{name}") for name, before in _LATER.items()),
-        )
+        with faults(JobError):
+            return read_as(cls, _LATER | body if isinstance(body, dict) else body, f"meta.{_KEY}")
 
     @property
     def partitions(self) -> tuple[int, ...] | None:

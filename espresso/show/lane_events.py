@@ -6,14 +6,14 @@ Both use one clock, microseconds: zero is when the iteration's first gradient is
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from espresso.strategies import Form, Lane, Stage
+from espresso.strategies import Form, FormError, Lane, Stage
+from espresso.strategies.fields import faults, load, read_as
 
 if TYPE_CHECKING:
     from espresso.model.timeline import Timeline
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 BACKWARD_LANE = "backward"
 LANE_ORDER = (BACKWARD_LANE, *(lane.value for lane in Lane))
 """Lanes from top to bottom; ones that are not named here follow in alphabetical order."""
+
+MOST_BYTES = 256 << 20
+"""Of a file of measured intervals: it holds those of all ranks."""
 
 
 class Kind(Enum):
@@ -37,7 +40,7 @@ class Kind(Enum):
     OTHER = "other"
 
 
-class EventError(ValueError):
+class EventError(FormError):
     """A measured row is malformed; the message names the row and the key."""
 
 
@@ -134,39 +137,64 @@ def predicted_events(timeline: Timeline) -> list[LaneEvent]:
     return events
 
 
-_ROW_TYPES: dict[str, tuple[type, ...]] = {
-    "lane": (str,),
-    "step": (str,),
-    "tensors": (list, tuple),
-    "bytes": (int,),
-    "start_us": (int, float),
-    "end_us": (int, float),
-    "iteration": (int,),
-    "rank": (int,),
-}
+@dataclass(frozen=True)
+class _Row:
+    """A measured interval in a file. What it lacks is its predicted twin's."""
+
+    lane: str
+    step: str
+    tensors: tuple[str, ...]
+    bytes: int
+    start_us: float
+    end_us: float
+    iteration: int
+    rank: int
+    host: str = ""
+    option: str = ""
+    partition: int = -1
+    compressed: bool | None = None
+
+    def event(self, lane: str, twin: LaneEvent | None, host: str) -> LaneEvent:
+        twins_kind = None if twin is None else twin.kind
+        compressed = twins_kind is Kind.EXCHANGE_COMPRESSED if self.compressed is None else self.compressed
+        return LaneEvent(
+            lane=lane,
+            step=self.step,
+            tensors=self.tensors,
+            num_bytes=self.bytes,
+            start_us=self.start_us,
+            end_us=self.end_us,
+            kind=Kind.COPY if lane == Lane.COPY.value else kind_of(self.step, compressed),
+            option=self.option or (twin.option if twin else ""),
+            partition=self.partition,
+            iteration=self.iteration,
+            rank=self.rank,
+            host=self.host or host,
+        )
 
 
-def measured_events(
-    rows: Iterable[Mapping[str, Any]], predicted: Sequence[LaneEvent] = (), *, host: str = ""
-) -> list[LaneEvent]:
+def measured_events(rows: Any, predicted: Sequence[LaneEvent] = (), *, host: str = "") -> list[LaneEvent]:
     """Measured rows (``lane step tensors bytes start_us end_us iteration rank``) as events.
 
     A row may also have ``host``, ``option``, ``partition`` and ``compressed``. What it lacks is
     taken from the predicted event of the same step and tensors, where there is one, the other lanes too.
 
     Raises:
-        EventError: a row lacks a key, or has a value of the wrong type; says which row.
+        EventError: no list, or a row lacks a key, or has a value of the wrong type; says which row.
     """
+    if not isinstance(rows, list):
+        raise EventError(f"measured intervals must be a list, got {type(rows).__name__}")
     twins: dict[tuple[str, frozenset[str]], dict[str, LaneEvent]] = {}
     for event in predicted:
         twins.setdefault((event.step, frozenset(event.tensors)), {})[event.lane] = event
     events = []
-    for number, row in enumerate(rows):
-        _check_row(row, number)
-        twin = twins.get((row["step"], frozenset(row["tensors"])), {})
+    for number, body in enumerate(rows):
+        with faults(EventError):
+            row = read_as(_Row, body, f"measured row {number}")
+        twin = twins.get((row.step, frozenset(row.tensors)), {})
         # A flat exchange holds every link; the executor names one of them, the prediction names them all.
-        for lane in twin if row["lane"] in twin else (row["lane"],):
-            events.append(_measured_event(row, lane, twin.get(lane), host))
+        for lane in twin if row.lane in twin else (row.lane,):
+            events.append(row.event(lane, twin.get(lane), host))
     return events
 
 
@@ -177,44 +205,7 @@ def load_measured(path: str | Path, predicted: Sequence[LaneEvent] = ()) -> list
         EventError: not JSON, not a list, or a malformed row; the message begins with the path.
         OSError: the file cannot be read.
     """
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(rows, list):
-            raise EventError(f"measured intervals must be a list, got {type(rows).__name__}")
-        return measured_events(rows, predicted)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise EventError(f"{path}: not a JSON file ({error})") from None
-    except EventError as error:
-        raise EventError(f"{path}: {error}") from None
-
-
-def _measured_event(row: Mapping[str, Any], lane: str, twin: LaneEvent | None, host: str) -> LaneEvent:
-    compressed = row.get("compressed", twin is not None and twin.kind is Kind.EXCHANGE_COMPRESSED)
-    return LaneEvent(
-        lane=lane,
-        step=row["step"],
-        tensors=tuple(row["tensors"]),
-        num_bytes=row["bytes"],
-        start_us=float(row["start_us"]),
-        end_us=float(row["end_us"]),
-        kind=Kind.COPY if lane == Lane.COPY.value else kind_of(row["step"], compressed),
-        option=row.get("option") or (twin.option if twin else ""),
-        partition=row.get("partition", -1),
-        iteration=row["iteration"],
-        rank=row["rank"],
-        host=str(row.get("host", host)),
-    )
-
-
-def _check_row(row: Any, number: int) -> None:
-    if not isinstance(row, Mapping):
-        raise EventError(f"measured row {number} must be a JSON object, got {type(row).__name__}")
-    for key, types in _ROW_TYPES.items():
-        if key not in row:
-            raise EventError(f"measured row {number} lacks the key {key!r}")
-        if not isinstance(row[key], types) or isinstance(row[key], bool):
-            wanted = " or ".join(kind.__name__ for kind in types)
-            raise EventError(f"measured row {number}: {key} must be {wanted}, got {row[key]!r}")
+    return load(path, lambda rows: measured_events(rows, predicted), EventError, most=MOST_BYTES)
 
 
 def last_iteration(events: Sequence[LaneEvent], rank: int | None = None) -> list[LaneEvent]:

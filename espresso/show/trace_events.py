@@ -6,12 +6,12 @@ Format: "Trace Event Format" (Chromium project); only complete events (``X``) an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from espresso.show.lane_events import LaneEvent, sorted_lanes
+from espresso.strategies.fields import save
 
 MAX_TENSORS_IN_NAME = 2
 
@@ -35,7 +35,7 @@ def write_trace(
         OSError: the file cannot be written.
     """
     body = trace_body(predicted, measured, metadata=metadata)
-    Path(path).write_text(json.dumps(body) + "\n", encoding="utf-8")
+    save(path, body, indent=None)
     return sum(event["ph"] == "X" for event in body["traceEvents"])
 
 
