@@ -209,7 +209,7 @@ def test_simulate_shows_measured_lanes_beside_predicted_ones(files: dict[str, Pa
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["predicted", "measured rank 1"]
     measured.write_text(json.dumps([{**row, "lane": 3}]))
-    refused(espresso(*argv), str(measured), "row 0: lane must be str, got 3")
+    refused(espresso(*argv), str(measured), "row 0.lane must be text, got 3")
     measured.write_text("{}")
     refused(espresso(*argv), str(measured), "must be a list, got dict")
     refused(espresso(*argv[:-1], tmp_path / "none.json"), "no such file")
