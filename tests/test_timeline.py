@@ -13,6 +13,7 @@ from espresso.model.timeline import list_schedule, simulate, water_fill
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Lane, parse_option, plan
+from espresso.strategies.list_scheduling import list_order, schedule_tasks
 from tests.timeline_jobs import (
     GATHER,
     HOST_GATHER,
@@ -42,7 +43,17 @@ def run(job, strategy):
 
 def events(timeline):
     """(lane, tensor, step, start, end), the event log."""
-    return [(row.lane.value, row.tensors[0], str(row.step), row.start_us, row.end_us) for row in timeline.intervals]
+    laid, start, end = timeline.plan, timeline.start_us, timeline.end_us
+    return [
+        (lane.value, _first_tensor(laid, task), str(task.step), start[task.index], end[task.index])
+        for task in sorted(laid.tasks, key=lambda task: start[task.index])
+        for lane in timeline.lanes(task.index)
+    ]
+
+
+def _first_tensor(laid, task):
+    part = laid.partitions[task.partition]
+    return laid.groups[part.group].segments(part.start, part.stop)[0].tensor
 
 
 # By hand. Two nodes of one rank; 1 us per KB; encode and decode 10 us per 1000 elements, ten to one.
@@ -134,12 +145,12 @@ def test_a_flat_routine_waits_for_both_links():
     job = make_job([10_000, 10_000], [0, 0], cluster=Cluster(2, 2))
     deep = Choice(parse_option("intra.reduce_scatter > inter.allreduce > intra.allgather"))
     timeline = run(job, uniform(job).with_choices({"t0": deep}))
-    flat = [row for row in timeline.intervals if str(row.step) == "flat.allreduce"]
-    assert {row.lane for row in flat} == {Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN}
+    flat = [row for row in events(timeline) if row[2] == "flat.allreduce"]
+    assert {row[0] for row in flat} == {"intra", "inter_out", "inter_in"}
     # t1's allreduce took its place on the links before t0's inter step asked for one.
-    inter = next(row for row in timeline.intervals if str(row.step) == "inter.allreduce")
-    assert flat[0].start_us == pytest.approx(20.0)
-    assert inter.start_us == flat[0].end_us
+    inter = next(row for row in events(timeline) if row[2] == "inter.allreduce")
+    assert flat[0][3] == pytest.approx(20.0)
+    assert inter[3] == flat[0][4]
 
 
 def test_partitions_pipeline():
@@ -202,12 +213,9 @@ def test_more_servers_and_engines_share_the_work():
 def test_the_plan_order_is_obeyed():
     job = make_job([1000, 1000], [0, 5])
     laid = lay(job, uniform(job))
-    assert [row.tensors[0] for row in simulate(laid, job).intervals if row.lane is Lane.INTER_OUT] == [
-        "t0",
-        "t1",
-    ]
+    assert [row[1] for row in events(simulate(laid, job)) if row[0] == "inter_out"] == ["t0", "t1"]
     other = simulate(laid.with_order(laid.order[::-1]), job)
-    assert [row.tensors[0] for row in other.intervals if row.lane is Lane.INTER_OUT] == ["t1", "t0"]
+    assert [row[1] for row in events(other) if row[0] == "inter_out"] == ["t1", "t0"]
     assert other.makespan_us == 5 + 4 + 4
 
 
@@ -259,8 +267,8 @@ def test_lanes_never_overlap_and_dependencies_hold(case):
     timeline = run(job, strategy)
     laid = timeline.plan
     for lane in Lane:
-        rows = [row for row in timeline.intervals if row.lane is lane]
-        assert all(a.end_us <= b.start_us + 1e-9 for a, b in itertools.pairwise(rows))
+        rows = [row for row in events(timeline) if row[0] == lane.value]
+        assert all(a[4] <= b[3] + 1e-9 for a, b in itertools.pairwise(rows))
     place = {task: position for position, task in enumerate(laid.order)}
     for task in laid.tasks:
         start, end = timeline.start_us[task.index], timeline.end_us[task.index]
@@ -331,8 +339,10 @@ def test_kernels_equal_the_oracle(case):
     assert evaluator.makespan(encoded) == pytest.approx(timeline.makespan_us, rel=1e-9)
     np.testing.assert_allclose(evaluator.ready, timeline.bucket_ready_us, rtol=1e-9)
     finish = [0.0] * len(evaluator.units)
-    for row in timeline.intervals:
-        finish[row.bucket] = max(finish[row.bucket], row.end_us)
+    laid = timeline.plan
+    for task in laid.tasks:
+        bucket = laid.groups[laid.partitions[task.partition].group].bucket
+        finish[bucket] = max(finish[bucket], timeline.end_us[task.index])
     np.testing.assert_allclose(evaluator.finish, finish, rtol=1e-9)
 
 
@@ -388,6 +398,38 @@ def test_list_schedules_are_pure_and_replay_exactly(case):
     replayed = lay(job, strategy).with_order(first.order)
     pricer = Pricer(job.costs, job.cluster, tenth)
     assert simulate(replayed, job, pricer=pricer).end_us == simulate(first, job, pricer=pricer).end_us
+
+
+@given(planned(contentions=(Contention(1e9),)))
+@slow_ok
+def test_measured_durations_give_the_order_that_the_timeline_gives_where_nothing_slows_anything(case):
+    job, strategy = case
+    laid = lay(job, strategy)
+    timeline = simulate(laid, job, pricer=Pricer(job.costs, job.cluster, tenth))
+    durations = [work.us for work in timeline.works]
+    again = schedule_tasks(laid, job.ready_us, durations, lanes=[timeline.lanes(task.index) for task in laid.tasks])
+    assert again.order == laid.order
+    assert again.end_us == timeline.end_us
+
+
+def test_a_task_takes_its_place_on_all_its_lanes_when_it_becomes_ready():
+    # t0's flat allreduce waits for the link between nodes; t1's step inside the node is ready later and comes after it.
+    job = make_job([64, 64, 64], [0, 1, 2], cluster=Cluster(2, 2))
+    deep = Choice(parse_option("intra.reduce_scatter > inter.allreduce > intra.allgather"))
+    laid = plan(uniform(job, deep).with_choices({"t1": PLAIN}), job.laid_out, mode=job.mode)
+    ready, intra, inter, flat = [0.0, 11.0, 12.0], 10.0, 20.0, 5.0
+    duration = {"intra.reduce_scatter": intra, "inter.allreduce": inter, "intra.allgather": 1.0, "flat.allreduce": flat}
+    order = list_order(laid, ready, [duration[str(task.step)] for task in laid.tasks])
+    steps = [(_first_tensor(laid, laid.tasks[task]), str(laid.tasks[task].step)) for task in order]
+    assert steps == [
+        ("t0", "intra.reduce_scatter"),
+        ("t0", "inter.allreduce"),
+        ("t1", "flat.allreduce"),
+        ("t2", "intra.reduce_scatter"),
+        ("t0", "intra.allgather"),
+        ("t2", "inter.allreduce"),
+        ("t2", "intra.allgather"),
+    ]
 
 
 @given(jobs())

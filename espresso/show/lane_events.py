@@ -119,21 +119,25 @@ def predicted_events(timeline: Timeline) -> list[LaneEvent]:
         for bucket, start, end in zip(buckets, starts, timeline.bucket_ready_us, strict=False)
         if end > start
     ]
-    for row in timeline.intervals:
-        step = str(row.step) if row.stage is Stage.STEP else row.stage.value
-        events.append(
+    plan = timeline.plan
+    for task in sorted(plan.tasks, key=lambda task: timeline.start_us[task.index]):
+        part = plan.partitions[task.partition]
+        group = plan.groups[part.group]
+        step = str(task.step) if task.stage is Stage.STEP else task.stage.value
+        events += [
             LaneEvent(
-                lane=row.lane.value,
+                lane=lane.value,
                 step=step,
-                tensors=row.tensors,
-                num_bytes=round(row.num_bytes),
-                start_us=row.start_us,
-                end_us=row.end_us,
-                kind=kind_of(step, compressed=row.step.form not in (Form.RAW, Form.HALF)),
-                option=row.option,
-                partition=row.partition,
+                tensors=tuple(run.tensor for run in group.segments(part.start, part.stop)),
+                num_bytes=round(timeline.works[task.index].num_bytes),
+                start_us=timeline.start_us[task.index],
+                end_us=timeline.end_us[task.index],
+                kind=kind_of(step, compressed=task.step.form not in (Form.RAW, Form.HALF)),
+                option=str(group.choice.option),
+                partition=part.index,
             )
-        )
+            for lane in timeline.lanes(task.index)
+        ]
     return events
 
 
