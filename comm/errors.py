@@ -21,3 +21,7 @@ class DisagreementError(EspressoError):
 
 class PeerError(EspressoError):
     """Another rank said that it failed; its own log has the cause."""
+
+
+class ProtocolError(EspressoError):
+    """A message that no rank, worker or server of this version sends."""

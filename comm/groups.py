@@ -21,7 +21,8 @@ import torch.distributed.distributed_c10d as torch_groups
 from espresso.comm.alarm import Alarm
 from espresso.comm.endpoints import local_ends, rank_in
 from espresso.comm.environment import read_environment
-from espresso.comm.errors import DisagreementError, EspressoError, TopologyError
+from espresso.comm.errors import DisagreementError, EspressoError, ProtocolError, TopologyError
+from espresso.comm.messages import PLAIN
 from espresso.strategies import Cluster, Scope
 
 NodeKey = tuple[Any, ...]
@@ -92,6 +93,24 @@ class Member:
 CLOSED = "espresso is closed: its process groups are gone"
 
 
+MAX_MESSAGE_BYTES = 1 << 36
+"""Of one rank's control message; a gathered checkpoint is the largest."""
+
+
+def gathered(mine: torch.Tensor, num_ranks: int, group: Any) -> list[torch.Tensor]:
+    """Everybody's tensor of one shape and type."""
+    everybody = [torch.empty_like(mine) for _ in range(num_ranks)]
+    dist.all_gather(everybody, mine, group=group)
+    return everybody
+
+
+def _checked_size(size: torch.Tensor) -> int:
+    """The length of a control message, as its sender announced it."""
+    if not 0 < int(size) <= MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a rank announced a control message of {int(size)} bytes")
+    return int(size)
+
+
 class _Gone:
     """Stands where a process group was: ``None`` would mean the default one."""
 
@@ -155,16 +174,29 @@ class Groups:
         return len(self._ranks)
 
     def all_objects(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, in rank order (a control message; blocks)."""
-        gathered: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(gathered, value, group=self._control_group())
-        return gathered
+        """Everybody's ``value``, in rank order: plain values, arrays, tensors (see :mod:`espresso.comm.messages`).
+
+        Blocks until all ranks have called it, at most for the groups' time-out; so does ``from_rank_0``.
+        """
+        mine = torch.from_numpy(PLAIN.pack(value))
+        group = self._control_group()
+        sizes = gathered(torch.tensor([mine.numel()]), self.num_ranks, group)
+        largest = max(map(_checked_size, sizes))
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        rows = gathered(padded, self.num_ranks, group)
+        return [PLAIN.unpack(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
     def from_rank_0(self, value: Any) -> Any:
-        """Rank 0's ``value`` on every rank (a control message; blocks)."""
-        box = [value]
-        dist.broadcast_object_list(box, src=self._ranks[0], group=self._control_group())
-        return box[0]
+        """Rank 0's ``value`` on every rank."""
+        group, source = self._control_group(), self._ranks[0]
+        message = torch.from_numpy(PLAIN.pack(value if self.rank == 0 else None))
+        size = torch.tensor([message.numel()])
+        dist.broadcast(size, src=source, group=group)
+        if self.rank:
+            message = torch.empty(_checked_size(size), dtype=torch.uint8)
+        dist.broadcast(message, src=source, group=group)
+        return PLAIN.unpack(message.numpy())
 
     def rank_in(self, text: str) -> int | None:
         """The other rank whose address an error of Gloo names."""
@@ -209,9 +241,9 @@ class Groups:
         that differ in it would wait for each other under different names until the time-out.
         """
         mine = len(torch_groups._world.pg_names)
-        counts: list[int] = [0] * len(self._ranks)
-        dist.all_gather_object(counts, mine, group=parent)
-        for _ in range(max(counts) - mine):
+        on = "cuda" if dist.get_backend(parent) == "nccl" else "cpu"
+        counts = gathered(torch.tensor([mine], device=on), len(self._ranks), parent)
+        for _ in range(max(map(int, counts)) - mine):
             alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
             self._made.append(alone)
 

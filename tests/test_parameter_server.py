@@ -22,7 +22,7 @@ from benchmarks.exchange import (
     strategy_of,
 )
 from benchmarks.rank_pool import NUM_RANKS, POOL, RanksFailed
-from espresso.comm.errors import EspressoError, TopologyError
+from espresso.comm.errors import EspressoError, ProtocolError, TopologyError
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Client, Line
@@ -36,7 +36,6 @@ from espresso.comm.parameter_server.wire import (
     Header,
     Key,
     Op,
-    ProtocolError,
     Stretch,
     balance,
 )

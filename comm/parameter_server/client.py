@@ -14,11 +14,12 @@ import numpy as np
 
 from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.comm.keep.store import Address, Piece, ResidualStore
+from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.server import NAMESPACE_SHIFT
 from espresso.comm.parameter_server.transport import Channel, LinkError, Pending, Transport
 from espresso.comm.parameter_server.wire import (
+    BODIES,
     HEADER_BYTES,
-    Bytes,
     Coding,
     Flag,
     Header,
@@ -29,8 +30,6 @@ from espresso.comm.parameter_server.wire import (
     Table,
     Tag,
     balance,
-    dump,
-    load,
 )
 from espresso.strategies import CompressorSpec, Site
 
@@ -177,7 +176,7 @@ class Client:
             sends: list[tuple[int, Pending]] = []
             for server, body in bodies.items():
                 rank = self.num_workers + server
-                data = dump(body)
+                data = BODIES.pack(body)
                 header = Header(op, self.rank, num_bytes=data.nbytes).pack()
                 for tag, message in ((Tag.HEADER, header), (Tag.BODY, data)):
                     send = partial(self.transport.send, Channel.CONTROL, rank, tag, message)
@@ -195,7 +194,7 @@ class Client:
         """(whether it refuses, what it says)."""
         header = Header.unpack(self._hear(server, op, Tag.ANSWER, HEADER_BYTES, timeout_s))
         body = self._hear(server, op, Tag.ANSWER_BODY, header.num_bytes, timeout_s)
-        return header.op is Op.REFUSAL, load(body)
+        return header.op is Op.REFUSAL, BODIES.unpack(body)
 
     def _hear(self, server: int, op: Op, tag: Tag, num_bytes: int, timeout_s: float) -> Bytes:
         data = np.empty(num_bytes, np.uint8)
@@ -232,7 +231,7 @@ class Client:
                 return
             body = np.empty(header.num_bytes, np.uint8)
             self.transport.receive(Channel.CONTROL, rank, Tag.NOTICE_BODY, body).wait()
-            text = f"{self.name(server)} reports: {load(body)}"
+            text = f"{self.name(server)} reports: {BODIES.unpack(body)}"
         except Exception as error:
             waiting = [str(line.key) for line in list(self._open.values()) if line.key.server == server]
             about = f"while {waiting[0]} was on its way" if waiting else "between rounds"

@@ -23,8 +23,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
+
 from espresso.comm.environment import Launch, export_worker, local_address, read_environment
 from espresso.comm.errors import TopologyError
+from espresso.comm.messages import Messages
 from espresso.comm.parameter_server.client import Client
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.sums import Codecs
@@ -75,6 +78,9 @@ class Fact:
     door: int
 
 
+FACTS = Messages(Fact)
+
+
 @dataclass(frozen=True)
 class Roles:
     """The launcher's ranks by role, each in ascending order."""
@@ -122,7 +128,7 @@ class StoreBoard:
     def __init__(self, launch: Launch, timeout_s: float) -> None:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        self._launch, self._round = launch, 0
+        self._launch, self._timeout_s, self._round = launch, timeout_s, 0
         self.where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
@@ -142,19 +148,21 @@ class StoreBoard:
         self.store = PrefixStore(f"espresso-launch-{attempt}", store)
 
     def exchange(self, value: Any) -> list[Any]:
-        import pickle
-
         self._round += 1
-        self.store.set(f"{self._round}/{self._launch.rank}", pickle.dumps(value).hex())
-        found = []
-        for rank in range(self._launch.world_size):
-            try:
-                found.append(pickle.loads(bytes.fromhex(self.store.get(f"{self._round}/{rank}").decode())))
-            except RuntimeError as error:
-                raise LinkError(
-                    f"rank {rank} of {self._launch.world_size} did not report at {self.where}; is it running?"
-                ) from error
-        return found
+        self.store.set(f"{self._round}/{self._launch.rank}", FACTS.pack(value).tobytes().hex())
+        deadline = time.monotonic() + self._timeout_s
+        return [self._value_of(rank, deadline) for rank in range(self._launch.world_size)]
+
+    def _value_of(self, rank: int, deadline: float) -> Any:
+        key = f"{self._round}/{rank}"
+        try:
+            self.store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+            return FACTS.unpack(np.frombuffer(bytes.fromhex(self.store.get(key).decode()), np.uint8))
+        except (RuntimeError, ValueError) as error:
+            raise LinkError(
+                f"rank {rank} of {self._launch.world_size} did not report at {self.where} within {self._timeout_s:g} s;"
+                f" is it running? ({str(error)[:200]})"
+            ) from error
 
 
 class MpiBoard:
@@ -164,23 +172,27 @@ class MpiBoard:
         from mpi4py import MPI
 
         self.world, self._timeout_s, self._round = MPI.COMM_WORLD, timeout_s, 0
+        self._status = MPI.Status()
 
     def exchange(self, value: Any) -> list[Any]:
         self._round += 1
         me, size = self.world.Get_rank(), self.world.Get_size()
-        sends = [self.world.isend(value, rank, self._round) for rank in range(size) if rank != me]
+        message = FACTS.pack(value)
+        sends = [self.world.Isend(message, rank, self._round) for rank in range(size) if rank != me]
         found = {me: value}
         deadline = time.monotonic() + self._timeout_s
         while len(found) < size:
             for rank in sorted(set(range(size)) - set(found)):
-                if self.world.iprobe(rank, self._round):
-                    found[rank] = self.world.recv(source=rank, tag=self._round)
+                if self.world.Iprobe(rank, self._round, self._status):
+                    theirs = np.empty(self._status.Get_count(), np.uint8)
+                    self.world.Recv(theirs, rank, self._round)
+                    found[rank] = FACTS.unpack(theirs)
             missing = min(set(range(size)) - set(found), default=None)
             if missing is not None and time.monotonic() > deadline:
                 raise LinkError(f"rank {missing} of {size} did not report within {self._timeout_s:g} s; is it running?")
             time.sleep(1e-3)
         for send in sends:
-            send.wait()
+            send.Wait()
         return [found[rank] for rank in range(size)]
 
 

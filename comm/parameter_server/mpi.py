@@ -11,8 +11,8 @@ import time
 from collections import deque
 from typing import Any
 
+from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.transport import Channel, LinkError, Pending
-from espresso.comm.parameter_server.wire import Bytes
 
 _REST_S = 20e-6
 _LONGEST_REST_S = 1e-3

@@ -25,26 +25,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from espresso.comm.errors import EspressoError
+from espresso.comm.errors import EspressoError, ProtocolError
 from espresso.comm.keep.store import ResidualStore
+from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.measure import measure_server
 from espresso.comm.parameter_server.sums import Codecs, KeySum, Slots
 from espresso.comm.parameter_server.transport import Channel, LinkError, Pending, Transport
 from espresso.comm.parameter_server.wire import (
+    BODIES,
     HEADER_BYTES,
-    Bytes,
     Flag,
     Header,
     Held,
     Key,
     Op,
     Orphans,
-    ProtocolError,
     Table,
     Tag,
     balance,
-    dump,
-    load,
 )
 from espresso.strategies import Site
 
@@ -296,7 +294,7 @@ class Server:
     def _control(self, worker: int, header: Header) -> None:
         data = np.empty(header.num_bytes, np.uint8)
         self._transport.receive(Channel.CONTROL, worker, Tag.BODY, data).wait(self._timeout_s)
-        body = load(data)
+        body = BODIES.unpack(data)
         if header.op is Op.INSTALL:
             self._offer(worker, body)
             return
@@ -313,7 +311,7 @@ class Server:
         self._answer(worker, Op.ANSWER, handlers[header.op](body))
 
     def _answer(self, worker: int, op: Op, body: Any) -> None:
-        data = dump(body)
+        data = BODIES.pack(body)
         header = Header(op, self.rank, num_bytes=data.nbytes).pack()
         pending = [
             self._transport.send(Channel.CONTROL, worker, Tag.ANSWER, header),
@@ -458,7 +456,7 @@ class Server:
 
     def _notify(self, text: str, lost: int | None) -> None:
         """Have all workers that are still there hear of it; ``lost`` is not."""
-        data = dump(text)
+        data = BODIES.pack(text)
         header = Header(Op.NOTICE, self.rank, num_bytes=data.nbytes).pack()
         sends = []
         for worker in range(self._num_workers):

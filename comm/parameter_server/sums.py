@@ -20,9 +20,10 @@ import torch
 
 from espresso.comm.keep.residual import Residual
 from espresso.comm.keep.store import ResidualStore
+from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.parameter_server.transport import Pending
-from espresso.comm.parameter_server.wire import Bytes, Coding, Held, Key
+from espresso.comm.parameter_server.wire import Coding, Held, Key
 from espresso.compressors.base import Array, Codec, DrawKey, Feedback, Layout, Segment
 from espresso.strategies import CompressorSpec, Device, Run, Site
 

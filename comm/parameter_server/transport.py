@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from espresso.comm.errors import EspressoError
-from espresso.comm.parameter_server.wire import Bytes
+from espresso.comm.messages import Bytes
 
 FOREVER = timedelta(days=365)
 

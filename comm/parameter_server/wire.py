@@ -16,12 +16,12 @@ Every message on the control channel begins with a header of 56 bytes, little-en
 
 A push is such a header on the control channel and its payload on the data channel, under the key's tag. The
 answer to a push is the reply on the data channel under the same tag: its size is known to both sides from the
-key's table entry. All other operations carry a pickled body and are answered by a header and a body.
+key's table entry. All other operations carry a body (:mod:`espresso.comm.messages`), at most 4 GiB, and are answered by
+a header and a body.
 """
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,18 +31,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.comm.errors import EspressoError
+from espresso.comm.errors import ProtocolError
+from espresso.comm.messages import Bytes, Messages
 from espresso.strategies import CompressorSpec
-
-Bytes = npt.NDArray[np.uint8]
 
 MAGIC, VERSION = b"ESPS", 1
 _HEADER = struct.Struct("<4sBBHIiqQdqq")
 HEADER_BYTES = _HEADER.size
-
-
-class ProtocolError(EspressoError):
-    """A message that no worker or server of this version sends."""
+MAX_BODY_BYTES = 4 << 30
 
 
 class Op(IntEnum):
@@ -105,7 +101,7 @@ class Header:
         """Read a header.
 
         Raises:
-            ProtocolError: another magic number, version or operation.
+            ProtocolError: another magic number, version or operation, or more than 4 GiB.
         """
         magic, version, op, flags, key, sender, step, size, scale, last, _ = _HEADER.unpack(data.tobytes())
         if magic != MAGIC or version != VERSION:
@@ -114,9 +110,12 @@ class Header:
                 f" {VERSION}: do all machines run the same espresso?"
             )
         try:
-            return cls(Op(op), sender, key, Flag(flags), step, size, scale, last)
+            header = cls(Op(op), sender, key, Flag(flags), step, size, scale, last)
         except ValueError:
             raise ProtocolError(f"unknown parameter-server operation {op} from rank {sender}") from None
+        if size > MAX_BODY_BYTES:
+            raise ProtocolError(f"rank {sender} announced {size} bytes for '{header.op.name.lower()}'")
+        return header
 
 
 class Coding(Enum):
@@ -231,13 +230,8 @@ class Orphans:
     pieces: list[Held] = field(default_factory=list)
 
 
-def dump(body: Any) -> Bytes:
-    """A pickled body; both ends belong to one job, as with torch's object collectives."""
-    return np.frombuffer(bytearray(pickle.dumps(body, protocol=pickle.HIGHEST_PROTOCOL)), np.uint8)
-
-
-def load(data: Bytes) -> Any:
-    return pickle.loads(data.tobytes())
+BODIES = Messages(Table, Key, Stretch, Held, Orphans, CompressorSpec, Coding)
+"""How bodies are written and read."""
 
 
 def balance(loads: Sequence[int], num_servers: int, already: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Record
 from espresso.comm.groups import Groups
 from espresso.live.artifacts import Artifacts
@@ -29,7 +30,7 @@ from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.model.costs import ComputeCost, Contention, CostModel, Links
 from espresso.model.job import Job
 from espresso.search.quality import Automatic, gentle, racers
-from espresso.strategies import RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, TensorSpec
+from espresso.strategies import RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, Strategy, TensorSpec
 
 if TYPE_CHECKING:
     from espresso.search.result import SearchResult
@@ -78,25 +79,36 @@ class OnlineSearch:
     def __call__(self, records: Sequence[Record], observations: Sequence[Observation]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best."""
         if self.job is None:
-            observed = combine(self._groups.all_objects(list(observations)[-len(records) :]))
+            everybody = self._groups.all_objects(
+                [
+                    (dict(seen.tensor_ready_us), seen.bucket_ready_us, seen.forward_us, seen.optimizer_us)
+                    for seen in list(observations)[-len(records) :]
+                ]
+            )
+            observed = combine([[Observation(*seen) for seen in theirs] for theirs in everybody])
             costs = self._measure(max(bucket.numel for bucket in records[-1].buckets))
             job = self._make_job(records[-1].buckets, observed, costs)
         else:
             job = self._with_compressor(self.job)
-        self.job = self._groups.from_rank_0(job)
-        found: Any = None
+        self.job = Job.from_json(self._groups.from_rank_0(job.to_json()))
+        found: list[Candidate] = []
+        told: Any = None
         if self._groups.rank == 0:
             try:
                 self._artifacts.job(self.job)
-                found = self._search(self.job)
+                found, self.uncompressed_us = self._search(self.job)
+                told = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found], self.uncompressed_us
             except Exception as error:  # every rank must hear of it, or they wait for the answer
-                logger.exception("the search failed")
-                found = error
-        found = self._groups.from_rank_0(found)
-        if isinstance(found, Exception):
-            raise found
-        candidates, self.uncompressed_us = found
-        return list(candidates)
+                self._groups.from_rank_0(f"{type(error).__name__}: {error}")
+                raise
+        told = self._groups.from_rank_0(told)
+        if isinstance(told, str):
+            raise EspressoError(f"the search failed on rank 0 ({told})")
+        if self._groups.rank == 0:
+            return found
+        rows, self.uncompressed_us = told
+        buckets = self.job.buckets or ()
+        return [Candidate(name, Strategy.from_json(body), order, buckets, us) for name, body, order, us in rows]
 
     def _measure(self, largest: int) -> CostModel:
         devices = [Device.TRAINING]
