@@ -1,4 +1,4 @@
-# make test, make demo: each makes .venv by itself when it is missing or out of date.
+# make test, make demo, make docs: each makes .venv by itself when it is missing or out of date.
 # PYTHON picks the interpreter (3.11 or newer); PIP_ARGS is passed to pip, for example an index with the CPU build
 # of PyTorch, which is much smaller than the default one.
 
@@ -14,9 +14,9 @@ GPU_PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := espresso strategies compressors comm cpu_offload benchmarks tests
+CODE := espresso strategies compressors comm cpu_offload benchmarks tests examples docs noxfile.py
 
-.PHONY: venv test demo lint format format-check types gpu clean
+.PHONY: venv test demo docs lint format format-check types gpu clean
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -30,6 +30,10 @@ test: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
+
+# Warnings are errors: a broken link or reference stops the build. The site is build/docs/index.html.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

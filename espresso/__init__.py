@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from espresso.live.state import EspressoState, register
     from espresso.strategies import Strategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["EspressoState", "Strategy", "__version__", "espresso_hook", "register"]
 

@@ -1,0 +1,24 @@
+"""The documentation's site: Markdown through MyST, the API reference from docstrings."""
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+project = "Espresso"
+author = "The Espresso contributors"
+version = release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_mock_imports = ["cupy", "mpi4py"]
+
+html_theme = "furo"
+html_title = f"Espresso {version}"
+html_copy_source = False
+exclude_patterns = ["_build"]
+suppress_warnings = ["myst.header"]
