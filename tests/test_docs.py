@@ -1,8 +1,21 @@
-"""The example in the compressors' manual, run as it stands there."""
+"""What the documentation shows runs: every fence of README and manual, the example of a compressor, tables, links.
 
-from __future__ import annotations
+A page's Python fences run one after the other on two ranks, its shell fences in one folder. Comments before a fence say
+what a reader does not have to see::
 
+    <!-- not run: why not -->          the next fence is not run
+    <!-- file: name -->                the next fence is a file of that name in the page's folder
+    <!-- given
+    Python                             runs before the next fences do
+    -->
+"""
+
+import json
+import os
 import re
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +24,185 @@ from compressor_cases import DTYPES, ODD_SIZES, numbers, pieces, round_trip
 
 import espresso.compressors
 import espresso.cpu_offload
+from benchmarks import front_picture
 from espresso.compressors import ErrorFeedback, PayloadError, registry
+from tests.workers import run_ranks
 
-MANUAL = Path(__file__).parents[1] / "docs" / "compressors.md"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+MANUAL = DOCS / "add_compressor.md"
+
+NO_CODE = ("text", "{eval-rst}", "{toctree}")
+"""Languages of fences that hold no code: output, drawings, and what the site's generator reads."""
+
+PIECE = re.compile(
+    r"^<!--[ ]not[ ]run:(?P<reason>.*?)-->\n(?=```)"
+    r"|^<!--[ ]file:(?P<file>.*?)-->\n(?=```)"
+    r"|^<!--[ ]given\n(?P<given>.*?)^-->"
+    r"|^```(?P<language>\S*)\n(?P<body>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+SETTING = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import espresso
+"""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A fence of a page; ``given`` is what runs before it."""
+
+    language: str
+    body: str
+    file: str = ""
+    given: str = ""
+    reason: str = ""
+
+
+def fences(page: Path) -> list[Fence]:
+    """All fences of a page that hold code, with the comments before them."""
+    found, file, given, reason = [], "", "", ""
+    for piece in PIECE.finditer(page.read_text()):
+        if piece["reason"] is not None:
+            reason = piece["reason"].strip()
+        elif piece["file"] is not None:
+            file = piece["file"].strip()
+        elif piece["given"] is not None:
+            given += piece["given"]
+        elif piece["language"] not in NO_CODE:
+            found.append(Fence(piece["language"], piece["body"], file, given, reason))
+            file = given = reason = ""
+    return found
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if any(f.language == language and not f.reason for f in fences(page))]
+
+
+# -- fences ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_fences_say_what_they_are(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("\n```") % 2 == 0
+    assert text.count("<!-- not run:") == sum(bool(fence.reason) for fence in fences(page))
+    for fence in fences(page):
+        assert fence.language in ("python", "bash", "json"), f"{page.name}: a fence is {fence.language!r}"
+    code = re.sub(r"^(```|<!--).*?^(```|.*-->)$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"\n\n    \S", code), f"{page.name}: code that is indented is not run; put it in a fence"
+
+
+def run_python(rank: int, blocks: list[str], folder: str) -> None:
+    os.chdir(folder)
+    names = {"__name__": "__main__"}
+    for block in (SETTING, *blocks):
+        exec(compile(block, "a fence", "exec"), names)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", [p for p in pages_with("python") if p != MANUAL], ids=lambda page: page.stem)
+def test_python_runs(page: Path, tmp_path: Path) -> None:
+    chosen = [fence for fence in fences(page) if fence.language == "python" and not fence.reason]
+    blocks = [part for fence in chosen for part in (fence.given, fence.body)]
+    own_group = any("init_process_group" in block for block in blocks)
+    run_ranks(run_python, 2, blocks, str(tmp_path), init=not own_group, deadline_s=300)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", pages_with("bash"), ids=lambda page: page.stem)
+def test_shell_runs(page: Path, tmp_path: Path) -> None:
+    for fence in fences(page):
+        if fence.file:
+            (tmp_path / fence.file).write_text(fence.body)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for fence in fences(page):
+        if fence.language == "bash" and not fence.reason:
+            command = ["bash", "-euo", "pipefail", "-c", fence.body]
+            done = subprocess.run(
+                command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+            )
+            assert done.returncode == 0, f"{fence.body}\n{done.stdout}\n{done.stderr}"
+
+
+def test_json_is_a_file_that_a_command_reads() -> None:
+    for page in PAGES:
+        for fence in fences(page):
+            if fence.language == "json":
+                json.loads(fence.body)
+                assert any(other.language == "bash" and fence.file in other.body for other in fences(page)), fence.file
+
+
+# -- the manual's own figures, words and links -----------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_lines(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for number, line in enumerate(text.splitlines(), 1):
+        assert len(line) <= 120 or line.startswith("|"), f"{page.name}:{number} has {len(line)} columns"
+
+
+def test_readme_is_for_two_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_every_page_is_in_the_contents() -> None:
+    index = (DOCS / "index.md").read_text().splitlines()
+    assert not {page.stem for page in DOCS.glob("*.md")} - {"index"} - set(index)
+
+
+def test_the_picture_is_of_the_committed_results() -> None:
+    assert front_picture.PICTURE.read_text() == front_picture.draw(), "run python -m benchmarks.front_picture"
+
+
+def test_measured_cases_are_the_committed_ones() -> None:
+    rows = re.findall(
+        r"^\| ((?:mlp|gpt|resnet|vit|lstm)-\w+) \|.*$", (DOCS / "when_it_pays.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 10
+    for row in re.finditer(r"^\| (\w+-\w+) \|.*$", (DOCS / "when_it_pays.md").read_text(), re.MULTILINE):
+        cells = [cell.strip() for cell in row[0].strip("|").split("|")]
+        body = json.loads((ROOT / "benchmarks" / "results" / f"speed_{row[1]}.json").read_text())
+        arms = {arm["arm"]: arm for arm in body["rows"]}
+        plain, ours = arms["plain"], arms[f"espresso:{cells[3].strip('`')}"]
+        sent = f"{plain['mb_per_step_per_host']:.1f}, {ours['mb_per_step_per_host']:.1f}"
+        shares = [f"{ours['of_plain']['value']:.1f}", f"{100 * ours['of_compute']['value']:.0f} %"]
+        assert cells[4:] == [*shares, sent], row[0]
+
+
+def test_the_manual_names_every_id() -> None:
+    text = (DOCS / "choosing.md").read_text()
+    for name in registry.compressor_ids():
+        assert f"| `{name}` |" in text, f"docs/choosing.md has no row for {name}"
+
+
+def test_messages_in_troubleshooting_are_ours() -> None:
+    """Each quoted message is, between its ellipses, in the source."""
+    source = " ".join(
+        re.sub(r"\{[^{}]*\}", "…", re.sub(r'"\s*\n\s*f?"', "", path.read_text()))
+        for folder in ("espresso", "strategies", "comm")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    table = (DOCS / "troubleshooting.md").read_text().partition("message | why")[2]
+    first_cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    quoted = re.findall(r"`([^`]+)`", "".join(first_cells))
+    assert len(quoted) > 15
+    for message in quoted:
+        for part in re.split(r"…", message):
+            assert len(part.strip()) < 5 or part.strip(" '") in source, (
+                f"{message!r}: {part.strip()!r} is in no message"
+            )
+
+
+# -- the example of a compressor -------------------------------------------------------------------
 
 
 def block_after(text: str, mark: str) -> str:
@@ -54,9 +243,3 @@ def test_the_example_is_a_compressor(int16: str) -> None:
     outcome.payload[int(outcome.layout.offsets[0]) :][:8].view(np.float64)[0] = -1
     with pytest.raises(PayloadError, match="scale"):
         outcome.codec.decode(outcome.layout, outcome.payload.reshape(1, -1), numbers(300, np.float32), outcome.starts)
-
-
-def test_the_manual_names_every_id() -> None:
-    text = MANUAL.read_text()
-    for name in registry.compressor_ids():
-        assert f"| `{name}` |" in text, f"docs/compressors.md has no row for {name}"

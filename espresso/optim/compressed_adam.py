@@ -60,7 +60,7 @@ class CompressedAdam(AdaptiveOptimizer):
             off; elements without any variance then stay where they are.
         precondition: exchange momentum divided by √v̂ + ε; False exchanges momentum itself, as the paper does.
         maximize: climb instead of descend.
-        compressor, raw_below_bytes, exchange, **settings: see :class:`espresso.optim.CLAN`.
+        compressor, raw_below_bytes, exchange, settings: see :class:`espresso.optim.CLAN`.
         strategy: of the compressed steps, instead of the two-way one; not ``"auto"``.
 
     Raises:
