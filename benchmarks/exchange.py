@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from espresso.comm.execute.executor import Assignment, Executor, Record
+from espresso.comm.execute.iteration import Side
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.keep.velocities import Velocities
@@ -68,9 +69,15 @@ class Exchange:
         self._equip(transactional)
 
     def renew(
-        self, *, transactional: bool = True, correction: Correction | None = None, gain: float | None = 1.0
+        self,
+        *,
+        transactional: bool = True,
+        correction: Correction | None = None,
+        gain: float | None = 1.0,
+        timeout_s: float | None = None,
     ) -> Exchange:
         """A new executor without residuals over the same groups: much cheaper than another exchange."""
+        self._timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._correction = correction
         self.executor.close()
         self._equip(transactional, gain)
@@ -87,10 +94,7 @@ class Exchange:
         if self._client is not None:
             namespace = self.groups.from_rank_0(self._client.new_namespace())
             self.link = Link(self._client, self.groups.ranks, self.store, self._timeout_s, namespace)
-        self.executor = self._make_executor()
-
-    def _make_executor(self) -> Executor:
-        return Executor(
+        self.executor = Executor(
             self.groups,
             self.codecs,
             self.script,
@@ -99,7 +103,12 @@ class Exchange:
             timeout_s=self._timeout_s,
             velocities=self.velocities,
             servers=self.link,
+            side=self.side(),
         )
+
+    def side(self) -> Side | None:
+        """Where tasks run; None: on the host."""
+        return None
 
     def planned(self, assignment: Assignment, buckets: Sequence[Bucket]) -> Assignment:
         """:func:`planned`, with the copies that this exchange makes."""

@@ -1,55 +1,210 @@
-"""Word of a failure, through the key-value store that the job was started with.
+"""Word of a failure, and a roll-call: datagrams between the ranks, apart from all that training depends on.
 
-A rank that fails but lives on keeps its connections, so the others' collectives only end at their time-out. It
-leaves a key instead; a rank that has been waiting for a while looks for it. No step that goes well touches
-the store.
+::
+
+    at the start      every rank opens a socket, and tells the others where it listens and by which secret
+    roll-call         ASK to everybody ── ANSWER: how far that rank is, and of what it failed, if it did
+    a rank failed     FAILED to everybody ── HEARD
+
+A thread answers, whatever the rank's other threads do. A rank whose process was stopped or whose host is gone does
+not. Nothing here waits longer than it is told to: a datagram has no connection that could hang, and the job's
+store, which runs on rank 0's host, is not asked. A step that goes well sends nothing.
+
+A message, in network order: the receiver's secret (16 bytes), kind (u8), sender's rank (u32), number of the question
+(u32), iteration (i64), buckets of it (i32), place in its order (i32), text (UTF-8, the rest). What does not begin
+with the secret is dropped unread.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
-import torch.distributed.distributed_c10d as torch_groups
+from espresso.comm.environment import local_address
 
 logger = logging.getLogger("espresso")
 
-LOOK_AFTER_S = 1.0
-"""A step that makes no progress for so long is worth a look."""
+SECRET_BYTES = 16
+MAX_TEXT_BYTES = 1100
+"""A message fits the smallest frame in use, and is not cut on its way."""
+
+_MESSAGE = struct.Struct("!16sBIIqii")
+_REPEAT_S = 0.1
+_START_S = 3.0
+"""How long ranks that start together may take to hear each other."""
+
+_TELL_S = 0.6
+"""How long a failed rank repeats itself to those who have not heard it."""
+
+
+class _Kind(IntEnum):
+    ASK = 1
+    ANSWER = 2
+    FAILED = 3
+    HEARD = 4
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Progress:
+    """How far a rank is, in an order that all ranks share.
+
+    Attributes:
+        iteration: its number; the coming one's between two.
+        num_buckets: that backward has handed over in it.
+        place: of its first unfinished task in the total order.
+    """
+
+    iteration: int = 0
+    num_buckets: int = 0
+    place: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank says in a roll-call; ``failure`` is empty while it has none."""
+
+    progress: Progress
+    failure: str
 
 
 class Alarm:
-    """One key for one set of groups. Best effort: a store that is gone or missing rings nothing.
+    """One rank's socket, and the thread that answers on it.
 
     Args:
-        name: the same on all ranks of the job, and of no other job in this store.
+        rank: in the job.
+        exchange: gives everybody's value, in rank order; called once, by all ranks together.
+        report: says how far this rank is.
     """
 
-    def __init__(self, name: str, rank: int) -> None:
-        self._rank = rank
-        self._store: Any = None
+    def __init__(self, rank: int, exchange: Callable[[Any], list[Any]], report: Callable[[], Progress]) -> None:
+        self._rank, self._report = rank, report
+        self._failure = ""
+        self._heard: tuple[int, str] | None = None
+        self._question = 0
+        self._news = threading.Condition()
+        self._answers: dict[int, dict[int, Answer]] = {}
+        self._acknowledged: set[int] = set()
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._stop, self._stopped = socket.socketpair()
+        self._peers: list[tuple[tuple[str, int], bytes]] = []
+        self._mute: frozenset[int] = frozenset()
+        secret, address = os.urandom(SECRET_BYTES), local_address()
         try:
-            self._store = torch_groups.PrefixStore(f"espresso/{name}", torch_groups._get_default_store())
-        except (RuntimeError, ValueError, TypeError) as error:  # a backend without a store, such as MPI's
-            logger.debug("no store for alarms: %s", error)
+            self._socket.bind((address, 0))
+        except OSError as error:  # no such address any more: nobody will hear of us, and training does not care
+            logger.debug("no socket for alarms on %s: %s", address, error)
+        self._socket.setblocking(False)
+        self._secret = secret
+        self._thread = threading.Thread(target=self._listen, name="espresso-alarm", daemon=True)
+        self._thread.start()
+        told = exchange([*self._socket.getsockname()[:2], secret.hex()])
+        self._peers = [((host, port), bytes.fromhex(key)) for host, port, key in told]
+        self._mute = self._others - self.roll_call(_START_S).keys()
+        if self._mute:
+            logger.warning(
+                "rank %d gets no answer from ranks %s over UDP (from %s); after a failure they cannot be asked how far"
+                " they are", rank, ", ".join(map(str, sorted(self._mute))), address,
+            )  # fmt: skip
+
+    # -- asking and telling ------------------------------------------------------------------------
+
+    def roll_call(self, patience_s: float) -> dict[int, Answer]:
+        """What the other ranks answer; returns as soon as all have, or after ``patience_s``."""
+        self._question += 1
+        question, deadline = self._question, time.monotonic() + patience_s
+        answers = self._answers[question] = {}
+        self._repeat(_Kind.ASK, question, "", answers, self._others - self._mute, deadline)
+        del self._answers[question]
+        return dict(answers)
+
+    def silent(self, answers: dict[int, Answer]) -> list[int]:
+        """The ranks that did not answer, though they could be heard at the start."""
+        return sorted(self._others - self._mute - answers.keys())
 
     def ring(self, text: str) -> None:
         """Tell the others that this rank failed, and of what."""
-        if self._store is None:
-            return
-        try:
-            self._store.set("failed", f"{self._rank} {text}")
-        except (RuntimeError, OSError) as error:
-            logger.debug("could not tell the other ranks: %s", error)
+        self._failure = text
+        self._repeat(_Kind.FAILED, 0, text, self._acknowledged, self._others, time.monotonic() + _TELL_S)
 
     def heard(self) -> tuple[int, str] | None:
-        """(rank, what it said) if another rank failed."""
-        if self._store is None:
-            return None
+        """(rank, what it said) of the first other rank that failed."""
+        return self._heard
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    @property
+    def _others(self) -> frozenset[int]:
+        return frozenset(range(len(self._peers))) - {self._rank}
+
+    def _repeat(
+        self, kind: _Kind, question: int, text: str, replied: Any, wanted: frozenset[int], deadline: float
+    ) -> None:
+        """Send to those of ``wanted`` that have not ``replied``, until all have or it is too late."""
+        while True:
+            for peer in wanted - set(replied):
+                self._send(peer, kind, question, text)
+            with self._news:
+                now = time.monotonic()
+                left = min(_REPEAT_S, deadline - now)
+                if self._news.wait_for(lambda: wanted <= set(replied), timeout=max(left, 0.0)) or now >= deadline:
+                    return
+
+    def _send(self, peer: int, kind: _Kind, question: int, text: str) -> None:
+        address, secret = self._peers[peer]
+        progress = Progress() if kind in (_Kind.ASK, _Kind.HEARD) else self._report()
+        head = (progress.iteration, progress.num_buckets, progress.place)
+        data = _MESSAGE.pack(secret, kind, self._rank, question, *head) + text.encode()[:MAX_TEXT_BYTES]
         try:
-            if not self._store.check(["failed"]):
-                return None
-            rank, _, text = self._store.get("failed").decode(errors="replace").partition(" ")
-        except (RuntimeError, OSError):
-            return None
-        return None if int(rank) == self._rank else (int(rank), text)
+            self._socket.sendto(data, address)
+        except OSError as error:  # the network is down, or its queue is full: as good as lost
+            logger.debug("no way to rank %d: %s", peer, error)
+
+    # -- answering ---------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        watched = select.poll()
+        for end in (self._socket, self._stopped):
+            watched.register(end, select.POLLIN)
+        while self._stopped.fileno() not in dict(watched.poll()):
+            try:
+                data = self._socket.recv(4096)
+            except OSError:
+                continue  # what an earlier datagram met on its way
+            self._take(data)
+        self._socket.close()
+        self._stopped.close()
+
+    def _take(self, data: bytes) -> None:
+        """One message; whatever is not one of ours is dropped."""
+        if len(data) < _MESSAGE.size or data[:SECRET_BYTES] != self._secret:
+            return
+        _, kind, rank, question, *progress = _MESSAGE.unpack_from(data)
+        if rank not in self._others:
+            return
+        text = data[_MESSAGE.size :].decode(errors="replace")
+        if kind == _Kind.ASK:
+            self._send(rank, _Kind.ANSWER, question, self._failure)
+            return
+        if kind == _Kind.FAILED:
+            self._send(rank, _Kind.HEARD, 0, "")
+        with self._news:
+            if kind == _Kind.ANSWER and question in self._answers:
+                self._answers[question][rank] = Answer(Progress(*progress), text)
+            elif kind == _Kind.HEARD:
+                self._acknowledged.add(rank)
+            elif kind == _Kind.FAILED and self._heard is None:
+                self._heard = rank, text
+            self._news.notify_all()

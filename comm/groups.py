@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
-from espresso.comm.alarm import Alarm
 from espresso.comm.endpoints import local_ends, rank_in
 from espresso.comm.environment import read_environment
 from espresso.comm.errors import DisagreementError, EspressoError, ProtocolError, TopologyError
@@ -161,7 +160,6 @@ class Groups:
             self.cluster = replace(self.cluster, num_servers=num_servers, colocated=colocated)
         self.backend: str = dist.get_backend(parent)
         self.scopes = self._make_scopes()
-        self.alarm = Alarm(self.control.group.group_name, self.rank)
         self._ends = self.all_objects(local_ends())
 
     @property

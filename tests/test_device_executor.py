@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.exchange import Exchange, digest, integers, make_buckets, numels_of, planned, strategy_of
 from benchmarks.rank_pool import NUM_RANKS, POOL
-from espresso.comm.execute.device import DeviceExecutor
+from espresso.comm.execute.device import DevicePass, DeviceSide
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import DeviceMemory
@@ -67,6 +67,14 @@ class WatchedMemory(DeviceMemory):
         return made
 
 
+class WatchedSide(DeviceSide):
+    """Keeps the last pass, whose events tell what was ordered."""
+
+    def begin(self, record: Any, patience_s: float) -> DevicePass:
+        self.record, self.run = record, super().begin(record, patience_s)
+        return self.run
+
+
 class DeviceExchange(Exchange):
     """An exchange whose model is on an emulated device."""
 
@@ -78,22 +86,11 @@ class DeviceExchange(Exchange):
         super().renew(transactional=transactional, correction=correction)
         return self
 
-    def _make_executor(self) -> DeviceExecutor:
-        codecs = self.codecs
-        assert isinstance(codecs, DeviceCodecs)
-        return DeviceExecutor(
-            self.groups,
-            codecs,
-            self.script,
-            store=self.store,
-            seed=self.seed,
-            timeout_s=self._timeout_s,
-            velocities=self.velocities,
-            servers=self.link,
-            streams=self.streams,
-            memory=WatchedMemory(self.streams),
-            note_taker=codecs.notes,
-        )
+    def side(self) -> DeviceSide:
+        assert isinstance(self.codecs, DeviceCodecs)
+        self.memory = WatchedMemory(self.streams)
+        self.last = WatchedSide(self.streams, self.memory, self.codecs.notes)
+        return self.last
 
 
 def normal(buckets: Any, rank: int, step: int) -> list[torch.Tensor]:
@@ -374,15 +371,13 @@ def run_traced(rank: int) -> list[str]:
     strategy = strategy_of(buckets, device.groups.cluster, choices, partition_bytes=4096)
     assignment = device.planned(Assignment(strategy, record=True), buckets)
     wrong = []
-    memory = device.executor.memory
+    memory = device.memory
     for _ in range(2):
         memory.filled.clear()
         device.step(assignment, buckets, normal(buckets, rank, 0))
-        verdict = device.executor._pending
-        assert verdict is not None
-        marks, laid = verdict.marks, verdict.iteration.record.plan
+        marks, laid = device.last.run, device.last.record.plan
         assert laid is not None
-        times = {interval.task: (begin, end) for interval, begin, end in marks.times}
+        times = {interval.task: (begin, end) for interval, begin, end in marks.intervals}
         firsts = [begin for begin, _ in times.values()]
         if any(not happens_before(filled, begin) for filled in memory.filled for begin in firsts):
             wrong.append("a task before what was made for it was filled with zeros")
@@ -395,7 +390,7 @@ def run_traced(rank: int) -> list[str]:
                 wrong.append(f"{task.step} before backward")
             if task.after in times and not happens_before(times[task.after][1], begin):
                 wrong.append(f"{task.step} before what it follows")
-            if not happens_before(end, verdict.event):
+            if not happens_before(end, marks.end):
                 wrong.append(f"{task.step} after the verdict")
         for lane in {lane for task in laid.tasks for lane in task.lanes}:
             mine = [i for i in laid.order if lane in laid.tasks[i].lanes and i in times]

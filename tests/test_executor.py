@@ -23,7 +23,9 @@ from benchmarks.exchange import (
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Assignment
-from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, options_for, parse_option
+from espresso.live.planner import FixedPlanner
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, options_for, parse_option, plan
+from espresso.strategies.list_scheduling import list_order
 
 SIZES = ({"a": 3000, "b": 100}, {"c": 2000}, {"d": 500, "e": 700})
 PAIR = "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather"
@@ -136,6 +138,72 @@ def test_a_record_tells_what_ran_and_every_lane_kept_the_total_order():
             assert task.after is None or times[task.after][1] <= start
         numel = sum(bucket.numel for bucket in record.buckets)
         assert record.bytes_raw == pytest.approx(2 * 3 / 4 * 4 * numel, abs=len(laid.partitions))
+
+
+def run_in_plain_order(rank: int) -> tuple[list[Any], Any]:
+    """A given strategy until it has its order: the records, and the assignment that follows."""
+    exchange = Exchange(2)
+    exchange.warm_up({"none"})
+    buckets = make_buckets(*SIZES)
+    strategy = strategy_of(buckets, exchange.groups.cluster, lossless(PAIR), partition_bytes=4096)
+    planner = FixedPlanner(strategy, exchange.groups)
+    records = []
+    for step in range(3):
+        exchange.script.work = None
+        exchange.step(planner.assign(step), buckets, integers(buckets, rank, NUM_RANKS))
+        records.append(exchange.record)
+        work = planner.after(exchange.record)
+        if work is not None:
+            work()
+    exchange.close()
+    return records, planner.assign(3)
+
+
+def test_a_given_strategy_is_ordered_by_how_long_its_tasks_took():
+    answers = POOL.run(run_in_plain_order)
+    records, assignment = answers[0]
+    laid = plan(assignment.strategy, make_buckets(*SIZES))
+    measured = records[1]  # the first whose buckets are those of the one before
+    assert measured.assignment.order is None
+    assert sorted(i.task for i in measured.intervals) == list(range(len(laid.tasks)))
+    for interval in measured.intervals:
+        task = laid.tasks[interval.task]
+        bucket = laid.groups[laid.partitions[interval.partition].group].bucket
+        assert (task.lanes[0], task.partition) == (interval.lane, interval.partition)
+        assert interval.start_ns >= measured.ready_ns[bucket]
+    took = {i.task: (i.end_ns - i.start_ns) / 1e3 for i in measured.intervals}
+    ready = [(ns - measured.ready_ns[0]) / 1e3 for ns in measured.ready_ns]
+    order = list_order(laid, ready, [took[task.index] for task in laid.tasks])
+    assert [answer[1].order for answer in answers] == [order] * NUM_RANKS
+    assert records[2].assignment.order == order
+
+
+def run_asked(rank: int, text: str) -> list[int]:
+    """How often the loss scale is asked for, in each of two iterations."""
+    exchange = Exchange(2)
+    exchange.warm_up({"none"})
+    buckets = make_buckets(*SIZES)
+    exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(text))))
+    asked = [0, 0]
+    for step in range(2):
+
+        def grad_scale(step: int = step) -> float:
+            asked[step] += 1
+            return 1.0
+
+        futures = [
+            exchange.executor.reduce(b.index, g, is_last=b.index == 2, grad_scale=grad_scale, describe=lambda b=b: b)
+            for b, g in zip(buckets, integers(buckets, rank, NUM_RANKS), strict=True)
+        ]
+        torch.futures.wait_all(futures)
+    exchange.close()
+    return asked
+
+
+@pytest.mark.parametrize("text", ["flat.allreduce", ALLGATHER])
+def test_the_loss_scale_is_asked_for_once_an_iteration(text):
+    """On a GPU every answer makes the host wait for backward."""
+    assert POOL.run(run_asked, text) == [[1, 1]] * NUM_RANKS
 
 
 def run_deferred(rank: int) -> tuple[bool, Any, str]:
@@ -428,13 +496,12 @@ def test_buckets_out_of_order_are_an_error_that_stays():
 
 
 def run_watchdog(rank: int) -> tuple[str, str]:
-    """A task that hangs; the deadline is made to be one second."""
+    """A task that hangs; the deadline is short."""
     exchange = Exchange(2)
     codecs = exchange.codecs
     broken = BrokenCodec(codecs(CompressorSpec("none"), Device.TRAINING))
     exchange.codecs = lambda spec, device: broken
-    exchange.renew()
-    exchange.executor._timeout_s = 1.0 - 5.0
+    exchange.renew(timeout_s=0.2)
     buckets = make_buckets(*SIZES)
     exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, lossless(ALLGATHER)))
     buffers = integers(buckets, rank, NUM_RANKS)
@@ -443,7 +510,7 @@ def run_watchdog(rank: int) -> tuple[str, str]:
         return exchange.executor.reduce_bucket(buckets[index], buffers[index], is_last=index == 2, grad_scale=1.0)
 
     give(0).wait()
-    time.sleep(2.5)  # a slow backward pass: nobody waits for us, so no deadline runs
+    time.sleep(4.0)  # a slow backward pass: nobody waits for us, so no deadline runs
     patient = caught(lambda: give(1).wait())
     broken.wait = threading.Event()
     stuck = caught(give(2).wait)
@@ -492,6 +559,28 @@ def run_failing_work(rank: int) -> list[str]:
     assert isinstance(exchange.executor.error, EspressoError)
     exchange.close()
     return texts
+
+
+def run_failing_note(rank: int, text: str) -> str:
+    exchange = Exchange(2)
+    exchange.warm_up({"none"})
+    buckets = make_buckets(*SIZES)
+
+    def after(record: Any) -> None:
+        raise ValueError("a note that fails")
+
+    exchange.script.after = after
+    assignment = Assignment(strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(text))))
+    began = time.monotonic()
+    text = caught(lambda: exchange.step(assignment, buckets, integers(buckets, rank, NUM_RANKS)))
+    assert time.monotonic() - began < 10
+    exchange.close()
+    return text
+
+
+@pytest.mark.parametrize("text", ["flat.allreduce", ALLGATHER])
+def test_an_error_in_the_planners_notes_does_too(text):
+    assert all("a note that fails" in text for text in POOL.run(run_failing_note, text))
 
 
 def test_an_error_in_the_planners_work_reaches_the_hook():

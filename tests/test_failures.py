@@ -1,8 +1,11 @@
 """A rank dies, hangs or raises: the others raise in time, say what they waited for, and nothing hangs."""
 
+import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from espresso.comm.execute import executor
+from benchmarks.emulated import open_network, run_workers, why_not_permitted
 from espresso.cpu_offload.codec import HostCodec
 from tests.ddp import (
     ALLGATHER,
@@ -31,6 +34,9 @@ from tests.workers import run_ranks
 FATAL_STEP = 4
 PROMPT_S = 15.0
 """A closed connection is noticed at once; generous, for a busy machine, and far below the time-out."""
+
+TIMEOUT_S = 4.0
+REFUSAL = why_not_permitted()
 
 DEATHS = {
     "in backward": (SHARDED, "efsignsgd", 1),
@@ -67,7 +73,8 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_deadline(played):
     sleeper, *others = [report for report in played(one_rank_sleeps)]
     for rank, report in enumerate(others, start=1):
         check_report(rank, report)
-        assert 3.0 <= report["raised_at"] - sleeper["stopped_at"] < 3.0 + PROMPT_S
+        assert 3.0 <= report["raised_at"] - sleeper["stopped_at"] < 3.0 + 5.0
+        assert "Rank 0 is behind: iteration 4 has not begun there" in report["first"], report["first"]
 
 
 def test_an_encoder_that_raises(played):
@@ -86,6 +93,42 @@ def test_an_exception_in_the_users_backward(played):
     assert "did not finish" in reports[1]["again"] or "before the last one was averaged" in reports[1]["again"]
     for rank in (0, 2):
         check_report(rank, reports[rank])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_is_named_in_time(victim, tmp_path):
+    """Rank 0's host runs the job's store, which then answers nobody: connections to it hang."""
+    outcomes = run_ranks(train_beside_a_stopped_rank, 3, victim, str(tmp_path / "at"), check=False, deadline_s=80)
+    stopped_at = float((tmp_path / "at").read_text())
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.error is None, outcome.error
+            check_report(outcome.rank, outcome.value)
+            check_time(outcome.value["raised_at"] - stopped_at)
+            assert f"Rank {victim} does not answer" in outcome.value["first"], outcome.value["first"]
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=f"no network namespaces: {REFUSAL}")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_that_loses_its_network(victim, tmp_path):
+    """Each side raises in time, and names whom it cannot reach."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"from tests.test_failures import lose_the_network\nlose_the_network({victim}, {str(tmp_path)!r})"
+    )
+    with open_network(2, "1gbit") as network:
+        environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
+        run_workers(network, [sys.executable, str(script)], deadline_s=100, env=environment, log_dir=tmp_path)
+    down_at = float((tmp_path / "at").read_text())
+    for rank in (0, 1):
+        report = json.loads((tmp_path / f"{rank}.json").read_text())
+        check_report(rank, report)
+        check_time(report["raised_at"] - down_at)
+        assert f"Rank {1 - rank} does not answer" in report["first"], report["first"]
+
+
+def check_time(took_s: float) -> None:
+    assert TIMEOUT_S - 1.0 < took_s < TIMEOUT_S + 5.0
 
 
 def check_report(rank: int, report: dict[str, Any]) -> None:
@@ -111,6 +154,13 @@ class _Counter(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.count = 0
+
+    def settled(self) -> int:
+        """Futures are released before the log is written."""
+        deadline = time.monotonic() + 5.0
+        while not self.count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.count
 
     def emit(self, record: logging.LogRecord) -> None:
         self.count += 1
@@ -138,7 +188,7 @@ def train_until_error(
         except Exception as error:
             report = {"first": f"{type(error).__name__}: {error}", "raised_at": time.time()}
             report["again"] = second_try(ddp, rank)
-            report["logged"] = counter.count
+            report["logged"] = counter.settled()
             assert state.error is not None or report["first"].startswith("ValueError")
     logging.getLogger("espresso").removeHandler(counter)
     return report
@@ -175,17 +225,46 @@ def train_until_death(rank: int, moment: str, case: tuple[str, str, int], path: 
 
 
 def kill_in_lane(die: Callable[[], None]) -> None:
-    """Die on the third task that a lane's thread begins."""
-    run_step, begun = executor._run_step, [0]
+    """Die in the first decoding, on a lane's thread."""
 
-    def run(*args: Any) -> None:
+    def decode(*_: Any, **__: Any) -> bool:
         assert threading.current_thread().name.startswith("espresso-")
-        begun[0] += 1
-        if begun[0] == 3:
-            die()
-        run_step(*args)
+        die()
+        return True
 
-    executor._run_step = run
+    HostCodec.decode = decode
+
+
+def train_beside_a_stopped_rank(rank: int, victim: int, path: str) -> dict[str, Any]:
+    """One rank stops itself, as SIGSTOP from outside would; another ends it when all is said."""
+    pids: list[Any] = [None] * 3
+    torch.distributed.all_gather_object(pids, os.getpid())
+
+    def before_step(step: int, ddp: torch.nn.Module) -> None:
+        if step == FATAL_STEP and rank == victim:
+            Path(path).write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    report = train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=TIMEOUT_S)
+    if rank == 2:
+        time.sleep(5.0)  # the other survivor may need the victim to stay as it is
+        os.kill(pids[victim], signal.SIGKILL)
+    return report
+
+
+def lose_the_network(victim: int, folder: str) -> None:
+    """The main function of a worker on an emulated host, one of which takes its own network down."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+
+    def before_step(step: int, ddp: torch.nn.Module) -> None:
+        if step == FATAL_STEP and rank == victim:
+            subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
+            Path(folder, "at").write_text(str(time.time()))
+
+    report = train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=TIMEOUT_S)
+    Path(folder, f"{rank}.json").write_text(json.dumps(report))
 
 
 # -- scenarios on three ranks ----------------------------------------------------------------------

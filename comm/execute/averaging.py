@@ -8,44 +8,97 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from espresso.comm import collectives
+from espresso.comm.errors import EspressoError
+from espresso.comm.execute.failure import worded
+from espresso.comm.execute.iteration import Iteration, described
 from espresso.comm.groups import Member
+from espresso.comm.memory import is_finite
+from espresso.strategies import DTYPES, Bucket
+
+
+@dataclass
+class Averager:
+    """What stays from one such iteration to the next.
+
+    Attributes:
+        member: the group of all ranks.
+        known: buckets by number, with their elements: they are described once, as long as their size stays.
+        collects_early: whether somebody waits for buckets before the last is there. DDP waits for nothing before
+            that; a hook around ours may.
+    """
+
+    member: Member
+    known: dict[int, tuple[int, Bucket]] = field(default_factory=dict)
+    collects_early: bool = False
 
 
 class Averaging:
-    """The allreduces of one iteration.
+    """The allreduces of one iteration: a course.
 
     A bucket is never cut here: an option of one step has no second step to be pipelined with.
 
     Args:
-        member: the group of all ranks.
         on_done: called with a bucket's number when its sum is there, in the caller's thread or the library's.
-        on_failure: called with a bucket's number and what the library raised.
+        on_failure: called with what the library or ``on_done`` raised.
     """
 
     def __init__(
-        self, member: Member, on_done: Callable[[int], None], on_failure: Callable[[int, Exception], None]
+        self,
+        iteration: Iteration,
+        averager: Averager,
+        on_done: Callable[[int], None],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._member = member
-        self._scale = 1.0 / member.size
+        self._iteration, self._averager = iteration, averager
+        self._scale = 1.0 / averager.member.size
         self._on_done, self._on_failure = on_done, on_failure
-        # Each entry is taken by exactly one caller of `collect`: popping a deque is atomic.
+        # Each entry is taken by exactly one caller of `_collect`: popping a deque is atomic.
         self._under_way: deque[tuple[int, Any]] = deque()
-        self.num_started = 0
 
-    def start(self, buffer: torch.Tensor) -> None:
-        """Divide ``buffer`` by the number of ranks and begin to sum it over them, in place."""
+    def take(self, index: int, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Averaging:
+        known = self._averager.known.get(index)
+        if known is None or known[0] != buffer.numel():
+            self._averager.known[index] = (buffer.numel(), describe())
+        if self._iteration.last_seen:
+            self._fill_record(index + 1)  # first: the watchdog may collect the last bucket as soon as it has begun
         buffer.mul_(self._scale)
-        self._under_way.append((self.num_started, collectives.allreduce_async(buffer, self._member)))
-        self.num_started += 1
+        self._under_way.append((index, collectives.allreduce_async(buffer, self._averager.member)))
+        if self._iteration.last_seen or self._averager.collects_early:
+            self._collect()
+        return self
 
-    def collect(self) -> None:
-        """Report what has arrived, now, and what has not when it does. Called once DDP may wait for it."""
+    def hurry(self) -> None:
+        if not self._iteration.last_seen:
+            self._averager.collects_early = True
+            self._collect()
+
+    def waiting_for(self) -> list[str]:
+        iteration, known = self._iteration, self._averager.known
+        return [self._label(i) for i in range(iteration.num_seen) if i not in iteration.complete and i in known]
+
+    def place(self) -> int:
+        iteration = self._iteration
+        return next((i for i in range(iteration.num_seen) if i not in iteration.complete), iteration.num_seen)
+
+    def is_finite(self) -> bool:
+        iteration = self._iteration
+        return not iteration.checks or all(is_finite(b) for b in iteration.buffers.values() if b.numel())
+
+    def _fill_record(self, num_buckets: int) -> None:
+        record, ranks = self._iteration.record, self._averager.member.size
+        record.buckets = tuple(self._averager.known[i][1] for i in range(num_buckets))
+        record.bytes_raw = sum(round(2 * (ranks - 1) / ranks * b.numel * DTYPES[b.dtype]) for b in record.buckets)
+        record.bytes_sent = record.bytes_raw
+
+    def _collect(self) -> None:
+        """Report what has arrived, now, and what has not when it does."""
         while self._under_way:
             try:
                 index, work = self._under_way.popleft()
@@ -61,6 +114,15 @@ class Averaging:
         try:
             future.value()
         except Exception as error:  # whatever the library raises is reported
-            self._on_failure(index, error)
+            wrapped = EspressoError(f"{self._label(index)}: {worded(error)}")
+            wrapped.__cause__ = error
+            self._on_failure(wrapped)
             return
-        self._on_done(index)
+        try:
+            self._on_done(index)
+        except Exception as error:  # the library's thread would drop it
+            self._on_failure(error)
+
+    def _label(self, index: int) -> str:
+        tensors = [slot.tensor for slot in self._averager.known[index][1].slots]
+        return described("step 1/1 'flat.allreduce'", index, tensors, self._averager.member.ranks)

@@ -1,4 +1,4 @@
-"""The executor of a job on a GPU: the same plan and the same order, but lanes are streams.
+"""Tasks of a job on a GPU: the same plan and the same order, but lanes are streams.
 
 ::
 
@@ -17,22 +17,24 @@ has to do then runs there. In a profiled iteration (``Assignment.deferred``) the
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from espresso.comm.errors import EspressoError
-from espresso.comm.execute.executor import Executor, Interval, Record, _Iteration, _label, _worded
+from espresso.comm.execute.assignment import Interval, Record
+from espresso.comm.execute.failure import StalledError
+from espresso.comm.execute.iteration import Future, Work
 from espresso.comm.execute.lanes import LAUNCH, Node
 from espresso.comm.execute.streams import OUT, STREAM_OF, Event, Streams
-from espresso.comm.memory import DeviceMemory
-from espresso.comm.program.partition import PartitionProgram, Round
-from espresso.strategies import Bucket, Lane, Plan, Routine, Stage, StepKind, Task
+from espresso.comm.memory import DeviceMemory, Memory
+from espresso.strategies import Lane, Routine, Stage, StepKind
 
 NoteTaker = Callable[[], list[torch.Tensor]]
 """Gives tensors on the device that are all zero if the iteration's payloads were good and finite."""
@@ -51,270 +53,30 @@ class _Launched:
 _LAUNCHED = _Launched()
 
 
-@dataclass
-class _Marks:
-    """Events of one iteration, and what else the device keeps of it."""
-
-    begin: Event
-    ready: dict[int, Event] = field(default_factory=dict)
-    last: dict[Lane, Event] = field(default_factory=dict)
-    of_node: dict[Node, Event] = field(default_factory=dict)
-    ends: dict[PartitionProgram, Event] = field(default_factory=dict)
-    times: list[tuple[Interval, Event, Event]] = field(default_factory=list)
-
-
-@dataclass
-class _Verdict:
-    """An iteration whose work is launched but not judged yet."""
-
-    iteration: _Iteration
-    flags: torch.Tensor
-    event: Event
-    marks: _Marks
-
-
-class DeviceExecutor(Executor):
-    """Runs assignments on the streams of one device.
+class DeviceSide:
+    """The streams of one device.
 
     Args:
         streams: of the model's device.
-        memory: of the model's device.
+        memory: likewise.
         note_taker: for what decoders find.
-        arguments: as for :class:`~espresso.comm.execute.executor.Executor`.
     """
 
-    host_copies = True
+    averages_alone = False  # every tensor goes through programs: they know streams
+    judges_late = True
 
-    def __init__(
-        self, *arguments: Any, streams: Streams, memory: DeviceMemory, note_taker: NoteTaker, **more: Any
-    ) -> None:
-        super().__init__(*arguments, **more)
-        self.streams, self.memory = streams, memory
-        self._context = replace(self._context, memory=memory, host=memory.host)
-        self._note_taker = note_taker
-        self._marks: _Marks | None = None
-        self._pending: _Verdict | None = None
+    def __init__(self, streams: Streams, memory: DeviceMemory, note_taker: NoteTaker) -> None:
+        self.streams, self.found_by_decoders, self.noted = streams, note_taker, memory.take_notes
+        self.memory: Memory = memory
+        self.host: Memory = memory.host
         self._anchor: tuple[Event, int] | None = None
         self._clock: Any = None
-        self._touched = False
 
-    # -- the hook ----------------------------------------------------------------------------------
+    def begin(self, record: Record, patience_s: float) -> DevicePass:
+        return DevicePass(self, record, patience_s)
 
-    def _begin(self) -> None:
-        self.conclude()
-        super()._begin()
-        assert self._iteration is not None
-        self._iteration.averaging = None  # every tensor goes through programs: they know streams
-        self._marks = _Marks(self.streams.record())
-
-    def _new_future(self, index: int) -> torch.futures.Future[torch.Tensor]:
-        assert self._marks is not None
-        self._marks.ready[index] = self.streams.record()
-        return self.streams.new_future()
-
-    def _prepare(self, iteration: _Iteration, bucket: Bucket, buffer: torch.Tensor, now: Round) -> None:
-        """What was allocated, filled or clipped here was launched on backward's stream: tasks wait for that too."""
-        assert self._marks is not None
-        self._touched = self.velocities is not None and bool(self.velocities.rule.clip_norm)
-        super()._prepare(iteration, bucket, buffer, now)
-        if self._touched:
-            self._marks.ready[bucket.index] = self.streams.record()
-
-    def _compile(self, laid: Plan) -> list[PartitionProgram]:
-        self._touched = True
-        return super()._compile(laid)
-
-    def _node(
-        self,
-        iteration: _Iteration,
-        program: PartitionProgram,
-        task: Task,
-        bucket: int,
-        before: Node | None,
-        ends: bool,
-    ) -> Node:
-        marks = self._marks
-        assert marks is not None
-        launch = partial(self._launch, iteration, marks, program, task, bucket, before, ends)
-        takes_host = self._takes_host(program, task)
-        moves = task.stage is Stage.STEP and task.step.kind is StepKind.COMMUNICATE
-        ordered = moves and not takes_host
-        node = Node(
-            lanes=(*task.lanes, LAUNCH) if ordered else task.lanes,
-            bucket=bucket,
-            run=lambda: None,
-            label=partial(_label, program, task.step_index, bucket),
-            after=before,
-            tag=(task.index, task.partition),
-            on_done=partial(self._task_done, iteration, program, ends),
-        )
-        if takes_host:
-            node.run = partial(launch, node, on_host=True)
-        else:
-            node.issue = partial(launch, node, on_host=False)
-        return node
-
-    def _takes_host(self, program: PartitionProgram, task: Task) -> bool:
-        if task.stage is not Stage.STEP:
-            return False
-        if task.step.routine in (Routine.PUSH, Routine.PULL):
-            return True
-        if task.step.scope is not None:
-            return program.context.members[task.step.scope].is_gloo
-        return task.lanes == (Lane.OFFLOAD,)
-
-    def _launch(
-        self,
-        iteration: _Iteration,
-        marks: _Marks,
-        program: PartitionProgram,
-        task: Task,
-        bucket: int,
-        before: Node | None,
-        ends: bool,
-        node: Node,
-        *,
-        on_host: bool,
-    ) -> _Launched:
-        """Queue a task on its stream; one that takes the host first waits, on its lane's thread, for what it needs."""
-        action = program.action(task.step_index, task.stage)
-        earlier = [marks.ready[bucket] if before is None else marks.of_node[before]]
-        earlier += [marks.last[lane] for lane in task.lanes if lane in marks.last]
-        with self.streams.on(STREAM_OF[task.lanes[-1]]):
-            self.streams.wait(earlier)
-            begin = self.streams.record()
-            if before is None:
-                program.load()
-            if on_host:
-                reached = self.streams.record()
-                if not self.streams.wait_here(reached, self._timeout_s):
-                    raise EspressoError(f"the device did not come so far within {self._timeout_s:.0f} s")
-            action()
-            if ends:
-                drains = iteration.record.assignment.drain and not self.store.is_empty
-                program.finish(check=iteration.checks or drains or self.velocities is not None)
-            end = self.streams.record()
-        with self._lock:
-            marks.of_node[node] = end
-            for lane in task.lanes:
-                marks.last[lane] = end
-            if ends:
-                marks.ends[program] = end
-                iteration.finite.append(program.finite is not False)  # what a step on the host found
-            if iteration.record.assignment.record:
-                interval = Interval(task.index, task.lanes[0], task.partition, 0, 0)
-                marks.times.append((interval, begin, end))
-        return _LAUNCHED
-
-    def _task_done(self, iteration: _Iteration, program: PartitionProgram, ends: bool, node: Node) -> None:
-        with self._lock:
-            if ends:
-                iteration.record.bytes_sent += program.bytes_sent
-                iteration.record.bytes_raw += program.num_bytes_raw
-            iteration.touched_s = time.monotonic()
-            iteration.open_tasks[node.bucket] -= 1
-            done = iteration.open_tasks[node.bucket] == 0
-        if done:
-            self._bucket_done(iteration, node.bucket)
-
-    # -- completion --------------------------------------------------------------------------------
-
-    def _bucket_done(self, iteration: _Iteration, bucket: int) -> None:
-        """All of a bucket is launched: DDP's stream may wait for it."""
-        marks = self._marks
-        assert marks is not None
-        with self._lock:
-            iteration.complete.add(bucket)
-            everything = iteration.last_seen and len(iteration.complete) == len(iteration.record.ready_ns)
-        with self.streams.on(OUT):
-            programs = iteration.programs[bucket]
-            ends = [marks.ends[program] for program in programs if program in marks.ends]
-            self.streams.wait([marks.ready[bucket], *ends])
-            if not everything:
-                iteration.futures[bucket].set_result(iteration.buffers[bucket])
-                return
-            self.streams.wait(marks.ends.values())
-            verdict = self._verdict(iteration, marks)
-            if not iteration.record.assignment.deferred:
-                with self._lock:
-                    self._pending, self._iteration = verdict, None
-                iteration.futures[bucket].set_result(iteration.buffers[bucket])
-                return
-        self._lanes.submit("control", partial(self._conclude_now, verdict, bucket))
-
-    def _verdict(self, iteration: _Iteration, marks: _Marks) -> _Verdict:
-        """Start the copy of everything that the iteration noted on the device."""
-        device = self.streams.device
-        notes = [(~note).view(1) for note in self.memory.take_notes()]
-        found = self._note_taker()
-        flags = torch.cat([torch.zeros(1, dtype=torch.bool, device=device), *notes])
-        codes = torch.cat([torch.zeros(2, dtype=torch.int64, device=device), *(f.view(-1) for f in found)])
-        both = torch.stack([flags.any().to(torch.int64), codes[0::2].amax(), codes[1::2].amax()])
-        for tensor in found:
-            tensor.zero_()
-        host = self.memory.host.numbers(3, torch.int64)
-        host.copy_(both, non_blocking=True)
-        return _Verdict(iteration, host, self.streams.record(), marks)
-
-    def conclude(self) -> None:
-        """Judge the last iteration, if that is still to be done: wait for the device, commit or discard residuals.
-
-        Raises:
-            EspressoError: the device did not finish in time, or a payload was malformed.
-        """
-        verdict, self._pending = self._pending, None
-        if verdict is None:
-            return
-        more = self._judge(verdict)
-        if more is not None:
-            try:
-                more()
-            except EspressoError as error:
-                raise self._fail_now(str(error)) from error
-            except Exception as error:
-                text = f"while the ranks searched or compared after an iteration: {_worded(error)}"
-                raise self._fail_now(text) from error
-
-    def _judge(self, verdict: _Verdict) -> Callable[[], None] | None:
-        self._read(verdict)
-        self._take_times(verdict.iteration.record, verdict)
-        return self.planner.after(verdict.iteration.record)
-
-    def _read(self, verdict: _Verdict) -> None:
-        """Wait for the device, and commit or discard residuals."""
-        iteration, record = verdict.iteration, verdict.iteration.record
-        if not self.streams.wait_here(verdict.event, self._timeout_s):
-            raise self._fail_now(
-                f"rank {self.groups.rank}: the device did not finish iteration {record.iteration} within"
-                f" {self._timeout_s:.0f} s; another rank died, hangs, or runs a different number of steps"
-            )
-        not_finite, flagged, malformed = verdict.flags.tolist()
-        if malformed:
-            raise self._fail_now(
-                f"rank {self.groups.rank}: iteration {record.iteration} received a malformed payload"
-                f" (code {malformed:#x}); do all ranks use the same strategy and version?"
-            )
-        iteration.finite.append(not (not_finite or flagged))
-        self._settle(iteration)
-
-    def _conclude_now(self, verdict: _Verdict, bucket: int) -> None:
-        """On the control thread: judge, let the planner work, then complete the last future."""
-        iteration = verdict.iteration
-        try:
-            more = self._judge(verdict)
-        except EspressoError:
-            return  # kept and logged already; the futures have it
-        if more is not None:
-            with self.streams.on(OUT):
-                self._run_more(more, iteration, bucket)
-            return
-        self._complete(iteration, bucket)
-
-    def _complete(self, iteration: _Iteration, bucket: int) -> None:
-        with self.streams.on(OUT):
-            super()._complete(iteration, bucket)
-
-    # -- times -------------------------------------------------------------------------------------
+    def watch(self, clock: Any) -> None:
+        self._clock = clock
 
     def at_ns(self, event: Event) -> int:
         """When an event came, on the clock of ``perf_counter_ns``; both it and the anchor have come."""
@@ -322,27 +84,135 @@ class DeviceExecutor(Executor):
         anchor, at_ns = self._anchor
         return at_ns + int(self.streams.elapsed_us(anchor, event) * 1e3)
 
-    def _take_times(self, record: Record, verdict: _Verdict) -> None:
-        """Put the device's times into the record, and take a new anchor: the device has come to rest or nearly so."""
-        if self._anchor is not None:
-            record.ready_ns = [self.at_ns(verdict.marks.ready[i]) for i in range(len(record.ready_ns))]
-            record.done_ns = self.at_ns(verdict.event)
-            record.intervals = [
-                replace(interval, start_ns=self.at_ns(begin), end_ns=self.at_ns(end))
-                for interval, begin, end in verdict.marks.times
-            ]
+    def settle_times(self, event: Event, write: Callable[[], None]) -> None:
+        """``event`` has come, and the device rests or nearly so: write times down, then take it as the new anchor."""
+        known = self._anchor is not None
+        if known:
+            write()
         if self._clock is not None:
-            self._clock.read(self.at_ns if self._anchor is not None else None)
-        self._anchor = (verdict.event, record.done_ns if self._anchor is not None else time.perf_counter_ns())
+            self._clock.read(self.at_ns if known else None)
+        self._anchor = (event, self.at_ns(event) if known else time.perf_counter_ns())
 
-    def watch(self, clock: Any) -> None:
-        """Have ``clock.read`` called with :meth:`at_ns` after every iteration (None: measure no more)."""
-        self._clock = clock
 
-    def close(self) -> bool:
-        """Commit or discard what is left, then as on the host. The planner hears no more: its state may be gone."""
-        verdict, self._pending = self._pending, None
-        if self.error is None and verdict is not None:
-            with suppress(EspressoError):  # kept and logged
-                self._read(verdict)
-        return super().close()
+class DevicePass:
+    """One backward pass on a device."""
+
+    def __init__(self, side: DeviceSide, record: Record, patience_s: float) -> None:
+        self._side, self._streams, self._patience_s = side, side.streams, patience_s
+        self._records = record.assignment.record
+        self._lock = threading.Lock()
+        self.ready: dict[int, Event] = {}
+        self.intervals: list[tuple[Interval, Event, Event]] = []
+        self._ends: dict[int, list[Event]] = {}
+        self._last: dict[Lane, Event] = {}
+        self._of_work: dict[Work, Event] = {}
+        self.end: Event = self._streams.record()
+        self._flags = torch.zeros(3, dtype=torch.int64)
+
+    def new_future(self) -> Future:
+        return self._streams.new_future()
+
+    def prepared(self, bucket: int) -> None:
+        """What was allocated, filled or clipped for it was launched on backward's stream: tasks wait for that too."""
+        self.ready[bucket] = self._streams.record()
+
+    def node(self, work: Work, after: Node | None, on_done: Callable[[Work], None]) -> Node:
+        takes_host = _takes_host(work)
+        moves = work.task.stage is Stage.STEP and work.task.step.kind is StepKind.COMMUNICATE
+        launch = partial(self._launch, work, on_host=takes_host)
+        return Node(
+            lanes=(*work.task.lanes, LAUNCH) if moves and not takes_host else work.task.lanes,
+            bucket=work.bucket,
+            run=launch,
+            issue=None if takes_host else launch,
+            label=work.label,
+            after=after,
+            on_done=lambda _: on_done(work),
+        )
+
+    def hand_over(self, bucket: int, buffer: torch.Tensor, future: Future) -> None:
+        """DDP's stream will wait for all that is launched; the host does not."""
+        with self.aside():
+            self._streams.wait([self.ready[bucket], *self._ends.get(bucket, ())])
+            future.set_result(buffer)
+
+    def seal(self) -> None:
+        """Start the copy of everything that the iteration noted on the device."""
+        with self.aside():
+            self._streams.wait([*self.ready.values(), *(end for ends in self._ends.values() for end in ends)])
+            device = self._streams.device
+            notes = [(~note).view(1) for note in self._side.noted()]
+            found = self._side.found_by_decoders()
+            flags = torch.cat([torch.zeros(1, dtype=torch.bool, device=device), *notes])
+            codes = torch.cat([torch.zeros(2, dtype=torch.int64, device=device), *(f.view(-1) for f in found)])
+            both = torch.stack([flags.any().to(torch.int64), codes[0::2].amax(), codes[1::2].amax()])
+            for tensor in found:
+                tensor.zero_()
+            self._flags = self._side.host.numbers(3, torch.int64)
+            self._flags.copy_(both, non_blocking=True)
+            self.end = self._streams.record()
+
+    def read(self, record: Record) -> bool:
+        if not self._streams.wait_here(self.end, self._patience_s):
+            raise StalledError(
+                f"the device did not finish iteration {record.iteration} within {self._patience_s:.0f} s"
+            )
+        not_finite, flagged, malformed = self._flags.tolist()
+        if malformed:
+            raise EspressoError(
+                f"iteration {record.iteration} received a malformed payload (code {malformed:#x}); do all ranks use"
+                " the same strategy and version?"
+            )
+        return not (not_finite or flagged)
+
+    def note_times(self, record: Record) -> None:
+        self._side.settle_times(self.end, partial(self._write_times, record))
+
+    def aside(self) -> AbstractContextManager[Any]:
+        return self._streams.on(OUT)
+
+    def _write_times(self, record: Record) -> None:
+        at_ns = self._side.at_ns
+        record.ready_ns = [at_ns(self.ready[i]) for i in range(len(record.ready_ns))]
+        record.done_ns = at_ns(self.end)
+        record.intervals = [
+            replace(interval, start_ns=at_ns(begin), end_ns=at_ns(end)) for interval, begin, end in self.intervals
+        ]
+
+    def _launch(self, work: Work, *, on_host: bool) -> _Launched:
+        """Queue a task on its stream; one that takes the host first waits, on its lane's thread, for what it needs."""
+        action = work.program.action(work.task.step_index, work.task.stage)
+        lanes = work.task.lanes
+        earlier = [self.ready[work.bucket] if work.before is None else self._of_work[work.before]]
+        earlier += [self._last[lane] for lane in lanes if lane in self._last]
+        with self._streams.on(STREAM_OF[lanes[-1]]):
+            self._streams.wait(earlier)
+            begin = self._streams.record()
+            if work.before is None:
+                work.program.load()
+            if on_host and not self._streams.wait_here(self._streams.record(), self._patience_s):
+                raise StalledError(f"the device did not come so far within {self._patience_s:.0f} s")
+            action()
+            if work.finish is not None:
+                work.finish()
+            end = self._streams.record()
+        with self._lock:
+            self._of_work[work] = end
+            self._last |= dict.fromkeys(lanes, end)
+            if work.finish is not None:
+                self._ends.setdefault(work.bucket, []).append(end)
+            if self._records:
+                self.intervals.append((Interval(work.number, lanes[0], work.partition, 0, 0), begin, end))
+        return _LAUNCHED
+
+
+def _takes_host(work: Work) -> bool:
+    """Whether a task blocks, and so needs its lane's thread."""
+    step = work.task.step
+    if work.task.stage is not Stage.STEP:
+        return False
+    if step.routine in (Routine.PUSH, Routine.PULL):
+        return True
+    if step.scope is not None:
+        return work.program.context.members[step.scope].is_gloo
+    return work.task.lanes == (Lane.OFFLOAD,)

@@ -65,7 +65,6 @@ class Node:
     label: Callable[[], str]
     after: Node | None = None
     issue: Callable[[], Any] | None = None
-    tag: Any = None
     started: bool = False
     done: bool = False
     start_ns: int = 0
@@ -99,11 +98,9 @@ class _Worker:
 class Lanes:
     """The scheduler. Thread-safe; ``on_failure`` is called once, with the first exception and its node."""
 
-    def __init__(
-        self, on_failure: Callable[[BaseException, Node | None], None], lock: threading.RLock | None = None
-    ) -> None:
-        # One lock for the scheduler and its owner: callbacks run in both directions.
-        self._lock = threading.RLock() if lock is None else lock
+    def __init__(self, on_failure: Callable[[BaseException, Node | None], None]) -> None:
+        self.lock = threading.RLock()
+        """Of the scheduler and of its owner: callbacks run in both directions."""
         self._queues: dict[Queue, deque[Node]] = {lane: deque() for lane in (*Lane, LAUNCH)}
         self._ready: set[int] = set()
         self._to_issue: deque[Node] = deque()
@@ -113,44 +110,40 @@ class Lanes:
         self._failed = False
         self._closed = False
 
-    @property
-    def failed(self) -> bool:
-        return self._failed
-
     def enqueue(self, nodes: Iterable[Node]) -> None:
         """Append nodes, in the total order, to their lanes. They wait for their buckets."""
-        with self._lock:
+        with self.lock:
             for node in nodes:
                 for lane in node.lanes:
                     self._queues[lane].append(node)
 
     def drop(self, unwanted: Callable[[Node], bool]) -> None:
         """Take nodes that have not started off all lanes (a bucket that will not come as planned)."""
-        with self._lock:
+        with self.lock:
             for lane, queue in self._queues.items():
                 self._queues[lane] = deque(node for node in queue if node.started or not unwanted(node))
 
     def bucket_ready(self, buckets: Sequence[int]) -> None:
         """Open the gate of these buckets and start what can start."""
-        with self._lock:
+        with self.lock:
             self._ready.update(buckets)
             self._pump()
         self._issue()
 
     def begin_iteration(self) -> None:
         """Close all gates. Every lane must be empty."""
-        with self._lock:
+        with self.lock:
             self._ready.clear()
 
     def pending(self) -> list[Node]:
         """Nodes not done, in lane order, without repeats; the ones under way first."""
-        with self._lock:
+        with self.lock:
             nodes = list(dict.fromkeys(node for queue in self._queues.values() for node in queue))
         return sorted(nodes, key=lambda node: not node.started)
 
     def fail(self, error: BaseException, node: Node | None = None) -> None:
         """Cancel the order on all lanes. What runs runs out; nothing new starts."""
-        with self._lock:
+        with self.lock:
             if self._failed or self._closed:
                 return
             self._failed = True
@@ -160,12 +153,12 @@ class Lanes:
 
     def submit(self, thread: str, job: Callable[[], None]) -> None:
         """Run ``job`` on a thread of the scheduler, outside the order (used between iterations)."""
-        with self._lock:
+        with self.lock:
             self._worker(thread).submit(job)
 
     def close(self) -> list[threading.Thread]:
         """Stop the threads once they are idle, and return them. Does not wait: a lane may sit in a collective."""
-        with self._lock:
+        with self.lock:
             self._closed = True
             for queue in self._queues.values():
                 queue.clear()
@@ -259,7 +252,7 @@ class Lanes:
 
     def _finish(self, node: Node) -> None:
         node.end_ns = time.perf_counter_ns()
-        with self._lock:
+        with self.lock:
             if self._failed or self._closed:
                 return
             node.done = True

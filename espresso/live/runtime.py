@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from espresso.comm.execute.device import DeviceExecutor
+from espresso.comm.execute.device import DeviceSide
 from espresso.comm.execute.executor import Executor
 from espresso.comm.execute.streams import CudaStreams, Event, Streams
 from espresso.comm.groups import Groups
@@ -131,12 +131,10 @@ class DeviceRuntime:
 
     def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
         assert isinstance(codecs, DeviceCodecs)
-        return DeviceExecutor(
-            groups, codecs, planner, streams=self.streams, memory=self.memory, note_taker=codecs.notes, **more
-        )
+        side = DeviceSide(self.streams, self.memory, codecs.notes)
+        return Executor(groups, codecs, planner, side=side, **more)
 
     def clock(self, module: torch.nn.Module, names: Mapping[int, str], executor: Executor) -> GradientClock:
-        assert isinstance(executor, DeviceExecutor)
         clock = DeviceClock(module, names, self.streams)
         executor.watch(clock)
         return clock

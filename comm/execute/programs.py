@@ -1,0 +1,116 @@
+"""Plans compiled for this rank, once per plan, and what they keep put in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from espresso.comm.execute.assignment import Assignment
+from espresso.comm.keep.residual import Residual
+from espresso.comm.parameter_server import Line
+from espresso.comm.parameter_server.wire import Key
+from espresso.comm.program.partition import Context, PartitionProgram
+from espresso.strategies import Bucket, Plan, Strategy, plan
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A plan and its programs, one per partition."""
+
+    strategy: Strategy
+    plan: Plan
+    programs: tuple[PartitionProgram, ...]
+
+    @property
+    def numels(self) -> dict[str, int]:
+        return {slot.tensor: slot.numel for bucket in self.plan.buckets for slot in bucket.slots}
+
+    @property
+    def residuals(self) -> list[Residual]:
+        return [residual for program in self.programs for residual in program.residuals]
+
+    @property
+    def velocities(self) -> list[Residual]:
+        return [velocity for program in self.programs for velocity in program.velocities]
+
+
+class Programs:
+    """Compiles plans and keeps what is compiled as long as its residuals are in use.
+
+    Either one plan of all buckets is in use, or plans of single buckets are: adopting one moves the residuals of
+    the others, which are compiled again when they come back.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._of_plan: tuple[Assignment, Compiled] | None = None
+        self._of_bucket: dict[Bucket, Compiled] = {}
+        self._numels: dict[str, int] = {}
+
+    def of_plan(self, assignment: Assignment) -> Compiled:
+        """For all buckets of an assignment, in its order.
+
+        Raises:
+            EspressoError: the servers do not agree, or are gone.
+        """
+        assert assignment.buckets is not None
+        assert assignment.order is not None
+        if self._of_plan is None or self._of_plan[0] is not assignment:
+            order = assignment.order
+            compiled = self._compile(assignment.strategy, assignment.buckets, lambda laid: laid.with_order(order))
+            self._of_bucket.clear()
+            self._adopt(compiled, None)
+            self._of_plan = (assignment, compiled)
+        return self._of_plan[1]
+
+    def of_bucket(self, strategy: Strategy, bucket: Bucket) -> Compiled:
+        """For one bucket alone, in the plain order.
+
+        Raises:
+            EspressoError: the servers do not agree, or are gone.
+        """
+        found = self._of_bucket.get(bucket)
+        if found is None or found.strategy is not strategy or not self._keeps(found):
+            found = self._compile(strategy, [bucket])
+            self._of_plan = None
+            self._adopt(found, found.numels.keys())
+            self._of_bucket[bucket] = found
+        return found
+
+    def _compile(
+        self, strategy: Strategy, buckets: Collection[Bucket], ordered: Callable[[Plan], Plan] = lambda laid: laid
+    ) -> Compiled:
+        laid = ordered(plan(strategy, tuple(buckets), host_copies=self.context.memory.host_copies))
+        programs = (PartitionProgram(laid, part, self.context) for part in laid.partitions)
+        return Compiled(strategy, laid, tuple(programs))
+
+    def _adopt(self, compiled: Compiled, only: Collection[str] | None) -> None:
+        """What these programs keep is in use from now on, here and at the servers; what others kept moves there."""
+        self._numels |= compiled.numels
+        self.context.store.adopt(compiled.residuals, self._numels, only=only)
+        if self.context.velocities is not None:
+            self.context.velocities.adopt(compiled.velocities, self._numels, only=only)
+        self._tell_servers(compiled, only)
+
+    def _tell_servers(self, compiled: Compiled, only: Collection[str] | None) -> None:
+        servers = self.context.servers
+        if servers is None:
+            return
+        keys: list[Key] = []
+        lines: dict[int, Line] = {}
+        for program in compiled.programs:
+            if program.described is not None:
+                if program.line is not None and program.described.mine is not None:
+                    lines[len(keys) + program.described.mine] = program.line
+                keys += program.described.keys
+        if servers.needs(keys, only):
+            servers.install(keys, lines, self._numels, only, compiled.strategy.digest)
+        else:
+            servers.settle_waiting(self._numels)
+
+    def _keeps(self, compiled: Compiled) -> bool:
+        """Whether all that these programs keep is in use."""
+        velocities = self.context.velocities
+        return self.context.store.holds(compiled.residuals) and (
+            velocities is None or velocities.holds(compiled.velocities)
+        )

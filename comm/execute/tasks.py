@@ -1,0 +1,132 @@
+"""The tasks of one iteration: queued on their lanes in the total order, counted by bucket.
+
+::
+
+    enqueue   programs become nodes, which wait on their lanes
+    begin     a bucket's buffer is there: its programs are pointed at it, its gate opens
+    (lanes)   every task whose turn has come runs
+    on_done   the last task of a bucket is done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from espresso.comm.execute.iteration import Iteration, Work
+from espresso.comm.execute.lanes import Lanes, Node
+from espresso.comm.execute.programs import Compiled, Programs
+from espresso.comm.program.partition import Context, PartitionProgram, Round
+from espresso.strategies import Bucket
+
+
+class Tasks:
+    """Nodes of one iteration, and which of them are open.
+
+    Args:
+        programs: where :class:`Planned` and :class:`Plain` take theirs from.
+        on_done: called with a bucket's number after its last task.
+    """
+
+    def __init__(self, iteration: Iteration, programs: Programs, lanes: Lanes, on_done: Callable[[int], None]) -> None:
+        self.iteration, self.programs, self._lanes, self._on_done = iteration, programs, lanes, on_done
+        self._context: Context = programs.context
+        self._of_bucket: dict[int, list[PartitionProgram]] = {}
+        self._num_open: dict[int, int] = {}
+        self._held_back: list[int] = []
+        self._unfinished: dict[int, int] = {}  # bucket by place in the total order
+        self._finite: list[bool] = []
+
+    def enqueue(self, compiled: Compiled, first_task: int = 0, first_partition: int = 0) -> None:
+        """Put the nodes of a plan on their lanes, in its order.
+
+        Args:
+            first_task: the number of its first task in the plan of all buckets.
+            first_partition: likewise.
+        """
+        laid = compiled.plan
+        for bucket in laid.buckets:
+            self._of_bucket[bucket.index], self._num_open[bucket.index] = [], 0
+        works: dict[int, Work] = {}
+        nodes: dict[int, Node] = {}
+        place = {index: first_task + position for position, index in enumerate(laid.order)}
+        for program, tasks in zip(compiled.programs, laid.tasks_of_partition, strict=True):
+            number = program.group.bucket
+            self._of_bucket[number].append(program)
+            acting = [index for index in tasks if program.actions[laid.tasks[index].step_index] is not None]
+            self._num_open[number] += len(acting)
+            for before, index in zip([None, *acting], acting, strict=False):
+                works[index] = Work(
+                    program,
+                    laid.tasks[index],
+                    number,
+                    first_task + index,
+                    first_partition + program.partition.index,
+                    None if before is None else works[before],
+                    partial(self._finish, program) if index == acting[-1] else None,
+                )
+                after = None if before is None else nodes[before]
+                nodes[index] = self.iteration.run.node(works[index], after, partial(self._done, place[index]))
+        with self._lanes.lock:
+            self._unfinished |= {place[index]: node.bucket for index, node in nodes.items()}
+            self._lanes.enqueue(nodes[index] for index in laid.order if index in nodes)
+
+    def drop(self, first_bucket: int) -> None:
+        """Take what has not begun of this bucket and all later ones off the lanes."""
+        with self._lanes.lock:
+            self._lanes.drop(lambda node: node.bucket >= first_bucket)
+            self._unfinished = {place: b for place, b in self._unfinished.items() if b < first_bucket}
+
+    def begin(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Point a bucket's programs at its buffer, and open its gate."""
+        iteration, context = self.iteration, self._context
+        iteration.record.buckets += (bucket,)
+        scale = 1.0 if iteration.grad_scale is None else iteration.grad_scale
+        if context.velocities is not None:
+            context.velocities.clip(bucket, buffer, context.cluster.num_ranks, scale, context.memory)
+        now = Round(iteration.record.iteration, scale, iteration.record.assignment.drain)
+        for program in self._of_bucket[bucket.index]:
+            program.bind(buffer, now)
+        iteration.run.prepared(bucket.index)
+        opened = self._gates(bucket.index)
+        for index in opened:
+            if self._num_open[index] == 0:
+                self._on_done(index)
+        self._lanes.bucket_ready(opened)
+
+    def waiting_for(self) -> list[str]:
+        return [node.label() for node in self._lanes.pending()]
+
+    def place(self) -> int:
+        """Of the first unfinished task in the total order; behind all if there is none."""
+        with self._lanes.lock:
+            return min(self._unfinished, default=1 << 30)
+
+    def is_finite(self) -> bool:
+        return all(self._finite)
+
+    def _gates(self, bucket: int) -> list[int]:
+        """Which buckets to open now: this one, or all of them at the last if the iteration is deferred."""
+        if not self.iteration.record.assignment.deferred:
+            return [bucket]
+        self._held_back.append(bucket)
+        return self._held_back if self.iteration.last_seen else []
+
+    def _finish(self, program: PartitionProgram) -> None:
+        drains = self.iteration.record.assignment.drain and not self._context.store.is_empty
+        program.finish(check=self.iteration.checks or drains or self._context.velocities is not None)
+
+    def _done(self, place: int, work: Work) -> None:
+        with self._lanes.lock:
+            if work.finish is not None:
+                self._finite.append(work.program.finite is not False)
+                self.iteration.record.bytes_sent += work.program.bytes_sent
+                self.iteration.record.bytes_raw += work.program.num_bytes_raw
+            self.iteration.touch()
+            self._unfinished.pop(place, None)
+            self._num_open[work.bucket] -= 1
+            done = self._num_open[work.bucket] == 0
+        if done:
+            self._on_done(work.bucket)
