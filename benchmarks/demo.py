@@ -1,7 +1,7 @@
 """``make demo``: two emulated hosts, a slow network, a real model, and what compression does about it.
 
 Trains the same model with plain DDP, with PyTorch's fp16 hook and with ``strategy="auto"``, alternated in one
-run, and compares step time, bytes on the wire and the loss after equal steps. A hook that communicates
+run, and compares step time, bytes on the wire, and where training ends after equal steps. A hook that communicates
 nothing stands beside them: nobody can be faster.
 """
 
@@ -120,14 +120,29 @@ def train(network: Network, console: Console, out: Path, argv: list[str], worker
 def table_of(rows: list[Row], title: str) -> Table:
     """The comparison, for people."""
     table = Table(title=title, title_justify="left")
-    for header in ("", "step, ms", "sent, MB per step and host", "speed-up", "test loss", "test accuracy"):
+    for header in ("", "step, ms", "sent, MB per step and host", "speed-up", "test accuracy", "test loss"):
         table.add_column(header, justify="left" if not header else "right")
     for row in rows:
         loss = f"{row.final_loss:.4f}" if row.averages_gradients else "-"
         accuracy = f"{row.final_accuracy:.3f}" if row.averages_gradients else "-"
         speedup = f"{row.speedup:.2f}x"
-        table.add_row(row.name, f"{row.step_ms:.1f}", f"{row.mb_per_step_per_host:.2f}", speedup, loss, accuracy)
+        table.add_row(row.name, f"{row.step_ms:.1f}", f"{row.mb_per_step_per_host:.2f}", speedup, accuracy, loss)
     return table
+
+
+def spread_over_seeds(model: str, num_steps: int) -> str:
+    """What one run of each arm says about where training ends: how far plain DDP's own seeds lie apart."""
+    path = results.RESULTS_DIR / f"convergence_{model}10m.json"
+    measured = json.loads(path.read_text()) if path.exists() else {"config": {}, "rows": []}
+    if measured["config"].get("steps") != num_steps:
+        return "One run each: loss and accuracy differ as much from seed to seed as they may do here."
+    (row,) = measured["rows"]
+    losses, accuracies = row["plain_losses"], row["plain_accuracies"]
+    return (
+        f"One run each. {len(losses)} seeds of plain DDP ended at a loss of {min(losses):.3f} to {max(losses):.3f} and an"
+        f" accuracy of {min(accuracies):.3f} to {max(accuracies):.3f} ({path.relative_to(ROOT)}): smaller differences"
+        " say nothing."
+    )
 
 
 def describe_network(network: Network, console: Console) -> None:
@@ -184,6 +199,7 @@ def main(
     steps = max(arm["num_steps"] for arm in result["arms"])
     size = result["num_parameters"] / 1e6
     console.print(table_of(rows, f"{model}, {size:.1f} M parameters, after {steps} steps each"))
+    console.print(spread_over_seeds(model, steps))
     for arm in result["arms"]:
         if arm["verdict"]:
             console.print(f"{arm['name']} decided after {arm['num_steps_to_decide']} steps: {arm['verdict']}")

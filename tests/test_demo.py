@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.demo import spread_over_seeds
 from benchmarks.emulated import why_not_permitted
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,7 @@ def test_demo_leaves_a_summary_that_adds_up(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "from seed to seed" in " ".join(done.stdout.split())
     rows = {row["name"]: row for row in json.loads((tmp_path / "summary.json").read_text())}
     assert list(rows) == ["plain DDP", "fp16 hook", "compute only"]
     plain, half, bound = rows["plain DDP"], rows["fp16 hook"], rows["compute only"]
@@ -60,3 +62,13 @@ def test_a_failing_trainer_is_quoted(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert "no kind 'warp'" in done.stdout
+
+
+def test_the_demo_says_how_far_seeds_lie_apart() -> None:
+    """One run of plain and one of ours differ by several per cent, and so do two of plain."""
+    measured = json.loads((ROOT / "benchmarks" / "results" / "convergence_mlp10m.json").read_text())
+    losses = [run["loss"] for run in measured["runs"] if run["arm"] == "plain"]
+    said = spread_over_seeds("mlp", measured["config"]["steps"])
+    assert f"3 seeds of plain DDP ended at a loss of {min(losses):.3f} to {max(losses):.3f}" in said
+    assert "3 seeds" not in spread_over_seeds("mlp", 17)
+    assert "3 seeds" not in spread_over_seeds("cnn", measured["config"]["steps"])
