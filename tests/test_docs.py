@@ -184,6 +184,14 @@ def test_the_manual_names_every_id() -> None:
         assert f"| `{name}` |" in text, f"docs/choosing.md has no row for {name}"
 
 
+def test_help_names_what_is_shipped() -> None:
+    from espresso.model.presets import cluster_names, trace_names
+
+    told = (ROOT / "espresso" / "commands" / "job.py").read_text()
+    assert f'help="{", ".join(trace_names())}, or the path' in told
+    assert f'help="{", ".join(cluster_names())}, or the path' in told
+
+
 def test_messages_in_troubleshooting_are_ours() -> None:
     """Each quoted message is, between its ellipses, in the source."""
     source = " ".join(

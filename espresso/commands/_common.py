@@ -40,7 +40,8 @@ CompressorOption = Annotated[
     typer.Option(
         "--compressor",
         "-c",
-        help="For example dgc:ratio=0.01. Given more than once, every tensor takes one of them.",
+        help="efsignsgd, dgc:ratio=0.01, ... (docs/choosing.md lists all). Given more than once, every tensor takes one"
+        " of them.",
         show_default=False,
     ),
 ]

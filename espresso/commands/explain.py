@@ -39,7 +39,8 @@ def explain(
         f" {loaded.num_offloaded} on the offload pool; {cut}"
     )
     for key, value in loaded.notes.items():
-        console.print(f"{key}: {value}", markup=False)
+        shown = f"{value:.1f}" if isinstance(value, float) else value
+        console.print(f"{key}: {shown}", markup=False)
     for number, group in enumerate(groups, start=1):
         console.print()
         console.print(pipeline_heading(group, number), markup=False)

@@ -10,11 +10,16 @@ from espresso.commands._common import JsonFlag, check_output, emit_json, next_st
 
 @user_errors
 def job(
-    trace: Annotated[str, typer.Argument(help="Name of a shipped trace, or path of a trace file.", show_default=False)],
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="bert_base, gpt2, lstm, ugatit, vgg16, or the path of a trace file (docs/cli.md).", show_default=False
+        ),
+    ],
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines.", show_default=False)],
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each machine.", show_default=False)],
     cluster: Annotated[
-        str, typer.Option(help="Name of a shipped cluster, or path of a cluster file.", show_default=False)
+        str, typer.Option(help="nvlink-100g, pcie-25g, or the path of a cluster file.", show_default=False)
     ],
     servers: Annotated[int, typer.Option(min=0, help="Parameter servers beside the machines.")] = 0,
     colocated: Annotated[bool, typer.Option("--colocated", help="The servers run on the workers' machines.")] = False,
