@@ -10,6 +10,7 @@ what a reader does not have to see::
     -->
 """
 
+import ast
 import json
 import os
 import re
@@ -208,6 +209,37 @@ def test_messages_in_troubleshooting_are_ours() -> None:
             assert len(part.strip()) < 5 or part.strip(" '") in source, (
                 f"{message!r}: {part.strip()!r} is in no message"
             )
+
+
+# -- the map of the rooms --------------------------------------------------------------------------
+
+
+def test_the_map_is_that_of_the_rooms() -> None:
+    """The architecture page's table and drawing say what the rooms' own first lines say."""
+    text = (DOCS / "architecture.md").read_text()
+    drawn = dict(re.findall(r"^\| `([a-z_.]+)` \| ([a-z_., ]+) \|", text, re.MULTILINE))
+    said = {}
+    for folder in (*("strategies", "compressors", "cpu_offload", "comm"), "espresso"):
+        for init in (ROOT / folder).rglob("__init__.py"):
+            room = ".".join(init.parent.relative_to(ROOT).parts).removeprefix("espresso.")
+            doc = " ".join((ast.get_docstring(ast.parse(init.read_text())) or "").split())
+            if rule := re.search(r"May import: ([a-z_., ]+?)\.(?: |$)", doc):
+                said[room] = rule[1]
+    assert drawn == said
+    drawing = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert drawing
+    line_of = {word: i for i, line in enumerate(drawing[1].splitlines()) for word in re.findall(r"[a-z_.]+", line)}
+    assert set(line_of) == set(said)
+    for room, below in said.items():
+        if below != "nothing of ours":
+            assert all(line_of[room] < line_of[other] for other in below.split(", ")), f"{room} stands below {below}"
+
+
+def test_files_that_pages_name_are_there() -> None:
+    homes = (ROOT, ROOT / "espresso")
+    for page in set(PAGES) - {MANUAL}:
+        for name in re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|cu|cuh|json|md))`", page.read_text()):
+            assert any((home / name).exists() for home in homes), f"{page.name} names {name}"
 
 
 # -- the example of a compressor -------------------------------------------------------------------
