@@ -139,9 +139,9 @@ def spread_over_seeds(model: str, num_steps: int) -> str:
     (row,) = measured["rows"]
     losses, accuracies = row["plain_losses"], row["plain_accuracies"]
     return (
-        f"One run each. {len(losses)} seeds of plain DDP ended at a loss of {min(losses):.3f} to {max(losses):.3f} and an"
-        f" accuracy of {min(accuracies):.3f} to {max(accuracies):.3f} ({path.relative_to(ROOT)}): smaller differences"
-        " say nothing."
+        f"One run each. {len(losses)} seeds of plain DDP ended at a loss of {min(losses):.3f} to {max(losses):.3f}"
+        f" and an accuracy of {min(accuracies):.3f} to {max(accuracies):.3f}: smaller differences say nothing"
+        f" ({path.relative_to(ROOT)})."
     )
 
 
