@@ -1,6 +1,6 @@
 """The compressors on the host: Numba kernels, and the worker pool that shares them out.
 
-May import: compressors.
+May import: compressors, jit.
 """
 
 from espresso.cpu_offload.codec import HostCodec

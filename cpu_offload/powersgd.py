@@ -12,12 +12,11 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numba import njit
 
 from espresso.compressors.base import Array, DrawKey, Factors, Feedback, Layout, Starts
 from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start, start_key
 from espresso.cpu_offload.codec import check_array, check_range
-from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.jit import Scalar, kernel, sum_kernel
 from espresso.cpu_offload.kernels import keep_block
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.work import split_parts
@@ -191,11 +190,7 @@ def add_scaled(source: Array, scale: float, old: Array, out: Array) -> None:
         out[i] = scale * source[i] + old[i]
 
 
-# Only a rank's own products may add in an order of the compiler's choice.
-_reassociating = njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
-
-
-@_reassociating
+@sum_kernel
 def _dot(row: Array, other: Array) -> Scalar:
     total = row.dtype.type(0)
     for j in range(row.size):

@@ -1,7 +1,7 @@
 """The compressors on a GPU: CUDA sources, and codecs that launch them through CuPy. Twins of ``espresso.cpu_offload``.
 
 Nothing here imports CuPy or needs a GPU until a :class:`~espresso.compressors.cuda.runtime.CudaDevice` is made.
-May import: compressors.
+May import: compressors, jit.
 """
 
 from espresso.compressors.cuda.codec import CudaCodec, CudaSummableCodec

@@ -10,23 +10,21 @@ and a stream entered and left, an object for every argument) took 38 us on an H2
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import hashlib
 import os
 import re
-import shutil
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from espresso.jit.folders import private_folder, user_folder, warn_once, write_whole
 
 COMPILER_OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")
 """Fused multiply-add rounds once where the host's kernels round twice, and the host keeps subnormal numbers: with
@@ -176,7 +174,6 @@ class CubinCache:
         self._is_exact = known == mine  # else PTX of the newest architecture that the compiler knows
         kind = "sm" if self._is_exact else "compute"
         self._options = (*COMPILER_OPTIONS, f"--gpu-architecture={kind}_{known}")
-        self._private: Path | None = None
 
     def path(self, file: str) -> Path:
         """Where the compiled source lies; its name tells text, options and compiler.
@@ -188,24 +185,24 @@ class CubinCache:
         version = self._nvrtc.getVersion()
         key = hashlib.blake2b(repr((text, self._options, version)).encode(), digest_size=16).hexdigest()
         name = f"espresso-{Path(file).stem}-{key}.{'cubin' if self._is_exact else 'ptx'}"
-        path = self._folder() / name
-        if not path.exists():
-            code = self._compile(file, text)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as made:
-                made.write(code)
-            Path(made.name).replace(path)  # whole or not at all, whoever else writes it
-        return path
+        code = b""
+        for folder in (partial(user_folder, "CUPY_CACHE_DIR", ".cupy", "kernel_cache"), private_folder):
+            try:
+                path = folder() / name
+                if not path.exists():
+                    code = code or self._compile(file, text)
+                    write_whole(path, code)
+                return path
+            except OSError:
+                warn_once("CuPy's folder for compiled kernels cannot be written; set CUPY_CACHE_DIR to one that can")
+        return self._in_memory(name, code or self._compile(file, text))
 
-    def _folder(self) -> Path:
-        if self._private is None:
-            wanted = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-            with suppress(OSError):
-                wanted.mkdir(parents=True, exist_ok=True)
-            if os.access(wanted, os.W_OK):
-                return wanted
-            self._private = Path(tempfile.mkdtemp(prefix="espresso-"))
-            atexit.register(shutil.rmtree, self._private, ignore_errors=True)
-        return self._private
+    def _in_memory(self, name: str, code: bytes) -> Path:
+        """A file that lies in memory, as long as this process lives: for where none can be written."""
+        number = os.memfd_create(name)
+        with open(number, "wb", closefd=False) as made:
+            made.write(code)
+        return Path(f"/proc/self/fd/{number}")
 
     def _compile(self, file: str, text: str) -> bytes:
         program = self._nvrtc.createProgram(text, file, (), ())

@@ -1,20 +1,15 @@
-"""How the search's kernels are compiled, in one place.
-
-Numba's cache on disk notices a change of the file that a kernel is in, not of helpers and constants in other files
-that were compiled into it, and would go on running the old code. The cache here takes a digest of every
-``*_kernels.py`` of this package into its keys, so helpers and constants of kernels live in such files.
-"""
+"""How the search's kernels are compiled, in one place."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba import njit
-from numba.core import caching
 from numba.core.registry import CPUDispatcher
+
+from espresso.jit.kernels import digest_of, keep
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("model", "search")
@@ -23,23 +18,11 @@ ROOMS = ("model", "search")
 
 def source_digest() -> str:
     """A digest of the sources that kernels draw on."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(path for room in ROOMS for path in (ROOT / room).glob("*_kernels.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return digest_of(path for room in ROOMS for path in (ROOT / room).glob("*_kernels.py"))
 
 
 _DIGEST = source_digest()
-_Cache: Any = caching.FunctionCache
 _Dispatcher: Any = CPUDispatcher
-
-
-class _KernelCache(_Cache):  # type: ignore[misc]  # Numba's classes are untyped
-    """Numba's cache, keyed by the digest as well."""
-
-    def _index_key(self, *arguments: Any) -> tuple[Any, ...]:
-        key: tuple[Any, ...] = super()._index_key(*arguments)
-        return (*key, _DIGEST)
 
 
 class _InnerKernel(_Dispatcher):  # type: ignore[misc]
@@ -75,16 +58,12 @@ def inner_sum_kernel(function: Callable[..., Any]) -> Any:
 
 
 def _compiled(function: Callable[..., Any], fastmath: bool | set[str]) -> Any:
-    dispatcher: Any = njit(nogil=True, cache=True, fastmath=fastmath, **_OPTIONS)(function)
-    dispatcher._cache = _KernelCache(function)
-    return dispatcher
+    return keep(njit(nogil=True, fastmath=fastmath, **_OPTIONS)(function), _DIGEST)
 
 
 def _inner(function: Callable[..., Any], fastmath: bool | set[str]) -> Any:
     options = {"nopython": True, "fastmath": fastmath, "no_cpython_wrapper": True, **_OPTIONS}
-    dispatcher: Any = _InnerKernel(function, targetoptions=options)
-    dispatcher._cache = _KernelCache(function)
-    return dispatcher
+    return keep(_InnerKernel(function, targetoptions=options), _DIGEST)
 
 
 __all__ = ["inner_kernel", "inner_sum_kernel", "kernel", "source_digest", "sum_kernel"]

@@ -1,0 +1,104 @@
+"""Numba's cache on disk for our kernels: never stale, and never a reason to fail.
+
+Numba notices a change of the file that a kernel is in, not of helpers and constants in other files that were compiled
+into it, and would go on running the old code. The keys here hold a digest of all sources that kernels may draw on.
+
+Where kernels are kept, the first that can be written::
+
+    $NUMBA_CACHE_DIR, __pycache__ beside the source, the user's cache folder, espresso-<uid> in the temporary folder
+
+Where none can, they are compiled in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from numba.core import caching
+
+from espresso.jit.folders import private_folder, warn_once
+
+_REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written to keep them there"
+
+_Impl: Any = caching.CompileResultCacheImpl
+_Cache: Any = caching.FunctionCache
+_Beside: Any = _Impl._locator_classes[1]
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    """A digest of source files, names included."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(paths):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def keep(dispatcher: Any, digest: str) -> Any:
+    """Let Numba keep what a dispatcher compiles, under keys that hold ``digest``. Returns the dispatcher."""
+    try:
+        dispatcher._cache = _KernelCache(dispatcher.py_func, digest)
+    except (RuntimeError, OSError):  # no folder to keep it in
+        warn_once(f"no folder for compiled kernels can be written, so every process compiles them; {_REMEDY}")
+    return dispatcher
+
+
+class _Temporary(_Beside):  # type: ignore[misc]  # Numba's classes are untyped
+    """Kernels in a folder of this user's in the temporary one."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = str(private_folder() / self.get_suitable_cache_subpath(file))
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Any:
+        try:
+            found = super().from_function(function, file)
+        except OSError:
+            return None
+        if found is not None:
+            warn_once(f"compiled kernels are kept in {private_folder()}; {_REMEDY}")
+        return found
+
+
+def _locators() -> list[Any]:
+    """Numba's own places and ours. Without a home, Numba would take a folder called ``~`` in the current one."""
+    has_home = "XDG_CACHE_HOME" in os.environ or os.path.isabs(os.path.expanduser("~"))
+    return [kind for kind in _Impl._locator_classes if has_home or "UserWide" not in kind.__name__] + [_Temporary]
+
+
+class _Places(_Impl):  # type: ignore[misc]
+    _locator_classes = _locators()
+
+
+class _KernelCache(_Cache):  # type: ignore[misc]
+    """Numba's cache, keyed by the digest as well. What cannot be read or written is compiled."""
+
+    _impl_class = _Places
+
+    def __init__(self, function: Any, digest: str) -> None:
+        self._digest = digest
+        super().__init__(function)
+
+    def _index_key(self, *arguments: Any) -> tuple[Any, ...]:
+        key: tuple[Any, ...] = super()._index_key(*arguments)
+        return (*key, self._digest)
+
+    def load_overload(self, *arguments: Any) -> Any:
+        try:
+            return super().load_overload(*arguments)
+        except Exception as error:  # a damaged file raises whatever unpickling it runs into
+            warn_once(f"a compiled kernel could not be read from {self.cache_path} ({error!r}); {_REMEDY}")
+            return None
+
+    def save_overload(self, *arguments: Any) -> None:
+        try:
+            super().save_overload(*arguments)
+        except Exception as error:
+            warn_once(f"a compiled kernel could not be kept in {self.cache_path} ({error!r}); {_REMEDY}")
+
+
+__all__ = ["digest_of", "keep"]
