@@ -13,11 +13,13 @@ import torch
 
 from espresso.comm import collectives
 from espresso.comm.groups import Member
-from espresso.comm.memory import Array, Memory
+from espresso.comm.memory import Memory
 from espresso.strategies import Cluster, Form, Phase, Routine, Scope, StepFlow, cut
 from espresso.strategies.flow import Span
 
 Action = Callable[[], None]
+Exchanged = tuple[Action, torch.Tensor, int]
+"""A routine over payloads: the action, the buffer that is held after it, and the bytes this rank sends."""
 
 
 def bytes_sent(flow: StepFlow, member: Member, total: int) -> int:
@@ -127,29 +129,24 @@ def sum_in_rank_order(mine: torch.Tensor, received: Sequence[torch.Tensor | None
 # -- payloads --------------------------------------------------------------------------------------
 
 
-def exchange_payload(
-    flow: StepFlow, member: Member, held: Array, memory: Memory, cluster: Cluster
-) -> tuple[Action, Array, int]:
+def exchange_payload(flow: StepFlow, member: Member, held: torch.Tensor, memory: Memory, cluster: Cluster) -> Exchanged:
     """A routine over payloads.
 
     Args:
         held: the buffer that this rank holds before the step.
         memory: where buffers are.
-
-    Returns:
-        The action, the buffer that is held after it, and the bytes this rank sends.
     """
     sources, stride = flow.before.multiplicity, held.shape[2]
     if flow.step.routine is Routine.BROADCAST:
         return _broadcast_payload(flow, member, held, memory)
     if flow.step.phase is Phase.SECOND:
         return _gather_atoms(flow, member, held, memory)
-    out = memory.zeros((flow.after.multiplicity, len(flow.after.atoms), stride), np.uint8)
-    places = [memory.tensor(out[p * sources : (p + 1) * sources]) for p in range(member.size)]
+    out = _payloads(memory, (flow.after.multiplicity, len(flow.after.atoms), stride))
+    places = [out[p * sources : (p + 1) * sources] for p in range(member.size)]
     sent = bytes_sent(flow, member, held.nbytes if flow.step.routine is Routine.ALL_TO_ALL else out.nbytes)
     if flow.step.routine is Routine.ALL_TO_ALL:
         each = len(flow.after.atoms)
-        parts = [_packed(memory.tensor(held)[:, p * each : (p + 1) * each]) for p in range(member.size)]
+        parts = [_packed(held[:, p * each : (p + 1) * each]) for p in range(member.size)]
 
         def exchange() -> None:
             outgoing = [part() for part in parts]
@@ -157,53 +154,53 @@ def exchange_payload(
             places[member.index].copy_(outgoing[member.index])
 
         return exchange, out, sent
-    mine = memory.tensor(held)
     if flow.step.routine is Routine.GATHER:
 
         def gather() -> None:
-            collectives.gather(mine, places, member, flow.root)
-            places[member.index].copy_(mine)
+            collectives.gather(held, places, member, flow.root)
+            places[member.index].copy_(held)
 
         return gather, out, sent
     assert flow.step.routine is Routine.ALLGATHER
     if flow.step.scope is Scope.FLAT and cluster.is_hierarchical and out.nbytes:  # crosses links of both kinds
-        together = memory.tensor(out).view(-1)
-        return (lambda: collectives.allgather_ring(mine.view(-1), together, member)), out, sent
+        mine, together = held.view(-1), out.view(-1)
+        return (lambda: collectives.allgather_ring(mine, together, member)), out, sent
 
     def allgather() -> None:
-        collectives.allgather(mine, places, member)
-        places[member.index].copy_(mine)
+        collectives.allgather(held, places, member)
+        places[member.index].copy_(held)
 
     return allgather, out, sent
 
 
-def _gather_atoms(flow: StepFlow, member: Member, held: Array, memory: Memory) -> tuple[Action, Array, int]:
+def _gather_atoms(flow: StepFlow, member: Member, held: torch.Tensor, memory: Memory) -> Exchanged:
     """All-gather of disjoint shards: the atoms of rank i of the group go to place i, sources stay."""
     sources, each, stride = held.shape
-    out = memory.zeros((sources, member.size * each, stride), np.uint8)
-    mine, whole = memory.tensor(held), memory.tensor(out)
+    out = _payloads(memory, (sources, member.size * each, stride))
     direct = sources == 1
-    places = [whole[:, p * each : (p + 1) * each] if direct else torch.zeros_like(mine) for p in range(member.size)]
+    places = [out[:, p * each : (p + 1) * each] if direct else torch.zeros_like(held) for p in range(member.size)]
 
     def allgather() -> None:
-        collectives.allgather(mine, places, member)
-        places[member.index].copy_(mine)
+        collectives.allgather(held, places, member)
+        places[member.index].copy_(held)
         if not direct:
             for peer, place in enumerate(places):
-                whole[:, peer * each : (peer + 1) * each] = place
+                out[:, peer * each : (peer + 1) * each] = place
 
     return allgather, out, bytes_sent(flow, member, out.nbytes)
 
 
-def _broadcast_payload(flow: StepFlow, member: Member, held: Array, memory: Memory) -> tuple[Action, Array, int]:
+def _broadcast_payload(flow: StepFlow, member: Member, held: torch.Tensor, memory: Memory) -> Exchanged:
     shape = (flow.after.multiplicity, len(flow.after.atoms), held.shape[2])
     out = held
     if held.shape[:2] != shape[:2]:
         assert member.index != flow.root, "the root holds what it broadcasts"
-        out = memory.zeros(shape, np.uint8)
-    both = memory.tensor(out)
-    sent = bytes_sent(flow, member, both.nbytes)
-    return (lambda: collectives.broadcast(both, member, flow.root)), out, sent
+        out = _payloads(memory, shape)
+    return (lambda: collectives.broadcast(out, member, flow.root)), out, bytes_sent(flow, member, out.nbytes)
+
+
+def _payloads(memory: Memory, shape: tuple[int, int, int]) -> torch.Tensor:
+    return memory.tensor(memory.zeros(shape, np.uint8))
 
 
 def _packed(part: torch.Tensor) -> Callable[[], torch.Tensor]:

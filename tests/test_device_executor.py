@@ -192,7 +192,7 @@ def test_a_residual_that_is_replaced_is_let_go_where_it_was_read(transactional: 
     residual = ResidualStore(transactional=transactional).new_residual(Site.LOCAL, runs, np.float32, 0, memory)
     before = residual.old
     with streams.on("training"):
-        residual.buffers()
+        residual.feedback(np.zeros(1, np.int64))
         residual.settle()
     if transactional:
         assert memory.gone == []

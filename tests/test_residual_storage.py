@@ -14,7 +14,7 @@ from benchmarks.rank_pool import POOL
 from espresso import EspressoState
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
-from espresso.compressors import Feedback, create, host_codec
+from espresso.compressors import create, host_codec
 from espresso.compressors.base import Segment
 from espresso.strategies import Choice, CompressorSpec, Run, Site, parse_option
 from tests.test_conservation import SHAPES, SIZES, TWO_BY_TWO, Books, check_replicas, imbalance
@@ -52,10 +52,10 @@ def test_the_law_holds_up_to_what_is_stated(storage: str, transactional: bool) -
     for step in range(20):
         gradient = numbers(size, np.float32, step)
         before = residual.old
-        old, new = residual.buffers()
-        codec.encode(layout, gradient, starts, payload[0], feedback=Feedback(old, new, starts))
+        feedback = residual.feedback(starts)
+        codec.encode(layout, gradient, starts, payload[0], feedback=feedback)
         codec.decode(layout, payload, out, starts)
-        left = new.copy()
+        left = feedback.new.copy()
         residual.settle()
         store.commit()
         lost = (left - residual.old)[residual_places(residual.starts)]
@@ -84,8 +84,7 @@ def test_a_discarded_iteration_leaves_every_bit(storage: str) -> None:
     store.adopt([residual], {"a": 1000, "b": 306})
     residual.old = numbers(residual.old.size, np.float32)
     before = residual.old
-    _, new = residual.buffers()
-    new[:] = np.nan
+    residual.feedback(np.array(residual.starts)).new[:] = np.nan
     residual.settle()
     store.discard()
     assert np.array_equal(residual.old, before)

@@ -18,14 +18,14 @@ gain * e, what the next iteration adds. Everything that leaves this file (``read
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.comm.memory import HOST, Memory
-from espresso.compressors import Codec, Layout, Segment, create
+from espresso.comm.memory import Memory
+from espresso.compressors import Segment, create
+from espresso.compressors.base import Feedback, Starts
 from espresso.strategies import Run, Site
 
 Array = npt.NDArray[Any]
@@ -44,57 +44,155 @@ def check_storage(storage: str) -> str:
     return storage
 
 
-@dataclass(eq=False)
-class Residual:
-    """The residual of one partition at one site on this rank: a pair of buffers over its region.
+class FullBuffers:
+    """As encoders read and write them: two, or without transactions one, and another while an encoder runs."""
 
-    Attributes:
+    def __init__(self, memory: Memory, size: int, dtype: Any, transactional: bool) -> None:
+        self._memory, self._size, self._dtype, self._transactional = memory, size, dtype, transactional
+        self._old: Array = memory.zeros(size, dtype)
+        self._new: Array | None = memory.zeros(size, dtype) if transactional else None
+        self.num_bytes = self._old.nbytes * (2 if transactional else 1)
+
+    @property
+    def values(self) -> Array:
+        """What is kept; a copy where it is packed."""
+        return self._old
+
+    def replace(self, values: Array) -> None:
+        """Keep these."""
+        self._old = values
+
+    def open(self) -> tuple[Array, Array]:
+        """What an encoder reads and what it writes, until :meth:`close`; the same for all encodes of a step."""
+        if self._new is None:
+            self._new = self._memory.zeros(self._size, self._dtype)
+        return self._old, self._new
+
+    def close(self) -> None:
+        """The encoder has written everything."""
+        if not self._transactional and self._new is not None:
+            self._memory.let_go(self._old)
+            self._old, self._new = self._new, None
+
+    def swap(self) -> None:
+        """What was written becomes what is kept, if it is not already."""
+        if self._transactional and self._new is not None:
+            self._old, self._new = self._new, self._old
+
+
+class PackedBuffers:
+    """The same as payloads of a codec; unpacked while an encoder runs.
+
+    Both are packed, so that a discarded iteration leaves the first as it was, bit for bit. The room for unpacked
+    numbers belongs to the thread, on a GPU to the stream, and is as large as the largest residual that it has met,
+    twice. Unpacking and packing are a pass each around the encoder's own, one launch each on a GPU.
+    """
+
+    def __init__(
+        self, memory: Memory, runs: tuple[Run, ...], starts: tuple[int, ...], size: int, dtype: Any,
+        transactional: bool, storage: str,
+    ) -> None:  # fmt: skip
+        self._memory, self._size, self._dtype = memory, size, dtype
+        self._codec = memory.codec(create(_CODECS[storage]))
+        # Run by run: what lies between them in the rooms is anything, and must not get into a block's scale.
+        segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in runs]
+        self._starts = np.array(starts, np.int64)
+        self._layout = self._codec.compressor.layout(segments, dtype)
+        self._old = memory.zeros(self._layout.num_bytes, np.uint8)
+        self._new = memory.zeros(self._layout.num_bytes, np.uint8) if transactional else self._old
+        self._is_open = False
+        self.num_bytes = self._layout.num_bytes * (2 if transactional else 1)
+        self.replace(memory.zeros(size, dtype))
+
+    @property
+    def values(self) -> Array:
+        values: Array = self._memory.zeros(self._size, self._dtype)
+        self._unpack(values)
+        return values
+
+    def replace(self, values: Array) -> None:
+        self._codec.encode(self._layout, values, self._starts, self._old)
+
+    def open(self) -> tuple[Array, Array]:
+        old, new = self._rooms()
+        if not self._is_open:
+            self._unpack(old)
+            self._is_open = True
+        return old, new
+
+    def close(self) -> None:
+        _, new = self._rooms()
+        self._codec.encode(self._layout, new, self._starts, self._new)
+        self._is_open = False
+
+    def swap(self) -> None:
+        self._old, self._new = self._new, self._old
+
+    def _unpack(self, values: Array) -> None:
+        self._codec.decode(self._layout, self._old.reshape(1, -1), values, self._starts)
+
+    def _rooms(self) -> tuple[Array, Array]:
+        room = self._memory.room
+        return room("residual", self._size, self._dtype), room("new residual", self._size, self._dtype)
+
+
+class Residual:
+    """The residual of one partition at one site on this rank, over its region.
+
+    Args:
         runs: the tensor stretches of the region, in order; run i lies at ``starts[i]`` of the buffers.
         replica: 0 on the ranks that answer for it when it is carried or gathered, else above 0.
+        memory: where its step runs.
+        transactional: whether an iteration may be discarded.
         gain: the part of what was not sent that the next iteration adds.
     """
 
-    site: Site
-    runs: tuple[Run, ...]
-    starts: tuple[int, ...]
-    dtype: Any
-    replica: int = 0
-    memory: Memory = HOST
-    old: Array = field(init=False)
-    new: Array | None = field(init=False)
-    transactional: bool = True
-    gain: float = 1.0
-    written: bool = False
-    scratch: Array | None = None
-    storage: str = FULL
-
-    def __post_init__(self) -> None:
-        self.old = self.spare()
-        self.new = self.spare() if self.transactional else None
-
-    def spare(self) -> Array:
-        """A zero buffer of this residual's size, where its step runs."""
-        size = self.starts[-1] + self.runs[-1].numel if self.runs else 0
-        made: Array = self.memory.zeros(size, self.dtype)
-        return made
+    def __init__(
+        self, site: Site, runs: tuple[Run, ...], starts: tuple[int, ...], dtype: Any, replica: int, memory: Memory, *,
+        transactional: bool = True, gain: float = 1.0, storage: str = FULL,
+    ) -> None:  # fmt: skip
+        self.site, self.runs, self.starts, self.dtype, self.replica = site, runs, starts, dtype, replica
+        self.memory, self.gain, self.storage = memory, gain, storage
+        self.size = starts[-1] + runs[-1].numel if runs else 0
+        self.written = False
+        self._buffers = (
+            FullBuffers(memory, self.size, dtype, transactional)
+            if storage == FULL
+            else PackedBuffers(memory, runs, starts, self.size, dtype, transactional, storage)
+        )
+        self.num_bytes = self._buffers.num_bytes
 
     @property
-    def num_bytes(self) -> int:
-        return self.old.nbytes * (1 if self.new is None else 2)
+    def old(self) -> Array:
+        """What is kept, times the gain; assign to change it."""
+        return self._buffers.values
 
-    def buffers(self) -> tuple[Array, Array]:
-        """What an encoder reads and what it writes, until :meth:`settle`."""
-        if self.new is not None:
-            return self.old, self.new
-        self.scratch = self.spare() if self.scratch is None else self.scratch
-        return self.old, self.scratch
+    @old.setter
+    def old(self, values: Array) -> None:
+        self._buffers.replace(values)
+
+    # -- in an iteration -------------------------------------------------------------------------
+
+    def feedback(self, starts: Starts) -> Feedback:
+        """What an encoder reads and writes, for segments that begin there; until :meth:`settle`, on this thread."""
+        return Feedback(*self._buffers.open(), starts, self.gain)
 
     def settle(self) -> None:
         """The encoder has written everything."""
+        self._buffers.close()
         self.written = True
-        if self.new is None and self.scratch is not None:
-            self.memory.let_go(self.old)
-            self.old, self.scratch = self.scratch, None
+
+    def commit(self) -> None:
+        """The iteration counts: what was written becomes what is kept."""
+        if self.written:
+            self._buffers.swap()
+        self.written = False
+
+    def discard(self) -> None:
+        """It never happened."""
+        self.written = False
+
+    # -- between iterations ----------------------------------------------------------------------
 
     def read(self, start: int, numel: int) -> Array:
         """A copy of what is kept of a stretch, on the host."""
@@ -102,131 +200,28 @@ class Residual:
         return values if self.gain == 1 else values / values.dtype.type(self.gain)
 
     def add(self, start: int, values: Array) -> None:
-        """Add host numbers to what is kept of a stretch."""
-        self.memory.add(self.old, start, self._held(values))
-
-    def _held(self, values: Array) -> Array:
-        """What the buffers hold of these."""
-        return values if self.gain == 1 else values * values.dtype.type(self.gain)
-
-    def scale(self, start: int, numel: int, factor: float) -> None:
-        """Multiply what is kept of a stretch."""
-        self.old[start : start + numel] *= factor
-
-    def clear(self) -> None:
-        """Keep nothing."""
-        self.old[:] = 0
-
-    def square_sum(self) -> float:
-        """Of what is kept."""
-        return self.memory.square_sum(self.old) / self.gain**2
-
-    def commit(self) -> None:
-        """What was written becomes what is kept."""
-        if self.written and self.new is not None:
-            self.old, self.new = self.new, self.old
-        self.written = False
-
-    def locate(self, group_start: int) -> int:
-        """Where the element at this position of the group lies in the buffers."""
-        index = bisect_right(self.runs, group_start, key=lambda run: run.group_start) - 1
-        return self.starts[index] + group_start - self.runs[index].group_start
-
-
-class PackedResidual(Residual):
-    """A residual kept as the payload of a codec; unpacked while an encoder runs.
-
-    Both buffers are packed, so that a discarded iteration leaves the first as it was, bit for bit. The room for
-    unpacked numbers belongs to the thread, on a GPU to the stream, and is as large as the largest residual that it
-    has met, twice. Unpacking and packing are a pass each around the encoder's own, one launch each on a GPU.
-    """
-
-    def __init__(
-        self, site: Site, runs: tuple[Run, ...], starts: tuple[int, ...], dtype: Any, replica: int, memory: Memory,
-        transactional: bool, gain: float = 1.0, *, storage: str,
-    ) -> None:  # fmt: skip
-        self._codec: Codec = memory.codec(create(_CODECS[storage]))
-        super().__init__(
-            site,
-            runs,
-            starts,
-            dtype,
-            replica,
-            memory,
-            transactional=transactional,
-            gain=gain,
-            storage=storage,
-        )
-
-    def __post_init__(self) -> None:
-        self._size = self.starts[-1] + self.runs[-1].numel if self.runs else 0
-        # Run by run: what lies between them in the rooms is anything, and must not get into a block's scale.
-        segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in self.runs]
-        self._at = np.array(self.starts, np.int64)
-        self._layout: Layout = self._codec.compressor.layout(segments, self.dtype)
-        self._old = self.memory.zeros(self._layout.num_bytes, np.uint8)
-        self._new = self.memory.zeros(self._layout.num_bytes, np.uint8) if self.transactional else None
-        self.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the packed buffers."""
-        return int(self._old.nbytes) * (1 if self._new is None else 2)
-
-    @property
-    def old(self) -> Array:
-        """A copy of what is kept; assign to change it."""
-        values: Array = self.memory.zeros(self._size, self.dtype)
-        self._unpack(values)
-        return values
-
-    @old.setter
-    def old(self, values: Array) -> None:
-        self._codec.encode(self._layout, values, self._at, self._old)
-
-    def add(self, start: int, values: Array) -> None:
-        """Unpacked, changed and packed again: one more rounding."""
+        """Add host numbers to what is kept of a stretch; one more rounding where it is packed."""
         kept = self.old
-        self.memory.add(kept, start, self._held(values))
+        self.memory.add(kept, start, values if self.gain == 1 else values * values.dtype.type(self.gain))
         self.old = kept
 
     def scale(self, start: int, numel: int, factor: float) -> None:
-        """The same."""
+        """Multiply what is kept of a stretch; the same."""
         kept = self.old
         kept[start : start + numel] *= factor
         self.old = kept
 
     def clear(self) -> None:
-        """Exact."""
-        self.old = self.memory.zeros(self._size, self.dtype)
+        """Keep nothing."""
+        kept = self.old
+        kept[:] = 0
+        self.old = kept
 
-    def buffers(self) -> tuple[Array, Array]:
-        """Unpack, once for all encodes of a step; valid on this thread until :meth:`settle`."""
-        old, new = self._room()
-        if not self._open:
-            self._unpack(old)
-            self._open = True
-        return old, new
+    def square_sum(self) -> float:
+        """Of what is kept."""
+        return self.memory.square_sum(self.old) / self.gain**2
 
-    def settle(self) -> None:
-        """Pack what the encoder wrote."""
-        _, new = self._room()
-        target = self._old if self._new is None else self._new
-        self._codec.encode(self._layout, new, self._at, target)
-        self.written, self._open = True, False
-
-    def commit(self) -> None:
-        """A swap."""
-        if self.written and self._new is not None:
-            self._old, self._new = self._new, self._old
-        self.written = False
-
-    _open = False
-
-    def _unpack(self, values: Array) -> None:
-        self._codec.decode(self._layout, self._old.reshape(1, -1), values, self._at)
-
-    def _room(self) -> tuple[Array, Array]:
-        """Two arrays of this residual's size, the thread's or stream's own."""
-        room = self.memory.room
-        return room("residual", self._size, self.dtype), room("new residual", self._size, self.dtype)
+    def locate(self, group_start: int) -> int:
+        """Where the element at this position of the group lies in the buffers."""
+        index = bisect_right(self.runs, group_start, key=lambda run: run.group_start) - 1
+        return self.starts[index] + group_start - self.runs[index].group_start

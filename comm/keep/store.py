@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from espresso.comm.keep.residual import FULL, PackedResidual, Residual, check_storage
+from espresso.comm.keep.residual import FULL, Residual, check_storage
 from espresso.comm.memory import HOST, Memory
 from espresso.strategies import Run, Site
 
@@ -103,19 +103,10 @@ class ResidualStore:
         gain = gain if self.gain is None else self.gain
         lengths = [-(-run.numel // _ALIGN) * _ALIGN for run in runs]
         starts = tuple(accumulate(lengths, initial=0))[: len(runs)]
-        if self.storage == FULL:
-            return Residual(site, tuple(runs), starts, dtype, replica, memory, self.transactional, gain)
-        return PackedResidual(
-            site,
-            tuple(runs),
-            starts,
-            dtype,
-            replica,
-            memory,
-            self.transactional,
-            gain,
-            storage=self.storage,
-        )
+        return Residual(
+            site, tuple(runs), starts, dtype, replica, memory,
+            transactional=self.transactional, gain=gain, storage=self.storage,
+        )  # fmt: skip
 
     def holds(self, residuals: Iterable[Residual]) -> bool:
         """Whether all of these are in use."""
@@ -244,7 +235,7 @@ class ResidualStore:
     def discard(self) -> None:
         """The iteration did not happen (a non-finite gradient somewhere): keep what was kept before it."""
         for residual in self._live:
-            residual.written = False
+            residual.discard()
         self._carried.clear()
 
     def place(self, tensor: str, site: Site, piece: Piece, targets: Sequence[Residual]) -> None:

@@ -24,7 +24,7 @@ from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.parameter_server.transport import Pending
 from espresso.comm.parameter_server.wire import Coding, Held, Key
-from espresso.compressors.base import Array, Codec, DrawKey, Feedback, Layout, Segment
+from espresso.compressors.base import Array, Codec, DrawKey, Layout, Segment
 from espresso.strategies import CompressorSpec, Device, Run, Site
 
 _TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -185,7 +185,7 @@ class KeySum:
         # What all payloads drew in common the sum is made of, so compressing it alike loses nothing.
         own = pushed if self._shares_draws else DrawKey(key.seed, step, list(Site).index(Site.SERVER), -1)
         residual = self.residual
-        feedback = None if residual is None else Feedback(*residual.buffers(), self._kept_at, residual.gain)
+        feedback = None if residual is None else residual.feedback(self._kept_at)
         self._codec.encode(self._layout, self._home, self._starts, answer, feedback=feedback, key=own)
         self.written_step = step
         if residual is not None:
@@ -198,7 +198,7 @@ class KeySum:
         if self.residual is not None and kept:
             self.residual.commit()
         elif self.residual is not None:
-            self.residual.written = False
+            self.residual.discard()
 
     def settle_unless(self, discarded: frozenset[int]) -> None:
         self.settle(self.written_step not in discarded)

@@ -1,30 +1,27 @@
-"""The compute steps of a compressor of several rounds, for one partition: encode, transform, decode.
+"""Steps 3a, 3d and 3c of a compressor of several rounds::
 
-::
+    3a compress    M, first vector P      ── summed over ranks ──┐
+    3d transform   P orthonormal, second vector Q, residual   <──┘── Q summed ──┐
+    3c decompress  average = P Q' / ranks, Q kept for the next step          <──┘
 
-    encode      M, first vector P      ── summed over ranks ──┐
-    transform   P orthonormal, second vector Q, residual   <──┘── Q summed ──┐
-    decode      average = P Q' / ranks, Q kept for the next step           <─┘
-
-On a device the vectors live there; an offloaded step works on mirrors in host memory. M stays where the residual is,
-so encode and transform run on the same side.
+M stays where the residual is, so compress and transform run on the same side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from espresso.comm.keep.factors import FactorStore
-from espresso.comm.keep.residual import FULL, Residual
+from espresso.comm.keep.residual import FULL
 from espresso.comm.memory import Array, Memory
-from espresso.compressors.base import DrawKey, Feedback, Layout, RoundsCodec
-
-Starts = npt.NDArray[np.int64]
+from espresso.comm.program.held import Compiled, Matrices, Numbers, Placed
+from espresso.comm.program.kept import keep
+from espresso.comm.program.mirrors import both, desk
+from espresso.comm.program.part import Part
+from espresso.compressors.base import Layout, RoundsCodec
 
 
 @dataclass(frozen=True)
@@ -42,87 +39,79 @@ class _Factors:
         self.store.write(tensor, values)
 
 
-class Rounds:
-    """Buffers and actions of one partition.
+def compress(part: Part, index: int) -> Compiled:
+    """The first vector; M is left in the new residual."""
+    flow, at = part.flows[index], desk(part, index)
+    codec, site, region = cast(RoundsCodec, at.codec), flow.site, flow.before.region
+    assert site is not None
+    segments, starts = part.home.segments(region)
+    layout = codec.compressor.layout(segments, part.home.wide)
+    kept = keep(part, index, at.codec, at.memory)
+    kept_at = kept.starts(part.home.runs_in(region))
+    residual = kept.residual
+    assert residual is not None
+    # A packed residual is unpacked into room that other steps use in between, so M has room of its own.
+    matrix = None if residual.storage == FULL else at.memory.zeros(residual.size, layout.dtype)
+    values = _vector(part, codec, layout, 0)
+    written = at.twin(values)
+    vector, factors = at.array(written), _Factors(part.context.factors, at.memory)
 
-    Args:
-        residual: of this partition; its memory is where encode and transform run.
-        kept_at: where its segments begin.
-        key: of this iteration.
-        memory: where the vectors live that collectives sum.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        starts: Starts,
-        factors: FactorStore,
-        residual: Residual,
-        kept_at: Starts,
-        key: Callable[[], DrawKey],
-        memory: Memory,
-    ) -> None:
-        self._layout, self._starts, self._factors = layout, starts, factors
-        self.residual, self._kept_at, self._key, self._memory = residual, kept_at, key, memory
-        self._vectors: list[Array] = []
-        self._mirrors: dict[int, Array] = {}
-        # Narrow residuals are unpacked into room that other steps use in between, so M is kept here.
-        self._packed = residual.storage != FULL
-        self._matrix: Array | None = None
-
-    def vector(self, codec: RoundsCodec) -> torch.Tensor:
-        """Make the next round's vector; the collectives that follow sum it in place."""
-        size = codec.num_values(self._layout, len(self._vectors))
-        values = self._memory.zeros(size, self._layout.dtype)
-        self._vectors.append(values)
-        return self._memory.tensor(values)
-
-    def copier(self, host: Memory, numbers: Sequence[int], *, to_host: bool) -> Callable[[], None]:
-        """Copies vectors between where they live and their mirrors on the host."""
-        pairs = [(self._memory.tensor(self._vectors[n]), host.tensor(self._array(n, host))) for n in numbers]
-
-        def copy() -> None:
-            for here, there in pairs:
-                target, source = (there, here) if to_host else (here, there)
-                target.copy_(source, non_blocking=True)
-
-        return copy
-
-    def encode(self, codec: RoundsCodec, memory: Memory, source: Array, starts: Starts, scale: float) -> None:
-        """The first vector; M is left in the new residual."""
-        feedback = self._feedback()
+    def run() -> None:
+        unscale = 1.0 / part.home.round.grad_scale
+        source, begins, scale = kept.advance(layout, at.numbers(), starts, kept_at, unscale)
+        feedback = residual.feedback(kept_at)
         codec.encode_values(
-            self._layout, source, starts, self._array(0, memory), scale=scale, feedback=feedback,
-            key=self._key(), factors=_Factors(self._factors, memory),
-        )  # fmt: skip
-        if self._packed:
-            if self._matrix is None:
-                self._matrix = memory.zeros(len(feedback.new), self._layout.dtype)
-            self._matrix[:] = feedback.new
+            layout, source, begins, vector, scale=scale, feedback=feedback, key=part.key(site), factors=factors
+        )
+        if matrix is not None:
+            matrix[:] = feedback.new
+        if kept.velocity is not None:
+            kept.velocity.settle()
 
-    def transform(self, codec: RoundsCodec, memory: Memory) -> None:
-        """The second vector, and the residual."""
-        feedback = self._feedback()
-        if self._matrix is not None:
-            feedback.new[:] = self._matrix
-        codec.transform_values(self._layout, self._array(0, memory), self._array(1, memory), feedback=feedback)
-        self.residual.settle()
+    copies = at.copies([at.of_home(region)], [both(values, written)])
+    return Compiled(Matrices((values,), Placed(layout, starts), residual, kept_at, matrix), run, copies, kept=kept)
 
-    def decode(self, codec: RoundsCodec, memory: Memory, target: Array, scale: float) -> bool:
-        """The average."""
-        first, second = (self._array(number, memory) for number in (0, 1))
-        return codec.decode_values(
-            self._layout, first, second, target, self._starts, scale=scale,
-            factors=_Factors(self._factors, memory),
-        )  # fmt: skip
 
-    def _feedback(self) -> Feedback:
-        return Feedback(*self.residual.buffers(), self._kept_at, self.residual.gain)
+def transform(part: Part, index: int, held: Matrices) -> Compiled:
+    """The second vector, and the residual."""
+    at = desk(part, index)
+    codec, layout = cast(RoundsCodec, at.codec), held.placed.layout
+    assert at.memory is held.residual.memory, "plans keep matrices where they were compressed"
+    vectors = (*held.vectors, _vector(part, codec, layout, len(held.vectors)))
+    twins = [at.twin(vector) for vector in vectors]
+    summed, values = (at.array(twin) for twin in twins)
 
-    def _array(self, number: int, memory: Memory) -> Array:
-        """A vector, or its mirror, as a step in this memory takes it."""
-        if memory is self._memory:
-            return self._vectors[number]
-        if number not in self._mirrors:
-            self._mirrors[number] = memory.zeros(len(self._vectors[number]), self._layout.dtype)
-        return self._mirrors[number]
+    def run() -> None:
+        feedback = held.residual.feedback(held.kept_at)
+        if held.matrix is not None:
+            feedback.new[:] = held.matrix
+        codec.transform_values(layout, summed, values, feedback=feedback)
+        held.residual.settle()
+
+    pairs = [both(vector, twin) for vector, twin in zip(vectors, twins, strict=True)]
+    return Compiled(replace(held, vectors=vectors), run, at.copies(pairs[:1], pairs))
+
+
+def decompress(part: Part, index: int, held: Matrices) -> Compiled:
+    """The average."""
+    at = desk(part, index)
+    codec = cast(RoundsCodec, at.codec)
+    layout, starts = held.placed
+    twins = [at.twin(vector) for vector in held.vectors]
+    first, second = (at.array(twin) for twin in twins)
+    factors = _Factors(part.context.factors, at.memory)
+
+    def run() -> None:
+        scale = part.home.round.grad_scale / part.num_ranks
+        part.home.finite = codec.decode_values(
+            layout, first, second, at.numbers(), starts, scale=scale, factors=factors
+        )
+
+    pairs = [both(vector, twin) for vector, twin in zip(held.vectors, twins, strict=True)]
+    return Compiled(Numbers(), run, at.copies(pairs, [at.of_home(part.flows[index].after.region)]))
+
+
+def _vector(part: Part, codec: RoundsCodec, layout: Layout, number: int) -> torch.Tensor:
+    """Room for the vector of a round, where collectives sum it."""
+    memory = part.context.memory
+    return memory.tensor(memory.zeros(codec.num_values(layout, number), layout.dtype))
