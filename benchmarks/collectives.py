@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks import results
 from espresso.comm.environment import export_environment
 from espresso.comm.groups import Groups
-from espresso.compressors.base import Segment
+from espresso.compressors.base import Decoding, Encoding, Segment
 from espresso.live.host_codecs import HostCodecs
 from espresso.live.profiler import measure_links
 from espresso.model.costs import interpolate
@@ -43,9 +43,9 @@ def codec_us(codecs: HostCodecs, spec: CompressorSpec, elements: int, payloads: 
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        codec.encode(layout, source, starts, rows[0])
+        codec.encode(Encoding(layout, source, starts), rows[0])
         rows[1:] = rows[0]
-        codec.decode(layout, rows, source, starts)
+        codec.decode(Decoding(layout, source, starts), rows)
         times.append((time.perf_counter() - begin) * 1e6)
     return layout.num_bytes, median(times)
 

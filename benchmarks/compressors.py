@@ -26,7 +26,17 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.results import RESULTS_DIR, record, write
-from espresso.compressors import Codec, Feedback, Layout, Segment, compressor_ids, create, host_codec
+from espresso.compressors import (
+    Codec,
+    Decoding,
+    Encoding,
+    Feedback,
+    Layout,
+    Segment,
+    compressor_ids,
+    create,
+    host_codec,
+)
 from espresso.cpu_offload import WorkerPool, available_cores, warm_up
 
 DECODE_ADD_ROWS = 4
@@ -91,12 +101,12 @@ def measure(spec: str, bench: Bench, segment: int) -> list[Row]:
     payloads = np.zeros((DECODE_ADD_ROWS, layout.num_bytes), np.uint8)
     feedback = Feedback(bench.old, bench.new, starts) if codec.compressor.traits.error_feedback else None
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "encode": (lambda: codec.encode(layout, bench.source, starts, payloads[0], feedback=feedback), 1),
-        "decode": (lambda: codec.decode(layout, payloads[:1], bench.target, starts), 1),
-        "decode_add": (lambda: codec.decode(layout, payloads, bench.target, starts), DECODE_ADD_ROWS),
+        "encode": (lambda: codec.encode(Encoding(layout, bench.source, starts, feedback=feedback), payloads[0]), 1),
+        "decode": (lambda: codec.decode(Decoding(layout, bench.target, starts), payloads[:1]), 1),
+        "decode_add": (lambda: codec.decode(Decoding(layout, bench.target, starts), payloads), DECODE_ADD_ROWS),
     }
     for row in payloads:
-        codec.encode(layout, bench.source, starts, row, feedback=feedback)
+        codec.encode(Encoding(layout, bench.source, starts, feedback=feedback), row)
     rows = []
     for op, (call, times) in calls.items():
         rate, fraction = bench.against_copy(call, times * bench.source.nbytes)

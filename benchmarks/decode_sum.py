@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.ratios import paired_ratio
 from espresso.compressors import create
-from espresso.compressors.base import Segment
+from espresso.compressors.base import Decoding, Encoding, Segment
 from espresso.live.host_codecs import HostCodecs
 from espresso.strategies import CompressorSpec, Device
 
@@ -39,17 +39,17 @@ def measure(spec: str, elements: int, payloads: int, rounds: int, keys: int) -> 
     every = np.zeros((keys, payloads, layout.num_bytes), np.uint8)
     for number, row in enumerate(every[0]):
         source = np.random.default_rng(number).standard_normal(elements).astype(np.float32)
-        codec.encode(layout, source, starts, row)
+        codec.encode(Encoding(layout, source, starts), row)
     every[1:] = every[0]
     results_of, copies_of = np.zeros((keys, elements), np.float32), np.zeros((keys, elements), np.float32)
-    codec.decode(layout, every[0], results_of[0], starts)
+    codec.decode(Decoding(layout, results_of[0], starts), every[0])
     copies, decodes = [], []
     for turn in range(rounds):
         rows, result, copy = every[turn % keys], results_of[turn % keys], copies_of[turn % keys]
         begin = time.perf_counter()
         np.copyto(copy, result)
         middle = time.perf_counter()
-        codec.decode(layout, rows, result, starts)
+        codec.decode(Decoding(layout, result, starts), rows)
         copies.append(middle - begin)
         decodes.append((time.perf_counter() - middle) / payloads)
     ratio = paired_ratio(copies, decodes)

@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.convergence import MODELS, OPTIMIZERS
 from benchmarks.models import build_workload
-from espresso.compressors import DrawKey, Feedback, Layout, Segment, create, host_codec
+from espresso.compressors import Decoding, DrawKey, Encoding, Feedback, Layout, Segment, create, host_codec
 
 CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "mlp")
 """Small models with an optimizer as in ``benchmarks.convergence``, and the 10 M parameter MLP with its own."""
@@ -99,10 +99,10 @@ class Site:
         """What arrives of the gradient."""
         key = DrawKey(seed=0, step=step, site=self._site, rank=self._rank)
         feedback = Feedback(self._old, self._new, self._starts, self._gain)
-        self._codec.encode(self._layout, gradient, self._starts, self._payload[0], feedback=feedback, key=key)
+        self._codec.encode(Encoding(self._layout, gradient, self._starts, feedback=feedback, key=key), self._payload[0])
         self._old, self._new = self._new, self._old
         arrived = np.empty_like(gradient)
-        self._codec.decode(self._layout, self._payload, arrived, self._starts, key=key)
+        self._codec.decode(Decoding(self._layout, arrived, self._starts, key=key), self._payload)
         return arrived
 
 

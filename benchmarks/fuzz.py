@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.results import record, write
-from espresso.compressors import DrawKey, PayloadError, Segment, compressor_ids, create, host_codec
+from espresso.compressors import Decoding, DrawKey, Encoding, PayloadError, Segment, compressor_ids, create, host_codec
 from espresso.compressors.sparse import SPAN
 from espresso.cpu_offload import available_cores
 
@@ -104,7 +104,7 @@ class Fuzzer:
         source = self.rng.standard_normal(self.layout.num_elements).astype(dtype)
         self.good = np.empty(self.layout.num_bytes, np.uint8)
         self.key = DrawKey(seed=seed)
-        self.codec.encode(self.layout, source, self.starts, self.good, key=self.key)
+        self.codec.encode(Encoding(self.layout, source, self.starts, key=self.key), self.good)
         self.input = Fence(self.good.size + 64)
         self.output = Fence(source.nbytes + 64)
         self.numbers = source.nbytes
@@ -142,7 +142,7 @@ class Fuzzer:
         beside = self.output.bytes[: -self.numbers] if at_end else self.output.bytes[self.numbers :]
         beside[:64], beside[-64:] = FILL, FILL
         try:
-            finite = self.codec.decode(self.layout, payload.reshape(1, -1), target, self.starts, key=self.key)
+            finite = self.codec.decode(Decoding(self.layout, target, self.starts, key=self.key), payload.reshape(1, -1))
             self.counts["decoded"] += 1
             self.counts["not_finite"] += not finite
         except PayloadError:

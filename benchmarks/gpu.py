@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks.results import RESULTS_DIR, record, write
-from espresso.compressors import Feedback, Segment, compressor_ids, create, cuda_codec
+from espresso.compressors import Decoding, Encoding, Feedback, Segment, compressor_ids, create, cuda_codec
 from espresso.compressors.cuda import CudaCodec, CudaDevice, CudaUnavailableError
 from espresso.compressors.cuda.codec import STATUS_WORDS
 from espresso.compressors.cuda.launching import launching
@@ -161,18 +161,15 @@ class Case:
         self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device="cuda")
         self.target = torch.empty(self.elements, device="cuda")
         for row in self.payloads:
-            codec.launch_encode(self.layout, self.sources[0], self.starts, row, feedback=self.feedbacks[0])
+            codec.launch_encode(Encoding(self.layout, self.sources[0], self.starts, feedback=self.feedbacks[0]), row)
 
     def encodes(self) -> list[Callable[[], object]]:
         """One encode an input set."""
         return [
             partial(
                 self.codec.launch_encode,
-                self.layout,
-                source,
-                self.starts,
+                Encoding(self.layout, source, self.starts, feedback=feedback),
                 self.payloads[0],
-                feedback=feedback,
             )
             for source, feedback in zip(self.sources, self.feedbacks, strict=True)
         ]
@@ -180,7 +177,9 @@ class Case:
     def decodes(self, rows: int) -> list[Callable[[], object]]:
         """A decode of the first payloads."""
         return [
-            lambda: self.codec.launch_decode(self.layout, self.payloads[:rows], self.target, self.starts, self.status)
+            lambda: self.codec.launch_decode(
+                Decoding(self.layout, self.target, self.starts), self.payloads[:rows], self.status
+            )
         ]
 
 

@@ -29,7 +29,7 @@ from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Line, Link, connected
 from espresso.comm.parameter_server.wire import Coding, Key, Stretch
 from espresso.compressors import create
-from espresso.compressors.base import Segment
+from espresso.compressors.base import Encoding, Segment
 from espresso.live.host_codecs import HostCodecs
 from espresso.strategies import NONE, CompressorSpec, Device
 
@@ -104,7 +104,7 @@ def _message(key: Key, codecs: HostCodecs, rank: int) -> Any:
     codec = codecs(key.compressor, Device.TRAINING)
     layout = codec.compressor.layout([Segment(s.tensor, s.start, s.numel) for s in key.stretches])
     payload = np.zeros(layout.num_bytes, np.uint8)
-    codec.encode(layout, numbers, np.zeros(1, np.int64), payload)
+    codec.encode(Encoding(layout, numbers, np.zeros(1, np.int64)), payload)
     return payload
 
 

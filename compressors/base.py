@@ -161,6 +161,46 @@ class Feedback:
     gain: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What to encode: ``q = scale * source + residual`` on every segment of a layout.
+
+    Attributes:
+        layout: of the codec's compressor.
+        source: 1-D of ``layout.dtype``, an array or a tensor of the codec's device; not changed. Segment i is
+            ``source[starts[i] : starts[i] + numels[i]]``.
+        starts: int64[num_segments].
+        scale: multiplies the source only.
+        feedback: residuals in the units of q; ``new`` receives ``q - decode(payload)`` on every segment.
+        key: for random numbers.
+    """
+
+    layout: Layout
+    source: Any
+    starts: Starts
+    scale: float = 1.0
+    feedback: Feedback | None = None
+    key: DrawKey = DrawKey()
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Where decoded numbers go: ``scale`` times them on every segment of a layout.
+
+    Attributes:
+        layout: of the codec's compressor.
+        target: 1-D of ``layout.dtype``, where the codec works; only the segments are written, all of their elements.
+        starts: int64[num_segments], as for :class:`Encoding`.
+        key: as given to encode; needed where the receiver draws the same numbers (random-k). ``rank`` is -1 there.
+    """
+
+    layout: Layout
+    target: Any
+    starts: Starts
+    scale: float = 1.0
+    key: DrawKey = DrawKey()
+
+
 class Compressor(Protocol):
     """Parameters, traits and wire format of one algorithm; a frozen dataclass per algorithm."""
 
@@ -205,27 +245,8 @@ class Codec(Protocol):
 
     compressor: Compressor
 
-    def encode(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: Starts,
-        payload: Bytes,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),
-    ) -> bool:
-        """Encode ``q = scale * source + residual`` into ``payload``.
-
-        Args:
-            layout: of this compressor.
-            source: 1-D, ``layout.dtype``; segment i is ``source[starts[i] : starts[i] + numels[i]]``. Not changed.
-            starts: int64[num_segments].
-            payload: uint8[layout.num_bytes], 8-byte aligned, fully written (padding zero).
-            scale: multiplies the source only.
-            feedback: residuals in the units of q; ``new`` receives ``q - decode(payload)`` on every segment.
-            key: for random numbers.
+    def encode(self, encoding: Encoding, payload: Bytes) -> bool:
+        """Encode into ``payload``: uint8[layout.num_bytes], 8-byte aligned, fully written (padding zero).
 
         Returns:
             Whether q was finite everywhere. If not, the payload says so in its header (decoders then
@@ -233,22 +254,11 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(
-        self,
-        layout: Layout,
-        payloads: npt.NDArray[np.uint8],
-        target: Array,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),
-    ) -> bool:
-        """Write ``scale * sum of the decoded payloads`` to the segments of ``target``.
+    def decode(self, decoding: Decoding, payloads: npt.NDArray[np.uint8]) -> bool:
+        """Write ``scale * sum of the decoded payloads``.
 
         Args:
             payloads: uint8[num_sources, layout.num_bytes], rows contiguous and 8-byte aligned; summed in row order.
-            target: 1-D, ``layout.dtype``; only the segments are written, all of their elements.
-            key: as given to encode; needed where the receiver draws the same numbers (random-k). ``rank`` is -1 there.
 
         Returns:
             Whether every payload was finite; if not, all segments of the target are NaN.
@@ -271,31 +281,12 @@ class SummableCodec(Codec, Protocol):
         """Their type: ``float16``, ``bfloat16``, ``float32`` or ``float64``."""
         ...
 
-    def encode_values(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: Starts,
-        values: Array,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),
-    ) -> bool:
+    def encode_values(self, encoding: Encoding, values: Array) -> bool:
         """Like ``encode``; ``values`` is 1-D of ``num_values`` (bfloat16 as uint16). Non-finite stays so."""
         ...
 
-    def decode_values(
-        self,
-        layout: Layout,
-        values: Array,
-        target: Array,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),
-    ) -> bool:
-        """Write ``scale * decoded`` to the segments; returns whether all is finite."""
+    def decode_values(self, decoding: Decoding, values: Array) -> bool:
+        """Write ``scale * decoded``; returns whether all is finite."""
         ...
 
 
@@ -320,18 +311,7 @@ class RoundsCodec(Protocol):
         """How many numbers the vector of a round has."""
         ...
 
-    def encode_values(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: Starts,
-        values: Array,
-        *,
-        scale: float,
-        feedback: Feedback,
-        key: DrawKey,
-        factors: Factors,
-    ) -> None:
+    def encode_values(self, encoding: Encoding, values: Array, factors: Factors) -> None:
         """Write ``scale * source + residual`` to ``feedback.new``, and the first round's vector."""
         ...
 
@@ -339,16 +319,6 @@ class RoundsCodec(Protocol):
         """From the first round's sum (changed in place) make the second vector; ``feedback.new`` keeps what is left."""
         ...
 
-    def decode_values(
-        self,
-        layout: Layout,
-        first: Array,
-        second: Array,
-        target: Array,
-        starts: Starts,
-        *,
-        scale: float,
-        factors: Factors,
-    ) -> bool:
-        """Write ``scale * decoded`` to the segments; returns whether all is finite."""
+    def decode_values(self, decoding: Decoding, first: Array, second: Array, factors: Factors) -> bool:
+        """Write ``scale * decoded``; returns whether all is finite."""
         ...

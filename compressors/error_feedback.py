@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Array, Bytes, Codec, DrawKey, Feedback, Layout
+from espresso.compressors.base import Bytes, Codec, Decoding, Encoding
 
 
 class ErrorFeedback:
@@ -25,28 +25,19 @@ class ErrorFeedback:
         self.codec = codec
         self.compressor = codec.compressor
 
-    def encode(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: npt.NDArray[np.int64],
-        payload: Bytes,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode(self, encoding: Encoding, payload: Bytes) -> bool:
         """As :meth:`espresso.compressors.Codec.encode`."""
+        layout, feedback = encoding.layout, encoding.feedback
         if feedback is None:
-            return self.codec.encode(layout, source, starts, payload, scale=scale, key=key)
+            return self.codec.encode(encoding, payload)
         packed = np.concatenate(([0], np.cumsum(layout.numels)[:-1])).astype(np.int64)[: len(layout.segments)]
         total = np.empty(layout.num_elements, dtype=layout.dtype)
-        for numel, start, kept, at in zip(layout.numels, starts, feedback.starts, packed, strict=True):
-            total[at : at + numel] = source[start : start + numel] * layout.dtype.type(scale)
+        for numel, start, kept, at in zip(layout.numels, encoding.starts, feedback.starts, packed, strict=True):
+            total[at : at + numel] = encoding.source[start : start + numel] * layout.dtype.type(encoding.scale)
             total[at : at + numel] += feedback.old[kept : kept + numel]
-        finite = self.codec.encode(layout, total, packed, payload, key=key)
+        finite = self.codec.encode(Encoding(layout, total, packed, key=encoding.key), payload)
         decoded = np.empty_like(total)
-        self.codec.decode(layout, payload.reshape(1, -1), decoded, packed, key=key)
+        self.codec.decode(Decoding(layout, decoded, packed, key=encoding.key), payload.reshape(1, -1))
         if finite:
             total -= decoded
         gain = layout.dtype.type(feedback.gain)
@@ -57,15 +48,6 @@ class ErrorFeedback:
             feedback.new[kept : kept + numel] = left
         return finite
 
-    def decode(
-        self,
-        layout: Layout,
-        payloads: npt.NDArray[np.uint8],
-        target: Array,
-        starts: npt.NDArray[np.int64],
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def decode(self, decoding: Decoding, payloads: npt.NDArray[np.uint8]) -> bool:
         """As :meth:`espresso.compressors.Codec.decode`."""
-        return self.codec.decode(layout, payloads, target, starts, scale=scale, key=key)
+        return self.codec.decode(decoding, payloads)

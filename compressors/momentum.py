@@ -12,6 +12,7 @@ sent whole in every step; as in the authors' code its velocity is not masked, so
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from espresso.compressors.base import (
     Codec,
     Compressor,
     Correction,
-    DrawKey,
+    Encoding,
     Feedback,
     Layout,
     Starts,
@@ -128,41 +129,26 @@ class MomentumCorrection:
         self.codec, self.rule, self._mover = codec, rule, mover
         self._added: dict[Any, Array] = {}
 
-    def advance(
-        self, layout: Layout, source: Array, starts: Starts, velocity: Feedback, scale: float
-    ) -> tuple[Array, Starts]:
-        """Move the velocities of all segments on; returns what to encode instead, and where it starts."""
+    def advance(self, encoding: Encoding, velocity: Feedback) -> Encoding:
+        """Move the velocities of all segments on, m before in ``old`` and after in ``new``; returns what to encode."""
+        layout = encoding.layout
         out, out_starts = velocity.new, velocity.starts
         if self.rule.nesterov:
             out, out_starts = self._room(layout), np.cumsum(layout.numels) - layout.numels
-        self._mover.advance(self.rule, layout.numels, source, starts, scale, velocity, out, out_starts)
-        return out, out_starts
+        self._mover.advance(
+            self.rule, layout.numels, encoding.source, encoding.starts, encoding.scale, velocity, out, out_starts
+        )
+        return replace(encoding, source=out, starts=out_starts, scale=1.0)
 
-    def encode(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: Starts,
-        payload: Bytes,
-        *,
-        feedback: Feedback | None,
-        velocity: Feedback,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode(self, encoding: Encoding, payload: Bytes, velocity: Feedback) -> bool:
         """Encode with corrected momentum. Two passes over memory more than the codec's, three with Nesterov.
-
-        Args:
-            layout, source, starts, payload, feedback, scale, key: as for :meth:`espresso.compressors.Codec.encode`.
-            velocity: m before (``old``) and after (``new``).
 
         Returns:
             Whether all was finite; if not, both ``new`` buffers are unspecified.
         """
-        added, added_starts = self.advance(layout, source, starts, velocity, scale)
-        finite = self.codec.encode(layout, added, added_starts, payload, feedback=feedback, key=key)
+        finite = self.codec.encode(self.advance(encoding, velocity), payload)
         if finite:
-            self._mover.mask(self.codec.compressor, layout, payload, velocity)
+            self._mover.mask(self.codec.compressor, encoding.layout, payload, velocity)
         return finite
 
     def _room(self, layout: Layout) -> Array:

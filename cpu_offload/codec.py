@@ -17,7 +17,9 @@ from espresso.compressors.base import (
     Array,
     Bytes,
     Compressor,
+    Decoding,
     DrawKey,
+    Encoding,
     Feedback,
     Layout,
     PayloadError,
@@ -92,45 +94,18 @@ class HostCodec:
         self.compressor = compressor
         self.pool = pool
 
-    def encode(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: Starts,
-        payload: Bytes,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode(self, encoding: Encoding, payload: Bytes) -> bool:
         """Encode ``scale * source + residual``; fused, the passes over memory are counted per algorithm."""
-        check_array("source", source, layout)
+        layout = encoding.layout
         if payload.dtype != np.uint8 or payload.shape != (layout.num_bytes,) or not payload.flags.c_contiguous:
             raise ValueError(
                 f"payload must be contiguous uint8[{layout.num_bytes}], got {payload.dtype}{list(payload.shape)}"
             )
         work = work_of(layout)
-        table = fill_table(layout, work, source, starts, feedback)
-        words = payload.view(np.uint64)
-        words[work.tails] = 0
-        call = EncodeCall(
-            layout=layout,
-            work=work,
-            table=table,
-            source=source,
-            scale=layout.dtype.type(scale),
-            old=source if feedback is None else feedback.old,
-            new=np.empty(0, layout.dtype) if feedback is None else feedback.new,
-            has_feedback=feedback is not None,
-            stream=streams(layout),
-            payload=payload,
-            numbers=payload.view(layout.dtype),
-            words=payload.view(np.uint32),
-            bits=payload.view(bits_dtype(layout)),
-            infinity=infinity_bits(layout),
-            key=key,
-            gain=layout.dtype.type(1.0 if feedback is None else feedback.gain),
-        )
+        payload.view(np.uint64)[work.tails] = 0
+        table = fill_table("source", layout, work, encoding.source, encoding.starts, encoding.feedback)
+        numbers, bits = payload.view(layout.dtype), payload.view(bits_dtype(layout))
+        call = encode_call(encoding, work, table, payload, numbers, payload.view(np.uint32), bits)
         finite = self.encode_raw_segments(call)
         if work.segments.size:
             finite = self.encode_bodies(call) and finite
@@ -139,40 +114,20 @@ class HostCodec:
         write_header(payload, layout, finite)
         return finite
 
-    def decode(
-        self,
-        layout: Layout,
-        payloads: npt.NDArray[np.uint8],
-        target: Array,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def decode(self, decoding: Decoding, payloads: npt.NDArray[np.uint8]) -> bool:
         """Write ``scale * sum of the decoded payloads``; one pass over the target, rows summed in order."""
-        check_array("target", target, layout)
+        layout = decoding.layout
         if payloads.dtype != np.uint8 or payloads.ndim != 2 or (payloads.size and payloads.strides[1] != 1):
             raise ValueError(f"payloads must be uint8[rows, {layout.num_bytes}] with contiguous rows")
         work = work_of(layout)
-        table = fill_table(layout, work, target, starts, None)
+        table = fill_table("target", layout, work, decoding.target, decoding.starts)
         finite = all([read_header(row, layout) for row in payloads])
         if not finite:
-            fill_nan(table, target)
+            fill_nan(table, decoding.target)
             return False
         flat, row_bytes = flat_rows(payloads)
-        call = DecodeCall(
-            layout=layout,
-            work=work,
-            table=table,
-            target=target,
-            scale=layout.dtype.type(scale),
-            num_rows=len(payloads),
-            row_bytes=row_bytes,
-            payload=flat,
-            numbers=flat.view(layout.dtype),
-            words=flat.view(np.uint32),
-            key=key,
-        )
+        numbers, words = flat.view(layout.dtype), flat.view(np.uint32)
+        call = decode_call(decoding, work, table, len(payloads), row_bytes, flat, numbers, words)
         self.decode_raw_segments(call)
         if work.segments.size:
             self.decode_bodies(call)
@@ -243,6 +198,52 @@ class HostCodec:
         self.run_chunks(run_part, len(chunks))
 
 
+def encode_call(
+    encoding: Encoding, work: Work, table: Table, payload: Bytes, numbers: Array, words: Array, bits: Array
+) -> EncodeCall:
+    """An encode into a payload or a vector."""
+    layout, feedback = encoding.layout, encoding.feedback
+    return EncodeCall(
+        layout=layout,
+        work=work,
+        table=table,
+        source=encoding.source,
+        scale=layout.dtype.type(encoding.scale),
+        old=encoding.source if feedback is None else feedback.old,
+        new=np.empty(0, layout.dtype) if feedback is None else feedback.new,
+        has_feedback=feedback is not None,
+        stream=streams(layout),
+        payload=payload,
+        numbers=numbers,
+        words=words,
+        bits=bits,
+        infinity=infinity_bits(layout),
+        key=encoding.key,
+        gain=layout.dtype.type(1.0 if feedback is None else feedback.gain),
+    )
+
+
+def decode_call(
+    decoding: Decoding, work: Work, table: Table, num_rows: int, row_bytes: int, payload: Bytes, numbers: Array,
+    words: Array,
+) -> DecodeCall:  # fmt: skip
+    """A decode of payloads or of a vector."""
+    layout = decoding.layout
+    return DecodeCall(
+        layout=layout,
+        work=work,
+        table=table,
+        target=decoding.target,
+        scale=layout.dtype.type(decoding.scale),
+        num_rows=num_rows,
+        row_bytes=row_bytes,
+        payload=payload,
+        numbers=numbers,
+        words=words,
+        key=decoding.key,
+    )
+
+
 def streams(layout: Layout) -> bool:
     """Whether residuals of this layout are written past the caches."""
     return layout.num_elements * layout.dtype.itemsize >= STREAM_FROM_BYTES
@@ -267,8 +268,11 @@ def check_array(what: str, array: Array, layout: Layout) -> None:
         )
 
 
-def fill_table(layout: Layout, work: Work, array: Array, starts: Starts, feedback: Feedback | None) -> Table:
+def fill_table(
+    what: str, layout: Layout, work: Work, array: Array, starts: Starts, feedback: Feedback | None = None
+) -> Table:
     """The segment table of one call; checks that every segment lies inside its arrays, since kernels do not."""
+    check_array(what, array, layout)
     check_range("starts", starts, layout, array.size)
     table = work.table.copy()
     table[:, SOURCE] = starts

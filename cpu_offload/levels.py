@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from espresso.compressors.base import Array, Bytes, DrawKey, Feedback, Layout, Starts
+from espresso.compressors.base import Bytes, Encoding
 from espresso.compressors.error_feedback import ErrorFeedback
 from espresso.compressors.levels import TINY, Levels
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
@@ -33,21 +33,11 @@ class HostLevels(HostCodec):
         self._params = compressor
         self._levels = compressor.num_levels if self.unit_level is None else self.unit_level
 
-    def encode(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: Starts,
-        payload: Bytes,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode(self, encoding: Encoding, payload: Bytes) -> bool:
         """As :meth:`espresso.compressors.Codec.encode`."""
-        if feedback is not None:
-            return ErrorFeedback(self).encode(layout, source, starts, payload, scale=scale, feedback=feedback, key=key)
-        return super().encode(layout, source, starts, payload, scale=scale, key=key)
+        if encoding.feedback is not None:
+            return ErrorFeedback(self).encode(encoding, payload)
+        return super().encode(encoding, payload)
 
     def encode_bodies(self, call: EncodeCall) -> bool:
         """One pass, chunks in any order."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from espresso.compressors.base import Array, DrawKey, Factors, Feedback, Layout, Starts
+from espresso.compressors.base import Array, Decoding, DrawKey, Encoding, Factors, Feedback, Layout
 from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start, start_key
 from espresso.cpu_offload.codec import check_array, check_range
 from espresso.cpu_offload.jit import Scalar, kernel, sum_kernel
@@ -38,24 +38,15 @@ class HostPowerSgd:
         """How many numbers the vector of a round has."""
         return self.compressor.num_values(layout, number)
 
-    def encode_values(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: Starts,
-        values: Array,
-        *,
-        scale: float,
-        feedback: Feedback,
-        key: DrawKey,
-        factors: Factors,
-    ) -> None:
+    def encode_values(self, encoding: Encoding, values: Array, factors: Factors) -> None:
         """P = M Q of every matrix; raw segments as they are."""
+        layout, source, starts, feedback = encoding.layout, encoding.source, encoding.starts, encoding.feedback
+        assert feedback is not None, "a compressor of several rounds keeps a residual"
         check_array("source", source, layout)
         check_range("starts", starts, layout, source.size)
         self._check(layout, values, 0, feedback)
         offsets = self._offsets(layout, 0)
-        weight = layout.dtype.type(scale)
+        weight = layout.dtype.type(encoding.scale)
 
         def encode(index: int) -> None:
             rank, numel = int(layout.counts[index]), int(layout.numels[index])
@@ -68,7 +59,7 @@ class HostPowerSgd:
                 return
             segment = layout.segments[index]
             rows, columns = matrix_of(segment.shape)
-            q = self._start(segment.tensor, rank, columns, layout.dtype, key, factors)
+            q = self._start(segment.tensor, rank, columns, layout.dtype, encoding.key, factors)
             left_products(mine, weight, old, new, rows, columns, q, out)
 
         self._each(layout, encode)
@@ -94,22 +85,13 @@ class HostPowerSgd:
 
         self._each(layout, transform)
 
-    def decode_values(
-        self,
-        layout: Layout,
-        first: Array,
-        second: Array,
-        target: Array,
-        starts: Starts,
-        *,
-        scale: float,
-        factors: Factors,
-    ) -> bool:
+    def decode_values(self, decoding: Decoding, first: Array, second: Array, factors: Factors) -> bool:
         """Write ``scale * P Q'``; keep Q for the next step."""
+        layout, target, starts = decoding.layout, decoding.target, decoding.starts
         check_array("target", target, layout)
         check_range("starts", starts, layout, target.size)
         left, right = self._offsets(layout, 0), self._offsets(layout, 1)
-        weight = layout.dtype.type(scale)
+        weight = layout.dtype.type(decoding.scale)
 
         def decode(index: int) -> None:
             rank, numel = int(layout.counts[index]), int(layout.numels[index])
@@ -128,7 +110,7 @@ class HostPowerSgd:
         self._each(layout, decode)
         largest = max((float(np.max(np.abs(v), initial=0.0)) for v in (first, second)), default=0.0)
         # An element is at most rank products of a number up to 1 with one of Q.
-        bound = largest * max(float(scale), 1.0) * max(int(layout.counts.max(initial=1)), 1)
+        bound = largest * max(decoding.scale, 1.0) * max(int(layout.counts.max(initial=1)), 1)
         return math.isfinite(bound) and bound < float(np.finfo(layout.dtype).max)
 
     def _start(

@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from espresso.compressors.base import Array, DrawKey, Feedback, Layout, Starts
+from espresso.compressors.base import Array, Decoding, Encoding, Layout, Starts
 from espresso.cpu_offload.codec import (
     DecodeCall,
     EncodeCall,
     HostCodec,
     bits_dtype,
-    check_array,
+    decode_call,
+    encode_call,
     fill_table,
-    infinity_bits,
-    streams,
 )
 from espresso.cpu_offload.work import OFFSET, Table, work_of
 
@@ -35,69 +34,24 @@ class SummableHostCodec(HostCodec):
         """The vector's length."""
         return int(self.segment_values(layout).sum())
 
-    def encode_values(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: Starts,
-        values: Array,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode_values(self, encoding: Encoding, values: Array) -> bool:
         """Encode ``scale * source + residual`` into the vector; returns whether all of it is finite."""
-        check_array("source", source, layout)
+        layout = encoding.layout
         self._check_values(layout, values)
         work = work_of(layout)
-        call = EncodeCall(
-            layout=layout,
-            work=work,
-            table=self._pack(layout, fill_table(layout, work, source, starts, feedback), values),
-            source=source,
-            scale=layout.dtype.type(scale),
-            old=source if feedback is None else feedback.old,
-            new=np.empty(0, layout.dtype) if feedback is None else feedback.new,
-            has_feedback=feedback is not None,
-            stream=streams(layout),
-            payload=values.view(np.uint8),
-            numbers=values,
-            words=np.empty(0, np.uint32),
-            bits=values.view(bits_dtype(layout)) if values.dtype == layout.dtype else values,
-            infinity=infinity_bits(layout),
-            key=key,
-            gain=layout.dtype.type(1.0 if feedback is None else feedback.gain),
-        )
-        return self.encode_vector(call)
+        table = fill_table("source", layout, work, encoding.source, encoding.starts, encoding.feedback)
+        bits = values.view(bits_dtype(layout)) if values.dtype == layout.dtype else values
+        table, words = self._pack(layout, table, values), np.empty(0, np.uint32)
+        return self.encode_vector(encode_call(encoding, work, table, values.view(np.uint8), values, words, bits))
 
-    def decode_values(
-        self,
-        layout: Layout,
-        values: Array,
-        target: Array,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def decode_values(self, decoding: Decoding, values: Array) -> bool:
         """Write ``scale * decoded``; returns whether the vector is finite."""
-        check_array("target", target, layout)
+        layout = decoding.layout
         self._check_values(layout, values)
         work = work_of(layout)
-        call = DecodeCall(
-            layout=layout,
-            work=work,
-            table=self._pack(layout, fill_table(layout, work, target, starts, None), values),
-            target=target,
-            scale=layout.dtype.type(scale),
-            num_rows=1,
-            row_bytes=values.nbytes,
-            payload=values.view(np.uint8),
-            numbers=values,
-            words=np.empty(0, np.uint32),
-            key=key,
-        )
-        return self.decode_vector(call)
+        table = self._pack(layout, fill_table("target", layout, work, decoding.target, decoding.starts), values)
+        flat, words = values.view(np.uint8), np.empty(0, np.uint32)
+        return self.decode_vector(decode_call(decoding, work, table, 1, values.nbytes, flat, values, words))
 
     def encode_vector(self, call: EncodeCall) -> bool:
         """Encode every segment, raw ones included, at ``table[:, OFFSET]`` of ``numbers``."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Codec, DrawKey, Feedback, Segment, SummableCodec
+from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment, SummableCodec
 from espresso.cpu_offload.work import FUSED
 
 
@@ -33,13 +33,13 @@ def warm_up(codec: Codec, dtypes: Sequence[npt.DTypeLike] = (np.float32,), *, sp
         feedback = Feedback(np.zeros_like(source), np.empty_like(source), starts)
         payloads = np.empty((2, layout.num_bytes), np.uint8)
         for row in payloads:
-            codec.encode(layout, source, starts, row, feedback=feedback)
-        codec.decode(layout, payloads, target, starts)
+            codec.encode(Encoding(layout, source, starts, feedback=feedback), row)
+        codec.decode(Decoding(layout, target, starts), payloads)
         if isinstance(codec, SummableCodec):
             kind = codec.value_dtype(layout)
             values = np.empty(codec.num_values(layout), np.uint16 if kind == "bfloat16" else kind)
-            codec.encode_values(layout, source, starts, values, feedback=feedback)
-            codec.decode_values(layout, values, target, starts)
+            codec.encode_values(Encoding(layout, source, starts, feedback=feedback), values)
+            codec.decode_values(Decoding(layout, target, starts), values)
 
 
 def _warm_up_rounds(codec: Any, dtypes: Sequence[npt.DTypeLike]) -> None:
@@ -50,9 +50,9 @@ def _warm_up_rounds(codec: Any, dtypes: Sequence[npt.DTypeLike]) -> None:
         feedback = Feedback(np.zeros_like(source), np.empty_like(source), starts)
         first, second = (np.empty(codec.num_values(layout, number), layout.dtype) for number in (0, 1))
         factors = _Forgetful()
-        codec.encode_values(layout, source, starts, first, scale=1.0, feedback=feedback, key=DrawKey(), factors=factors)
+        codec.encode_values(Encoding(layout, source, starts, feedback=feedback), first, factors=factors)
         codec.transform_values(layout, first, second, feedback=feedback)
-        codec.decode_values(layout, first, second, source, starts, scale=1.0, factors=factors)
+        codec.decode_values(Decoding(layout, source, starts), first, second, factors=factors)
 
 
 class _Forgetful:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from espresso.compressors import Feedback, cuda_codec, host_codec
+from espresso.compressors import Decoding, Encoding, Feedback, cuda_codec, host_codec
 from espresso.compressors.cuda import CudaDevice, CudaSummableCodec, Device
 from tests.emulator import COMPILER, EmulatedDevice
 
@@ -45,20 +46,29 @@ class OnDevice:
         old, new = self._there(feedback.old), self._there(feedback.new)
         return Feedback(old, new, feedback.starts, feedback.gain)  # type: ignore[arg-type]
 
-    def encode(self, layout: Any, source: Any, starts: Any, payload: Any, *, feedback: Any = None, **more: Any) -> bool:
-        there, kept = self._there(payload), self._feedback(feedback)
-        finite = self.codec.encode(layout, self._there(source), starts, there, feedback=kept, **more)
-        payload[:] = there.cpu().numpy()
-        if feedback is not None:
-            feedback.new[:] = kept.new.cpu().numpy()
+    def _encoding(self, encoding: Encoding) -> Any:
+        return replace(encoding, source=self._there(encoding.source), feedback=self._feedback(encoding.feedback))
+
+    def encode(self, encoding: Encoding, payload: Any) -> bool:
+        return self._encode(self.codec.encode, encoding, payload)
+
+    def _encode(self, encode: Any, encoding: Encoding, out: Any, *more: Any) -> bool:
+        there, mine = self._there(out), self._encoding(encoding)
+        finite = encode(mine, there, *more)
+        out[:] = there.cpu().numpy()
+        if encoding.feedback is not None:
+            encoding.feedback.new[:] = mine.feedback.new.cpu().numpy()
         return bool(finite)
 
-    def decode(self, layout: Any, payloads: Any, target: Any, starts: Any, **more: Any) -> bool:
-        there = self._there(target)
+    def decode(self, decoding: Decoding, payloads: Any) -> bool:
+        return self._decode(self.codec.decode, decoding, self._there(payloads))
+
+    def _decode(self, decode: Any, decoding: Decoding, *given: Any) -> bool:
+        there: Any = self._there(decoding.target)
         try:
-            return bool(self.codec.decode(layout, self._there(payloads), there, starts, **more))
+            return bool(decode(replace(decoding, target=there), *given))
         finally:
-            target[:] = there.cpu().numpy()
+            decoding.target[:] = there.cpu().numpy()
 
 
 class SummableOnDevice(OnDevice):
@@ -70,21 +80,11 @@ class SummableOnDevice(OnDevice):
     def value_dtype(self, layout: Any) -> str:
         return str(self.codec.value_dtype(layout))
 
-    def encode_values(
-        self, layout: Any, source: Any, starts: Any, values: Any, *, feedback: Any = None, **more: Any
-    ) -> bool:
-        there, kept = self._there(values), self._feedback(feedback)
-        finite = self.codec.encode_values(layout, self._there(source), starts, there, feedback=kept, **more)
-        values[:] = there.cpu().numpy()
-        if feedback is not None:
-            feedback.new[:] = kept.new.cpu().numpy()
-        return bool(finite)
+    def encode_values(self, encoding: Encoding, values: Any) -> bool:
+        return self._encode(self.codec.encode_values, encoding, values)
 
-    def decode_values(self, layout: Any, values: Any, target: Any, starts: Any, **more: Any) -> bool:
-        there = self._there(target)
-        finite = self.codec.decode_values(layout, self._there(values), there, starts, **more)
-        target[:] = there.cpu().numpy()
-        return bool(finite)
+    def decode_values(self, decoding: Decoding, values: Any) -> bool:
+        return self._decode(self.codec.decode_values, decoding, self._there(values))
 
 
 class RoundsOnDevice(OnDevice):
@@ -93,30 +93,17 @@ class RoundsOnDevice(OnDevice):
     def num_values(self, layout: Any, number: int) -> int:
         return int(self.codec.num_values(layout, number))
 
-    def encode_values(
-        self, layout: Any, source: Any, starts: Any, values: Any, *, feedback: Any, factors: Any, **more: Any
-    ) -> None:
-        there, kept = self._there(values), self._feedback(feedback)
-        self.codec.encode_values(
-            layout, self._there(source), starts, there, feedback=kept, factors=HostFactors(factors, self._there), **more
-        )  # fmt: skip
-        values[:], feedback.new[:] = there.cpu().numpy(), kept.new.cpu().numpy()
+    def encode_values(self, encoding: Encoding, values: Any, factors: Any) -> None:
+        self._encode(self.codec.encode_values, encoding, values, HostFactors(factors, self._there))
 
     def transform_values(self, layout: Any, summed: Any, values: Any, *, feedback: Any) -> None:
         first, second, kept = self._there(summed), self._there(values), self._feedback(feedback)
         self.codec.transform_values(layout, first, second, feedback=kept)
         summed[:], values[:], feedback.new[:] = (t.cpu().numpy() for t in (first, second, kept.new))
 
-    def decode_values(
-        self, layout: Any, first: Any, second: Any, target: Any, starts: Any, *, scale: float, factors: Any
-    ) -> bool:
-        there = self._there(target)
-        finite = self.codec.decode_values(
-            layout, self._there(first), self._there(second), there, starts, scale=scale,
-            factors=HostFactors(factors, self._there),
-        )  # fmt: skip
-        target[:] = there.cpu().numpy()
-        return bool(finite)
+    def decode_values(self, decoding: Decoding, first: Any, second: Any, factors: Any) -> bool:
+        there = HostFactors(factors, self._there)
+        return self._decode(self.codec.decode_values, decoding, self._there(first), self._there(second), there)
 
 
 class HostFactors:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from espresso.compressors import DrawKey, Feedback, Layout, Segment, create
+from espresso.compressors import Decoding, DrawKey, Encoding, Feedback, Layout, Segment, create
 from tests.backends import make_codec
 
 # Small segments are compressed too (raw_below=1), so that odd lengths reach the kernels.
@@ -100,11 +100,11 @@ def round_trip(
     payload = np.full(layout.num_bytes, 0xA5, np.uint8)
     before = source.copy(), old.copy()
     finite = codec.encode(
-        layout, source, starts, payload, scale=scale, feedback=Feedback(old, kept, starts, gain), key=key
+        Encoding(layout, source, starts, scale=scale, feedback=Feedback(old, kept, starts, gain), key=key), payload
     )
     assert np.array_equal(source, before[0], equal_nan=True)
     assert np.array_equal(old, before[1])
-    assert codec.decode(layout, payload.reshape(1, -1), decoded, starts, key=key) == finite
+    assert codec.decode(Decoding(layout, decoded, starts, key=key), payload.reshape(1, -1)) == finite
     inside = np.zeros(total, bool)
     for start, size in zip(starts, sizes, strict=True):
         inside[start : start + size] = True

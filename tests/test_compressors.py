@@ -22,7 +22,9 @@ from compressor_cases import (
 
 from espresso.compressors import (
     Codec,
+    Decoding,
     DrawKey,
+    Encoding,
     ErrorFeedback,
     Feedback,
     Segment,
@@ -96,8 +98,10 @@ def test_nothing_is_lost_over_steps(spec: str, dtype: type, gain: float) -> None
     payload, decoded = np.empty((1, layout.num_bytes), np.uint8), np.zeros(total, dtype)
     for step in range(20):
         gradient, key = dyadic(total, dtype, step), DrawKey(step=step)
-        codec.encode(layout, gradient, starts, payload[0], feedback=Feedback(residual, spare, starts, gain), key=key)
-        codec.decode(layout, payload, decoded, starts, key=key)
+        codec.encode(
+            Encoding(layout, gradient, starts, feedback=Feedback(residual, spare, starts, gain), key=key), payload[0]
+        )
+        codec.decode(Decoding(layout, decoded, starts, key=key), payload)
         residual, spare = spare, residual
         sent += decoded
         given += gradient
@@ -126,7 +130,7 @@ def test_payload_is_written_completely(spec: str, dtype: type) -> None:
     source = numbers(int(starts[-1] + ODD_SIZES[-1]), dtype)
     clean, dirty = np.zeros(layout.num_bytes, np.uint8), np.full(layout.num_bytes, 255, np.uint8)
     for payload in (clean, dirty):
-        codec.encode(layout, source, starts, payload)
+        codec.encode(Encoding(layout, source, starts), payload)
     assert np.array_equal(clean, dirty)
     assert layout.num_bytes % 8 == 0
     assert (layout.offsets % 8 == 0).all()
@@ -141,12 +145,12 @@ def test_decode_sums_in_row_order(spec: str, dtype: type) -> None:
     rows = np.zeros((3, layout.num_bytes + 16), np.uint8)[:, : layout.num_bytes]
     single = np.zeros((3, total), dtype)
     for index, row in enumerate(rows):
-        codec.encode(layout, numbers(total, dtype, index), starts, row)
-        codec.decode(layout, row.reshape(1, -1), single[index], starts)
+        codec.encode(Encoding(layout, numbers(total, dtype, index), starts), row)
+        codec.decode(Decoding(layout, single[index], starts), row.reshape(1, -1))
     together = np.zeros(total, dtype)
-    assert codec.decode(layout, rows, together, starts, scale=1 / 3)
+    assert codec.decode(Decoding(layout, together, starts, scale=1 / 3), rows)
     assert np.array_equal(together, ((single[0] + single[1]) + single[2]) * dtype(1 / 3))
-    codec.decode(layout, rows[:0], together, starts)
+    codec.decode(Decoding(layout, together, starts), rows[:0])
     assert not together.any()
 
 
@@ -208,8 +212,8 @@ def test_streamed_residuals_are_complete(dtype: type) -> None:
             new[:] = 7
             at = np.array([start])
             feedback = Feedback(np.zeros(count + 8, dtype), new, at)
-            codec.encode(layout, source, np.array([0]), payload[0], feedback=feedback)
-            codec.decode(layout, payload, target, np.array([0]))
+            codec.encode(Encoding(layout, source, np.array([0]), feedback=feedback), payload[0])
+            codec.decode(Decoding(layout, target, np.array([0])), payload)
             assert np.array_equal(new[start : start + count], source - target)
             assert (np.r_[new[:start], new[start + count :]] == 7).all()
 
@@ -229,8 +233,8 @@ def test_casts_round_to_nearest_even(dtype: type, name: str, bits: int) -> None:
     codec = make_codec(create(f"{name}:raw_below=1"))
     layout = codec.compressor.layout([Segment("w", 0, x.size)], dtype)
     payload, out = np.empty((1, layout.num_bytes), np.uint8), np.empty_like(x)
-    assert codec.encode(layout, x, np.array([0]), payload[0])
-    codec.decode(layout, payload, out, np.array([0]))
+    assert codec.encode(Encoding(layout, x, np.array([0])), payload[0])
+    codec.decode(Decoding(layout, out, np.array([0])), payload)
     kind = torch.float16 if name == "fp16" else torch.bfloat16
     if dtype is np.float32 or name == "fp16":  # torch rounds float64 to bfloat16 by way of float32, twice
         expected = torch.from_numpy(x).to(kind).double().numpy() if dtype is np.float32 else x.astype(np.float16)
@@ -506,9 +510,9 @@ def test_values_are_summable(spec: str, dtype: type) -> None:
     payload, plain = np.empty((2, layout.num_bytes), np.uint8), np.zeros(total, dtype)
     inputs = [dyadic(total, dtype, seed) for seed in (1, 2)]
     for index, source in enumerate(inputs):
-        assert codec.encode_values(layout, source, starts, values[index], key=key)
-        codec.encode(layout, source, starts, payload[index], key=key)
-    codec.decode(layout, payload, plain, starts, key=key)
+        assert codec.encode_values(Encoding(layout, source, starts, key=key), values[index])
+        codec.encode(Encoding(layout, source, starts, key=key), payload[index])
+    codec.decode(Decoding(layout, plain, starts, key=key), payload)
     summed = np.zeros(total, dtype)
     if kind == "bfloat16":
         import torch
@@ -517,10 +521,10 @@ def test_values_are_summable(spec: str, dtype: type) -> None:
         vector = (both_rows[0] + both_rows[1]).view(torch.uint16).numpy()
     else:
         vector = values[0] + values[1]
-    assert codec.decode_values(layout, vector, summed, starts, key=key)
+    assert codec.decode_values(Decoding(layout, summed, starts, key=key), vector)
     tolerance = 0.0 if kind != "bfloat16" else 0.1
     assert np.abs(summed - plain).max() <= tolerance
     inputs[0][4000] = np.inf
     feedback = Feedback(np.zeros(total, dtype), np.zeros(total, dtype), starts)
-    assert not codec.encode_values(layout, inputs[0], starts, values[0], key=key, feedback=feedback)
-    assert not codec.decode_values(layout, values[0], summed, starts, key=key)
+    assert not codec.encode_values(Encoding(layout, inputs[0], starts, key=key, feedback=feedback), values[0])
+    assert not codec.decode_values(Decoding(layout, summed, starts, key=key), values[0])

@@ -14,6 +14,8 @@ import pytest
 from espresso import cpu_offload
 from espresso.compressors import (
     Correction,
+    Decoding,
+    Encoding,
     Feedback,
     MomentumCorrection,
     Segment,
@@ -135,7 +137,7 @@ def test_one_pool_serves_several_callers() -> None:
             layout = codec.compressor.layout([Segment("w", 0, source.size)])  # type: ignore[attr-defined]
             payload = np.empty(layout.num_bytes, np.uint8)
             for _ in range(5):
-                codec.encode(layout, source, np.array([0]), payload)  # type: ignore[attr-defined]
+                codec.encode(Encoding(layout, source, np.array([0])), payload)  # type: ignore[attr-defined]
             out.append(payload.tobytes())
 
         expected: list[list[bytes]] = [[] for _ in codecs]
@@ -158,8 +160,8 @@ def test_warm_up_compiles_what_encode_and_decode_call() -> None:
     before = len(signs.encode_blocks.signatures), len(signs.decode_blocks.signatures)
     layout = codec.compressor.layout([Segment("w", 0, 5000)])
     payload = np.empty((1, layout.num_bytes), np.uint8)
-    codec.encode(layout, np.ones(5000, np.float32), np.array([0]), payload[0])
-    codec.decode(layout, payload, np.ones(5000, np.float32), np.array([0]))
+    codec.encode(Encoding(layout, np.ones(5000, np.float32), np.array([0])), payload[0])
+    codec.decode(Decoding(layout, np.ones(5000, np.float32), np.array([0])), payload)
     assert before == (len(signs.encode_blocks.signatures), len(signs.decode_blocks.signatures))
     assert min(before) >= 1
 
@@ -182,14 +184,11 @@ def test_momentum_correction(nesterov: bool, dtype: type) -> None:
         g = (rng.integers(-64, 65, 1010) / 64).astype(dtype)
         new_v, new_m, decoded = np.empty_like(v), np.empty_like(m), np.empty_like(v)
         assert wrapper.encode(
-            layout,
-            g,
-            starts,
+            Encoding(layout, g, starts, feedback=Feedback(v, new_v, starts)),
             payload[0],
-            feedback=Feedback(v, new_v, starts),
             velocity=Feedback(m, new_m, starts),
         )
-        wrapper.codec.decode(layout, payload, decoded, starts)
+        wrapper.codec.decode(Decoding(layout, decoded, starts), payload)
         expected_m = mu * (expected_m + g) if nesterov else mu * expected_m + g
         added += expected_m + g if nesterov else expected_m
         went = decoded != 0

@@ -13,7 +13,7 @@ from compressor_cases import SPECS, make_layout, numbers, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espresso.compressors import DrawKey, PayloadError, Segment, create
+from espresso.compressors import Decoding, DrawKey, Encoding, PayloadError, Segment, create
 from tests.backends import backend, make_codec  # noqa: F401 (the fixture runs every test on every backend)
 
 GOLDEN = Path(__file__).parent / "golden" / "compressors.json"
@@ -27,7 +27,7 @@ def golden_payload(spec: str, dtype: str) -> str:
     total = int(starts[-1] + 300)
     source = ((np.arange(total) * 37 % 101 - 50) / 16).astype(dtype)
     payload = np.empty(layout.num_bytes, np.uint8)
-    codec.encode(layout, source, starts, payload, key=DrawKey(seed=9, step=8, site=7))
+    codec.encode(Encoding(layout, source, starts, key=DrawKey(seed=9, step=8, site=7)), payload)
     return payload.tobytes().hex()
 
 
@@ -74,7 +74,9 @@ def test_a_wrong_header_is_explained(at: int, says: str) -> None:
     outcome = round_trip("efsignsgd", (300, 400), np.float32)
     outcome.payload[at] ^= 0x42
     with pytest.raises(PayloadError, match=says):
-        outcome.codec.decode(outcome.layout, outcome.payload.reshape(1, -1), np.zeros(703, np.float32), outcome.starts)
+        outcome.codec.decode(
+            Decoding(outcome.layout, np.zeros(703, np.float32), outcome.starts), outcome.payload.reshape(1, -1)
+        )
 
 
 def test_a_payload_of_other_parameters_or_length_is_refused() -> None:
@@ -83,9 +85,9 @@ def test_a_payload_of_other_parameters_or_length_is_refused() -> None:
     other = make_codec(create("dgc:ratio=0.1"))
     layout = other.compressor.layout(outcome.layout.segments)
     with pytest.raises(PayloadError, match="algorithm id is 6, expected 7"):
-        other.decode(layout, outcome.payload.reshape(1, -1), target, starts)
+        other.decode(Decoding(layout, target, starts), outcome.payload.reshape(1, -1))
     with pytest.raises(PayloadError, match="bytes"):
-        outcome.codec.decode(outcome.layout, outcome.payload[:-8].reshape(1, -1).copy(), target, starts)
+        outcome.codec.decode(Decoding(outcome.layout, target, starts), outcome.payload[:-8].reshape(1, -1).copy())
 
 
 @every
@@ -103,7 +105,7 @@ def test_corrupted_payloads_never_touch_other_memory(spec: str) -> None:
             payload[body_at + int(place * (payload.size - body_at))] = value
         guarded[:] = 7
         with contextlib.suppress(PayloadError):
-            outcome.codec.decode(outcome.layout, payload.reshape(1, -1), guarded, starts)
+            outcome.codec.decode(Decoding(outcome.layout, guarded, starts), payload.reshape(1, -1))
         assert (guarded[:1000] == 7).all()
         assert (guarded[1033:1036] == 7).all()
         assert (guarded[2057:] == 7).all()
@@ -119,14 +121,16 @@ def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     payload = np.zeros(len(data), np.uint8)
     payload[:] = np.frombuffer(data, np.uint8)
     with pytest.raises(PayloadError):
-        outcome.codec.decode(outcome.layout, payload.reshape(1, -1), np.zeros(300, np.float32), outcome.starts)
+        outcome.codec.decode(
+            Decoding(outcome.layout, np.zeros(300, np.float32), outcome.starts), payload.reshape(1, -1)
+        )
 
 
 def sparse_edit(at: int, kind: str, value: int) -> None:
     outcome = round_trip("topk:ratio=0.01", (1000,), np.float32)  # k = 10: n, 0, ten values, ten places
     payload = outcome.payload.copy()
     payload[int(outcome.layout.offsets[0]) + at :].view(kind)[0] = value
-    outcome.codec.decode(outcome.layout, payload.reshape(1, -1), np.zeros(1000, np.float32), np.array([0]))
+    outcome.codec.decode(Decoding(outcome.layout, np.zeros(1000, np.float32), np.array([0])), payload.reshape(1, -1))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_duplicate_indices_are_malformed() -> None:
     places[slot] = places[slot - 1]
     with pytest.raises(PayloadError, match="out of order"):
         outcome.codec.decode(
-            outcome.layout, outcome.payload.reshape(1, -1), np.zeros(200_000, np.float32), outcome.starts
+            Decoding(outcome.layout, np.zeros(200_000, np.float32), outcome.starts), outcome.payload.reshape(1, -1)
         )
 
 
@@ -168,7 +172,9 @@ def test_impossible_scales_are_malformed(spec: str, scale: float) -> None:
     outcome = round_trip(spec, (1000,), np.float32)
     outcome.payload[int(outcome.layout.offsets[0]) :][:4].view(np.float32)[0] = scale
     with pytest.raises(PayloadError, match=r"scale|mean"):
-        outcome.codec.decode(outcome.layout, outcome.payload.reshape(1, -1), np.zeros(1000, np.float32), outcome.starts)
+        outcome.codec.decode(
+            Decoding(outcome.layout, np.zeros(1000, np.float32), outcome.starts), outcome.payload.reshape(1, -1)
+        )
 
 
 def test_impossible_layouts_are_refused() -> None:
@@ -183,10 +189,10 @@ def test_wrong_arguments_are_refused() -> None:
     layout, starts = make_layout(codec.compressor, (300, 400), np.float32)
     source, payload = numbers(703, np.float32), np.empty(layout.num_bytes, np.uint8)
     with pytest.raises(ValueError, match=r"source must be .* float32"):
-        codec.encode(layout, source.astype(np.float64), starts, payload)
+        codec.encode(Encoding(layout, source.astype(np.float64), starts), payload)
     with pytest.raises(ValueError, match="payload must be"):
-        codec.encode(layout, source, starts, payload[:-1])
+        codec.encode(Encoding(layout, source, starts), payload[:-1])
     with pytest.raises(ValueError, match="segment 1 of 400 elements ends outside"):
-        codec.encode(layout, source, starts + 1, payload)
+        codec.encode(Encoding(layout, source, starts + 1), payload)
     with pytest.raises(ValueError, match="shape"):
-        codec.encode(layout, source, starts[:1], payload)
+        codec.encode(Encoding(layout, source, starts[:1]), payload)

@@ -23,7 +23,9 @@ from hypothesis import strategies as st
 
 from espresso.compressors import (
     Codec,
+    Decoding,
     DrawKey,
+    Encoding,
     Feedback,
     Layout,
     PayloadError,
@@ -137,10 +139,12 @@ class Run:
         self.payload = np.full(layout.num_bytes, 0xA5, np.uint8)
         self.kept, self.decoded = np.full_like(source, 7), np.full_like(source, 7)
         feedback = None if old is None else Feedback(old, self.kept, starts, GAIN)
-        self.finite = codec.encode(layout, source, starts, self.payload, scale=0.3, feedback=feedback, key=key)
+        self.finite = codec.encode(
+            Encoding(layout, source, starts, scale=0.3, feedback=feedback, key=key), self.payload
+        )
         rows = np.zeros((3, layout.num_bytes + 16), np.uint8)[:, : layout.num_bytes]
         rows[:] = self.payload
-        self.decoded_finite = codec.decode(layout, rows, self.decoded, starts, scale=1 / 3, key=key)
+        self.decoded_finite = codec.decode(Decoding(layout, self.decoded, starts, scale=1 / 3, key=key), rows)
 
     def check_equal(self, other: Run) -> None:
         assert self.finite == other.finite == self.decoded_finite == other.decoded_finite
@@ -188,13 +192,13 @@ def watched(spec: str, device: EmulatedDevice) -> None:
     payloads, key = torch.zeros((3, layout.num_bytes), dtype=torch.uint8), DrawKey(seed=1)
     for number, row in enumerate(payloads):
         feedback = Feedback(old, torch.zeros_like(old), starts, GAIN)
-        codec.encode(layout, source.roll(number), starts, row, feedback=feedback, key=key)
-    codec.decode(layout, payloads, source, starts, key=key)
+        codec.encode(Encoding(layout, source.roll(number), starts, feedback=feedback, key=key), row)
+    codec.decode(Decoding(layout, source, starts, key=key), payloads)
     if isinstance(codec, CudaSummableCodec):
         kind: Any = getattr(torch, codec.value_dtype(layout))
         values = torch.zeros(codec.num_values(layout), dtype=kind)
-        codec.encode_values(layout, source, starts, values, feedback=feedback, key=key)
-        codec.decode_values(layout, values, source, starts, key=key)
+        codec.encode_values(Encoding(layout, source, starts, feedback=feedback, key=key), values)
+        codec.decode_values(Decoding(layout, source, starts, key=key), values)
 
 
 @needs_compiler
@@ -367,7 +371,7 @@ def test_golden_bytes(dtype: str) -> None:
         total = int(starts[-1] + 300)
         source = ((np.arange(total) * 37 % 101 - 50) / 16).astype(dtype)
         payload = np.empty(layout.num_bytes, np.uint8)
-        codec.encode(layout, source, starts, payload, key=DrawKey(seed=9, step=8, site=7))
+        codec.encode(Encoding(layout, source, starts, key=DrawKey(seed=9, step=8, site=7)), payload)
         assert payload.tobytes().hex() == golden[f"{spec} {dtype}"], spec
 
 
@@ -387,8 +391,10 @@ def test_vectors_are_those_of_the_host(spec: str, dtype: Any) -> None:
             kind = codec.value_dtype(layout)
             values = np.zeros(codec.num_values(layout), np.uint16 if kind == "bfloat16" else kind)
             old, new, target = numbers(total, dtype), np.zeros(total, dtype), np.zeros(total, dtype)
-            finite = codec.encode_values(layout, source, starts, values, feedback=Feedback(old, new, starts), key=key)
-            again = codec.decode_values(layout, values, target, starts, scale=0.5, key=key)
+            finite = codec.encode_values(
+                Encoding(layout, source, starts, feedback=Feedback(old, new, starts), key=key), values
+            )
+            again = codec.decode_values(Decoding(layout, target, starts, scale=0.5, key=key), values)
             outcomes.append((finite, again, values, new, target))
         host, device = outcomes
         assert host[:2] == device[:2] == (not spoilt, not spoilt)
@@ -403,7 +409,7 @@ def test_corrupted_payloads_are_survived(spec: str) -> None:
     codec = cuda_codec(create(f"{spec}{',' if ':' in spec else ':'}raw_below=1"), EmulatedDevice())
     layout, starts = make_layout(codec.compressor, (33, 1021), np.float32)
     good = np.empty(layout.num_bytes, np.uint8)
-    codec.encode(layout, numbers(1057, np.float32), starts, good)
+    codec.encode(Encoding(layout, numbers(1057, np.float32), starts), good)
     guarded = np.zeros(4000, np.float32)
 
     @settings(max_examples=40, deadline=None, derandomize=True)
@@ -414,7 +420,7 @@ def test_corrupted_payloads_are_survived(spec: str) -> None:
             payload[int(place * payload.size)] = value
         guarded[:] = 7
         with contextlib.suppress(PayloadError):
-            codec.decode(layout, payload.reshape(1, -1), guarded, starts + 1000)
+            codec.decode(Decoding(layout, guarded, starts + 1000), payload.reshape(1, -1))
         assert (guarded[:1000] == 7).all()
         assert (guarded[1033:1036] == 7).all()
         assert (guarded[2057:] == 7).all()
@@ -427,7 +433,7 @@ def test_malformed_payloads_are_named() -> None:
     codec = cuda_codec(create("topk:ratio=0.01"), EmulatedDevice())
     layout, starts = make_layout(codec.compressor, (1000, 9000), np.float32)
     payload, target = np.empty(layout.num_bytes, np.uint8), np.zeros(10_003, np.float32)
-    codec.encode(layout, numbers(10_003, np.float32), starts, payload)
+    codec.encode(Encoding(layout, numbers(10_003, np.float32), starts), payload)
     for at, says in (
         (0, "magic"),
         (4, "version"),
@@ -439,9 +445,9 @@ def test_malformed_payloads_are_named() -> None:
         bad = payload.copy()
         bad[at] ^= 0x42
         with pytest.raises(PayloadError, match=says):
-            codec.decode(layout, bad.reshape(1, -1), target, starts)
+            codec.decode(Decoding(layout, target, starts), bad.reshape(1, -1))
     with pytest.raises(PayloadError, match="bytes"):
-        codec.decode(layout, payload[:-8].reshape(1, -1).copy(), target, starts)
+        codec.decode(Decoding(layout, target, starts), payload[:-8].reshape(1, -1).copy())
     for place, kind, value in (
         (0, np.uint32, 91),
         (0, np.uint32, 2**32 - 1),
@@ -453,7 +459,7 @@ def test_malformed_payloads_are_named() -> None:
         bad = payload.copy()
         bad[int(layout.offsets[1]) + place :][:4].view(kind)[0] = value
         with pytest.raises(PayloadError, match="layer1"):
-            codec.decode(layout, bad.reshape(1, -1), target, starts)
+            codec.decode(Decoding(layout, target, starts), bad.reshape(1, -1))
 
 
 @needs_compiler
@@ -465,11 +471,11 @@ def test_headers_are_looked_at_without_segments() -> None:
         starts, target = np.zeros(0, np.int64), np.zeros(0, np.float32)
         rows = np.zeros((3, layout.num_bytes), np.uint8)
         for row in rows:
-            codec.encode(layout, target, starts, row)
-        assert codec.decode(layout, rows, target, starts)
+            codec.encode(Encoding(layout, target, starts), row)
+        assert codec.decode(Decoding(layout, target, starts), rows)
         rows[2, 4] += 1
         with pytest.raises(PayloadError, match="version"):
-            codec.decode(layout, rows, target, starts)
+            codec.decode(Decoding(layout, target, starts), rows)
 
 
 @needs_compiler
@@ -511,9 +517,9 @@ def test_a_launch_that_fails_leaves_nothing_to_the_next_encode(spec: str, kernel
     spoilt = np.where(np.arange(source.size) == 4321, np.float32(np.nan), source)
     payload, wanted = (np.empty(layout.num_bytes, np.uint8) for _ in range(2))
     with pytest.raises(RuntimeError, match="no memory"):
-        codec.encode(layout, spoilt, starts, payload)
-    assert codec.encode(layout, source, starts, payload)
-    host_codec(codec.compressor).encode(layout, source, starts, wanted)
+        codec.encode(Encoding(layout, spoilt, starts), payload)
+    assert codec.encode(Encoding(layout, source, starts), payload)
+    host_codec(codec.compressor).encode(Encoding(layout, source, starts), wanted)
     assert payload.tobytes() == wanted.tobytes()
 
 
@@ -539,13 +545,13 @@ def test_arrays_that_are_not_on_the_device_are_refused() -> None:
         for other, says in ((here, "is on cpu"), (here.numpy(), "is a NumPy array")):
             given: Any = {**there, name: other}
             with pytest.raises(ValueError, match=f"{name} {says}, this codec works on meta"):
-                codec.encode(layout, given["source"], starts, given["payload"])
+                codec.encode(Encoding(layout, given["source"], starts), given["payload"])
     with pytest.raises(ValueError, match="payloads is on cpu"):
-        codec.decode(layout, torch.zeros((1, layout.num_bytes), dtype=torch.uint8), there["source"], starts)
+        codec.decode(Decoding(layout, there["source"], starts), torch.zeros((1, layout.num_bytes), dtype=torch.uint8))
     values = torch.zeros(300)
     assert isinstance(codec, SummableCodec)
     with pytest.raises(ValueError, match="values is on cpu"):
-        codec.encode_values(layout, there["source"], starts, values)
+        codec.encode_values(Encoding(layout, there["source"], starts), values)
 
 
 @needs_compiler
@@ -557,9 +563,9 @@ def test_one_launch_serves_all_segments() -> None:
         layout = codec.compressor.layout([Segment(f"t{i}", 0, 300) for i in range(60)])
         starts = np.arange(60, dtype=np.int64) * 300
         source, payload = numbers(18_000, np.float32), np.empty((1, layout.num_bytes), np.uint8)
-        codec.encode(layout, source, starts, payload[0])
+        codec.encode(Encoding(layout, source, starts), payload[0])
         assert len(device.launches) == launches
-        codec.decode(layout, payload, source, starts)
+        codec.decode(Decoding(layout, source, starts), payload)
         assert len(device.launches) == launches + 1
 
 
@@ -570,7 +576,7 @@ def test_sparsifiers_launch_the_same_for_any_number_of_long_segments(spec: str, 
     codec = cuda_codec(create(spec), device)
     layout = codec.compressor.layout([Segment(f"t{i}", 0, n) for i, n in enumerate((5000, 300, 9000))])
     starts = np.array([0, 5000, 5300], np.int64)
-    codec.encode(layout, numbers(14_300, np.float32), starts, np.empty(layout.num_bytes, np.uint8))
+    codec.encode(Encoding(layout, numbers(14_300, np.float32), starts), np.empty(layout.num_bytes, np.uint8))
     assert len(device.launches) == launches
 
 
@@ -580,13 +586,15 @@ def test_wrong_arguments_are_refused() -> None:
     layout, starts = make_layout(codec.compressor, (300, 400), np.float32)
     source, payload = numbers(703, np.float32), np.empty(layout.num_bytes, np.uint8)
     with pytest.raises(ValueError, match=r"source must be .* float32"):
-        codec.encode(layout, source.astype(np.float64), starts, payload)
+        codec.encode(Encoding(layout, source.astype(np.float64), starts), payload)
     with pytest.raises(ValueError, match="payload must be"):
-        codec.encode(layout, source, starts, payload[:-1])
+        codec.encode(Encoding(layout, source, starts), payload[:-1])
     with pytest.raises(ValueError, match="segment 1 of 400 elements ends outside"):
-        codec.encode(layout, source, starts + 1, payload)
+        codec.encode(Encoding(layout, source, starts + 1), payload)
     with pytest.raises(ValueError, match="ends outside"):
-        codec.encode(layout, source, starts, payload, feedback=Feedback(source[:10], source[:10].copy(), starts))
+        codec.encode(
+            Encoding(layout, source, starts, feedback=Feedback(source[:10], source[:10].copy(), starts)), payload
+        )
 
 
 def test_a_missing_device_is_explained() -> None:

@@ -26,7 +26,7 @@ from compressor_cases import DTYPES, ODD_SIZES, numbers, pieces, round_trip
 import espresso.compressors
 import espresso.cpu_offload
 from benchmarks import front_picture
-from espresso.compressors import ErrorFeedback, PayloadError, registry
+from espresso.compressors import Decoding, ErrorFeedback, PayloadError, registry
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -282,4 +282,6 @@ def test_the_example_is_a_compressor(int16: str) -> None:
     outcome = round_trip(int16, (300,), np.float32)
     outcome.payload[int(outcome.layout.offsets[0]) :][:8].view(np.float64)[0] = -1
     with pytest.raises(PayloadError, match="scale"):
-        outcome.codec.decode(outcome.layout, outcome.payload.reshape(1, -1), numbers(300, np.float32), outcome.starts)
+        outcome.codec.decode(
+            Decoding(outcome.layout, numbers(300, np.float32), outcome.starts), outcome.payload.reshape(1, -1)
+        )

@@ -388,15 +388,15 @@ class BrokenCodec:
         self.error: Exception | None = None
         self.wait: threading.Event | None = None
 
-    def encode(self, *args: Any, **more: Any) -> bool:
+    def encode(self, *args: Any) -> bool:
         if self.error is not None:
             raise self.error
         if self.wait is not None:
             self.wait.wait(20)
-        return bool(self.codec.encode(*args, **more))
+        return bool(self.codec.encode(*args))
 
-    def decode(self, *args: Any, **more: Any) -> bool:
-        return bool(self.codec.decode(*args, **more))
+    def decode(self, *args: Any) -> bool:
+        return bool(self.codec.decode(*args))
 
 
 def caught(action: Any) -> str:

@@ -16,7 +16,17 @@ from compressor_cases import DTYPES, SPECS, make_layout, numbers
 
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import HOST, DeviceMemory
-from espresso.compressors import Correction, DrawKey, Feedback, Segment, create, cuda_codec, host_codec
+from espresso.compressors import (
+    Correction,
+    Decoding,
+    DrawKey,
+    Encoding,
+    Feedback,
+    Segment,
+    create,
+    cuda_codec,
+    host_codec,
+)
 from espresso.compressors.cuda import CudaCodec
 from espresso.compressors.cuda.codec import STATUS_WORDS
 from espresso.compressors.cuda.momentum import CudaMover
@@ -51,8 +61,10 @@ def test_bytes_are_those_of_the_host(spec: str, dtype: Any) -> None:
             np.zeros_like(source),
             np.zeros_like(source),
         )
-        codec.encode(layout, source, starts, payload, scale=0.7, feedback=Feedback(old, kept, starts), key=key)
-        codec.decode(layout, np.stack([payload] * 3), decoded, starts, scale=1 / 3, key=key)
+        codec.encode(
+            Encoding(layout, source, starts, scale=0.7, feedback=Feedback(old, kept, starts), key=key), payload
+        )
+        codec.decode(Decoding(layout, decoded, starts, scale=1 / 3, key=key), np.stack([payload] * 3))
         outcomes.append((payload.tobytes(), kept.tobytes(), decoded.tobytes()))
     assert outcomes[0] == outcomes[1]
     assert outcomes[1] == outcomes[2]
@@ -68,8 +80,8 @@ def test_subnormal_numbers_are_not_flushed(spec: str) -> None:
     outcomes = []
     for codec in (host_codec(compressor), on_device(cuda_codec(compressor, cuda_device()))):
         payload, kept, decoded = np.zeros(layout.num_bytes, np.uint8), np.zeros_like(old), np.zeros_like(old)
-        codec.encode(layout, source, starts, payload, feedback=Feedback(old, kept, starts), key=key)
-        codec.decode(layout, payload.reshape(1, -1), decoded, starts)
+        codec.encode(Encoding(layout, source, starts, feedback=Feedback(old, kept, starts), key=key), payload)
+        codec.decode(Decoding(layout, decoded, starts), payload.reshape(1, -1))
         outcomes.append((payload.tobytes(), kept.tobytes(), decoded.tobytes()))
     assert outcomes[0] == outcomes[1]
 
@@ -82,7 +94,7 @@ def test_golden_bytes(spec: str, dtype: str) -> None:
     total = int(starts[-1] + 300)
     source = ((np.arange(total) * 37 % 101 - 50) / 16).astype(dtype)
     payload = np.empty(layout.num_bytes, np.uint8)
-    codec.encode(layout, source, starts, payload, key=DrawKey(seed=9, step=8, site=7))
+    codec.encode(Encoding(layout, source, starts, key=DrawKey(seed=9, step=8, site=7)), payload)
     assert payload.tobytes().hex() == json.loads(GOLDEN.read_text())[f"{spec} {dtype}"]
 
 
@@ -100,7 +112,7 @@ class Large:
 
     def encoded(self, source: torch.Tensor) -> torch.Tensor:
         payload = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device="cuda")
-        self.codec.launch_encode(self.layout, source, self.starts, payload)
+        self.codec.launch_encode(Encoding(self.layout, source, self.starts), payload)
         return payload
 
     def race(self) -> torch.Tensor:
@@ -135,14 +147,14 @@ def test_launching_waits_for_nothing() -> None:
     large = Large("efsignsgd")
     status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device="cuda")
     target, payload = torch.zeros_like(large.data), large.encoded(large.data)
-    large.codec.launch_decode(large.layout, payload.view(1, -1), target, large.starts, status)
+    large.codec.launch_decode(Decoding(large.layout, target, large.starts), payload.view(1, -1), status)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(100_000_000)
         done = torch.cuda.Event()
-        large.codec.launch_encode(large.layout, large.data, large.starts, payload)
-        large.codec.launch_decode(large.layout, payload.view(1, -1), target, large.starts, status)
+        large.codec.launch_encode(Encoding(large.layout, large.data, large.starts), payload)
+        large.codec.launch_decode(Decoding(large.layout, target, large.starts), payload.view(1, -1), status)
         done.record()
         assert not done.query()
     finally:
@@ -180,7 +192,7 @@ def test_velocities_are_those_of_the_host(nesterov: bool) -> None:
     total = int(starts[-1] + LONG[-1])
     source, old = numbers(total, np.float32, 1), numbers(total, np.float32, 2)
     payload = np.zeros(layout.num_bytes, np.uint8)
-    host_codec(compressor).encode(layout, source, starts, payload)
+    host_codec(compressor).encode(Encoding(layout, source, starts), payload)
     outcomes = []
     for where, mover in (("cpu", HOST_MOVER), ("cuda", CudaMover(cuda_device()))):
         arrays = [torch.from_numpy(a).to(where) for a in (source, old, np.zeros_like(old), np.zeros_like(old), payload)]

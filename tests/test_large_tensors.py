@@ -17,7 +17,17 @@ import torch
 from compressor_cases import numbers
 
 from espresso.comm.keep.factors import FactorStore
-from espresso.compressors import Correction, DrawKey, Feedback, Segment, create, cuda_codec, host_codec
+from espresso.compressors import (
+    Correction,
+    Decoding,
+    DrawKey,
+    Encoding,
+    Feedback,
+    Segment,
+    create,
+    cuda_codec,
+    host_codec,
+)
 from espresso.compressors.cuda.momentum import CudaMover
 from espresso.compressors.momentum import HOST_MOVER
 from espresso.cpu_offload import work
@@ -70,8 +80,8 @@ def test_segments_that_begin_far_out(spec: str) -> None:
         rows = np.lib.stride_tricks.as_strided(payloads, (3, layout.num_bytes), (apart, 1))
         for row, scale in zip(rows, (0.5, 1.0, 2.0), strict=True):
             feedback = Feedback(old, new, at + far, 0.25)
-            assert codec.encode(layout, source, at + far, row, scale=scale, feedback=feedback, key=KEY)
-        assert codec.decode(layout, rows, target, at + far, scale=0.5, key=KEY)
+            assert codec.encode(Encoding(layout, source, at + far, scale=scale, feedback=feedback, key=KEY), row)
+        assert codec.decode(Decoding(layout, target, at + far, scale=0.5, key=KEY), rows)
         outcomes.append([part.tobytes() for part in (*rows, new[far:], target[far:])])
     assert outcomes[0] == outcomes[1]
     assert any(outcomes[0][-1])
@@ -100,14 +110,14 @@ def test_the_end_of_a_long_segment(spec: str) -> None:
         starts, payload = np.zeros(1, np.int64), reserved(layout.num_bytes, np.uint8)
         keeps = codec.compressor.traits.error_feedback
         feedback = Feedback(old, new, starts, 0.25) if keeps else None
-        assert codec.encode(layout, source, starts, payload, feedback=feedback, key=KEY)
+        assert codec.encode(Encoding(layout, source, starts, feedback=feedback, key=KEY), payload)
         outcomes.append((codec, layout, payload, new[end:].tobytes()))
     assert outcomes[0][3] == outcomes[1][3]
     sums = []
     for codec, layout, _, _ in outcomes:
         for _, _, payload, _ in outcomes:  # each reads both
             target = reserved(numel, np.float32)
-            assert codec.decode(layout, payload.reshape(1, -1), target, np.zeros(1, np.int64), key=KEY)
+            assert codec.decode(Decoding(layout, target, np.zeros(1, np.int64), key=KEY), payload.reshape(1, -1))
             sums.append(target[end:].tobytes())
     assert len(set(sums)) == 1
     assert any(sums[0])
@@ -134,7 +144,7 @@ def test_slots_at_the_end_of_a_long_segment() -> None:
     work._CACHE[layout] = replace(whole, chunks=whole.chunks[-1:])
     for codec in (host, cuda_codec(compressor, LastTiles())):
         target = reserved(numel, np.float32)
-        assert codec.decode(layout, payload.reshape(1, -1), target, starts)
+        assert codec.decode(Decoding(layout, target, starts), payload.reshape(1, -1))
         assert target[end:].nonzero()[0].tolist() == [0, 4096, 5002]
         assert target[wanted[2:]].tolist() == [3, 4, 5]
     for mover in (HOST_MOVER, CudaMover(EmulatedDevice())):
@@ -154,7 +164,7 @@ def test_velocities_that_lie_far_out() -> None:
     compressor = create("topk:ratio=0.05")
     layout = compressor.layout([Segment("a", 0, 5003), Segment("b", 0, 900)])
     payload = np.zeros(layout.num_bytes, np.uint8)
-    host_codec(compressor).encode(layout, numbers(5903, np.float32, 3), at, payload)
+    host_codec(compressor).encode(Encoding(layout, numbers(5903, np.float32, 3), at), payload)
     outcomes = []
     for mover, far in ((HOST_MOVER, 0), (CudaMover(EmulatedDevice()), FAR)):
         arrays = [reserved(far + 5903, np.float32) for _ in range(4)]
@@ -179,8 +189,8 @@ def test_matrices_that_lie_far_out() -> None:
         source[far:] = torch.from_numpy(numbers(6060, np.float32, 1))
         first, second = (torch.zeros(codec.num_values(layout, n)) for n in (0, 1))
         kept, factors = Feedback(old, new, starts, 0.5), FactorStore()
-        codec.encode_values(layout, source, starts, first, scale=0.5, feedback=kept, key=KEY, factors=factors)
+        codec.encode_values(Encoding(layout, source, starts, scale=0.5, feedback=kept, key=KEY), first, factors=factors)
         codec.transform_values(layout, first, second, feedback=kept)
-        assert codec.decode_values(layout, first, second, target, starts, scale=0.5, factors=factors)
+        assert codec.decode_values(Decoding(layout, target, starts, scale=0.5), first, second, factors=factors)
         outcomes.append([part.numpy().tobytes() for part in (first, second, new[far:], target[far:])])
     assert outcomes[0] == outcomes[1]

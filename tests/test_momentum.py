@@ -9,7 +9,7 @@ import torch
 from benchmarks.exchange import Exchange, make_buckets, numels_of, planned, strategy_of
 from espresso.comm.errors import DisagreementError
 from espresso.comm.execute.executor import Assignment
-from espresso.compressors import Correction, DrawKey, Segment, create, host_codec
+from espresso.compressors import Correction, Decoding, DrawKey, Encoding, Segment, create, host_codec
 from espresso.compressors.schedule import Schedule, translate
 from espresso.strategies import (
     NONE,
@@ -171,8 +171,8 @@ class Oracle:
             np.zeros(1, np.int64),
         )
         key = DrawKey(0, step, list(Site).index(Site.LOCAL), self.rank)
-        self.codec.encode(layout, self.v[name], starts, payload[0], key=key)
-        self.codec.decode(layout, payload, out, starts)
+        self.codec.encode(Encoding(layout, self.v[name], starts, key=key), payload[0])
+        self.codec.decode(Decoding(layout, out, starts), payload)
         return out
 
 

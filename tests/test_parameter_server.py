@@ -39,7 +39,7 @@ from espresso.comm.parameter_server.wire import (
     Stretch,
     balance,
 )
-from espresso.compressors.base import Feedback, Segment
+from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
 from espresso.compressors.cuda import sources
 from espresso.live.host_codecs import HostCodecs
 from espresso.strategies import (
@@ -684,14 +684,14 @@ def test_payloads_larger_than_raw_go_raw():
     source, starts = np.arange(100, dtype=np.float32), np.zeros(1, np.int64)
     old, new = np.ones(100, np.float32), np.full(100, 7, np.float32)
     payload = np.zeros((2, 400), np.uint8)
-    assert plain.encode(layout, source, starts, payload[0], scale=2.0, feedback=Feedback(old, new, starts))
+    assert plain.encode(Encoding(layout, source, starts, scale=2.0, feedback=Feedback(old, new, starts)), payload[0])
     payload[1] = payload[0]
     out = np.empty_like(source)
-    assert plain.decode(layout, payload, out, starts, scale=0.5)
+    assert plain.decode(Decoding(layout, out, starts, scale=0.5), payload)
     assert np.array_equal(out, 2 * source + 1)  # what was kept is sent, and nothing is kept
     assert not new.any()
     feedback = Feedback(old, new, starts, 0.25)  # 4 are owed: one of them goes, three stay
-    assert plain.encode(layout, source, starts, payload[0], scale=2.0, feedback=feedback)
+    assert plain.encode(Encoding(layout, source, starts, scale=2.0, feedback=feedback), payload[0])
     assert np.array_equal(payload[0].view(np.float32), 2 * source + 1)
     assert np.array_equal(new, np.full(100, 0.75, np.float32))
 

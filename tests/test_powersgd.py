@@ -14,7 +14,7 @@ from benchmarks.exchange import Exchange, digest, make_buckets, numels_of, plann
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.factors import FactorStore
-from espresso.compressors import DrawKey, Feedback, Segment, create, cuda_codec, host_codec
+from espresso.compressors import Decoding, DrawKey, Encoding, Feedback, Segment, create, cuda_codec, host_codec
 from espresso.compressors.powersgd import PowerSgd, matrix_of
 from espresso.compressors.schedule import check_choices
 from espresso.cpu_offload import WorkerPool
@@ -77,13 +77,11 @@ class Step:
         new = np.full_like(self.old, np.nan)
         feedback = Feedback(self.old, new, self.starts, self.gain)
         first, second = (np.zeros(self.codec.num_values(self.layout, n), new.dtype) for n in (0, 1))
-        self.codec.encode_values(
-            self.layout, gradient, self.starts, first, scale=scale, feedback=feedback, key=DrawKey(),
-            factors=self.factors,
-        )  # fmt: skip
+        encoding = Encoding(self.layout, gradient, self.starts, scale, feedback)
+        self.codec.encode_values(encoding, first, self.factors)
         self.codec.transform_values(self.layout, first, second, feedback=feedback)
         out = np.full_like(gradient, np.nan)
-        assert self.codec.decode_values(self.layout, first, second, out, self.starts, scale=1.0, factors=self.factors)
+        assert self.codec.decode_values(Decoding(self.layout, out, self.starts), first, second, self.factors)
         self.factors.commit()
         before, self.old = self.old, new
         self.first, self.second = first, second
@@ -173,10 +171,8 @@ def test_what_a_dead_column_starts_from_does_not_depend_on_when_it_died(spec):
             kept = np.ones((RANK, 40), np.float32)
             kept[1] = 0
             factors.load({"w": kept.reshape(-1)})
-            codec.encode_values(
-                layout, source, starts, first, scale=1.0, feedback=feedback, key=DrawKey(seed=3, step=number),
-                factors=factors,
-            )  # fmt: skip
+            key = DrawKey(seed=3, step=number)
+            codec.encode_values(Encoding(layout, source, starts, feedback=feedback, key=key), first, factors)
         vectors[backend] = first
     assert np.abs(vectors["numba"].reshape(RANK, -1)).max(axis=1).min() > 0.1
     assert np.allclose(vectors["numba"], vectors["emulated"], atol=1e-4)
@@ -263,10 +259,8 @@ def test_a_gain_reaches_its_own_segments_and_no_further(backend):
         new = np.full_like(old, 7)
         first, second = (np.zeros(step.codec.num_values(step.layout, n), np.float32) for n in (0, 1))
         feedback = Feedback(old, new, kept_at, gain)
-        step.codec.encode_values(
-            step.layout, source, step.starts, first, scale=1.0, feedback=feedback, key=DrawKey(),
-            factors=FactorStore(),
-        )  # fmt: skip
+        encoding = Encoding(step.layout, source, step.starts, feedback=feedback)
+        step.codec.encode_values(encoding, first, FactorStore())
         step.codec.transform_values(step.layout, first, second, feedback=feedback)
         ends = kept_at + step.layout.numels
         outside = np.concatenate([new[end : end + gap] for end in ends])
@@ -297,10 +291,10 @@ def test_the_gpu_codec_orthonormalises_and_shows_what_is_not_finite():
         assert np.allclose(q[:3] @ q[:3].T, np.eye(3), atol=1e-6)
         assert not q[3].any()
     target, starts = torch.zeros(40_000), np.zeros(1, np.int64)
-    assert codec.decode_values(layout, first, second, target, starts, scale=1.0, factors=FactorStore())
+    assert codec.decode_values(Decoding(layout, target, starts, scale=1.0), first, second, factors=FactorStore())
     first[7] = float("inf")
     codec.transform_values(layout, first, second, feedback=kept)
-    assert not codec.decode_values(layout, first, second, target, starts, scale=1.0, factors=FactorStore())
+    assert not codec.decode_values(Decoding(layout, target, starts, scale=1.0), first, second, factors=FactorStore())
     assert target.isnan().any()
 
 
@@ -315,9 +309,11 @@ def test_the_gpu_codec_launches_once_for_all_matrices():
     kept, factors = Feedback(torch.zeros(12_000), new, starts), FactorStore()  # type: ignore[arg-type]
     for launches in (6, 7):
         device.launches.clear()
-        codec.encode_values(layout, source, starts, first, scale=1.0, feedback=kept, key=DrawKey(), factors=factors)
+        codec.encode_values(
+            Encoding(layout, source, starts, scale=1.0, feedback=kept, key=DrawKey()), first, factors=factors
+        )
         codec.transform_values(layout, first, second, feedback=kept)
-        codec.decode_values(layout, first, second, source, starts, scale=1.0, factors=factors)
+        codec.decode_values(Decoding(layout, source, starts, scale=1.0), first, second, factors=factors)
         factors.commit()
         assert len(device.launches) == launches
 

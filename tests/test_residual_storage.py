@@ -15,7 +15,7 @@ from espresso import EspressoState
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
 from espresso.compressors import create, host_codec
-from espresso.compressors.base import Segment
+from espresso.compressors.base import Decoding, Encoding, Segment
 from espresso.strategies import Choice, CompressorSpec, Run, Site, parse_option
 from tests.test_conservation import SHAPES, SIZES, TWO_BY_TWO, Books, check_replicas, imbalance
 
@@ -53,8 +53,8 @@ def test_the_law_holds_up_to_what_is_stated(storage: str, transactional: bool) -
         gradient = numbers(size, np.float32, step)
         before = residual.old
         feedback = residual.feedback(starts)
-        codec.encode(layout, gradient, starts, payload[0], feedback=feedback)
-        codec.decode(layout, payload, out, starts)
+        codec.encode(Encoding(layout, gradient, starts, feedback=feedback), payload[0])
+        codec.decode(Decoding(layout, out, starts), payload)
         left = feedback.new.copy()
         residual.settle()
         store.commit()

@@ -12,7 +12,7 @@ from compressor_cases import DTYPES, make_layout, numbers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from espresso.compressors import Feedback, Layout, PayloadError, create, cuda_codec, host_codec
+from espresso.compressors import Decoding, Encoding, Feedback, Layout, PayloadError, create, cuda_codec, host_codec
 from espresso.compressors.cuda.momentum import CudaMover
 from espresso.compressors.momentum import HOST_MOVER
 from espresso.compressors.sparse import SPAN, sent_slots
@@ -36,7 +36,7 @@ def encoded(codec: Any, source: np.ndarray, sizes: Any = None) -> tuple[Layout, 
     """Layout, starts and payload."""
     layout, starts = make_layout(codec.compressor, sizes or (source.size,), source.dtype)
     payload = np.full(layout.num_bytes, 0xA5, np.uint8)
-    assert codec.encode(layout, source, starts, payload)
+    assert codec.encode(Encoding(layout, source, starts), payload)
     return layout, starts, payload
 
 
@@ -79,7 +79,7 @@ def test_a_body_is_as_documented(backend: str, dtype: Any, size: int) -> None:
     assert slots.dtype == np.uint32
     assert np.array_equal(slots, indices)
     decoded, wanted = np.full(size, 7, dtype), np.zeros(size, dtype)
-    assert codec.decode(layout, np.stack([payload] * 3), decoded, starts)
+    assert codec.decode(Decoding(layout, decoded, starts), np.stack([payload] * 3))
     wanted[indices] = 3 * values
     assert np.allclose(decoded, wanted, rtol=1e-6, atol=0)
     assert np.array_equal(decoded != 0, wanted != 0)
@@ -109,7 +109,7 @@ def test_the_edges_of_spans(backend: str, spec: str, dtype: Any) -> None:
     ends = payload[at + k * source.itemsize :][:12].view(np.uint32)
     assert ends.tolist() == [2, 3, 3]
     decoded = np.full_like(source, 7)
-    assert codec.decode(layout, payload.reshape(1, -1), decoded, starts)
+    assert codec.decode(Decoding(layout, decoded, starts), payload.reshape(1, -1))
     for start, size in zip(starts, sizes, strict=True):
         assert np.array_equal(decoded[start : start + size], source[start : start + size])
 
@@ -140,7 +140,7 @@ def test_any_few_numbers_come_out_as_they_went_in(size: int, places: list[float]
     ((_, slots),) = sent_slots(layout, payload)
     assert slots.tolist() == indices == parsed(layout, payload)[0].tolist()
     decoded = np.full_like(source, 7)
-    assert codec.decode(layout, payload.reshape(1, -1), decoded, starts)
+    assert codec.decode(Decoding(layout, decoded, starts), payload.reshape(1, -1))
     assert np.array_equal(decoded, source)
 
 
@@ -160,7 +160,7 @@ def spoilt(backend: str, what: str, entry: int, value: int) -> None:
     }
     assert parts["ends"].tolist() == [2, 3, 3]
     parts[what][entry] = value
-    codec.decode(layout, payload.reshape(1, -1), np.zeros(LONG, np.float32), starts)
+    codec.decode(Decoding(layout, np.zeros(LONG, np.float32), starts), payload.reshape(1, -1))
 
 
 @backends
@@ -211,7 +211,7 @@ def test_what_is_spoilt_decodes_or_is_refused(backend: str) -> None:
             payload[at + place] = value
         guarded[:] = 7
         with contextlib.suppress(PayloadError):
-            codec.decode(layout, payload.reshape(1, -1), guarded, starts + 1000)
+            codec.decode(Decoding(layout, guarded, starts + 1000), payload.reshape(1, -1))
         assert (guarded[:1000] == 7).all()
         assert (guarded[-1000:] == 7).all()
 
@@ -232,8 +232,8 @@ def test_bytes_of_long_segments_are_those_of_the_host(spec: str, dtype: Any) -> 
         rows = np.full((3, layout.num_bytes), 0xA5, np.uint8)
         for seed, row in enumerate(rows):
             source, feedback = numbers(total, dtype, seed), Feedback(old, new, starts, 0.25)
-            assert codec.encode(layout, source, starts, row, feedback=feedback)
-        assert codec.decode(layout, rows, target, starts, scale=1 / 3)
+            assert codec.encode(Encoding(layout, source, starts, feedback=feedback), row)
+        assert codec.decode(Decoding(layout, target, starts, scale=1 / 3), rows)
         outcomes.append([part.tobytes() for part in (rows, new, target)])
     assert outcomes[0] == outcomes[1]
 
@@ -246,8 +246,8 @@ def test_no_two_threads_race_over_spans() -> None:
     source = torch.from_numpy(numbers(2 * SPAN + 304, np.float32))
     payload = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     feedback: Any = Feedback(source, source.clone(), starts)
-    assert codec.encode(layout, source, starts, payload, feedback=feedback)
-    assert codec.decode(layout, payload.view(1, -1), source.clone(), starts)
+    assert codec.encode(Encoding(layout, source, starts, feedback=feedback), payload)
+    assert codec.decode(Decoding(layout, source.clone(), starts), payload.view(1, -1))
     CudaMover(device).mask(create("topk:ratio=0.01"), layout, payload, feedback)
     assert len(device.launches) == 6
     assert device.found == []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compressor_cases import DTYPES, body, numbers, pieces, round_trip
 
-from espresso.compressors import DrawKey, Segment, create, host_codec
+from espresso.compressors import Decoding, DrawKey, Encoding, Segment, create, host_codec
 from espresso.cpu_offload.level_vectors import fill_draws
 
 both = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
@@ -206,8 +206,8 @@ def test_unbiased_within_five_sigma_and_the_variance_is_bounded(case: tuple[Any,
     total, squares = np.zeros(block), np.zeros(block)
     for step in range(rounds):
         key = DrawKey(step=step)
-        codec.encode(layout, q, at, payload[0], key=key)
-        codec.decode(layout, payload, out, at, key=key)
+        codec.encode(Encoding(layout, q, at, key=key), payload[0])
+        codec.decode(Decoding(layout, out, at, key=key), payload)
         error = out.astype(np.float64) - q
         total += error
         squares += error**2

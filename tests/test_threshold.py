@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from espresso.compressors import DrawKey, Feedback, Segment, create, host_codec
+from espresso.compressors import DrawKey, Encoding, Feedback, Segment, create, host_codec
 from espresso.compressors.sparse import sent_slots
 from espresso.cpu_offload import WorkerPool
 from espresso.cpu_offload.sparse_kernels import RAISE_RUNS, first_threshold
@@ -40,7 +40,9 @@ def test_a_raised_threshold_changes_nothing() -> None:
             if step > 3 and enough[-1]:
                 continue
             feedback = Feedback(zeros, kept, starts)
-            assert codecs[step % 2].encode(layout, source, starts, payload, feedback=feedback, key=DrawKey(step=step))
+            assert codecs[step % 2].encode(
+                Encoding(layout, source, starts, feedback=feedback, key=DrawKey(step=step)), payload
+            )
             ((_, indices),) = sent_slots(layout, payload)
             assert np.array_equal(indices, wanted)
             assert np.array_equal(kept, np.where(np.isin(np.arange(NUMEL), wanted), 0, source))
@@ -57,7 +59,7 @@ def test_threads_that_share_a_segment_agree_with_one_alone() -> None:
         for threads in (None, pool):
             kept, payload = np.empty_like(source), np.empty(layout.num_bytes, np.uint8)
             feedback = Feedback(zeros, kept, starts, 0.25)
-            assert host_codec(compressor, threads).encode(layout, source, starts, payload, feedback=feedback)
+            assert host_codec(compressor, threads).encode(Encoding(layout, source, starts, feedback=feedback), payload)
             outcomes.append((payload.tobytes(), kept.tobytes()))
     assert outcomes[0] == outcomes[1]
     ((_, indices),) = sent_slots(layout, payload)
@@ -70,7 +72,7 @@ def test_a_threshold_that_few_pass_is_not_lowered() -> None:
     source = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
     payload = np.empty(layout.num_bytes, np.uint8)
     codec = host_codec(create("threshold:threshold=3,ratio=0.05"))
-    assert codec.encode(layout, source, np.zeros(1, np.int64), payload)
+    assert codec.encode(Encoding(layout, source, np.zeros(1, np.int64)), payload)
     ((_, indices),) = sent_slots(layout, payload)
     assert np.array_equal(indices, np.flatnonzero(np.abs(source) >= 3))
 

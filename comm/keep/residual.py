@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from espresso.comm.memory import Memory
 from espresso.compressors import Segment, create
-from espresso.compressors.base import Feedback, Starts
+from espresso.compressors.base import Decoding, Encoding, Feedback, Starts
 from espresso.strategies import Run, Site
 
 Array = npt.NDArray[Any]
@@ -111,7 +111,7 @@ class PackedBuffers:
         return values
 
     def replace(self, values: Array) -> None:
-        self._codec.encode(self._layout, values, self._starts, self._old)
+        self._codec.encode(Encoding(self._layout, values, self._starts), self._old)
 
     def open(self) -> tuple[Array, Array]:
         old, new = self._rooms()
@@ -122,14 +122,14 @@ class PackedBuffers:
 
     def close(self) -> None:
         _, new = self._rooms()
-        self._codec.encode(self._layout, new, self._starts, self._new)
+        self._codec.encode(Encoding(self._layout, new, self._starts), self._new)
         self._is_open = False
 
     def swap(self) -> None:
         self._old, self._new = self._new, self._old
 
     def _unpack(self, values: Array) -> None:
-        self._codec.decode(self._layout, self._old.reshape(1, -1), values, self._starts)
+        self._codec.decode(Decoding(self._layout, values, self._starts), self._old.reshape(1, -1))
 
     def _rooms(self) -> tuple[Array, Array]:
         room = self._memory.room

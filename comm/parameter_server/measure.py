@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from espresso.comm.parameter_server.sums import Codecs
-from espresso.compressors.base import Feedback, Segment
+from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
 from espresso.strategies import CompressorSpec, Device
 
 SUM_ELEMENTS = 1 << 20
@@ -44,15 +45,10 @@ def measure_server(
         if codec.compressor.traits.error_feedback:
             feedback = Feedback(np.zeros(size, np.float32), np.zeros(size, np.float32), starts, MEASURED_GAIN)
 
-        def encode(args: Any = (layout, source, starts, rows[0]), feedback: Any = feedback) -> None:
-            codec.encode(*args, feedback=feedback)
-
-        result["encode"].append((size, _time(encode)))
+        encoding = Encoding(layout, source, starts, feedback=feedback)
+        result["encode"].append((size, _time(partial(codec.encode, encoding, rows[0]))))
         rows[1:] = rows[0]
-
-        def decode(args: Any = (layout, rows, source, starts)) -> None:
-            codec.decode(*args)
-
+        decode = partial(codec.decode, Decoding(layout, source, starts), rows)
         result["decode"].append((size, _time(decode) / num_workers))
     return result
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import (
-    Array,
     Bytes,
     Codec,
     Compressor,
     Correction,
-    DrawKey,
-    Feedback,
+    Decoding,
+    Encoding,
     Layout,
     Segment,
-    Starts,
     Traits,
 )
 from espresso.compressors.common import Steady
@@ -78,23 +77,15 @@ class PlainCodec:
     def __init__(self) -> None:
         self.compressor: Compressor = PlainNumbers()
 
-    def encode(
-        self,
-        layout: Layout,
-        source: Array,
-        starts: Starts,
-        payload: Bytes,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode(self, encoding: Encoding, payload: Bytes) -> bool:
         """As :meth:`espresso.compressors.Codec.encode`; with a gain of 1 the new residual is zero."""
+        layout, feedback = encoding.layout, encoding.feedback
         numbers = payload.view(layout.dtype)
         finite = True
         for index, (numel, at) in enumerate(_places(layout)):
             out = numbers[at : at + numel]
-            np.multiply(source[starts[index] : starts[index] + numel], layout.dtype.type(scale), out=out)
+            start = encoding.starts[index]
+            np.multiply(encoding.source[start : start + numel], layout.dtype.type(encoding.scale), out=out)
             if feedback is not None:
                 kept = slice(feedback.starts[index], feedback.starts[index] + numel)
                 out += feedback.old[kept]
@@ -107,27 +98,18 @@ class PlainCodec:
             finite &= bool(np.isfinite(out).all())
         return finite
 
-    def decode(
-        self,
-        layout: Layout,
-        payloads: npt.NDArray[np.uint8],
-        target: Array,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def decode(self, decoding: Decoding, payloads: npt.NDArray[np.uint8]) -> bool:
         """As :meth:`espresso.compressors.Codec.decode`; the first row is copied, the others added to it."""
-        finite = True
+        layout, finite = decoding.layout, True
         for index, (numel, at) in enumerate(_places(layout)):
-            out = target[starts[index] : starts[index] + numel]
+            out = decoding.target[decoding.starts[index] : decoding.starts[index] + numel]
             for row, payload in enumerate(payloads):
                 values = payload.view(layout.dtype)[at : at + numel]
                 if row == 0:
                     out[:] = values
                 else:
                     out += values
-            out *= layout.dtype.type(scale)
+            out *= layout.dtype.type(decoding.scale)
             finite &= bool(np.isfinite(out).all())
         return finite
 
@@ -144,17 +126,15 @@ class DevicePlain:
         self._codec = codec
         self._layouts: weakref.WeakKeyDictionary[Layout, Layout] = weakref.WeakKeyDictionary()
 
-    def encode(
-        self, layout: Layout, source: Any, starts: Starts, payload: Any, *, feedback: Any = None, **more: Any
-    ) -> bool:
+    def encode(self, encoding: Encoding, payload: Any) -> bool:
         """As :meth:`PlainCodec.encode`; the answer is on the device."""
-        values = payload.view(source.dtype)
-        return bool(self._codec.encode_values(self._layout(layout), source, starts, values, feedback=feedback, **more))
+        values = payload.view(encoding.source.dtype)
+        return bool(self._codec.encode_values(replace(encoding, layout=self._layout(encoding.layout)), values))
 
-    def decode(self, layout: Layout, payloads: Any, target: Any, starts: Starts, **more: Any) -> bool:
+    def decode(self, decoding: Decoding, payloads: Any) -> bool:
         """As :meth:`PlainCodec.decode`, of the one row that a server answers."""
-        (row,) = payloads
-        return bool(self._codec.decode_values(self._layout(layout), row.view(target.dtype), target, starts, **more))
+        values = payloads[0].view(decoding.target.dtype)
+        return bool(self._codec.decode_values(replace(decoding, layout=self._layout(decoding.layout)), values))
 
     def _layout(self, layout: Layout) -> Layout:
         found = self._layouts.get(layout)

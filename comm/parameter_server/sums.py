@@ -24,7 +24,7 @@ from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.parameter_server.transport import Pending
 from espresso.comm.parameter_server.wire import Coding, Held, Key
-from espresso.compressors.base import Array, Codec, DrawKey, Layout, Segment
+from espresso.compressors.base import Array, Codec, Decoding, DrawKey, Encoding, Layout, Segment
 from espresso.strategies import CompressorSpec, Device, Run, Site
 
 _TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -179,14 +179,14 @@ class KeySum:
         pushed = DrawKey(key.seed, step, key.site, -1)
         if not key.two_way:
             out = answer.view(self._dtype)
-            self._codec.decode(self._layout, rows, out, self._starts, scale=scale, key=pushed)
+            self._codec.decode(Decoding(self._layout, out, self._starts, scale=scale, key=pushed), rows)
             return
-        self._codec.decode(self._layout, rows, self._home, self._starts, scale=scale, key=pushed)
+        self._codec.decode(Decoding(self._layout, self._home, self._starts, scale=scale, key=pushed), rows)
         # What all payloads drew in common the sum is made of, so compressing it alike loses nothing.
         own = pushed if self._shares_draws else DrawKey(key.seed, step, list(Site).index(Site.SERVER), -1)
         residual = self.residual
         feedback = None if residual is None else residual.feedback(self._kept_at)
-        self._codec.encode(self._layout, self._home, self._starts, answer, feedback=feedback, key=own)
+        self._codec.encode(Encoding(self._layout, self._home, self._starts, feedback=feedback, key=own), answer)
         self.written_step = step
         if residual is not None:
             residual.settle()

@@ -15,7 +15,7 @@ from espresso.comm.keep.residual import Residual
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import Memory
 from espresso.comm.program.part import Part
-from espresso.compressors.base import Array, Bytes, Codec, DrawKey, Feedback, Layout, Starts
+from espresso.compressors.base import Bytes, Codec, Encoding, Feedback, Starts
 from espresso.compressors.momentum import MomentumCorrection
 from espresso.strategies import Run, Site
 from espresso.strategies.flow import Span
@@ -42,27 +42,18 @@ class Kept:
         """The residual's, for segments that begin there."""
         return None if self.residual is None else self.residual.feedback(at)
 
-    def encode(
-        self, codec: Codec, layout: Layout, source: Array, starts: Starts, at: Starts, payload: Bytes, *,
-        scale: float, key: DrawKey,
-    ) -> None:  # fmt: skip
-        """Encode with all that is kept; :meth:`settle` ends a step's encodes."""
-        feedback = self.feedback(at)
+    def encode(self, codec: Codec, encoding: Encoding, at: Starts, payload: Bytes) -> None:
+        """Into a payload, once the velocity has moved on."""
         if self.velocity is None or self.correction is None:
-            codec.encode(layout, source, starts, payload, scale=scale, feedback=feedback, key=key)
+            codec.encode(encoding, payload)
         else:
-            moved = self.velocity.feedback(at)
-            self.correction.encode(
-                layout, source, starts, payload, scale=scale, feedback=feedback, velocity=moved, key=key
-            )
+            self.correction.encode(encoding, payload, self.velocity.feedback(at))
 
-    def advance(
-        self, layout: Layout, source: Array, starts: Starts, at: Starts, scale: float
-    ) -> tuple[Array, Starts, float]:
-        """What to encode, where it starts, and its scale, once the velocity has moved on."""
+    def advance(self, encoding: Encoding, at: Starts) -> Encoding:
+        """What to encode into a vector, once the velocity has moved on."""
         if self.velocity is None or self.correction is None:
-            return source, starts, scale
-        return *self.correction.advance(layout, source, starts, self.velocity.feedback(at), scale), 1.0
+            return encoding
+        return self.correction.advance(encoding, self.velocity.feedback(at))
 
     def settle(self) -> None:
         """All is written."""

@@ -36,9 +36,15 @@ class Part:
         return self.choice.option.is_compressed and self.traits.error_feedback
 
     @property
-    def keeps_any(self) -> bool:
-        """Whether anything of what is encoded is kept: then the loss scale is taken out first."""
-        return self.keeps_residual or self.context.velocities is not None
+    def rescale(self) -> float:
+        """The loss scale of this iteration, where it is taken out before encoding: where anything is kept."""
+        keeps = self.keeps_residual or self.context.velocities is not None
+        return self.home.round.grad_scale if keeps else 1.0
+
+    @property
+    def unscale(self) -> float:
+        """The factor that takes it out."""
+        return 1.0 / self.rescale
 
     @property
     def num_ranks(self) -> int:

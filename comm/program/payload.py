@@ -13,7 +13,7 @@ from espresso.comm.program.held import Compiled, Numbers, Payload, Placed
 from espresso.comm.program.kept import keep
 from espresso.comm.program.mirrors import Desk, both, desk
 from espresso.comm.program.part import Part
-from espresso.compressors.base import Codec
+from espresso.compressors.base import Codec, Decoding, Encoding
 from espresso.strategies import NONE, Device, Site, trace
 from espresso.strategies.flow import Span
 
@@ -33,10 +33,11 @@ def compress(part: Part, index: int) -> Compiled:
         jobs.append((layout, starts, kept.starts(part.home.runs_in(span)), payloads[0, number, : layout.num_bytes]))
 
     def run() -> None:
-        scale = 1.0 / part.home.round.grad_scale if first and part.keeps_any else 1.0
+        scale = part.unscale if first else 1.0
         key = part.key(site)
         for layout, starts, kept_at, out in jobs:
-            kept.encode(codec, layout, at.numbers(), starts, kept_at, out, scale=scale, key=key)
+            encoding = Encoding(layout, at.numbers(), starts, scale, kept.feedback(kept_at), key)
+            kept.encode(codec, encoding, kept_at, out)
         kept.settle()
 
     copies = at.copies([at.of_home(flow.before.region)], [both(held.buffer, written)])
@@ -56,10 +57,10 @@ def decompress(part: Part, index: int, held: Payload) -> Compiled:
         jobs.append((layout, starts, payloads[:, number, : layout.num_bytes]))
 
     def run() -> None:
-        scale = (part.home.round.grad_scale if part.keeps_any else 1.0) / part.num_ranks if last else 1.0
+        scale = part.rescale / part.num_ranks if last else 1.0
         key, finite = part.drawn(site), True
         for layout, starts, sources in jobs:
-            finite &= codec.decode(layout, sources, at.numbers(), starts, scale=scale, key=key)
+            finite &= codec.decode(Decoding(layout, at.numbers(), starts, scale=scale, key=key), sources)
         part.home.finite = finite if ends else None
 
     copies = at.copies([both(held.buffer, read)], [at.of_home(flow.after.region)])

@@ -21,7 +21,7 @@ from espresso.comm.program.held import Compiled, Matrices, Numbers, Placed
 from espresso.comm.program.kept import keep
 from espresso.comm.program.mirrors import both, desk
 from espresso.comm.program.part import Part
-from espresso.compressors.base import Layout, RoundsCodec
+from espresso.compressors.base import Decoding, Encoding, Layout, RoundsCodec
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,9 @@ def compress(part: Part, index: int) -> Compiled:
     vector, factors = at.array(written), _Factors(part.context.factors, at.memory)
 
     def run() -> None:
-        unscale = 1.0 / part.home.round.grad_scale
-        source, begins, scale = kept.advance(layout, at.numbers(), starts, kept_at, unscale)
         feedback = residual.feedback(kept_at)
-        codec.encode_values(
-            layout, source, begins, vector, scale=scale, feedback=feedback, key=part.key(site), factors=factors
-        )
+        encoding = Encoding(layout, at.numbers(), starts, part.unscale, feedback, part.key(site))
+        codec.encode_values(kept.advance(encoding, kept_at), vector, factors)
         if matrix is not None:
             matrix[:] = feedback.new
         if kept.velocity is not None:
@@ -102,10 +99,8 @@ def decompress(part: Part, index: int, held: Matrices) -> Compiled:
     factors = _Factors(part.context.factors, at.memory)
 
     def run() -> None:
-        scale = part.home.round.grad_scale / part.num_ranks
-        part.home.finite = codec.decode_values(
-            layout, first, second, at.numbers(), starts, scale=scale, factors=factors
-        )
+        decoding = Decoding(layout, at.numbers(), starts, part.rescale / part.num_ranks)
+        part.home.finite = codec.decode_values(decoding, first, second, factors)
 
     pairs = [both(vector, twin) for vector, twin in zip(held.vectors, twins, strict=True)]
     return Compiled(Numbers(), run, at.copies(pairs, [at.of_home(part.flows[index].after.region)]))

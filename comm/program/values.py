@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from espresso.comm.program.context import TORCH_DTYPES
@@ -9,7 +10,7 @@ from espresso.comm.program.held import Compiled, Numbers, Placed, Vector
 from espresso.comm.program.kept import keep
 from espresso.comm.program.mirrors import both, desk
 from espresso.comm.program.part import Part
-from espresso.compressors.base import SummableCodec
+from espresso.compressors.base import Decoding, Encoding, SummableCodec
 from espresso.strategies import Site
 
 
@@ -27,13 +28,11 @@ def compress(part: Part, index: int) -> Compiled:
     vector = at.array(written)
 
     def run() -> None:
-        unscale = 1.0 / part.home.round.grad_scale if part.keeps_any else 1.0
-        source, begins, scale = kept.advance(layout, at.numbers(), starts, kept_at, unscale)
-        if not part.keeps_residual:
-            scale /= part.num_ranks  # first, where nothing is kept: the sum of a cast must not overflow
-        codec.encode_values(
-            layout, source, begins, vector, scale=scale, feedback=kept.feedback(kept_at), key=part.key(site)
-        )
+        encoding = Encoding(layout, at.numbers(), starts, part.unscale, kept.feedback(kept_at), part.key(site))
+        encoding = kept.advance(encoding, kept_at)
+        if not part.keeps_residual:  # divide first: the sum of a cast must not overflow
+            encoding = replace(encoding, scale=encoding.scale / part.num_ranks)
+        codec.encode_values(encoding, vector)
         kept.settle()
 
     copies = at.copies([at.of_home(flow.before.region)], [both(values, written)])
@@ -49,10 +48,11 @@ def decompress(part: Part, index: int, held: Vector) -> Compiled:
     vector = at.array(read)
 
     def run() -> None:
-        scale = part.home.round.grad_scale if part.keeps_any else 1.0
+        scale = part.rescale
         if part.keeps_residual:
             scale /= part.num_ranks
-        finite = codec.decode_values(layout, vector, at.numbers(), starts, scale=scale, key=part.drawn(Site.LOCAL))
+        decoding = Decoding(layout, at.numbers(), starts, scale, part.drawn(Site.LOCAL))
+        finite = codec.decode_values(decoding, vector)
         part.home.finite = finite if ends else None
 
     copies = at.copies([both(held.values, read)], [at.of_home(flow.after.region)])

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from espresso.compressors.base import Compressor, DrawKey, Feedback, Layout, PayloadError, Starts
+from espresso.compressors.base import Compressor, Decoding, DrawKey, Encoding, Layout, PayloadError, Starts
 from espresso.compressors.common import BaseCompressor
 from espresso.compressors.cuda.runtime import Device
 from espresso.compressors.cuda.tables import Table, TableCache, Tables
@@ -130,34 +130,14 @@ class CudaCodec:
 
     # -- the protocol ------------------------------------------------------------------------------
 
-    def encode(
-        self,
-        layout: Layout,
-        source: Any,
-        starts: Starts,
-        payload: Any,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode(self, encoding: Encoding, payload: Any) -> bool:
         """As :meth:`espresso.compressors.Codec.encode`; waits for the device."""
-        self.launch_encode(layout, source, starts, payload, scale=scale, feedback=feedback, key=key)
+        self.launch_encode(encoding, payload)
         return not int(self._tensor("payload", payload)[FLAGS_AT])
 
-    def launch_encode(
-        self,
-        layout: Layout,
-        source: Any,
-        starts: Starts,
-        payload: Any,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> None:
+    def launch_encode(self, encoding: Encoding, payload: Any) -> None:
         """``encode`` on torch's current stream, without waiting; the header says whether all was finite."""
-        out = self._tensor("payload", payload)
+        out, layout = self._tensor("payload", payload), encoding.layout
         if (
             out.dtype is not torch.uint8
             or tuple(out.shape) != (layout.num_bytes,)
@@ -168,42 +148,21 @@ class CudaCodec:
                 f"payload must be contiguous, 8-byte aligned uint8[{layout.num_bytes}], got"
                 f" {out.dtype}{list(out.shape)} at {out.data_ptr():#x}"
             )
-        self._encode_into(
-            layout, self._tables.tables(layout), source, starts, out, scale=scale, feedback=feedback, key=key
-        )
+        self._encode_into(encoding, self._tables.tables(layout), out)
 
-    def decode(
-        self,
-        layout: Layout,
-        payloads: Any,
-        target: Any,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def decode(self, decoding: Decoding, payloads: Any) -> bool:
         """As :meth:`espresso.compressors.Codec.decode`; waits for the device."""
         status = self._status()
-        self.launch_decode(layout, payloads, target, starts, status, scale=scale, key=key)
-        return self.read_status(status, layout, payloads)
+        self.launch_decode(decoding, payloads, status)
+        return self.read_status(status, decoding.layout, payloads)
 
-    def launch_decode(
-        self,
-        layout: Layout,
-        payloads: Any,
-        target: Any,
-        starts: Starts,
-        status: Tensor,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> None:
+    def launch_decode(self, decoding: Decoding, payloads: Any, status: Tensor) -> None:
         """``decode`` on torch's current stream, without waiting.
 
         Args:
             status: int64[STATUS_WORDS] on the device, zeroed by the caller; raised by what this decode finds.
         """
-        rows = self._tensor("payloads", payloads)
+        rows, layout = self._tensor("payloads", payloads), decoding.layout
         if rows.dtype is not torch.uint8 or rows.ndim != 2 or (rows.numel() and rows.stride(1) != 1):
             raise ValueError(f"payloads must be uint8[rows, {layout.num_bytes}] with contiguous rows")
         if rows.shape[0] and rows.shape[1] != layout.num_bytes:
@@ -214,10 +173,7 @@ class CudaCodec:
         row_bytes = int(rows.stride(0)) if rows.shape[0] > 1 else layout.num_bytes
         if row_bytes % 8 or (rows.numel() and rows.data_ptr() % 8):
             raise ValueError(f"payload rows must be 8-byte aligned and ascending, got a stride of {row_bytes} bytes")
-        self._decode_from(
-            layout, self._tables.tables(layout), rows, rows.shape[0], row_bytes, target, starts, status,
-            scale=scale, key=key,
-        )  # fmt: skip
+        self._decode_from(decoding, self._tables.tables(layout), rows, rows.shape[0], row_bytes, status)
 
     def read_status(self, status: Tensor, layout: Layout, payloads: Any) -> bool:
         """What a decode found: whether all payloads were finite. Waits for the device.
@@ -238,26 +194,16 @@ class CudaCodec:
 
     # -- launching ---------------------------------------------------------------------------------
 
-    def _encode_into(
-        self,
-        layout: Layout,
-        tables: Tables,
-        source: Any,
-        starts: Starts,
-        out: Tensor,
-        *,
-        scale: float,
-        feedback: Feedback | None,
-        key: DrawKey,
-    ) -> None:
-        numbers = self._numbers("source", source, layout)
+    def _encode_into(self, encoding: Encoding, tables: Tables, out: Tensor) -> None:
+        layout, feedback = encoding.layout, encoding.feedback
+        numbers = self._numbers("source", encoding.source, layout)
         old = fresh = None
         kept = None if feedback is None else feedback.starts
         if feedback is not None:
             old = self._numbers("feedback.old", feedback.old, layout)
             fresh = self._numbers("feedback.new", feedback.new, layout)
         kept_size = 0 if old is None or fresh is None else min(old.numel(), fresh.numel())
-        rows = self._tables.rows(layout, tables, starts, numbers.numel(), kept, kept_size)
+        rows = self._tables.rows(layout, tables, encoding.starts, numbers.numel(), kept, kept_size)
         with self._lock:
             scratch = self._scratch_here()
             null = np.uint64(0)
@@ -267,7 +213,7 @@ class CudaCodec:
                 np.int64(tables.num_tiles),
                 np.int64(self.tile),
                 numbers,
-                layout.dtype.type(scale),
+                layout.dtype.type(encoding.scale),
                 null if old is None else old,
                 null if fresh is None else fresh,
                 out,
@@ -277,35 +223,25 @@ class CudaCodec:
                 layout.dtype.type(1.0 if feedback is None else feedback.gain),
             )
             try:
-                self.launch_bodies(EncodeCall(layout, tables, rows, scratch, key, common))
+                self.launch_bodies(EncodeCall(layout, tables, rows, scratch, encoding.key, common))
             except BaseException:
                 # What the launches that did not come would have cleared: the next call's must be zero.
                 self._scratch.pop(self.device.lane(), None)
                 raise
 
     def _decode_from(
-        self,
-        layout: Layout,
-        tables: Tables,
-        payloads: Tensor,
-        num_rows: int,
-        row_bytes: int,
-        target: Any,
-        starts: Starts,
-        status: Tensor,
-        *,
-        scale: float,
-        key: DrawKey,
+        self, decoding: Decoding, tables: Tables, payloads: Tensor, num_rows: int, row_bytes: int, status: Tensor
     ) -> None:
-        numbers = self._numbers("target", target, layout)
+        layout = decoding.layout
+        numbers = self._numbers("target", decoding.target, layout)
         common = (
-            self._tables.rows(layout, tables, starts, numbers.numel(), None, 0),
+            self._tables.rows(layout, tables, decoding.starts, numbers.numel(), None, 0),
             tables.tiles,
             np.int64(tables.num_tiles),
             np.int64(self.tile),
             np.int64(len(layout.segments)),
             numbers,
-            layout.dtype.type(scale),
+            layout.dtype.type(decoding.scale),
             np.int64(num_rows),
             np.int64(row_bytes),
             payloads,
@@ -313,7 +249,7 @@ class CudaCodec:
             np.int64(tables.header.numel()),
             status,
         )
-        self.launch_sum(DecodeCall(layout, tables, key, common))
+        self.launch_sum(DecodeCall(layout, tables, decoding.key, common))
 
     def _launch_encode(
         self,
@@ -390,71 +326,27 @@ class CudaSummableCodec(CudaCodec):
         """The vector's length."""
         return int(self.segment_values(layout).sum())
 
-    def encode_values(
-        self,
-        layout: Layout,
-        source: Any,
-        starts: Starts,
-        values: Any,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode_values(self, encoding: Encoding, values: Any) -> bool:
         """As :meth:`espresso.compressors.SummableCodec.encode_values`; waits for the device."""
-        self.launch_encode_values(layout, source, starts, values, scale=scale, feedback=feedback, key=key)
-        return self._is_finite(self._values(layout, values))
+        self.launch_encode_values(encoding, values)
+        return self._is_finite(self._values(encoding.layout, values))
 
-    def launch_encode_values(
-        self,
-        layout: Layout,
-        source: Any,
-        starts: Starts,
-        values: Any,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> None:
+    def launch_encode_values(self, encoding: Encoding, values: Any) -> None:
         """``encode_values`` without waiting; a vector that is not finite says so itself."""
-        out = self._values(layout, values)
-        self._encode_into(
-            layout, self._vector_tables(layout, out), source, starts, out, scale=scale, feedback=feedback,
-            key=key,
-        )  # fmt: skip
+        out = self._values(encoding.layout, values)
+        self._encode_into(encoding, self._vector_tables(encoding.layout, out), out)
 
-    def decode_values(
-        self,
-        layout: Layout,
-        values: Any,
-        target: Any,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def decode_values(self, decoding: Decoding, values: Any) -> bool:
         """As :meth:`espresso.compressors.SummableCodec.decode_values`; waits for the device."""
         status = self._status()
-        self.launch_decode_values(layout, values, target, starts, status, scale=scale, key=key)
-        return self.read_status(status, layout, values)
+        self.launch_decode_values(decoding, values, status)
+        return self.read_status(status, decoding.layout, values)
 
-    def launch_decode_values(
-        self,
-        layout: Layout,
-        values: Any,
-        target: Any,
-        starts: Starts,
-        status: Tensor,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> None:
+    def launch_decode_values(self, decoding: Decoding, values: Any, status: Tensor) -> None:
         """``decode_values`` without waiting; ``status`` as for ``launch_decode``."""
-        vector = self._values(layout, values)
-        self._decode_from(
-            layout, self._vector_tables(layout, vector), vector, 1, vector.numel() * vector.element_size(),
-            target, starts, status, scale=scale, key=key,
-        )  # fmt: skip
+        vector = self._values(decoding.layout, values)
+        tables = self._vector_tables(decoding.layout, vector)
+        self._decode_from(decoding, tables, vector, 1, vector.numel() * vector.element_size(), status)
 
     def vector_rows(self, rows: Table) -> None:
         """Change the rows of a vector's table where it holds other numbers than a payload's bodies."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from espresso.compressors.base import DrawKey, Factors, Feedback, Layout, Starts
+from espresso.compressors.base import Decoding, Encoding, Factors, Layout
 from espresso.compressors.cuda.codec import STATUS_WORDS, CudaCodec, CudaSummableCodec
 from espresso.compressors.cuda.powersgd import CudaPowerSgd
 
@@ -23,33 +23,14 @@ class LaunchingCodec:
         self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=codec.device.torch_device)
         self._codec = codec
 
-    def encode(
-        self,
-        layout: Layout,
-        source: Any,
-        starts: Starts,
-        payload: Any,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode(self, encoding: Encoding, payload: Any) -> bool:
         """As :meth:`espresso.compressors.Codec.encode`; whether all was finite is in the payload only."""
-        self._codec.launch_encode(layout, source, starts, payload, scale=scale, feedback=feedback, key=key)
+        self._codec.launch_encode(encoding, payload)
         return True
 
-    def decode(
-        self,
-        layout: Layout,
-        payloads: Any,
-        target: Any,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def decode(self, decoding: Decoding, payloads: Any) -> bool:
         """As :meth:`espresso.compressors.Codec.decode`; what was found is in ``status``."""
-        self._codec.launch_decode(layout, payloads, target, starts, self.status, scale=scale, key=key)
+        self._codec.launch_decode(decoding, payloads, self.status)
         return True
 
 
@@ -68,33 +49,14 @@ class LaunchingSummableCodec(LaunchingCodec):
         """The numbers' type."""
         return self._summable.value_dtype(layout)
 
-    def encode_values(
-        self,
-        layout: Layout,
-        source: Any,
-        starts: Starts,
-        values: Any,
-        *,
-        scale: float = 1.0,
-        feedback: Feedback | None = None,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def encode_values(self, encoding: Encoding, values: Any) -> bool:
         """As :meth:`espresso.compressors.SummableCodec.encode_values`."""
-        self._summable.launch_encode_values(layout, source, starts, values, scale=scale, feedback=feedback, key=key)
+        self._summable.launch_encode_values(encoding, values)
         return True
 
-    def decode_values(
-        self,
-        layout: Layout,
-        values: Any,
-        target: Any,
-        starts: Starts,
-        *,
-        scale: float = 1.0,
-        key: DrawKey = DrawKey(),  # noqa: B008 (frozen)
-    ) -> bool:
+    def decode_values(self, decoding: Decoding, values: Any) -> bool:
         """As :meth:`espresso.compressors.SummableCodec.decode_values`; what was found is in ``status``."""
-        self._summable.launch_decode_values(layout, values, target, starts, self.status, scale=scale, key=key)
+        self._summable.launch_decode_values(decoding, values, self.status)
         return True
 
 
@@ -113,21 +75,9 @@ class LaunchingRoundsCodec:
         self.encode_values = codec.encode_values
         self.transform_values = codec.transform_values
 
-    def decode_values(
-        self,
-        layout: Layout,
-        first: Any,
-        second: Any,
-        target: Any,
-        starts: Starts,
-        *,
-        scale: float,
-        factors: Factors,
-    ) -> bool:
+    def decode_values(self, decoding: Decoding, first: Any, second: Any, factors: Factors) -> bool:
         """As :meth:`espresso.compressors.base.RoundsCodec.decode_values`; what was found is in ``status``."""
-        self._codec.launch_decode_values(
-            layout, first, second, target, starts, self.status, scale=scale, factors=factors
-        )
+        self._codec.launch_decode_values(decoding, first, second, self.status, factors)
         return True
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from espresso.compressors.base import DrawKey, Factors, Feedback, Layout, Starts
+from espresso.compressors.base import Decoding, DrawKey, Encoding, Factors, Feedback, Layout, Starts
 from espresso.compressors.cuda.codec import STATUS_WORDS, THREADS, TILE, suffix
 from espresso.compressors.cuda.runtime import Device
 from espresso.compressors.cuda.stretches import StretchCache, Stretches, Table
@@ -69,31 +69,22 @@ class CudaPowerSgd:
         """How many numbers the vector of a round has."""
         return self.compressor.num_values(layout, number)
 
-    def encode_values(
-        self,
-        layout: Layout,
-        source: Any,
-        starts: Starts,
-        values: Any,
-        *,
-        scale: float,
-        feedback: Feedback,
-        key: DrawKey,
-        factors: Factors,
-    ) -> None:
+    def encode_values(self, encoding: Encoding, values: Any, factors: Factors) -> None:
         """P = M Q of every matrix; raw segments as they are."""
+        layout, source, feedback = encoding.layout, encoding.source, encoding.feedback
+        assert feedback is not None, "a compressor of several rounds keeps a residual"
         shape = self._shape(layout)
         self._check(layout, values, 0, feedback)
-        self._check_numbers("source", source, layout, starts)
-        rows = self._rows(shape, starts, feedback)
+        self._check_numbers("source", source, layout, encoding.starts)
+        rows = self._rows(shape, encoding.starts, feedback)
         tiles = self._tiles(shape, rows)
-        start = self._start(layout, shape, rows, key, factors)
+        start = self._start(layout, shape, rows, encoding.key, factors)
         self._launch(
             "encode",
             layout,
             tiles,
             source,
-            layout.dtype.type(scale),
+            layout.dtype.type(encoding.scale),
             feedback.old,
             feedback.new,
             start,
@@ -120,42 +111,24 @@ class CudaPowerSgd:
         tiles = self._tiles(shape, rows)
         self._launch("subtract", layout, tiles, summed, values, feedback.old, kept, gain)
 
-    def decode_values(
-        self,
-        layout: Layout,
-        first: Any,
-        second: Any,
-        target: Any,
-        starts: Starts,
-        *,
-        scale: float,
-        factors: Factors,
-    ) -> bool:
+    def decode_values(self, decoding: Decoding, first: Any, second: Any, factors: Factors) -> bool:
         """Write ``scale * P Q'``; keep Q for the next step. Waits for the device."""
         status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=self.device.torch_device)
-        self.launch_decode_values(layout, first, second, target, starts, status, scale=scale, factors=factors)
+        self.launch_decode_values(decoding, first, second, status, factors)
         return not int(status[0])
 
     def launch_decode_values(
-        self,
-        layout: Layout,
-        first: Any,
-        second: Any,
-        target: Any,
-        starts: Starts,
-        status: Tensor,
-        *,
-        scale: float,
-        factors: Factors,
+        self, decoding: Decoding, first: Any, second: Any, status: Tensor, factors: Factors
     ) -> None:
         """``decode_values`` without waiting.
 
         Args:
             status: int64[STATUS_WORDS] on the device; [0] becomes 1 if something is not finite.
         """
+        layout, target = decoding.layout, decoding.target
         shape = self._shape(layout)
-        self._check_numbers("target", target, layout, starts)
-        rows = self._rows(shape, starts, None)
+        self._check_numbers("target", target, layout, decoding.starts)
+        rows = self._rows(shape, decoding.starts, None)
         self._launch(
             "decode",
             layout,
@@ -163,7 +136,7 @@ class CudaPowerSgd:
             first,
             second,
             target,
-            layout.dtype.type(scale),
+            layout.dtype.type(decoding.scale),
             status,
         )
         if self.compressor.warm_start and shape.matrices:

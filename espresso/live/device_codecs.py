@@ -10,7 +10,7 @@ import torch
 
 from espresso.comm.keep.factors import FactorStore
 from espresso.compressors import registry
-from espresso.compressors.base import Codec, DrawKey, Feedback, Segment, SummableCodec
+from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment, SummableCodec
 from espresso.compressors.cuda import Device as Accelerator
 from espresso.compressors.cuda.launching import launching
 from espresso.cpu_offload import warm_up
@@ -67,14 +67,14 @@ class DeviceCodecs(HostCodecs):
         feedback = Feedback(torch.zeros_like(source), torch.empty_like(source), starts)  # type: ignore[arg-type]
         payloads: Any = torch.zeros((2, layout.num_bytes), dtype=torch.uint8, device=here)
         for row in payloads:
-            codec.encode(layout, source, starts, row, feedback=feedback)
-        codec.decode(layout, payloads, torch.empty_like(source), starts)
+            codec.encode(Encoding(layout, source, starts, feedback=feedback), row)
+        codec.decode(Decoding(layout, torch.empty_like(source), starts), payloads)
         if isinstance(codec, SummableCodec):
             kinds = {"float16": torch.float16, "bfloat16": torch.bfloat16}
             wanted = kinds.get(codec.value_dtype(layout), kind)
             values: Any = torch.zeros(codec.num_values(layout), dtype=wanted, device=here)
-            codec.encode_values(layout, source, starts, values, feedback=feedback)
-            codec.decode_values(layout, values, torch.empty_like(source), starts)  # type: ignore[arg-type]
+            codec.encode_values(Encoding(layout, source, starts, feedback=feedback), values)
+            codec.decode_values(Decoding(layout, torch.empty_like(source), starts), values)
 
 
 class Rehearsal:
@@ -100,10 +100,8 @@ class Rehearsal:
 
     def encode(self) -> None:
         """The first vector, from the last step's Q once there is one."""
-        self._codec.encode_values(
-            self._layout, self._source, self._starts, self._vectors[0], scale=1.0, feedback=self._feedback,
-            key=DrawKey(), factors=self._factors,
-        )  # fmt: skip
+        encoding = Encoding(self._layout, self._source, self._starts, feedback=self._feedback)
+        self._codec.encode_values(encoding, self._vectors[0], self._factors)
 
     def transform(self) -> None:
         """The second vector."""
@@ -111,9 +109,7 @@ class Rehearsal:
 
     def decode(self) -> None:
         """The average, and Q for the next step."""
-        self._codec.decode_values(
-            self._layout, *self._vectors, self._target, self._starts, scale=1.0, factors=self._factors
-        )
+        self._codec.decode_values(Decoding(self._layout, self._target, self._starts), *self._vectors, self._factors)
         self._factors.commit()
 
 

@@ -24,7 +24,7 @@ from espresso.comm.exchanges import sum_in_rank_order
 from espresso.comm.groups import Groups, Member
 from espresso.comm.keep.factors import FactorStore
 from espresso.comm.program.partition import Codecs
-from espresso.compressors.base import Codec, DrawKey, Feedback, Segment
+from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment
 from espresso.model.costs import COMMON_OPS, ComputeCost, LinkCurve, Op
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
 
@@ -349,11 +349,11 @@ def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[
     for turn in range(repeats + 1):
         groups.barrier()
         begin = time.perf_counter()
-        codec.encode(layout, source, starts, payloads[0], feedback=feedback)
+        codec.encode(Encoding(layout, source, starts, feedback=feedback), payloads[0])
         middle = time.perf_counter()
         payloads[1:] = payloads[0]
         start = time.perf_counter()
-        codec.decode(layout, payloads, source, starts, scale=1.0 / groups.num_ranks)
+        codec.decode(Decoding(layout, source, starts, scale=1.0 / groups.num_ranks), payloads)
         if turn:
             encode.append((middle - begin) * 1e6)
             decode.append((time.perf_counter() - start) * 1e6)
@@ -374,11 +374,11 @@ def _time_rounds(groups: Groups, codec: Any, size: int, repeats: int) -> tuple[f
     for _ in range(repeats + 1):
         groups.barrier()
         begin = time.perf_counter()
-        codec.encode_values(layout, source, starts, first, scale=1.0, feedback=feedback, key=DrawKey(), factors=factors)
+        codec.encode_values(Encoding(layout, source, starts, feedback=feedback), first, factors=factors)
         encoded = time.perf_counter()
         codec.transform_values(layout, first, second, feedback=feedback)
         transformed = time.perf_counter()
-        codec.decode_values(layout, first, second, source, starts, scale=1.0, factors=factors)
+        codec.decode_values(Decoding(layout, source, starts), first, second, factors=factors)
         factors.commit()
         end = time.perf_counter()
         times.append((encoded - begin, end - transformed, transformed - encoded))

@@ -18,7 +18,7 @@ from espresso.comm.execute.executor import Executor
 from espresso.comm.execute.streams import CudaStreams, Event, Streams
 from espresso.comm.groups import Groups
 from espresso.comm.memory import DeviceMemory
-from espresso.compressors.base import Codec, Feedback, Segment
+from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment
 from espresso.compressors.cuda import CudaDevice
 from espresso.compressors.cuda import Device as Accelerator
 from espresso.live.device_codecs import DeviceCodecs, Rehearsal
@@ -187,10 +187,10 @@ class DeviceRuntime:
         target = memory.zeros(size, np.float32)
 
         def encode() -> None:
-            codec.encode(layout, source, starts, payloads[0], feedback=feedback)
+            codec.encode(Encoding(layout, source, starts, feedback=feedback), payloads[0])
 
         def decode() -> None:
-            codec.decode(layout, payloads, target, starts, scale=1.0 / groups.num_ranks)
+            codec.decode(Decoding(layout, target, starts, scale=1.0 / groups.num_ranks), payloads)
 
         encode()
         payloads[1:] = payloads[0]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from espresso.compressors import Decoding, Encoding
 from espresso.model.costs import JobError
 from espresso.search.candidates import Unit
 from espresso.strategies import NONE, Choice, CompressorSpec, TensorSpec, fields
@@ -113,7 +114,7 @@ def measure_sensitivity(
     Raises:
         ValueError: a gradient that is not finite, or not one-dimensional float32.
     """
-    from espresso.compressors.base import DrawKey, Segment
+    from espresso.compressors.base import Segment
     from espresso.compressors.registry import create, host_codec
 
     found: dict[CompressorSpec, dict[str, float]] = {}
@@ -127,8 +128,8 @@ def measure_sensitivity(
             layout = compressor.layout((Segment(name, 0, len(gradient)),))
             payload = np.zeros(layout.num_bytes, dtype=np.uint8)
             back, starts = np.empty_like(gradient), np.zeros(1, dtype=np.int64)
-            codec.encode(layout, gradient, starts, payload, key=DrawKey())
-            codec.decode(layout, payload[None], back, starts, key=DrawKey())
+            codec.encode(Encoding(layout, gradient, starts), payload)
+            codec.decode(Decoding(layout, back, starts), payload[None])
             norm = float(np.linalg.norm(gradient.astype(np.float64)))
             lost = float(np.linalg.norm(gradient.astype(np.float64) - back))
             rows[name] = lost / norm if norm else 0.0
