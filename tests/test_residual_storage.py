@@ -98,6 +98,29 @@ def test_a_discarded_iteration_leaves_every_bit(storage: str) -> None:
     assert np.abs(again - before[places]).max() <= (0 if storage == "bf16" else np.abs(before).max() * 1e-6)
 
 
+@pytest.mark.parametrize("storage", ["float32", "bf16", "int8"])
+def test_what_a_step_holds_for_a_later_one_is_not_its_neighbours(storage: str) -> None:
+    """A compressor of several rounds writes in two steps; other residuals are opened between them."""
+    store = ResidualStore(storage=storage)
+    mine, other = (store.new_residual(Site.LOCAL, RUNS, np.float32, 0) for _ in range(2))
+    at = np.array(mine.starts)
+    mine.old = numbers(mine.size, np.float32)
+    kept = mine.old.copy()
+    inside = residual_places(mine.starts)
+    written = numbers(mine.size, np.float32, 1)
+    mine.feedback(at).new[:] = written
+    mine.hold()
+    for buffer in (other.feedback(at).old, other.feedback(at).new):
+        buffer[:] = 7
+    other.settle()
+    again = mine.feedback(at)
+    assert np.array_equal(again.old[inside], kept[inside])
+    assert np.array_equal(again.new[inside], written[inside])
+    mine.settle()
+    mine.commit()
+    assert (np.abs(mine.old - written) <= bound(storage, written, mine.starts))[inside].all()
+
+
 def test_the_budget_is_reported_and_wrong_settings_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "espresso"):
         store = ResidualStore(storage="bf16")

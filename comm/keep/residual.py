@@ -68,6 +68,9 @@ class FullBuffers:
             self._new = self._memory.zeros(self._size, self._dtype)
         return self._old, self._new
 
+    def hold(self) -> None:
+        """What is written so far is for a later step."""
+
     def close(self) -> None:
         """The encoder has written everything."""
         if not self._transactional and self._new is not None:
@@ -100,7 +103,8 @@ class PackedBuffers:
         self._layout = self._codec.compressor.layout(segments, dtype)
         self._old = memory.zeros(self._layout.num_bytes, np.uint8)
         self._new = memory.zeros(self._layout.num_bytes, np.uint8) if transactional else self._old
-        self._is_open = False
+        self._is_open = self._holds = False
+        self._held: Array | None = None
         self.num_bytes = self._layout.num_bytes * (2 if transactional else 1)
         self.replace(memory.zeros(size, dtype))
 
@@ -117,13 +121,21 @@ class PackedBuffers:
         old, new = self._rooms()
         if not self._is_open:
             self._unpack(old)
+            if self._holds:
+                new[:] = self._held
             self._is_open = True
         return old, new
+
+    def hold(self) -> None:
+        if self._held is None:
+            self._held = self._memory.zeros(self._size, self._dtype)
+        self._held[:] = self._rooms()[1]
+        self._is_open, self._holds = False, True
 
     def close(self) -> None:
         _, new = self._rooms()
         self._codec.encode(Encoding(self._layout, new, self._starts), self._new)
-        self._is_open = False
+        self._is_open = self._holds = False
 
     def swap(self) -> None:
         self._old, self._new = self._new, self._old
@@ -176,6 +188,10 @@ class Residual:
     def feedback(self, starts: Starts) -> Feedback:
         """What an encoder reads and writes, for segments that begin there; until :meth:`settle`, on this thread."""
         return Feedback(*self._buffers.open(), starts, self.gain)
+
+    def hold(self) -> None:
+        """The encoder goes on in a later step; others use this thread's rooms in between."""
+        self._buffers.hold()
 
     def settle(self) -> None:
         """The encoder has written everything."""

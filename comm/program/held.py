@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from espresso.comm.keep.residual import Residual
-from espresso.comm.memory import Array
 from espresso.comm.parameter_server import Described, Line
 from espresso.comm.program.kept import Kept
 from espresso.compressors.base import Layout, Starts
@@ -60,14 +59,12 @@ class Matrices:
 
     Attributes:
         residual: of the compression; what it writes is M until the transform. Its segments begin at ``kept_at``.
-        matrix: M, where the residual cannot hold it so long.
     """
 
     vectors: tuple[torch.Tensor, ...]
     placed: Placed
     residual: Residual
     kept_at: Starts
-    matrix: Array | None
 
     @property
     def values(self) -> torch.Tensor:

@@ -15,7 +15,6 @@ from typing import cast
 import torch
 
 from espresso.comm.keep.factors import FactorStore
-from espresso.comm.keep.residual import FULL
 from espresso.comm.memory import Array, Memory
 from espresso.comm.program.held import Compiled, Matrices, Numbers, Placed
 from espresso.comm.program.kept import keep
@@ -50,23 +49,19 @@ def compress(part: Part, index: int) -> Compiled:
     kept_at = kept.starts(part.home.runs_in(region))
     residual = kept.residual
     assert residual is not None
-    # A packed residual is unpacked into room that other steps use in between, so M has room of its own.
-    matrix = None if residual.storage == FULL else at.memory.zeros(residual.size, layout.dtype)
     values = _vector(part, codec, layout, 0)
     written = at.twin(values)
     vector, factors = at.array(written), _Factors(part.context.factors, at.memory)
 
     def run() -> None:
-        feedback = residual.feedback(kept_at)
-        encoding = Encoding(layout, at.numbers(), starts, part.unscale, feedback, part.key(site))
+        encoding = Encoding(layout, at.numbers(), starts, part.unscale, residual.feedback(kept_at), part.key(site))
         codec.encode_values(kept.advance(encoding, kept_at), vector, factors)
-        if matrix is not None:
-            matrix[:] = feedback.new
+        residual.hold()
         if kept.velocity is not None:
             kept.velocity.settle()
 
     copies = at.copies([at.of_home(region)], [both(values, written)])
-    return Compiled(Matrices((values,), Placed(layout, starts), residual, kept_at, matrix), run, copies, kept=kept)
+    return Compiled(Matrices((values,), Placed(layout, starts), residual, kept_at), run, copies, kept=kept)
 
 
 def transform(part: Part, index: int, held: Matrices) -> Compiled:
@@ -79,10 +74,7 @@ def transform(part: Part, index: int, held: Matrices) -> Compiled:
     summed, values = (at.array(twin) for twin in twins)
 
     def run() -> None:
-        feedback = held.residual.feedback(held.kept_at)
-        if held.matrix is not None:
-            feedback.new[:] = held.matrix
-        codec.transform_values(layout, summed, values, feedback=feedback)
+        codec.transform_values(layout, summed, values, feedback=held.residual.feedback(held.kept_at))
         held.residual.settle()
 
     pairs = [both(vector, twin) for vector, twin in zip(vectors, twins, strict=True)]
