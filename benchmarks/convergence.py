@@ -142,7 +142,8 @@ def train_once(case: str, arm: str, seed: int, steps: int) -> Run:
         state = espresso.register(model, compressor=compressor, seed=seed)
         if control:
             # Residuals are written and never committed: every step starts from none.
-            state._store.commit = state._store.discard
+            store = state.session.store
+            store.commit = store.discard
     for step in range(steps):
         inputs, targets = workload.batch(step, dist.get_rank(), dist.get_world_size())
         optimizer.zero_grad(set_to_none=True)

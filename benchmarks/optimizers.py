@@ -221,12 +221,12 @@ def _share_of(rank: int, data: Batch) -> Batch:
 
 def _interfere(exchange: EspressoState, factor: float) -> None:
     """Multiply the servers' residuals by ``factor`` whenever an iteration has been committed."""
-    store = exchange._store
+    store = exchange.session.store
     commit = store.commit
 
     def commit_and_spoil() -> None:
         commit()
-        _spoil(store, factor, list(exchange._names.values()))
+        _spoil(store, factor, [tensor.name for tensor in exchange.session.model.tensors])
 
     store.commit = commit_and_spoil  # type: ignore[method-assign]
 

@@ -6,7 +6,7 @@ payload sizes differ between the two, so a change makes plans, orders and costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from espresso.compressors import registry
 from espresso.compressors.base import Correction
@@ -80,7 +80,7 @@ def check_choices(strategy: Strategy) -> None:
             raise StrategyError(f"tensor {name!r}: {faults[choice]}")
 
 
-def translate(strategy: Strategy, specs: dict[CompressorSpec, CompressorSpec]) -> Strategy:
+def translate(strategy: Strategy, specs: Mapping[CompressorSpec, CompressorSpec]) -> Strategy:
     """The strategy with other compressors; a tensor whose compressor becomes ``none`` turns raw."""
     changes = {}
     for name, choice in strategy.choices.items():

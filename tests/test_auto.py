@@ -135,14 +135,14 @@ def decide(rank: int) -> dict[str, object]:
                 decided_at = step + 1
             if step % 10 == 9:
                 assert agreed(ddp)
-        assert state._planner is not None
-        assert state._planner.verdict is not None
+        verdict = state.session.decider.verdict
+        assert verdict is not None
         metrics = state.metrics()
         return {
             "decided at": decided_at,
             "losses": (sum(losses[:4]) / 4, sum(losses[-4:]) / 4),
             "verdict": state.verdict,
-            "names": ["plain", *state._planner.verdict.predicted_us],
+            "names": ["plain", *verdict.predicted_us],
             "predicted": metrics["espresso/predicted_step_us"],
             "measured": metrics["espresso/measured_step_us"],
             "job on rank 0": state.job is not None,

@@ -124,8 +124,7 @@ def resumed(rank: int) -> dict[tuple[Any, str], list[str]]:
                 if how == "dcp":
                     dcp.load({"espresso": PerRank(state)}, checkpoint_id=folder[0])
                 elif how == "forgotten":
-                    assert state._executor is not None
-                    state._executor.restart(BREAK)
+                    state.session.executor.restart(BREAK)
                 else:
                     state.load_state_dict(gathered if how == "gathered" else saved)
                 results[arm, how] = go(ddp, rank, range(BREAK, END))

@@ -465,11 +465,11 @@ def test_uncompressed_options_are_exact() -> None:
 def run_registered(rank: int) -> tuple[str, bool, bool, float]:
     """``espresso.register`` in automatic mode on a model that passes for one on a device, and a checkpoint."""
     import espresso
-    import espresso.live.state
+    import espresso.live.session
     from espresso.live.runtime import DeviceRuntime
 
     streams = TracedStreams()
-    espresso.live.state.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
     ddp = wrap(mlp(16, 24, 8))
     state = espresso.register(ddp, "efsignsgd", ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1)
     for step in range(40):
@@ -499,10 +499,10 @@ def test_automatic_mode_measures_and_decides_on_a_device() -> None:
 
 def run_scheduled(rank: int) -> tuple[list[float], list[float], bool]:
     """DGC in full with its warm-up, and PowerSGD from its third step on, through ``espresso.register``."""
-    import espresso.live.state
+    import espresso.live.session
 
     streams = TracedStreams()
-    espresso.live.state.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
     sent: dict[str, list[float]] = {}
     same = True
     for option, spec in (

@@ -115,8 +115,9 @@ def uncompressed(rank: int) -> tuple[list[bool], list[int]]:
             equal.append(same(gradients(ours), gradients(plain)))
             for ddp in (ours, plain):
                 sgd(ddp)
-            assert state._last is not None
-            buckets.append(state._last.buckets)
+            last = state.session.observer.last
+            assert last is not None
+            buckets.append(last.buckets)
     return equal, buckets
 
 
@@ -168,8 +169,9 @@ def planned_order(rank: int) -> list[bool]:
     with registered(ddp, SHARDED, "efsignsgd") as state:
         for step in range(8):
             train(ddp, range(step, step + 1), lambda step: ddp(batch(rank, step, 20)).square().mean())
-            assert state._last is not None
-            planned.append(state._last.plan is not None)
+            last = state.session.observer.last
+            assert last is not None
+            planned.append(last.plan is not None)
     return planned
 
 

@@ -262,8 +262,9 @@ def wrapped_hook(rank: int) -> tuple[bool, str]:
     ours.register_comm_hook(state, fp16_compress_wrapper(espresso_hook))
     for ddp in (plain, ours):
         train(ddp, range(5), lambda step, ddp=ddp: ddp(10 * step + rank))
-    assert state._last is not None
-    halved = all(bucket.dtype == "float16" for bucket in state._last.buckets)
+    last = state.session.observer.last
+    assert last is not None
+    halved = all(bucket.dtype == "float16" for bucket in last.buckets)
     state.close()
     return same(plain, ours) and halved, f"{espresso_hook.__module__}.{espresso_hook.__qualname__}"
 

@@ -385,14 +385,15 @@ def warm_up_automatic(rank: int) -> list[tuple[float, str]]:
                 backward(ddp, rank, step)
                 step += 1
                 assert agreed(ddp)
-                verdict = state._planner and state._planner.verdict
+                verdict = state.session.decider.verdict
                 if verdict is not None and all(verdict is not known for known in verdicts):
                     break
             assert state.decided
-            assert state._search is not None
+            search = state.session.search
+            assert search is not None
             assert verdict is not None
             verdicts.append(verdict)
-            ratio = dict(state._search.compressor.params).get("ratio", 0.01)
+            ratio = dict(search.compressor.params).get("ratio", 0.01)
             results.append((ratio, verdict.reason))
         costs = [] if state.job is None else [cost.spec for cost in state.job.costs.compute]
         assert any("ratio=0.1" in spec for spec in costs)

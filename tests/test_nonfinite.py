@@ -164,8 +164,7 @@ def skipped_by_hand(rank: int) -> dict[Case, dict[str, object]]:
                         sgd(ddp)
                         count += 1
                     nonfinite.append(bad)
-                    assert state._executor is not None
-                    state._executor.restart(count)  # random numbers as if the skipped steps had not been
+                    state.session.executor.restart(count)  # random numbers as if the skipped steps had not been
                 skipped = state.metrics()["espresso/skipped_steps"]
                 ends.append((digest(ddp), kept(state), skipped))
                 assert agreed(ddp)
@@ -184,8 +183,9 @@ def early_overflow(rank: int) -> list[bool]:
     with registered(ddp, ROOTED, "efsignsgd", ranks_per_node=2) as state:
         for step in range(8):
             assert backward(ddp, rank, step, math.inf if step < 3 else None) == (step < 3)
-            assert state._last is not None
-            planned.append(state._last.plan is not None)
+            last = state.session.observer.last
+            assert last is not None
+            planned.append(last.plan is not None)
     return planned
 
 

@@ -42,6 +42,9 @@ class Found:
         self.names.append(str(spec))
         return [Candidate(str(spec), chosen, plan(chosen, BUCKETS).order, BUCKETS, 1.0)]
 
+    def follow(self, in_force: Any) -> bool:
+        return True
+
 
 def planner_of(search: Found, *, race_rounds: int, decide_by: int) -> AutoPlanner:
     """Three plain steps, two of profile; blocks of three."""
@@ -68,13 +71,13 @@ def run(planner: AutoPlanner, steps: int, before: Callable[[int], None] = lambda
     return ran
 
 
-def test_reconsidering_drops_the_race_and_runs_another():
+def test_another_compressor_drops_the_race_and_runs_another():
     search = Found()
     planner = planner_of(search, race_rounds=1, decide_by=0)
 
     def before(step: int) -> None:
         if step in (8, 25):  # in the race, and after the decision
-            planner.reconsider()
+            planner.follow({})
 
     run(planner, 40, before)
     assert search.names == ["dgc:ratio=0.1", "dgc:ratio=0.2", "dgc:ratio=0.3"]

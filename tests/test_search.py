@@ -321,13 +321,12 @@ def test_servers_are_chosen_where_they_pay():
 
 @pytest.mark.parametrize("exact", [0, 16384])
 def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact, tmp_path):
-    from espresso.live.config import Config
-    from espresso.live.online_search import OnlineSearch
+    from espresso.live.online_search import find_candidates
     from espresso.search.quality import SIMPLE, Automatic
 
     live = live_job(exact)
-    online = OnlineSearch(None, None, TOY, (), Config(**settings(exact)), None)
-    raced, plain_us = online._search(live)
+    raced, result = find_candidates(live, TOY, Automatic(**settings(exact)))
+    plain_us = result.uncompressed_us
     live.save(tmp_path / "job.json")
     assert Automatic.of(Job.load(tmp_path / "job.json").meta) == Automatic(**settings(exact))
     body = offline(tmp_path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +14,87 @@ from espresso.comm.groups import Groups
 from espresso.model.job import Job
 from espresso.strategies import DTYPES, Strategy
 
+logger = logging.getLogger("espresso")
+
+SETTLED_AFTER = 5
+"""Iterations after the decision before one is recorded for people: caches and buffers are warm then."""
+
+_JOB_PATH = "ESPRESSO_JOB_PATH"
+
 
 class Artifacts:
-    """Writes into a directory on rank 0; without a directory it writes nothing."""
+    """Writes into a directory on rank 0; without a directory it writes nothing.
+
+    A file that cannot be written is a warning, once: nothing that is for people may stop a training.
+    """
 
     def __init__(self, directory: str | None, groups: Groups) -> None:
         self._directory = None if directory is None else Path(directory)
         self._groups = groups
-        if self._directory is not None and groups.rank == 0:
-            self._directory.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def wanted(self) -> bool:
-        return self._directory is not None
+        self._decided_at: int | None = None
+        self._has_warned = self._are_left = False
+        self._write(".", Path.stat)  # what cannot work is said at the start
 
     def job(self, job: Job) -> None:
         """``job.json`` here, and wherever ``espresso profile`` asked for it."""
-        if self._directory is not None:
-            job.save(self._directory / "job.json")
-        asked = os.environ.get("ESPRESSO_JOB_PATH")
+        self._write("job.json", job.save)
+        asked = os.environ.get(_JOB_PATH)
         if asked:
             job.save(asked)
 
-    def strategy(self, strategy: Strategy) -> None:
-        if self._directory is not None and self._groups.rank == 0:
-            strategy.save(self._directory / "strategy.json")
+    def due(self, record: Record, strategy: Strategy) -> bool:
+        """Whether this is the iteration to record: a steady one, some steps after the decision. Same on all ranks.
 
-    def measured(self, record: Record, origin_ns: int) -> None:
-        """``measured.json``: the recorded intervals of all ranks. Collective."""
-        rows = interval_rows(record, origin_ns, self._groups.rank)
-        everybody = self._groups.all_objects(rows)
-        if self._directory is not None and self._groups.rank == 0:
-            rows = [row for theirs in everybody for row in theirs]
-            (self._directory / "measured.json").write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
+        Args:
+            strategy: the one that was decided.
+        """
+        if self._are_left or self._directory is None:
+            return False
+        if self._decided_at is None:
+            self._decided_at = record.iteration
+        if strategy.num_compressed and not (record.plan is not None and record.intervals):
+            return False
+        return record.iteration >= self._decided_at + SETTLED_AFTER
+
+    def leave(self, record: Record, strategy: Strategy, job: Job | None) -> None:
+        """``strategy.json``, and ``measured.json``: the recorded intervals of all ranks. Collective, once."""
+        self._are_left = True
+        offset_us = 0.0 if job is None or job.bucket_ready_us is None else job.bucket_ready_us[0]
+        rows = interval_rows(record, record.ready_ns[0] - int(offset_us * 1e3), self._groups.rank)
+        everybody = [row for theirs in self._groups.all_objects(rows) for row in theirs]
+        text = json.dumps(everybody, indent=0) + "\n"
+        self._write("strategy.json", strategy.save)
+        self._write("measured.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+    def _write(self, name: str, save: Callable[[Path], object]) -> None:
+        if self._directory is None or self._groups.rank != 0:
+            return
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            save(self._directory / name)
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("artifacts_dir cannot be written to (%s); training goes on without", error)
+            self._has_warned = True
+
+
+class ProfileMarks:
+    """Tells ``espresso profile`` on this node how far the script came, and who writes the job.
+
+    Args:
+        is_told: whether this rank tells it.
+        needed: iterations until the job is measured.
+    """
+
+    def __init__(self, *, is_told: bool, needed: int, groups: Groups) -> None:
+        self._asked = os.environ.get(_JOB_PATH) if is_told else None
+        # Rank 0 writes job.json: whether that is this node's affair.
+        self._body = {"needed": needed, "writes_here": groups.rank == 0}
+
+    def mark(self, steps: int) -> None:
+        """So many iterations are done."""
+        if self._asked:
+            Path(self._asked + ".registered").write_text(json.dumps({"steps": steps, **self._body}), encoding="utf-8")
 
 
 def interval_rows(record: Record, origin_ns: int, rank: int) -> list[dict[str, Any]]:
@@ -96,15 +146,3 @@ def _backward_rows(record: Record, origin_ns: int, rank: int) -> list[dict[str, 
         )
         begin = at
     return rows
-
-
-def mark_registered(steps: int, needed: int, *, writes_here: bool) -> None:
-    """Tell ``espresso profile`` that the script registered, how far it came, and who writes the job.
-
-    Args:
-        writes_here: whether rank 0, which writes ``job.json``, runs on this node.
-    """
-    asked = os.environ.get("ESPRESSO_JOB_PATH")
-    if asked:
-        body = {"steps": steps, "needed": needed, "writes_here": writes_here}
-        Path(asked + ".registered").write_text(json.dumps(body), encoding="utf-8")

@@ -1,247 +1,312 @@
-"""Saving and loading what the hook keeps: residuals, velocities, step and epoch, the strategy in use.
+"""What a job keeps between two runs, and its form in a checkpoint: read whole, checked whole, then taken over.
 
-``state_dict()`` is one rank's; loading another rank's is an error. ``gather_state_dict()`` holds all
-ranks' and can be loaded by any number of ranks: a residual acts on the *average*, so with P' instead of P
-ranks it is scaled by P'/P, and the rank that takes it over adds it to its own contribution.
+A ``state_dict()`` is one rank's; loading another rank's is an error. A gathered one holds all ranks' and can be
+loaded by any number of ranks: a residual acts on the *average*, so with P' instead of P ranks it is scaled by P'/P, and
+the rank that takes it over adds it to its own contribution.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from espresso.comm.keep.store import Address, Piece, ResidualStore
-from espresso.strategies import Site, Strategy, StrategyError
-
-if TYPE_CHECKING:
-    from espresso.live.state import EspressoState
+from espresso.comm.keep.store import Address, Array, Piece
+from espresso.compressors.schedule import check_choices
+from espresso.strategies import Site, Strategy, StrategyError, TensorSpec
 
 VERSION = 2
+MOST = 2**62
+"""Counters of a checkpoint stay below this."""
+
+_RANK, _GATHERED = "espresso-rank", "espresso-gathered"
 _ROW_KEYS = {"tensor", "site", "start", "replica", "values"}
 _KEYS = {
     "version", "kind", "rank", "num_ranks", "model", "step", "epoch", "strategy",
     "residuals", "carry", "velocities", "velocity_carry", "factors",
 }  # fmt: skip
-_KEPT = (("residuals", "carry"), ("velocities", "velocity_carry"))
-"""(what sites hold, what is carried) of every store."""
+_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 class CheckpointError(ValueError):
     """A checkpoint of another rank, another model, another version, or no checkpoint at all."""
 
 
-def save(state: EspressoState) -> dict[str, Any]:
-    """This rank's state as tensors and plain values, copies all of them."""
-    groups, executor = state._groups, state._executor
-    decided = state.strategy if state.decided else None
-    return {
-        "version": VERSION,
-        "kind": "espresso-rank",
-        "rank": 0 if groups is None else groups.rank,
-        "num_ranks": 0 if groups is None else groups.num_ranks,
-        "model": _model_digest(state),
-        "step": 0 if executor is None else executor.next_step,
-        "epoch": state._epoch,
-        "strategy": None if decided is None else decided.to_json(),
-        **_rows("residuals", "carry", state._store),
-        **_rows("velocities", "velocity_carry", state._velocities),
-        "factors": {name: torch.from_numpy(values) for name, values in state._factors.snapshot().items()},
-    }
+@dataclass(frozen=True)
+class Stored:
+    """What one store of a rank holds.
+
+    Attributes:
+        pieces: by (tensor, site): (first element, values, replica).
+        carry: what enters with this rank's next gradient, by tensor.
+    """
+
+    pieces: Mapping[Address, Sequence[Piece]] = field(default_factory=dict)
+    carry: Mapping[str, Array] = field(default_factory=dict)
+
+    def to_dict(self, held: str, carried: str) -> dict[str, Any]:
+        """The two entries of a checkpoint."""
+        rows = [
+            {"tensor": name, "site": site.value, "start": start, "replica": replica, "values": torch.from_numpy(values)}
+            for (name, site), parts in self.pieces.items()
+            for start, values, replica in parts
+        ]
+        return {held: rows, carried: {name: torch.from_numpy(values) for name, values in self.carry.items()}}
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any], held: str, carried: str) -> Stored:
+        """Read the two entries, or raise CheckpointError."""
+        pieces: dict[Address, list[Piece]] = {}
+        for row in _entry(body, held, list):
+            if not isinstance(row, dict) or set(row) != _ROW_KEYS:
+                raise CheckpointError(f"a residual should have the entries {', '.join(sorted(_ROW_KEYS))}: {row!r:.80}")
+            name, what = _name(row["tensor"]), f"residual of {row['tensor']!r}"
+            sites = {site.value: site for site in Site}
+            if not isinstance(row["site"], str) or row["site"] not in sites:
+                raise CheckpointError(f"{what}: unknown site {row['site']!r:.40}")
+            start, replica = (_count(row[entry], f"{what}: {entry}") for entry in ("start", "replica"))
+            pieces.setdefault((name, sites[row["site"]]), []).append((start, _values(what, row["values"]), replica))
+        return cls(pieces, _arrays(body, carried))
+
+    def check_model(self, numels: Mapping[str, int], what: str) -> None:
+        """Whether all of it lies inside the model's tensors; else CheckpointError."""
+        for (name, _), parts in self.pieces.items():
+            end = max(start + values.size for start, values, _ in parts)
+            if end > numels.get(name, -1):
+                raise CheckpointError(f"residual of {name!r} ends at {end}, outside the model's tensor")
+        for name, values in self.carry.items():
+            if values.size != numels.get(name):
+                raise CheckpointError(f"{what} of {name!r} has {values.size} elements, unlike the model's tensor")
 
 
-def _rows(held: str, carried: str, store: ResidualStore | None) -> dict[str, Any]:
-    pieces, carry = ({}, {}) if store is None else store.snapshot()
-    rows = [
-        {
-            "tensor": name,
-            "site": site.value,
-            "start": start,
-            "replica": replica,
-            "values": torch.from_numpy(values),
+@dataclass(frozen=True)
+class Kept:
+    """What one rank keeps.
+
+    Attributes:
+        model: a digest of the parameters' names, shapes and dtypes.
+        step: the number of the next iteration.
+        strategy: the one that was decided; None before.
+        factors: of compressors of several rounds, by tensor; equal on all ranks.
+    """
+
+    rank: int
+    num_ranks: int
+    model: str
+    step: int = 0
+    epoch: int | None = None
+    strategy: Strategy | None = None
+    residuals: Stored = Stored()
+    velocities: Stored = Stored()
+    factors: Mapping[str, Array] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        return {
+            "version": VERSION,
+            "kind": _RANK,
+            "rank": self.rank,
+            "num_ranks": self.num_ranks,
+            "model": self.model,
+            "step": self.step,
+            "epoch": self.epoch,
+            "strategy": None if self.strategy is None else self.strategy.to_json(),
+            **self.residuals.to_dict("residuals", "carry"),
+            **self.velocities.to_dict("velocities", "velocity_carry"),
+            "factors": {name: torch.from_numpy(values) for name, values in self.factors.items()},
         }
-        for (name, site), parts in pieces.items()
-        for start, values, replica in parts
-    ]
-    return {held: rows, carried: {name: torch.from_numpy(values) for name, values in carry.items()}}
 
-
-def gather(state: EspressoState) -> dict[str, Any]:
-    """All ranks' states, on every rank. Collective."""
-    if state._groups is None:
-        raise CheckpointError("nothing to gather before the first step; call state.start() or train a step")
-    ranks = state._groups.all_objects(save(state))
-    return {"version": VERSION, "kind": "espresso-gathered", "model": ranks[0]["model"], "ranks": ranks}
-
-
-def check(body: Any) -> dict[str, Any]:
-    """A well-formed checkpoint, or CheckpointError."""
-    if not isinstance(body, dict) or body.get("kind") not in ("espresso-rank", "espresso-gathered"):
-        raise CheckpointError(
-            "this is not an espresso state_dict (it has no kind 'espresso-rank' or 'espresso-gathered')"
+    @classmethod
+    def parse(cls, body: Any) -> Kept:
+        """Read one rank's checkpoint, or raise CheckpointError."""
+        _check_kind(body, (_RANK,))
+        if set(body) != _KEYS:
+            odd = sorted(map(str, set(body) ^ _KEYS))[0]
+            raise CheckpointError(f"the checkpoint has an unknown or missing entry {odd!r:.60}")
+        return cls(
+            rank=_count(body["rank"], "entry 'rank'"),
+            num_ranks=_count(body["num_ranks"], "entry 'num_ranks'"),
+            model=_entry(body, "model", str),
+            step=_count(body["step"], "entry 'step'"),
+            epoch=None if body["epoch"] is None else _count(body["epoch"], "entry 'epoch'"),
+            strategy=_strategy(body["strategy"]),
+            residuals=Stored.parse(body, "residuals", "carry"),
+            velocities=Stored.parse(body, "velocities", "velocity_carry"),
+            factors=_arrays(body, "factors"),
         )
-    if body.get("version") != VERSION:
-        raise CheckpointError(
-            f"checkpoint version {body.get('version')!r} is not supported; this version reads {VERSION}"
-        )
-    if body["kind"] == "espresso-gathered":
+
+    def check_model(self, tensors: Sequence[TensorSpec]) -> None:
+        """Whether strategy, residuals and factors fit these tensors; else CheckpointError."""
+        numels = {tensor.name: tensor.numel for tensor in tensors}
+        self.residuals.check_model(numels, "carry")
+        self.velocities.check_model(numels, "velocity_carry")
+        for name, values in self.factors.items():
+            if values.size > numels.get(name, -1):
+                raise CheckpointError(f"factors of {name!r} have {values.size} elements, unlike the model's tensor")
+        try:
+            if self.strategy is not None:
+                self.strategy.check_model(tuple(tensors), self.strategy.cluster)
+                check_choices(self.strategy)
+        except ValueError as error:
+            raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One rank's, or all ranks'."""
+
+    ranks: tuple[Kept, ...]
+    is_gathered: bool = False
+
+    @classmethod
+    def parse(cls, body: Any) -> Checkpoint:
+        """Read a ``state_dict()`` or a gathered one.
+
+        Raises:
+            CheckpointError: it is malformed, says what.
+        """
+        _check_kind(body, (_RANK, _GATHERED))
+        if body["kind"] == _RANK:
+            return cls((Kept.parse(body),))
         ranks = body.get("ranks")
         if not isinstance(ranks, list) or not ranks:
             raise CheckpointError("the gathered checkpoint holds no ranks")
-        for rank in ranks:
-            check(rank)
-        return body
-    if set(body) != _KEYS:
-        odd = sorted(set(body) ^ _KEYS)[0]
-        raise CheckpointError(f"the checkpoint has an unknown or missing entry {odd!r}")
-    for entry, kind in (
-        ("rank", int),
-        ("num_ranks", int),
-        ("step", int),
-        ("epoch", int | None),
-        ("residuals", list),
-        ("carry", dict),
-        ("velocities", list),
-        ("velocity_carry", dict),
-        ("factors", dict),
-    ):
-        if not isinstance(body[entry], kind):
-            wanted = getattr(kind, "__name__", str(kind))
-            raise CheckpointError(f"entry {entry!r} should be {wanted}, got {body[entry]!r:.60}")
-    for name, values in body["factors"].items():
-        _check_values(f"factors of {name!r}", values)
-    for held, carried in _KEPT:
-        for row in body[held]:
-            _check_row(row)
-        for name, values in body[carried].items():
-            _check_values(f"{carried} of {name!r}", values)
-    return body
+        found = tuple(map(Kept.parse, ranks))
+        for number, kept in enumerate(found):
+            if (kept.rank, kept.num_ranks) != (number, len(found)):
+                raise CheckpointError(f"place {number} of {len(found)} holds rank {kept.rank} of {kept.num_ranks}")
+        return cls(found, is_gathered=True)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What :meth:`parse` reads."""
+        ranks = [kept.to_dict() for kept in self.ranks]
+        if not self.is_gathered:
+            return ranks[0]
+        return {"version": VERSION, "kind": _GATHERED, "model": self.ranks[0].model, "ranks": ranks}
 
-def _check_row(row: Any) -> None:
-    if not isinstance(row, dict) or set(row) != _ROW_KEYS:
-        raise CheckpointError(f"a residual should have the entries {', '.join(sorted(_ROW_KEYS))}: {row!r:.80}")
-    if row["site"] not in {site.value for site in Site}:
-        raise CheckpointError(f"residual of {row['tensor']!r}: unknown site {row['site']!r}")
-    for entry in ("start", "replica"):
-        if not isinstance(row[entry], int) or row[entry] < 0:
-            raise CheckpointError(f"residual of {row['tensor']!r}: {entry} is {row[entry]!r:.40}")
-    _check_values(f"residual of {row['tensor']!r}", row["values"])
+    def of(self, rank: int, num_ranks: int, model: str, tensors: Sequence[TensorSpec]) -> Kept:
+        """What a rank of a job takes over.
 
-
-def _check_values(what: str, values: Any) -> None:
-    if not isinstance(values, torch.Tensor) or values.dim() != 1 or not values.is_floating_point():
-        raise CheckpointError(f"{what}: the values should be a floating-point tensor of one dimension")
-    if not bool(torch.isfinite(values).all()):
-        raise CheckpointError(f"{what}: the values are not finite; the checkpoint is damaged")
-
-
-def _check_model(state: EspressoState, body: dict[str, Any]) -> None:
-    """Whether a rank's body is of this model, and all that it keeps lies inside the model's tensors."""
-    numels = {tensor.name: tensor.numel for tensor in state._tensors}
-    for held, carried in _KEPT:
-        ends = [(row["tensor"], row["start"] + row["values"].numel()) for row in body[held]]
-        for name, end in ends:
-            if name not in numels or end > numels[name]:
-                raise CheckpointError(f"residual of {name!r} ends at {end}, outside the model's tensor")
-        for name, values in body[carried].items():
-            if values.numel() != numels.get(name):
-                raise CheckpointError(f"{carried} of {name!r} has {values.numel()} elements, unlike the model's tensor")
-
-
-def load(state: EspressoState, body: Any) -> None:
-    """Take over a checkpoint. Checks everything before it changes anything."""
-    check(body)
-    groups, executor = state._groups, state._executor
-    assert groups is not None
-    assert executor is not None
-    if body["model"] != _model_digest(state):
-        raise CheckpointError("the checkpoint is of a model with other parameters (names, shapes or dtypes)")
-    gathered = body["kind"] == "espresso-gathered"
-    if not gathered and (body["rank"], body["num_ranks"]) != (groups.rank, groups.num_ranks):
-        raise CheckpointError(
-            f"the checkpoint is of rank {body['rank']} of {body['num_ranks']}, this is rank {groups.rank} of"
-            f" {groups.num_ranks}; load this rank's own, or one made by gather_state_dict()"
-        )
-    ranks = body["ranks"] if gathered else [body]
-    for number, rank in enumerate(ranks):
-        _check_model(state, rank)
-        if gathered and (rank["rank"], rank["num_ranks"]) != (number, len(ranks)):
-            raise CheckpointError(f"place {number} of {len(ranks)} holds rank {rank['rank']} of {rank['num_ranks']}")
-    strategy = _strategy(state, ranks[0])
-    state._epoch = ranks[0]["epoch"]
-    if strategy is not None and strategy.cluster.shape == groups.cluster.shape:
-        state.resume(strategy)
-    executor.restart(ranks[0]["step"])
-    state._factors.load({name: _numpy(values) for name, values in ranks[0]["factors"].items()})
-    numels = {t.name: t.numel for t in state._tensors}
-    for (held, carried), store in zip(_KEPT, (state._store, state._velocities), strict=True):
-        if store is None:
-            continue
-        if gathered and len(ranks) != groups.num_ranks:
-            pieces, carry = _resized(ranks, held, carried, groups.rank, groups.num_ranks)
+        Raises:
+            CheckpointError: another rank's, or of another model.
+        """
+        for kept in self.ranks:
+            if kept.model != model:
+                raise CheckpointError("the checkpoint is of a model with other parameters (names, shapes or dtypes)")
+        first = self.ranks[0]
+        if not self.is_gathered and (first.rank, first.num_ranks) != (rank, num_ranks):
+            raise CheckpointError(
+                f"the checkpoint is of rank {first.rank} of {first.num_ranks}, this is rank {rank} of"
+                f" {num_ranks}; load this rank's own, or one made by gather_state_dict()"
+            )
+        for kept in self.ranks:
+            kept.check_model(tensors)
+        if not self.is_gathered:
+            return first
+        if len(self.ranks) == num_ranks:
+            mine = self.ranks[rank]
+            residuals, velocities = mine.residuals, mine.velocities
         else:
-            mine = ranks[groups.rank] if gathered else body
-            pieces = _pieces(mine, held)
-            carry = {name: _numpy(values) for name, values in mine[carried].items()}
-        store.load(pieces, carry, numels)
+            scale, dealt = num_ranks / len(self.ranks), self.ranks[rank::num_ranks]
+            residuals = _resized((kept.residuals for kept in dealt), scale)
+            velocities = _resized((kept.velocities for kept in dealt), scale)
+        return Kept(
+            rank, num_ranks, model, first.step, first.epoch, first.strategy, residuals, velocities, first.factors
+        )
 
 
-def _strategy(state: EspressoState, body: dict[str, Any]) -> Strategy | None:
-    """The strategy to go on with: what automatic mode had decided, unless the user gives one now."""
-    if body["strategy"] is None or isinstance(state._given, Strategy):
-        return None
-    try:
-        strategy = Strategy.from_json(body["strategy"])
-        strategy.check_model(state._tensors, strategy.cluster)
-    except StrategyError as error:
-        raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
-    return strategy
-
-
-def _pieces(body: dict[str, Any], held: str) -> dict[Address, list[Piece]]:
+def _resized(dealt: Iterable[Stored], scale: float) -> Stored:
+    """What other ranks answered for, as this rank's own contribution, scaled to keep the average."""
+    carry: dict[str, Array] = {}
     pieces: dict[Address, list[Piece]] = {}
-    for row in body[held]:
-        piece = (row["start"], _numpy(row["values"]), row["replica"])
-        pieces.setdefault((row["tensor"], Site(row["site"])), []).append(piece)
-    return pieces
-
-
-def _resized(
-    ranks: list[dict[str, Any]], held: str, carried: str, rank: int, num_ranks: int
-) -> tuple[dict[Address, list[Piece]], dict[str, Any]]:
-    """Everything the old ranks answer for, dealt out to the new ones as carry, scaled to keep the average."""
-    scale = num_ranks / len(ranks)
-    carry: dict[str, Any] = {}
-    pieces: dict[Address, list[Piece]] = {}
-    for old in ranks[rank::num_ranks]:
-        for (name, _), parts in _pieces(old, held).items():
+    for stored in dealt:
+        for (name, _), parts in stored.pieces.items():
             for start, values, replica in parts:
                 if replica == 0:
                     pieces.setdefault((name, Site.LOCAL), []).append((start, values * values.dtype.type(scale), 0))
-        for name, values in old[carried].items():
-            scaled = _numpy(values) * scale
+        for name, values in stored.carry.items():
+            scaled = values * scale
             carry[name] = carry[name] + scaled if name in carry else scaled
-    return pieces, carry
+    return Stored(pieces, carry)
 
 
-def _numpy(values: Any) -> Any:
-    return values.detach().cpu().numpy().copy() if isinstance(values, torch.Tensor) else np.array(values)
+# -- reading entries ---------------------------------------------------------------------------------
 
 
-def _model_digest(state: EspressoState) -> str:
-    text = repr(sorted((t.name, t.shape, t.dtype) for t in state._tensors))
-    return hashlib.sha256(text.encode()).hexdigest()
+def _check_kind(body: Any, kinds: Sequence[str]) -> None:
+    if not isinstance(body, dict) or not isinstance(body.get("kind"), str) or body["kind"] not in kinds:
+        raise CheckpointError(f"this is not an espresso state_dict (it has no kind {' or '.join(map(repr, kinds))})")
+    version = body.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(f"checkpoint version {version!r:.60} is not supported; this version reads {VERSION}")
+
+
+def _entry(body: Mapping[str, Any], entry: str, kind: type) -> Any:
+    if not isinstance(body[entry], kind):
+        raise CheckpointError(f"entry {entry!r} should be {kind.__name__}, got {body[entry]!r:.60}")
+    return body[entry]
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < MOST:
+        raise CheckpointError(f"{what} should be a whole number of at least 0, got {value!r:.40}")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"a tensor's name should be str, got {value!r:.40}")
+    return value
+
+
+def _arrays(body: Mapping[str, Any], entry: str) -> dict[str, Array]:
+    return {_name(name): _values(f"{entry} of {name!r}", v) for name, v in _entry(body, entry, dict).items()}
+
+
+def _values(what: str, values: Any) -> Array:
+    """A copy of the numbers of a tensor."""
+    if not isinstance(values, torch.Tensor) or values.dim() != 1 or values.dtype not in _FLOATS:
+        raise CheckpointError(f"{what}: the values should be a floating-point tensor of one dimension")
+    if values.is_meta or values.layout is not torch.strided:
+        raise CheckpointError(f"{what}: the values are on the meta device or sparse; the checkpoint holds no numbers")
+    found: Array = values.detach().cpu().numpy().copy()
+    if not np.isfinite(found).all():
+        raise CheckpointError(f"{what}: the values are not finite; the checkpoint is damaged")
+    return found
+
+
+def _strategy(body: Any) -> Strategy | None:
+    try:
+        return None if body is None else Strategy.from_json(body)
+    except StrategyError as error:
+        raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
+
+
+# -- beside it ---------------------------------------------------------------------------------------
 
 
 def checksum(parameter: torch.Tensor) -> int:
     """A checksum of a parameter's bytes."""
     flat = parameter.detach().cpu().contiguous().reshape(-1)  # a scalar cannot be viewed as bytes
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
+
+
+class Saves(Protocol):
+    """A state, as :class:`PerRank` sees it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def start(self) -> Any: ...
 
 
 class PerRank:
@@ -251,18 +316,17 @@ class PerRank:
         >>> dcp.save({"espresso": PerRank(state)}, checkpoint_id=path)   # doctest: +SKIP
     """
 
-    def __init__(self, state: EspressoState) -> None:
+    def __init__(self, state: Saves) -> None:
         self._state = state
 
     def _key(self) -> str:
-        groups = self._state.start()._groups
-        assert groups is not None
-        return f"rank_{groups.rank}"
+        self._state.start()
+        return f"rank_{self._state.rank}"
 
     def state_dict(self) -> dict[str, Any]:
-        buffer = io.BytesIO()
-        torch.save(save(self._state), buffer)
-        return {self._key(): buffer}
+        key, buffer = self._key(), io.BytesIO()
+        torch.save(self._state.state_dict(), buffer)
+        return {key: buffer}
 
     def load_state_dict(self, body: dict[str, Any]) -> None:
         buffer = body[self._key()]

@@ -113,6 +113,11 @@ class Config:
         if self.race_steps < 3:
             raise ValueError(f"race_steps={self.race_steps}: the first step of a block is dropped; allow at least 3")
 
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What must be equal on all ranks: every setting but where files are written."""
+        return {name: value for name, value in vars(self).items() if name != "artifacts_dir"}
+
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any]) -> Config:
         """A config from keyword arguments and the environment's overrides, which are logged when used.

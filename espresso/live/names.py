@@ -2,11 +2,65 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.errors import UnsupportedModelError
 from espresso.strategies import DTYPES, TensorSpec
+
+
+@dataclass(frozen=True)
+class BoundModel:
+    """A model whose parameters have names.
+
+    Attributes:
+        module: as it was bound, wrapped in DDP or not. It may hold what holds this, so it is not kept alive.
+        names: of the parameters whose gradients are averaged, by ``id``.
+        tensors: the same, in the module's order.
+        device: where they are.
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    names: Mapping[int, str]
+    tensors: tuple[TensorSpec, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> BoundModel:
+        """Bind a model.
+
+        Raises:
+            UnsupportedModelError: a parameter that cannot be exchanged, by name.
+        """
+        parameters = named_gradients(module)
+        return cls(
+            weakref.ref(module),
+            {id(parameter): name for name, parameter in parameters.items()},
+            tensor_specs(parameters),
+            next((parameter.device for parameter in parameters.values()), torch.device("cpu")),
+        )
+
+    @property
+    def digest(self) -> str:
+        """A hash of names, shapes and dtypes."""
+        return digest_of(self.tensors)
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By name; none if the model is gone."""
+        module = self.module()
+        return {} if module is None else named_gradients(module)
+
+
+def digest_of(tensors: tuple[TensorSpec, ...]) -> str:
+    """A hash of names, shapes and dtypes."""
+    text = repr(sorted((t.name, t.shape, t.dtype) for t in tensors))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def inner_module(module: torch.nn.Module) -> torch.nn.Module:

@@ -16,7 +16,8 @@ from espresso.comm.groups import Groups
 from espresso.live.artifacts import Artifacts
 from espresso.live.config import Config
 from espresso.live.host_codecs import HostCodecs
-from espresso.live.planner import Candidate
+from espresso.live.observer import Observer
+from espresso.live.planner import Candidate, InForce
 from espresso.live.profiler import (
     Observation,
     combine,
@@ -25,12 +26,12 @@ from espresso.live.profiler import (
     measure_compressor,
     measure_links,
 )
-from espresso.live.runtime import HostRuntime, Runtime
+from espresso.live.runtime import Runtime
 from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.model.costs import ComputeCost, Contention, CostModel, Links
 from espresso.model.job import Job
 from espresso.search.quality import Automatic, gentle, racers
-from espresso.strategies import RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, Strategy, TensorSpec
+from espresso.strategies import NONE, RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, Strategy, TensorSpec
 
 if TYPE_CHECKING:
     from espresso.search.result import SearchResult
@@ -59,9 +60,10 @@ class OnlineSearch:
         tensors: tuple[TensorSpec, ...],
         config: Config,
         artifacts: Artifacts,
-        runtime: Runtime | None = None,
+        observer: Observer,
+        runtime: Runtime,
     ) -> None:
-        self._groups, self._codecs, self.compressor = groups, codecs, compressor
+        self._groups, self._codecs, self._given, self.compressor = groups, codecs, compressor, compressor
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._settings = Automatic(
             config.exact_vectors,
@@ -70,19 +72,24 @@ class OnlineSearch:
             config.exact_tensors,
             config.sign_block,
         )
-        self._artifacts = artifacts
-        self._runtime = HostRuntime() if runtime is None else runtime
+        self._artifacts, self._observer, self._runtime = artifacts, observer, runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0
         self.advice = ""
 
-    def __call__(self, records: Sequence[Record], observations: Sequence[Observation]) -> list[Candidate]:
+    def follow(self, in_force: InForce) -> bool:
+        """Search for the compressor in force, or for the one to come while nothing is."""
+        found = in_force.get(self._given, self._given)
+        before, self.compressor = self.compressor, self._given if found == NONE else found
+        return self.compressor != before
+
+    def __call__(self, records: Sequence[Record]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best."""
         if self.job is None:
             everybody = self._groups.all_objects(
                 [
                     (dict(seen.tensor_ready_us), seen.bucket_ready_us, seen.forward_us, seen.optimizer_us)
-                    for seen in list(observations)[-len(records) :]
+                    for seen in self._observer.observations[-len(records) :]
                 ]
             )
             observed = combine([[Observation(*seen) for seen in theirs] for theirs in everybody])
@@ -168,6 +175,18 @@ class OnlineSearch:
             meta=machine_facts() | {"compressor": str(self.compressor)} | self._settings.to_meta(),
         )
 
+    def _search(self, job: Job) -> tuple[list[Candidate], float]:
+        candidates, result = find_candidates(job, self.compressor, self._settings)
+        self._advise_bucket_size(job, result)
+        logger.info(
+            "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
+            len(job.tensors),
+            result.search_ms,
+            result.uncompressed_us / 1e3,
+            result.predicted_us / 1e3,
+        )
+        return candidates, result.uncompressed_us
+
     def _advise_bucket_size(self, job: Job, result: SearchResult) -> None:
         """Say which bucket size would be better: DDP fixes its own when it is made, so only the user can set it."""
         from espresso.search.search import advised_bucket_cap
@@ -180,20 +199,13 @@ class OnlineSearch:
             )
             logger.info("buckets: %s", self.advice)
 
-    def _search(self, job: Job) -> tuple[list[Candidate], float]:
-        from espresso.search.search import search  # compiles kernels: only rank 0 needs them
 
-        result = search(job, self.compressor, partitions=self._settings.partitions)
-        found = racers(gentle(job, result, self._settings))
-        candidates = [
-            Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us) for row in found
-        ]
-        self._advise_bucket_size(job, result)
-        logger.info(
-            "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
-            len(job.tensors),
-            result.search_ms,
-            result.uncompressed_us / 1e3,
-            result.predicted_us / 1e3,
-        )
-        return candidates, result.uncompressed_us
+def find_candidates(job: Job, compressor: CompressorSpec, settings: Automatic) -> tuple[list[Candidate], SearchResult]:
+    """What races against plain on a live job, best first, and the search's own result."""
+    from espresso.search.search import search  # compiles kernels: only rank 0 needs them
+
+    result = search(job, compressor, partitions=settings.partitions)
+    found = racers(gentle(job, result, settings))
+    return [
+        Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us) for row in found
+    ], result

@@ -8,20 +8,23 @@ and runs while every rank is inside the same hook call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
 from espresso.comm.execute.executor import Assignment, Record
 from espresso.comm.groups import Groups
-from espresso.strategies import Bucket, Strategy, plan
+from espresso.compressors.schedule import translate
+from espresso.strategies import Bucket, CompressorSpec, Strategy, plan
 from espresso.strategies.list_scheduling import list_order
 
 logger = logging.getLogger("espresso")
 
 Work = Callable[[], None]
 
+InForce = Mapping[CompressorSpec, CompressorSpec]
+"""For every compressor as given the one that runs."""
 
 NOISE = 1.02
 """Arms this close to the fastest count as equally fast."""
@@ -85,6 +88,10 @@ class Search(Protocol):
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]: ...
 
+    def follow(self, in_force: InForce) -> bool:
+        """Whether this makes the compressor it searches for another one."""
+        ...
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -116,12 +123,48 @@ class Verdict:
     predicted_us: dict[str, float] = field(default_factory=dict)
 
 
-class FixedPlanner:
-    """Always the same strategy."""
+class Decider(Protocol):
+    """Which strategy each iteration runs."""
 
-    def __init__(self, strategy: Strategy, groups: Groups) -> None:
-        self._orderer = Orderer(strategy, groups)
+    @property
+    def decided(self) -> bool:
+        """Whether the strategy is settled."""
+        ...
+
+    @property
+    def strategy(self) -> Strategy:
+        """The one in use once decided, until then the plain one."""
+        ...
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What was decided and why; None before."""
+        ...
+
+    def assign(self, iteration: int) -> Assignment:
+        """What this iteration runs; must not block."""
+        ...
+
+    def after(self, record: Record) -> Work | None:
+        """Take note of an iteration; what is returned runs while every rank is inside the same hook call."""
+        ...
+
+    def follow(self, in_force: InForce) -> None:
+        """Other compressors are in force from the iteration on that is about to be assigned."""
+        ...
+
+
+class FixedPlanner:
+    """Always the same strategy, but for compressors that change with step or epoch."""
+
+    def __init__(self, strategy: Strategy, groups: Groups, in_force: InForce | None = None) -> None:
+        self._given, self._groups = strategy, groups
         self.verdict = Verdict("given", "the strategy was given")
+        self.follow(in_force or {})
+
+    def follow(self, in_force: InForce) -> None:
+        """Run the same options with these compressors."""
+        self._orderer = Orderer(translate(self._given, in_force), self._groups)
 
     @property
     def decided(self) -> bool:
@@ -221,12 +264,12 @@ class AutoPlanner:
         self._pause = self._decide_by - iteration - 1
         return self._deferred
 
-    def reconsider(self) -> None:
-        """The compressor changed: search and race again, from the iteration that is about to be assigned.
+    def follow(self, in_force: InForce) -> None:
+        """Search and race again if it makes another compressor of the one searched for.
 
         The job is measured already; while it is not, the search to come will find the new compressor.
         """
-        if self._winner is None and not self._race:
+        if not self._search.follow(in_force) or (self._winner is None and not self._race):
             return
         self._winner, self._winning, self.verdict = None, None, None
         self._race, self._candidates, self._turn, self._pause = [], [], 0, 0

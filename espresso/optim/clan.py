@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
+from espresso.live.given import StrategyLike
 from espresso.live.state import EspressoState
-from espresso.optim.exchange import RAW_BELOW_BYTES, StrategyLike, attach, parameters_of
+from espresso.optim.exchange import RAW_BELOW_BYTES, attach, parameters_of
 from espresso.optim.lans import LANS
 from espresso.optim.residual_rate import scale_residuals as follow_rate
 from espresso.strategies import CompressorSpec

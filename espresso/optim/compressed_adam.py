@@ -28,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT, StateDict
 
 from espresso.comm.errors import EspressoError
-from espresso.live.state import AUTO, EspressoState
+from espresso.live.given import AUTO, StrategyLike
+from espresso.live.state import EspressoState
 from espresso.optim.base import AdaptiveOptimizer, Group, Row, by_kind
-from espresso.optim.exchange import RAW_BELOW_BYTES, StrategyLike, attach, bucket_view, parameters_of
+from espresso.optim.exchange import RAW_BELOW_BYTES, attach, bucket_view, parameters_of
 from espresso.strategies import CompressorSpec, Strategy
 
 logger = logging.getLogger("espresso")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from espresso.live.given import StrategyLike
 from espresso.live.names import named_gradients
-from espresso.live.state import EspressoState, Policy, register
+from espresso.live.state import EspressoState, register
 from espresso.search.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Option, Strategy, TensorSpec
 from espresso.strategies.tree import two_way_option
 
 RAW_BELOW_BYTES = BYTEPS_RAW_BELOW_BYTES
 """Smaller tensors travel uncompressed, as in BytePS-Compress."""
-
-StrategyLike = str | os.PathLike[str] | Strategy | Policy
 
 
 @dataclass(frozen=True)

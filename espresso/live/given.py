@@ -1,0 +1,74 @@
+"""What to exchange by, as the user gave it: a compressor for automatic mode, a strategy, a file, or a policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from espresso.compressors import registry
+from espresso.compressors.schedule import Schedule, check_choices
+from espresso.strategies import Cluster, CompressorSpec, Strategy, TensorSpec
+
+AUTO = "auto"
+
+Policy = Callable[[tuple[TensorSpec, ...], Cluster], Strategy]
+"""Makes a strategy from the model's tensors and the cluster, once both are known."""
+
+StrategyLike = str | os.PathLike[str] | Strategy | Policy
+
+
+@dataclass(frozen=True)
+class Given:
+    """A compressor and a strategy.
+
+    Attributes:
+        compressor: what automatic mode may use.
+        strategy: None is automatic mode.
+    """
+
+    compressor: CompressorSpec
+    strategy: Strategy | Policy | None = None
+
+    @classmethod
+    def of(cls, compressor: str | CompressorSpec, strategy: StrategyLike) -> Given:
+        """Read and check what can be checked before the model is known.
+
+        Raises:
+            ValueError, StrategyError, OSError: an unknown compressor or parameter, a file that is no strategy.
+        """
+        spec = CompressorSpec.parse(compressor) if isinstance(compressor, str) else compressor
+        registry.create(spec)
+        if strategy == AUTO:
+            return cls(spec)
+        given = Strategy.load(Path(strategy)) if isinstance(strategy, str | os.PathLike) else strategy
+        if isinstance(given, Strategy):
+            check_choices(given)
+        found = cls(spec, given)
+        found.schedule()
+        return found
+
+    def on(self, tensors: tuple[TensorSpec, ...], cluster: Cluster) -> Given:
+        """The same for a model on a cluster: a policy's strategy is made.
+
+        Raises:
+            StrategyError: an option that does not fit its compressor.
+        """
+        if self.strategy is None or isinstance(self.strategy, Strategy):
+            return self
+        made = self.strategy(tensors, cluster)
+        check_choices(made)
+        return Given(self.compressor, made)
+
+    @property
+    def specs(self) -> set[CompressorSpec]:
+        """The compressors that may run."""
+        return set(self.strategy.compressors) if isinstance(self.strategy, Strategy) else {self.compressor}
+
+    def schedule(self) -> Schedule:
+        """How they change over a training."""
+        return Schedule(self.specs)
+
+    def __str__(self) -> str:
+        return self.strategy.digest if isinstance(self.strategy, Strategy) else AUTO

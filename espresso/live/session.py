@@ -1,0 +1,431 @@
+"""A started job: everything that all ranks make together at the start, and what happens around every iteration.
+
+::
+
+    front (DDP's hook)   bucket ──> Session.exchange ──> Executor ──> future
+                                        Executor ──> Session.assign   what this iteration runs: the decider says
+                                        Executor ──> Session.after    observer, decider, artifacts, replica check
+
+The session knows buckets and tensors' names. Which wrapper of PyTorch hands them over is the front's affair.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from espresso.comm.environment import read_environment
+from espresso.comm.errors import DisagreementError
+from espresso.comm.execute.assignment import Assignment, Record
+from espresso.comm.execute.executor import Executor
+from espresso.comm.groups import Groups
+from espresso.comm.keep.factors import FactorStore
+from espresso.comm.keep.store import ResidualStore
+from espresso.comm.keep.velocities import Velocities
+from espresso.comm.parameter_server import Client, Link, connected
+from espresso.compressors.schedule import Schedule, check_choices, translate
+from espresso.live.artifacts import Artifacts, ProfileMarks
+from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept, Stored, checksum
+from espresso.live.config import Config
+from espresso.live.follower import Follower
+from espresso.live.given import Given
+from espresso.live.host_codecs import HostCodecs
+from espresso.live.loss_scale import LossScale
+from espresso.live.names import BoundModel
+from espresso.live.observer import Observer
+from espresso.live.online_search import OnlineSearch
+from espresso.live.planner import AutoPlanner, Decider, FixedPlanner, Work
+from espresso.live.profiler import GradientClock
+from espresso.live.runtime import Runtime, runtime_of
+from espresso.live.step_guard import StepGuard
+from espresso.strategies import NONE, Bucket, Strategy
+
+logger = logging.getLogger("espresso")
+
+COMPILE_PATIENCE_S = 600.0
+"""A busy machine compiles the kernels of a compressor in minutes, and the ranks wait for each other."""
+
+METRICS = tuple(
+    f"espresso/{name}"
+    for name in (
+        "bytes_sent", "bytes_raw", "residual_norm", "residual_bytes", "velocity_bytes", "predicted_step_us",
+        "measured_step_us", "steps", "skipped_steps", "tensors_compressed", "tensors_through_servers", "decided",
+    )
+)  # fmt: skip
+"""What :meth:`Session.metrics` tells."""
+
+
+class Session:
+    """A job from its start to its end. Made by all ranks together; it is the executor's planner.
+
+    Args:
+        config: settings; equal on all ranks, but for the artifacts' directory.
+        given: the compressor and the strategy, likewise.
+        model: whose gradients are exchanged, likewise.
+        process_group: the ranks that train together; None means the world.
+        scale: the loss scale that gradients carry.
+        epoch: as told so far.
+
+    Attributes:
+        groups, executor: process groups, and what carries plans out over them.
+        store, velocities, factors: what is kept between iterations; velocities only with momentum correction.
+        decider: says which strategy each iteration runs.
+        search: automatic mode's; None where the strategy was given.
+        observer: has seen every iteration.
+
+    Raises:
+        DisagreementError: ranks differ in model, compressor, strategy or a setting; it says in what.
+        TopologyError, StrategyError: see there. Nothing is left behind then.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        given: Given,
+        model: BoundModel,
+        process_group: dist.ProcessGroup | None,
+        scale: LossScale,
+        epoch: int | None,
+    ) -> None:
+        self.config, self.model, self.scale = config, model, scale
+        self.runtime: Runtime = runtime_of(model.device)
+        client = connected()
+        with ExitStack() as undo:
+            self.groups = self._make_groups(process_group, client)
+            undo.callback(self.groups.close, wait=False)
+            self.given = given.on(model.tensors, self.groups.cluster)
+            self._agree(epoch)
+            schedule = self.given.schedule()
+            self.follower = Follower(schedule, epoch, config.steps_per_epoch)
+            self.codecs: HostCodecs = self.runtime.codecs(config.offload_threads)
+            undo.callback(self.codecs.close)
+            rule = schedule.correction
+            # Momentum correction takes the whole of what was not sent, also at servers.
+            gain = config.feedback_gain if rule is None else 1.0
+            self.store = ResidualStore(transactional=config.transactional, storage=config.residual_dtype, gain=gain)
+            self.velocities = None if rule is None else Velocities(rule, transactional=config.transactional)
+            self.factors = FactorStore()
+            self.artifacts = Artifacts(config.artifacts_dir, self.groups)
+            self.observer = Observer(self._make_clock)
+            self.search: OnlineSearch | None = None
+            self.decider: Decider = self._make_decider()
+            servers = None if client is None else self._link(client)
+            self._warm_up(servers)
+            self.executor: Executor = self.runtime.executor(
+                self.codecs,
+                self.groups,
+                self,
+                store=self.store,
+                seed=config.seed,
+                timeout_s=config.timeout_s,
+                velocities=self.velocities,
+                servers=servers,
+                factors=self.factors,
+            )
+            self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
+            undo.pop_all()
+
+    # -- the start -----------------------------------------------------------------------------------
+
+    def _make_groups(self, process_group: dist.ProcessGroup | None, client: Client | None) -> Groups:
+        return Groups(
+            process_group,
+            ranks_per_node=self.config.ranks_per_node,
+            timeout_s=self.config.timeout_s,
+            host_copies=self.runtime.host_copies,
+            num_servers=0 if client is None else client.num_servers,
+            colocated=client is not None and client.colocated,
+        )
+
+    def _agree(self, epoch: int | None) -> None:
+        """Every rank must have the same model, strategy and settings."""
+        mine = {
+            **{f"tensor {tensor.name!r}": (tensor.shape, tensor.dtype) for tensor in self.model.tensors},
+            "compressor": str(self.given.compressor),
+            "strategy": str(self.given),
+            **self.config.shared,
+            "epoch": epoch,
+        }
+        everybody = self.groups.all_objects(mine)
+        for rank, theirs in enumerate(everybody):
+            for what in [*everybody[0], *(what for what in theirs if what not in everybody[0])]:
+                first, other = (values.get(what, "nothing") for values in (everybody[0], theirs))
+                if first != other:
+                    raise DisagreementError(
+                        f"rank {rank} has another {what} than rank 0 ({first!r} on rank 0, {other!r} on rank {rank});"
+                        " start all ranks alike"
+                    )
+
+    def _make_decider(self) -> Decider:
+        strategy, tensors, groups = self.given.strategy, self.model.tensors, self.groups
+        profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
+        needed = self.config.warmup_steps + self.config.profile_steps
+        goes_first = groups.rank % groups.cluster.ranks_per_node == 0
+        self._marks = ProfileMarks(is_told=profile_only and goes_first, needed=needed, groups=groups)
+        if isinstance(strategy, Strategy) and not profile_only:
+            strategy.check_model(tensors, groups.cluster)
+            return FixedPlanner(strategy, groups, self.follower.in_force)
+        plain = Strategy.uniform(tensors, groups.cluster, partition_bytes=0)
+        if groups.num_ranks == 1 and not profile_only:
+            logger.info("one rank: there is nothing to exchange, gradients stay as they are")
+            return FixedPlanner(plain, groups)
+        self._marks.mark(0)
+        self.search = self._make_search()
+        return AutoPlanner(
+            plain,
+            groups,
+            self.search,
+            # What starts late is searched for and raced once it has started.
+            warmup_steps=max(self.config.warmup_steps, self.follower.schedule.start_step - self.config.profile_steps),
+            profile_steps=self.config.profile_steps,
+            race_steps=self.config.race_steps,
+            race_rounds=self.config.race_rounds,
+            decide_by=self.config.decide_by,
+            on_profile=self.observer.profile,
+            profile_only=profile_only,
+        )
+
+    def _make_search(self) -> OnlineSearch:
+        search = OnlineSearch(
+            self.groups,
+            self.codecs,
+            self.given.compressor,
+            self.model.tensors,
+            self.config,
+            self.artifacts,
+            self.observer,
+            self.runtime,
+        )
+        search.follow(self.follower.in_force)
+        return search
+
+    def _make_clock(self) -> GradientClock | None:
+        module = self.model.module()
+        return None if module is None else self.runtime.clock(module, self.model.names, self.executor)
+
+    def _link(self, client: Client) -> Link:
+        namespace = self.groups.from_rank_0(client.new_namespace())
+        return Link(client, self.groups.ranks, self.store, self.config.timeout_s, namespace)
+
+    def _warm_up(self, servers: Link | None) -> None:
+        """Compile the kernels this job may run, one rank of each host first, the others from its cache."""
+        specs = self.given.specs - {NONE}
+        dtypes = {tensor.dtype for tensor in self.model.tensors}
+        launch = read_environment()  # ranks_per_node may say otherwise, but the cache belongs to the host
+        per_node = self.groups.cluster.ranks_per_node
+        goes_first = self.groups.rank % per_node == 0 if launch is None else launch.local_rank == 0
+        for turn in (True, False):
+            if goes_first is turn:
+                self.codecs.warm_up(specs, dtypes)
+                if servers is not None:
+                    servers.prepare(specs, dtypes)
+            self.groups.barrier(max(self.config.timeout_s, COMPILE_PATIENCE_S))
+
+    # -- called by a front ---------------------------------------------------------------------------
+
+    def exchange(
+        self, index: int, buffer: torch.Tensor, *, is_last: bool, describe: Callable[[], Bucket]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket's buffer over all ranks, in place. See :meth:`Executor.reduce`."""
+        return self.executor.reduce(index, buffer, is_last=is_last, grad_scale=self.scale, describe=describe)
+
+    # -- called by the executor ----------------------------------------------------------------------
+
+    def assign(self, iteration: int) -> Assignment:
+        """What an iteration runs, by the compressors that are in force in it."""
+        if self.follower.moves(iteration):
+            self.decider.follow(self.follower.in_force)
+        return self.decider.assign(iteration)
+
+    def after(self, record: Record) -> Work | None:
+        """Take note of an iteration. What is returned runs while all ranks are inside the same hook call."""
+        self.observer.take(record)
+        if not self.decider.decided:
+            self._marks.mark(record.iteration + 1)
+        works = [self.decider.after(record)]
+        if self.decider.decided and self.artifacts.due(record, self.decider.strategy):
+            job = None if self.search is None else self.search.job
+            works.append(partial(self.artifacts.leave, record, self.decider.strategy, job))
+        every = self.config.check_every
+        if every > 0 and record.iteration % every == every - 1:
+            works.append(self.check_replicas)
+        due = [work for work in works if work is not None]
+        return partial(_run_all, due) if due else None
+
+    # -- between two iterations ----------------------------------------------------------------------
+
+    def use(self, strategy: Strategy) -> None:
+        """Carry out ``strategy`` from the next iteration on. All ranks, between the same two iterations.
+
+        Raises:
+            StrategyError: it was made for another model or cluster.
+            ValueError: an unknown compressor, or another momentum than the job has.
+        """
+        self._adopt(strategy, self._check(strategy), self.executor.next_step, self.follower.epoch)
+
+    def _check(self, strategy: Strategy) -> Schedule:
+        strategy.check_model(self.model.tensors, self.groups.cluster)
+        check_choices(strategy)
+        schedule = Schedule(strategy.compressors)
+        rule = None if self.velocities is None else self.velocities.rule
+        if schedule.correction not in (None, rule):
+            raise ValueError(
+                f"this strategy asks for {schedule.correction}, the job has {rule or 'no momentum correction'};"
+                " momentum belongs to the job and cannot change while it runs"
+            )
+        return schedule
+
+    def _adopt(self, strategy: Strategy, schedule: Schedule, step: int, epoch: int | None) -> None:
+        self.codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self.model.tensors})
+        self.follower = self.follower.following(schedule, step, epoch)
+        self.decider = FixedPlanner(strategy, self.groups, self.follower.in_force)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins. All ranks together, between two steps.
+
+        Raises:
+            DisagreementError: ranks are in different epochs.
+        """
+        if not self.follower.schedule.is_fixed:
+            everybody = self.groups.all_objects(epoch)
+            for rank, theirs in enumerate(everybody):
+                if theirs != everybody[0]:
+                    raise DisagreementError(
+                        f"rank {rank} says that epoch {theirs} begins, rank 0 says {everybody[0]}; call"
+                        " state.set_epoch on all ranks at the same step"
+                    )
+        self.follower.epoch = epoch
+
+    def check_replicas(self) -> None:
+        """Compare all parameters between ranks, bit for bit. All ranks together.
+
+        Raises:
+            DisagreementError: names the rank and the first tensor that differs from rank 0.
+        """
+        checksums = {name: checksum(parameter) for name, parameter in self.model.parameters.items()}
+        everybody = self.groups.all_objects(checksums)
+        for rank, theirs in enumerate(everybody):
+            for name, value in theirs.items():
+                if value != everybody[0][name]:
+                    raise DisagreementError(f"parameter {name!r} on rank {rank} differs from rank 0: replicas diverged")
+
+    # -- what is kept --------------------------------------------------------------------------------
+
+    def kept(self) -> Kept:
+        """Copies of all that this rank would go on with after a restart."""
+        self.executor.conclude()
+        return Kept(
+            rank=self.groups.rank,
+            num_ranks=self.groups.num_ranks,
+            model=self.model.digest,
+            step=self.executor.next_step,
+            epoch=self.follower.epoch,
+            strategy=self.decider.strategy if self.decider.decided else None,
+            residuals=Stored(*self.store.snapshot()),
+            velocities=Stored() if self.velocities is None else Stored(*self.velocities.snapshot()),
+            factors=self.factors.snapshot(),
+        )
+
+    def gathered(self) -> Checkpoint:
+        """All ranks', on every rank. Collective."""
+        ranks = self.groups.all_objects(self.kept().to_dict())
+        return Checkpoint(tuple(map(Kept.parse, ranks)), is_gathered=True)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError: it does not fit this rank, model or job; nothing has changed then.
+        """
+        self.executor.conclude()
+        tensors = self.model.tensors
+        kept = checkpoint.of(self.groups.rank, self.groups.num_ranks, self.model.digest, tensors)
+        strategy = self._to_resume(kept)
+        try:
+            schedule = None if strategy is None else self._check(strategy)
+        except ValueError as error:
+            raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
+        if strategy is not None and schedule is not None:
+            self._adopt(strategy, schedule, kept.step, kept.epoch)
+        self.follower.epoch = kept.epoch
+        self.executor.restart(kept.step)
+        self.factors.load(dict(kept.factors))
+        numels = {tensor.name: tensor.numel for tensor in tensors}
+        for stored, store in ((kept.residuals, self.store), (kept.velocities, self.velocities)):
+            if store is not None:
+                store.load(stored.pieces, stored.carry, numels)
+
+    def _to_resume(self, kept: Kept) -> Strategy | None:
+        """What automatic mode had decided, unless the user gives a strategy now or the cluster is another.
+
+        It names the compressors that were in force then; the schedule is given now.
+        """
+        strategy = kept.strategy
+        if strategy is None or isinstance(self.given.strategy, Strategy):
+            return None
+        if strategy.cluster.shape != self.groups.cluster.shape:
+            return None
+        compressor = self.given.compressor
+        if self.follower.schedule.is_fixed:
+            return strategy
+        return translate(strategy, {s: compressor for s in strategy.compressors if s.name == compressor.name})
+
+    # -- figures -------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Flat figures for any logger."""
+        self.executor.conclude()
+        last, strategy, velocities = self.observer.last, self.decider.strategy, self.velocities
+        figures = (
+            0 if last is None else last.bytes_sent,
+            0 if last is None else last.bytes_raw,
+            self.store.norm(),
+            self.store.num_bytes,
+            0 if velocities is None else velocities.num_bytes,
+            self.predicted_us,
+            self.observer.step_us,
+            self.observer.num_steps,
+            self.observer.num_skipped,
+            strategy.num_compressed,
+            strategy.num_through_servers,
+            self.decider.decided,
+        )
+        return dict(zip(METRICS, map(float, figures), strict=True))
+
+    @property
+    def predicted_us(self) -> float:
+        """Of an iteration of the decided strategy; 0 where nothing was predicted."""
+        verdict = self.decider.verdict
+        if verdict is None:
+            return 0.0
+        if verdict.name == "plain" and self.search is not None:
+            return self.search.uncompressed_us
+        return verdict.predicted_us.get(verdict.name, 0.0)
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop threads and free the process groups."""
+        self.observer.detach()
+        self._guard.remove()
+        is_idle = self.executor.close()
+        self.codecs.close()
+        self.groups.close(wait=is_idle)
+
+    def abandon(self) -> None:
+        """Stop the threads of a job that nobody holds any more; any thread may find that, so none is waited for."""
+        self._guard.remove()
+        self.executor.close()
+        threading.Thread(target=self.codecs.close, name="espresso-end", daemon=True).start()
+
+
+def _run_all(works: list[Work]) -> None:
+    for work in works:
+        work()
