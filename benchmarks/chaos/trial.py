@@ -1,0 +1,213 @@
+"""One fault in one job, and the verdict."""
+
+import random
+import re
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.faults import FAULTS, Ending, Fault, full_disk
+from benchmarks.chaos.places import PLACES, Job, Place, started
+from benchmarks.chaos.worker import Work
+
+GRACE_S = 10.0
+START_S = 120.0
+"""How long a job may take to come to the phase in which it is disturbed; a busy machine compiles for long."""
+LONGEST_DELAY_S = 0.4
+NUM_STEPS = 120
+
+ALL_GATHER = "comp > flat.allgather > dec"
+TWO_WAY = "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
+HIERARCHICAL = "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather"
+SERVERS = "comp > flat.push > dec@server > comp@server > flat.pull > dec"
+
+KINDS = (
+    ("plain", "flat.allreduce", "efsignsgd"),
+    ("all-gather", ALL_GATHER, "dgc:ratio=0.01"),
+    ("two-way", TWO_WAY, "efsignsgd"),
+    ("hierarchical", HIERARCHICAL, "efsignsgd"),
+    ("automatic", "", "efsignsgd"),
+)
+"""Name, option (empty: automatic mode) and compressor."""
+
+GIVEN_PHASES = ("start-up", "warm-up", "steady", "switch", "save", "closing")
+AUTOMATIC_PHASES = ("start-up", "warm-up", "profile", "search", "race", "steady", "save", "closing")
+LATE = ("closing",)
+"""Phases in which a rank may be done before it can notice."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is played: everything that chance decides."""
+
+    fault: Fault
+    place: Place
+    kind: str
+    phase: str
+    victim: int
+    delay_s: float
+
+    def __str__(self) -> str:
+        return f"{self.fault.name}, {self.place.name}, {self.kind}, {self.phase}, rank {self.victim}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of it.
+
+    Attributes:
+        wrong: why the outcome is not right; empty if it is.
+        slowest_s: from the fault to the last survivor's error.
+    """
+
+    plan: Plan
+    wrong: str
+    slowest_s: float = 0.0
+    log: str = ""
+
+
+def draw_plan(draw: random.Random, number: int) -> Plan:
+    """The plan of a trial; faults take turns, all else is chance."""
+    fault = FAULTS[number % len(FAULTS)]
+    # Launchers start anew what forked ranks share, which takes ten times as long: one trial in five.
+    places = [place for place in PLACES if fault.fits(place)]
+    forked = [place for place in places if place.launcher == "forked"]
+    place = draw.choice(forked if forked and draw.random() < 0.8 else places)
+    kinds = [kind for kind, _, _ in KINDS if kind != "hierarchical" or place.num_ranks == 4]
+    kind = "servers" if place.num_servers else draw.choice(kinds)
+    phase = draw.choice(AUTOMATIC_PHASES if kind == "automatic" else GIVEN_PHASES)
+    return Plan(fault, place, kind, phase, draw.randrange(place.num_ranks), draw.uniform(0.0, LONGEST_DELAY_S))
+
+
+def work_of(plan: Plan, folder: Path, timeout_s: float, **more: Any) -> Work:
+    """The job's settings."""
+    option, compressor = next(
+        ((option, compressor) for kind, option, compressor in KINDS if kind == plan.kind), (SERVERS, "efsignsgd")
+    )
+    per_node = None if plan.place.num_hosts or plan.place.num_servers else 1
+    per_node = 2 if plan.kind == "hierarchical" else per_node
+    return Work(str(folder), option, compressor, per_node, timeout_s, NUM_STEPS, **more)
+
+
+@cache
+def undisturbed(place: Place, kind: str, timeout_s: float) -> str:
+    """What all ranks end with when nothing happens."""
+    plan = Plan(FAULTS[0], place, kind, "", 0, 0.0)
+    with tempfile.TemporaryDirectory() as name, started(place, work_of(plan, Path(name), timeout_s), Path(name)) as job:
+        _wait_for_end(job, START_S + 60.0)
+        results = {_last(lines).get("result") for lines in job.told().values()}
+        if len(results) != 1 or None in results:
+            raise RuntimeError(f"an undisturbed job of {kind} on {place.name} did not end well: {results}\n{job.log()}")
+        return str(results.pop())
+
+
+def play(plan: Plan, timeout_s: float) -> Verdict:
+    """Start the job, wait for the phase, play the fault, watch."""
+    expected = ""
+    if plan.fault.ending is Ending.GOES_ON and plan.kind != "automatic":
+        expected = undisturbed(plan.place, plan.kind, timeout_s)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        more: dict[str, Any] = {}
+        if plan.fault.name == "full disk":
+            more["artifacts_dir"] = str(stack.enter_context(full_disk(folder)))
+        if plan.fault.name == "another build on one rank":
+            more["wrong_build"] = plan.victim
+        job = stack.enter_context(started(plan.place, work_of(plan, folder, timeout_s, **more), folder))
+        phase = "start-up" if plan.fault.at_start else plan.phase
+        if not _wait_for_phase(job, plan.victim, phase):
+            return Verdict(plan, f"never came to {phase}", log=job.log())
+        time.sleep(0.0 if plan.fault.at_start else plan.delay_s)
+        at = time.time()
+        plan.fault.play(job, plan.victim)
+        lasted = time.time() - at
+        # A job that goes on needs its time; one that ends has the time-out and some grace.
+        limit_s = timeout_s + GRACE_S + (START_S if plan.fault.at_start else 0.0)
+        _wait_for_end(job, START_S if plan.fault.ending is Ending.GOES_ON else limit_s)
+        wrong, slowest = _judge(plan, job, at, limit_s, expected)
+        return Verdict(plan, wrong, slowest, job.log() if wrong else f"the fault lasted {lasted:.1f} s")
+
+
+def _last(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    return lines[-1] if lines else {}
+
+
+def _wait_for_phase(job: Job, rank: int, phase: str) -> bool:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        lines = job.told()[rank]
+        if any(line.get("phase") == phase for line in lines):
+            return True
+        if any("error" in line or "result" in line for line in lines):
+            return False
+        time.sleep(0.02)
+    return False
+
+
+def _wait_for_end(job: Job, patience_s: float) -> None:
+    until = time.monotonic() + patience_s
+    while job.alive() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _judge(plan: Plan, job: Job, at: float, limit_s: float, expected: str) -> tuple[str, float]:
+    """Why it is wrong (empty: it is right), and how long the slowest error took."""
+    told, alive = job.told(), job.alive()
+    if alive:
+        return f"{len(alive)} processes alive {limit_s:.0f} s after the fault", 0.0
+    if "terminate called" in job.log():
+        return "a process aborted", 0.0
+    if any((process.exitcode or 0) in (-6, -11) for process in job.processes if hasattr(process, "exitcode")):
+        return "a process aborted", 0.0
+    results = {rank: _last(lines)["result"] for rank, lines in told.items() if "result" in _last(lines)}
+    errors = {rank: _last(lines) for rank, lines in told.items() if "error" in _last(lines)}
+    if len(set(results.values())) > 1:
+        return f"replicas differ: {results}", 0.0
+    if plan.fault.ending is Ending.GOES_ON:
+        if len(results) < plan.place.num_ranks:
+            return f"did not go on: {_texts(errors) or 'silence'}", 0.0
+        if expected and expected not in results.values():
+            return f"went on differently: {results} and not {expected}", 0.0
+        return "", 0.0
+    slowest = max((line["at"] - at for rank, line in errors.items() if rank != plan.victim), default=0.0)
+    if slowest > limit_s:
+        return f"an error came after {slowest:.1f} s: {_texts(errors)}", slowest
+    for rank in told:
+        is_victim = rank == plan.victim and plan.fault.ending is Ending.NAMES_RANK and not plan.fault.at_start
+        if is_victim or (rank in results and plan.phase in LATE):
+            continue
+        if rank in results:
+            return f"rank {rank} noticed nothing", slowest
+        if rank not in errors:
+            if plan.place.launcher == "forked":
+                return f"rank {rank} ended without a word", slowest
+            continue  # the launcher ended it
+        if not _names(plan, rank, _text(errors[rank])):
+            return f"rank {rank} names the wrong one: {_text(errors[rank])}", slowest
+    return "", slowest
+
+
+def _text(line: dict[str, Any]) -> str:
+    return " | ".join([str(line["error"]), *line.get("kept", [])])
+
+
+def _texts(errors: dict[int, dict[str, Any]]) -> str:
+    return "; ".join(f"rank {rank}: {_text(line)}" for rank, line in errors.items())
+
+
+def _names(plan: Plan, rank: int, text: str) -> bool:
+    """Whether an error says who it was."""
+    if plan.fault.ending is Ending.NAMES_SERVER:
+        return "server" in text
+    text = text.replace(f"on rank {rank} failed", "")
+    named = {int(number) for number in re.findall(r"\brank (\d+)\b", text)}
+    if plan.fault.ending is Ending.NAMES_RANK:
+        return plan.victim in named
+    for several in re.findall(r"\branks ((?:\d+(?:, | and )?)+)", text):
+        named |= {int(number) for number in re.findall(r"\d+", several)}
+    place = plan.place
+    return any(place.host_of(other) != place.host_of(rank) for other in named if other < place.num_ranks)

@@ -1,0 +1,181 @@
+"""The training script that faults are played on. It tells its phases, its error or its result, a JSON line each.
+
+Run by torchrun or mpirun (through the launcher of parameter servers, where the job has some), or forked by ``trial``.
+"""
+
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+WIDTHS = (64, 256, 256, 10)
+STEP_S = 0.01
+"""A step's pause: faults of a second find the job training."""
+
+FATAL = "the script of this rank fails on purpose"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all ranks of a job do.
+
+    Attributes:
+        folder: where each rank leaves ``rank<N>.jsonl``, and a controller the file ``fault`` for faults from within.
+        option: of all matrices; empty is automatic mode.
+        ranks_per_node: as ``espresso.register`` takes it; None finds out.
+        artifacts_dir: where artefacts go, or None.
+        wrong_build: the rank that claims to be another version, or -1.
+    """
+
+    folder: str
+    option: str
+    compressor: str
+    ranks_per_node: int | None
+    timeout_s: float
+    num_steps: int
+    artifacts_dir: str | None = None
+    wrong_build: int = -1
+
+    @classmethod
+    def from_json(cls, text: str) -> "Work":
+        """What :meth:`to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+
+def teller(path: Path) -> Callable[..., None]:
+    """A function that appends a line to a file, whole and at once."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def tell(**words: Any) -> None:
+        os.write(descriptor, (json.dumps({"at": time.time(), "pid": os.getpid(), **words}) + "\n").encode())
+
+    return tell
+
+
+def run(work: Work) -> None:
+    """Train as one rank; the launcher's variables say which."""
+    rank = int(os.environ["RANK"])
+    tell = teller(Path(work.folder) / f"rank{rank}.jsonl")
+    tell(phase="import")
+    import logging
+
+    import torch
+    import torch.distributed as dist
+
+    import espresso
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"rank {rank}: %(message)s")
+    torch.set_num_threads(1)
+    if rank == work.wrong_build:
+        espresso.__version__ = "0.0.0+other"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=work.timeout_s))
+    states: list[Any] = []
+    try:
+        tell(phase="start-up")
+        tell(result=_train(work, rank, tell, states))
+    except Exception as error:  # told, whatever it is
+        kept = [str(state.error) for state in states if state.error is not None]
+        tell(error=f"{type(error).__name__}: {error}", kept=kept)
+        raise SystemExit(1) from None
+
+
+def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) -> str:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import espresso
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
+    ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.2)
+    state = espresso.register(
+        ddp,
+        work.compressor,
+        _strategy(ddp, work) if work.option else "auto",
+        ranks_per_node=work.ranks_per_node,
+        timeout_s=work.timeout_s,
+        artifacts_dir=work.artifacts_dir,
+        offload_threads=1,
+        decide_by=30,
+    )
+    states.append(state)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    tell(phase="warm-up")
+    was_decided, third = False, work.num_steps // 3
+    for step in range(work.num_steps):
+        _obey(Path(work.folder), rank)
+        phase = _phase(work, step, state.decided, was_decided)
+        was_decided = state.decided
+        if phase:
+            tell(phase=phase)
+        if step == third and work.option:
+            tell(phase="switch")
+            assert state.strategy is not None
+            state.use(state.strategy)
+        if step == 2 * third:
+            tell(phase="save")
+            state.gather_state_dict()
+        optimizer.zero_grad()
+        ddp(torch.randn(8, WIDTHS[0], generator=generator)).square().mean().backward()
+        optimizer.step()
+        time.sleep(STEP_S)
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ddp.parameters())).hexdigest()
+    tell(phase="closing")
+    state.close()
+    dist.destroy_process_group()
+    return digest[:16]
+
+
+def _phase(work: Work, step: int, decided: bool, was_decided: bool) -> str:
+    """The phase that begins with this step, if one does."""
+    if work.option:
+        return "steady" if step == 5 else ""
+    return {4: "profile", 11: "search", 14: "race"}.get(step, "") or ("steady" if decided and not was_decided else "")
+
+
+def _strategy(ddp: Any, work: Work) -> Any:
+    from espresso.live.names import named_gradients, tensor_specs
+    from espresso.strategies import Choice, CompressorSpec, Strategy, parse_option
+
+    def make(tensors: Any, cluster: Any) -> Strategy:
+        option = parse_option(work.option)
+        spec = CompressorSpec.parse(work.compressor if option.is_compressed else "none")
+        return Strategy.uniform(tensor_specs(named_gradients(ddp)), cluster, Choice(option, spec))
+
+    return make
+
+
+def _obey(folder: Path, rank: int) -> None:
+    """Do what a fault from within asks of this rank."""
+    asked = folder / f"fault{rank}"
+    if not asked.exists():
+        return
+    what = asked.read_text()
+    asked.unlink()
+    if what == "raise":
+        raise RuntimeError(FATAL)
+    if what == "memory":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+        bytearray(64 << 20)
+
+
+if __name__ == "__main__":
+    from espresso.comm.environment import export_environment
+
+    export_environment()
+    run(Work.from_json(sys.argv[1]))
