@@ -203,7 +203,7 @@ def _names(plan: Plan, rank: int, text: str) -> bool:
     """Whether an error says who it was."""
     if plan.fault.ending is Ending.NAMES_SERVER:
         return "server" in text
-    text = text.replace(f"on rank {rank} failed", "")
+    text = text.replace(f"on rank {rank} failed", "").lower()
     named = {int(number) for number in re.findall(r"\brank (\d+)\b", text)}
     if plan.fault.ending is Ending.NAMES_RANK:
         return plan.victim in named
