@@ -91,7 +91,7 @@ def first_twice(names: list[str]) -> str:
 # Bytes to JSON values.
 
 
-def parse(data: bytes, *, most: int = MAX_BYTES) -> Any:
+def parse(data: bytes | bytearray, *, most: int = MAX_BYTES) -> Any:
     """The JSON values of UTF-8 text.
 
     Raises:
@@ -140,8 +140,10 @@ def load(path: str | Path, read: Callable[[Any], T], error: type[FormError], *, 
         error: the file is malformed; the message begins with the path.
         OSError: the file cannot be read.
     """
+    data = bytearray()
     with open(path, "rb") as file:
-        data = file.read(most + 1)
+        while len(data) <= most and (piece := file.read(1 << 20)):
+            data += piece
     with faults(error, f"{path}: "):
         return read(parse(data, most=most))
 
