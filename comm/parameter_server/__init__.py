@@ -6,8 +6,9 @@ of the decision tree that go through servers are carried out by :class:`Link`, o
 May import: comm.keep.
 """
 
-from espresso.comm.parameter_server.client import Client, Line, Link
+from espresso.comm.parameter_server.client import Client, Line
 from espresso.comm.parameter_server.keys import Described, describe
+from espresso.comm.parameter_server.link import Link
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.transport import Channel, GlooTransport, LinkError, Pending, Transport
 

@@ -262,7 +262,7 @@ class Joined:
     def is_server(self) -> bool:
         return self.rank >= self._num_workers
 
-    def server(self, codecs: Codecs, prepare: Callable[[Any, Any], None] | None = None) -> Server:
+    def server(self, codecs: Codecs, prepare: Callable[[Any, Any], None]) -> Server:
         """The server that this process is to run."""
         return Server(
             self._transport,

@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -26,25 +27,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from espresso.comm.errors import EspressoError, ProtocolError
-from espresso.comm.keep.store import ResidualStore
 from espresso.comm.messages import Bytes
+from espresso.comm.parameter_server.holdings import PATIENCE, Holdings, Offers
 from espresso.comm.parameter_server.measure import measure_server
 from espresso.comm.parameter_server.sums import Codecs, KeySum, Slots
-from espresso.comm.parameter_server.transport import Channel, LinkError, Pending, Transport
-from espresso.comm.parameter_server.wire import (
-    BODIES,
-    HEADER_BYTES,
-    Flag,
-    Header,
-    Held,
-    Key,
-    Op,
-    Orphans,
-    Table,
-    Tag,
-    balance,
-)
-from espresso.strategies import Site
+from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport
+from espresso.comm.parameter_server.wire import BODIES, HEADER_BYTES, Flag, Header, Key, Op, Table, Tag
 
 logger = logging.getLogger("espresso")
 
@@ -52,34 +40,11 @@ T = TypeVar("T")
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 _NOTICE_S = 5.0
-_PATIENCE = 0.9
-"""Of the workers' time-out: who knows which worker is missing speaks before those who only wait."""
-
 _LOOK_S = 0.1
 
 
 class Overdue(LinkError):
     """A worker's push, or its table, did not come, while others wait for it."""
-
-
-class _Offers(dict[int, Table]):
-    """The tables that workers have sent of those that are to be equal, by worker."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_s = time.monotonic()
-
-    @property
-    def limit_s(self) -> float:
-        """How long the others may wait for the last of them."""
-        return _PATIENCE * min(table.timeout_s for table in self.values())
-
-    def missing(self) -> int | None:
-        """A worker that has had nine tenths of the time and said nothing."""
-        if not self or time.monotonic() - self.first_s <= self.limit_s:
-            return None
-        workers = next(iter(self.values())).workers
-        return min(set(workers) - set(self), default=None)
 
 
 class _Lost(Exception):
@@ -120,7 +85,7 @@ class Server:
         engines: int = 4,
         timeout_s: float = 300.0,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
-        prepare: Callable[[Any, Any], None] | None = None,
+        prepare: Callable[[Any, Any], None] = lambda specs, dtypes: None,
     ) -> None:
         if engines < 1:
             raise ValueError(f"a server needs at least one engine thread, got {engines}")
@@ -131,13 +96,9 @@ class Server:
         self._prepare = prepare
         self._slots = Slots(memory_bytes)
         self._lock = threading.RLock()
-        self._keys: dict[int, KeySum] = {}
-        self._engine_of: dict[int, int] = {}
-        self._stores: dict[int, ResidualStore] = {}
-        self._patience_s: dict[int, float] = {}
-        self._tables: dict[tuple[int, tuple[int, ...]], _Offers] = {}
+        self._held = Holdings(self._index, codecs, engines)
+        self._tables: dict[tuple[int, tuple[int, ...]], Offers] = {}
         self._engines: list[SimpleQueue[tuple[KeySum, Header] | None]] = [SimpleQueue() for _ in range(engines)]
-        self._load = [0] * engines
         self._latest: dict[int, Key] = {}
         self._left: set[int] = set()
         self._gone: set[int] = set()
@@ -166,8 +127,9 @@ class Server:
             engine.put(None)
         if self.error is not None:
             raise self.error
+        until = Deadline(_NOTICE_S)
         for thread in running:
-            thread.join(self._timeout_s)
+            thread.join(until.left_s)
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -197,7 +159,7 @@ class Server:
     def _announce(self, worker: int, header: Header) -> _Arriving:
         """Post the receive of an announced push; waits while memory is short."""
         with self._lock:
-            summed = self._keys.get(header.key)
+            summed = self._held.get(header.key)
         if summed is None or worker not in summed.key.workers:
             raise ProtocolError(f"worker rank {worker} pushed key {header.key}, which is not its to push")
         if header.num_bytes != summed.key.up_bytes or bool(header.flags & Flag.RAW) != summed.coding_is_plain:
@@ -210,7 +172,7 @@ class Server:
         self._give_block(summed)
         place = summed.place(worker)
         self._latest[worker] = summed.key
-        pending = self._transport.receive(Channel.DATA, worker, Tag.KEYS + header.key, place)
+        pending = self._transport.receive(Channel.DATA, worker, summed.tag, place)
         return _Arriving(pending, summed, header)
 
     def _give_block(self, summed: KeySum) -> None:
@@ -229,7 +191,7 @@ class Server:
                     push.summed.arrived.add(worker)
                     complete = len(push.summed.arrived) == len(push.summed.key.workers)
                 if complete:
-                    self._engines[self._engine_of[push.summed.key.number]].put((push.summed, push.header))
+                    self._engines[push.summed.engine].put((push.summed, push.header))
             except Exception as error:
                 self._fail(worker, error, push.summed.key)
                 return
@@ -238,20 +200,16 @@ class Server:
         """Fail when a key has waited too long for somebody's push, or others for somebody's table."""
         while not self._over.wait(_LOOK_S):
             with self._lock:
-                late = next(filter(self._is_overdue, self._keys.values()), None)
+                late = next(filter(self._held.is_overdue, self._held), None)
                 missing = set() if late is None else set(late.key.workers) - late.arrived
                 silent = [(offers.missing(), offers) for offers in self._tables.values()]
             if late is not None and missing:
-                limit_s = self._patience_s[_namespace(late.key)]
+                limit_s = self._held.patience_s(late.key)
                 self._fail(min(missing), Overdue(f"no push within {limit_s:g} s of another worker's"))
             for worker, offers in silent:
                 if worker is not None:
                     text = f"no table of keys within {offers.limit_s:g} s of another worker's"
                     self._fail(worker, Overdue(text))
-
-    def _is_overdue(self, summed: KeySum) -> bool:
-        waits = 0 < len(summed.arrived) < len(summed.key.workers)
-        return waits and time.monotonic() - summed.first_s > self._patience_s[_namespace(summed.key)]
 
     # -- adding up -------------------------------------------------------------------------------
 
@@ -261,9 +219,6 @@ class Server:
             started = time.perf_counter()
             try:
                 self._finish_round(summed, header)
-            except _Lost as lost:
-                self._fail(lost.worker, lost.error, summed.key)
-                return
             except Exception as error:
                 self._fail(None, error, summed.key)
                 return
@@ -271,16 +226,15 @@ class Server:
 
     def _finish_round(self, summed: KeySum, header: Header) -> None:
         # The answer before the last was pulled by everybody, or nobody could have pushed this round.
-        for worker, pending in summed.sends[summed.parity]:
-            self._sent(worker, partial(pending.wait, self._timeout_s))
+        self._await_sent(summed.sends[summed.parity], Deadline(self._timeout_s))
         summed.sends[summed.parity].clear()
         summed.settle(bool(header.flags & Flag.KEPT))
         sends = summed.sends[summed.parity]
         answer, block = summed.add_up(header.step, header.scale)
         self._slots.give(block)
-        tag = Tag.KEYS + summed.key.number
         for worker in summed.key.workers:
-            sends.append((worker, self._sent(worker, partial(self._transport.send, Channel.DATA, worker, tag, answer))))
+            send = partial(self._transport.send, Channel.DATA, worker, summed.tag, answer)
+            sends.append((worker, self._sent(worker, send)))
 
     def _sent(self, worker: int, call: Callable[[], T]) -> T:
         """Call it; a lost connection is the worker's doing."""
@@ -298,126 +252,71 @@ class Server:
         if header.op is Op.INSTALL:
             self._offer(worker, body)
             return
-        handlers: dict[Op, Callable[[Any], Any]] = {
-            Op.PLACE: self._place,
-            Op.FETCH: self._fetch,
-            Op.RESET: self._reset,
-            Op.RESCALE: self._rescale,
-            Op.PREPARE: self._compile,
-            Op.MEASURE: lambda spec: measure_server(self._codecs, *spec),
+        quick: dict[Op, Callable[..., Any]] = {
+            Op.PLACE: self._held.place,
+            Op.FETCH: self._held.fetch,
+            Op.RESET: self._held.reset,
+            Op.RESCALE: self._held.rescale,
         }
-        if header.op not in handlers:
+        slow: dict[Op, Callable[..., Any]] = {
+            Op.PREPARE: self._prepare,
+            Op.MEASURE: partial(measure_server, self._codecs),
+        }
+        if header.op in quick:
+            with self._lock:
+                answer = quick[header.op](*body)
+        elif header.op in slow:
+            answer = slow[header.op](*body)
+        else:
             raise ProtocolError(f"worker rank {worker} sent {header.op.name}, which only servers send")
-        self._answer(worker, Op.ANSWER, handlers[header.op](body))
+        self._answer({worker: (Op.ANSWER, answer)}, self._timeout_s)
 
-    def _answer(self, worker: int, op: Op, body: Any) -> None:
-        data = BODIES.pack(body)
-        header = Header(op, self.rank, num_bytes=data.nbytes).pack()
-        pending = [
-            self._transport.send(Channel.CONTROL, worker, Tag.ANSWER, header),
-            self._transport.send(Channel.CONTROL, worker, Tag.ANSWER_BODY, data),
-        ]
-        for one in pending:
-            one.wait(self._timeout_s)
+    def _answer(self, answers: Mapping[int, tuple[Op, Any]], timeout_s: float) -> None:
+        """Send each worker its answer, and wait until all have taken theirs."""
+        until, pending = Deadline(timeout_s), []
+        for worker, (op, body) in answers.items():
+            data = BODIES.pack(body)
+            header = Header(op, self.rank, num_bytes=data.nbytes).pack()
+            for tag, message in ((Tag.ANSWER, header), (Tag.ANSWER_BODY, data)):
+                send = partial(self._transport.send, Channel.CONTROL, worker, tag, message)
+                pending.append((worker, self._sent(worker, send)))
+        self._await_sent(pending, until)
+
+    def _await_sent(self, pending: Iterable[tuple[int, Pending]], until: Deadline) -> None:
+        for worker, one in pending:
+            self._sent(worker, partial(one.wait, until.left_s))
 
     def _offer(self, worker: int, table: Table) -> None:
         """Take a worker's table; when all have offered theirs, install it or refuse it to all."""
+        retired: list[KeySum] = []
         with self._lock:
-            offered = self._tables.setdefault((table.namespace, table.workers), _Offers())
+            offered = self._tables.setdefault((table.namespace, table.workers), Offers())
             offered[worker] = table
             if len(offered) < len(table.workers):
                 return
             del self._tables[table.namespace, table.workers]
-            refusal = _disagreement(offered)
-            orphans = Orphans() if refusal else self._install(table)
+            refusal = offered.disagreement() or self._held.refusal(table)
+            if refusal is None:
+                installed, retired = self._held.install(table)
+        limit_s = PATIENCE * table.timeout_s
+        # Without the lock: a worker that does not take its last answer must not hold up the others' states.
+        self._await_sent((pair for summed in retired for sends in summed.sends for pair in sends), Deadline(limit_s))
+        if refusal is not None:
+            self._answer(dict.fromkeys(table.workers, (Op.REFUSAL, refusal)), limit_s)
+            return
+        rest = replace(installed, orphans=())
         first = min(table.workers)
-        for other in table.workers:
-            if refusal is not None:
-                self._answer(other, Op.REFUSAL, refusal)
-            else:
-                self._answer(other, Op.ANSWER, orphans if other == first else Orphans())
-
-    def _install(self, table: Table) -> Orphans:
-        store = self._stores.get(table.namespace)
-        if store is None:
-            store = self._stores[table.namespace] = ResidualStore(transactional=table.transactional, gain=table.gain)
-        self._patience_s[table.namespace] = _PATIENCE * table.timeout_s
-        self._retire(table)
-        mine = [KeySum(key, self._codecs, store) for key in table.keys if key.server == self._index]
-        residuals = [summed.residual for summed in mine if summed.residual is not None]
-        store.adopt(residuals, table.numels, only=table.only)
-        places = balance([s.key.load_bytes for s in mine], len(self._engines), self._load)
-        for summed, engine in zip(mine, places, strict=True):
-            self._keys[summed.key.number] = summed
-            self._engine_of[summed.key.number] = engine
-            self._load[engine] += summed.key.load_bytes
-        pieces = [Held(tensor, 0, values) for tensor, values in store.carry.items()]
-        store.carry.clear()
-        return Orphans(pieces)
-
-    def _retire(self, table: Table) -> None:
-        """Forget the keys that the table replaces.
-
-        Only their last round is known to count or not: other buckets may have had theirs in this very iteration.
-        """
-        for number, summed in list(self._keys.items()):
-            tensors = {stretch.tensor for stretch in summed.key.stretches}
-            if _namespace(summed.key) == table.namespace and (table.only is None or tensors & table.only):
-                summed.settle_unless(table.discarded)
-                for _, pending in [*summed.sends[0], *summed.sends[1]]:
-                    pending.wait(self._timeout_s)
-                self._load[self._engine_of.pop(number)] -= summed.key.load_bytes
-                del self._keys[number]
-
-    def _of(self, namespace: int) -> list[KeySum]:
-        return [summed for summed in self._keys.values() if _namespace(summed.key) == namespace]
-
-    def _settle_all(self, namespace: int, discarded: frozenset[int]) -> None:
-        for summed in self._of(namespace):
-            summed.settle_unless(discarded)
-
-    def _place(self, body: tuple[int, list[Held]]) -> None:
-        """Add residual values to the keys that hold their range."""
-        namespace, pieces = body
-        with self._lock:
-            residuals = [s.residual for s in self._of(namespace) if s.residual is not None]
-            store = self._stores[namespace]
-            for piece in pieces:
-                store.place(piece.tensor, Site.SERVER, (piece.start, piece.values, 0), residuals)
-
-    def _fetch(self, body: tuple[int, frozenset[int]]) -> list[Held]:
-        """Everything kept, as it would be if training stopped here."""
-        namespace, discarded = body
-        with self._lock:
-            self._settle_all(namespace, discarded)
-            return [held for summed in self._of(namespace) for held in summed.kept()]
-
-    def _reset(self, namespace: int) -> None:
-        """Keep nothing: a checkpoint is about to be loaded."""
-        with self._lock:
-            for summed in self._of(namespace):
-                summed.forget()
-
-    def _rescale(self, body: tuple[int, frozenset[int], dict[str, float]]) -> None:
-        """Multiply what is kept of the named tensors: the units of their gradients changed."""
-        namespace, discarded, factors = body
-        with self._lock:
-            self._settle_all(namespace, discarded)
-            for summed in self._of(namespace):
-                summed.rescale(factors)
-
-    def _compile(self, body: tuple[Any, Any]) -> None:
-        if self._prepare is not None:
-            self._prepare(*body)
+        self._answer({w: (Op.ANSWER, installed if w == first else rest) for w in table.workers}, limit_s)
 
     def _leave(self, worker: int) -> None:
         """Let a worker go, and its listener, which would otherwise wait on in a process that ends."""
         with self._lock:
             self._left.add(worker)
-            if any(s.arrived and worker in s.key.workers for s in self._keys.values()):
+            if any(s.arrived and worker in s.key.workers for s in self._held):
                 raise LinkError("it left in the middle of a round")
         farewell = Header(Op.LEAVE, self.rank).pack()
-        self._transport.send(Channel.CONTROL, worker, Tag.NOTICE, farewell).wait(self._timeout_s)
+        with suppress(LinkError):  # it has said that it goes; it need not wait for this
+            self._transport.send(Channel.CONTROL, worker, Tag.NOTICE, farewell).wait(_NOTICE_S)
         with self._lock:
             self._gone.add(worker)
             if len(self._gone) == self._num_workers:
@@ -426,7 +325,9 @@ class Server:
     # -- failure ---------------------------------------------------------------------------------
 
     def _fail(self, worker: int | None, error: BaseException, key: Key | None = None) -> None:
-        """Tell the other workers once, and stop."""
+        """Tell the other workers once, and stop. ``worker`` is to blame, unless the error says who was lost."""
+        if isinstance(error, _Lost):
+            worker, error = error.worker, error.error
         with self._lock:
             if self.error is not None or self._over.is_set():
                 return
@@ -439,7 +340,7 @@ class Server:
     def _say(self, worker: int | None, error: BaseException, key: Key | None) -> str:
         waiting = [
             str(summed.key)
-            for summed in self._keys.values()
+            for summed in self._held
             if summed.arrived and worker is not None and worker not in summed.arrived
         ]
         about = f"while {key} was on its way" if key is not None else "between its pushes"
@@ -452,7 +353,9 @@ class Server:
             return f"worker rank {worker} died, left or hangs {about}: server rank {self.rank} had {error}"
         if worker is not None and isinstance(error, LinkError):
             return f"worker rank {worker} died or left {about}: server rank {self.rank} lost it ({error})"
-        return f"server rank {self.rank} failed {'' if key is None else f'at {key} '}({type(error).__name__}: {error})"
+        at = "" if worker is None else f"at a message of worker rank {worker} "
+        at = at if key is None else f"at {key} "
+        return f"server rank {self.rank} failed {at}({type(error).__name__}: {error})"
 
     def _notify(self, text: str, lost: int | None) -> None:
         """Have all workers that are still there hear of it; ``lost`` is not."""
@@ -469,33 +372,7 @@ class Server:
                 ]
             except LinkError:
                 continue  # it is gone as well
-        deadline = time.monotonic() + _NOTICE_S
+        until = Deadline(_NOTICE_S)
         for pending in sends:
-            try:
-                pending.wait(max(deadline - time.monotonic(), 0.01))
-            except LinkError:
-                continue
-
-
-def _namespace(key: Key) -> int:
-    return key.number >> NAMESPACE_SHIFT
-
-
-NAMESPACE_SHIFT = 16
-"""Key numbers: the state above this bit, its key below."""
-
-
-def _disagreement(offered: dict[int, Table]) -> str | None:
-    """What is wrong with the tables of all workers, or None."""
-    ranks = sorted(offered)
-    first = offered[ranks[0]]
-    for rank in ranks[1:]:
-        theirs = offered[rank]
-        if theirs.strategy != first.strategy:
-            return (
-                f"worker rank {rank} has another strategy than rank {ranks[0]} (hash {theirs.strategy[:12]}…, not"
-                f" {first.strategy[:12]}…); start all ranks alike"
-            )
-        if theirs.keys != first.keys or theirs.only != first.only:
-            return f"worker rank {rank} cut the gradients otherwise than rank {ranks[0]}; start all ranks alike"
-    return None
+            with suppress(LinkError):
+                pending.wait(until.left_s)

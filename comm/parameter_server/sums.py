@@ -85,10 +85,15 @@ def stretch_of_bytes(num_bytes: int) -> int:
 
 
 class KeySum:
-    """One key at its server. Its engine thread calls ``add_up``; receivers fill ``place``."""
+    """One key at its server. Its engine thread calls ``add_up``; receivers fill ``place``.
 
-    def __init__(self, key: Key, codecs: Codecs, store: ResidualStore) -> None:
-        self.key = key
+    Args:
+        tag: of its data messages.
+        engine: the thread that adds it up.
+    """
+
+    def __init__(self, key: Key, codecs: Codecs, store: ResidualStore, tag: int, engine: int) -> None:
+        self.key, self.tag, self.engine = key, tag, engine
         self.arrived: set[int] = set()
         self.first_s = 0.0
         self.taking = threading.Lock()

@@ -7,6 +7,7 @@ contiguous uint8 arrays that stay untouched until their ``Pending`` is over.
 from __future__ import annotations
 
 import re
+import time
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
@@ -26,6 +27,22 @@ class Channel(Enum):
 
 class LinkError(EspressoError):
     """A message did not get through: the other side is gone, hangs or cannot be reached."""
+
+
+class Deadline:
+    """The end of several waits in a row."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._end = seconds, time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """At least a moment: what is there already is taken."""
+        return max(self._end - time.monotonic(), 0.01)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
 
 
 class Pending(Protocol):

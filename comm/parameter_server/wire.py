@@ -14,17 +14,17 @@ Every message on the control channel begins with a header of 56 bytes, little-en
     40  q   step of this key's last round, -1 if it had none
     48  q   reserved, 0
 
-A push is such a header on the control channel and its payload on the data channel, under the key's tag. The
-answer to a push is the reply on the data channel under the same tag: its size is known to both sides from the
-key's table entry. All other operations carry a body (:mod:`espresso.comm.messages`), at most 4 GiB, and are answered by
-a header and a body.
+A push is such a header on the control channel and its payload on the data channel, under the key's tag, which its
+server gave it. The answer to a push is the reply on the data channel under the same tag: its size is known to both
+sides from the key's table entry. All other operations carry a body of at most 4 GiB (:mod:`espresso.comm.messages`),
+and are answered by a header and a body.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
 from typing import Any
 
@@ -35,7 +35,7 @@ from espresso.comm.errors import ProtocolError
 from espresso.comm.messages import Bytes, Messages
 from espresso.strategies import CompressorSpec
 
-MAGIC, VERSION = b"ESPS", 1
+MAGIC, VERSION = b"ESPS", 2
 _HEADER = struct.Struct("<4sBBHIiqQdqq")
 HEADER_BYTES = _HEADER.size
 MAX_BODY_BYTES = 4 << 30
@@ -67,7 +67,7 @@ class Flag(IntFlag):
 
 
 class Tag(IntEnum):
-    """Message tags. Data of key n goes under ``KEYS + n``."""
+    """Message tags. Data goes under tags from ``KEYS`` to ``LAST``, the highest that every MPI has."""
 
     HEADER = 1
     BODY = 2
@@ -76,6 +76,11 @@ class Tag(IntEnum):
     NOTICE = 5
     NOTICE_BODY = 6
     KEYS = 16
+    LAST = 32767
+
+
+NAMESPACE_SHIFT = 16
+"""Key numbers: the state above this bit, its key below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class Header:
         """Read a header.
 
         Raises:
-            ProtocolError: another magic number, version or operation, or more than 4 GiB.
+            ProtocolError: another magic number, version or operation, or a body of more than 4 GiB.
         """
         magic, version, op, flags, key, sender, step, size, scale, last, _ = _HEADER.unpack(data.tobytes())
         if magic != MAGIC or version != VERSION:
@@ -113,7 +118,7 @@ class Header:
             header = cls(Op(op), sender, key, Flag(flags), step, size, scale, last)
         except ValueError:
             raise ProtocolError(f"unknown parameter-server operation {op} from rank {sender}") from None
-        if size > MAX_BODY_BYTES:
+        if size > MAX_BODY_BYTES and header.op is not Op.PUSH:  # the size of a push is known from its key
             raise ProtocolError(f"rank {sender} announced {size} bytes for '{header.op.name.lower()}'")
         return header
 
@@ -139,7 +144,7 @@ class Key:
     """One region of one partition at one server: what a push, its sum and its pull are about.
 
     Attributes:
-        number: unique in the job, the message tag.
+        number: unique in the job.
         server: index of the server that holds it.
         workers: ranks that push it, in the order in which they are added up.
         stretches: what it holds, in order.
@@ -223,14 +228,20 @@ class Held:
     values: npt.NDArray[Any]
 
 
-@dataclass
-class Orphans:
-    """Residuals that the new table has no place for at this server."""
+@dataclass(frozen=True)
+class Installed:
+    """What a server answers to a table.
 
-    pieces: list[Held] = field(default_factory=list)
+    Attributes:
+        orphans: residuals that the new table has no place for at this server; to the first worker only.
+        tags: under which the data of this server's keys goes, by key number.
+    """
+
+    orphans: tuple[Held, ...]
+    tags: dict[int, int]
 
 
-BODIES = Messages(Table, Key, Stretch, Held, Orphans, CompressorSpec, Coding)
+BODIES = Messages(Table, Key, Stretch, Held, Installed, CompressorSpec, Coding)
 """How bodies are written and read."""
 
 

@@ -1,0 +1,257 @@
+"""What one state has at the servers: its keys, and their residuals seen from here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from espresso.comm.errors import EspressoError
+from espresso.comm.keep.store import Address, Piece, ResidualStore
+from espresso.comm.messages import Bytes
+from espresso.comm.parameter_server.client import PATIENCE_S, Client, Line
+from espresso.comm.parameter_server.wire import (
+    NAMESPACE_SHIFT,
+    Coding,
+    Flag,
+    Header,
+    Held,
+    Installed,
+    Key,
+    Op,
+    Table,
+    balance,
+)
+from espresso.strategies import CompressorSpec, Site
+
+
+class Link:
+    """What one state has at the servers: its keys, and their residuals seen from here.
+
+    Args:
+        ranks: the workers that train together, in order.
+        store: this rank's residuals; it saves and loads the servers' through this link.
+        timeout_s: for everything but compiling.
+        namespace: the first worker's ``client.new_namespace()``, on all workers of the group.
+    """
+
+    def __init__(
+        self, client: Client, ranks: Sequence[int], store: ResidualStore, timeout_s: float, namespace: int
+    ) -> None:
+        self.client, self._ranks, self._store, self._timeout_s = client, tuple(ranks), store, timeout_s
+        self._namespace = namespace
+        self._count = 0
+        self._live: dict[int, Key] = {}
+        self._discarded: set[int] = set()
+        self._waiting: list[Held] = []
+        self._release: Callable[[], None] = lambda: None
+        store.remote = self
+
+    @property
+    def answers(self) -> bool:
+        """Whether this worker speaks for all: the first of the group."""
+        return self.client.rank == self._ranks[0]
+
+    def on_failure(self, listener: Callable[[EspressoError], None]) -> None:
+        self._release = self.client.on_failure(listener)
+
+    def wait_for_notice(self, timeout_s: float) -> EspressoError | None:
+        """What a server says of a failure, if one speaks in time: servers know which worker is gone."""
+        deadline = time.monotonic() + timeout_s
+        while self.client.error is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.client.error
+
+    def close(self) -> None:
+        self._release()
+
+    def prepare(self, specs: Iterable[CompressorSpec], dtypes: Iterable[str]) -> None:
+        """Have the servers compile what they will run; the first worker asks, the others go on."""
+        if self.answers:
+            self._ask_everybody(Op.PREPARE, (set(specs), set(dtypes)), PATIENCE_S)
+
+    def _ask_everybody(self, op: Op, body: Any, timeout_s: float | None = None) -> dict[int, Any]:
+        """The answers of all servers to one question."""
+        bodies = dict.fromkeys(range(self.client.num_servers), body)
+        return self.client.ask_all(op, bodies, self._timeout_s if timeout_s is None else timeout_s)
+
+    # -- tables ----------------------------------------------------------------------------------
+
+    def needs(self, keys: Sequence[Key], only: Collection[str] | None) -> bool:
+        """Whether the servers must hear of a new plan: it uses them, or what it replaces did."""
+        return bool(keys) or any(self._touches(key, only) for key in self._live.values())
+
+    def install(
+        self,
+        keys: Sequence[Key],
+        lines: Mapping[int, Line],
+        numels: Mapping[str, int],
+        only: Collection[str] | None,
+        strategy: str,
+    ) -> None:
+        """Agree with servers and workers on new keys; move residuals to where the keys lie now.
+
+        Waits for the other workers, at most for the time-out: hold no lock that ends the wait of somebody else.
+
+        Args:
+            keys: of all ranks of the group, the same list on each, not numbered yet.
+            lines: this rank's, by place in ``keys``; they get their numbered keys.
+            only: tensors whose earlier keys they replace; None: all.
+            strategy: its digest.
+
+        Raises:
+            DisagreementError: another worker has another strategy or cut.
+        """
+        for number in [n for n, key in self._live.items() if self._touches(key, only)]:
+            del self._live[number]
+        loads = [0] * self.client.num_servers
+        for key in self._live.values():
+            loads[key.server] += key.load_bytes
+        places = balance([key.load_bytes for key in keys], self.client.num_servers, loads)
+        numbered = []
+        for key, server in zip(keys, places, strict=True):
+            numbered.append(replace(key, number=self._next_number(), server=server))
+        for index, line in lines.items():
+            line.key = numbered[index]
+        self._live |= {key.number: key for key in numbered}
+        table = Table(
+            self._namespace,
+            self._ranks,
+            tuple(numbered),
+            dict(numels),
+            None if only is None else frozenset(only),
+            strategy,
+            self._store.transactional,
+            self._store.gain,
+            frozenset(self._discarded),
+            self._timeout_s,
+        )
+        answers: dict[int, Installed] = self._ask_everybody(Op.INSTALL, table)
+        for line in lines.values():
+            line.tag = answers[line.key.server].tags[line.key.number]
+        if self.answers:
+            self._resettle([piece for answer in answers.values() for piece in answer.orphans], numels)
+
+    def settle_waiting(self, numels: Mapping[str, int]) -> None:
+        """Loaded residuals of tensors that are known now and do not go through servers: this rank carries them."""
+        if self._waiting:
+            self._resettle([], numels)
+
+    def _next_number(self) -> int:
+        while True:
+            number = (self._namespace << NAMESPACE_SHIFT) | (self._count & ((1 << NAMESPACE_SHIFT) - 1))
+            self._count += 1
+            if number not in self._live:
+                return number
+
+    def _touches(self, key: Key, only: Collection[str] | None) -> bool:
+        return only is None or any(stretch.tensor in only for stretch in key.stretches)
+
+    def _resettle(self, orphans: Sequence[Held], numels: Mapping[str, int]) -> None:
+        """Give pieces to the keys that hold their ranges now; what is in no key is carried by this rank."""
+        known, self._waiting = self._split_waiting(numels)
+        shares: dict[int, list[Held]] = {}
+        for piece in [*orphans, *known]:
+            for server, part in self._homes(piece):
+                if server is None:
+                    self._store.add_carry(part.tensor, part.start, part.values, numels[part.tensor])
+                elif np.any(part.values):
+                    shares.setdefault(server, []).append(part)
+        bodies = {server: (self._namespace, pieces) for server, pieces in shares.items()}
+        if bodies:
+            self.client.ask_all(Op.PLACE, bodies, self._timeout_s)
+
+    def _split_waiting(self, numels: Mapping[str, int]) -> tuple[list[Held], list[Held]]:
+        """Loaded pieces of tensors whose keys are known now, and the others."""
+        known = [piece for piece in self._waiting if piece.tensor in numels]
+        return known, [piece for piece in self._waiting if piece.tensor not in numels]
+
+    def _homes(self, piece: Held) -> list[tuple[int | None, Held]]:
+        """The piece cut along the keys that keep a residual; None where no key does."""
+        parts: list[tuple[int | None, Held]] = []
+        at, end = piece.start, piece.start + piece.values.size
+        homes = sorted(
+            (stretch.start, stretch.start + stretch.numel, key.server)
+            for key in self._live.values()
+            if key.keeps_residual
+            for stretch in key.stretches
+            if stretch.tensor == piece.tensor
+        )
+        for low, high, server in homes:
+            low, high = max(low, at), min(high, end)
+            if low >= high:
+                continue
+            if at < low:
+                parts.append((None, _cut(piece, at, low)))
+            parts.append((server, _cut(piece, low, high)))
+            at = high
+        if at < end:
+            parts.append((None, _cut(piece, at, end)))
+        return parts
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def push(self, line: Line, data: Bytes, answer: Bytes, step: int, scale: float) -> None:
+        """Send this round's push of a line; ``answer`` is where the pull will lie."""
+        kept = line.last_step >= 0 and line.last_step not in self._discarded
+        flags = Flag.KEPT if kept else Flag.NONE
+        if line.key.up is Coding.RAW:
+            flags |= Flag.RAW
+        header = Header(Op.PUSH, self.client.rank, line.key.number, flags, step, data.nbytes, scale, line.last_step)
+        self.client.push(line, data, answer, header, self._timeout_s)
+
+    def pull(self, line: Line) -> None:
+        self.client.pull(line, self._timeout_s)
+
+    def settled(self, step: int, counts: bool) -> None:
+        """An iteration is over; one that does not count leaves the servers' residuals as they were."""
+        if not counts:
+            self._discarded.add(step)
+
+    # -- what checkpoints need -------------------------------------------------------------------
+
+    def snapshot(self) -> dict[Address, list[Piece]]:
+        """The servers' residuals, on the first worker; nothing on the others."""
+        if not self.answers:
+            return {}
+        body = (self._namespace, frozenset(self._discarded))
+        held = list(self._waiting)
+        if self._live:
+            held += [piece for pieces in self._ask_everybody(Op.FETCH, body).values() for piece in pieces]
+        found: dict[Address, list[Piece]] = {}
+        for piece in held:
+            found.setdefault((piece.tensor, Site.SERVER), []).append((piece.start, piece.values, 0))
+        return found
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiply what the servers keep of the named tensors; between iterations, all workers alike."""
+        if not self.answers:
+            return
+        for piece in self._waiting:
+            np.multiply(piece.values, factors.get(piece.tensor, 1.0), out=piece.values)
+        if self._live:
+            body = (self._namespace, frozenset(self._discarded), dict(factors))
+            self._ask_everybody(Op.RESCALE, body)
+
+    def load(self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int]) -> None:
+        """Replace the servers' residuals; what no key keeps yet waits for the keys to come."""
+        self._discarded.clear()
+        if not self.answers:
+            return
+        if self._live:
+            self._ask_everybody(Op.RESET, (self._namespace,))
+        self._waiting = [
+            Held(tensor, start, values)
+            for (tensor, _), parts in pieces.items()
+            for start, values, replica in parts
+            if replica == 0
+        ]
+        live = {stretch.tensor for key in self._live.values() for stretch in key.stretches}
+        self._resettle([], {tensor: numels[tensor] for tensor in live})
+
+
+def _cut(piece: Held, low: int, high: int) -> Held:
+    return Held(piece.tensor, low, piece.values[low - piece.start : high - piece.start])
