@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
+from espresso.comm.bounded import within
 from espresso.comm.endpoints import local_ends, rank_in
 from espresso.comm.environment import read_environment
 from espresso.comm.errors import DisagreementError, EspressoError, ProtocolError, TopologyError
@@ -89,6 +90,12 @@ class Member:
         return bool(dist.get_backend(self.group) == "gloo")
 
 
+_SLACK_S = 2.0
+"""For the groups' own time-outs to come first."""
+
+_UNUSED_TAG = 1
+"""Of messages from rank to rank; collectives of ours that are made of such use 0."""
+
 CLOSED = "espresso is closed: its process groups are gone"
 
 
@@ -152,14 +159,19 @@ class Groups:
         self.rank = self._ranks.index(dist.get_rank())
         self.timeout_s = timeout_s
         self.host_copies = host_copies
-        if not self._whole_world:
-            self._even_out(parent)
-        self.control = self._new(self._ranks, "gloo")
-        self.cluster = self._find_cluster(ranks_per_node)
+        self.backend: str = dist.get_backend(parent)
+
+        def make() -> tuple[Member, Cluster, dict[Scope, Member]]:
+            if not self._whole_world:
+                self._even_out(parent)
+            self.control = self._new(self._ranks, "gloo")
+            cluster = self._find_cluster(ranks_per_node)
+            return self.control, cluster, self._make_scopes(cluster)
+
+        found = within(timeout_s + _SLACK_S, make, "making process groups")
+        self.control, self.cluster, self.scopes = found
         if num_servers:
             self.cluster = replace(self.cluster, num_servers=num_servers, colocated=colocated)
-        self.backend: str = dist.get_backend(parent)
-        self.scopes = self._make_scopes()
         self._ends = self.all_objects(local_ends())
 
     @property
@@ -206,6 +218,20 @@ class Groups:
         options = dist.BarrierOptions()
         options.timeout = self._timeout if patience_s is None else timedelta(seconds=patience_s)
         self._control_group().barrier(options).wait()
+
+    def break_off(self) -> None:
+        """Have all collectives under way in our groups end now, with an error. The groups are of no use after it.
+
+        Gloo has no call for that, but a wait that times out closes all connections of its group.
+        """
+        for member in (self.control, *self.scopes.values()):
+            for step in range(1, member.size):
+                peer = (member.index + step) % member.size
+                try:
+                    member.group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+                except Exception as error:  # a connection that is closed already says so, and leaves the others open
+                    if "Timed out" in str(error):
+                        break
 
     def close(self, *, wait: bool = True) -> None:
         """Destroy the groups, unless ``destroy_process_group`` was faster.
@@ -263,10 +289,10 @@ class Groups:
             )
         return Cluster(self.num_ranks // ranks_per_node, ranks_per_node)
 
-    def _make_scopes(self) -> dict[Scope, Member]:
-        per_node, nodes = self.cluster.ranks_per_node, self.cluster.num_nodes
+    def _make_scopes(self, cluster: Cluster) -> dict[Scope, Member]:
+        per_node, nodes = cluster.ranks_per_node, cluster.num_nodes
         scopes = {Scope.FLAT: self._new(self._ranks, self.backend)}
-        if self.cluster.is_hierarchical:
+        if cluster.is_hierarchical:
             rows = [self._ranks[n * per_node : (n + 1) * per_node] for n in range(nodes)]
             columns = [self._ranks[local::per_node] for local in range(per_node)]
             for scope, lists in ((Scope.INTRA, rows), (Scope.INTER, columns)):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks.emulated import open_network, run_workers, why_not_permitted
+from espresso.comm.groups import Groups
 from espresso.cpu_offload.codec import HostCodec
 from tests.ddp import (
     ALLGATHER,
@@ -106,6 +107,15 @@ def test_a_stopped_rank_is_named_in_time(victim, tmp_path):
             check_report(outcome.rank, outcome.value)
             check_time(outcome.value["raised_at"] - stopped_at)
             assert f"Rank {victim} does not answer" in outcome.value["first"], outcome.value["first"]
+
+
+def test_a_start_that_a_rank_does_not_take_part_in(tmp_path):
+    """Rank 0 stops after init_process_group: the job's store answers nobody any more."""
+    outcomes = run_ranks(start_beside_a_stopped_rank, 2, str(tmp_path / "at"), check=False, deadline_s=80)
+    assert outcomes[1].error is None, outcomes[1].error
+    text, raised_at = outcomes[1].value
+    assert "EspressoError: making process groups took longer than 6 s: a rank does not take part" in text
+    check_time(raised_at - float((tmp_path / "at").read_text()))
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=f"no network namespaces: {REFUSAL}")
@@ -250,6 +260,23 @@ def train_beside_a_stopped_rank(rank: int, victim: int, path: str) -> dict[str, 
         time.sleep(5.0)  # the other survivor may need the victim to stay as it is
         os.kill(pids[victim], signal.SIGKILL)
     return report
+
+
+def start_beside_a_stopped_rank(rank: int, path: str) -> tuple[str, float]:
+    pids: list[Any] = [None] * 2
+    torch.distributed.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        Path(path).write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2)
+    text = ""
+    try:
+        Groups(timeout_s=TIMEOUT_S)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    raised_at = time.time()
+    os.kill(pids[0], signal.SIGKILL)
+    return text, raised_at
 
 
 def lose_the_network(victim: int, folder: str) -> None:

@@ -5,6 +5,7 @@ Each way to end is a program of its own, since what counts is how the interprete
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -175,20 +176,68 @@ ENDINGS = {
 }
 
 
+DEATH = """
+import os, signal, sys, threading
+import torch, torch.distributed as dist
+import espresso
+from tests.ddp import HIERARCHICAL, batch, mlp, sgd, strategy_for, wrap
+from espresso.strategies import Cluster
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+ddp = wrap(mlp(20, 60, 30, 40, 5))
+strategy = strategy_for(ddp, Cluster(2, 2), HIERARCHICAL, "efsignsgd")
+state = espresso.register(ddp, strategy=strategy, ranks_per_node=2, timeout_s=20.0)
+
+def train():
+    for step in range(40):
+        ddp.zero_grad()
+        ddp(batch(rank, step, 20)).square().mean().backward()
+        sgd(ddp)
+        if step == 4 and rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def caught():
+    try:
+        train()
+    except RuntimeError as error:
+        assert "That is rank 3: it died" in str(state.error), state.error
+        return
+    raise AssertionError("nobody missed rank 3")
+"""
+
+AFTER_A_DEATH = {
+    "the error ends the script": (1, "train()"),
+    "exits": (0, "caught()"),
+    "closes": (0, "caught()\nstate.close()"),
+    "closes, destroys": (0, "caught()\nstate.close()\ndist.destroy_process_group()"),
+    "destroys, closes": (0, "caught()\ndist.destroy_process_group()\nstate.close()"),
+    "a thread leaves by sys.exit": (0, "caught()\nthread = threading.Thread(target=sys.exit)\nthread.start()"),
+    "Ctrl-C": (-signal.SIGINT, "caught()\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()"),
+}
+"""Exit code of the survivors, and what they do."""
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, str, str]]]:
-    """How both ranks of every program ended: exit code (None: killed at the deadline), output, errors.
+    """How both ranks of every program ended: exit code (None: killed at the deadline), output, errors."""
+    programs = {name: SCRIPT + textwrap.dedent(ending) for name, ending in ENDINGS.items()}
+    return run_to_their_ends(tmp_path_factory.mktemp("endings"), programs, 2)
 
-    All programs start at once: most of their time is waiting for each other.
-    """
-    folder = tmp_path_factory.mktemp("endings")
-    programs = []
-    for number, ending in enumerate(ENDINGS.values()):
+
+def run_to_their_ends(
+    folder: Path, programs: dict[str, str], num_ranks: int
+) -> dict[str, list[tuple[int | None, str, str]]]:
+    """Start all programs at once, each with so many ranks: most of their time is waiting for each other."""
+    started = []
+    for number, text in enumerate(programs.values()):
         path = folder / f"{number}.py"
-        path.write_text(SCRIPT + textwrap.dedent(ending))
+        path.write_text(text)
         port = free_port()
-        programs += [(str(folder / f"{number}-{rank}"), str(path), launched(rank, port)) for rank in range(2)]
-    (folder / "programs.json").write_text(json.dumps(programs))
+        for rank in range(num_ranks):
+            started.append((str(folder / f"{number}-{rank}"), str(path), launched(rank, num_ranks, port)))
+    (folder / "programs.json").write_text(json.dumps(started))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(folder), str(DEADLINE_S)],
@@ -197,19 +246,19 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int 
         timeout=DEADLINE_S + 60,
     )
     codes = json.loads((folder / "ended.json").read_text())
-    results: dict[str, list[tuple[int | None, str, str]]] = {name: [] for name in ENDINGS}
-    for position, (name, _, _) in enumerate(programs):
+    results: dict[str, list[tuple[int | None, str, str]]] = {name: [] for name in programs}
+    for position, (name, _, _) in enumerate(started):
         printed = [Path(f"{name}.{ending}").read_text() for ending in ("out", "err")]
-        results[list(ENDINGS)[position // 2]].append((codes[name], printed[0], printed[1]))
+        results[list(programs)[position // num_ranks]].append((codes[name], printed[0], printed[1]))
     return results
 
 
-def launched(rank: int, port: int) -> dict[str, str]:
+def launched(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(num_ranks),
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
@@ -221,3 +270,18 @@ def test_a_job_ends_cleanly(ended, name):
         assert code == 0, f"rank {rank} ended with {code}:\n{errors}"
         assert output == ""
         assert errors == ""
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, str, str]]]:
+    programs = {name: DEATH + ending for name, (_, ending) in AFTER_A_DEATH.items()}
+    return run_to_their_ends(tmp_path_factory.mktemp("deaths"), programs, 4)
+
+
+@pytest.mark.parametrize("name", AFTER_A_DEATH)
+def test_survivors_of_a_death_end_cleanly(survived, name):
+    """No abort by a thread that comes back from the library while the interpreter ends."""
+    wanted, _ = AFTER_A_DEATH[name]
+    for rank, (code, _, errors) in enumerate(survived[name]):
+        assert code == (wanted if rank < 3 else -signal.SIGKILL), f"rank {rank} ended with {code}:\n{errors}"
+        assert "terminate called" not in errors, errors

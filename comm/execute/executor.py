@@ -100,7 +100,7 @@ class Executor:
         self._programs = Programs(context)
         self._averager = Averager(groups.scopes[Scope.FLAT])
         self._lanes = Lanes(self._failed)
-        self._rank = groups.rank
+        self._groups, self._rank = groups, groups.rank
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None
         self._count = self.step = 0
@@ -371,16 +371,17 @@ class Executor:
         if self._servers is not None:
             self._servers.close()
         threads = self._lanes.close()
-        if self._failure.begun:
-            threads = []  # a lane may sit in a collective until its time-out
-        # A daemon thread that comes back from a library call while the interpreter ends aborts the process.
+        # A daemon thread that comes back from a library call while the interpreter ends aborts the process: what
+        # nobody will answer any more ends here.
+        if self._failure.begun or iteration is not None:
+            self._groups.break_off()
         deadline = time.monotonic() + 2.0
         for thread in (*threads, self._watchdog.thread):
             if thread is not threading.current_thread():
                 thread.join(timeout=max(deadline - time.monotonic(), 0.0))
         self._failure.close()
         self._alarm.close()
-        return not self._failure.begun and iteration is None and not any(thread.is_alive() for thread in threads)
+        return not any(thread.is_alive() for thread in threads)
 
 
 def _of_the_planner(error: Exception) -> EspressoError:
