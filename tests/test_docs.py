@@ -13,6 +13,7 @@ what a reader does not have to see::
 import ast
 import json
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -183,6 +184,16 @@ def test_the_manual_names_every_id() -> None:
     text = (DOCS / "choosing.md").read_text()
     for name in registry.compressor_ids():
         assert f"| `{name}` |" in text, f"docs/choosing.md has no row for {name}"
+
+
+def test_names_of_ours_exist() -> None:
+    """Every dotted name that a page or an example uses can be imported as it is written."""
+    texts = [(page.name, page.read_text()) for page in (*PAGES, *(ROOT / "examples").glob("*.py")) if page != MANUAL]
+    used = {(where, name) for where, text in texts for name in re.findall(r"(?<![\w./-])espresso(?:\.\w+)+", text)}
+    assert len(used) > 20
+    for where, name in sorted(used):
+        if name not in ("espresso.launch", "espresso.py"):
+            assert pydoc.locate(name) is not None, f"{where} uses {name}"
 
 
 def test_help_names_what_is_shipped() -> None:
