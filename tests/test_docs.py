@@ -15,6 +15,7 @@ import json
 import os
 import pydoc
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compressor_cases import DTYPES, ODD_SIZES, numbers, pieces, round_trip
+from typer.testing import CliRunner
 
 import espresso.compressors
 import espresso.cpu_offload
 from benchmarks import front_picture
+from espresso.cli import app
 from espresso.compressors import Decoding, ErrorFeedback, PayloadError, registry
 from tests.workers import run_ranks
 
@@ -117,19 +120,24 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", pages_with("bash"), ids=lambda page: page.stem)
-def test_shell_runs(page: Path, tmp_path: Path) -> None:
+def test_shell_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of ours that start no processes run in this one, which has all they import."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for fence in fences(page):
         if fence.file:
-            (tmp_path / fence.file).write_text(fence.body)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for fence in fences(page):
-        if fence.language == "bash" and not fence.reason:
-            command = ["bash", "-euo", "pipefail", "-c", fence.body]
-            done = subprocess.run(
-                command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
-            )
-            assert done.returncode == 0, f"{fence.body}\n{done.stdout}\n{done.stderr}"
+            Path(fence.file).write_text(fence.body)
+    for line in (x for f in fences(page) if f.language == "bash" and not f.reason for x in f.body.splitlines()):
+        assert not line.endswith("\\")
+        words = shlex.split(line, comments=True)
+        if words[0] == "espresso" and words[1] != "profile":
+            outcome = CliRunner().invoke(app, words[1:])
+            assert outcome.exit_code == 0, f"{line}\n{outcome.output}"
+        else:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+            assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
 def test_json_is_a_file_that_a_command_reads() -> None:
