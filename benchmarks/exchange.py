@@ -17,7 +17,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.keep.velocities import Velocities
 from espresso.comm.parameter_server import Client, Link
-from espresso.comm.program.partition import TORCH_DTYPES, Codecs
+from espresso.comm.program import TORCH_DTYPES, Codecs
 from espresso.compressors.base import Correction
 from espresso.live.host_codecs import HostCodecs
 from espresso.strategies import Bucket, Choice, CompressorSpec, Slot, Strategy, TensorSpec, plan

@@ -19,7 +19,7 @@ import torch
 from benchmarks.exchange import Exchange, digest, integers, make_buckets, numels_of, planned, strategy_of
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.execute.executor import Assignment
-from espresso.comm.program.partition import TORCH_DTYPES
+from espresso.comm.program import TORCH_DTYPES
 from espresso.compressors.registry import compressor_ids, create
 from espresso.strategies import (
     PLAIN,

@@ -44,7 +44,7 @@ from espresso.comm.keep.factors import FactorStore
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.keep.velocities import Velocities
 from espresso.comm.parameter_server import Link
-from espresso.comm.program.partition import Codecs, Context
+from espresso.comm.program import Codecs, Context
 from espresso.strategies import Bucket, Scope
 
 __all__ = ["Assignment", "Executor", "Interval", "Planner", "Record"]

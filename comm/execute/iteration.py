@@ -19,7 +19,7 @@ import torch
 from espresso.comm.execute.assignment import Record
 from espresso.comm.execute.lanes import Node
 from espresso.comm.memory import Memory
-from espresso.comm.program.partition import PartitionProgram
+from espresso.comm.program import PartitionProgram
 from espresso.strategies import Bucket, Task
 
 Future = torch.futures.Future[torch.Tensor]

@@ -9,7 +9,7 @@ from espresso.comm.execute.assignment import Assignment
 from espresso.comm.keep.residual import Residual
 from espresso.comm.parameter_server import Line
 from espresso.comm.parameter_server.wire import Key
-from espresso.comm.program.partition import Context, PartitionProgram
+from espresso.comm.program import Context, PartitionProgram
 from espresso.strategies import Bucket, Plan, Strategy, plan
 
 

@@ -18,7 +18,7 @@ import torch
 from espresso.comm.execute.iteration import Iteration, Work
 from espresso.comm.execute.lanes import Lanes, Node
 from espresso.comm.execute.programs import Compiled, Programs
-from espresso.comm.program.partition import Context, PartitionProgram, Round
+from espresso.comm.program import Context, PartitionProgram, Round
 from espresso.strategies import Bucket
 
 

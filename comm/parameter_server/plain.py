@@ -19,7 +19,6 @@ from espresso.compressors.base import (
     Bytes,
     Codec,
     Compressor,
-    Correction,
     Decoding,
     Encoding,
     Layout,
@@ -50,18 +49,6 @@ class PlainNumbers(Steady):
             counts=np.zeros_like(numels),
             raw=np.ones(len(numels), np.bool_),
         )
-
-    @property
-    def correction(self) -> Correction | None:
-        """None: momentum is for sparsifiers to ask for."""
-        return None
-
-    @property
-    def is_scheduled(self) -> bool:
-        return False
-
-    def in_force(self, epoch: int, step: int) -> Compressor:
-        return self
 
     def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """Everything."""

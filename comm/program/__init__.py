@@ -2,3 +2,8 @@
 
 May import: comm.parameter_server.
 """
+
+from espresso.comm.program.context import TORCH_DTYPES, Codecs, Context, Round
+from espresso.comm.program.partition import PartitionProgram
+
+__all__ = ["TORCH_DTYPES", "Codecs", "Context", "PartitionProgram", "Round"]

@@ -47,15 +47,12 @@ class Desk:
             return held
         return self.memory.numbers(held.numel(), held.dtype).zero_().view(held.shape)
 
-    def array(self, held: torch.Tensor) -> Array:
-        """The same as the codec takes it."""
-        return self.memory.array(held)
-
     def copies(self, before: Sequence[Twins], after: Sequence[Twins]) -> Mapping[Stage, Action]:
         """What is copied before and after the step; nothing where it works in place."""
         if not self.is_mirrored:
             return {}
-        return {Stage.COPY_TO_HOST: copy_to_host(before), Stage.COPY_TO_DEVICE: copy_to_device(after)}
+        copied = {Stage.COPY_TO_HOST: before, Stage.COPY_TO_DEVICE: after}
+        return {stage: copy(twins, stage) for stage, twins in copied.items()}
 
     def of_home(self, span: Span) -> Twins:
         """A range of home and its mirror."""
@@ -76,23 +73,13 @@ def both(here: torch.Tensor, there: torch.Tensor) -> Twins:
     return lambda: (here, there)
 
 
-def copy_to_host(twins: Sequence[Twins]) -> Action:
-    """Fills the mirrors."""
+def copy(twins: Sequence[Twins], stage: Stage) -> Action:
+    """Fills the mirrors before a step, or writes them back after it."""
 
-    def copy() -> None:
+    def run() -> None:
         for pair in twins:
             here, there = pair()
-            there.copy_(here, non_blocking=True)
+            source, target = (here, there) if stage is Stage.COPY_TO_HOST else (there, here)
+            target.copy_(source, non_blocking=True)
 
-    return copy
-
-
-def copy_to_device(twins: Sequence[Twins]) -> Action:
-    """Writes them back."""
-
-    def copy() -> None:
-        for pair in twins:
-            here, there = pair()
-            here.copy_(there, non_blocking=True)
-
-    return copy
+    return run

@@ -30,7 +30,7 @@ from espresso.comm import collectives
 from espresso.comm.keep.residual import Residual
 from espresso.comm.parameter_server import Described, Line
 from espresso.comm.program import payload, rounds, values
-from espresso.comm.program.context import TORCH_DTYPES, Codecs, Context, Round
+from espresso.comm.program.context import TORCH_DTYPES, Context, Round
 from espresso.comm.program.held import Action, Compiled, Held, Matrices, Numbers, Payload, Pushed, Vector
 from espresso.comm.program.home import Home
 from espresso.comm.program.kept import keep_raw
@@ -39,8 +39,6 @@ from espresso.comm.program.part import Part
 from espresso.comm.program.routines import exchange
 from espresso.comm.program.servers import pull, push
 from espresso.strategies import DTYPES, Device, Form, Group, Partition, Plan, Routine, Scope, Stage, StepFlow, StepKind
-
-__all__ = ["TORCH_DTYPES", "Codecs", "Context", "PartitionProgram", "Round"]
 
 
 class PartitionProgram:
@@ -53,13 +51,11 @@ class PartitionProgram:
     """
 
     def __init__(self, plan: Plan, partition: Partition, context: Context) -> None:
-        self.plan, self.partition, self.context = plan, partition, context
+        self.partition, self.context = partition, context
         self.group = plan.groups[partition.group]
-        self.choice = self.group.choice
         self.flows = plan.flows(partition.index, context.rank)
         self._home = _home(self.group, partition, self.flows, context)
-        self.runs = self._home.runs
-        self.tensors = tuple(dict.fromkeys(run.tensor for run in self.runs))
+        self.tensors = tuple(dict.fromkeys(run.tensor for run in self._home.runs))
         part = Part(context, self.group, partition, self.flows, self._home)
         self._steps = compile_steps(part)
         raw = keep_raw(part)

@@ -26,7 +26,7 @@ def compress(part: Part, index: int) -> Compiled:
     kept = keep(part, index, codec, at.memory)
     held = _room(part, index, codec)
     written = at.twin(held.buffer)
-    payloads = at.array(written)
+    payloads = at.memory.array(written)
     jobs = []
     for number, span in enumerate(flow.after.atoms):
         layout, starts = held.atoms[span]
@@ -50,7 +50,7 @@ def decompress(part: Part, index: int, held: Payload) -> Compiled:
     codec, site = _wire_codec(part, at, flow.before.region), _site_before(part, index)
     last, ends = part.is_last(index), part.ends(index)
     read = at.twin(held.buffer)
-    payloads = at.array(read)
+    payloads = at.memory.array(read)
     jobs = []
     for number, span in enumerate(flow.before.atoms):
         layout, starts = held.atoms[span]

@@ -51,7 +51,7 @@ def compress(part: Part, index: int) -> Compiled:
     assert residual is not None
     values = _vector(part, codec, layout, 0)
     written = at.twin(values)
-    vector, factors = at.array(written), _Factors(part.context.factors, at.memory)
+    vector, factors = at.memory.array(written), _Factors(part.context.factors, at.memory)
 
     def run() -> None:
         encoding = Encoding(layout, at.numbers(), starts, part.unscale, residual.feedback(kept_at), part.key(site))
@@ -71,7 +71,7 @@ def transform(part: Part, index: int, held: Matrices) -> Compiled:
     assert at.memory is held.residual.memory, "plans keep matrices where they were compressed"
     vectors = (*held.vectors, _vector(part, codec, layout, len(held.vectors)))
     twins = [at.twin(vector) for vector in vectors]
-    summed, values = (at.array(twin) for twin in twins)
+    summed, values = (at.memory.array(twin) for twin in twins)
 
     def run() -> None:
         codec.transform_values(layout, summed, values, feedback=held.residual.feedback(held.kept_at))
@@ -87,7 +87,7 @@ def decompress(part: Part, index: int, held: Matrices) -> Compiled:
     codec = cast(RoundsCodec, at.codec)
     layout, starts = held.placed
     twins = [at.twin(vector) for vector in held.vectors]
-    first, second = (at.array(twin) for twin in twins)
+    first, second = (at.memory.array(twin) for twin in twins)
     factors = _Factors(part.context.factors, at.memory)
 
     def run() -> None:

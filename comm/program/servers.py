@@ -17,7 +17,7 @@ from espresso.comm.errors import EspressoError
 from espresso.comm.parameter_server import Described, Line, describe
 from espresso.comm.program.context import TORCH_DTYPES
 from espresso.comm.program.held import Action, Compiled, Numbers, Payload, Pushed
-from espresso.comm.program.mirrors import copy_to_device, copy_to_host
+from espresso.comm.program.mirrors import copy
 from espresso.comm.program.part import Part
 from espresso.strategies import Device, Form, Routine, Scope, Stage
 from espresso.strategies.flow import Span
@@ -46,8 +46,8 @@ def push(part: Part, index: int, held: Numbers | Payload) -> Compiled:
     after: dict[Stage, Action] = {}
     if part.context.memory.host_copies:
         up, down = (host.tensor(host.zeros(size, np.uint8)) for size in (key.up_bytes, key.down_bytes))
-        before[Stage.COPY_TO_HOST] = copy_to_host([partial(_twins, given, up)])
-        after[Stage.COPY_TO_DEVICE] = copy_to_device([partial(_twins, taken, down)])
+        before[Stage.COPY_TO_HOST] = copy([partial(_twins, given, up)], Stage.COPY_TO_HOST)
+        after[Stage.COPY_TO_DEVICE] = copy([partial(_twins, taken, down)], Stage.COPY_TO_DEVICE)
         given, taken = (lambda: up), (lambda: down)
     decodes_last = isinstance(held, Payload) and not key.two_way  # the server does
 

@@ -25,7 +25,7 @@ def compress(part: Part, index: int) -> Compiled:
     kept_at = kept.starts(part.home.runs_in(flow.before.region))
     values = part.context.memory.numbers(codec.num_values(layout), TORCH_DTYPES[codec.value_dtype(layout)])
     written = at.twin(values)
-    vector = at.array(written)
+    vector = at.memory.array(written)
 
     def run() -> None:
         encoding = Encoding(layout, at.numbers(), starts, part.unscale, kept.feedback(kept_at), part.key(site))
@@ -45,7 +45,7 @@ def decompress(part: Part, index: int, held: Vector) -> Compiled:
     codec, ends = cast(SummableCodec, at.codec), part.ends(index)
     layout, starts = held.placed
     read = at.twin(held.values)
-    vector = at.array(read)
+    vector = at.memory.array(read)
 
     def run() -> None:
         scale = part.rescale

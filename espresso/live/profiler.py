@@ -23,7 +23,7 @@ from espresso.comm import collectives
 from espresso.comm.exchanges import sum_in_rank_order
 from espresso.comm.groups import Groups, Member
 from espresso.comm.keep.factors import FactorStore
-from espresso.comm.program.partition import Codecs
+from espresso.comm.program import Codecs
 from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment
 from espresso.model.costs import COMMON_OPS, ComputeCost, LinkCurve, Op
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
