@@ -10,19 +10,75 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from espresso import optim
+    from espresso.comm.errors import (
+        DisagreementError,
+        EspressoError,
+        PeerError,
+        ProtocolError,
+        TopologyError,
+        UnsupportedModelError,
+    )
     from espresso.comm.hook import espresso_hook
+    from espresso.live.checkpoint import CheckpointError, PerRank
+    from espresso.live.config import Config
     from espresso.live.state import EspressoState, register
-    from espresso.strategies import Strategy
+    from espresso.strategies import (
+        Choice,
+        Cluster,
+        CompressorSpec,
+        Strategy,
+        StrategyError,
+        TensorSpec,
+        parse_option,
+    )
 
 __version__ = "0.2.0"
 
-__all__ = ["EspressoState", "Strategy", "__version__", "espresso_hook", "register"]
+__all__ = [
+    "CheckpointError",
+    "Choice",
+    "Cluster",
+    "CompressorSpec",
+    "Config",
+    "DisagreementError",
+    "EspressoError",
+    "EspressoState",
+    "PeerError",
+    "PerRank",
+    "ProtocolError",
+    "Strategy",
+    "StrategyError",
+    "TensorSpec",
+    "TopologyError",
+    "UnsupportedModelError",
+    "__version__",
+    "espresso_hook",
+    "optim",
+    "parse_option",
+    "register",
+]
 
 _HOMES = {
-    "EspressoState": "espresso.live.state",
-    "Strategy": "espresso.strategies",
-    "espresso_hook": "espresso.comm.hook",
-    "register": "espresso.live.state",
+    "CheckpointError": "live.checkpoint",
+    "Choice": "strategies",
+    "Cluster": "strategies",
+    "CompressorSpec": "strategies",
+    "Config": "live.config",
+    "DisagreementError": "comm.errors",
+    "EspressoError": "comm.errors",
+    "EspressoState": "live.state",
+    "PeerError": "comm.errors",
+    "PerRank": "live.checkpoint",
+    "ProtocolError": "comm.errors",
+    "Strategy": "strategies",
+    "StrategyError": "strategies",
+    "TensorSpec": "strategies",
+    "TopologyError": "comm.errors",
+    "UnsupportedModelError": "comm.errors",
+    "espresso_hook": "comm.hook",
+    "parse_option": "strategies",
+    "register": "live.state",
 }
 
 
@@ -32,10 +88,10 @@ def __getattr__(name: str) -> Any:
         return import_module("espresso.optim")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)

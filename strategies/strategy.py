@@ -89,7 +89,7 @@ def fingerprint(tensors: Iterable[TensorSpec], cluster: Cluster) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Strategy:
     """Tensor name to choice, with the global parameters and what it was made for.
 
@@ -133,6 +133,12 @@ class Strategy:
                 )
             if choice.option.uses_servers and not self.cluster.num_servers:
                 raise StrategyError(_no_servers(name, choice, self.cluster))
+
+    def __repr__(self) -> str:
+        """What it holds, without its tensors: there may be thousands."""
+        compressors = ", ".join(sorted(map(str, self.compressors - {NONE}))) or "nothing"
+        count = f"{self.num_compressed} of {len(self.tensors)}"
+        return f"<Strategy: {count} tensors compressed ({compressors}), on {self.cluster}>"
 
     @classmethod
     def uniform(

@@ -3,6 +3,7 @@
 import json
 import logging
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as torch_groups
 from torch import nn
 
 import espresso
@@ -44,7 +46,8 @@ METRICS = {
     {
         "not DDP": ("TypeError", "needs a DistributedDataParallel model, got Linear"),
         "unknown setting": ("TypeError", "no setting 'colour'", "timeout_s"),
-        "setting out of range": ("ValueError", "timeout_s must be above 0, got 0"),
+        "registered twice": ("UnsupportedModelError", "a communication hook already (espresso_hook)"),
+        "setting out of range": ("ValueError", "timeout_s must be a number above 0 and up to 1e+06, got 0"),
         "unknown compressor": ("'zip'", "efsignsgd"),
         "unknown parameter": ("'rate'", "ratio"),
         "malformed spec": ("ValueError", "'ratio' is not key=value"),
@@ -106,6 +109,40 @@ def test_metrics(played):
         assert after["espresso/steps"] == steps
 
 
+def test_summary_says_what_is_done(played):
+    for before, after in played(summaries):
+        assert before.startswith("not started")
+        names = [line.split()[0] for line in after.splitlines() if not line.startswith(" ")]
+        assert names == ["job", "decided", "strategy", "sends", "keeps"]
+        assert "4 tensors" in after
+        assert "given: the strategy was given" in after
+        assert f"4 by efsignsgd: {SHARDED}" in after
+        assert "times less" in after
+
+
+def test_a_failed_exchange_raises_its_own_error(played):
+    """DDP words it as a cast; ``state.errors()`` and the optimizer's step raise the original."""
+    for raised in played(failing):
+        assert raised["backward"].startswith("RuntimeError: Unable to cast")
+        assert raised["step"] == raised["errors()"] == raised["next backward"] == raised["state.error"]
+        assert raised["step"].startswith("EspressoError: espresso on rank")
+        assert raised["another optimizer"] == "nothing was raised"
+        assert raised["errors() without one"] == "RuntimeError: of the user's own"
+
+
+def test_a_checkpoint_is_refused_before_anything_changes(played):
+    for messages, unchanged in played(bad_checkpoints):
+        assert unchanged
+        for what, message in messages.items():
+            assert message.startswith("CheckpointError: "), f"{what}: {message}"
+
+
+def test_artifacts_that_cannot_be_written_are_a_warning(played):
+    for rank, warnings in enumerate(played(unwritable)):
+        assert len(warnings) == (rank == 0), warnings
+        assert all("artifacts_dir cannot be written to" in warning for warning in warnings)
+
+
 def test_the_hook_obeys_ddps_rules():
     assert espresso_hook.__name__ == "espresso_hook"
     assert espresso_hook.__annotations__["bucket"] is dist.GradBucket
@@ -149,6 +186,7 @@ def refusals(rank: int) -> dict[str, str]:
         "not DDP": lambda: espresso.register(nn.Linear(2, 2)),
         "unknown setting": lambda: espresso.register(ddp, colour="red"),
         "setting out of range": lambda: espresso.register(ddp, timeout_s=0),
+        "registered twice": lambda: twice(),
         "unknown compressor": lambda: espresso.register(ddp, "zip"),
         "unknown parameter": lambda: espresso.register(ddp, "dgc:rate=0.1"),
         "malformed spec": lambda: espresso.register(ddp, "dgc:ratio"),
@@ -174,6 +212,18 @@ def refusals(rank: int) -> dict[str, str]:
         "scale": lambda: EspressoState().set_grad_scale(0.0),
     }
     return {what: message_of(action) for what, action in cases.items()}
+
+
+def twice() -> None:
+    """The second is refused before it starts anything."""
+    ddp = wrap(mlp(20, 30, 3))
+    with registered(ddp):
+        before, groups = threading.active_count(), torch_groups._world.pg_map.copy()
+        try:
+            espresso.register(ddp, ranks_per_node=1)
+        finally:
+            assert threading.active_count() == before
+            assert torch_groups._world.pg_map == groups
 
 
 def first_call(state: EspressoState) -> None:
@@ -253,7 +303,114 @@ def metrics(rank: int) -> tuple[dict[str, float], dict[str, float], int]:
         return before, state.metrics(), 4
 
 
+def summaries(rank: int) -> tuple[str, str]:
+    ddp = wrap(mlp(20, 300, 30))
+    with registered(ddp, SHARDED, "efsignsgd") as state:
+        steps(ddp, rank)
+        assert repr(state).startswith("<EspressoState: efsignsgd, strategy <Strategy: 4 of 4 tensors compressed")
+        return EspressoState().summary(), state.summary()
+
+
+def failing(rank: int) -> dict[str, str]:
+    ddp, other = wrap(mlp(20, 30, 3)), mlp(3, 3)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    with registered(ddp, ALLGATHER, "efsignsgd") as state:
+
+        def lose(bucket: Any, scale: float) -> None:
+            state.session.executor._lanes.fail(ValueError("a lane failed"))
+
+        steps(ddp, rank)
+        state.before_exchange.append(lose)
+        loss = ddp(batch(rank, 0, 20)).sum()
+
+        def guarded(action: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> None:
+                with state.errors():
+                    action()
+
+            return run
+
+        def own() -> None:
+            raise RuntimeError("of the user's own")
+
+        def backward() -> None:
+            ddp(batch(rank, 0, 20)).sum().backward()
+
+        raised = {"errors() without one": message_of(guarded(own))}
+        raised["backward"] = message_of(lambda: loss.backward())
+        raised |= {
+            "step": message_of(optimizer.step),
+            "errors()": message_of(guarded(backward)),
+            "next backward": message_of(backward),
+            "another optimizer": message_of(torch.optim.SGD(other.parameters(), lr=0.1).step),
+            "state.error": f"EspressoError: {state.error}",
+        }
+        return raised
+
+
+def bad_checkpoints(rank: int) -> tuple[dict[str, str], bool]:
+    ddp = wrap(mlp(20, 300, 30))
+    with registered(ddp, SHARDED, "efsignsgd") as state:
+        steps(ddp, rank)
+        state.set_epoch(3)
+        good = state.state_dict()
+
+        def loading(change: Callable[[dict[str, Any]], Any]) -> Callable[[], None]:
+            body = {**good, "epoch": 7, "residuals": [dict(row) for row in good["residuals"]]}
+            change(body)
+            return lambda: state.load_state_dict(body)
+
+        meta = torch.empty(3, device="meta")
+        strategy = dict(good["strategy"])
+        cases = {
+            "version is a tensor": loading(lambda body: body.update(version=torch.ones(2))),
+            "kind is a list": loading(lambda body: body.update(kind=[])),
+            "tensor is a list": loading(lambda body: body["residuals"][0].update(tensor=[])),
+            "site is a list": loading(lambda body: body["residuals"][0].update(site=[])),
+            "values on meta": loading(lambda body: body["residuals"][0].update(values=meta)),
+            "start is huge": loading(lambda body: body["residuals"][0].update(start=2**62)),
+            "bool as a step": loading(lambda body: body.update(step=True)),
+            "carry of a number": loading(lambda body: body.update(carry={3: torch.ones(3)})),
+            "factors of nothing": loading(lambda body: body.update(factors={"nothing": torch.ones(3)})),
+            "a row that is a text": loading(lambda body: body.update(residuals=["a"])),
+            "strategy is a number": loading(lambda body: body.update(strategy=3)),
+            "strategy of another model": loading(
+                lambda body: body.update(strategy={**strategy, "tensors": strategy["tensors"][1:]})
+            ),
+            "model is None": loading(lambda body: body.update(model=None)),
+        }
+        messages = {what: message_of(action) for what, action in cases.items()}
+        now = state.state_dict()
+        same = all(now[key] == good[key] for key in ("step", "epoch", "strategy", "model"))
+        values = zip(now["residuals"], good["residuals"], strict=True)
+        return messages, same and all(torch.equal(a["values"], b["values"]) for a, b in values)
+
+
+def unwritable(rank: int) -> list[str]:
+    """A file where the folder should be: also root cannot write there."""
+    ddp, said = wrap(mlp(20, 60, 30)), Said()
+    logging.getLogger("espresso").addHandler(said)
+    with tempfile.NamedTemporaryFile() as file, registered(ddp, SHARDED, "efsignsgd", artifacts_dir=file.name):
+        train(ddp, range(15), lambda step: ddp(batch(rank, step, 20)).square().mean())
+    logging.getLogger("espresso").removeHandler(said)
+    return said.warnings
+
+
+class Said(logging.Handler):
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
     logging.getLogger("espresso").addHandler(logging.NullHandler())
-    return Played(__name__, (refusals, disagreements, late_binding, from_file, metrics), 2)
+    scenarios = (
+        refusals, disagreements, late_binding, from_file, metrics, summaries, failing, bad_checkpoints, unwritable,
+    )  # fmt: skip
+    return Played(__name__, scenarios, 2)

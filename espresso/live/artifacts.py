@@ -28,7 +28,7 @@ class Artifacts:
     A file that cannot be written is a warning, once: nothing that is for people may stop a training.
     """
 
-    def __init__(self, directory: str | None, groups: Groups) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | None, groups: Groups) -> None:
         self._directory = None if directory is None else Path(directory)
         self._groups = groups
         self._decided_at: int | None = None

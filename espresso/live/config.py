@@ -1,15 +1,30 @@
-"""Settings of an :class:`~espresso.live.state.EspressoState`, checked before anything starts."""
+"""Settings of a job: typed, with their ranges, checked before anything starts."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict, get_args
 
-from espresso.comm.keep.residual import check_storage
+from espresso.comm.keep.residual import STORAGES
+from espresso.live.ranges import Flag, OneOf, Path, Range, Real, Whole
+from espresso.search.quality import EXACT_TENSORS, EXACT_VECTORS, LEAST_SENT, SIGN_BLOCK, Automatic
 
 logger = logging.getLogger("espresso")
+
+ResidualDtype = Literal["float32", "bf16", "int8"]
+assert set(get_args(ResidualDtype)) == set(STORAGES)
+
+LONGEST_S = 1e6
+"""Of a time-out: eleven days."""
+
+MOST_ELEMENTS = 1 << 40
+MOST_STEPS = 10**9
+MOST_MEASURED = 10_000
+"""Steps in which automatic mode may measure or race: all of them train, but none with the winner."""
 
 _ENVIRONMENT = {
     "ESPRESSO_TIMEOUT_S": ("timeout_s", float),
@@ -18,9 +33,59 @@ _ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True)
+class Settings(TypedDict, total=False):
+    """Keyword settings of ``espresso.register``; :class:`Config` says what they mean."""
+
+    timeout_s: float
+    ranks_per_node: int | None
+    exact_vectors: int
+    exact_tensors: int
+    sign_block: int
+    least_sent: int
+    partition_bytes: int | None
+    seed: int
+    transactional: bool
+    residual_dtype: ResidualDtype
+    feedback_gain: float | None
+    offload_threads: int | None
+    warmup_steps: int
+    profile_steps: int
+    race_steps: int
+    race_rounds: int
+    decide_by: int
+    steps_per_epoch: int | None
+    check_every: int
+    artifacts_dir: str | os.PathLike[str] | None
+
+
+RANGES: dict[str, Range] = {
+    "timeout_s": Real(LONGEST_S),
+    "ranks_per_node": Whole(1, 1 << 16, optional=True),
+    "exact_vectors": Whole(0, MOST_ELEMENTS),
+    "exact_tensors": Whole(0, MOST_ELEMENTS),
+    "sign_block": Whole(0, 1 << 20, multiple=32),
+    "least_sent": Whole(1, MOST_ELEMENTS),
+    "partition_bytes": Whole(0, MOST_ELEMENTS, optional=True),
+    "seed": Whole(0, (1 << 63) - 1),
+    "transactional": Flag(),
+    "residual_dtype": OneOf(tuple(STORAGES)),
+    "feedback_gain": Real(1.0, optional=True),
+    "offload_threads": Whole(1, 1024, optional=True),
+    "warmup_steps": Whole(3, MOST_MEASURED),
+    "profile_steps": Whole(1, MOST_MEASURED),
+    "race_steps": Whole(3, MOST_MEASURED),
+    "race_rounds": Whole(1, MOST_MEASURED),
+    "decide_by": Whole(0, MOST_STEPS),
+    "steps_per_epoch": Whole(1, MOST_STEPS, optional=True),
+    "check_every": Whole(0, MOST_STEPS),
+    "artifacts_dir": Path(),
+}
+"""What each setting may be."""
+
+
+@dataclass(frozen=True, repr=False)
 class Config:
-    """Keyword settings of ``espresso.register``.
+    """Settings of ``espresso.register``, each with its default. The message of a wrong one names its range.
 
     Attributes:
         timeout_s: a collective that takes longer fails, and so does a step that makes no progress. A rank that
@@ -50,25 +115,30 @@ class Config:
         offload_threads: threads of the host worker pool; None takes the cores this rank may use.
         warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
         profile_steps: plain steps in which gaps are measured.
-        race_steps: steps of each block when strategies race against plain.
+        race_steps: steps of each block when strategies race against plain; the first of a block is not counted.
         race_rounds: how often the blocks alternate.
         decide_by: iterations after which automatic mode has decided. Until the race it trains on plain averages, the
             better for what is learnt first; 0 races as soon as the job is measured.
         steps_per_epoch: what compressors that warm up by epochs count with; None waits for ``state.set_epoch``.
         check_every: compare parameters between ranks every so many steps; 0 never.
-        artifacts_dir: where strategy, job and measured intervals are written; None writes nothing.
+        artifacts_dir: where strategy, job and measured intervals are written; None writes nothing. What cannot be
+            written is a warning, never an error.
+
+    Raises:
+        TypeError: a setting of another type.
+        ValueError: a setting out of its range.
     """
 
     timeout_s: float = 300.0
     ranks_per_node: int | None = None
-    exact_vectors: int = 16384
-    exact_tensors: int = 16384
-    sign_block: int = 64
-    least_sent: int = 2048
+    exact_vectors: int = EXACT_VECTORS
+    exact_tensors: int = EXACT_TENSORS
+    sign_block: int = SIGN_BLOCK
+    least_sent: int = LEAST_SENT
     partition_bytes: int | None = None
     seed: int = 0
     transactional: bool = True
-    residual_dtype: str = "float32"
+    residual_dtype: ResidualDtype = "float32"
     feedback_gain: float | None = None
     offload_threads: int | None = None
     warmup_steps: int = 4
@@ -78,57 +148,40 @@ class Config:
     decide_by: int = 58
     steps_per_epoch: int | None = None
     check_every: int = 0
-    artifacts_dir: str | None = None
+    artifacts_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        positive = ("timeout_s", "profile_steps", "race_steps", "race_rounds")
-        for name in positive:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
-        for name in (
-            "warmup_steps",
-            "check_every",
-            "exact_vectors",
-            "exact_tensors",
-            "sign_block",
-            "decide_by",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
-        if self.sign_block % 32:
-            raise ValueError(f"sign_block must be a multiple of 32, got {self.sign_block!r}")
-        if self.least_sent < 1:
-            raise ValueError(f"least_sent must be at least 1, got {self.least_sent!r}")
-        check_storage(self.residual_dtype)
-        if self.feedback_gain is not None and not 0 < self.feedback_gain <= 1:
-            raise ValueError(f"feedback_gain must be above 0 and at most 1, got {self.feedback_gain!r}")
-        if self.partition_bytes is not None and self.partition_bytes < 0:
-            raise ValueError(f"partition_bytes must be at least 0, got {self.partition_bytes!r}")
-        if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
-            raise ValueError(f"steps_per_epoch must be at least 1, got {self.steps_per_epoch!r}")
-        if self.warmup_steps < 3:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps}: DDP rebuilds its buckets in the second step; allow at least 3"
-            )
-        if self.race_steps < 3:
-            raise ValueError(f"race_steps={self.race_steps}: the first step of a block is dropped; allow at least 3")
+        for name, value in vars(self).items():
+            RANGES[name].check(name, value)
+
+    def __repr__(self) -> str:
+        """What differs from the defaults."""
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Config({', '.join(changed)})"
 
     @property
     def shared(self) -> dict[str, Any]:
         """What must be equal on all ranks: every setting but where files are written."""
         return {name: value for name, value in vars(self).items() if name != "artifacts_dir"}
 
+    @property
+    def automatic(self) -> Automatic:
+        """The settings that the search depends on."""
+        return Automatic(**{each.name: getattr(self, each.name) for each in fields(Automatic)})
+
     @classmethod
-    def from_keywords(cls, keywords: dict[str, Any]) -> Config:
+    def from_keywords(cls, keywords: Mapping[str, Any]) -> Config:
         """A config from keyword arguments and the environment's overrides, which are logged when used.
 
         Raises:
-            TypeError: an unknown keyword, by name.
+            TypeError: an unknown keyword, by name; it says which is nearest.
         """
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(keywords) - known)
-        if unknown:
-            raise TypeError(f"espresso has no setting {unknown[0]!r}; settings are {', '.join(sorted(known))}")
+        known = [each.name for each in fields(cls)]
+        unknown = next((name for name in keywords if name not in known), None)
+        if unknown is not None:
+            nearest = get_close_matches(unknown, known, 1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ";"
+            raise TypeError(f"espresso has no setting {unknown!r}{hint} Settings are {', '.join(sorted(known))}")
         values = dict(keywords)
         for variable, (name, kind) in _ENVIRONMENT.items():
             if variable in os.environ:

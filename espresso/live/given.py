@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from espresso.compressors import registry
@@ -36,15 +37,26 @@ class Given:
         """Read and check what can be checked before the model is known.
 
         Raises:
+            TypeError: neither what a compressor nor what a strategy may be.
             ValueError, StrategyError, OSError: an unknown compressor or parameter, a file that is no strategy.
         """
         spec = CompressorSpec.parse(compressor) if isinstance(compressor, str) else compressor
+        if not isinstance(spec, CompressorSpec):
+            raise TypeError(
+                f"compressor must be a text such as 'dgc:ratio=0.01' or a CompressorSpec, got {compressor!r:.80}"
+                f" ({type(compressor).__name__})"
+            )
         registry.create(spec)
         if strategy == AUTO:
             return cls(spec)
-        given = Strategy.load(Path(strategy)) if isinstance(strategy, str | os.PathLike) else strategy
+        given = _load(strategy) if isinstance(strategy, str | os.PathLike) else strategy
         if isinstance(given, Strategy):
             check_choices(given)
+        elif not callable(given):
+            raise TypeError(
+                f"strategy must be 'auto', a path, a Strategy, or a function of tensors and cluster that makes one, got"
+                f" {strategy!r:.80} ({type(strategy).__name__})"
+            )
         found = cls(spec, given)
         found.schedule()
         return found
@@ -58,6 +70,8 @@ class Given:
         if self.strategy is None or isinstance(self.strategy, Strategy):
             return self
         made = self.strategy(tensors, cluster)
+        if not isinstance(made, Strategy):
+            raise TypeError(f"the strategy's function must return a Strategy, got {made!r:.80} ({type(made).__name__})")
         check_choices(made)
         return Given(self.compressor, made)
 
@@ -72,3 +86,10 @@ class Given:
 
     def __str__(self) -> str:
         return self.strategy.digest if isinstance(self.strategy, Strategy) else AUTO
+
+
+def _load(path: str | os.PathLike[str]) -> Strategy:
+    """A strategy's file; what is no file may be a misspelt "auto"."""
+    if isinstance(path, str) and not Path(path).exists() and get_close_matches(path, [AUTO]):
+        raise ValueError(f"strategy={path!r} is no file; did you mean 'auto'?")
+    return Strategy.load(Path(path))

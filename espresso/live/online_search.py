@@ -65,13 +65,7 @@ class OnlineSearch:
     ) -> None:
         self._groups, self._codecs, self._given, self.compressor = groups, codecs, compressor, compressor
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._settings = Automatic(
-            config.exact_vectors,
-            config.partition_bytes,
-            config.least_sent,
-            config.exact_tensors,
-            config.sign_block,
-        )
+        self._settings = config.automatic
         self._artifacts, self._observer, self._runtime = artifacts, observer, runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0

@@ -255,7 +255,9 @@ class AutoPlanner:
         if self._again:
             return replace(self._plain.assignment, drain=False)
         # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
-        self._first = iteration if self._first is None else self._first
+        if self._first is None:
+            self._first = iteration
+            self._say("automatic mode: %d steps of warm-up, then %d measured", self._profile_from, self._profile_steps)
         iteration -= self._first
         if iteration < self._profile_from:
             return self._plain.assignment
@@ -287,6 +289,11 @@ class AutoPlanner:
             return self._after_profile(record)
         return None
 
+    def _say(self, text: str, *values: object) -> None:
+        """Log progress, once for all ranks."""
+        if self._groups.rank == 0:
+            logger.info(text, *values)
+
     # -- profiling -------------------------------------------------------------------------------
 
     def _after_profile(self, record: Record) -> Work | None:
@@ -302,6 +309,7 @@ class AutoPlanner:
 
     def _find_candidates(self) -> None:
         self._again = False
+        self._say("automatic mode measures links and compressors, and searches; this step takes longer")
         candidates = self._search(self._observed)
         if self._profile_only:
             self._decide("plain", "profile only: the job was measured, nothing is compressed")
@@ -315,6 +323,8 @@ class AutoPlanner:
             for name, assignment in arms if turn % 2 == 0 else reversed(arms):
                 self._race += [(name, assignment)] * self._race_steps
         self._pause = max(0, self._pause - len(self._race))
+        names, steps = ", ".join(name for name, _ in arms), len(self._race)
+        self._say("automatic mode races %s in %d steps, after %d more plain ones", names, steps, self._pause)
 
     # -- racing ----------------------------------------------------------------------------------
 
@@ -352,8 +362,7 @@ class AutoPlanner:
         predicted = {c.name: c.predicted_us for c in self._candidates}
         self.verdict = Verdict(name, reason, measured or {}, predicted)
         self._race = []
-        if self._groups.rank == 0:
-            logger.info("espresso decided: %s (%s)", name, reason)
+        self._say("automatic mode decided: %s (%s)", name, reason)
 
     def _after_decision(self, record: Record) -> Work | None:
         assert self._winner is not None

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from espresso.comm.errors import EspressoError, UnsupportedModelError
 from espresso.comm.hook import DdpBuckets, espresso_hook
 from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept
-from espresso.live.config import Config
+from espresso.live.config import Config, Settings
 from espresso.live.given import AUTO, Given, StrategyLike
 from espresso.live.loss_scale import LossScale, Scaler
 from espresso.live.names import BoundModel
 from espresso.live.session import METRICS, Session
+from espresso.live.summary import summary_of
 from espresso.model.job import Job
 from espresso.strategies import Cluster, CompressorSpec, Strategy
 
@@ -61,11 +62,13 @@ class EspressoState:
         strategy: StrategyLike = AUTO,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: Scaler | None = None,
-        **config: Any,
+        **config: Unpack[Settings],
     ) -> None:
-        self.config = Config.from_keywords(config)
+        self.config = Config.from_keywords(dict(config))
         self._given = Given.of(compressor, strategy)
         self._process_group = process_group
+        if not (grad_scaler is None or hasattr(grad_scaler, "get_scale")):
+            raise TypeError(f"grad_scaler must have a get_scale(), as torch.amp.GradScaler, got {grad_scaler!r:.80}")
         self._scale = LossScale(grad_scaler)
         self._epoch: int | None = None
         self._pending: Checkpoint | None = None
@@ -235,6 +238,34 @@ class EspressoState:
         """The strategy in use; None before the first step."""
         return None if self._session is None else self._session.decider.strategy
 
+    def summary(self) -> str:
+        """A few lines for people: what was decided, why, what it gains, sends and keeps. No communication.
+
+        Example:
+            >>> print(state.summary())   # doctest: +SKIP
+            job       2 nodes x 1 ranks; 4 tensors, 12.6 MB of gradients; step 61
+            decided   everything once: measured in alternated blocks: plain 212.0 ms, everything once 31.5 ms a step
+            strategy  2 of 4 tensors are compressed, 99.9% of the elements
+                      2 by efsignsgd:block=64: comp > flat.allgather > dec
+            gains     31.5 ms a step instead of 212.0, 6.73 times as fast, predicted 30.2
+            sends     492 kB a step and rank, plain 12.6 MB, 25.6 times less
+            keeps     25.2 MB of residuals
+        """
+        if self._session is None:
+            return "not started: the exchange starts with state.start(), or with the first backward pass"
+        return summary_of(self._session)
+
+    def __repr__(self) -> str:
+        given = self._given.strategy
+        asked = AUTO if given is None else repr(given) if isinstance(given, Strategy) else "a function"
+        if self._closed:
+            now = "closed"
+        elif self._session is None:
+            now = "not started"
+        else:
+            now = self.verdict or "measuring"
+        return f"<EspressoState: {self.compressor}, strategy {asked}; {now}>"
+
     @property
     def verdict(self) -> str:
         """What automatic mode decided and why, in one sentence; empty before that."""
@@ -353,7 +384,7 @@ def register(
     strategy: StrategyLike = AUTO,
     process_group: dist.ProcessGroup | None = None,
     grad_scaler: Scaler | None = None,
-    **config: Any,
+    **config: Unpack[Settings],
 ) -> EspressoState:
     """Make a DDP model exchange its gradients through espresso. The one line. All ranks together.
 

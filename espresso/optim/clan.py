@@ -5,7 +5,7 @@ Zhong, Xie, Zheng, Lin: Compressed Communication for Distributed Training: Adapt
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from espresso.live.given import StrategyLike
 from espresso.live.state import EspressoState
-from espresso.optim.exchange import RAW_BELOW_BYTES, attach, parameters_of
+from espresso.optim.exchange import RAW_BELOW_BYTES, ExchangeSettings, attach, parameters_of
 from espresso.optim.lans import LANS
 from espresso.optim.residual_rate import scale_residuals as follow_rate
 from espresso.strategies import CompressorSpec
@@ -67,7 +67,7 @@ class CLAN(LANS):
         raw_below_bytes: int = RAW_BELOW_BYTES,
         scale_residuals: bool = False,
         exchange: EspressoState | None = None,
-        **settings: Any,
+        **settings: Unpack[ExchangeSettings],
     ) -> None:
         # LANS first: what it refuses must not leave a hook behind.
         super().__init__(

@@ -19,7 +19,7 @@ and transports.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from espresso.comm.errors import EspressoError
 from espresso.live.given import AUTO, StrategyLike
 from espresso.live.state import EspressoState
 from espresso.optim.base import AdaptiveOptimizer, Group, Row, by_kind
-from espresso.optim.exchange import RAW_BELOW_BYTES, attach, bucket_view, parameters_of
+from espresso.optim.exchange import RAW_BELOW_BYTES, ExchangeSettings, attach, bucket_view, parameters_of
 from espresso.strategies import CompressorSpec, Strategy
 
 logger = logging.getLogger("espresso")
@@ -102,7 +102,9 @@ class CompressedAdam(AdaptiveOptimizer):
         self.warmup_steps = warmup_steps
         self.precondition = precondition
         self.deviation_floor = deviation_floor
-        self.exchange = attach(ddp_model, compressor, strategy, raw_below_bytes, exchange, settings)
+        self.exchange = attach(
+            ddp_model, compressor, strategy, raw_below_bytes, exchange, cast(ExchangeSettings, settings)
+        )
         if not self.exchange.decided:
             raise ValueError("the given exchange is in automatic mode; register it with a strategy")
         assert self.exchange.strategy is not None

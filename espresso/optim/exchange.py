@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from espresso.live.config import Settings
 from espresso.live.given import StrategyLike
+from espresso.live.loss_scale import Scaler
 from espresso.live.names import named_gradients
 from espresso.live.state import EspressoState, register
 from espresso.search.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
@@ -19,6 +21,13 @@ from espresso.strategies.tree import two_way_option
 
 RAW_BELOW_BYTES = BYTEPS_RAW_BELOW_BYTES
 """Smaller tensors travel uncompressed, as in BytePS-Compress."""
+
+
+class ExchangeSettings(Settings, total=False):
+    """Further keywords of ``espresso.register``."""
+
+    process_group: dist.ProcessGroup | None
+    grad_scaler: Scaler | None
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def attach(
     strategy: StrategyLike | None,
     raw_below_bytes: int,
     exchange: EspressoState | None,
-    settings: dict[str, Any],
+    settings: ExchangeSettings,
 ) -> EspressoState:
     """The given exchange, or a new one registered on the model. All ranks together.
 

@@ -1,0 +1,86 @@
+"""A few lines for people: what was decided, why, what it gains, what it sends, what it keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from espresso.live.session import Session
+from espresso.strategies import Strategy
+
+LISTED = 3
+"""Kinds of choices that are named; the rest is counted."""
+
+
+def summary_of(session: Session) -> str:
+    """The summary of a started job, one fact a line."""
+    rows = [("job", _job(session)), ("decided", _decided(session)), ("strategy", _strategy(session.decider.strategy))]
+    rows += [("", line) for line in _kinds(session.decider.strategy)]
+    rows += [("gains", _gains(session)), ("sends", _sends(session)), ("keeps", _keeps(session))]
+    if session.search is not None and session.search.advice:
+        rows.append(("advice", session.search.advice))
+    return "\n".join(f"{name:<9} {text}".rstrip() for name, text in rows if text)
+
+
+def _job(session: Session) -> str:
+    tensors = session.model.tensors
+    size = sum(tensor.num_bytes for tensor in tensors)
+    steps = session.observer.num_steps
+    return f"{session.groups.cluster}; {len(tensors)} tensors, {_bytes(size)} of gradients; step {steps}"
+
+
+def _decided(session: Session) -> str:
+    verdict = session.decider.verdict
+    if verdict is None:
+        return f"not yet: automatic mode decides by step {session.config.decide_by}, all gradients are plain until then"
+    return f"{verdict.name}: {verdict.reason}"
+
+
+def _strategy(strategy: Strategy) -> str:
+    if not strategy.num_compressed:
+        return "nothing is compressed"
+    sizes = {tensor.name: tensor.numel for tensor in strategy.tensors}
+    compressed = sum(sizes[name] for name, choice in strategy.choices.items() if choice.option.is_compressed)
+    share = compressed / max(1, sum(sizes.values()))
+    return f"{strategy.num_compressed} of {len(sizes)} tensors are compressed, {share:.1%} of the elements"
+
+
+def _kinds(strategy: Strategy) -> Iterator[str]:
+    counts = Counter((str(c.option), str(c.compressor)) for c in strategy.choices.values() if c.option.is_compressed)
+    for (option, compressor), count in counts.most_common(LISTED):
+        yield f"{count} by {compressor}: {option}"
+    if len(counts) > LISTED:
+        yield f"and {len(counts) - LISTED} other kinds"
+
+
+def _gains(session: Session) -> str:
+    verdict = session.decider.verdict
+    if verdict is None or verdict.name not in verdict.measured_us or verdict.name == "plain":
+        return ""
+    ours, plain = verdict.measured_us[verdict.name], verdict.measured_us["plain"]
+    predicted = f", predicted {session.predicted_us / 1e3:.1f}" if session.predicted_us else ""
+    return f"{ours / 1e3:.1f} ms a step instead of {plain / 1e3:.1f}, {plain / ours:.2f} times as fast{predicted}"
+
+
+def _sends(session: Session) -> str:
+    last = session.observer.last
+    if last is None or not last.bytes_sent:
+        return ""
+    less = f", {last.bytes_raw / last.bytes_sent:.1f} times less" if last.bytes_sent < last.bytes_raw else ""
+    return f"{_bytes(last.bytes_sent)} a step and rank, plain {_bytes(last.bytes_raw)}{less}"
+
+
+def _keeps(session: Session) -> str:
+    kept = [(session.store.num_bytes, "residuals")]
+    if session.velocities is not None:
+        kept.append((session.velocities.num_bytes, "velocities"))
+    return " and ".join(f"{_bytes(size)} of {what}" for size, what in kept if size) or "nothing"
+
+
+def _bytes(size: float) -> str:
+    """In the largest unit that leaves a number of at least 1."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

@@ -1,0 +1,143 @@
+"""The front door: what is exported, how it is typed and shown, and what settings may be."""
+
+import subprocess
+import sys
+import tomllib
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import espresso
+from espresso.live.config import RANGES, Config, Settings
+from espresso.live.given import Given
+from espresso.strategies import Strategy
+
+ROOT = Path(__file__).parents[1]
+
+SCRIPT = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+import espresso
+
+def train(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    state = espresso.register(model, "dgc:ratio=0.01", timeout_s=60, residual_dtype="bf16", artifacts_dir=None)
+    with state.errors():
+        model(torch.ones(1)).sum().backward()
+        optimizer.step()
+    adam = espresso.optim.CLAN(model, compressor=espresso.CompressorSpec("int8"), seed=3)
+    strategy: espresso.Strategy = espresso.Strategy.uniform([espresso.TensorSpec("w", (3,))], espresso.Cluster(2, 1))
+    try:
+        state.use(strategy)
+    except (espresso.EspressoError, espresso.StrategyError) as error:
+        print(error, state.summary(), adam.exchange.error)
+    return state.metrics()
+"""
+
+WRONG = """
+from torch.nn.parallel import DistributedDataParallel
+import espresso
+
+def train(model: DistributedDataParallel) -> None:
+    espresso.register(model, timeout=60)
+    espresso.register(model, timeout_s="5")
+    espresso.register(model, compressor=None)
+"""
+
+
+def test_the_door_shows_the_api_alone():
+    assert dir(espresso) == sorted(espresso.__all__)
+    assert all(getattr(espresso, name) is not None for name in espresso.__all__)
+    with pytest.raises(AttributeError, match=r"no attribute 'Registre'; it has .*register"):
+        espresso.Registre  # noqa: B018
+
+
+def test_a_users_script_passes_mypy_strict(tmp_path):
+    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
+    right.write_text(SCRIPT)
+    wrong.write_text(WRONG)
+    # The project's own settings are strict; with them the cache serves.
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["strict"] is True
+    command = [sys.executable, "-m", "mypy", str(right), str(wrong)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    found = [line.partition(": error: ")[0] for line in done.stdout.splitlines() if ": error: " in line]
+    assert found == [f"{wrong}:{line}" for line in (6, 7, 8)], done.stdout + done.stderr
+
+
+def test_settings_have_one_list_each_of_types_and_ranges():
+    assert typing.get_type_hints(Settings) == typing.get_type_hints(Config)
+    assert list(RANGES) == [field.name for field in fields(Config)]
+    assert Config.__doc__ is not None
+    assert all(f"        {name}: " in Config.__doc__ for name in RANGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "wanted"),
+    [
+        ("race_steps", 3.5, TypeError, "a whole number from 3 to 10000"),
+        ("race_steps", 2, ValueError, "a whole number from 3 to 10000"),
+        ("race_steps", True, TypeError, "a whole number from 3 to 10000"),
+        ("check_every", 0.5, TypeError, "a whole number from 0 to 1000000000"),
+        ("profile_steps", 1e9, TypeError, "a whole number from 1 to 10000"),
+        ("profile_steps", 10**9, ValueError, "a whole number from 1 to 10000"),
+        ("seed", "a", TypeError, "a whole number from 0 to 9223372036854775807"),
+        ("seed", -1, ValueError, "a whole number from 0 to"),
+        ("timeout_s", float("inf"), ValueError, "a number above 0 and up to 1e+06"),
+        ("timeout_s", float("nan"), ValueError, "a number above 0 and up to 1e+06"),
+        ("timeout_s", "5", TypeError, "a number above 0 and up to 1e+06"),
+        ("timeout_s", True, TypeError, "a number above 0 and up to 1e+06"),
+        ("timeout_s", None, TypeError, "a number above 0 and up to 1e+06"),
+        ("feedback_gain", 1.5, ValueError, "a number above 0 and up to 1 or None"),
+        ("feedback_gain", 0, ValueError, "a number above 0 and up to 1 or None"),
+        ("sign_block", 33, ValueError, "a multiple of 32 from 0 to 1048576"),
+        ("transactional", 1, TypeError, "True or False"),
+        ("residual_dtype", "int7", ValueError, "one of float32, bf16, int8"),
+        ("residual_dtype", 8, TypeError, "one of float32, bf16, int8"),
+        ("offload_threads", 0, ValueError, "a whole number from 1 to 1024 or None"),
+        ("ranks_per_node", 1.0, TypeError, "a whole number from 1 to 65536 or None"),
+        ("artifacts_dir", 3, TypeError, "a path or None"),
+    ],
+)
+def test_a_wrong_setting_names_itself_its_value_and_its_range(name, value, error, wanted):
+    with pytest.raises(error) as caught:
+        Config(**{name: value})
+    assert str(caught.value).startswith(f"{name} must be {wanted}")
+    assert f"got {value!r}" in str(caught.value)
+
+
+def test_what_is_misspelt_has_a_suggestion():
+    with pytest.raises(TypeError, match="no setting 'timeout'; did you mean 'timeout_s'"):
+        espresso.EspressoState(timeout=3)
+    with pytest.raises(ValueError, match="strategy='atuo' is no file; did you mean 'auto'"):
+        espresso.EspressoState(strategy="atuo")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"strategy": None}, "strategy must be 'auto', a path, a Strategy, or a function .* got None"),
+        ({"strategy": 3}, r"strategy must be .* got 3 \(int\)"),
+        ({"compressor": None}, "compressor must be a text such as 'dgc:ratio=0.01' or a CompressorSpec, got None"),
+        ({"grad_scaler": 3.0}, "grad_scaler must have a get_scale"),
+    ],
+)
+def test_what_is_no_strategy_or_compressor_is_a_type_error(given, said):
+    with pytest.raises(TypeError, match=said):
+        espresso.EspressoState(**given)
+
+
+def test_a_function_must_return_a_strategy():
+    given = Given.of("efsignsgd", lambda tensors, cluster: None)
+    with pytest.raises(TypeError, match="must return a Strategy, got None"):
+        given.on((), espresso.Cluster(2, 1))
+
+
+def test_everything_shows_itself_in_a_line():
+    state = espresso.EspressoState("dgc:ratio=0.01", timeout_s=20)
+    assert repr(state) == "<EspressoState: dgc:ratio=0.01, strategy auto; not started>"
+    assert repr(state.config) == "Config(timeout_s=20)"
+    assert state.summary().startswith("not started")
+    tensors = [espresso.TensorSpec(f"layer {n}", (10, 10)) for n in range(100)]
+    strategy = Strategy.uniform(tensors, espresso.Cluster(2, 2))
+    assert repr(strategy) == "<Strategy: 0 of 100 tensors compressed (nothing), on 2 nodes x 2 ranks>"
