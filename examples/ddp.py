@@ -53,9 +53,10 @@ loss = torch.tensor(0.0)
 for _ in range(first_step, first_step + chosen.steps):
     batch = torch.randint(len(images), (32,), generator=draw)
     optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
-    loss.backward()
-    optimizer.step()
+    with state.errors():  # a failed exchange raises an espresso.EspressoError instead of DDP's cast error
+        loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+        loss.backward()
+        optimizer.step()
 
 if path is not None:
     path.parent.mkdir(parents=True, exist_ok=True)

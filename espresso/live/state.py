@@ -209,8 +209,8 @@ class EspressoState:
     def errors(self) -> Iterator[None]:
         """Have a failed exchange raise its own error. DDP words it as "RuntimeError: Unable to cast …".
 
-        Put it around forward, backward and step. Without it ``backward()`` raises DDP's wording, and the next
-        ``optimizer.step()`` or ``backward()`` the original.
+        Put it around forward, backward and step. Without it ``backward()`` raises DDP's wording, and the
+        next ``optimizer.step()`` the original: gradients that were not averaged are never applied.
 
         Example:
             >>> with state.errors():                # doctest: +SKIP
