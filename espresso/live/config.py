@@ -180,7 +180,7 @@ class Config:
         unknown = next((name for name in keywords if name not in known), None)
         if unknown is not None:
             nearest = get_close_matches(unknown, known, 1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ";"
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
             raise TypeError(f"espresso has no setting {unknown!r}{hint} Settings are {', '.join(sorted(known))}")
         values = dict(keywords)
         for variable, (name, kind) in _ENVIRONMENT.items():
