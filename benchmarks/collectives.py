@@ -25,7 +25,7 @@ from espresso.comm.groups import Groups
 from espresso.compressors.base import Decoding, Encoding, Segment
 from espresso.live.host_codecs import HostCodecs
 from espresso.live.profiler import measure_links
-from espresso.model.costs import interpolate
+from espresso.model.links import interpolate
 from espresso.strategies import CompressorSpec, Device, Form
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.search_models import MODELS, model_job
-from espresso.model.costs import AlphaBeta, Links
 from espresso.model.job import Job
+from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import cluster_names, job_from_trace, trace_names
 from espresso.model.timeline_kernels import EVENTS
 from espresso.search.algorithms import greedy, offload

@@ -169,7 +169,8 @@ def read_as(form: type[T], body: Any, where: str) -> T:
 
     Args:
         form: a dataclass of numbers, truth values, texts, enums, tuples, mappings, ``Any`` and such dataclasses. Its
-            own checks run too, and raise ValueError.
+            own checks run too, and raise ValueError. A class variable ``RETIRED`` names keys that files of earlier
+            versions have, and the only values with which they may be left out of account.
         where: what the object is called in messages: ``the job``, or where it stands in a file.
 
     Raises:
@@ -179,6 +180,8 @@ def read_as(form: type[T], body: Any, where: str) -> T:
     readers, required = _keys_of(kind)
     if not isinstance(body, dict):
         raise FormError(f"{where} must be a JSON object, got {type(body).__name__}")
+    retired: Mapping[str, Any] = getattr(form, "RETIRED", {})
+    body = {key: value for key, value in body.items() if key not in retired or value != retired[key]}
     for key in body:
         if key not in readers:
             raise FormError(f"{where} has an unknown key {shown(key)}; known are {sorted(readers)}")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from espresso.live.config import Config
-from espresso.search.quality import compress_once, leave_tensors, leave_vectors, refine_signs, send_at_least
+from espresso.search.exactness import compress_once, leave_tensors, leave_vectors, refine_signs, send_at_least
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 

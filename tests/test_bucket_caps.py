@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from espresso.model.bucket_caps import caps_for, rebucketed
-from espresso.model.costs import AlphaBeta, Links
+from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import job_from_trace
 from espresso.search.search import replan, search
 from espresso.strategies import Mode, StrategyError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espresso.model.costs import JobError
+from espresso.model.links import JobError
 from espresso.model.pricing import Pricer
 from espresso.search.bounds import certify
 from espresso.search.candidates import every_choice, units_of

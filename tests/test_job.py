@@ -6,21 +6,24 @@ from dataclasses import replace
 import pytest
 
 from espresso.model.costs import (
-    AlphaBeta,
     ComputeCost,
     Contention,
     CopyCost,
     CostModel,
+    Op,
+)
+from espresso.model.job import Job, JobError
+from espresso.model.links import (
+    AlphaBeta,
     LinkCurve,
     Links,
-    Op,
     fit_line,
     interpolate,
     routine_us,
 )
-from espresso.model.job import Job, JobError
+from espresso.model.payload_sizes import atom_sizes, first_shard, payload_bytes
 from espresso.model.presets import cluster_names, job_from_trace, load_cluster, published_costs, trace_names
-from espresso.model.pricing import Pricer, atom_sizes, first_shard, payload_bytes
+from espresso.model.pricing import Pricer
 from espresso.strategies import (
     Bucket,
     Choice,
@@ -356,7 +359,7 @@ def test_a_cluster_file_is_read_and_its_faults_named(tmp_path):
 
 
 def test_measured_links_make_a_cluster_file(tmp_path):
-    from espresso.model.costs import AlphaBeta, LinkCurve, routine_us
+    from espresso.model.links import AlphaBeta, LinkCurve, routine_us
     from espresso.model.presets import load_cluster, measured_cluster
     from espresso.strategies import Cluster, Form, Routine, Scope
 

@@ -21,15 +21,14 @@ from espresso.cpu_offload import WorkerPool
 from espresso.cpu_offload.powersgd import orthonormalise
 from espresso.model.costs import (
     COMMON_OPS,
-    AlphaBeta,
     ComputeCost,
     Contention,
     CopyCost,
     CostModel,
-    Links,
     Op,
 )
 from espresso.model.job import Job
+from espresso.model.links import AlphaBeta, Links
 from espresso.model.timeline import simulate
 from espresso.search.candidates import every_choice
 from espresso.search.search import lay_out, search

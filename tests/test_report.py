@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from espresso.model.costs import AlphaBeta, ComputeCost, CostModel, LinkCurve, Links, Op
+from espresso.model.costs import ComputeCost, CostModel, Op
 from espresso.model.job import Job
+from espresso.model.links import AlphaBeta, LinkCurve, Links
 from espresso.model.timeline import Timeline, list_schedule, simulate
 from espresso.show.explain import ExplainedGroup, explain
 from espresso.show.gantt import write_gantt

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from espresso.model.costs import AlphaBeta, Contention, CopyCost
+from espresso.model.costs import Contention, CopyCost
 from espresso.model.job import Job, JobError
+from espresso.model.links import AlphaBeta
 from espresso.model.presets import job_from_trace
 from espresso.model.timeline import simulate
 from espresso.search.algorithms import bubbles, greedy, offload, size_order
 from espresso.search.baselines import inter_all_to_all, inter_gather_broadcast, simple_baselines
 from espresso.search.candidates import compressed_choices, raw_choices, units_of
 from espresso.search.evaluator import Evaluator
+from espresso.search.local_search import NO_EFFORT
 from espresso.search.search import search
 from espresso.strategies import (
     PLAIN,
@@ -164,7 +166,7 @@ def test_bubbles_drop_only_what_is_completely_finished():
 
 def test_a_tensor_before_a_bubble_stays_raw():
     job = make_job([20000, 20000], [0, 5000], beta=40.0, costs=compute(5.0, 5.0))
-    result = search(job, TOY, payload=tenth, improve=False)
+    result = search(job, TOY, payload=tenth, effort=NO_EFFORT)
     assert result.strategy.choices["t0"] == PLAIN
     assert result.strategy.choices["t1"].option.is_compressed
 
@@ -298,7 +300,7 @@ def test_a_bucket_is_split_where_both_devices_can_work_on_it():
     paper = make_job([50_000, 50_000], [0, 5], beta=30.0, costs=compute(8.0, 1.0))
     bucket = Bucket(0, (Slot("t0", 0, 50_000), Slot("t1", 50_000, 50_000)))
     job = replace(paper, mode=Mode.DDP, buckets=(bucket,), bucket_ready_us=(5.0,))
-    whole = search(job, TOY, payload=tenth, improve=False, partitions=(0,))
+    whole = search(job, TOY, payload=tenth, effort=NO_EFFORT, partitions=(0,))
     split = search(job, TOY, payload=tenth, partitions=(0,))
     assert len(set(whole.strategy.choices.values())) == 1
     assert len(set(split.strategy.choices.values())) == 2
@@ -322,7 +324,7 @@ def test_servers_are_chosen_where_they_pay():
 @pytest.mark.parametrize("exact", [0, 16384])
 def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact, tmp_path):
     from espresso.live.online_search import find_candidates
-    from espresso.search.quality import SIMPLE, Automatic
+    from espresso.search.exactness import SIMPLE, Automatic
 
     live = live_job(exact)
     raced, result = find_candidates(live, TOY, Automatic(**settings(exact)))
@@ -349,7 +351,7 @@ def settings(exact):
 
 def live_job(exact):
     """A job of two buckets with weights and biases, as automatic mode would have saved it."""
-    from espresso.search.quality import Automatic
+    from espresso.search.exactness import Automatic
 
     shapes = ((300, 300), (9000,), (200, 300), (300,))
     tensors = tuple(TensorSpec(f"t{i}", shape) for i, shape in enumerate(shapes))
@@ -385,7 +387,7 @@ def offline(folder, *options):
 
 
 def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path):
-    from espresso.search.quality import Automatic
+    from espresso.search.exactness import Automatic
 
     assert Automatic.of({}) is None
     assert Automatic.of(Automatic(7, 4096, 9, 11, 32).to_meta()) == Automatic(7, 4096, 9, 11, 32)
@@ -399,14 +401,14 @@ def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path
 
 @pytest.mark.parametrize(("numel", "least"), [(90_000, 2048), (5000, 512), (1500, None)])
 def test_more_is_sent_where_three_quarters_of_what_is_saved_remain(numel, least):
-    from espresso.search.quality import Automatic, gentle
+    from espresso.search.exactness import Automatic, trade_for_exactness
 
     # Measured with the ratio alone, and priced so with more.
     costs = compute(0.01, 0.01, name="topk:ratio=0.01")
     job = make_job([numel] * 3, [0, 1, 1], beta=30.0, costs=costs)
     result = search(job, "topk:ratio=0.01")
-    alone = gentle(job, result, Automatic(exact_vectors=0, least_sent=1, exact_tensors=0))
-    found = gentle(job, result, Automatic(exact_vectors=0, exact_tensors=0))
+    alone = trade_for_exactness(job, result, Automatic(exact_vectors=0, least_sent=1, exact_tensors=0))
+    found = trade_for_exactness(job, result, Automatic(exact_vectors=0, exact_tensors=0))
     wanted = "topk:ratio=0.01" if least is None else f"topk:least={least},ratio=0.01"
     assert {str(spec) for spec in found.strategy.compressors} == {wanted}
     assert {str(spec) for spec in alone.strategy.compressors} == {"topk:ratio=0.01"}
@@ -424,7 +426,7 @@ def test_more_is_sent_where_three_quarters_of_what_is_saved_remain(numel, least)
     ],
 )
 def test_a_simple_strategy_races_where_it_is_predicted_not_much_slower(name, option):
-    from espresso.search.quality import SIMPLE, SIMPLE_MAY_TAKE, Automatic, gentle, racers, simplest
+    from espresso.search.exactness import SIMPLE, SIMPLE_MAY_TAKE, Automatic, racers, simplest, trade_for_exactness
 
     job = make_job([90_000, 90_000, 600], [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01, name=name))
     result = search(job, name)
@@ -436,7 +438,7 @@ def test_a_simple_strategy_races_where_it_is_predicted_not_much_slower(name, opt
     better = [
         replace(one, name=n, strategy=one.strategy.with_choices({t: PLAIN})) for n, t in (("a", "t0"), ("b", "t1"))
     ]
-    softened = gentle(job, replace(result, alternatives=tuple(better)), Automatic(exact_vectors=1000))
+    softened = trade_for_exactness(job, replace(result, alternatives=tuple(better)), Automatic(exact_vectors=1000))
     racing = racers(replace(softened, alternatives=(*better, *softened.alternatives)))
     assert [row.name for row in racing] == ["a", "b", SIMPLE]
     assert [racing[2].strategy.choices[t.name].option.is_compressed for t in job.tensors] == [
@@ -453,7 +455,7 @@ def test_a_simple_strategy_races_where_it_is_predicted_not_much_slower(name, opt
 def test_signs_are_finer_and_small_tensors_of_any_shape_exact_where_three_quarters_of_what_is_saved_remain(
     small, exact
 ):
-    from espresso.search.quality import Automatic, gentle
+    from espresso.search.exactness import Automatic, trade_for_exactness
 
     spec = "efsignsgd:raw_below=64"
     costs = compute(0.01, 0.01, name=spec)
@@ -461,11 +463,11 @@ def test_signs_are_finer_and_small_tensors_of_any_shape_exact_where_three_quarte
     tensors = tuple(replace(tensor, shape=(tensor.numel // 10, 10)) for tensor in job.tensors)
     short, job = replace(job, tensors=tensors), replace(job, tensors=tensors, forward_us=1e6)
     result = search(job, spec)
-    alone = gentle(job, result, Automatic(exact_tensors=0, sign_block=0))
+    alone = trade_for_exactness(job, result, Automatic(exact_tensors=0, sign_block=0))
     # Where payloads are most of the step, a third more of them is too much.
-    hurried = gentle(short, search(short, spec), Automatic(exact_tensors=0))
+    hurried = trade_for_exactness(short, search(short, spec), Automatic(exact_tensors=0))
     assert {str(c) for c in hurried.strategy.compressors} == {spec}
-    found = gentle(job, result, Automatic(exact_tensors=119_999))
+    found = trade_for_exactness(job, result, Automatic(exact_tensors=119_999))
     assert alone.strategy.num_compressed == 4
     assert str(alone.strategy.choices["t0"].compressor) == spec
     assert str(found.strategy.choices["t0"].compressor) == "efsignsgd:block=64,raw_below=64"
@@ -474,29 +476,29 @@ def test_signs_are_finer_and_small_tensors_of_any_shape_exact_where_three_quarte
     lost, saved = found.predicted_us - alone.predicted_us, found.uncompressed_us - alone.predicted_us
     assert saved > 0
     assert 0 < lost <= 0.25 * saved
-    assert gentle(job, result, Automatic(exact_tensors=1999, sign_block=0)).strategy == alone.strategy
+    assert trade_for_exactness(job, result, Automatic(exact_tensors=1999, sign_block=0)).strategy == alone.strategy
     assert found.predicted_us == simulate(found.plan, job).iteration_us
 
 
 @pytest.mark.parametrize(("sizes", "finer"), [((900_000, 120_000), {"t1"}), ((1_200_000, 120_000), set())])
 def test_where_finer_signs_are_too_much_small_tensors_get_them_if_they_are_a_tenth(sizes, finer):
-    from espresso.search.quality import Automatic, gentle
+    from espresso.search.exactness import Automatic, trade_for_exactness
 
     spec = "efsignsgd:raw_below=64"
     job = make_job([*sizes, 140_000], [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01, name=spec))
     result = search(job, spec)
-    found = gentle(job, result)
+    found = trade_for_exactness(job, result)
     got = {name for name, choice in found.strategy.choices.items() if "block=64" in str(choice.compressor)}
     assert got == finer
-    coarse = gentle(job, result, Automatic(sign_block=0))
+    coarse = trade_for_exactness(job, result, Automatic(sign_block=0))
     assert coarse.predicted_us <= found.predicted_us <= 1.05 * coarse.predicted_us
 
 
 def test_gentle_keeps_plain_where_nothing_gentle_beats_it():
-    from espresso.search.quality import gentle
+    from espresso.search.exactness import trade_for_exactness
 
     job = make_job([100_000] * 4, [0, 5, 5, 5], beta=0.001, costs=compute(100.0, 100.0))
-    found = gentle(job, search(job, TOY))
+    found = trade_for_exactness(job, search(job, TOY))
     assert found.alternatives == ()
     assert found.strategy.num_compressed == 0
     assert found.predicted_us == found.uncompressed_us

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espresso.model.costs import AlphaBeta, Contention, CopyCost, Op, ServerCosts
+from espresso.model.costs import Contention, CopyCost, Op, ServerCosts
+from espresso.model.links import AlphaBeta
 from espresso.model.pricing import Pricer
 from espresso.model.timeline import list_schedule, simulate, water_fill
 from espresso.search.candidates import units_of
@@ -305,7 +306,7 @@ def test_no_schedule_beats_its_own_bounds(case):
 
 
 def _lanes(work):
-    from espresso.model.pricing import LANE_SETS
+    from espresso.model.step_shapes import LANE_SETS
 
     return LANE_SETS[work.shape.lane_set]
 

@@ -3,16 +3,15 @@
 from hypothesis import strategies as st
 
 from espresso.model.costs import (
-    AlphaBeta,
     ComputeCost,
     Contention,
     CopyCost,
     CostModel,
-    Links,
     Op,
     ServerCosts,
 )
 from espresso.model.job import Job
+from espresso.model.links import AlphaBeta, Links
 from espresso.strategies import (
     PLAIN,
     Bucket,

@@ -24,8 +24,8 @@ from espresso.commands._common import (
 
 if TYPE_CHECKING:
     from espresso.model.job import Job
+    from espresso.search.exactness import Automatic
     from espresso.search.frontier import FrontierPoint
-    from espresso.search.quality import Automatic
     from espresso.search.result import SearchResult
     from espresso.strategies import CompressorSpec
 
@@ -107,9 +107,9 @@ def search(
                 partitions=None if manner is None else manner.partitions,
             )  # fmt: skip
         if manner is not None:
-            from espresso.search.quality import gentle as soften
+            from espresso.search.exactness import trade_for_exactness
 
-            result = soften(loaded, result, manner)
+            result = trade_for_exactness(loaded, result, manner)
         if frontier is not None:
             from espresso.search.frontier import frontier as sweep
 
@@ -128,7 +128,7 @@ def search(
 
 def _gentleness(job: "Job", asked: bool | None, exact_vectors: int | None, budgeted: bool) -> "Automatic | None":
     """With which settings automatic mode's rules hold; None: they do not, the search is the paper's."""
-    from espresso.search.quality import Automatic
+    from espresso.search.exactness import Automatic
 
     if budgeted and (asked or exact_vectors is not None):
         raise UserError("--gentle and an error budget are two answers to one question; leave one out", ExitStatus.USAGE)
@@ -201,10 +201,9 @@ def _frontier_json(points: "list[FrontierPoint]", asked: int | None) -> dict[str
 
 
 def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]", manner: "Automatic | None") -> None:
+    from espresso.show.comparison import CERTIFICATE, UPPER_BOUND
     from espresso.show.explain import explain
     from espresso.show.report import (
-        BOUND,
-        CERTIFICATE,
         choices_table,
         frontier_table,
         human_us,
@@ -215,7 +214,7 @@ def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]", ma
     rows = {
         "uncompressed": result.uncompressed_us,
         "chosen": result.predicted_us,
-        BOUND: result.upper_bound_us,
+        UPPER_BOUND: result.upper_bound_us,
         CERTIFICATE: result.lower_bound_us,
     }
     console.print(choices_table(explain(result.strategy)))

@@ -28,9 +28,10 @@ from espresso.live.profiler import (
 )
 from espresso.live.runtime import Runtime
 from espresso.live.server_profile import measure_exchange, measure_processors
-from espresso.model.costs import ComputeCost, Contention, CostModel, Links
+from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job
-from espresso.search.quality import Automatic, gentle, racers
+from espresso.model.links import Links
+from espresso.search.exactness import Automatic, racers, trade_for_exactness
 from espresso.strategies import NONE, RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, Strategy, TensorSpec
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def find_candidates(job: Job, compressor: CompressorSpec, settings: Automatic) -
     from espresso.search.search import search  # compiles kernels: only rank 0 needs them
 
     result = search(job, compressor, partitions=settings.partitions)
-    found = racers(gentle(job, result, settings))
+    found = racers(trade_for_exactness(job, result, settings))
     return [
         Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us) for row in found
     ], result

@@ -25,7 +25,8 @@ from espresso.comm.groups import Groups, Member
 from espresso.comm.keep.factors import FactorStore
 from espresso.comm.program import Codecs
 from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment
-from espresso.model.costs import COMMON_OPS, ComputeCost, LinkCurve, Op
+from espresso.model.costs import COMMON_OPS, ComputeCost, Op
+from espresso.model.links import LinkCurve
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
 
 LINK_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)

@@ -24,7 +24,8 @@ from espresso.compressors.cuda import Device as Accelerator
 from espresso.live.device_codecs import DeviceCodecs, Rehearsal
 from espresso.live.host_codecs import HostCodecs
 from espresso.live.profiler import CodecTimer, GradientClock, Place
-from espresso.model.costs import KB, PAPER_CONTENTION, Contention, CopyCost
+from espresso.model.costs import PAPER_CONTENTION, Contention, CopyCost
+from espresso.model.links import KB
 
 COPY_BYTES = (1 << 14, 1 << 24)
 LAUNCHES = 20

@@ -12,7 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from espresso.model.costs import CostModel, JobError
+from espresso.model.costs import CostModel
+from espresso.model.links import JobError
 from espresso.strategies import (
     DTYPES,
     Bucket,

@@ -14,7 +14,7 @@ The figures lie in ``espresso/data`` with their sources. A cluster file is JSON:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -23,20 +23,24 @@ from typing import Any
 
 from espresso.model.costs import (
     COMMON_OPS,
-    AlphaBeta,
     ComputeCost,
     CopyCost,
     CostModel,
+    ServerCosts,
+)
+from espresso.model.job import Job
+from espresso.model.links import (
+    RING_PASSES,
+    AlphaBeta,
     JobError,
     LinkCurve,
     Links,
     Points,
-    ServerCosts,
     fit_line,
     group_size,
+    on_link,
 )
-from espresso.model.job import Job
-from espresso.strategies import Cluster, Device, Mode, Routine, Scope, TensorSpec, fields
+from espresso.strategies import Cluster, Device, Mode, Scope, TensorSpec, fields
 
 CLUSTER_KIND = "espresso-cluster"
 
@@ -128,9 +132,9 @@ def measured_cluster(curves: Sequence[LinkCurve], cluster: Cluster, measured: An
 def _median_line(curves: Sequence[LinkCurve], scope: Scope, cluster: Cluster) -> AlphaBeta | None:
     peers = group_size(scope, cluster)
     found = [
-        fit_line(curve.points, *_ON_LINK[curve.routine](peers))
+        fit_line(curve.points, *on_link(curve.routine, peers))
         for curve in curves
-        if curve.scope is scope and curve.routine in _ON_LINK and peers > 1
+        if curve.scope is scope and curve.routine in RING_PASSES and peers > 1
     ]
     if not found:
         return None
@@ -138,15 +142,6 @@ def _median_line(curves: Sequence[LinkCurve], scope: Scope, cluster: Cluster) ->
         statistics.median(line.alpha_us for line in found),
         statistics.median(line.beta_us_per_kb for line in found),
     )
-
-
-# How often a routine over p ranks pays the latency, and its bytes on a link per byte of the array (costs.routine_us).
-_ON_LINK: dict[Routine, Callable[[int], tuple[float, float]]] = {
-    Routine.ALLREDUCE: lambda p: (2 * (p - 1), 2 * (p - 1) / p),
-    Routine.REDUCE_SCATTER: lambda p: (p - 1, (p - 1) / p),
-    Routine.ALLGATHER: lambda p: (p - 1, (p - 1) / p),
-    Routine.ALL_TO_ALL: lambda p: (p - 1, (p - 1) / p),
-}
 
 
 @dataclass(frozen=True)

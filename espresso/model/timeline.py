@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from espresso.model.costs import Contention
 from espresso.model.job import Job
-from espresso.model.pricing import LANE_SETS, Pricer, Work, price_plan
+from espresso.model.pricing import Pricer, Work, price_plan
+from espresso.model.step_shapes import LANE_SETS
 from espresso.strategies import Lane, Plan
 from espresso.strategies.list_scheduling import BACKWARD, Pace, Schedule, schedule_tasks
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from espresso.model.job import Job
-from espresso.model.pricing import PayloadBytes, payload_bytes, shared_pricer
+from espresso.model.payload_sizes import PayloadBytes, payload_bytes
+from espresso.model.pricing import shared_pricer
 from espresso.search.candidates import every_choice, partition_sizes, units_of
 from espresso.search.evaluator import Evaluator
-from espresso.search.improve import Effort
+from espresso.search.local_search import Effort
 from espresso.search.refine import Start, refine
 from espresso.strategies import Choice, CompressorSpec, Device, Phase, Scope
 

@@ -1,4 +1,4 @@
-"""The algorithms of the search: the paper's two, and the improvement after them.
+"""The paper's two algorithms, and its upper bound.
 
 Espresso (EuroSys '23), section 4.4: Algorithm 1 (:func:`greedy`) gives each tensor, largest first, the leaf
 that makes the *whole* iteration shortest; Algorithm 2 (:func:`offload`) then moves compressions to the host,
@@ -14,15 +14,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from espresso.model.job import Job
+from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.search.algorithm_kernels import ROUNDING, finished_units, greedy_units
-from espresso.search.candidates import Size, Unit
+from espresso.search.candidates import Size, Unit, compressed_leaves, raw_choices
 from espresso.search.evaluator import Evaluator
-from espresso.strategies import PLAIN, Choice, Device
+from espresso.strategies import PLAIN, Choice, CompressorSpec, Device
 
 Wholes = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction that is done."""
 
+MOST_GREEDY_UNITS = 1500
+"""Above this the published algorithms are left out: their time grows with the square of the units."""
 OFFLOAD_CAP = 4096
 """Most evaluations of Algorithm 2's product; above it groups are settled one after the other."""
 _AT_ONCE = 64
@@ -129,23 +133,51 @@ def offload(evaluator: Evaluator, strategy: Wholes, cap: int = OFFLOAD_CAP) -> t
     return strategy, True
 
 
-def improve(
-    evaluator: Evaluator, strategy: Wholes, leaves: tuple[Choice, ...], *, sweeps: int = 2
-) -> tuple[Wholes, float]:
-    """Local search: single units over every leaf, until a sweep changes nothing. Never above its start."""
+def _sweep(evaluator: Evaluator, strategy: Wholes, leaves: tuple[Choice, ...]) -> float:
+    """The makespan after every unit, largest first, took the best of all leaves, the others fixed."""
     options = evaluator.options(leaves)
     strategy = strategy.copy()
     best = evaluator.makespan(strategy)
-    for _ in range(sweeps):
-        changed = False
-        for index in size_order(evaluator.units):
-            numbers = options[index]
-            found, makespan = evaluator.best(strategy, index, numbers, best * ROUNDING)
-            if found >= 0:
-                strategy[index], best, changed = found, makespan, True
-        if not changed:
-            break
-    return strategy, best
+    for index in size_order(evaluator.units):
+        found, makespan = evaluator.best(strategy, index, options[index], best * ROUNDING)
+        if found >= 0:
+            strategy[index], best = found, makespan
+    return best
 
 
-__all__ = ["OFFLOAD_CAP", "Progress", "bubbles", "greedy", "improve", "offload", "size_order"]
+def upper_bound_us(
+    job: Job,
+    specs: Sequence[CompressorSpec],
+    units: Sequence[Unit],
+    payload: PayloadBytes = payload_bytes,
+    *,
+    partition_bytes: int = 0,
+    start: Sequence[Choice] = (),
+) -> float:
+    """The paper's upper bound as an iteration time: compression costs nothing and nothing contends.
+
+    The best strategy under that assumption is itself searched for: by Algorithm 1 (of large jobs not), among
+    the uniform strategies, and by improving ``start`` (one choice per unit), all at one partition size.
+    """
+    evaluator = Evaluator(job, units, partition_bytes, payload, free=True)
+    leaves = raw_choices(job.cluster) + compressed_leaves(job, specs)[0]
+    large = len(units) > MOST_GREEDY_UNITS
+    best = evaluator.batch(evaluator.uniforms(leaves), cut=True)[1]
+    if large and start:
+        return job.forward_us + min(best, evaluator.makespan(evaluator.encode(start))) + job.optimizer_us
+    best = min(best, evaluator.makespan(greedy(evaluator, leaves)))
+    if start:
+        best = min(best, _sweep(evaluator, evaluator.encode(start), leaves))
+    return job.forward_us + best + job.optimizer_us
+
+
+__all__ = [
+    "MOST_GREEDY_UNITS",
+    "OFFLOAD_CAP",
+    "Progress",
+    "bubbles",
+    "greedy",
+    "offload",
+    "size_order",
+    "upper_bound_us",
+]

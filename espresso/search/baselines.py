@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from espresso.model.pricing import create_compressor
+from espresso.model.payload_sizes import create_compressor
 from espresso.search.candidates import Size, compressed_choices, raw_choices
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.strategies import (

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.model.job import Job
-from espresso.model.pricing import Pricer, Shapes, Stretches, create_compressor, partition_segments
+from espresso.model.payload_sizes import Shapes, Stretches, create_compressor, share_of_stretches
+from espresso.model.pricing import Pricer
 from espresso.search.candidate_kernels import CHAIN, LONGEST, chain_features, first_of_equals, undominated
 from espresso.strategies import (
     DTYPES,
@@ -109,6 +110,18 @@ def compressed_choices(job: Job, specs: Iterable[CompressorSpec], device: Device
         if spec != NONE and device in job.costs.devices(spec)
         for choice in choices_for(job.cluster, spec, (device,))
     )
+
+
+def compressed_leaves(job: Job, specs: Sequence[CompressorSpec]) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
+    """Compressed leaves (for Algorithm 1, offloaded): the first on the training device where it has costs."""
+    first: tuple[Choice, ...] = ()
+    moved: tuple[Choice, ...] = ()
+    for spec in specs:
+        training = compressed_choices(job, (spec,), Device.TRAINING)
+        offloaded = compressed_choices(job, (spec,), Device.OFFLOAD)
+        first += training or offloaded
+        moved += offloaded
+    return first, moved
 
 
 @lru_cache(maxsize=64)
@@ -233,10 +246,10 @@ class Candidates:
             return np.ones(len(leaves), dtype=np.int64), row, row
         spans = partition_spans(numel, self._partition_bytes // DTYPES[dtype])
         lengths = [stop - start for start, stop in spans]
-        tail = self._price(leaves, lengths[-1], dtype, partition_segments(runs, lengths[-1], numel))
+        tail = self._price(leaves, lengths[-1], dtype, share_of_stretches(runs, lengths[-1], numel))
         full = tail
         if lengths[0] != lengths[-1]:
-            full = self._price(leaves, lengths[0], dtype, partition_segments(runs, lengths[0], numel))
+            full = self._price(leaves, lengths[0], dtype, share_of_stretches(runs, lengths[0], numel))
         return np.full(len(leaves), len(lengths), dtype=np.int64), full, tail
 
     def _price(self, leaves: Sequence[Choice], elements: int, dtype: str, segments: Stretches) -> Wholes:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors import Decoding, Encoding
-from espresso.model.costs import JobError
+from espresso.model.links import JobError
 from espresso.search.candidates import Unit
 from espresso.strategies import NONE, Choice, CompressorSpec, TensorSpec, fields
 from espresso.strategies.fields import faults, number

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from espresso.model.costs import PAPER_CONTENTION
 from espresso.model.job import Job
-from espresso.model.pricing import PayloadBytes, Pricer, payload_bytes
+from espresso.model.payload_sizes import PayloadBytes, payload_bytes
+from espresso.model.pricing import Pricer
 from espresso.model.timeline_kernels import (
     NUM_LANES,
     Shared,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from espresso.model.job import Job
-from espresso.model.pricing import PayloadBytes, payload_bytes
+from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.search.error_budget import Sensitivity, normal_sensitivity
 from espresso.search.result import SearchResult
 from espresso.search.search import search

@@ -18,17 +18,13 @@ from espresso.search.bound_kernels import CHAIN
 from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify
 from espresso.search.error_budget import ErrorTable
 from espresso.search.evaluator import Evaluator, evaluator_at
-from espresso.search.improve import PAIR_DEPTH, PAIR_EVENTS, Effort, Guide, LocalSearch, guide
+from espresso.search.local_search import Effort, Guide, LocalSearch, guide
 from espresso.search.relaxation import Relaxation, relax
 from espresso.strategies import Choice
 
 Wholes = npt.NDArray[np.int64]
 CLOSE = 1e-4
 """A bound this near the best strategy, as a fraction, is as good as equal."""
-MOST_DEEP = 100
-"""Leaves tried for each unit at the end, in jobs of few events."""
-ANNEALED_PER_UNIT = 200_000
-"""Events of annealing for every unit: a small job's few moves are soon all tried."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ def refine(
     certificates = {size: certificate for size, (_, certificate) in roots.items()}
     least = best.makespan_us * (1 - CLOSE)
     open_sizes = [size for size in roots if certificates[size].makespan_us < least]
-    found = _improve(evaluator, starts, leaves, open_sizes, roots, effort) if effort.events else None
+    found = _searched(evaluator, starts, leaves, open_sizes, roots, effort) if effort.events else None
     improved = time.perf_counter()
     home, strategy, makespan = evaluator_at(evaluator, best.partition_bytes), None, best.makespan_us
     if found is not None and found.makespan_us < best.makespan_us:
@@ -172,7 +168,7 @@ def certify_units(
     return min(certificate.makespan_us for _, certificate in roots.values())
 
 
-def _improve(
+def _searched(
     evaluator: Evaluator,
     starts: Sequence[Start],
     leaves: tuple[Choice, ...],
@@ -180,56 +176,55 @@ def _improve(
     roots: dict[int, tuple[Relaxation, Certificate]],
     effort: Effort,
 ) -> _Size | None:
-    """Single units at the most promising sizes and from further starts, then everything on the best few."""
-    units = evaluator.units
-    depth = effort.depth(len(units))
-    tried = []
-    for size in sizes:
-        here = evaluator_at(evaluator, size)
-        relaxation, certificate = roots[size]
-        led = guide(here, relaxation, certificate, leaves, depth)
-        own = [start for start in starts if start.partition_bytes == size]
-        candidates = [led.rounded]
-        if own:
-            candidates.append(here.encode(min(own, key=lambda start: start.makespan_us).choices))
-        times = [here.makespan(row) for row in candidates]
-        first = int(np.argmin(times))
-        tried.append(_Size(here, relaxation, certificate, led, candidates[first], times[first]))
-    if not tried:
+    """Single units at the most promising sizes and from a further start, then blocks too on the best of them."""
+    rows = [_begin(evaluator_at(evaluator, size), starts, leaves, *roots[size], effort) for size in sizes]
+    if not rows:
         return None
+    rows = sorted(rows, key=lambda row: row.makespan_us)[: effort.sizes]
     left = effort.events
-    tried.sort(key=lambda row: row.makespan_us)
-    tried = tried[: effort.sizes]
-    for row in tried:
+    for row in rows:
         left -= _sweep(row, left // 3)
-    best = min(tried, key=lambda row: row.makespan_us)
-    for chains, more in effort.variants:
-        other = _variant(best, leaves, chains, round(depth * more), effort)
+    best = min(rows, key=lambda row: row.makespan_us)
+    if effort.longer_chains:
+        other = _with_longer_chains(best, leaves, effort)
         left -= _sweep(other, left // 3)
-        tried.append(other)
-    tried.sort(key=lambda row: row.makespan_us)
-    for number, row in enumerate(tried[: effort.finalists]):
-        left -= _descend(row, left // (effort.finalists - number))
-    best = min(tried, key=lambda row: row.makespan_us)
-    _anneal(best, left)
-    for row in tried[: effort.finalists]:
-        _deepen(row, leaves)
-    return min(tried, key=lambda row: row.makespan_us)
+        best = min(best, other, key=lambda row: row.makespan_us)
+    _descend(best, left, effort.descents)
+    return best
 
 
-def _variant(row: _Size, leaves: tuple[Choice, ...], chains: float, depth: int, effort: Effort) -> _Size:
+def _begin(
+    here: Evaluator,
+    starts: Sequence[Start],
+    leaves: tuple[Choice, ...],
+    relaxation: Relaxation,
+    certificate: Certificate,
+    effort: Effort,
+) -> _Size:
+    """The better of the program's rounding and the best start of this size."""
+    led = guide(here, relaxation, certificate, leaves, effort.depth(len(here.units)))
+    strategy, makespan = led.rounded, here.makespan(led.rounded)
+    own = [start for start in starts if start.partition_bytes == here.partition_bytes]
+    known = min(own, key=lambda start: start.makespan_us, default=None)
+    if known is not None and known.makespan_us < makespan:
+        strategy, makespan = here.encode(known.choices), known.makespan_us
+    return _Size(here, relaxation, certificate, led, strategy.copy(), makespan)
+
+
+def _with_longer_chains(row: _Size, leaves: tuple[Choice, ...], effort: Effort) -> _Size:
     """Another start: the program's solution where chains are longer, as if units had to wait on the way."""
+    units = len(row.strategy)
     costs = row.relaxation.rows.copy()
-    costs[:, CHAIN] *= chains
+    costs[:, CHAIN] *= effort.longer_chains
     longer = replace(row.relaxation, rows=costs)
     certificate = certify(
         longer,
-        row.makespan_us * chains,
-        rounds=effort.rounds(len(row.strategy)) // 3,
+        row.makespan_us * effort.longer_chains,
+        rounds=effort.rounds(units) // 3,
         start=row.certificate.weights,
         error_price=row.certificate.error_price,
     )
-    led = guide(row.evaluator, longer, certificate, leaves, depth)
+    led = guide(row.evaluator, longer, certificate, leaves, effort.depth(units))
     start = led.rounded.copy()
     return _Size(row.evaluator, row.relaxation, row.certificate, led, start, row.evaluator.makespan(start))
 
@@ -237,43 +232,15 @@ def _variant(row: _Size, leaves: tuple[Choice, ...], chains: float, depth: int, 
 def _sweep(row: _Size, effort: int) -> int:
     """Improve by single units; returns the events that it took."""
     search = LocalSearch(row.evaluator, row.led)
-    strategy = row.strategy.copy()
-    row.makespan_us = search.sweep(strategy, row.makespan_us, np.full(len(strategy), np.inf), effort)
-    row.strategy = strategy
+    row.makespan_us = search.sweep(row.strategy, row.makespan_us, np.full(len(row.strategy), np.inf), effort)
     return search.spent
 
 
-def _descend(row: _Size, effort: int) -> int:
-    search = LocalSearch(row.evaluator, row.led)
-    strategy = row.strategy.copy()
-    row.makespan_us = search.descend(strategy, row.makespan_us, np.full(len(strategy), np.inf), effort)
-    row.strategy = strategy
-    return search.spent
-
-
-def _anneal(row: _Size, effort: int) -> None:
-    """What is left, in small jobs not all of it: two thirds for random moves, the rest for a last descent."""
-    effort = min(effort, ANNEALED_PER_UNIT * len(row.strategy))
-    if effort <= 0 or row.makespan_us <= row.certificate.makespan_us * (1 + 1e-3):
-        return
+def _descend(row: _Size, effort: int, rounds: int) -> None:
+    """Improve by blocks and single units."""
     search = LocalSearch(row.evaluator, row.led)
     paid = np.full(len(row.strategy), np.inf)
-    strategy = row.strategy.copy()
-    reached = search.anneal(strategy, row.makespan_us, paid, 2 * effort // 3)
-    row.makespan_us = search.descend(strategy, reached, paid, effort // 3)
-    row.strategy = strategy
-
-
-def _deepen(row: _Size, leaves: tuple[Choice, ...]) -> None:
-    """In jobs of few events, everything over much longer lists, pairs of giants too."""
-    if LocalSearch(row.evaluator, row.led).deepest <= PAIR_DEPTH:
-        return
-    longer = guide(row.evaluator, row.relaxation, row.certificate, leaves, MOST_DEEP)
-    search = LocalSearch(row.evaluator, longer)
-    paid = np.full(len(row.strategy), np.inf)
-    strategy = row.strategy.copy()
-    row.makespan_us = search.descend(strategy, row.makespan_us, paid, 2 * PAIR_EVENTS, depth=search.deepest)
-    row.strategy = strategy
+    row.makespan_us = search.descend(row.strategy, row.makespan_us, paid, effort, rounds=rounds)
 
 
 __all__ = ["Refined", "Start", "certify_units", "refine"]

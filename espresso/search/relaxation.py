@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.model.job import Job
-from espresso.model.pricing import Pricer, partition_segments
+from espresso.model.payload_sizes import share_of_stretches
+from espresso.model.pricing import Pricer
 from espresso.model.timeline_kernels import NUM_LANES
 from espresso.search.bound_kernels import COSTS, WIDTH, join_partitions, leaf_features, pareto
 from espresso.search.candidates import Size, Unit
@@ -145,7 +146,7 @@ def _find_runs(leaves: tuple[Choice, ...]) -> list[_Run]:
 
 def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Reals:
     numel, dtype, runs = size
-    segments = runs if elements == numel else partition_segments(runs, elements, numel)
+    segments = runs if elements == numel else share_of_stretches(runs, elements, numel)
     numbers = pricer.catalogue.padded(run.options)
     sets, us, cores = pricer.shape_costs(numbers, (run.compressor, elements, dtype, segments))
     out = np.empty((len(run.options), COSTS + 2 * NUM_LANES))

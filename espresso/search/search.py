@@ -15,15 +15,14 @@ import numpy.typing as npt
 
 from espresso.model.bucket_caps import caps_for, rebucketed
 from espresso.model.job import Job, JobError
-from espresso.model.pricing import PayloadBytes, Pricer, payload_bytes, shared_pricer
+from espresso.model.payload_sizes import PayloadBytes, payload_bytes
+from espresso.model.pricing import Pricer, shared_pricer
 from espresso.model.timeline import list_schedule
-from espresso.search.algorithms import Progress, greedy, offload
-from espresso.search.algorithms import improve as improve_locally
+from espresso.search.algorithms import MOST_GREEDY_UNITS, Progress, greedy, offload, upper_bound_us
 from espresso.search.baselines import simple_baselines
 from espresso.search.bounds import Certificate
 from espresso.search.candidates import (
-    Unit,
-    compressed_choices,
+    compressed_leaves,
     every_choice,
     partition_sizes,
     raw_choices,
@@ -32,14 +31,12 @@ from espresso.search.candidates import (
 )
 from espresso.search.error_budget import ErrorTable, Sensitivity, normal_sensitivity
 from espresso.search.evaluator import Evaluator, evaluator_at
-from espresso.search.improve import NO_EFFORT, REPLAN_EFFORT, Effort
+from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, ChoiceRow, Ranked, SearchResult
 from espresso.search.splitting import split_buckets
-from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Device, Mode, Plan, Strategy, plan
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
 
-MOST_GREEDY_UNITS = 1500
-"""Above this the published algorithms are left out: their time grows with the square of the units."""
 CAP_GAIN = 0.98
 """Another bucket size must gain this much, or the buckets stay as they are."""
 PUBLISHED = "algorithms 1 and 2 as published"
@@ -93,44 +90,6 @@ class _Space:
         return limit.of_choices(row.by_tensor) <= limit.budget * (1 + 1e-9)
 
 
-def upper_bound_us(
-    job: Job,
-    specs: Sequence[CompressorSpec],
-    units: Sequence[Unit],
-    payload: PayloadBytes = payload_bytes,
-    *,
-    partition_bytes: int = 0,
-    start: Sequence[Choice] = (),
-) -> float:
-    """The paper's upper bound as an iteration time: compression costs nothing and nothing contends.
-
-    The best strategy under that assumption is itself searched for: by Algorithm 1 (of large jobs not), among
-    the uniform strategies, and by improving ``start`` (one choice per unit), all at one partition size.
-    """
-    evaluator = Evaluator(job, units, partition_bytes, payload, free=True)
-    leaves = raw_choices(job.cluster) + _all_compressed(job, specs)[0]
-    large = len(units) > MOST_GREEDY_UNITS
-    best = evaluator.batch(evaluator.uniforms(leaves), cut=True)[1]
-    if large and start:
-        return job.forward_us + min(best, evaluator.makespan(evaluator.encode(start))) + job.optimizer_us
-    best = min(best, evaluator.makespan(greedy(evaluator, leaves)))
-    if start:
-        best = min(best, improve_locally(evaluator, evaluator.encode(start), leaves, sweeps=1)[1])
-    return job.forward_us + best + job.optimizer_us
-
-
-def _all_compressed(job: Job, specs: Sequence[CompressorSpec]) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
-    """Compressed leaves (for Algorithm 1, offloaded): the first on the training device where it has costs."""
-    first: tuple[Choice, ...] = ()
-    moved: tuple[Choice, ...] = ()
-    for spec in specs:
-        training = compressed_choices(job, (spec,), Device.TRAINING)
-        offloaded = compressed_choices(job, (spec,), Device.OFFLOAD)
-        first += training or offloaded
-        moved += offloaded
-    return first, moved
-
-
 def _check_specs(
     job: Job, compressor: CompressorSpec | str | Sequence[CompressorSpec | str]
 ) -> tuple[CompressorSpec, ...]:
@@ -147,7 +106,7 @@ def search(
     job: Job,
     compressor: CompressorSpec | str | Sequence[CompressorSpec | str],
     *,
-    improve: bool = True,
+    effort: Effort | None = None,
     partitions: Sequence[int] | None = None,
     progress: Progress | None = None,
     payload: PayloadBytes = payload_bytes,
@@ -161,7 +120,7 @@ def search(
         job: its mode says what is decided: tensors (paper) or DDP's buckets.
         compressor: one or several; every tensor takes one of them or none. Where the job has costs for
             fp16, that baseline competes too, and may win.
-        improve: go on after Algorithms 1 and 2.
+        effort: how long to go on after Algorithms 1 and 2; by default as fits the job.
         partitions: partition sizes in bytes to try (0: never cut); by default a few that fit the job.
         progress: called with a phase and its fraction done.
         payload: for tests.
@@ -180,7 +139,7 @@ def search(
     own = [job, *(rebucketed(job, cap) for cap in caps)]
     results = []
     for number, one in enumerate(own):
-        results.append(_search_buckets(one, space, improve, partitions, _part_of(progress, number, len(own))))
+        results.append(_search_buckets(one, space, effort, partitions, _part_of(progress, number, len(own))))
     if progress is not None:
         progress("search", 1.0)
     return replace(
@@ -196,7 +155,7 @@ def advised_bucket_cap(
     best: CapRow | None = None
     for cap in caps_for(job) if caps is None else caps:
         other = rebucketed(job, cap)
-        found = search(other, compressor, improve=False, partitions=(0,))
+        found = search(other, compressor, effort=NO_EFFORT, partitions=(0,))
         row = CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
         if row.predicted_us < (result if best is None else best).predicted_us * (CAP_GAIN if best is None else 1):
             best = row
@@ -257,7 +216,7 @@ def _space(
             specs,
             math.inf if error_budget is None else error_budget,
         )
-    training, offloaded = _all_compressed(job, specs)
+    training, offloaded = compressed_leaves(job, specs)
     return _Space(specs, training, offloaded, raw_choices(job.cluster), every_choice(job, specs), payload, errors)
 
 
@@ -291,20 +250,21 @@ def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) ->
 def _search_buckets(
     job: Job,
     space: _Space,
-    improve: bool,
+    effort: Effort | None,
     partitions: Sequence[int] | None,
     progress: Progress | None,
 ) -> SearchResult:
     """The search at one bucketing."""
     started = time.perf_counter()
     units = units_of(job)
+    effort = effort or Effort.for_units(len(units))
     sizes = tuple(partitions) if partitions is not None else partition_sizes(job, units)
     found: list[_Found] = []
     baselines: dict[str, float] = {}
     capped = False
     pricer = shared_pricer(job.costs, job.cluster, space.payload)
-    # The improvement looks at every partition size; the algorithms as published know one.
-    published = sizes[:1] if improve else sizes
+    # The local search looks at every partition size; the algorithms as published know one.
+    published = sizes[:1] if effort.events else sizes
     for number, size in enumerate(published):
         report = _part_of(progress, number, len(published))
         rows, bitten = _known(Evaluator(job, units, size, pricer=pricer), space, report)
@@ -317,10 +277,10 @@ def _search_buckets(
     refined = refine(
         job, found[0].evaluator,
         [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in allowed],
-        space.every, sizes, effort=Effort.for_units(len(units)) if improve else NO_EFFORT, errors=space.budget,
+        space.every, sizes, effort=effort, errors=space.budget,
     )  # fmt: skip
     bound = refined.bound_us
-    if improve:
+    if effort.events:
         allowed.append(_found("improved", refined.evaluator, refined.strategy))
         # A split would have to watch the budget as well; whole buckets do.
         if job.mode is Mode.DDP and space.budget is None:

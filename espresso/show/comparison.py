@@ -12,6 +12,7 @@ from espresso.search.search import GREEDY, PUBLISHED
 
 CHOSEN = "chosen"
 CERTIFICATE = "certified lower bound"
+UPPER_BOUND = "upper bound (free compression)"
 
 
 def comparison_rows(result: SearchResult, ablation: Sequence[AblationRow] = ()) -> list[dict[str, Any]]:
@@ -31,7 +32,7 @@ def comparison_rows(result: SearchResult, ablation: Sequence[AblationRow] = ()) 
         for row in ablation
     ]
     rows.append(_row(CERTIFICATE, result.lower_bound_us, "bound"))
-    rows.append(_row("upper bound (free compression)", result.upper_bound_us, "bound"))
+    rows.append(_row(UPPER_BOUND, result.upper_bound_us, "bound"))
     kinds = ("baseline", "searched", "ablation", "bound")
     return sorted(rows, key=lambda row: (kinds.index(row["kind"]), -row["predicted_us"]))
 
@@ -59,4 +60,4 @@ def write_comparison(path: Path, rows: Sequence[dict[str, Any]], title: str) -> 
     figure.savefig(path)
 
 
-__all__ = ["CERTIFICATE", "CHOSEN", "comparison_rows", "write_comparison"]
+__all__ = ["CERTIFICATE", "CHOSEN", "UPPER_BOUND", "comparison_rows", "write_comparison"]

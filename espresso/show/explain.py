@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from espresso.model.pricing import create_compressor, payload_bytes, round_bytes
+from espresso.model.payload_sizes import create_compressor, payload_bytes, round_bytes
 from espresso.strategies import (
     DTYPES,
     Choice,

@@ -9,14 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from espresso.compressors.schedule import misfit
-from espresso.model.costs import LinkCurve, fit_line, group_size
+from espresso.model.links import LinkCurve, fit_line, group_size, on_link
 from espresso.show.explain import ExplainedGroup
 from espresso.show.lane_events import LaneEvent, busy_us, sorted_lanes
-from espresso.strategies import Cluster, Routine, Scope, Strategy, StrategyError
+from espresso.strategies import Cluster, Scope, Strategy, StrategyError
 
 MAX_NAMES = 3
-BOUND = "upper bound (free compression)"
-CERTIFICATE = "certified lower bound"
 _NUMERIC = {
     "against uncompressed",
     "bandwidth",
@@ -175,8 +173,8 @@ def link_rows(curves: Sequence[LinkCurve], cluster: Cluster) -> list[dict[str, A
     """
     rows = []
     for curve in curves:
-        on_link = _bytes_on_link(curve.routine, group_size(curve.scope, cluster))
-        line = fit_line(curve.points, messages=1, factor=on_link)
+        _, share = on_link(curve.routine, group_size(curve.scope, cluster))
+        line = fit_line(curve.points, messages=1, factor=share)
         rows.append(
             {
                 "scope": curve.scope.value,
@@ -201,15 +199,6 @@ def links_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         cells = (human_us(times[size]) if size in times else "" for size in sizes)
         table.add_row(row["scope"], row["routine"], row["form"], human_us(row["alpha_us"]), speed, *cells)
     return table
-
-
-def _bytes_on_link(routine: Routine, peers: int) -> float:
-    """Bytes that one link carries per byte of the whole array (ring and direct exchange)."""
-    if routine is Routine.ALLREDUCE:
-        return 2 * (peers - 1) / peers
-    if routine in (Routine.REDUCE_SCATTER, Routine.ALLGATHER, Routine.ALL_TO_ALL):
-        return (peers - 1) / peers
-    return 1.0
 
 
 def _table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:

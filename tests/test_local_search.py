@@ -10,8 +10,8 @@ from espresso.model.pricing import Pricer
 from espresso.search.bounds import certify
 from espresso.search.candidates import every_choice, units_of
 from espresso.search.evaluator import Evaluator
-from espresso.search.improve import LocalSearch, guide
-from espresso.search.improve_kernels import spread
+from espresso.search.local_search import LocalSearch, guide
+from espresso.search.local_search_kernels import spread
 from espresso.search.relaxation import relax
 from espresso.search.search import GREEDY, PUBLISHED, search
 from espresso.strategies import PLAIN, Device
@@ -41,7 +41,7 @@ def test_local_search_never_worsens_and_reports_what_it_found(job):
     first = local.descend(strategy, start, paid, BRIEF)
     assert first <= start
     assert evaluator.makespan(strategy) == pytest.approx(first, rel=1e-9)
-    second = local.anneal(strategy, first, paid, BRIEF)
+    second = local.sweep(strategy, first, paid, BRIEF)
     assert second <= first
     assert evaluator.makespan(strategy) == pytest.approx(second, rel=1e-9)
 

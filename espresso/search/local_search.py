@@ -1,27 +1,23 @@
-"""Improvement beyond the paper's algorithms, guided by the certificate's linear program.
+"""Local search at one partition size, guided by the certificate's linear program.
 
-At one partition size: the dual ascent (:mod:`espresso.search.bounds`) gives every unit the few leaves that are
-cheapest under its weights, mixed devices and partial offload included, and fractions that say how often
-each should be used. Their rounding and the best strategies known are then searched locally: single units in order
-of release, blocks of one size, pairs of giants, exchanges and annealing
-(:mod:`espresso.search.improve_kernels`). Single
-moves alone stall, since F is a maximum.
+The dual ascent (:mod:`espresso.search.bounds`) gives every unit the few leaves that are cheapest under its weights,
+mixed devices and partial offload included, and fractions that say how often each should be used. Their rounding and
+the best strategies known are then searched locally: single units in order of release, and blocks of one size
+(:mod:`espresso.search.local_search_kernels`). Single moves alone stall, since F is a maximum.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.model.timeline_kernels import EVENTS
 from espresso.search.bound_kernels import CHAIN, shortlist
 from espresso.search.bounds import Certificate, fees, prices
 from espresso.search.candidates import Size
 from espresso.search.evaluator import Evaluator
-from espresso.search.improve_kernels import Losses, anneal, blocks, pairs, spread, sweep
+from espresso.search.local_search_kernels import Losses, blocks, spread, sweep
 from espresso.search.relaxation import Relaxation
 from espresso.strategies import Choice
 
@@ -30,9 +26,6 @@ Reals = npt.NDArray[np.float64]
 
 _STRIDES = (1, 2, 3, 4, 6, 8)
 _WINDOWS = ((0, 8), (0, 4), (4, 8), (6, 8), (0, 2), (7, 8), (2, 6))
-PAIR_DEPTH = 12
-PAIR_EVENTS = 400_000
-"""Simulated, about, before a pair of giants may look further than ``PAIR_DEPTH``: small jobs can afford all."""
 
 
 def _patterns() -> Wholes:
@@ -47,24 +40,28 @@ MOST_SWEPT_UNITS = 1500
 """Above this single-unit sweeps are left out: their time grows with the square of the units."""
 
 
+MOST_DEEP = 100
+"""Leaves tried for each unit at most: small jobs can afford as many."""
+
+
 @dataclass(frozen=True)
 class Effort:
     """How long to search: counts and not seconds, so that the same search gives the same answer.
 
     Attributes:
-        events: of the timeline that the whole improvement may simulate (about 20 ns each, with what every trial costs).
+        events: of the timeline that the whole search may simulate (about 20 ns each, with what every trial costs).
         sizes: partition sizes that single units are tried at.
-        variants: further starts at the best size: (how many times longer chains are taken to be, how many
-            times as many leaves each unit may take).
-        finalists: of all these, how many go on to blocks and pairs.
+        longer_chains: a further start at the best size: the program's solution where chains are so many times longer;
+            0: none.
+        descents: rounds of blocks and sweeps at the end, on the best start.
         branching: multiplications (about 1 ns each) that the certificate's branching may take.
     """
 
     events: int = 5_300_000
     sizes: int = 4
-    variants: tuple[tuple[float, float], ...] = ((1.5, 1.0), (3.0, 2.0))
-    finalists: int = 2
-    branching: int = 40_000_000
+    longer_chains: float = 1.5
+    descents: int = 4
+    branching: int = 20_000_000
 
     @classmethod
     def for_units(cls, units: int) -> Effort:
@@ -72,17 +69,17 @@ class Effort:
         return cls(events=4 * cls.events) if 200 < units <= 600 else cls()
 
     def depth(self, units: int) -> int:
-        """Leaves tried for each unit: small jobs can afford more."""
-        return min(max(1600 // units, 4), 40)
+        """Leaves tried for each unit."""
+        return min(max(1600 // units, 4), MOST_DEEP)
 
     def rounds(self, units: int) -> int:
         """Iterations of a dual ascent that starts from nothing."""
         return max(min(250, 800_000 // units), 80)
 
 
-NO_EFFORT = Effort(events=0, sizes=0, variants=(), finalists=0, branching=0)
+NO_EFFORT = Effort(events=0, sizes=0, longer_chains=0.0, descents=0, branching=0)
 """Certify only."""
-REPLAN_EFFORT = Effort(events=1_500_000, sizes=1, variants=(), finalists=1, branching=4_000_000)
+REPLAN_EFFORT = Effort(events=1_500_000, sizes=1, longer_chains=0.0, branching=4_000_000)
 """From a strategy that was good a moment ago."""
 
 
@@ -91,10 +88,9 @@ class Guide:
     """What the linear program says, in an evaluator's candidate numbers.
 
     Attributes:
-        lists, price: see :mod:`espresso.search.improve_kernels`.
+        lists, price: see :mod:`espresso.search.local_search_kernels`.
         rounded: the strategy that the fractions round to, within the budget.
         members, starts: units by size, in order of release.
-        giants: the largest units.
         errors, budget: what a candidate's kind adds to the error, float64[units, kinds], and the most allowed.
         kinds: compressor to column.
     """
@@ -104,7 +100,6 @@ class Guide:
     rounded: Wholes
     members: Wholes
     starts: Wholes
-    giants: Wholes
     errors: Reals
     budget: float
     kinds: dict[object, int] = field(default_factory=dict)
@@ -150,8 +145,7 @@ def guide(
         lists[mine] = number[picks[mine]]
         strategy[mine] = number[rounded[mine]]
     return Guide(
-        lists, price, strategy, members, starts, relaxation.giants, relaxation.errors, relaxation.budget,
-        relaxation.kinds,
+        lists, price, strategy, members, starts, relaxation.errors, relaxation.budget, relaxation.kinds
     )  # fmt: skip
 
 
@@ -172,11 +166,10 @@ def _keep_to_budget(relaxation: Relaxation, rounded: Wholes) -> None:
 
 
 class LocalSearch:
-    """The kernels of :mod:`espresso.search.improve_kernels` with one evaluator's arrays.
+    """The kernels of :mod:`espresso.search.local_search_kernels` with one evaluator's arrays.
 
     Attributes:
         spent: events simulated so far.
-        deepest: how far down their lists pairs of giants can be tried for ``PAIR_EVENTS`` events.
     """
 
     def __init__(self, evaluator: Evaluator, led: Guide) -> None:
@@ -188,13 +181,6 @@ class LocalSearch:
             led.errors, evaluator.candidates.kinds(led.kinds), led.budget * (1 + 1e-12)
         )  # fmt: skip
         self.spent = 0
-        evaluator.makespan(led.rounded)
-        self.deepest = self._deep(int(self._scratch[1][EVENTS]))
-
-    def _deep(self, events: int) -> int:
-        """How far down their lists pairs of giants may be tried, for evaluations of so many events."""
-        pairs = len(self._led.giants) * (len(self._led.giants) - 1) // 2
-        return max(PAIR_DEPTH, math.isqrt(PAIR_EVENTS // (pairs * events))) if pairs * events else PAIR_DEPTH
 
     def sweep(self, strategy: Wholes, time: float, paid: Reals, effort: int) -> float:
         """Single units, in the order of release; ``strategy`` is changed. Large jobs are left alone."""
@@ -205,23 +191,11 @@ class LocalSearch:
             self._shared, self._origin, self._cursor, self._scratch, strategy, time, led.lists, led.price,
             paid, self._losses, effort, self._job,
         )  # fmt: skip
-        self._count(events)
+        self.spent += int(events)
         return float(time)
 
-    def descend(
-        self,
-        strategy: Wholes,
-        time: float,
-        paid: Reals,
-        effort: int,
-        *,
-        rounds: int = 4,
-        depth: int = PAIR_DEPTH,
-    ) -> float:
-        """Blocks, pairs (``depth`` of each list) and sweeps until nothing improves or the effort is spent.
-
-        ``strategy`` is changed.
-        """
+    def descend(self, strategy: Wholes, time: float, paid: Reals, effort: int, *, rounds: int = 4) -> float:
+        """Blocks and sweeps until nothing improves or the effort is spent; ``strategy`` is changed."""
         led = self._led
         end = self.spent + effort
         for _ in range(rounds):
@@ -230,31 +204,12 @@ class LocalSearch:
                 self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
                 led.members, led.starts, PATTERNS, self._losses, end - self.spent, self._job,
             )  # fmt: skip
-            self._count(events)
-            if len(led.giants) > 1 and self.spent < end:
-                time, events = pairs(
-                    self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
-                    led.giants, depth, self._losses, end - self.spent, self._job,
-                )  # fmt: skip
-                self._count(events)
+            self.spent += int(events)
             if self.spent < end:
                 time = self.sweep(strategy, time, paid, end - self.spent)
             if time >= before * (1 - 1e-5) or self.spent >= end:
                 break
         return float(time)
-
-    def anneal(self, strategy: Wholes, time: float, paid: Reals, effort: int, seed: int = 1) -> float:
-        """Random moves; ``strategy`` ends as the best one met."""
-        led = self._led
-        time, events = anneal(
-            self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
-            led.members, led.starts, 1e-2, 1e-4, seed, self._losses, effort, self._job,
-        )  # fmt: skip
-        self._count(events)
-        return float(time)
-
-    def _count(self, events: int) -> None:
-        self.spent += int(events)
 
 
 __all__ = ["NO_EFFORT", "REPLAN_EFFORT", "Effort", "Guide", "LocalSearch", "guide"]

@@ -126,22 +126,22 @@ class Automatic:
         return None if self.partition_bytes is None else (self.partition_bytes,)
 
 
-def gentle(job: Job, result: SearchResult, settings: Automatic | None = None) -> SearchResult:
-    """The result with gentler strategies; plain where none of them is predicted to beat it.
+def trade_for_exactness(job: Job, result: SearchResult, settings: Automatic | None = None) -> SearchResult:
+    """The result with more exact strategies; plain where none of them is predicted to beat it.
 
     Args:
         job: the one that was searched, with its own buckets.
         settings: of the run, live or imagined; None: the defaults.
 
     Returns:
-        ``alternatives`` are the gentle forms of the search's own and of :func:`simplest`, best first, those not below
-        plain left out; ``chosen`` is the first of them.
+        ``alternatives`` are the more exact forms of the search's own and of :func:`simplest`, best first, those not
+        below plain left out; ``chosen`` is the first of them.
     """
     settings = settings or Automatic()
     simple = simplest(job, result)
     rows = [
         _saying_more(
-            _gentler(_with_bucket_cap(row, result.bucket_cap_mb), settings.exact_vectors),
+            _more_exact(_with_bucket_cap(row, result.bucket_cap_mb), settings.exact_vectors),
             settings,
             result.uncompressed_us,
         )
@@ -187,7 +187,7 @@ def simplest(job: Job, result: SearchResult) -> Ranked | None:
 
 
 def racers(result: SearchResult) -> tuple[Ranked, ...]:
-    """Those of :func:`gentle`'s alternatives that race against plain: the best two, and the simple one."""
+    """Those of :func:`trade_for_exactness`'s alternatives that race against plain: the best two, and the simple one."""
     return tuple(row for place, row in enumerate(result.alternatives) if place < MAX_CANDIDATES or row.name == SIMPLE)
 
 
@@ -212,7 +212,7 @@ def _distinct(rows: Sequence[Ranked]) -> Iterator[Ranked]:
             yield row
 
 
-def _gentler(row: Ranked, exact_vectors: int) -> Ranked:
+def _more_exact(row: Ranked, exact_vectors: int) -> Ranked:
     """The strategy, or the one that compresses every gradient once where that is nearly as fast."""
     found = _with_exact_vectors(row, exact_vectors)
     once = compress_once(row.strategy)
@@ -352,11 +352,11 @@ __all__ = [
     "SIGN_BLOCK",
     "Automatic",
     "compress_once",
-    "gentle",
     "leave_tensors",
     "leave_vectors",
     "racers",
     "refine_signs",
     "send_at_least",
     "simplest",
+    "trade_for_exactness",
 ]

@@ -1,0 +1,231 @@
+"""Links: what a routine costs, from measured curves or a line of latency and rate.
+
+Conventions: latency occupies its lane; allreduce costs the cheaper of ring and double tree; a flat routine is timed by
+the slowest link, the ranks of a node sharing the NIC; a rooted routine is charged at its root.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from espresso.strategies import Cluster, Form, FormError, Routine, Scope, Step
+from espresso.strategies.fields import number
+
+Points = tuple[tuple[float, float], ...]
+"""Knots ``(x, microseconds)`` of a piecewise linear curve, x rising."""
+
+KB = 1000.0
+"""Bytes in the KB of ``beta_us_per_kb``: links are sold in powers of ten."""
+
+
+class JobError(FormError):
+    """A job, its costs or its file is malformed, or lacks something that was asked of it."""
+
+
+def interpolate(points: Points, x: float) -> float:
+    """The curve at ``x``: linear between knots, by the nearest slope outside them, never below zero.
+
+    One knot is a line through the origin.
+    """
+    if len(points) == 1:
+        ((x0, y0),) = points
+        return y0 * x / x0 if x0 else y0
+    right = min(max(bisect_right(points, x, key=lambda point: point[0]), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), 0.0)
+
+
+def check_points(points: Points, where: str) -> None:
+    """Raise :class:`JobError` for a curve without knots, or whose knots do not rise in x."""
+    if not points:
+        raise JobError(f"{where} has no points")
+    for (x0, _), (x1, _) in pairwise(points):
+        if x1 <= x0:
+            raise JobError(f"{where}: points must rise in x, but {x1:g} follows {x0:g}")
+    for x, y in points:
+        number(x, f"{where} at {x!r}")
+        number(y, f"{where} at {x!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """A link: latency per message, and time per 1000 bytes.
+
+    For ``inter`` beta is one direction of one machine's NIC, for ``intra`` of one device's port.
+    """
+
+    alpha_us: float
+    beta_us_per_kb: float
+
+    def __post_init__(self) -> None:
+        number(self.alpha_us, "alpha_us")
+        number(self.beta_us_per_kb, "beta_us_per_kb")
+
+    def line_us(self, num_bytes: float, messages: float = 1) -> float:
+        return self.alpha_us * messages + self.beta_us_per_kb * num_bytes / KB
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCurve:
+    """A measured routine: points (total_bytes, us), bytes as in :meth:`espresso.model.costs.CostModel.comm_us`."""
+
+    routine: Routine
+    scope: Scope
+    form: Form
+    points: Points
+
+    def __post_init__(self) -> None:
+        check_points(self.points, f"link curve {self.scope.value}.{self.routine.value}")
+
+
+def routine_us(routine: Routine, link: AlphaBeta, peers: int, total_bytes: float, node_ranks: int = 1) -> float:
+    """The collective cost models of the literature (ALGORITHMS: allreduce the cheaper of ring and tree).
+
+    Args:
+        peers: ranks in the group; one rank costs nothing.
+        total_bytes: S, the whole array: what is reduced, or what all ranks hold together after a gather.
+        node_ranks: ranks of one node inside the group that share ``link`` (flat routines on a NIC). Rings
+            and trees cross the NIC once per node; an all-to-all crosses it with every rank's shards.
+    """
+    if peers <= 1:
+        return 0.0
+    share = (peers - 1) / peers
+    depth = math.ceil(math.log2(peers))
+    if routine is Routine.ALLREDUCE:
+        ring = link.line_us(2 * share * total_bytes, 2 * (peers - 1))
+        tree = link.line_us(2 * total_bytes, 2 * depth)
+        return min(ring, tree)
+    if routine in (Routine.REDUCE_SCATTER, Routine.ALLGATHER):
+        return link.line_us(share * total_bytes, peers - 1)
+    if routine is Routine.ALL_TO_ALL:
+        crossing = node_ranks * (peers - node_ranks) / peers if node_ranks > 1 else share
+        return link.line_us(crossing * total_bytes, peers - 1)
+    return link.line_us(total_bytes, depth)
+
+
+def server_exchange_us(worker: AlphaBeta, server: AlphaBeta | None, cluster: Cluster, total_bytes: float) -> float:
+    """A push or a pull of ``total_bytes`` in all: as long as the busier of workers' and servers' cards needs.
+
+    Partitions are balanced over the servers by bytes, so a partition is charged its share of all servers' cards
+    together. Colocated servers add what they send and receive to their machine's own card.
+    """
+    mine = total_bytes / cluster.num_nodes
+    each = total_bytes / max(cluster.num_servers, 1)
+    if cluster.colocated:
+        remote = (cluster.num_nodes - 1) / cluster.num_nodes
+        return worker.line_us(remote * (mine + each))
+    nic = worker if server is None else server
+    return max(worker.line_us(mine), nic.line_us(each))
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links: measured curves, an alpha-beta line per scope, or both (a curve goes before a line).
+
+    Raises:
+        JobError: neither a curve nor a line, or two curves for the same routine.
+    """
+
+    intra: AlphaBeta | None = None
+    inter: AlphaBeta | None = None
+    curves: tuple[LinkCurve, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.intra is None and self.inter is None and not self.curves:
+            raise JobError("give an alpha-beta line for a scope or measured curves")
+        if len(self._by_key) != len(self.curves):
+            raise JobError("two curves for one routine, scope and form")
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[Routine, Scope, Form], Points]:
+        return {(c.routine, c.scope, c.form): c.points for c in self.curves}
+
+    def measured(self, routine: Routine, scope: Scope, form: Form) -> Points | None:
+        """The routine's curve in this form, else in another one: bytes are bytes on the wire."""
+        for candidate in (form, Form.RAW, Form.PAYLOAD, Form.SUMMABLE):
+            points = self._by_key.get((routine, scope, candidate))
+            if points is not None:
+                return points
+        return None
+
+    def time_us(self, step: Step, cluster: Cluster, total_bytes: float, server: AlphaBeta | None = None) -> float:
+        """See :meth:`espresso.model.costs.CostModel.comm_us`; ``server`` is the card of one parameter server."""
+        assert step.routine is not None
+        assert step.scope is not None
+        peers = group_size(step.scope, cluster)
+        to_servers = step.routine in (Routine.PUSH, Routine.PULL)
+        if peers <= 1 and not to_servers:
+            return 0.0
+        points = self.measured(step.routine, step.scope, step.form)
+        if points is not None:
+            return interpolate(points, total_bytes)
+        if to_servers:
+            return server_exchange_us(self._line(step, Scope.INTER), server, cluster, total_bytes)
+        if step.scope is Scope.FLAT:
+            return self._flat_us(step, cluster, total_bytes)
+        return routine_us(step.routine, self._line(step, step.scope), peers, total_bytes)
+
+    def _flat_us(self, step: Step, cluster: Cluster, total_bytes: float) -> float:
+        assert step.routine is not None
+        times = []
+        if cluster.ranks_per_node > 1:
+            intra = self._line(step, Scope.INTRA)
+            times.append(routine_us(step.routine, intra, cluster.num_ranks, total_bytes))
+        if cluster.num_nodes > 1:
+            inter = self._line(step, Scope.INTER)
+            times.append(routine_us(step.routine, inter, cluster.num_ranks, total_bytes, cluster.ranks_per_node))
+        return max(times)
+
+    def _line(self, step: Step, scope: Scope) -> AlphaBeta:
+        line = self.intra if scope is Scope.INTRA else self.inter
+        if line is None:
+            raise JobError(f"links: no cost for {step}: measure it, or give an alpha-beta line for {scope.value}")
+        return line
+
+
+def group_size(scope: Scope, cluster: Cluster) -> int:
+    """Ranks in one group of a scope."""
+    if scope is Scope.FLAT:
+        return cluster.num_ranks
+    return cluster.ranks_per_node if scope is Scope.INTRA else cluster.num_nodes
+
+
+RING_PASSES = {Routine.ALLREDUCE: 2, Routine.REDUCE_SCATTER: 1, Routine.ALLGATHER: 1, Routine.ALL_TO_ALL: 1}
+"""How often a ring or a direct exchange passes the array round."""
+
+
+def on_link(routine: Routine, peers: int) -> tuple[float, float]:
+    """How often a routine pays the latency, and its bytes on a link per byte of the whole array."""
+    passes = RING_PASSES.get(routine)
+    return (1, 1.0) if passes is None else (passes * (peers - 1), passes * (peers - 1) / peers)
+
+
+def fit_line(points: Sequence[tuple[float, float]], messages: float, factor: float) -> AlphaBeta:
+    """Alpha and beta of a link from a routine's measured (total_bytes, us): least squares on relative error.
+
+    Args:
+        messages: how often the routine pays alpha.
+        factor: bytes on the link per byte of the array.
+
+    Example:
+        >>> fit_line([(1000, 12.0), (2000, 14.0)], messages=1, factor=1.0)
+        AlphaBeta(alpha_us=10.0, beta_us_per_kb=2.0)
+    """
+    weights = [1 / max(us, 1e-9) ** 2 for _, us in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    slope = (
+        sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / spread
+        if spread
+        else 0.0
+    )
+    slope = max(slope, 0.0)
+    intercept = max(mean_y - slope * mean_x, 0.0)
+    return AlphaBeta(round(intercept / messages, 9), round(slope * KB / factor, 9))
