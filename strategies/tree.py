@@ -306,17 +306,8 @@ def _where_it_leaves_the_tree(text: str) -> str:
     return f"an option starts with one of {', '.join(sorted({word[0] for word in known}))}"
 
 
-def count_by_compressions(options: Iterable[Option]) -> dict[int, int]:
-    """How many options make 0, 1, 2, … compressions."""
-    counts: dict[int, int] = {}
-    for option in options:
-        counts[option.num_compressions] = counts.get(option.num_compressions, 0) + 1
-    return dict(sorted(counts.items()))
-
-
 __all__ = [
     "compressed_options",
-    "count_by_compressions",
     "flat_options",
     "hierarchical_options",
     "options_for",

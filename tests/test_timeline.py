@@ -294,7 +294,7 @@ def test_no_schedule_beats_its_own_bounds(case):
     bounds = [job.ready_us[-1], timeline.bucket_ready_us[-1]]
     for lane in Lane:
         bounds.append(sum(w.us for w, t in zip(works, laid.tasks, strict=True) if lane in _lanes(w)))
-    if job.costs.contention.is_paper:
+    if job.costs.contention.cores is None:
         held = sum(work.us for work in works if Lane.TRAINING in _lanes(work))
         bounds.append(held)
     for part in laid.partitions:

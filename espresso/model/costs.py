@@ -122,10 +122,6 @@ class Contention:
             if routine:
                 member(Routine, routine, f"comm_cpu[{key!r}]: routine")
 
-    @property
-    def is_paper(self) -> bool:
-        return self.cores is None
-
     def demand(self, step: Step) -> float:
         """Cores that a step demands while it runs."""
         if step.device is Device.SERVER:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +168,6 @@ class ErrorTable:
             for tensor in tensors
         }
 
-    @cached_property
-    def most(self) -> float:
-        """The error of the worst strategy."""
-        return float(sum(row.max() for row in self._of.values()))
-
     def of_units(self, units: Sequence[Unit]) -> Reals:
         """float64[units, columns]: what each compressor adds to the error on each unit."""
         return np.array([sum(self._of[name] for name in unit.tensors) for unit in units])
@@ -184,12 +178,6 @@ class ErrorTable:
 
     def knows(self, spec: CompressorSpec) -> bool:
         return spec in self.columns
-
-    def with_budget(self, budget: float) -> ErrorTable:
-        """The same errors, another budget."""
-        other = object.__new__(ErrorTable)
-        other.budget, other.columns, other._of = budget, self.columns, self._of
-        return other
 
 
 __all__ = ["ErrorTable", "Sensitivity", "measure_sensitivity", "normal_sensitivity"]

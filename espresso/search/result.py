@@ -10,7 +10,7 @@ from espresso.model.job import Job
 from espresso.model.pricing import Pricer
 from espresso.model.timeline import list_schedule
 from espresso.search.bounds import Certificate
-from espresso.strategies import Choice, Plan, Strategy, plan
+from espresso.strategies import Plan, Strategy, plan
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,6 @@ class Ranked:
         """The strategy laid over the job, in the order of its list schedule."""
         laid = plan(self.strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
         return list_schedule(laid, self.job, pricer=self.pricer)
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceRow:
-    """A line of the table of choices: how many tensors, and how much of the model, use a choice."""
-
-    option: str
-    compressor: str
-    num_tensors: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +117,5 @@ class SearchResult:
     def num_offloaded(self) -> int:
         return sum(choice.option.uses_offload for choice in self.strategy.choices.values())
 
-    @property
-    def top_choices(self) -> tuple[ChoiceRow, ...]:
-        """The choices in use, those of most bytes first."""
-        rows: dict[Choice, list[int]] = {}
-        for tensor in self.strategy.tensors:
-            row = rows.setdefault(self.strategy.choices[tensor.name], [0, 0])
-            row[0] += 1
-            row[1] += tensor.num_bytes
-        return tuple(
-            ChoiceRow(str(choice.option), str(choice.compressor), count, size)
-            for choice, (count, size) in sorted(rows.items(), key=lambda item: -item[1][1])
-        )
 
-
-__all__ = ["CapRow", "ChoiceRow", "Ranked", "SearchResult"]
+__all__ = ["CapRow", "Ranked", "SearchResult"]

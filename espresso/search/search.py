@@ -33,7 +33,7 @@ from espresso.search.error_budget import ErrorTable, Sensitivity, normal_sensiti
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
 from espresso.search.refine import Refined, Start, certify_units, refine
-from espresso.search.result import CapRow, ChoiceRow, Ranked, SearchResult
+from espresso.search.result import CapRow, Ranked, SearchResult
 from espresso.search.splitting import split_buckets
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
 
@@ -405,7 +405,6 @@ __all__ = [
     "GREEDY",
     "PUBLISHED",
     "CapRow",
-    "ChoiceRow",
     "Progress",
     "Ranked",
     "SearchResult",
