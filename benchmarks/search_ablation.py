@@ -129,9 +129,15 @@ def markdown(body: dict[str, Any]) -> str:
     """The tables for people."""
     columns = ("", "cases", "predicted time", "worst case", "bound", "median gap", "largest gap", "search time")
     head = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
-    out = ["# The search without one of its phases", "", *head, *map(_line, body["summary"]), ""]
-    out += ["Phases that were deleted, against the search that still had them:", "", *head]
-    out += [*map(_line, body["deleted"]), ""]
+    out = ["# The search without one of its phases", ""]
+    titles = {
+        "summary": "The search as it is:",
+        "deleted": "Phases that were deleted, against the search that still had them:",
+        "kept": "Phases that stayed, against the same search:",
+    }
+    for name, title in titles.items():
+        if name in body:
+            out += [title, "", *head, *map(_line, body[name]), ""]
     out += [
         "Predicted time and bound: geometric mean of the change; worst case: the largest rise of the predicted time.",
         "Search time: processor time of the search, over that of the whole search in the same run.",
@@ -148,7 +154,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    body: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"deleted": []}
+    body: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows: list[dict[str, Any]] = []
     for case in track(list(cases()), "ablation", console=Console(stderr=True)):
         rows += measure(case)

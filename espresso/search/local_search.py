@@ -61,7 +61,7 @@ class Effort:
     sizes: int = 4
     longer_chains: float = 1.5
     descents: int = 4
-    branching: int = 20_000_000
+    branching: int = 40_000_000
 
     @classmethod
     def for_units(cls, units: int) -> Effort:
