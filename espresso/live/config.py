@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from espresso.comm.keep.residual import STORAGES
 from espresso.live.ranges import Flag, OneOf, Path, Range, Real, Whole
-from espresso.search.quality import EXACT_TENSORS, EXACT_VECTORS, LEAST_SENT, SIGN_BLOCK, Automatic
+from espresso.search.exactness import EXACT_TENSORS, EXACT_VECTORS, LEAST_SENT, SIGN_BLOCK, Automatic
 
 logger = logging.getLogger("espresso")
 
