@@ -88,7 +88,7 @@ class Alarm:
     def __init__(self, rank: int, exchange: Callable[[Any], list[Any]], report: Callable[[], Progress]) -> None:
         self._rank, self._report = rank, report
         self._failure = ""
-        self._heard: tuple[int, str] | None = None
+        self._heard: dict[int, str] = {}
         self._question = 0
         self._news = threading.Condition()
         self._answers: dict[int, dict[int, Answer]] = {}
@@ -127,17 +127,17 @@ class Alarm:
         return dict(answers)
 
     def silent(self, answers: dict[int, Answer]) -> list[int]:
-        """The ranks that did not answer, though they could be heard at the start."""
-        return sorted(self._others - self._mute - answers.keys())
+        """The ranks that did not answer, though they could be heard at the start and did not say that they failed."""
+        return sorted(self._others - self._mute - answers.keys() - self._heard.keys())
 
     def ring(self, text: str) -> None:
         """Tell the others that this rank failed, and of what."""
         self._failure = text
         self._repeat(_Kind.FAILED, 0, text, self._acknowledged, self._others, time.monotonic() + _TELL_S)
 
-    def heard(self) -> tuple[int, str] | None:
-        """(rank, what it said) of the first other rank that failed."""
-        return self._heard
+    def heard(self) -> dict[int, str]:
+        """What other ranks said that they failed of, the first one first."""
+        return dict(self._heard)
 
     def close(self) -> None:
         """End the thread."""
@@ -205,6 +205,6 @@ class Alarm:
                 self._answers[question][rank] = Answer(Progress(*progress), text)
             elif kind == _Kind.HEARD:
                 self._acknowledged.add(rank)
-            elif kind == _Kind.FAILED and self._heard is None:
-                self._heard = rank, text
+            elif kind == _Kind.FAILED:
+                self._heard.setdefault(rank, text)
             self._news.notify_all()

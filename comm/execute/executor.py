@@ -322,14 +322,14 @@ class Executor:
         if iteration is None or self._failure.begun or iteration.is_idle:
             return
         waited, heard = time.monotonic() - iteration.touched_s, self._alarm.heard()
-        if heard is not None and waited > LISTEN_AFTER_S:
-            rank, text = heard
+        if heard and waited > LISTEN_AFTER_S:
+            rank, text = next(iter(heard.items()))
             pending = iteration.course.waiting_for()
             waiting = f"; this rank waited for {pending[0]}" if pending else ""
             self._lanes.fail(PeerError(f"rank {rank} failed first: {text.strip().rstrip('.')}{waiting}"))
         elif waited > self._timeout_s + SLACK_S and not iteration.plans:
             pending = iteration.course.waiting_for()
-            what = "; ".join(pending[:3]) or "the next bucket from backward"
+            what = "; ".join(list(dict.fromkeys(pending))[:3]) or "the next bucket from backward"
             self._lanes.fail(
                 StalledError(f"no progress for {waited:.0f} s; waiting for {what} ({len(pending)} tasks open)")
             )
@@ -373,13 +373,14 @@ class Executor:
         threads = self._lanes.close()
         # A daemon thread that comes back from a library call while the interpreter ends aborts the process: what
         # nobody will answer any more ends here.
+        # Not before the others were told: of a connection that closes they see only whose it was.
+        self._failure.close()
         if self._failure.begun or iteration is not None:
             self._groups.break_off()
         deadline = time.monotonic() + 2.0
         for thread in (*threads, self._watchdog.thread):
             if thread is not threading.current_thread():
                 thread.join(timeout=max(deadline - time.monotonic(), 0.0))
-        self._failure.close()
         self._alarm.close()
         return not any(thread.is_alive() for thread in threads)
 

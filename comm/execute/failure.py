@@ -25,7 +25,9 @@ from espresso.comm.parameter_server import Link
 
 logger = logging.getLogger("espresso")
 
-_SIGNS_OF_A_LOST_PEER = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out")
+_SIGNS_OF_A_LOST_PEER = (
+    "Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out", "caused pair closure",
+)  # fmt: skip
 
 LOST_S = 0.5
 """For the roll-call after a connection was closed: Gloo closes it before the rank at its end can speak."""
@@ -143,8 +145,8 @@ class Failure:
         """Whose failure it is, as far as addresses, the other ranks and servers tell."""
         lost = self._rank_in(what)
         answers = self._alarm.roll_call(LOST_S)
-        if lost is None or lost in answers:
-            answers |= self._alarm.roll_call(WHO_S - LOST_S) if self._alarm.silent(answers) else {}
+        if set(self._alarm.silent(answers)) - {lost}:  # the one at the other end may have left because of another
+            answers |= self._alarm.roll_call(WHO_S - LOST_S)
         hint = self._said_of(lost, answers)
         notice = None if self._servers is None else self._servers.wait_for_notice(_NOTICE_S)
         if notice is None:
@@ -154,23 +156,20 @@ class Failure:
         return f"{hint} {str(notice).rstrip('.')}."
 
     def _said_of(self, lost: int | None, answers: Mapping[int, Answer]) -> str:
-        failed = {rank: answer.failure for rank, answer in answers.items() if answer.failure}
-        heard = self._alarm.heard()
-        if heard is not None:
-            failed = dict([heard]) | failed
-        first = next(iter(failed), None) if lost not in failed else lost
-        silent = self._alarm.silent(dict(answers))
-        if lost is not None and lost == first:
-            return f" That is rank {lost}, which failed first: {_ended(failed[lost])}"
-        if lost is not None and lost not in answers:
+        failed = self._alarm.heard() | {rank: answer.failure for rank, answer in answers.items() if answer.failure}
+        silent = [rank for rank in self._alarm.silent(dict(answers)) if rank != lost]
+        if lost in failed:
+            hint = f" That is rank {lost}, which failed first: {_ended(failed[lost])}"
+        elif lost is not None and lost not in answers:
             hint = f" That is rank {lost}: it died, or left because of an error of its own."
-            return hint if first is None else f"{hint} Rank {first} failed first: {_ended(failed[first])}"
-        if silent:
+        else:
             hint = "" if lost is None else f" That is rank {lost}, which fails too."
+        if silent:
             return f"{hint} {_ranks(silent)} not answer: stopped, dead, or not to be reached from rank {self._rank}."
-        if first is not None:
-            return f" Rank {first} failed first: {_ended(failed[first])}"
-        return self._behind({rank: answer.progress for rank, answer in answers.items()})
+        first = next((rank for rank in failed if rank != lost), None)
+        if first is not None and lost not in failed:
+            return f"{hint} Rank {first} failed first: {_ended(failed[first])}"
+        return hint or self._behind({rank: answer.progress for rank, answer in answers.items()})
 
     def _behind(self, progress: Mapping[int, Progress]) -> str:
         """Everybody lives: who has come least far?"""
