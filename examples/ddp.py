@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/ddp.py --checkpoint build/ddp
 
-The second start goes on where the first one ended. Data: the digits that ship with scikit-learn.
+The second start goes on where the first one ended. Data: the digits that ship with scikit-learn. To see how an error is
+caught, end one of the two processes while it trains (``--steps 100000``, and ``kill`` in another terminal).
 """
 
 import argparse
@@ -50,18 +51,22 @@ if path is not None and path.exists():
 
 draw = torch.Generator().manual_seed(first_step * world_size + rank)
 loss = torch.tensor(0.0)
-for _ in range(first_step, first_step + chosen.steps):
-    batch = torch.randint(len(images), (32,), generator=draw)
-    optimizer.zero_grad()
-    with state.errors():  # a failed exchange raises an espresso.EspressoError instead of DDP's cast error
-        loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
-        loss.backward()
-        optimizer.step()
+try:
+    with state.errors():  # without it backward() would raise DDP's "Unable to cast …"
+        for _ in range(first_step, first_step + chosen.steps):
+            batch = torch.randint(len(images), (32,), generator=draw)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+except espresso.EspressoError as error:  # another rank died, hangs or failed: the message says which
+    raise SystemExit(f"rank {rank}: {error}") from None
 
 if path is not None:
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "espresso": state.state_dict()}
     torch.save({"step": first_step + chosen.steps, **parts}, path)
 if rank == 0:
+    print(state.summary())
     print(f"steps {first_step} to {first_step + chosen.steps}: loss {loss.item():.3f}")
 dist.destroy_process_group()

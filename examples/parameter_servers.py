@@ -16,8 +16,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import espresso
-from espresso.optim import TwoWay
-from espresso.strategies import CompressorSpec
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--steps", type=int, default=100)
@@ -27,8 +25,8 @@ dist.init_process_group("gloo")  # of the workers; the server is no part of it
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
-spec = CompressorSpec.parse("int8")
-state = espresso.register(model, compressor=spec, strategy=TwoWay(spec))
+spec = espresso.CompressorSpec.parse("int8")
+state = espresso.register(model, compressor=spec, strategy=espresso.optim.TwoWay(spec))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 digits = load_digits()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import espresso
-from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
+from espresso import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 
 
 def network() -> nn.Module:

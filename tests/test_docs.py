@@ -254,6 +254,18 @@ def test_the_map_is_that_of_the_rooms() -> None:
             assert all(line_of[room] < line_of[other] for other in below.split(", ")), f"{room} stands below {below}"
 
 
+def test_the_way_of_a_bucket_names_files_of_its_rooms() -> None:
+    folders = {"live": "espresso/live", "execute": "comm/execute", "program": "comm/program", "comm": "comm"}
+    _, way = re.findall(r"```text\n(.*?)```", (DOCS / "architecture.md").read_text(), re.DOTALL)
+    room, found = "", 0
+    for line in way.splitlines():
+        room = line.split()[0] if line[:1].strip() else room
+        for name in re.findall(r"\w+\.py", line):
+            found += 1
+            assert (ROOT / folders[room] / name).exists(), f"{name} is not in {room}"
+    assert found > 12
+
+
 def test_files_that_pages_name_are_there() -> None:
     homes = (ROOT, ROOT / "espresso")
     for page in set(PAGES) - {MANUAL}:
