@@ -75,13 +75,16 @@ def run(name: str, command: list[str], folder: Path) -> str:
     num_ranks, words = split(command)
     words = [str(ROOT / word) if word == f"examples/{name}" else word for word in words]
     words += [] if "make" in words else SMALL[name].split()
-    return "".join(outcome.value for outcome in run_ranks(play, num_ranks, words, str(folder), init=False))
+    # The first to run after a change of the kernels compiles them.
+    outcomes = run_ranks(play, num_ranks, words, str(folder), init=False, deadline_s=300)
+    return "".join(outcome.value for outcome in outcomes)
 
 
 def test_every_example_is_here() -> None:
     assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(SMALL) == sorted(SAYS)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SMALL)
 def test_example(name: str, tmp_path: Path) -> None:
     if name == "log_to_tensorboard.py" and importlib.util.find_spec("tensorboard") is None:
