@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks import results
 from benchmarks.chaos.faults import FAULTS
-from benchmarks.chaos.trial import Verdict, draw_plan, play
+from benchmarks.chaos.trial import Verdict, draw_plan, play, warm_up
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -43,6 +43,7 @@ def main(
     """Play faults at random moments of real jobs, and judge what comes of them."""
     draw, console = random.Random(seed), Console(stderr=True, highlight=False, soft_wrap=True)
     verdicts = []
+    warm_up()
     for number in range(faults):
         plan = draw_plan(draw, number)
         if only not in str(plan):

@@ -17,6 +17,9 @@ from benchmarks.chaos.places import Job, Place
 SHORT_S = 1.5
 """Less than any time-out: the job goes on."""
 
+PATIENCE_S = 60.0
+"""How long a rank may take to come to its next step: it may be searching."""
+
 
 class Ending(Enum):
     """What must come of a fault."""
@@ -74,6 +77,11 @@ def _from_within(what: str) -> Callable[[Job, int], None]:
         partial = job.folder / "fault.partial"
         partial.write_text(what)
         partial.rename(job.folder / f"fault{victim}")
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until and job.alive():  # it obeys between two steps
+            if any("fault" in line or "result" in line for line in job.told()[victim]):
+                return
+            time.sleep(0.02)
 
     return play
 

@@ -93,6 +93,13 @@ def work_of(plan: Plan, folder: Path, timeout_s: float, **more: Any) -> Work:
     return Work(str(folder), option, compressor, per_node, timeout_s, NUM_STEPS, **more)
 
 
+def warm_up(timeout_s: float = 60.0) -> None:
+    """Compile what jobs of every kind run, so that no trial waits for it."""
+    for place in (PLACES[0], PLACES[-1]):
+        for kind, _, _ in KINDS if not place.num_servers else (("servers", "", ""),):
+            undisturbed(place, kind, timeout_s)
+
+
 @cache
 def undisturbed(place: Place, kind: str, timeout_s: float) -> str:
     """What all ranks end with when nothing happens."""
@@ -125,6 +132,7 @@ def play(plan: Plan, timeout_s: float) -> Verdict:
         at = time.time()
         plan.fault.play(job, plan.victim)
         lasted = time.time() - at
+        at = next((line["at"] for line in job.told()[plan.victim] if "fault" in line), at)
         # A job that goes on needs its time; one that ends has the time-out and some grace.
         limit_s = timeout_s + GRACE_S + (START_S if plan.fault.at_start else 0.0)
         _wait_for_end(job, START_S if plan.fault.ending is Ending.GOES_ON else limit_s)

@@ -76,7 +76,7 @@ def run(work: Work) -> None:
 
     import espresso
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"rank {rank}: %(message)s")
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {rank}: %(message)s")
     torch.set_num_threads(1)
     if rank == work.wrong_build:
         espresso.__version__ = "0.0.0+other"
@@ -117,7 +117,7 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
     tell(phase="warm-up")
     was_decided, third = False, work.num_steps // 3
     for step in range(work.num_steps):
-        _obey(Path(work.folder), rank)
+        _obey(Path(work.folder), rank, tell)
         phase = _phase(work, step, state.decided, was_decided)
         was_decided = state.decided
         if phase:
@@ -159,13 +159,14 @@ def _strategy(ddp: Any, work: Work) -> Any:
     return make
 
 
-def _obey(folder: Path, rank: int) -> None:
+def _obey(folder: Path, rank: int, tell: Callable[..., None]) -> None:
     """Do what a fault from within asks of this rank."""
     asked = folder / f"fault{rank}"
     if not asked.exists():
         return
     what = asked.read_text()
     asked.unlink()
+    tell(fault=what)
     if what == "raise":
         raise RuntimeError(FATAL)
     if what == "memory":
