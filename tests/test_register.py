@@ -78,9 +78,10 @@ def test_refusals_name_what_is_wrong(played, what, parts):
             assert part in messages[what], messages[what]
 
 
-@pytest.mark.parametrize("what", ["compressor", "settings", "model", "strategy", "ranks_per_node"])
+@pytest.mark.parametrize("what", ["compressor", "settings", "model", "strategy", "ranks_per_node", "build"])
 def test_ranks_that_disagree_are_told_on_every_rank(played, what):
     named = {"settings": "seed than rank 0 (0 on rank 0, 5 on rank 1)", "model": "tensor '2.weight' than rank 0"}
+    named["build"] = "espresso than rank 0"
     for messages in played(disagreements):
         assert messages[what].startswith("DisagreementError: rank 1 has another"), messages[what]
         assert f"another {named.get(what, f'{what} than rank 0')}" in messages[what]
@@ -237,7 +238,7 @@ def first_call(state: EspressoState) -> None:
 
 def disagreements(rank: int) -> dict[str, str]:
     messages = {}
-    for what in ("compressor", "settings", "model", "strategy", "ranks_per_node"):
+    for what in ("compressor", "settings", "model", "strategy", "ranks_per_node", "build"):
         ddp = wrap(mlp(20, 30, 3))
         settings: dict[str, Any] = {"ranks_per_node": 1, "timeout_s": 15.0}
         if rank == 1:
@@ -247,10 +248,13 @@ def disagreements(rank: int) -> dict[str, str]:
                 "strategy": {"strategy": strategy_for(ddp, Cluster(2, 1), ALLGATHER, "efsignsgd")},
                 "ranks_per_node": {"ranks_per_node": None},
                 "model": {},
+                "build": {},
             }[what]
         if what == "model":
             # DDP itself refuses other shapes; other names it does not see.
             ddp.module.add_module("2" if rank == 0 else "two", ddp.module._modules.pop("2"))
+        if what == "build" and rank == 1:
+            espresso.__version__ += "+other"
         settings.setdefault("strategy", strategy_for(ddp, Cluster(2, 1)))
         messages[what] = message_of(lambda ddp=ddp, settings=settings: espresso.register(ddp, **settings))
     return messages
