@@ -4,12 +4,16 @@ Each input is a good payload with bytes changed (header or body), a piece of one
 numbers or raise PayloadError, and nothing else. Payload and target lie between pages that may not be touched, at their
 beginning or their end in turn, so that a read or write outside ends the process; the memory beside the target on its
 own page is compared as well.
+
+``--files 100000`` and ``--checkpoints 20000`` spoil those instead: see benchmarks/fuzz_files.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
+import json
 import mmap
 import multiprocessing
 import sys
@@ -45,6 +49,7 @@ VARIANTS = {
     "threshold": ("ratio=0.1", "ratio=0.001"),
 }
 BATCH = 2000
+STUCK_SECONDS = 1200.0
 FILL = 0x5A
 
 
@@ -162,6 +167,41 @@ def run(job: tuple[str, str, int, int]) -> Row:
     return Row(spec, dtype, inputs, counts["refused"], counts["decoded"], counts["not_finite"])
 
 
+def watched(run_slice: Any, *arguments: Any) -> Any:
+    """Run a slice; what hangs outside Python, where no signal helps, ends the process and with it the run."""
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+    try:
+        return run_slice(*arguments)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def fuzz_readers(options: argparse.Namespace) -> int:
+    """Spoil files or checkpoints; print what became of each kind. 1 where one was neither loaded nor refused."""
+    from benchmarks import fuzz_checkpoints, fuzz_files
+
+    run_slice = fuzz_files.run_slice if options.files else fuzz_checkpoints.run_slice
+    total, size = options.files or options.checkpoints, 500
+    begin = time.monotonic()
+    tallies: dict[str, fuzz_files.Tally] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, context) as pool:
+        slices = [
+            pool.submit(watched, run_slice, options.seed, first, min(size, total - first), options.through)
+            for first in range(0, total, size)
+        ]
+        for done in slices:
+            for name, tally in done.result().items():
+                tallies.setdefault(name, fuzz_files.Tally()).add(tally)
+    wrong = [row for tally in tallies.values() for row in tally.wrong]
+    if options.json:
+        body = {"inputs": total, "right": total - len(wrong), "wrong": len(wrong), "which": wrong}
+        sys.stdout.write(json.dumps(body) + "\n")
+    else:
+        sys.stdout.write(fuzz_files.table(tallies, options.seed, time.monotonic() - begin))
+    return 1 if wrong else 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fuzz every decoder; print a table and write it down."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__.split("\n")[0])
@@ -169,7 +209,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=available_cores())
     parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--files", type=int, help="so many mutated files instead")
+    parser.add_argument("--checkpoints", type=int, help="so many mutated checkpoints instead")
+    parser.add_argument("--through", type=float, default=0.01, help="share of loaded files that go through commands")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: inputs, right, wrong, and which")
     options = parser.parse_args(arguments)
+    if options.files or options.checkpoints:
+        return fuzz_readers(options)
     pairs = [(spec, dtype) for spec in specs() for dtype in ("float32", "float64")]
     each = -(-options.inputs // len(pairs))
     jobs = [(spec, dtype, each, options.seed * 1000 + i) for i, (spec, dtype) in enumerate(pairs)]

@@ -76,7 +76,9 @@ def as_nobody(place: Path, *arguments: str, nowhere: bool = False, **variables: 
     """
     reads = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
     said = {"PATH": os.environ["PATH"], "PYTHONPATH": str(place / "site"), "OMP_NUM_THREADS": "1", **variables}
-    if not nowhere:
+    if nowhere:
+        said["TORCHINDUCTOR_CACHE_DIR"] = str(place)  # without it torch itself makes a temporary folder for DDP
+    else:
         said["TMPDIR"] = str(place / "tmp")
     command = ["setpriv", "--reuid", USER, "--regid", USER, "--clear-groups", *reads, "env", "-i"]
     command += [*(f"{key}={value}" for key, value in said.items()), sys.executable, *arguments]

@@ -22,7 +22,7 @@ from numba.core import caching
 
 from espresso.jit.folders import private_folder, warn_once
 
-_REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written to keep them there"
+_REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
 
 _Impl: Any = caching.CompileResultCacheImpl
 _Cache: Any = caching.FunctionCache
@@ -91,14 +91,17 @@ class _KernelCache(_Cache):  # type: ignore[misc]
         try:
             return super().load_overload(*arguments)
         except Exception as error:  # a damaged file raises whatever unpickling it runs into
-            warn_once(f"a compiled kernel could not be read from {self.cache_path} ({error!r}); {_REMEDY}")
+            self._warn(error)
             return None
 
     def save_overload(self, *arguments: Any) -> None:
         try:
             super().save_overload(*arguments)
         except Exception as error:
-            warn_once(f"a compiled kernel could not be kept in {self.cache_path} ({error!r}); {_REMEDY}")
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        warn_once(f"a kernel cannot be kept in {self.cache_path}, so it is compiled each time ({error!r}); {_REMEDY}")
 
 
 __all__ = ["digest_of", "keep"]

@@ -329,6 +329,12 @@ class PerRank:
         return {key: buffer}
 
     def load_state_dict(self, body: dict[str, Any]) -> None:
-        buffer = body[self._key()]
-        buffer.seek(0)
-        self._state.load_state_dict(torch.load(buffer, weights_only=True))
+        key = self._key()
+        if key not in body:
+            raise CheckpointError(f"the checkpoint has no entry {key!r}; it was saved by fewer ranks")
+        body[key].seek(0)
+        try:
+            found = torch.load(body[key], weights_only=True)
+        except Exception as error:  # of damaged bytes whatever reading them runs into
+            raise CheckpointError(f"the entry {key!r} cannot be read; it is damaged ({error})") from error
+        self._state.load_state_dict(found)
