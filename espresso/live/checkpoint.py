@@ -19,6 +19,7 @@ import torch
 from espresso.comm.keep.store import Address, Array, Piece
 from espresso.compressors.schedule import check_choices
 from espresso.strategies import Site, Strategy, StrategyError, TensorSpec
+from espresso.strategies.fields import shown
 
 VERSION = 2
 MOST = 2**62
@@ -64,11 +65,12 @@ class Stored:
         pieces: dict[Address, list[Piece]] = {}
         for row in _entry(body, held, list):
             if not isinstance(row, dict) or set(row) != _ROW_KEYS:
-                raise CheckpointError(f"a residual should have the entries {', '.join(sorted(_ROW_KEYS))}: {row!r:.80}")
+                wanted = ", ".join(sorted(_ROW_KEYS))
+                raise CheckpointError(f"a residual should have the entries {wanted}: {shown(row)}")
             name, what = _name(row["tensor"]), f"residual of {row['tensor']!r}"
             sites = {site.value: site for site in Site}
             if not isinstance(row["site"], str) or row["site"] not in sites:
-                raise CheckpointError(f"{what}: unknown site {row['site']!r:.40}")
+                raise CheckpointError(f"{what}: unknown site {shown(row['site'])}")
             start, replica = (_count(row[entry], f"{what}: {entry}") for entry in ("start", "replica"))
             pieces.setdefault((name, sites[row["site"]]), []).append((start, _values(what, row["values"]), replica))
         return cls(pieces, _arrays(body, carried))
@@ -126,8 +128,8 @@ class Kept:
         """Read one rank's checkpoint, or raise CheckpointError."""
         _check_kind(body, (_RANK,))
         if set(body) != _KEYS:
-            odd = sorted(map(str, set(body) ^ _KEYS))[0]
-            raise CheckpointError(f"the checkpoint has an unknown or missing entry {odd!r:.60}")
+            odd = min(map(shown, set(body) ^ _KEYS))
+            raise CheckpointError(f"the checkpoint has an unknown or missing entry {odd}")
         return cls(
             rank=_count(body["rank"], "entry 'rank'"),
             num_ranks=_count(body["num_ranks"], "entry 'num_ranks'"),
@@ -243,24 +245,24 @@ def _check_kind(body: Any, kinds: Sequence[str]) -> None:
         raise CheckpointError(f"this is not an espresso state_dict (it has no kind {' or '.join(map(repr, kinds))})")
     version = body.get("version")
     if type(version) is not int or version != VERSION:
-        raise CheckpointError(f"checkpoint version {version!r:.60} is not supported; this version reads {VERSION}")
+        raise CheckpointError(f"checkpoint version {shown(version)} is not supported; this version reads {VERSION}")
 
 
 def _entry(body: Mapping[str, Any], entry: str, kind: type) -> Any:
     if not isinstance(body[entry], kind):
-        raise CheckpointError(f"entry {entry!r} should be {kind.__name__}, got {body[entry]!r:.60}")
+        raise CheckpointError(f"entry {entry!r} should be {kind.__name__}, got {shown(body[entry])}")
     return body[entry]
 
 
 def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < MOST:
-        raise CheckpointError(f"{what} should be a whole number of at least 0, got {value!r:.40}")
+        raise CheckpointError(f"{what} should be a whole number of at least 0, got {shown(value)}")
     return value
 
 
 def _name(value: Any) -> str:
     if not isinstance(value, str):
-        raise CheckpointError(f"a tensor's name should be str, got {value!r:.40}")
+        raise CheckpointError(f"a tensor's name should be str, got {shown(value)}")
     return value
 
 
@@ -274,6 +276,8 @@ def _values(what: str, values: Any) -> Array:
         raise CheckpointError(f"{what}: the values should be a floating-point tensor of one dimension")
     if values.is_meta or values.layout is not torch.strided:
         raise CheckpointError(f"{what}: the values are on the meta device or sparse; the checkpoint holds no numbers")
+    if values.numel() * values.element_size() > values.untyped_storage().nbytes():
+        raise CheckpointError(f"{what}: the tensor claims {values.numel()} numbers and does not hold them")
     found: Array = values.detach().cpu().numpy().copy()
     if not np.isfinite(found).all():
         raise CheckpointError(f"{what}: the values are not finite; the checkpoint is damaged")
