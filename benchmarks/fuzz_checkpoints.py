@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import time
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -69,7 +70,7 @@ def _mutated(draw: random.Random) -> Any:
         if what < 2:
             here[key] = draw.choice(ODD_TENSORS)()
         elif what < 4:
-            here[key] = draw.choice(ODD_OBJECTS)
+            here[key] = deepcopy(draw.choice(ODD_OBJECTS))
         elif what == 4:
             here[key] = _circle()
         elif what == 5:

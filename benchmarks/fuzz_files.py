@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -166,9 +167,12 @@ def kinds() -> dict[str, Kind]:
 def places(tree: Any) -> list[tuple[Any, Any]]:
     """(container, key) of every value in a tree of lists and dicts."""
     found = []
-    waiting = [tree]
+    waiting, seen = [tree], set()
     while waiting:
         here = waiting.pop()
+        if id(here) in seen:
+            continue
+        seen.add(id(here))
         keys: Any = here.keys() if isinstance(here, dict) else range(len(here))
         for key in keys:
             found.append((here, key))
@@ -184,7 +188,7 @@ def _change_tree(draw: random.Random, body: Any) -> bytes:
         here, key = draw.choice(places(tree))
         what = draw.randrange(8)
         if what < 3:
-            here[key] = draw.choice(ODD)
+            here[key] = deepcopy(draw.choice(ODD))
         elif what == 3:
             raw, here[key] = draw.choice(RAW), "@raw@"
         elif what == 4:
