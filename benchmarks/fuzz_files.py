@@ -22,8 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from espresso.model.costs import AlphaBeta, ComputeCost, Contention, CopyCost, CostModel, LinkCurve, Links, Op
+from espresso.model.costs import ComputeCost, Contention, CopyCost, CostModel, Op
 from espresso.model.job import Job
+from espresso.model.links import AlphaBeta, LinkCurve, Links
 from espresso.model.presets import job_from_trace, load_cluster
 from espresso.search.error_budget import Sensitivity
 from espresso.show.lane_events import load_measured
