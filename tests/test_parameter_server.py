@@ -26,8 +26,10 @@ from espresso.comm.errors import EspressoError, ProtocolError, TopologyError
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Client, Line
-from espresso.comm.parameter_server.join import Door, ServerSettings, assign_roles, knock
+from espresso.comm.parameter_server.door import Door, knock
+from espresso.comm.parameter_server.join import ServerSettings, assign_roles
 from espresso.comm.parameter_server.plain import PlainCodec, smaller
+from espresso.comm.parameter_server.secret import Secret
 from espresso.comm.parameter_server.sums import Slots
 from espresso.comm.parameter_server.transport import LinkError
 from espresso.comm.parameter_server.wire import (
@@ -628,14 +630,15 @@ def run_dying_worker(rank: int) -> None:
 
 
 def test_a_closed_door_names_rank_and_address():
-    door = Door("127.0.0.1")
-    knock(0, 5, "127.0.0.1", door.port, 2.0)
+    secret = Secret(b"a secret of the job")
+    door = Door("127.0.0.1", secret)
+    knock(0, 5, "127.0.0.1", door.port, secret, 2.0)
     door.close()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         with pytest.raises(LinkError, match=rf"worker rank 2 cannot reach server rank 5 at 127.0.0.1:{port}"):
-            knock(2, 5, "127.0.0.1", port, 2.0)
+            knock(2, 5, "127.0.0.1", port, secret, 2.0)
 
 
 # -- the parts -------------------------------------------------------------------------------------

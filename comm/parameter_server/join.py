@@ -1,10 +1,11 @@
 """How a process becomes a worker or a server: roles, addresses, connections, and the world that DDP sees.
 
 1  the launcher's variables say rank and size (espresso.comm.environment)
-2  all ranks tell each other their node and address, over MPI or a TCP store
+2  all ranks share a secret and tell each other their node and address, over MPI or a TCP store (board)
 3  the last ranks (of the job or of every node) are servers; workers come first in the new numbering
 4  every worker knocks at every server's door, so that an unreachable one is named at once
-5  transports connect; workers get RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a world of their own
+5  transports connect, workers and servers prove to each other that they know the secret
+6  workers get RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a world of their own
 """
 
 from __future__ import annotations
@@ -12,26 +13,23 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
-import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-import numpy as np
-
-from espresso.comm.environment import Launch, export_worker, local_address, read_environment
+from espresso.comm.environment import Launch, build, export_worker, local_address, read_environment
 from espresso.comm.errors import TopologyError
-from espresso.comm.messages import Messages
+from espresso.comm.groups import node_key
+from espresso.comm.parameter_server.board import Fact, MpiBoard, StoreBoard, check_alike
 from espresso.comm.parameter_server.client import Client
+from espresso.comm.parameter_server.door import Door, knock
+from espresso.comm.parameter_server.secret import introduce
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.sums import Codecs
-from espresso.comm.parameter_server.transport import GlooTransport, LinkError, Transport
+from espresso.comm.parameter_server.transport import GlooTransport, Transport
 
 _LINGER_S = 3.0
 """Who fails stays so long, so that others can say what happened to them before the launcher ends them."""
@@ -70,18 +68,6 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
-class Fact:
-    """What a rank tells the others: its node, its address, and where its door is if it becomes a server."""
-
-    node: tuple[Any, ...]
-    address: str
-    door: int
-
-
-FACTS = Messages(Fact)
-
-
-@dataclass(frozen=True)
 class Roles:
     """The launcher's ranks by role, each in ascending order."""
 
@@ -114,123 +100,6 @@ def assign_roles(nodes: Sequence[tuple[Any, ...]], settings: ServerSettings) -> 
             f"{len(servers)} servers of {len(nodes)} ranks leave no worker; start more processes or fewer servers"
         )
     return Roles(workers, servers)
-
-
-class Board(Protocol):
-    """Small values to everybody, before there is a world."""
-
-    def exchange(self, value: Any) -> list[Any]: ...
-
-
-class StoreBoard:
-    """Over a TCP store: the one of torchrun's agent, else rank 0's."""
-
-    def __init__(self, launch: Launch, timeout_s: float) -> None:
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-        self._launch, self._timeout_s, self._round = launch, timeout_s, 0
-        self.where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        try:
-            store = TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=launch.rank == 0 and not from_agent,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except (RuntimeError, ValueError) as error:
-            raise LinkError(
-                f"rank {launch.rank} cannot reach rank 0's store at {self.where}: {str(error)[:200]}"
-            ) from error
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = PrefixStore(f"espresso-launch-{attempt}", store)
-
-    def exchange(self, value: Any) -> list[Any]:
-        self._round += 1
-        self.store.set(f"{self._round}/{self._launch.rank}", FACTS.pack(value).tobytes().hex())
-        deadline = time.monotonic() + self._timeout_s
-        return [self._value_of(rank, deadline) for rank in range(self._launch.world_size)]
-
-    def _value_of(self, rank: int, deadline: float) -> Any:
-        key = f"{self._round}/{rank}"
-        try:
-            self.store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            return FACTS.unpack(np.frombuffer(bytes.fromhex(self.store.get(key).decode()), np.uint8))
-        except (RuntimeError, ValueError) as error:
-            raise LinkError(
-                f"rank {rank} of {self._launch.world_size} did not report at {self.where} within {self._timeout_s:g} s;"
-                f" is it running? ({str(error)[:200]})"
-            ) from error
-
-
-class MpiBoard:
-    """Over MPI's world. Message by message: a collective would wait for ever for a rank that is gone."""
-
-    def __init__(self, timeout_s: float) -> None:
-        from mpi4py import MPI
-
-        self.world, self._timeout_s, self._round = MPI.COMM_WORLD, timeout_s, 0
-        self._status = MPI.Status()
-
-    def exchange(self, value: Any) -> list[Any]:
-        self._round += 1
-        me, size = self.world.Get_rank(), self.world.Get_size()
-        message = FACTS.pack(value)
-        sends = [self.world.Isend(message, rank, self._round) for rank in range(size) if rank != me]
-        found = {me: value}
-        deadline = time.monotonic() + self._timeout_s
-        while len(found) < size:
-            for rank in sorted(set(range(size)) - set(found)):
-                if self.world.Iprobe(rank, self._round, self._status):
-                    theirs = np.empty(self._status.Get_count(), np.uint8)
-                    self.world.Recv(theirs, rank, self._round)
-                    found[rank] = FACTS.unpack(theirs)
-            missing = min(set(range(size)) - set(found), default=None)
-            if missing is not None and time.monotonic() > deadline:
-                raise LinkError(f"rank {missing} of {size} did not report within {self._timeout_s:g} s; is it running?")
-            time.sleep(1e-3)
-        for send in sends:
-            send.Wait()
-        return [found[rank] for rank in range(size)]
-
-
-class Door:
-    """An open port: whoever can connect to it can reach this process."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.create_server((address, 0))
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._welcome, name="espresso-door", daemon=True).start()
-
-    def _welcome(self) -> None:
-        while True:
-            try:
-                self._socket.accept()[0].close()
-            except OSError:
-                return
-
-    def close(self) -> None:
-        # Closing alone leaves a socket open that a thread waits at.
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-
-def knock(rank: int, server: int, address: str, port: int, timeout_s: float) -> None:
-    """Connect to a server's door.
-
-    Raises:
-        LinkError: names the server's rank and address.
-    """
-    try:
-        socket.create_connection((address, port), timeout=timeout_s).close()
-    except OSError as error:
-        raise LinkError(
-            f"worker rank {rank} cannot reach server rank {server} at {address}:{port} ({error}); is a firewall in"
-            " between, or the wrong network card chosen (GLOO_SOCKET_IFNAME)?"
-        ) from error
 
 
 class Joined:
@@ -333,20 +202,23 @@ def join(settings: ServerSettings) -> Joined:
     if not uses_mpi:
         _default_master(launch)
     address = local_address()
-    door = Door(address)
     board: MpiBoard | StoreBoard = MpiBoard(settings.timeout_s) if uses_mpi else StoreBoard(launch, settings.timeout_s)
-    from espresso.comm.groups import node_key
-
-    facts = board.exchange(Fact(node_key(), address, door.port))
+    door = Door(address, board.secret)
+    facts = board.exchange(Fact(build(), launch.world_size, node_key(), address, door.port))
+    check_alike(facts)
     roles = assign_roles([fact.node for fact in facts], settings)
     rank = roles.order.index(launch.rank)
     if rank < len(roles.workers):
         for number, server in enumerate(roles.servers):
             fact = facts[server]
-            knock(rank, len(roles.workers) + number, fact.address, fact.door, min(settings.timeout_s, 20.0))
+            knock(
+                rank, len(roles.workers) + number, fact.address, fact.door, board.secret, min(settings.timeout_s, 20.0)
+            )
     board.exchange(None)
     door.close()
     transport = _transport(board, roles, rank, settings)
+    workers, servers = range(len(roles.workers)), range(len(roles.workers), len(roles.order))
+    introduce(transport, servers if rank in workers else workers, board.secret, settings.timeout_s)
     if rank < len(roles.workers):
         _enter_world(launch, roles, facts, rank)
     joined = Joined(transport, roles, facts, settings, uses_mpi)

@@ -75,6 +75,8 @@ class Tag(IntEnum):
     ANSWER_BODY = 4
     NOTICE = 5
     NOTICE_BODY = 6
+    CHALLENGE = 7
+    PROOF = 8
     KEYS = 16
     LAST = 32767
 

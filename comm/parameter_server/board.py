@@ -1,0 +1,187 @@
+"""What ranks tell each other before there are connections: a secret, then small values, over a TCP store or MPI.
+
+Values are sealed with the job's secret, so that a rank of another job at the same address is found out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from espresso.comm.environment import Launch
+from espresso.comm.errors import DisagreementError, ProtocolError, TopologyError
+from espresso.comm.messages import Messages
+from espresso.comm.parameter_server.secret import VARIABLE, Secret, given_secret
+from espresso.comm.parameter_server.transport import Deadline, LinkError
+
+_LARGEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a rank tells the others: what it runs, its job's size, its node and address, and its door's port."""
+
+    build: str
+    world_size: int
+    node: tuple[Any, ...]
+    address: str
+    door: int
+
+
+FACTS = Messages(Fact)
+
+
+def check_alike(facts: Sequence[Fact]) -> None:
+    """All ranks must run the same code, in a job of one size.
+
+    Raises:
+        DisagreementError: names the first that differs from rank 0.
+    """
+    for rank, fact in enumerate(facts):
+        if fact.build != facts[0].build:
+            raise DisagreementError(
+                f"rank {rank} runs {fact.build}, rank 0 runs {facts[0].build}; install the same on all machines"
+            )
+        if fact.world_size != facts[0].world_size:
+            raise DisagreementError(
+                f"rank {rank} is in a job of {fact.world_size} ranks, rank 0 in one of {facts[0].world_size}: does"
+                " another job use the same MASTER_ADDR and MASTER_PORT?"
+            )
+
+
+def _read(secret: Secret, label: str, rank: int, sealed: bytes) -> Any:
+    try:
+        return FACTS.unpack(np.frombuffer(secret.unseal(label, sealed), np.uint8))
+    except ProtocolError as error:
+        raise LinkError(f"what rank {rank} reported cannot be read: {error}") from error
+
+
+def _taken(given: Secret | None, told: str, rank: int) -> Secret:
+    """The secret of a rank that is not the first; ``told`` is what rank 0 passed on, empty if it keeps its own."""
+    if told and given is None:
+        return Secret(told.encode())
+    if given is not None and not told:
+        return given
+    has, lacks = (rank, 0) if told else (0, rank)
+    raise TopologyError(
+        f"rank {has} has {VARIABLE} in its environment, rank {lacks} has not; give it to all (mpirun -x {VARIABLE})"
+    )
+
+
+class StoreBoard:
+    """Over a TCP store: the one of torchrun's agent, else rank 0's."""
+
+    def __init__(self, launch: Launch, timeout_s: float) -> None:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        self._launch, self._timeout_s, self._round = launch, timeout_s, 0
+        self.where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=launch.rank == 0 and not from_agent,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise LinkError(
+                f"rank {launch.rank} cannot reach rank 0's store at {self.where}: {str(error)[:200]}"
+            ) from error
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = PrefixStore(f"espresso-launch-{attempt}", store)
+        if self.store.add(f"here/{launch.rank}", 1) > 1:
+            raise LinkError(
+                f"two processes say at {self.where} that they are rank {launch.rank}: does another job use the same"
+                " MASTER_ADDR and MASTER_PORT?"
+            )
+        self.secret = self._share(given_secret())
+
+    def _share(self, given: Secret | None) -> Secret:
+        """The secret of all ranks."""
+        if self._launch.rank == 0:
+            secret, text = Secret.fresh() if given is None else (given, "")
+            self.store.set("secret", f"secret {text}")
+            return secret
+        told = self._read("secret", 0, Deadline(self._timeout_s)).partition(" ")[2]
+        return _taken(given, told, self._launch.rank)
+
+    def exchange(self, value: Any) -> list[Any]:
+        self._round += 1
+        label = f"{self._round}/{self._launch.rank}"
+        self.store.set(label, self.secret.seal(label, FACTS.pack(value).tobytes()).hex())
+        until, found = Deadline(self._timeout_s), []
+        for rank in range(self._launch.world_size):
+            label = f"{self._round}/{rank}"
+            text = self._read(label, rank, until)
+            try:
+                found.append(_read(self.secret, label, rank, bytes.fromhex(text)))
+            except ValueError:
+                raise LinkError(f"what rank {rank} reported at {self.where} is no number: {text:.40}") from None
+        return found
+
+    def _read(self, key: str, rank: int, until: Deadline) -> str:
+        """What a rank wrote, once it has."""
+        try:
+            self.store.wait([key], timedelta(seconds=until.left_s))
+            return str(self.store.get(key).decode())
+        except (RuntimeError, UnicodeDecodeError) as error:
+            raise LinkError(
+                f"rank {rank} of {self._launch.world_size} did not report at {self.where} within {until.seconds:g} s;"
+                f" is it running? ({str(error)[:200]})"
+            ) from error
+
+
+class MpiBoard:
+    """Over MPI's world. Message by message: a collective would wait for ever for a rank that is gone."""
+
+    def __init__(self, timeout_s: float) -> None:
+        from mpi4py import MPI
+
+        self.world, self._timeout_s, self._round = MPI.COMM_WORLD, timeout_s, 0
+        self._status = MPI.Status()
+        self.secret = self._share(given_secret())
+
+    def _share(self, given: Secret | None) -> Secret:
+        """The secret of all ranks."""
+        me, size = self.world.Get_rank(), self.world.Get_size()
+        if me:
+            (told,) = self._swap({}, (0,)).values()
+            return _taken(given, told.decode().partition(" ")[2], me)
+        secret, text = Secret.fresh() if given is None else (given, "")
+        self._swap(dict.fromkeys(range(1, size), f"secret {text}".encode()), ())
+        return secret
+
+    def exchange(self, value: Any) -> list[Any]:
+        self._round += 1
+        me, ranks = self.world.Get_rank(), range(self.world.Get_size())
+        label = f"{self._round}/{me}"
+        sealed = self.secret.seal(label, FACTS.pack(value).tobytes())
+        others = [rank for rank in ranks if rank != me]
+        found = {me: sealed} | self._swap(dict.fromkeys(others, sealed), others)
+        return [_read(self.secret, f"{self._round}/{rank}", rank, found[rank]) for rank in ranks]
+
+    def _swap(self, messages: Mapping[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
+        """Send messages, and receive one from every source."""
+        until = Deadline(self._timeout_s)
+        sends = [self.world.Isend(bytearray(message), rank, self._round) for rank, message in messages.items()]
+        found: dict[int, bytes] = {}
+        while len(found) < len(sources) or not all([send.Test() for send in sends]):
+            for rank in sorted(set(sources) - set(found)):
+                if self.world.Iprobe(rank, self._round, self._status):
+                    theirs = bytearray(min(self._status.Get_count(), _LARGEST_BYTES))
+                    self.world.Recv(theirs, rank, self._round)
+                    found[rank] = bytes(theirs)
+            if until.is_over:
+                missing = min(set(sources) - set(found), default=min(messages, default=0))
+                raise LinkError(f"rank {missing} did not report within {until.seconds:g} s; is it running?")
+            time.sleep(1e-3)
+        return found
