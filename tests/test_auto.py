@@ -86,7 +86,7 @@ def test_only_signs_that_do_not_say_their_block_get_a_finer_one():
         "efsignsgd:block=64", "onebit:block=64,means=1", "efsignsgd:block=256", "int8", "topk"
     ]  # fmt: skip
     assert refine_signs(strategy, 0) == strategy
-    with pytest.raises(ValueError, match="sign_block must be a multiple of 32, got 33"):
+    with pytest.raises(ValueError, match="sign_block must be a multiple of 32 from 0 to 1048576, got 33"):
         Config(sign_block=33)
 
 
