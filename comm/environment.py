@@ -135,17 +135,21 @@ def local_address(environment: Mapping[str, str] | None = None) -> str:
             return "127.0.0.1"
 
 
-@cache
 def build() -> str:
     """What this process runs: two ranks with the same text understand each other."""
     from espresso import __version__
 
+    return f"espresso {__version__} (sources {_sources()})"
+
+
+@cache
+def _sources() -> str:
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parents[1]
     for folder in ("strategies", "compressors", "comm"):
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
-    return f"espresso {__version__} (sources {digest.hexdigest()[:8]})"
+    return digest.hexdigest()[:8]
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

@@ -78,13 +78,18 @@ def test_refusals_name_what_is_wrong(played, what, parts):
             assert part in messages[what], messages[what]
 
 
-@pytest.mark.parametrize("what", ["compressor", "settings", "model", "strategy", "ranks_per_node", "build"])
+@pytest.mark.parametrize("what", ["compressor", "settings", "model", "strategy", "ranks_per_node"])
 def test_ranks_that_disagree_are_told_on_every_rank(played, what):
     named = {"settings": "seed than rank 0 (0 on rank 0, 5 on rank 1)", "model": "tensor '2.weight' than rank 0"}
-    named["build"] = "espresso than rank 0"
     for messages in played(disagreements):
         assert messages[what].startswith("DisagreementError: rank 1 has another"), messages[what]
         assert f"another {named.get(what, f'{what} than rank 0')}" in messages[what]
+
+
+def test_ranks_of_different_builds_are_told_on_every_rank(played):
+    for messages in played(disagreements):
+        assert messages["build"].startswith("DisagreementError: rank 1 runs espresso"), messages["build"]
+        assert "+other" in messages["build"]
 
 
 def test_state_built_before_the_model_is_wrapped(played):

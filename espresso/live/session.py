@@ -21,7 +21,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-import espresso
 from espresso.comm.environment import read_environment
 from espresso.comm.errors import DisagreementError
 from espresso.comm.execute.assignment import Assignment, Record
@@ -148,7 +147,6 @@ class Session:
     def _agree(self, epoch: int | None) -> None:
         """Every rank must have the same model, strategy and settings."""
         mine = {
-            "espresso": espresso.__version__,
             **{f"tensor {tensor.name!r}": (tensor.shape, tensor.dtype) for tensor in self.model.tensors},
             "compressor": str(self.given.compressor),
             "strategy": str(self.given),
