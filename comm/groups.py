@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -159,6 +160,8 @@ class Groups:
         self.rank = self._ranks.index(dist.get_rank())
         self.timeout_s = timeout_s
         self.host_copies = host_copies
+        self.explain: Callable[[str, Exception], Exception] = lambda what, error: error
+        """What becomes of an error between iterations; the executor knows more than the library."""
         self.backend: str = dist.get_backend(parent)
 
         def make() -> tuple[Member, Cluster, dict[Scope, Member]]:
@@ -190,11 +193,12 @@ class Groups:
         """
         mine = torch.from_numpy(PLAIN.pack(value))
         group = self._control_group()
-        sizes = gathered(torch.tensor([mine.numel()]), self.num_ranks, group)
-        largest = max(map(_checked_size, sizes))
-        padded = torch.zeros(largest, dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        rows = gathered(padded, self.num_ranks, group)
+        with self._explained("the ranks' messages to each other"):
+            sizes = gathered(torch.tensor([mine.numel()]), self.num_ranks, group)
+            largest = max(map(_checked_size, sizes))
+            padded = torch.zeros(largest, dtype=torch.uint8)
+            padded[: mine.numel()] = mine
+            rows = gathered(padded, self.num_ranks, group)
         return [PLAIN.unpack(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
     def from_rank_0(self, value: Any) -> Any:
@@ -202,10 +206,11 @@ class Groups:
         group, source = self._control_group(), self._ranks[0]
         message = torch.from_numpy(PLAIN.pack(value if self.rank == 0 else None))
         size = torch.tensor([message.numel()])
-        dist.broadcast(size, src=source, group=group)
-        if self.rank:
-            message = torch.empty(_checked_size(size), dtype=torch.uint8)
-        dist.broadcast(message, src=source, group=group)
+        with self._explained("rank 0's message to the others"):
+            dist.broadcast(size, src=source, group=group)
+            if self.rank:
+                message = torch.empty(_checked_size(size), dtype=torch.uint8)
+            dist.broadcast(message, src=source, group=group)
         return PLAIN.unpack(message.numpy())
 
     def rank_in(self, text: str) -> int | None:
@@ -217,7 +222,22 @@ class Groups:
         """Wait for everybody, for longer than the groups' time-out if ``patience_s`` says so."""
         options = dist.BarrierOptions()
         options.timeout = self._timeout if patience_s is None else timedelta(seconds=patience_s)
-        self._control_group().barrier(options).wait()
+        group = self._control_group()
+        with self._explained("the ranks' barrier"):
+            group.barrier(options).wait()
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """A lost connection becomes an error that says whose it was, once there is somebody to ask."""
+        try:
+            yield
+        except EspressoError:
+            raise
+        except RuntimeError as error:
+            found = self.explain(what, error)
+            if found is error:
+                raise
+            raise found from error
 
     def break_off(self) -> None:
         """Have all collectives under way in our groups end now, with an error. The groups are of no use after it.

@@ -46,6 +46,10 @@ class StalledError(EspressoError):
     """Nothing went on for too long, and nobody said why."""
 
 
+class LostRankError(EspressoError):
+    """A message between iterations did not arrive; the text says whose fault it seems to be."""
+
+
 def worded(error: BaseException) -> str:
     """The error without Gloo's source lines and well-meant advice; the log has it in full."""
     text = re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ", "", str(error))
@@ -86,7 +90,8 @@ class Failure:
         what = str(error).strip().rstrip(".") if isinstance(error, EspressoError) else worded(error).strip().rstrip(".")
         where = f"iteration {step}" + ("" if node is None else f", {node.label()}")
         told = isinstance(error, PeerError)  # by a rank that knew more
-        asks = isinstance(error, StalledError) or any(sign in what for sign in _SIGNS_OF_A_LOST_PEER)
+        asks = not isinstance(error, LostRankError)
+        asks &= isinstance(error, StalledError) or any(sign in what for sign in _SIGNS_OF_A_LOST_PEER)
         if told or not asks:
             self._settle(error, where, what, "")
             self._apart(lambda: None if told else self._alarm.ring(f"{what}."))
@@ -97,6 +102,14 @@ class Failure:
         """The first error once it is worded; ``error`` if that is not to be."""
         self._settled.wait(WHO_S + _NOTICE_S + 1.0 if self.begun else 0.0)
         return error if self.error is None else self.error
+
+    def explain(self, what: str, error: Exception) -> EspressoError:
+        """An error of the library outside an iteration, with whose it was; the others are told."""
+        text = f"{what}: {worded(error).strip().rstrip('.')}."
+        if any(sign in text for sign in _SIGNS_OF_A_LOST_PEER):
+            text += self._who(text)
+        self.tell(text)
+        return LostRankError(text)
 
     def tell(self, text: str) -> None:
         """Let the others know of something that is no error here."""
