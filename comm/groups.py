@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,8 @@ _UNUSED_TAG = 1
 CLOSED = "espresso is closed: its process groups are gone"
 
 
+_POLL_S, _LOOK_EVERY_S = 0.02, 2.0
+
 MAX_MESSAGE_BYTES = 1 << 36
 """Of one rank's control message; a gathered checkpoint is the largest."""
 
@@ -116,6 +119,22 @@ def _checked_size(size: torch.Tensor) -> int:
     if not 0 < int(size) <= MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a rank announced a control message of {int(size)} bytes")
     return int(size)
+
+
+class Witness(Protocol):
+    """Knows how the other ranks are, apart from collectives."""
+
+    def explain(self, what: str, error: Exception) -> EspressoError:
+        """An error of the library, with whose it was; the others are told."""
+        ...
+
+    def look(self, what: str) -> None:
+        """Ask how the others are.
+
+        Raises:
+            EspressoError: one of them is silent, or failed.
+        """
+        ...
 
 
 class _Gone:
@@ -160,8 +179,8 @@ class Groups:
         self.rank = self._ranks.index(dist.get_rank())
         self.timeout_s = timeout_s
         self.host_copies = host_copies
-        self.explain: Callable[[str, Exception], Exception] = lambda what, error: error
-        """What becomes of an error between iterations; the executor knows more than the library."""
+        self.witness: Witness | None = None
+        """Who can tell more of a lost connection than the library; the executor, once there is one."""
         self.backend: str = dist.get_backend(parent)
 
         def make() -> tuple[Member, Cluster, dict[Scope, Member]]:
@@ -224,7 +243,19 @@ class Groups:
         options.timeout = self._timeout if patience_s is None else timedelta(seconds=patience_s)
         group = self._control_group()
         with self._explained("the ranks' barrier"):
-            group.barrier(options).wait()
+            work = group.barrier(options)
+            if patience_s is not None:
+                self._see_to(work)
+            work.wait()
+
+    def _see_to(self, work: Any) -> None:
+        """Past the time-out, wait on only while all ranks answer: they may be compiling."""
+        look_at = time.monotonic() + self.timeout_s
+        while not work.is_completed():
+            time.sleep(_POLL_S)
+            if self.witness is not None and time.monotonic() > look_at:
+                self.witness.look("the ranks' barrier")
+                look_at = time.monotonic() + _LOOK_EVERY_S
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -234,10 +265,9 @@ class Groups:
         except EspressoError:
             raise
         except RuntimeError as error:
-            found = self.explain(what, error)
-            if found is error:
+            if self.witness is None:
                 raise
-            raise found from error
+            raise self.witness.explain(what, error) from error
 
     def break_off(self) -> None:
         """Have all collectives under way in our groups end now, with an error. The groups are of no use after it.

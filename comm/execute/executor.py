@@ -106,7 +106,7 @@ class Executor:
         self._count = self.step = 0
         self._alarm = Alarm(groups.rank, groups.all_objects, self._progress)
         self._failure = Failure(groups.rank, groups.rank_in, self._alarm, servers, self._progress, self._release)
-        groups.explain = self._failure.explain
+        groups.witness = self._failure
         self._watchdog = Watchdog(self._look)
         if servers is not None:
             servers.on_failure(self._lanes.fail)

@@ -111,6 +111,18 @@ class Failure:
         self.tell(text)
         return LostRankError(text)
 
+    def look(self, what: str) -> None:
+        """A roll-call outside an iteration.
+
+        Raises:
+            LostRankError: a rank is silent, or failed.
+        """
+        answers = self._alarm.roll_call(WHO_S)
+        if self._alarm.silent(answers) or any(answer.failure for answer in answers.values()):
+            text = f"{what}:{self._said_of(None, answers)}"
+            self.tell(text)
+            raise LostRankError(text)
+
     def tell(self, text: str) -> None:
         """Let the others know of something that is no error here."""
         self._apart(lambda: self._alarm.ring(text))

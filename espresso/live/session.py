@@ -117,7 +117,6 @@ class Session:
             self.search: OnlineSearch | None = None
             self.decider: Decider = self._make_decider()
             servers = None if client is None else self._link(client)
-            self._warm_up(servers)
             self.executor: Executor = self.runtime.executor(
                 self.codecs,
                 self.groups,
@@ -129,6 +128,8 @@ class Session:
                 servers=servers,
                 factors=self.factors,
             )
+            undo.callback(self.executor.close)
+            self._warm_up(servers)  # last: who dies or hangs meanwhile is named
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
             undo.pop_all()
 
