@@ -79,7 +79,7 @@ class Exchange:
         """A new executor without residuals over the same groups: much cheaper than another exchange."""
         self._timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._correction = correction
-        self.executor.close()
+        self.executor.close(keeps_groups=True)
         self._equip(transactional, gain)
         return self
 

@@ -258,10 +258,12 @@ def disagreements(rank: int) -> dict[str, str]:
         if what == "model":
             # DDP itself refuses other shapes; other names it does not see.
             ddp.module.add_module("2" if rank == 0 else "two", ddp.module._modules.pop("2"))
+        version = espresso.__version__
         if what == "build" and rank == 1:
             espresso.__version__ += "+other"
         settings.setdefault("strategy", strategy_for(ddp, Cluster(2, 1)))
         messages[what] = message_of(lambda ddp=ddp, settings=settings: espresso.register(ddp, **settings))
+        espresso.__version__ = version
     return messages
 
 

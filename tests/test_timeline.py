@@ -1,6 +1,8 @@
 """The timeline: exact event logs by hand, invariants on random plans, and kernels equal to the oracle."""
 
 import itertools
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -448,16 +450,21 @@ def test_costs_are_found_for_both_devices():
     assert PLAIN.option.is_compressed is False
 
 
-def test_an_edit_of_any_kernel_file_invalidates_the_cache_of_compiled_code(monkeypatch):
+def test_an_edit_of_any_kernel_file_invalidates_the_cache_of_compiled_code(tmp_path):
     """Numba alone looks only at the file that a kernel is in, not at the helpers compiled into it."""
+    from espresso.jit.kernels import digest_of
     from espresso.model import jit
     from espresso.model.timeline_kernels import copy_state
 
     signature, library = ("signature",), type("Codegen", (), {"magic_tuple": lambda self: ("machine",)})()
-    key = copy_state._cache._index_key(signature, library)
-    assert key[-1] == jit.source_digest()
-    monkeypatch.setattr(jit, "_DIGEST", "of edited sources")
-    assert copy_state._cache._index_key(signature, library)[-1] == "of edited sources"
+    assert copy_state._cache._index_key(signature, library)[-1] == jit.source_digest()
+    sources = [path for room in jit.ROOMS for path in (jit.ROOT / room).glob("*_kernels.py")]
+    copies = [Path(shutil.copy(path, tmp_path)) for path in sources]
+    assert digest_of(copies) == jit.source_digest()
+    for path in copies:
+        before = digest_of(copies)
+        path.write_text(path.read_text() + "# edited\n")
+        assert digest_of(copies) != before
 
 
 def test_kernels_without_a_way_in_from_python_are_functions_there():

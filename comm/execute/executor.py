@@ -352,8 +352,12 @@ class Executor:
         """Have ``clock.read`` called with the device's times after every iteration (None: measure no more)."""
         self._side.watch(clock)
 
-    def close(self) -> bool:
+    def close(self, *, keeps_groups: bool = False) -> bool:
         """Stop threads. Futures still open fail, so that nobody waits for them. The planner hears no more.
+
+        Args:
+            keeps_groups: another executor goes on with the groups, also after a failure: what waits in one of their
+                collectives ends at its time-out. Else that is broken off.
 
         Returns:
             Whether all threads have ended and nothing is under way.
@@ -376,7 +380,7 @@ class Executor:
         # nobody will answer any more ends here.
         # Not before the others were told: of a connection that closes they see only whose it was.
         self._failure.close()
-        if self._failure.begun or iteration is not None:
+        if (self._failure.begun or iteration is not None) and not keeps_groups:
             self._groups.break_off()
         deadline = time.monotonic() + 2.0
         for thread in (*threads, self._watchdog.thread):
