@@ -81,7 +81,7 @@ class Alarm:
 
     Args:
         rank: in the job.
-        exchange: gives everybody's value, in rank order; called once, by all ranks together.
+        exchange: gives everybody's value, in rank order; called twice, by all ranks together.
         report: says how far this rank is.
     """
 
@@ -109,6 +109,7 @@ class Alarm:
         told = exchange([*self._socket.getsockname()[:2], secret.hex()])
         self._peers = [((host, port), bytes.fromhex(key)) for host, port, key in told]
         self._mute = self._others - self.roll_call(_START_S).keys()
+        exchange(None)  # nobody leaves before all have been asked: who is gone by then would count as mute
         if self._mute:
             logger.warning(
                 "rank %d gets no answer from ranks %s over UDP (from %s); after a failure they cannot be asked how far"
