@@ -18,6 +18,7 @@ import torch
 from benchmarks.emulated import open_network, run_workers, why_not_permitted
 from espresso.comm.groups import Groups
 from espresso.cpu_offload.codec import HostCodec
+from espresso.live.host_codecs import HostCodecs
 from tests.ddp import (
     ALLGATHER,
     ALLREDUCE,
@@ -116,6 +117,18 @@ def test_a_start_that_a_rank_does_not_take_part_in(tmp_path):
     text, raised_at = outcomes[1].value
     assert "EspressoError: making process groups took longer than 6 s: a rank does not take part" in text
     check_time(raised_at - float((tmp_path / "at").read_text()))
+
+
+def test_a_rank_that_stops_while_kernels_are_compiled(tmp_path):
+    """Ranks wait minutes for a compilation, but not for a rank that does not answer."""
+    outcomes = run_ranks(compile_beside_a_stopped_rank, 3, str(tmp_path / "at"), check=False, deadline_s=80)
+    stopped_at = float((tmp_path / "at").read_text())
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        text, raised_at = outcomes[rank].value
+        assert text.startswith("LostRankError: the ranks' barrier"), text
+        assert "rank 1 does not answer" in text.lower(), text
+        check_time(raised_at - stopped_at)
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=f"no network namespaces: {REFUSAL}")
@@ -276,6 +289,29 @@ def start_beside_a_stopped_rank(rank: int, path: str) -> tuple[str, float]:
         text = f"{type(error).__name__}: {error}"
     raised_at = time.time()
     os.kill(pids[0], signal.SIGKILL)
+    return text, raised_at
+
+
+def compile_beside_a_stopped_rank(rank: int, path: str) -> tuple[str, float]:
+    pids: list[Any] = [None] * 3
+    torch.distributed.all_gather_object(pids, os.getpid())
+
+    def stop(*_: Any) -> None:
+        Path(path).write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if rank == 1:
+        HostCodecs.warm_up = stop
+    text = ""
+    try:
+        with registered(wrap(mlp(20, 30, 3)), SHARDED, "efsignsgd", timeout_s=TIMEOUT_S):
+            pass
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    raised_at = time.time()
+    if rank == 2:
+        time.sleep(5.0)  # the other survivor may need the victim to stay as it is
+        os.kill(pids[1], signal.SIGKILL)
     return text, raised_at
 
 
