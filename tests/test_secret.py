@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.ports import free_port
+from benchmarks.rank_pool import RANKS
+from espresso.comm.environment import read_environment
 from espresso.comm.errors import DisagreementError, EspressoError, TopologyError
-from espresso.comm.parameter_server.board import Fact, check_alike
+from espresso.comm.parameter_server.board import Fact, StoreBoard, check_alike
 from espresso.comm.parameter_server.door import Door, knock
 from espresso.comm.parameter_server.secret import SIZE, VARIABLE, Secret, given_secret, introduce
 from espresso.comm.parameter_server.transport import LinkError
 from tests.test_server_blame import connected
 
 OURS, THEIRS = Secret(b"the secret of our job"), Secret(b"the secret of theirs")
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_a_secret_in_the_environment_is_long_enough():
@@ -138,37 +136,36 @@ def test_ranks_with_another_build_or_of_another_job_are_named():
         check_alike([fact, Fact(fact.build, 4, ("host",), "127.0.0.1", 1)])
 
 
-START = """
-import os, sys, time
-import espresso.comm.parameter_server.board as board
-from espresso.comm.environment import read_environment
-from espresso.comm.errors import EspressoError
-
-try:
-    mine = board.StoreBoard(read_environment(), float(sys.argv[1]))
-    print(mine.exchange(("fact", int(os.environ["RANK"]))), flush=True)
-except EspressoError as error:
-    print("ERROR", error, flush=True)
-time.sleep(5.0 if os.environ["RANK"] == "0" else 0.0)  # the store lives in this process
-os._exit(0)
-"""
+def meet_at_the_store(variables: dict[str, str], timeout_s: float, pipe: Any) -> None:
+    """In a forked process: say what came of the meeting, and stay until told to go, since rank 0 holds the store."""
+    for key in [key for key in os.environ if key.startswith(("OMPI_", "PMI", "SLURM", "ESPRESSO"))]:
+        del os.environ[key]
+    os.environ.update(variables)
+    try:
+        mine = StoreBoard(read_environment(), timeout_s)
+        pipe.send(str(mine.exchange(("fact", int(variables["RANK"])))))
+    except EspressoError as error:
+        pipe.send(str(error))
+    pipe.recv()
+    os._exit(0)
 
 
 def started(variables: list[dict[str, str]], timeout_s: float) -> list[str]:
     """What processes say that meet at one store."""
-    port = str(free_port())
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM", "ESPRESSO"))}
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    argv: Any = [sys.executable, "-c", START, str(timeout_s)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ours, theirs = zip(*(RANKS.Pipe() for _ in variables), strict=True)
     processes = [
-        subprocess.Popen(argv, env={**clean, **shared, **mine}, stdout=subprocess.PIPE, text=True) for mine in variables
+        RANKS.Process(target=meet_at_the_store, args=({**shared, **mine}, timeout_s, pipe), daemon=True)
+        for mine, pipe in zip(variables, theirs, strict=True)
     ]
+    for process in processes:
+        process.start()
     try:
-        return [process.communicate(timeout=100.0)[0].strip() for process in processes]
+        return [pipe.recv() if pipe.poll(100.0) else "" for pipe in ours]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
 
 
 @pytest.mark.parametrize("given", [{}, {VARIABLE: "a secret of sixteen"}])
@@ -189,7 +186,7 @@ def test_ranks_that_meet_at_a_store_exchange_values(given):
     ],
 )
 def test_ranks_with_other_secrets_are_named(first, second, said):
-    assert any(said in text for text in started([{"RANK": "0", **first}, {"RANK": "1", **second}], 20.0))
+    assert any(said in text for text in started([{"RANK": "0", **first}, {"RANK": "1", **second}], 6.0))
 
 
 def test_a_rank_that_never_starts_is_named_within_the_time_out():
@@ -199,5 +196,5 @@ def test_a_rank_that_never_starts_is_named_within_the_time_out():
 
 
 def test_two_processes_of_one_rank_are_named():
-    texts = started([{"RANK": "0"}, {"RANK": "1"}, {"RANK": "1"}], 20.0)
+    texts = started([{"RANK": "0"}, {"RANK": "1"}, {"RANK": "1"}], 6.0)
     assert any("two processes say at 127.0.0.1" in text and "that they are rank 1" in text for text in texts)
