@@ -8,6 +8,8 @@
 | ``powersgd:rank=1``          | PyTorch's own hook, from its second step on                         |
 | ``espresso:SPEC``            | ``strategy="auto"`` with that compressor                            |
 | ``espresso:SPEC@PATH``       | a given strategy file                                               |
+| ``bare:SPEC``                | as many bytes as that compressor makes of all tensors, in one       |
+|                              | all-gather after the last bucket: what one message costs (drifts)   |
 | ``servers:raw``              | uncompressed, through parameter servers (``espresso.launch``)       |
 | ``servers:SPEC``             | two-way through parameter servers, every tensor                     |
 """
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-KINDS = ("none", "plain", "fp16", "powersgd", "espresso", "servers")
+KINDS = ("none", "plain", "fp16", "powersgd", "bare", "espresso", "servers")
 
 
 class Decider(Protocol):
@@ -54,7 +56,7 @@ class Arm:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"arm {self.name!r}: no kind {self.kind!r}; there are {', '.join(KINDS)}")
-        if self.kind in ("espresso", "servers") and not self.detail:
+        if self.kind in ("bare", "espresso", "servers") and not self.detail:
             raise ValueError(f"arm {self.name!r} names no compressor: write {self.kind}:efsignsgd, for example")
         if self.kind == "powersgd" and not self.detail.removeprefix("rank=").isdigit():
             raise ValueError(f"arm {self.name!r}: write powersgd:rank=1, for example")
@@ -62,7 +64,7 @@ class Arm:
     @property
     def keeps_replicas_equal(self) -> bool:
         """Whether the arm averages gradients at all."""
-        return self.kind != "none"
+        return self.kind not in ("none", "bare")
 
     def attach(self, model: DistributedDataParallel, artifacts_dir: Path | None = None) -> Decider | None:
         """Register the arm on ``model``; returns Espresso's state for its own arms.
@@ -79,6 +81,8 @@ class Arm:
             rank = int(self.detail.removeprefix("rank="))
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.kind == "bare":
+            model.register_comm_hook(OneMessage.of(model, self.detail), OneMessage.hook)
         elif self.kind == "espresso":
             return self._register(model, artifacts_dir)
         elif self.kind == "servers":
@@ -115,6 +119,49 @@ def communicate_nothing(
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+@dataclass
+class OneMessage:
+    """A hook's state: a message of a fixed size, gathered from all ranks after the last bucket.
+
+    Attributes:
+        mine, theirs: uint8, ``num_bytes`` of them, and as many for each rank.
+        waiting: buckets that come with the message, with their futures.
+    """
+
+    mine: torch.Tensor
+    theirs: torch.Tensor
+    waiting: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]]
+
+    @classmethod
+    def of(cls, model: DistributedDataParallel, spec: str) -> "OneMessage":
+        """A message as large as the compressor's payload of all parameters."""
+        from espresso.compressors import Segment, create
+
+        segments = [
+            Segment(name, 0, p.numel(), tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad
+        ]
+        num_bytes = create(spec).layout(segments).num_bytes
+        mine = torch.randint(256, (num_bytes,), dtype=torch.uint8)
+        return cls(mine, torch.empty(dist.get_world_size() * num_bytes, dtype=torch.uint8), [])
+
+    def hook(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Every rank keeps its own gradient, and has it when the message has come."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.waiting.append((bucket.buffer(), future))
+        if bucket.is_last():
+            waiting, self.waiting = self.waiting, []
+
+            def arrived(_: object) -> None:
+                for buffer, done in waiting:
+                    done.set_result(buffer)
+
+            dist.all_gather_into_tensor(self.theirs, self.mine, async_op=True).get_future().then(arrived)
+        return future
 
 
 def parse_arms(text: str) -> tuple[Arm, ...]:

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
-from benchmarks.emulated import Network, format_rate, measure_bulk_rate, open_network, run_workers
+from benchmarks.emulated import Network, format_rate, measure_bulk_rate, measure_round_trip, open_network, run_workers
 from benchmarks.models import NAMES, Workload, build_workload
 from benchmarks.train import MAX_STEPS_TO_DECIDE, process_group
 
@@ -302,7 +302,8 @@ def describe(network: Network) -> str:
     verdict = "verified" if all(rate.is_verified for rate in rates) else "NOT as asked"
     bulk = ", ".join(format_rate(rate.payload_bps) for rate in rates)
     limits = dict.fromkeys(format_rate(host.rate_bps or 0) for host in network.hosts)
-    return f"{', '.join(limits)} (bulk TCP {bulk}: {verdict})"
+    far = "" if network.distance is None else f", round trip {measure_round_trip(network):.0f} ms"
+    return f"{', '.join(limits)} (bulk TCP {bulk}: {verdict}{far})"
 
 
 def _as_worker(

@@ -21,7 +21,7 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.emulated import Network, open_network, run_workers
+from benchmarks.emulated import Distance, Network, open_network, run_workers
 from benchmarks.prediction import describe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +33,12 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the matrix, and the bars its automatic arms must reach (None: for information)."""
+    """A row of the matrix, and the bars its automatic arms must reach (None: for information).
+
+    Attributes:
+        rtt_ms: round trip between the hosts; 0 is one local network.
+        over_bare: the longest time allowed, relative to one message of the same bytes after the last bucket.
+    """
 
     name: str
     model: str
@@ -43,6 +48,8 @@ class Case:
     of_plain: float | None
     blocks: int
     steps: int
+    rtt_ms: float = 0.0
+    over_bare: float | None = None
 
 
 CASES = (
@@ -56,8 +63,13 @@ CASES = (
     Case("resnet-1", "resnet", 1, "1gbit", None, None, 5, 6),
     Case("vit-1", "vit", 1, "1gbit", None, None, 5, 6),
     Case("lstm-1", "lstm", 1, "1gbit", None, None, 5, 4),
+    *(
+        Case(f"{model}-{rtt_ms}ms", model, 1, "200mbit", None, None, 4, 3, rtt_ms, 1.25)
+        for model in ("mlp", "gpt")
+        for rtt_ms in (20, 50, 100)
+    ),
 )
-"""``mlp-slow`` takes 3.7 s for a plain step, so it has few of them."""
+"""``mlp-slow`` takes 3.7 s for a plain step, so it has few of them; rows in ms are of hosts far apart."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,7 @@ class Row:
     mb_per_step_per_host: float
     of_compute: Rate
     of_plain: Rate
+    over_bare: float | None
     bar: str
     passes: bool | None
     steps_to_decide: int
@@ -95,12 +108,15 @@ def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
     rows = []
     for arm in arms:
         compute, plain = Rate.from_times(arm["time_over_none"]), Rate.from_times(arm["time_over_plain"])
-        judged = arm["name"].startswith("espresso:")
+        judged, bare = arm["name"].startswith("espresso:"), arm.get("time_over_bare", {}).get("value")
         bars = [
             (f"{case.of_compute:.0%} of compute-only", compute.value >= case.of_compute)
             if case.of_compute is not None
             else None,
             (f"{case.of_plain:g}x plain", plain.value >= case.of_plain) if case.of_plain is not None else None,
+            (f"{case.over_bare:g} of bare", bare <= case.over_bare)
+            if case.over_bare is not None and bare is not None
+            else None,
         ]
         held = [bar for bar in bars if bar is not None and judged]
         rows.append(
@@ -111,6 +127,7 @@ def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
                 arm["mb_per_step_per_host"],
                 compute,
                 plain,
+                bare,
                 ", ".join(text for text, _ in held),
                 all(met for _, met in held) if held else None,
                 arm["num_steps_to_decide"],
@@ -123,15 +140,15 @@ def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
 def table_of(rows: Sequence[Row], title: str) -> Table:
     """For people."""
     table = Table(title=title, title_justify="left")
-    for header in ("row", "arm", "step, ms", "MB", "of compute-only", "x plain", "bar", ""):
+    for header in ("row", "arm", "step, ms", "MB", "of compute-only", "x plain", "over bare", "bar", ""):
         table.add_column(header, justify="left" if header in ("row", "arm", "bar", "") else "right")
     for row in rows:
         verdict = {None: "", True: "pass", False: "[bold red]MISS[/]"}[row.passes]
         compute = f"{row.of_compute.value:.1%} ({row.of_compute.low:.1%} … {row.of_compute.high:.1%})"
         plain = f"{row.of_plain.value:.2f} ({row.of_plain.low:.2f} … {row.of_plain.high:.2f})"
         table.add_row(
-            row.case, row.arm, f"{row.step_ms:.1f}", f"{row.mb_per_step_per_host:.2f}", compute, plain, row.bar,
-            verdict,
+            row.case, row.arm, f"{row.step_ms:.1f}", f"{row.mb_per_step_per_host:.2f}", compute, plain,
+            f"{row.over_bare:.2f}" if row.over_bare else "", row.bar, verdict,
         )  # fmt: skip
     return table
 
@@ -190,9 +207,11 @@ def main(
     for case in chosen:
         if quick:
             case = Case(**{**asdict(case), "blocks": max(case.blocks // 2, 2)})
-        with open_network(2, case.rate) as network:
+        distance = Distance(case.rtt_ms) if case.rtt_ms else None
+        with open_network(2, case.rate, distance=distance) as network:
             networks[case.name] = describe(network)
-            result = train(network, case, arms, seed, json_path.with_suffix(".raw"))
+            bare = [f"bare:{spec}" for spec in specs] if case.rtt_ms else []
+            result = train(network, case, [*arms, *bare], seed, json_path.with_suffix(".raw"))
         found = rows_of(case, result["arms"])
         measured += found
         console.print(table_of(found, f"{case.name}: 2 hosts x {case.workers}, {networks[case.name]}"))

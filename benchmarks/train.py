@@ -195,7 +195,11 @@ def replicas_are_equal(runner: Runner) -> bool | None:
 def summarize(runner: Runner, runners: list[Runner], workload: Workload) -> dict[str, Any]:
     """The arm's row of the result."""
     evaluation = workload.evaluate(runner.model.module)
-    by_kind = {other.arm.kind: other for other in runners if other.arm.kind in ("none", "plain")}
+    by_kind = {
+        other.arm.kind: other
+        for other in runners
+        if other.arm.kind in ("none", "plain") or (other.arm.kind, other.arm.detail) == ("bare", runner.arm.detail)
+    }
     times = [block.median_step_s for block in runner.blocks]
     ratios = {
         f"time_over_{kind}": asdict(paired_ratio(times, [block.median_step_s for block in other.blocks]))
