@@ -84,13 +84,14 @@ class Correction:
 class Segment:
     """``numel`` elements of ``tensor`` from ``tensor_start``: the unit of scales, k and residual ranges.
 
-    ``shape`` is the whole tensor's, where it is known.
+    ``shape`` is the whole tensor's, where it is known; ``exact`` that it travels raw, whatever its size.
     """
 
     tensor: str
     tensor_start: int
     numel: int
     shape: tuple[int, ...] = ()
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

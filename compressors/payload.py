@@ -67,7 +67,7 @@ def build_layout(
     segments: Sequence[Segment],
     dtype: npt.DTypeLike,
 ) -> Layout:
-    """Lay out the payload of ``segments``; those under ``raw_below`` elements travel raw.
+    """Lay out the payload of ``segments``; those under ``raw_below`` elements and exact ones travel raw.
 
     Raises:
         ValueError: the dtype is neither float32 nor float64, or a segment's length is impossible.
@@ -82,6 +82,7 @@ def build_layout(
             " cut the tensor with a smaller partition size"
         )
     raw = numels < max(raw_below, 1)  # an empty segment has an empty raw body
+    raw |= np.array([segment.exact for segment in segments], dtype=np.bool_)
     counts = np.zeros(len(segments), dtype=np.int64)
     offsets = np.zeros(len(segments), dtype=np.int64)
     position = _HEADER.size + _ENTRY.size * len(segments)

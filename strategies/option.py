@@ -156,6 +156,11 @@ class Option:
         return any(step.form is Form.SUMMABLE for step in self.steps)
 
     @property
+    def carries_payloads(self) -> bool:
+        """Whether ranks send each other payloads, in which exact numbers may ride: not sums, and not to servers."""
+        return self.is_compressed and not self.is_summable and not self.uses_servers
+
+    @property
     def moves_matrices(self) -> bool:
         """Whether a transform runs on another device than the compression whose matrices it works on."""
         devices = [s.device for s in self.steps if s.kind in (StepKind.COMPRESS, StepKind.TRANSFORM)]

@@ -3,7 +3,8 @@
 ``plan`` is the one function that search, timeline and executor share::
 
     bucket   b0 [ w1 | b1 | w2 ]             what DDP hands over (paper mode: one tensor each)
-    groups   g0 [ w1 | w2 ]  g1 [ b1 ]       tensors of a bucket with equal choices
+    groups   g0 [ w1 | w2 ]  g1 [ b1 ]       tensors of a bucket with equal choices, or of equal options where one
+                                             of two does not compress: it rides raw in the other's payload
     parts    p0 [ w1... ]  p1 [ ...w2 ]      a group cut at the partition size
     tasks    p0: comp > exchange > dec       one task per step (and host copy) of the option
 
@@ -19,7 +20,8 @@ from functools import cached_property
 
 from espresso.strategies.cluster import Cluster
 from espresso.strategies.flow import StepFlow, busiest_rank, trace
-from espresso.strategies.option import Device, Routine, Scope, Step, StepKind
+from espresso.strategies.option import Device, Option, Routine, Scope, Step, StepKind
+from espresso.strategies.spec import NONE
 from espresso.strategies.strategy import DTYPES, Choice, Strategy, StrategyError
 
 
@@ -93,7 +95,7 @@ class Bucket:
 class Run:
     """A stretch of one tensor inside a group: where it lies in tensor, group and bucket (elements).
 
-    ``shape`` is the whole tensor's.
+    ``shape`` is the whole tensor's; ``exact`` says that it travels raw inside the group's payload.
     """
 
     tensor: str
@@ -102,11 +104,15 @@ class Run:
     bucket_start: int
     numel: int
     shape: tuple[int, ...] = ()
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The tensors of one bucket with equal choices: the unit of execution."""
+    """Tensors of one bucket that share an option, and its payloads: the unit of execution.
+
+    ``choice`` is that of all runs that are not exact.
+    """
 
     index: int
     bucket: int
@@ -127,7 +133,7 @@ class Group:
             if low < high:
                 skip = low - run.group_start
                 at, where = run.tensor_start + skip, run.bucket_start + skip
-                clipped.append(Run(run.tensor, at, low, where, high - low, run.shape))
+                clipped.append(Run(run.tensor, at, low, where, high - low, run.shape, run.exact))
         return tuple(clipped)
 
 
@@ -278,14 +284,14 @@ def plan(
     tasks: list[Task] = []
     order: list[int] = []
     for bucket in buckets:
-        for choice, slots in _by_choice(bucket, strategy.choices).items():
+        for choice, slots in _by_choice(bucket, strategy.choices):
             if host_copies and choice.option.moves_matrices:
                 raise StrategyError(
                     f"tensor {slots[0].tensor!r}: option '{choice.option}' transforms on another device than it"
                     " compresses on, and the matrices stay where they were compressed: put both steps on the training"
                     " device, or both on the pool"
                 )
-            group = _group(len(groups), bucket, choice, slots, strategy.shapes)
+            group = _group(len(groups), bucket, choice, slots, strategy)
             groups.append(group)
             limit = partition_limit(choice, strategy.partition_bytes, bucket.dtype)
             waves: list[tuple[int, int, int]] = []
@@ -299,13 +305,21 @@ def plan(
     return Plan(mode, strategy.cluster, tuple(buckets), tuple(groups), tuple(partitions), tuple(tasks), tuple(order))
 
 
-def _by_choice(bucket: Bucket, choices: Mapping[str, Choice]) -> dict[Choice, list[Slot]]:
-    grouped: dict[Choice, list[Slot]] = {}
+def _by_choice(bucket: Bucket, choices: Mapping[str, Choice]) -> list[tuple[Choice, list[Slot]]]:
+    """The groups of a bucket: slots in their order, the first that was met first."""
+    carriers: dict[Option, Choice] = {}
     for slot in bucket.slots:
         if slot.tensor not in choices:
             raise ValueError(f"bucket {bucket.index} holds tensor {slot.tensor!r}, which the strategy does not know")
-        grouped.setdefault(choices[slot.tensor], []).append(slot)
-    return grouped
+        choice = choices[slot.tensor]
+        if choice.compressor != NONE and choice.option.carries_payloads:
+            carriers.setdefault(choice.option, choice)
+    grouped: dict[Choice, list[Slot]] = {}
+    for slot in bucket.slots:
+        choice = choices[slot.tensor]
+        rides = choice.compressor == NONE
+        grouped.setdefault(carriers.get(choice.option, choice) if rides else choice, []).append(slot)
+    return list(grouped.items())
 
 
 def _group(
@@ -313,12 +327,13 @@ def _group(
     bucket: Bucket,
     choice: Choice,
     slots: Sequence[Slot],
-    shapes: Mapping[str, tuple[int, ...]],
+    strategy: Strategy,
 ) -> Group:
     runs = []
     position = 0
     for slot in slots:
-        runs.append(Run(slot.tensor, 0, position, slot.offset, slot.numel, shapes[slot.tensor]))
+        exact = strategy.choices[slot.tensor] != choice
+        runs.append(Run(slot.tensor, 0, position, slot.offset, slot.numel, strategy.shapes[slot.tensor], exact))
         position += slot.numel
     return Group(index, bucket.index, choice, tuple(runs), bucket.dtype)
 

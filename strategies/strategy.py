@@ -171,7 +171,8 @@ class Strategy:
 
     @cached_property
     def num_compressed(self) -> int:
-        return sum(choice.option.is_compressed for choice in self.choices.values())
+        """Tensors that are not exact: a payload may carry some raw."""
+        return sum(choice.compressor != NONE for choice in self.choices.values())
 
     @cached_property
     def only_averages(self) -> bool:

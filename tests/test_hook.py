@@ -9,6 +9,7 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from espresso.strategies import NONE, Choice, Cluster, parse_option, plan
 from tests.ddp import (
     ALLGATHER,
     ALLREDUCE,
@@ -23,6 +24,7 @@ from tests.ddp import (
     registered,
     same,
     sgd,
+    strategy_for,
     train,
     wrap,
 )
@@ -50,6 +52,14 @@ LOSSY = (
     (HIERARCHICAL, "topk:ratio=0.05", 2, 0),
     (ROOTED, "dgc:ratio=0.05", 2, 0),
     ("comp > flat.allreduce > dec", "randomk:ratio=0.1", 1, 0),
+)
+
+
+RIDDEN = (
+    (ALLGATHER, "dgc:ratio=0.05", 1, 0),
+    (SHARDED, "efsignsgd", 1, 8192),
+    (HIERARCHICAL, "efsignsgd", 2, 0),
+    (ROOTED, "topk:ratio=0.05", 2, 0),
 )
 
 
@@ -81,6 +91,15 @@ def test_lossy_training_conserves_the_gradient(played):
     for distance, moved in played(conservation):
         assert moved > 1.0
         assert distance < 1e-4 * moved
+
+
+def test_exact_tensors_ride_in_the_payloads_of_others(played):
+    """Every second tensor is averaged exactly, by the same exchanges that carry the others' payloads."""
+    for results in played(ridden):
+        for case, (exact, lossy, groups, buckets) in results.items():
+            assert exact == 0.0, case
+            assert lossy > 0.0, case
+            assert groups == buckets > 1, case
 
 
 def test_order_is_planned_once_buckets_are_stable(played):
@@ -163,6 +182,32 @@ def conservation(rank: int) -> tuple[float, float]:
     return max_distance(left, moved), max(float(p.abs().max()) for p in moved)
 
 
+def ridden(rank: int) -> dict[Case, tuple[float, float, int, int]]:
+    """Distances from plain training, of exact and of other tensors; groups and buckets that were carried out."""
+    plain = wrap(IntegerNet())
+    train(plain, STEPS, lambda step: plain(100 * step + rank))
+    wanted = {name: p.detach() for name, p in plain.module.named_parameters()}
+    results = {}
+    for option, compressor, ranks_per_node, partition_bytes in RIDDEN:
+        ddp = wrap(IntegerNet())
+        whole = strategy_for(ddp, Cluster(4 // ranks_per_node, ranks_per_node), option, compressor, partition_bytes)
+        exact = {name for name, _ in [*wanted.items()][1::2]}
+        strategy = whole.with_choices({name: Choice(parse_option(option), NONE) for name in exact})
+        with registered(ddp, compressor=compressor, strategy=strategy, ranks_per_node=ranks_per_node) as state:
+            train(ddp, STEPS, lambda step, ddp=ddp: ddp(100 * step + rank))
+            last = state.session.observer.last
+            assert last is not None
+            laid = plan(strategy, last.buckets)
+        gone = {name: max_distance([p.detach()], [wanted[name]]) for name, p in ddp.module.named_parameters()}
+        results[option, compressor, ranks_per_node, partition_bytes] = (
+            max(gone[name] for name in exact),
+            max(distance for name, distance in gone.items() if name not in exact),
+            len(laid.groups),
+            len(laid.buckets),
+        )
+    return results
+
+
 def planned_order(rank: int) -> list[bool]:
     ddp = wrap(mlp(20, 30, 25, 40, 12, 3))
     planned = []
@@ -216,7 +261,7 @@ def max_distance(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True) if a.numel())
 
 
-SCENARIOS = (uncompressed, lossless, lossy, conservation, planned_order, profiled, odd_shapes)
+SCENARIOS = (uncompressed, lossless, lossy, conservation, ridden, planned_order, profiled, odd_shapes)
 
 
 @pytest.fixture(scope="module")

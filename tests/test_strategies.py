@@ -260,6 +260,23 @@ def test_equal_choices_of_a_bucket_form_one_group():
     assert len(laid.tasks) == 3 + 1
 
 
+def test_what_does_not_compress_rides_in_the_payload_of_an_equal_option():
+    gather = Choice(parse_option(FLAT_GATHER), TOPK)
+    rides = Choice(gather.option, NONE)
+    (group,) = plan(_strategy([gather, rides, gather]), [_bucket()]).groups
+    assert group.choice == gather
+    assert [(run.tensor, run.exact) for run in group.runs] == [("a", False), ("b", True), ("c", False)]
+    assert [run.exact for run in group.segments(600, 700)] == [False, True]
+    alone = plan(_strategy([rides, PLAIN, rides]), [_bucket()]).groups
+    assert [(group.choice, any(run.exact for run in group.runs)) for group in alone] == [(rides, False), (PLAIN, False)]
+    # Sums of values have one type, and a server reads one compressor's payload.
+    for option in ("comp > flat.allreduce > dec", "comp > flat.push > dec@server > flat.pull"):
+        leaf = Choice(parse_option(option), CompressorSpec("fp16"))
+        strategy = Strategy.uniform(_strategy([PLAIN] * 3).tensors, Cluster(2, 1, 1), leaf)
+        apart = plan(strategy.with_choices({"b": Choice(leaf.option, NONE)}), [_bucket()])
+        assert [group.choice for group in apart.groups] == [leaf, Choice(leaf.option, NONE)]
+
+
 def test_a_group_is_cut_at_the_partition_size_and_pipelined():
     gather = Choice(parse_option(FLAT_GATHER), TOPK)
     laid = plan(_strategy([gather] * 3, partition_bytes=448 * 4), [_bucket()])

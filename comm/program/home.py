@@ -93,7 +93,7 @@ class Home:
     def segments(self, span: Span) -> tuple[list[Segment], Starts]:
         """The segments of a range of the partition, and where each begins here."""
         runs = self.runs_in(span)
-        segments = [Segment(run.tensor, run.tensor_start, run.numel, run.shape) for run in runs]
+        segments = [Segment(run.tensor, run.tensor_start, run.numel, run.shape, run.exact) for run in runs]
         return segments, np.array([self.start_of(run) for run in runs], np.int64)
 
     @cached_property

@@ -44,7 +44,7 @@ class Orderer:
     def __init__(self, strategy: Strategy, groups: Groups) -> None:
         self.strategy = strategy
         self._groups = groups
-        self._plain = Assignment(strategy, record=strategy.num_compressed > 0)
+        self._plain = Assignment(strategy, record=not strategy.only_averages)
         self._planned: Assignment | None = None
         self._last: tuple[Bucket, ...] = ()
 
@@ -55,7 +55,7 @@ class Orderer:
     @property
     def settled(self) -> bool:
         """Whether there is nothing left to order."""
-        return self._planned is not None or self.strategy.num_compressed == 0
+        return self._planned is not None or self.strategy.only_averages
 
     def note(self, record: Record) -> Work | None:
         """Take note of an iteration of this strategy; returns the ordering when it is time for it."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from espresso.live.session import Session
-from espresso.strategies import Strategy
+from espresso.strategies import NONE, Strategy
 
 LISTED = 3
 """Kinds of choices that are named; the rest is counted."""
@@ -40,7 +40,7 @@ def _strategy(strategy: Strategy) -> str:
     if not strategy.num_compressed:
         return "nothing is compressed"
     sizes = {tensor.name: tensor.numel for tensor in strategy.tensors}
-    compressed = sum(sizes[name] for name, choice in strategy.choices.items() if choice.option.is_compressed)
+    compressed = sum(sizes[name] for name, choice in strategy.choices.items() if choice.compressor != NONE)
     share = compressed / max(1, sum(sizes.values()))
     return f"{strategy.num_compressed} of {len(sizes)} tensors are compressed, {share:.1%} of the elements"
 

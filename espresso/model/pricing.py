@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from espresso.model.payload_sizes import (
 from espresso.model.step_shapes import Hold, Shape, catalogue
 from espresso.strategies import (
     DTYPES,
+    NONE,
     Choice,
     Cluster,
     CompressorSpec,
@@ -90,6 +91,17 @@ class Pricer:
             found = tuple(self.work(number, size) for number in self.catalogue.numbers(choice.option))
             self._chains[choice.option, size] = found
         return found
+
+    def carrying(self, works: Sequence[Work], exact: int, dtype: str, segments: int) -> tuple[Work, ...]:
+        """A chain whose payloads carry ``exact`` elements more, raw. Copying those is priced at nothing."""
+        ridden = []
+        for work in works:
+            if work.shape.step.is_communication and work.shape.stage is Stage.STEP:
+                num_bytes = work.num_bytes + self._moved(work.shape, (NONE, exact, dtype, segments))
+                us = self.costs.comm_us(work.shape.step, self.cluster, num_bytes)
+                work = replace(work, us=us, num_bytes=num_bytes)
+            ridden.append(work)
+        return tuple(ridden)
 
     def columns(self, options: Sequence[Option], size: SizeKey) -> tuple[Wholes, Reals, Reals]:
         """Chains as arrays [options, longest chain + 1]: lane set (-1 after the end), us, cores."""
@@ -205,7 +217,10 @@ def price_plan(plan: Plan, pricer: Pricer) -> list[Work]:
         segments: Stretches = share_of_stretches(len(group.runs), part.numel, group.numel)
         if group.choice.option.num_rounds > 1:
             segments = tuple(run.shape for run in group.runs)
-        works += pricer.chain(group.choice, part.numel, group.dtype, segments)
+        riding = [run.numel for run in group.segments(part.start, part.stop) if run.exact]
+        own = max(part.numel - sum(riding), 1)
+        chain = pricer.chain(group.choice, own, group.dtype, segments)
+        works += pricer.carrying(chain, sum(riding), group.dtype, len(riding)) if riding else chain
     assert len(works) == len(plan.tasks)
     return works
 

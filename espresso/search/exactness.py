@@ -9,6 +9,7 @@ time saved may go into payloads that say more (:func:`refine_signs`, :func:`send
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from espresso.model.job import Job, JobError
 from espresso.strategies import (
     NONE,
     PLAIN,
+    Bucket,
     Choice,
     CompressorSpec,
     Device,
@@ -226,6 +228,8 @@ def _more_exact(row: Ranked, exact_vectors: int) -> Ranked:
 def _saying_more(row: Ranked, settings: Automatic, uncompressed_us: float) -> Ranked:
     """With finer signs, more sent of small tensors, and the smallest exact: what there is time for, in this order.
 
+    What is exact then rides in payloads where that takes no longer than a sum of its own.
+
     On small models a sparsifier's bytes did more spread over its tensors than in exact ones (docs/convergence.md).
     """
     limit = row.predicted_us + MORE_MAY_TAKE * (uncompressed_us - row.predicted_us)
@@ -238,7 +242,8 @@ def _saying_more(row: Ranked, settings: Automatic, uncompressed_us: float) -> Ra
     row = _first_within(row, (send_at_least(given, least // part) for part in (1, 2, 4)), limit)
     more = row.strategy
     sizes = {tensor.numel for tensor in given.tensors if tensor.numel <= settings.exact_tensors}
-    return _first_within(row, (leave_tensors(more, most) for most in sorted(sizes, reverse=True)), limit)
+    row = _first_within(row, (leave_tensors(more, most) for most in sorted(sizes, reverse=True)), limit)
+    return _first_within(row, [in_payloads(row.strategy, row.job.laid_out)], row.predicted_us)
 
 
 def _share_of_small(strategy: Strategy, most: int) -> float:
@@ -332,6 +337,17 @@ def leave_vectors(strategy: Strategy, most: int) -> Strategy:
     them, and an error in one of them moves every unit of a layer alike.
     """
     return _leave(strategy, lambda tensor: len(tensor.shape) <= 1 and tensor.numel <= most)
+
+
+def in_payloads(strategy: Strategy, buckets: Iterable[Bucket]) -> Strategy:
+    """The strategy with what is summed apart raw in a payload of its bucket: so many exchanges fewer a step."""
+    changes: dict[str, Choice] = {}
+    for bucket in buckets:
+        choices = {slot.tensor: strategy.choices[slot.tensor] for slot in bucket.slots}
+        payloads = Counter(choice.option for choice in choices.values() if choice.option.carries_payloads)
+        for option, _ in payloads.most_common(1):
+            changes |= {name: Choice(option, NONE) for name, choice in choices.items() if choice == PLAIN}
+    return strategy.with_choices(changes) if changes else strategy
 
 
 def leave_tensors(strategy: Strategy, most: int) -> Strategy:
