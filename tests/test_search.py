@@ -20,6 +20,7 @@ from espresso.search.evaluator import Evaluator
 from espresso.search.local_search import NO_EFFORT
 from espresso.search.search import search
 from espresso.strategies import (
+    NONE,
     PLAIN,
     Bucket,
     Choice,
@@ -449,6 +450,23 @@ def test_a_simple_strategy_races_where_it_is_predicted_not_much_slower(name, opt
     # Where compression takes as long as the link does it is too slow.
     slow = make_job([90_000] * 3, [0, 1, 1], beta=1.0, costs=compute(2.0, 2.0, name=name))
     assert simplest(slow, search(slow, name)) is None
+
+
+@pytest.mark.parametrize(("alpha", "rides"), [(0.0, False), (5000.0, True)])
+def test_exact_vectors_ride_in_a_payload_of_their_bucket_where_rounds_cost(alpha, rides):
+    from espresso.search.exactness import Automatic, trade_for_exactness
+
+    spec = "topk:ratio=0.01"
+    ranks = Cluster(8, 1)  # a payload goes to seven others, a sum round the ring
+    job = make_job([90_000, 9000], [0, 1], alpha=alpha, beta=3.0, costs=compute(0.01, 0.01, name=spec), cluster=ranks)
+    slots = (Slot("t0", 0, 90_000), Slot("t1", 90_000, 9000))
+    job = replace(job, buckets=(Bucket(0, slots),), bucket_ready_us=(1.0,), mode=Mode.DDP)
+    result = search(job, spec)
+    found = trade_for_exactness(job, result, Automatic(exact_vectors=10_000, least_sent=1, exact_tensors=0))
+    assert found.strategy.choices["t1"].compressor == NONE
+    assert found.strategy.choices["t1"].option.carries_payloads is rides
+    assert len(found.plan.groups) == (1 if rides else 2)
+    assert found.predicted_us == simulate(found.plan, job).iteration_us
 
 
 @pytest.mark.parametrize(("small", "exact"), [((2000, 3000), 2), ((2000, 100_000), 1), ((110_000, 110_000), 0)])
