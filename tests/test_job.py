@@ -19,7 +19,7 @@ from espresso.model.links import (
     Links,
     fit_line,
     interpolate,
-    routine_us,
+    routine_cost,
 )
 from espresso.model.payload_sizes import atom_sizes, first_shard, payload_bytes
 from espresso.model.presets import cluster_names, job_from_trace, load_cluster, published_costs, trace_names
@@ -90,6 +90,15 @@ def test_a_job_file_round_trips(tmp_path):
     assert loaded.costs.contention == job.costs.contention
 
 
+def test_a_file_from_before_latency_had_a_place_has_it_in_its_occupancy():
+    body = make_job().to_json()
+    links = body["costs"]["links"]
+    for row in (links["intra"], links["inter"], links["curves"][0]):
+        assert row.pop("latency_us") == 0.0
+    assert links.pop("in_flight") == body["costs"].pop("offload_width") == 1
+    assert Job.from_json(body) == make_job()
+
+
 _DROP = object()
 
 
@@ -133,6 +142,10 @@ def _edit(body, path, value):
         (("cluster", "num_nodes"), 0, "num_nodes must be a whole number"),
         (("costs", "links", "curves", 0, "routine"), "ring", "routine is 'ring', which is none of allreduce"),
         (("costs", "links", "curves", 0, "points"), [[2, 1], [1, 2]], "points must rise"),
+        (("costs", "links", "curves", 0, "latency_us"), -1, "latency_us must be finite and at least zero"),
+        (("costs", "links", "inter", "latency_us"), -1, "latency_us must be finite and at least zero"),
+        (("costs", "links", "in_flight"), 0, "in_flight"),
+        (("costs", "offload_width"), 65, "offload_width"),
         (("costs", "links", "curves", 0, "points"), [], "has no points"),
         (("costs", "compute", 0, "points", 1), [5], "must be a list of 2 values"),
         (("costs", "compute", 1, "op"), "encode", "encode of 'topk' on training is given twice"),
@@ -184,16 +197,16 @@ def test_curves_are_linear_between_and_beyond_their_points():
     ],
 )
 def test_routines_cost_what_the_literature_says(routine, expected):
-    assert routine_us(routine, AlphaBeta(10.0, 2.0), 4, 8000) == pytest.approx(expected)
+    assert routine_cost(routine, AlphaBeta(10.0, 2.0), 4, 8000).alone_us == pytest.approx(expected)
 
 
 def test_a_large_allreduce_takes_the_ring():
     link = AlphaBeta(10.0, 2.0)
-    assert routine_us(Routine.ALLREDUCE, link, 4, 1e6) == pytest.approx(2 * 0.75 * 2000 + 60)
+    assert routine_cost(Routine.ALLREDUCE, link, 4, 1e6).alone_us == pytest.approx(2 * 0.75 * 2000 + 60)
 
 
 def test_one_rank_costs_nothing():
-    assert routine_us(Routine.ALLREDUCE, AlphaBeta(10.0, 2.0), 1, 1e6) == 0.0
+    assert routine_cost(Routine.ALLREDUCE, AlphaBeta(10.0, 2.0), 1, 1e6).alone_us == 0.0
 
 
 def test_flat_routines_are_timed_by_the_slowest_link_and_share_the_nic():
@@ -201,23 +214,23 @@ def test_flat_routines_are_timed_by_the_slowest_link_and_share_the_nic():
     gather = communicate(Routine.ALLGATHER, Scope.FLAT, Phase.WHOLE, Form.PAYLOAD)
     swap = communicate(Routine.ALL_TO_ALL, Scope.FLAT, Phase.FIRST, Form.PAYLOAD)
     # A ring crosses a node's NIC once: (P-1)/P S; an all-to-all with every rank's shards: k(P-k)/P S.
-    assert costs.comm_us(gather, cluster, 8000) == pytest.approx(7 / 8 * 8 * 2.0 + 70)
-    assert costs.comm_us(swap, cluster, 8000) == pytest.approx(4 * 4 / 8 * 8 * 2.0 + 70)
+    assert costs.comm(gather, cluster, 8000).alone_us == pytest.approx(7 / 8 * 8 * 2.0 + 70)
+    assert costs.comm(swap, cluster, 8000).alone_us == pytest.approx(4 * 4 / 8 * 8 * 2.0 + 70)
 
 
 def test_measured_curves_go_before_lines():
     costs, cluster = make_costs(), Cluster(2, 2)
     gather = communicate(Routine.ALLGATHER, Scope.INTER, Phase.WHOLE, Form.PAYLOAD)
-    assert costs.comm_us(gather, cluster, 1500) == 70.0
+    assert costs.comm(gather, cluster, 1500).alone_us == 70.0
     swap = communicate(Routine.ALL_TO_ALL, Scope.INTER, Phase.FIRST, Form.PAYLOAD)
-    assert costs.comm_us(swap, cluster, 1500) == pytest.approx(0.5 * 1.5 * 2 + 10)
+    assert costs.comm(swap, cluster, 1500).alone_us == pytest.approx(0.5 * 1.5 * 2 + 10)
 
 
 def test_a_routine_without_a_cost_is_named():
     costs = make_costs(links=Links(intra=AlphaBeta(1, 1)))
     gather = communicate(Routine.ALLGATHER, Scope.INTER, Phase.WHOLE, Form.PAYLOAD)
     with pytest.raises(JobError, match=r"no cost for inter\.allgather"):
-        costs.comm_us(gather, Cluster(2, 2), 1)
+        costs.comm(gather, Cluster(2, 2), 1)
 
 
 def test_a_batched_decode_is_one_launch_and_its_shares():
@@ -244,7 +257,7 @@ def test_demands_are_by_routine_then_scope():
 def test_fit_line_recovers_a_ring():
     link = AlphaBeta(12.0, 3.0)
     sizes = (1e3, 1e4, 1e5, 1e6)
-    points = [(s, routine_us(Routine.ALLGATHER, link, 4, s)) for s in sizes]
+    points = [(s, routine_cost(Routine.ALLGATHER, link, 4, s).alone_us) for s in sizes]
     fitted = fit_line(points, messages=3, factor=0.75)
     assert fitted.alpha_us == pytest.approx(12.0)
     assert fitted.beta_us_per_kb == pytest.approx(3.0)
@@ -340,6 +353,9 @@ def test_a_cluster_file_is_read_and_its_faults_named(tmp_path):
         "intra": {"alpha_us": 1, "beta_us_per_kb": 0.5},
         "inter": {"alpha_us": 10, "beta_us_per_kb": 2},
     }
+    file.write_text(json.dumps({**body, "in_flight": 3, "offload_width": 2}))
+    wide = job_from_trace("vgg16", 2, 2, file).costs
+    assert (wide.links.in_flight, wide.offload_width) == (3, 2)
     file.write_text(json.dumps(body))
     preset = load_cluster(file)
     assert preset.inter == AlphaBeta(10.0, 2.0)
@@ -359,19 +375,24 @@ def test_a_cluster_file_is_read_and_its_faults_named(tmp_path):
 
 
 def test_measured_links_make_a_cluster_file(tmp_path):
-    from espresso.model.links import AlphaBeta, LinkCurve, routine_us
+    from espresso.model.links import AlphaBeta, LinkCurve, routine_cost
     from espresso.model.presets import load_cluster, measured_cluster
     from espresso.strategies import Cluster, Form, Routine, Scope
 
-    line = AlphaBeta(40.0, 0.3)
-    curves = [
-        LinkCurve(r, Scope.FLAT, Form.RAW, tuple((n, routine_us(r, line, 4, n)) for n in (1e3, 1e5, 1e7)))
+    line = AlphaBeta(40.0, 0.3, 1500.0)
+    costs = {
+        r: [(n, routine_cost(r, line, 4, n)) for n in (1e3, 1e5, 1e7)]
         for r in (Routine.ALLGATHER, Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL)
+    }
+    curves = [
+        LinkCurve(r, Scope.FLAT, Form.RAW, tuple((n, cost.occupancy_us) for n, cost in row), row[0][1].latency_us)
+        for r, row in costs.items()
     ]
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(measured_cluster(curves, Cluster(4, 1), {"num_nodes": 4})))
     loaded = load_cluster(path)
     assert loaded.inter.alpha_us == pytest.approx(40.0, rel=1e-3)
     assert loaded.inter.beta_us_per_kb == pytest.approx(0.3, rel=1e-3)
+    assert loaded.inter.latency_us == pytest.approx(1500.0)
     assert loaded.intra == loaded.inter
     assert "intra was not there to measure" in loaded.note

@@ -93,30 +93,43 @@ def brute_force(evaluator, leaves):
     return min(evaluator.makespan(np.array(row)) for row in itertools.product(*options))
 
 
-def test_near_brute_force_on_small_jobs(record_property):
-    gaps = []
+@pytest.mark.parametrize(
+    "lanes",
+    [{}, {"offload_width": 2}, *({"latency": 60.0, "in_flight": in_flight} for in_flight in (2, 8))],
+    ids=str,
+)
+def test_near_brute_force_on_small_jobs(lanes, record_property):
+    gaps, bounds = [], []
     rng = np.random.default_rng(7)
     for _ in range(12):
         sizes = rng.choice([64, 1000, 5000, 20000], 3).tolist()
-        job = make_job(sizes, [0, *rng.integers(0, 60, 2)], alpha=2.0, beta=2.0)
+        job = make_job(sizes, [0, *rng.integers(0, 60, 2)], alpha=2.0, beta=2.0, **lanes)
         leaves = raw_choices(job.cluster) + tuple(
             choice for device in Device for choice in compressed_choices(job, (TOY,), device)
         )
         best = brute_force(evaluator_of(job), leaves)
-        found = search(job, TOY, payload=tenth, partitions=(0,)).predicted_us
+        result = search(job, TOY, payload=tenth, partitions=(0,))
+        found = result.predicted_us
         assert found >= best * (1 - 1e-9)
+        assert result.lower_bound_us <= best * (1 + 1e-9)
         gaps.append(found / best - 1)
+        bounds.append(best / result.lower_bound_us - 1)
     record_property("gaps", gaps)
+    record_property("bounds", bounds)
+    assert np.median(bounds) <= 0.1
     assert max(gaps) <= 0.25
     assert np.median(gaps) <= 0.02
 
 
-def test_offloading_the_first_of_each_group_against_every_subset(record_property):
+@pytest.mark.parametrize("offload_width", [1, 2, 4])
+def test_offloading_the_first_of_each_group_against_every_subset(offload_width, record_property):
     """Lemma 1 of the paper: recorded, since its argument is intuition."""
     gaps = []
     rng = np.random.default_rng(3)
     for _ in range(12):
-        job = make_job([4000] * 6, [0, *rng.integers(5, 60, 5)], beta=3.0, costs=compute(8.0, 3.0, host=1.5))
+        gaps_us = [0, *rng.integers(5, 60, 5)]
+        costs = compute(8.0, 3.0, host=1.5)
+        job = make_job([4000] * 6, gaps_us, beta=3.0, costs=costs, offload_width=offload_width)
         evaluator = evaluator_of(job)
         start = evaluator.uniform(GATHER)
         moved, capped = offload(evaluator, start)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from espresso.model.costs import Contention, CopyCost, Op, ServerCosts
 from espresso.model.links import AlphaBeta
 from espresso.model.pricing import Pricer
-from espresso.model.timeline import list_schedule, simulate, water_fill
+from espresso.model.timeline import list_schedule, simulate, water_fill, widths_of
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Lane, parse_option, plan
-from espresso.strategies.list_scheduling import list_order, schedule_tasks
+from espresso.strategies.list_scheduling import Width, list_order, schedule_tasks
 from tests.timeline_jobs import (
     GATHER,
     HOST_GATHER,
@@ -257,6 +257,67 @@ def test_one_tensor_takes_the_sum_of_its_chain(data):
     assert run(job, uniform(job, choice)).makespan_us == pytest.approx(sum(work.us for work in chain))
 
 
+def test_latency_delays_the_chain_and_holds_nothing():
+    # An allgather takes 0.4 us of the link and 100 on the way; one encode of 10 us frees the link for the next.
+    picked = [GATHER, GATHER, GATHER]
+    times = {}
+    for in_flight in (1, 2, 8):
+        job = make_job([1000, 1000, 1000], [0, 0, 0], latency=100.0, in_flight=in_flight)
+        log = [e for e in events(run(job, uniform(job, GATHER))) if e[0] == "inter_out"]
+        times[in_flight] = [(e[3], e[4]) for e in log]
+        evaluator = Evaluator(job, units_of(job), 0, tenth)
+        assert evaluator.makespan(evaluator.encode(picked)) == pytest.approx(run(job, uniform(job, GATHER)).makespan_us)
+    assert times[8] == [(10, pytest.approx(110.4)), (20, pytest.approx(120.4)), (30, pytest.approx(130.4))]
+    # Two at once: the third begins when the first is there. One: each does.
+    assert [start for start, _ in times[2]] == [10, 20, pytest.approx(110.4)]
+    assert [start for start, _ in times[1]] == [10, pytest.approx(110.4), pytest.approx(210.8)]
+
+
+def test_with_one_exchange_at_a_time_latency_is_occupancy():
+    """The papers' convention: the same job with all of the latency in alpha is predicted alike, bit by bit."""
+    for choice in (PLAIN, GATHER, HOST_GATHER):
+        late = make_job([1000, 5000, 64], [0, 7, 30], latency=12.5, alpha=3.0, in_flight=1)
+        flat = make_job([1000, 5000, 64], [0, 7, 30], alpha=15.5)
+        assert run(late, uniform(late, choice)).end_us == run(flat, uniform(flat, choice)).end_us
+        evaluators = [Evaluator(job, units_of(job), 0, tenth) for job in (late, flat)]
+        assert len({one.makespan(one.uniform(choice)) for one in evaluators}) == 1
+
+
+def test_rounds_that_wait_for_each_other_add_up_their_latency():
+    def latency(option, cluster, compressor=None):
+        job = make_job([1000], [0], cluster=cluster, latency=10.0, in_flight=4)
+        choice = Choice(parse_option(option), compressor) if compressor else Choice(parse_option(option))
+        chain = Pricer(job.costs, job.cluster, tenth).chain(choice, 1000, "float32")
+        return [work.latency_us for work in chain if work.shape.step.is_communication]
+
+    assert latency("flat.allreduce", Cluster(2, 1)) == [20.0]
+    assert latency("flat.allreduce", Cluster(16, 1)) == [80.0]  # a tree of depth four, up and down
+    assert latency("comp > flat.allgather > dec", Cluster(4, 1), TOY) == [30.0]
+    # All at once, however many they are.
+    swap = "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
+    assert latency(swap, Cluster(4, 1), TOY) == [10.0, 30.0]
+
+
+def test_a_pool_of_some_width_compresses_as_many_at_once():
+    def encodes(width):
+        job = make_job([1000] * 4, [0] * 4, offload_width=width)
+        timeline = run(job, uniform(job, HOST_GATHER))
+        evaluator = Evaluator(job, units_of(job), 0, tenth)
+        assert evaluator.makespan(evaluator.uniform(HOST_GATHER)) == pytest.approx(timeline.makespan_us)
+        return [e[3] for e in events(timeline) if e[0] == "offload" and e[2] == "comp@offload"]
+
+    assert encodes(1) == [0, 10, 20, 30]
+    assert encodes(3) == [0, 0, 0, 10]
+
+
+def test_a_wide_pool_shortens_an_offload_only_job():
+    times = {}
+    for width in (1, 4):
+        job = make_job([4000] * 16, [0] * 16, beta=0.01, offload_width=width)
+        times[width] = run(job, uniform(job, HOST_GATHER)).makespan_us
+    assert times[1] > 3.5 * times[4]
+
+
 def test_infinite_bandwidth_without_compression_is_compute_only():
     job = make_job([1000, 5000, 100], [0, 20, 30], beta=0.0, forward_us=9.0)
     assert run(job, uniform(job)).iteration_us == 59.0
@@ -269,12 +330,17 @@ def test_lanes_never_overlap_and_dependencies_hold(case):
     timeline = run(job, strategy)
     laid = timeline.plan
     for lane in Lane:
-        rows = [row for row in events(timeline) if row[0] == lane.value]
-        assert all(a[4] <= b[3] + 1e-9 for a, b in itertools.pairwise(rows))
+        tasks = [task.index for task in laid.tasks if lane in timeline.lanes(task.index)]
+        width = widths_of(job.costs).get(lane, Width())
+        for ends, most in ((timeline.freed_us, width.holding), (timeline.end_us, width.under_way)):
+            # At the start of each, no more than so many others have begun and not ended.
+            for task in tasks:
+                at = timeline.start_us[task] + 1e-9
+                assert sum(timeline.start_us[one] < at < ends[one] for one in tasks) <= most
     place = {task: position for position, task in enumerate(laid.order)}
     for task in laid.tasks:
         start, end = timeline.start_us[task.index], timeline.end_us[task.index]
-        assert start <= end
+        assert start <= timeline.freed_us[task.index] <= end
         if task.after is None:
             bucket = laid.groups[laid.partitions[task.partition].group].bucket
             assert start >= timeline.bucket_ready_us[bucket]
@@ -294,13 +360,18 @@ def test_no_schedule_beats_its_own_bounds(case):
     laid, works = timeline.plan, timeline.works
     bounds = [job.ready_us[-1], timeline.bucket_ready_us[-1]]
     for lane in Lane:
-        bounds.append(sum(w.us for w, t in zip(works, laid.tasks, strict=True) if lane in _lanes(w)))
+        width = widths_of(job.costs).get(lane, Width())
+        mine = [work for work in works if lane in _lanes(work)]
+        bounds.append(sum(work.us for work in mine) / width.holding)
+        bounds.append(sum(work.us + work.latency_us for work in mine) / width.under_way)
     if job.costs.contention.cores is None:
         held = sum(work.us for work in works if Lane.TRAINING in _lanes(work))
         bounds.append(held)
     for part in laid.partitions:
         bucket = laid.groups[part.group].bucket
-        chain = sum(works[task.index].us for task in laid.tasks if task.partition == part.index)
+        chain = sum(
+            works[task.index].us + works[task.index].latency_us for task in laid.tasks if task.partition == part.index
+        )
         bounds.append(job.ready_us[bucket] + chain)
     assert timeline.makespan_us >= max(bounds) * (1 - 1e-9)
     assert timeline.iteration_us == job.forward_us + timeline.makespan_us + job.optimizer_us
@@ -409,7 +480,14 @@ def test_measured_durations_give_the_order_that_the_timeline_gives_where_nothing
     laid = lay(job, strategy)
     timeline = simulate(laid, job, pricer=Pricer(job.costs, job.cluster, tenth))
     durations = [work.us for work in timeline.works]
-    again = schedule_tasks(laid, job.ready_us, durations, lanes=[timeline.lanes(task.index) for task in laid.tasks])
+    again = schedule_tasks(
+        laid,
+        job.ready_us,
+        durations,
+        latency_us=[work.latency_us for work in timeline.works],
+        lanes=[timeline.lanes(task.index) for task in laid.tasks],
+        widths=widths_of(job.costs),
+    )
     assert again.order == laid.order
     assert again.end_us == timeline.end_us
 
@@ -471,5 +549,6 @@ def test_kernels_without_a_way_in_from_python_are_functions_there():
     from espresso.model.timeline_kernels import add_loads
 
     loads, row = np.zeros(7), np.array([0])
-    add_loads(0, 2.0, np.array([1]), row, row, np.array([3, -1]), np.array([1.5, 0.0]), loads)
+    sets, us = np.array([3, -1]), np.array([1.5, 0.0])
+    add_loads(0, 2.0, (None, None, np.array([1]), row, row, sets, us, None, None, loads, None, None))
     assert loads.tolist() == [0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0]

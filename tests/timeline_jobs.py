@@ -59,16 +59,20 @@ def make_job(
     copy=None,
     costs=None,
     servers=None,
+    latency=0.0,
+    in_flight=1,
+    offload_width=1,
     **more,
 ):
-    """A paper-mode job: beta and alpha for both links; encode and decode 10 us per 1000 elements."""
-    line = AlphaBeta(alpha, beta)
+    """A paper-mode job: beta, alpha, latency for both links; encode and decode 10 us per 1000 elements."""
+    line = AlphaBeta(alpha, beta, latency)
+    links = Links(line, line, in_flight=in_flight)
     return Job(
         "toy",
         tuple(TensorSpec(f"t{i}", (size,)) for i, size in enumerate(sizes)),
         tuple(map(float, gaps)),
         cluster or Cluster(2, 1),
-        CostModel(Links(line, line), costs or compute(10.0, 10.0), copy, contention or Contention(), 1, servers),
+        CostModel(links, costs or compute(10.0, 10.0), copy, contention or Contention(), 1, servers, offload_width),
         **more,
     )
 
@@ -79,6 +83,8 @@ def uniform(job, choice=PLAIN, partition_bytes=0):
 
 CLUSTERS = (Cluster(2, 1), Cluster(1, 2), Cluster(2, 2), Cluster(3, 2), Cluster(2, 2, 2), Cluster(2, 1, 1))
 SIZES = (64, 100, 1000, 1000, 5000)
+LATENCIES = st.sampled_from((0.0, 0.0, 7.3, 41.0))
+WIDTHS = st.sampled_from((1, 1, 2, 3))
 CONTENTIONS = (
     Contention(),
     Contention(1.0, 1.0, 1.0, {"flat": 0.25, "inter": 0.25, "intra": 1.0}),
@@ -88,21 +94,23 @@ CONTENTIONS = (
 
 @st.composite
 def jobs(draw, contentions=CONTENTIONS, most=6):
-    """Random jobs: paper or DDP mode, any contention, with or without host copies."""
+    """Random jobs: paper or DDP mode, any contention, any widths, with or without host copies."""
     count = draw(st.integers(1, most))
     sizes = [draw(st.sampled_from(SIZES)) for _ in range(count)]
     gaps = [0.0, *(float(draw(st.integers(0, 60))) for _ in range(count - 1))]
     cluster = draw(st.sampled_from(CLUSTERS))
     costs = CostModel(
         Links(
-            AlphaBeta(draw(st.sampled_from((0.5, 3.0))), draw(st.sampled_from((0.25, 1.7)))),
-            AlphaBeta(draw(st.sampled_from((1.25, 9.0))), draw(st.sampled_from((1.1, 4.0)))),
+            AlphaBeta(draw(st.sampled_from((0.5, 3.0))), draw(st.sampled_from((0.25, 1.7))), draw(LATENCIES)),
+            AlphaBeta(draw(st.sampled_from((1.25, 9.0))), draw(st.sampled_from((1.1, 4.0))), draw(LATENCIES)),
+            in_flight=draw(WIDTHS),
         ),
         compute(draw(st.sampled_from((1.3, 7.0))), draw(st.sampled_from((0.7, 3.1))), host=1.9),
         draw(st.sampled_from((None, CopyCost(0.3, 0.9), CopyCost(0.3, 0.9, True)))),
         draw(st.sampled_from(contentions)),
         cluster.ranks_per_node,
-        ServerCosts(0.1, draw(st.integers(1, 3)), draw(st.sampled_from((None, AlphaBeta(2.0, 0.7))))),
+        ServerCosts(0.1, draw(st.integers(1, 3)), draw(st.sampled_from((None, AlphaBeta(2.0, 0.7, 3.3))))),
+        draw(WIDTHS),
     )
     tensors = tuple(TensorSpec(f"t{i}", (size,)) for i, size in enumerate(sizes))
     if draw(st.booleans()):

@@ -1,7 +1,7 @@
 """What everything costs: links, compressors, host copies, and how they slow one another.
 
 Costs are measured or stated, never hidden in a method. A :class:`CostModel` answers three questions in
-microseconds: how long a routine takes (:meth:`CostModel.comm_us`), how long a compressor takes
+microseconds: what a routine takes (:meth:`CostModel.comm`), how long a compressor takes
 (:meth:`CostModel.encode_us`, :meth:`CostModel.decode_us`), how long a host copy takes. Contention is a
 field: what shares the cores with what is for the timeline to work out.
 
@@ -18,7 +18,9 @@ from typing import ClassVar
 
 from espresso.model.links import (
     KB,
+    MOST_IN_FLIGHT,
     AlphaBeta,
+    Cost,
     JobError,
     Links,
     Points,
@@ -172,6 +174,7 @@ class CostModel:
         contention: what shares the cores.
         offload_ranks_per_pool: ranks of a node that share one offload pool (1: every rank has its own).
         servers: parameter servers; None where there are none.
+        offload_width: offloaded steps that run at once on the pool, each as long as one alone.
     """
 
     links: Links
@@ -180,8 +183,10 @@ class CostModel:
     contention: Contention = PAPER_CONTENTION
     offload_ranks_per_pool: int = 1
     servers: ServerCosts | None = None
+    offload_width: int = 1
 
     def __post_init__(self) -> None:
+        whole(self.offload_width, "offload_width", least=1, most=MOST_IN_FLIGHT)
         whole(self.offload_ranks_per_pool, "offload_ranks_per_pool", least=1)
         if len(self._by_key) != len(self.compute):
             keys = [(c.spec, c.device, c.op) for c in self.compute]
@@ -192,8 +197,13 @@ class CostModel:
     def _by_key(self) -> dict[tuple[str, Device, Op], ComputeCost]:
         return {(c.spec, c.device, c.op): c for c in self.compute}
 
-    def comm_us(self, step: Step, cluster: Cluster, total_bytes: float) -> float:
-        """Time of one routine.
+    @property
+    def overlaps(self) -> bool:
+        """Whether tasks run beside others of their lane, or go on without it: not every task just follows the last."""
+        return self.offload_width > 1 or self.links.in_flight > 1
+
+    def comm(self, step: Step, cluster: Cluster, total_bytes: float) -> Cost:
+        """What one routine takes.
 
         Args:
             step: a communication step.
@@ -207,7 +217,7 @@ class CostModel:
             JobError: nothing is known of this routine.
         """
         server = None if self.servers is None else self.servers.nic
-        return self.links.time_us(step, cluster, total_bytes, server)
+        return self.links.cost(step, cluster, total_bytes, server)
 
     def compute_cost(self, spec: CompressorSpec, device: Device, op: Op) -> ComputeCost:
         """The entry for this compressor, else for its bare name.

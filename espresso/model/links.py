@@ -1,7 +1,11 @@
-"""Links: what a routine costs, from measured curves or a line of latency and rate.
+"""Links: what a routine costs, from measured curves or a line of overhead, rate and latency.
 
-Conventions: latency occupies its lane; allreduce costs the cheaper of ring and double tree; a flat routine is timed by
-the slowest link, the ranks of a node sharing the NIC; a rooted routine is charged at its root.
+A cost has two parts. *Occupancy* (a fixed overhead, and bytes over a rate) holds the lanes. *Latency* holds nothing and
+delays what follows in the same chain. At most ``Links.in_flight`` exchanges are under way on a link, latency included.
+With one, which is the papers' convention and the default, latency occupies its lane as all else does.
+
+Conventions: allreduce costs the cheaper of ring and double tree; a flat routine is timed by the slowest link, the ranks
+of a node sharing the NIC; a rooted routine is charged at its root; an all-to-all sends to all peers at once.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
+from typing import NamedTuple
 
 from espresso.strategies import Cluster, Form, FormError, Routine, Scope, Step
-from espresso.strategies.fields import number
+from espresso.strategies.fields import number, whole
 
 Points = tuple[tuple[float, float], ...]
 """Knots ``(x, microseconds)`` of a piecewise linear curve, x rising."""
@@ -52,38 +58,71 @@ def check_points(points: Points, where: str) -> None:
         number(y, f"{where} at {x!r}")
 
 
+MOST_IN_FLIGHT = 64
+"""Exchanges, or offloaded steps, at once."""
+
+
+class Cost(NamedTuple):
+    """What an exchange takes, in microseconds: of its lanes, and beyond that until its data are there."""
+
+    occupancy_us: float
+    latency_us: float = 0.0
+
+    @property
+    def alone_us(self) -> float:
+        """From its start until its data are there, if nothing is in the way."""
+        return self.occupancy_us + self.latency_us
+
+
 @dataclass(frozen=True, slots=True)
 class AlphaBeta:
-    """A link: latency per message, and time per 1000 bytes.
+    """A link: overhead per message, time per 1000 bytes, and latency.
 
     For ``inter`` beta is one direction of one machine's NIC, for ``intra`` of one device's port.
+
+    Attributes:
+        alpha_us: what every message takes of the lane.
+        latency_us: on the way, one way; holds nothing. Files without it have all of the latency in ``alpha_us``.
     """
 
     alpha_us: float
     beta_us_per_kb: float
+    latency_us: float = 0.0
 
     def __post_init__(self) -> None:
         number(self.alpha_us, "alpha_us")
         number(self.beta_us_per_kb, "beta_us_per_kb")
+        number(self.latency_us, "latency_us")
 
-    def line_us(self, num_bytes: float, messages: float = 1) -> float:
-        return self.alpha_us * messages + self.beta_us_per_kb * num_bytes / KB
+    def cost(self, num_bytes: float, messages: float = 1, rounds: float | None = None) -> Cost:
+        """Of ``messages``, in ``rounds`` that wait for each other (by default all of them do)."""
+        occupancy = self.alpha_us * messages + self.beta_us_per_kb * num_bytes / KB
+        return Cost(occupancy, self.latency_us * (messages if rounds is None else rounds))
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCurve:
-    """A measured routine: points (total_bytes, us), bytes as in :meth:`espresso.model.costs.CostModel.comm_us`."""
+    """A measured routine.
+
+    Attributes:
+        points: (total_bytes, us of the lane), bytes as in :meth:`espresso.model.costs.CostModel.comm`.
+        latency_us: beyond that until the data are there: of one call alone, all its rounds together. Files without it
+            have all of the latency in ``points``.
+    """
 
     routine: Routine
     scope: Scope
     form: Form
     points: Points
+    latency_us: float = 0.0
 
     def __post_init__(self) -> None:
-        check_points(self.points, f"link curve {self.scope.value}.{self.routine.value}")
+        where = f"link curve {self.scope.value}.{self.routine.value}"
+        check_points(self.points, where)
+        number(self.latency_us, f"{where}: latency_us")
 
 
-def routine_us(routine: Routine, link: AlphaBeta, peers: int, total_bytes: float, node_ranks: int = 1) -> float:
+def routine_cost(routine: Routine, link: AlphaBeta, peers: int, total_bytes: float, node_ranks: int = 1) -> Cost:
     """The collective cost models of the literature (ALGORITHMS: allreduce the cheaper of ring and tree).
 
     Args:
@@ -93,22 +132,25 @@ def routine_us(routine: Routine, link: AlphaBeta, peers: int, total_bytes: float
             and trees cross the NIC once per node; an all-to-all crosses it with every rank's shards.
     """
     if peers <= 1:
-        return 0.0
+        return Cost(0.0)
     share = (peers - 1) / peers
     depth = math.ceil(math.log2(peers))
     if routine is Routine.ALLREDUCE:
-        ring = link.line_us(2 * share * total_bytes, 2 * (peers - 1))
-        tree = link.line_us(2 * total_bytes, 2 * depth)
-        return min(ring, tree)
+        ring = link.cost(2 * share * total_bytes, 2 * (peers - 1))
+        tree = link.cost(2 * total_bytes, 2 * depth)
+        return min(ring, tree, key=_alone)
     if routine in (Routine.REDUCE_SCATTER, Routine.ALLGATHER):
-        return link.line_us(share * total_bytes, peers - 1)
+        return link.cost(share * total_bytes, peers - 1)
     if routine is Routine.ALL_TO_ALL:
         crossing = node_ranks * (peers - node_ranks) / peers if node_ranks > 1 else share
-        return link.line_us(crossing * total_bytes, peers - 1)
-    return link.line_us(total_bytes, depth)
+        return link.cost(crossing * total_bytes, peers - 1, rounds=num_rounds(routine, peers - 1))
+    return link.cost(total_bytes, depth)
 
 
-def server_exchange_us(worker: AlphaBeta, server: AlphaBeta | None, cluster: Cluster, total_bytes: float) -> float:
+_alone = attrgetter("alone_us")
+
+
+def server_exchange(worker: AlphaBeta, server: AlphaBeta | None, cluster: Cluster, total_bytes: float) -> Cost:
     """A push or a pull of ``total_bytes`` in all: as long as the busier of workers' and servers' cards needs.
 
     Partitions are balanced over the servers by bytes, so a partition is charged its share of all servers' cards
@@ -118,14 +160,18 @@ def server_exchange_us(worker: AlphaBeta, server: AlphaBeta | None, cluster: Clu
     each = total_bytes / max(cluster.num_servers, 1)
     if cluster.colocated:
         remote = (cluster.num_nodes - 1) / cluster.num_nodes
-        return worker.line_us(remote * (mine + each))
+        return worker.cost(remote * (mine + each))
     nic = worker if server is None else server
-    return max(worker.line_us(mine), nic.line_us(each))
+    return max(worker.cost(mine), nic.cost(each), key=_alone)
 
 
 @dataclass(frozen=True)
 class Links:
     """The links: measured curves, an alpha-beta line per scope, or both (a curve goes before a line).
+
+    Attributes:
+        in_flight: exchanges that may be under way on one link at a time, latency included; with one, latency
+            occupies its lane.
 
     Raises:
         JobError: neither a curve nor a line, or two curves for the same routine.
@@ -134,52 +180,58 @@ class Links:
     intra: AlphaBeta | None = None
     inter: AlphaBeta | None = None
     curves: tuple[LinkCurve, ...] = ()
+    in_flight: int = 1
 
     def __post_init__(self) -> None:
+        whole(self.in_flight, "in_flight", least=1, most=MOST_IN_FLIGHT)
         if self.intra is None and self.inter is None and not self.curves:
             raise JobError("give an alpha-beta line for a scope or measured curves")
         if len(self._by_key) != len(self.curves):
             raise JobError("two curves for one routine, scope and form")
 
     @cached_property
-    def _by_key(self) -> dict[tuple[Routine, Scope, Form], Points]:
-        return {(c.routine, c.scope, c.form): c.points for c in self.curves}
+    def _by_key(self) -> dict[tuple[Routine, Scope, Form], LinkCurve]:
+        return {(c.routine, c.scope, c.form): c for c in self.curves}
 
-    def measured(self, routine: Routine, scope: Scope, form: Form) -> Points | None:
+    def measured(self, routine: Routine, scope: Scope, form: Form) -> LinkCurve | None:
         """The routine's curve in this form, else in another one: bytes are bytes on the wire."""
         for candidate in (form, Form.RAW, Form.PAYLOAD, Form.SUMMABLE):
-            points = self._by_key.get((routine, scope, candidate))
-            if points is not None:
-                return points
+            curve = self._by_key.get((routine, scope, candidate))
+            if curve is not None:
+                return curve
         return None
 
-    def time_us(self, step: Step, cluster: Cluster, total_bytes: float, server: AlphaBeta | None = None) -> float:
-        """See :meth:`espresso.model.costs.CostModel.comm_us`; ``server`` is the card of one parameter server."""
+    def cost(self, step: Step, cluster: Cluster, total_bytes: float, server: AlphaBeta | None = None) -> Cost:
+        """See :meth:`espresso.model.costs.CostModel.comm`; ``server`` is the card of one parameter server."""
+        found = self._cost(step, cluster, total_bytes, server)
+        return Cost(found.alone_us) if self.in_flight == 1 else found
+
+    def _cost(self, step: Step, cluster: Cluster, total_bytes: float, server: AlphaBeta | None) -> Cost:
         assert step.routine is not None
         assert step.scope is not None
         peers = group_size(step.scope, cluster)
         to_servers = step.routine in (Routine.PUSH, Routine.PULL)
         if peers <= 1 and not to_servers:
-            return 0.0
-        points = self.measured(step.routine, step.scope, step.form)
-        if points is not None:
-            return interpolate(points, total_bytes)
+            return Cost(0.0)
+        curve = self.measured(step.routine, step.scope, step.form)
+        if curve is not None:
+            return Cost(interpolate(curve.points, total_bytes), curve.latency_us)
         if to_servers:
-            return server_exchange_us(self._line(step, Scope.INTER), server, cluster, total_bytes)
+            return server_exchange(self._line(step, Scope.INTER), server, cluster, total_bytes)
         if step.scope is Scope.FLAT:
-            return self._flat_us(step, cluster, total_bytes)
-        return routine_us(step.routine, self._line(step, step.scope), peers, total_bytes)
+            return self._flat(step, cluster, total_bytes)
+        return routine_cost(step.routine, self._line(step, step.scope), peers, total_bytes)
 
-    def _flat_us(self, step: Step, cluster: Cluster, total_bytes: float) -> float:
+    def _flat(self, step: Step, cluster: Cluster, total_bytes: float) -> Cost:
         assert step.routine is not None
-        times = []
+        costs = []
         if cluster.ranks_per_node > 1:
             intra = self._line(step, Scope.INTRA)
-            times.append(routine_us(step.routine, intra, cluster.num_ranks, total_bytes))
+            costs.append(routine_cost(step.routine, intra, cluster.num_ranks, total_bytes))
         if cluster.num_nodes > 1:
             inter = self._line(step, Scope.INTER)
-            times.append(routine_us(step.routine, inter, cluster.num_ranks, total_bytes, cluster.ranks_per_node))
-        return max(times)
+            costs.append(routine_cost(step.routine, inter, cluster.num_ranks, total_bytes, cluster.ranks_per_node))
+        return max(costs, key=_alone)
 
     def _line(self, step: Step, scope: Scope) -> AlphaBeta:
         line = self.intra if scope is Scope.INTRA else self.inter
@@ -203,6 +255,11 @@ def on_link(routine: Routine, peers: int) -> tuple[float, float]:
     """How often a routine pays the latency, and its bytes on a link per byte of the whole array."""
     passes = RING_PASSES.get(routine)
     return (1, 1.0) if passes is None else (passes * (peers - 1), passes * (peers - 1) / peers)
+
+
+def num_rounds(routine: Routine, messages: float) -> float:
+    """How many of a routine's messages wait for one another: in an all-to-all all go at once."""
+    return 1 if routine is Routine.ALL_TO_ALL else messages
 
 
 def fit_line(points: Sequence[tuple[float, float]], messages: float, factor: float) -> AlphaBeta:

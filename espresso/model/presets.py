@@ -8,7 +8,9 @@ The figures lie in ``espresso/data`` with their sources. A cluster file is JSON:
      "copy": {"alpha_us": 10, "beta_us_per_kb": 0.1, "shares_intra": false},
      "pool_is_the_nodes": true, "note": "free text"}
 
-``espresso links -o`` writes one, with what it measured beside the lines.
+A link may have a ``latency_us`` of its own, and the file an ``in_flight`` (:mod:`espresso.model.links`) and an
+``offload_width`` (:class:`espresso.model.costs.CostModel`). ``espresso links -o`` writes one, with what it measured
+beside the lines.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from espresso.model.links import (
     Points,
     fit_line,
     group_size,
+    num_rounds,
     on_link,
 )
 from espresso.strategies import Cluster, Device, Mode, Scope, TensorSpec, fields
@@ -52,6 +55,7 @@ class ClusterPreset:
     Attributes:
         pool_is_the_nodes: whether a node has one offload pool for all its ranks, or one for each.
         servers: what a parameter server there can do; None takes the stated figures.
+        in_flight, offload_width: see :class:`espresso.model.links.Links`, :class:`espresso.model.costs.CostModel`.
     """
 
     name: str
@@ -61,6 +65,8 @@ class ClusterPreset:
     pool_is_the_nodes: bool = True
     note: str = ""
     servers: ServerCosts | None = None
+    in_flight: int = 1
+    offload_width: int = 1
 
 
 def trace_names() -> tuple[str, ...]:
@@ -131,16 +137,15 @@ def measured_cluster(curves: Sequence[LinkCurve], cluster: Cluster, measured: An
 
 def _median_line(curves: Sequence[LinkCurve], scope: Scope, cluster: Cluster) -> AlphaBeta | None:
     peers = group_size(scope, cluster)
-    found = [
-        fit_line(curve.points, *on_link(curve.routine, peers))
-        for curve in curves
-        if curve.scope is scope and curve.routine in RING_PASSES and peers > 1
-    ]
-    if not found:
+    mine = [curve for curve in curves if curve.scope is scope and curve.routine in RING_PASSES and peers > 1]
+    if not mine:
         return None
+    lines = [fit_line(curve.points, *on_link(curve.routine, peers)) for curve in mine]
+    latencies = [curve.latency_us / num_rounds(curve.routine, on_link(curve.routine, peers)[0]) for curve in mine]
     return AlphaBeta(
-        statistics.median(line.alpha_us for line in found),
-        statistics.median(line.beta_us_per_kb for line in found),
+        statistics.median(line.alpha_us for line in lines),
+        statistics.median(line.beta_us_per_kb for line in lines),
+        statistics.median(latencies),
     )
 
 
@@ -155,9 +160,14 @@ class _ClusterFile:
     note: str = ""
     servers: ServerCosts | None = None
     measured: Any = None
+    in_flight: int = 1
+    offload_width: int = 1
 
     def preset(self, name: str) -> ClusterPreset:
-        return ClusterPreset(name, self.intra, self.inter, self.copy, self.pool_is_the_nodes, self.note, self.servers)
+        return ClusterPreset(
+            name, self.intra, self.inter, self.copy, self.pool_is_the_nodes, self.note, self.servers, self.in_flight,
+            self.offload_width,
+        )  # fmt: skip
 
 
 def _check_is_file(name_or_path: str | Path, alternative: str) -> None:
@@ -246,11 +256,12 @@ def _job(body: Any, cluster: Cluster, preset: ClusterPreset) -> Job:
     if found.columns != _Trace.columns:
         raise JobError(f"columns must be name, numel, gap_us; got {fields.shown(found.columns)}")
     costs = CostModel(
-        Links(preset.intra, preset.inter),
+        Links(preset.intra, preset.inter, in_flight=preset.in_flight),
         published_compute(),
         preset.copy,
         offload_ranks_per_pool=cluster.ranks_per_node if preset.pool_is_the_nodes else 1,
         servers=preset.servers or published_servers() if cluster.num_servers else None,
+        offload_width=preset.offload_width,
     )
     return Job(
         model=found.model,

@@ -48,15 +48,17 @@ class Work:
     """A priced task.
 
     Attributes:
-        us: its time when nothing contends.
-        cores: what it demands of the host while it runs.
+        us: how long it holds its lanes when nothing contends.
+        cores: what it demands of the host while it does.
         num_bytes: the routine's whole array S, or the bytes copied; 0 for computation.
+        latency_us: beyond that until it is done: nothing is held, and what follows it waits.
     """
 
     shape: Shape
     us: float
     cores: float
     num_bytes: float
+    latency_us: float = 0.0
 
 
 SizeKey = tuple[CompressorSpec, int, str, Stretches]
@@ -104,19 +106,23 @@ class Pricer:
         return tuple(ridden)
 
     def columns(self, options: Sequence[Option], size: SizeKey) -> tuple[Wholes, Reals, Reals]:
-        """Chains as arrays [options, longest chain + 1]: lane set (-1 after the end), us, cores."""
+        """Chains as arrays [options, longest chain + 1]: lane set (-1 after the end), us, and [..., 2] what is beside.
+
+        Beside the time stand cores and latency.
+        """
         numbers = self.catalogue.padded(options)
-        sets, us, cores = self.shape_costs(numbers, size)
-        return sets[numbers], us[numbers], cores[numbers]
+        sets, us, beside = self.shape_costs(numbers, size)
+        return sets[numbers], us[numbers], beside[numbers]
 
     def shape_costs(self, numbers: Wholes, size: SizeKey) -> tuple[Wholes, Reals, Reals]:
-        """By shape number: lane set, us, cores of every shape in ``numbers``; the last row ends a chain."""
-        sets, us, cores = (np.empty(len(self.catalogue.shapes) + 1, dtype) for dtype in (np.int64, float, float))
-        sets[-1], us[-1], cores[-1] = -1, 0.0, 0.0
+        """As :meth:`columns`, by shape number, of every shape in ``numbers``; the last row ends a chain."""
+        num_rows = len(self.catalogue.shapes) + 1
+        sets, us, beside = np.empty(num_rows, dtype=np.int64), np.empty(num_rows), np.empty((num_rows, 2))
+        sets[-1], us[-1], beside[-1] = -1, 0.0, 0.0
         for number in self.catalogue.used(numbers):
             work = self.work(number, size)
-            sets[number], us[number], cores[number] = work.shape.lane_set, work.us, work.cores
-        return sets, us, cores
+            sets[number], us[number], beside[number] = work.shape.lane_set, work.us, (work.cores, work.latency_us)
+        return sets, us, beside
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` gave for this key the first time: for what is derived from prices."""
@@ -143,7 +149,8 @@ class Pricer:
             return Work(shape, 0.0 if self._free else self.costs.copy_us(num_bytes), 0.0, num_bytes)
         if step.is_communication:
             num_bytes = self._moved(shape, size)
-            return Work(shape, self.costs.comm_us(step, self.cluster, num_bytes), cores, num_bytes)
+            cost = self.costs.comm(step, self.cluster, num_bytes)
+            return Work(shape, cost.occupancy_us, cores, num_bytes, cost.latency_us)
         if self._free or step.device is None:
             return Work(shape, 0.0, cores, 0.0)
         held = _after_path(elements, shape.before.path)
@@ -162,7 +169,7 @@ class Pricer:
         return Work(shape, time, cores, 0.0)
 
     def _moved(self, shape: Shape, size: SizeKey) -> float:
-        """The routine's whole array S, as :meth:`CostModel.comm_us` counts it."""
+        """The routine's whole array S, as :meth:`CostModel.comm` counts it."""
         step = shape.step
         if step.routine in (Routine.PUSH, Routine.PULL):
             num_bytes = self._bytes(shape.before, size) * group_size(step.scope or Scope.FLAT, self.cluster)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from espresso.model.costs import Contention
+from espresso.model.costs import Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.pricing import Pricer, Work, price_plan
 from espresso.model.step_shapes import LANE_SETS
 from espresso.strategies import Lane, Plan
-from espresso.strategies.list_scheduling import BACKWARD, Pace, Schedule, schedule_tasks
+from espresso.strategies.list_scheduling import BACKWARD, Pace, Schedule, Width, schedule_tasks
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Timeline:
         iteration_us: forward, to the latest finish, and the optimizer.
         makespan_us: first ready gradient to the latest finish (backward's end included).
         bucket_ready_us: when each bucket was handed over, contention included.
-        start_us: for every task of the plan.
-        end_us: for every task of the plan.
+        start_us, freed_us, end_us: for every task of the plan: it takes its lanes, leaves them, and is done.
     """
 
     plan: Plan
@@ -38,6 +37,7 @@ class Timeline:
     makespan_us: float
     bucket_ready_us: tuple[float, ...]
     start_us: tuple[float, ...]
+    freed_us: tuple[float, ...]
     end_us: tuple[float, ...]
 
     @property
@@ -92,6 +92,13 @@ def pace_of(contention: Contention, works: Sequence[Work]) -> Pace:
     return shared
 
 
+def widths_of(costs: CostModel) -> dict[Lane, Width]:
+    """The lanes with room for more than one task: the pool's, and the links', which one message crosses at a time."""
+    links = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN)
+    pool = Width(costs.offload_width, costs.offload_width)
+    return {Lane.OFFLOAD: pool, **dict.fromkeys(links, Width(1, costs.links.in_flight))}
+
+
 def simulate(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Timeline:
     """Run a plan in its total order.
 
@@ -110,6 +117,7 @@ def simulate(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Timeline:
         max(*run.handed_over_us, *run.end_us, 0.0),
         run.handed_over_us,
         run.start_us,
+        run.freed_us,
         run.end_us,
     )
 
@@ -137,10 +145,12 @@ def _scheduled(plan: Plan, job: Job, works: Sequence[Work], order: Sequence[int]
         plan,
         job.ready_us,
         [work.us for work in works],
+        latency_us=[work.latency_us for work in works],
         lanes=[LANE_SETS[work.shape.lane_set] for work in works],
+        widths=widths_of(job.costs),
         order=order,
         pace=pace_of(job.costs.contention, works),
     )
 
 
-__all__ = ["Timeline", "list_schedule", "pace_of", "simulate", "water_fill"]
+__all__ = ["Timeline", "list_schedule", "pace_of", "simulate", "water_fill", "widths_of"]

@@ -1,25 +1,33 @@
 """The timeline over flat arrays, for searches: first come first served, makespan only, resumable.
 
-Two kernels with one interface. ``advance_paper`` uses that without shared cores a task's end is known when
-it is queued, and that every lane set emits its completions in order, so that a few FIFO heads replace an
-event heap. ``advance_shared`` also shares cores among whatever runs (max-min fair), as the oracle does,
-operation by operation, so that both round alike.
+Two kernels with one interface. ``advance_serial`` is for jobs whose tasks follow one another on every lane, with no
+cores shared: a task's end is then known when it is queued, and every lane set emits its completions in order, so that
+a few FIFO heads replace an event heap. ``advance_general`` is for all jobs: cores shared by whatever runs (max-min
+fair), latency, and lanes with room for several tasks, as in the oracle, operation by operation, so that both round
+alike.
 
-Arrays of one evaluation (U units, B buckets, C candidates, T task rows):
+Arrays of one evaluation (U units, B buckets, C candidates, T task rows): ``choice`` int64[U], every unit's candidate,
+and the job's, in one tuple (:data:`JobArrays`)::
 
-- ``gaps`` float64[B], ``first_unit`` int64[B + 1]: backward, and the units that each bucket hands over;
-- ``choice`` int64[U]: every unit's candidate;
-- ``count``, ``full``, ``tail`` int64[C]: a candidate's partitions: ``count - 1`` times the chain that starts
-  at row ``full``, then the chain at row ``tail``;
-- ``task_set`` int64[T] (index into ``LANE_SETS``, -1 ends a chain), ``task_us``, ``task_cores`` float64[T].
+    gaps         float64[B]      backward's
+    first_unit   int64[B + 1]    the units that each bucket hands over
+    count        int64[C]        a candidate's partitions: ``count - 1`` times the chain that starts
+    full, tail   int64[C]        at row ``full``, then the chain at row ``tail``
+    task_set     int64[T]        index into ``LANE_SETS``, -1 ends a chain
+    task_us      float64[T]
+    task_beside  float64[T, 2]   cores, latency
+    limits       float64[18]     cores shared (0: none), backward's demand; then see :func:`limits_of`
+    loads, ready, finish         scratch: float64[NUM_LANES]; when buckets are handed over and units end
 
 State (made by :func:`make_state`), a ring of tasks per lane set (end or arrival, row, key) and two vectors::
 
-    real   0-6 lanes free, 7 backward's next hand-over, 8 latest, 9 now, 10-12 backward's work left, since, rate
-           16-31 end of each ring's head, 32-47 work left, 48-63 since, 64-79 rate of running heads
-           80-86 time that each lane stood idle before its last task (paper only); 80: neither backward nor training
-    whole  0 next bucket, 1 arrivals, 2 events so far, 3 whether there are servers
-           16-31 ring fronts, 32-47 ring rears, 48-63 whether the head runs
+    real   0-6 lanes free, 7 backward's next hand-over, 8-10 its work left, since, rate, 11 latest, 12 now
+           16-31 end of each ring's head
+           80-86 time that each lane stood idle before its last task (serial only); 80: neither backward nor training
+           96-   active tasks, four figures each: end, work left, since, rate (general only)
+    whole  0 next bucket, 1 arrivals, 2 events so far, 3 whether there are servers, 4 number of active tasks
+           16-31 ring fronts, 32-47 ring rears, 48-55 tasks that hold a lane, 56-63 that do or are under way
+           64-   active tasks, by lane set: set, row, key, whether it has left its lanes (general only)
 
 It is copied with :func:`copy_state` to resume from the event at which a changed unit is handed over.
 """
@@ -31,34 +39,47 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from espresso.model.costs import CostModel
 from espresso.model.jit import inner_kernel, kernel
+from espresso.model.links import MOST_IN_FLIGHT
+from espresso.model.timeline import widths_of
+from espresso.strategies import Lane
+from espresso.strategies.list_scheduling import Width
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
 State = tuple[Reals, Wholes, Reals, Wholes, Wholes]
-Shared = bool | None
-"""Whether cores are shared: True, or None and not False, so that kernels are compiled for the one case alone."""
+JobArrays = tuple[Any, ...]
+General = bool | None
+"""Which kernel advances: True, or None and not False, so that kernels are compiled for the one case alone."""
 
 NUM_SETS = 9
 NUM_RANK_SETS = 6
 """The first sets are those of ranks; the others need servers."""
 NUM_LANES = 7
-BACK, LATEST, NOW, BACK_LEFT, BACK_SINCE, BACK_RATE = 7, 8, 9, 10, 11, 12
-END, LEFT, SINCE, RATE = 16, 32, 48, 64
-IDLE = 80
-"""Places in the real vector; the last five are bases, one entry per lane set, or lane."""
+BACK, LATEST, NOW = 7, 11, 12
+END, IDLE, ACTIVE = 16, 80, 96
+"""Places in the real vector; the last three are bases: one entry per lane set, per lane, four per active task."""
+LEFT, SINCE, RATE = 1, 2, 3
+"""Places beside an active task's end, or backward's."""
 MARGIN = 1.0 + 1e-11
 """What is cut off must be sure to reach its limit; sums round."""
 EVENTS = 2
 """Where a state counts its events: hand-overs and completed tasks (a chain's last one as soon as its end is known)."""
-SERVED = 3
-FRONT, REAR, RUNS = 16, 32, 48
+SERVED, NUM_ACTIVE = 3, 4
+FRONT, REAR, HOLDING, UNDER_WAY, TASKS = 16, 32, 48, 56, 64
 """Bases in the whole vector."""
+ROW, KEY, AWAY = 1, 2, 3
+"""Places of an active task in it, its lane set first."""
+ROOM = 2
+ROOM_UNDER_WAY = ROOM + NUM_LANES + 1
+"""Where the limits say how many tasks a lane has room for: that hold it, and that hold it or are under way."""
 POSITIVE = (1 << 62) - 1
 """Masks what is never negative: the compiler then leaves out Python's counting of indices from the end."""
 KEY_SHIFT = 24
 """Ring keys order ties: unit number above, partition number below this bit."""
 
+_LANES = (Lane.TRAINING, Lane.OFFLOAD, Lane.COPY, Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN, Lane.SERVER)
 # Three lanes of each set, repeated where it has fewer: training 0, offload 1, copy 2, intra 3, out 4, in 5, the
 # servers' processors 6. What enters or leaves the servers' network cards holds a worker's card as long, and
 # nothing else goes there, so those lanes need no queue of their own.
@@ -68,22 +89,45 @@ LANES_OF_SET = np.array(
     ],
     dtype=np.int64,
 )  # fmt: skip
-# Which sets hold a lane in common.
+# The same with a lane of unlimited room, 7, for repetitions.
+DISTINCT_LANES = np.array(
+    [[lane if lane not in row[:k] else NUM_LANES for k, lane in enumerate(row)] for row in LANES_OF_SET.tolist()],
+    dtype=np.int64,
+)
+# Which sets hold a lane in common; only those of links do.
+FIRST_LINK, LAST_LINK = 3, 7
 _SHARE = np.array([[bool(set(a) & set(b)) for b in LANES_OF_SET.tolist()] for a in LANES_OF_SET.tolist()])
 
 
-def make_state(num_partitions: int) -> State:
-    """Buffers for evaluations of up to ``num_partitions`` partitions."""
+def make_state(num_partitions: int, most_active: int) -> State:
+    """Buffers for evaluations of up to ``num_partitions`` partitions, ``most_active`` tasks at once (general only)."""
     capacity = 8
     while capacity < num_partitions + 1:
         capacity *= 2
     return (
-        np.zeros(96),
-        np.zeros(64, dtype=np.int64),
+        np.zeros(ACTIVE + 4 * most_active),
+        np.zeros(TASKS + 4 * most_active, dtype=np.int64),
         np.zeros((NUM_SETS, capacity)),
         np.zeros((NUM_SETS, capacity), dtype=np.int64),
         np.zeros((NUM_SETS, capacity), dtype=np.int64),
     )
+
+
+def limits_of(costs: CostModel) -> Reals:
+    """What shares the cores, and how many tasks each lane has room for: ``limits`` of a job's arrays."""
+    widths = widths_of(costs)
+    room = [*(widths.get(lane, Width()) for lane in _LANES), Width(MOST_IN_FLIGHT**2, MOST_IN_FLIGHT**2)]
+    figures = (costs.contention.cores or 0.0, costs.contention.backward_cores)
+    return np.array([*figures, *(w.holding for w in room), *(w.under_way for w in room)], dtype=float)
+
+
+@inner_kernel
+def _begin(real: Reals, end: int, work: float) -> None:
+    """What will end at ``real[end]`` begins: a task's work, its latency, backward's next gap."""
+    real[end] = real[NOW] + work
+    real[end + LEFT] = work
+    real[end + SINCE] = real[NOW]
+    real[end + RATE] = 1.0
 
 
 def reset(state: State, gaps: Reals, served: bool) -> None:
@@ -94,10 +138,7 @@ def reset(state: State, gaps: Reals, served: bool) -> None:
     whole[SERVED] = 1 if served else 0
     for s in range(NUM_SETS):
         real[END + s] = np.inf
-        real[RATE + s] = 1.0
-    real[BACK] = gaps[0]
-    real[BACK_LEFT] = gaps[0]
-    real[BACK_RATE] = 1.0
+    _begin(real, BACK, gaps[0])
 
 
 @inner_kernel
@@ -122,17 +163,9 @@ def copy_state(source: State, target: State) -> None:
 
 
 @inner_kernel
-def add_loads(
-    candidate: int,
-    sign: float,
-    count: Wholes,
-    full: Wholes,
-    tail: Wholes,
-    task_set: Wholes,
-    task_us: Reals,
-    loads: Reals,
-) -> None:
+def add_loads(candidate: int, sign: float, job: JobArrays) -> None:
     """Add (or, with ``sign`` -1, take away) what a candidate's tasks take on each lane."""
+    _, _, count, full, tail, task_set, task_us, _, _, loads, _, _ = job
     copies = count[candidate] - 1
     for part in range(2):
         times = sign if part else sign * copies
@@ -149,26 +182,18 @@ def add_loads(
 
 
 @inner_kernel
-def total_loads(
-    gaps: Reals,
-    choice: Wholes,
-    count: Wholes,
-    full: Wholes,
-    tail: Wholes,
-    task_set: Wholes,
-    task_us: Reals,
-    loads: Reals,
-) -> None:
+def total_loads(choice: Wholes, job: JobArrays) -> None:
     """What a strategy takes of each lane, from start to end: ``loads`` float64[NUM_LANES].
 
     Backward's own time is added to the training lane's, since both must pass one after the other. No lane is done
     before this and the time that it stood idle.
     """
+    gaps, loads = job[0], job[9]
     loads[:] = 0.0
     for gap in gaps:
         loads[0] += gap
     for unit in range(choice.shape[0]):
-        add_loads(choice[unit], 1.0, count, full, tail, task_set, task_us, loads)
+        add_loads(choice[unit], 1.0, job)
 
 
 @inner_kernel
@@ -182,36 +207,20 @@ def hopeless(state: State, loads: Reals, limit: float) -> bool:
 
 
 @kernel
-def advance_paper(
-    state: State,
-    gaps: Reals,
-    first_unit: Wholes,
-    choice: Wholes,
-    count: Wholes,
-    full: Wholes,
-    tail: Wholes,
-    task_set: Wholes,
-    task_us: Reals,
-    task_cores: Reals,
-    contention: Reals,
-    stop: int,
-    limit: float,
-    loads: Reals,
-    ready: Reals,
-    finish: Reals,
-) -> float:
+def advance_serial(state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> float:
     """Run events up to the hand-over of bucket ``stop`` (beyond the last: to the end).
 
     A chain's last task wakes nothing, so it is done with as soon as it is queued, and only others enter the rings.
 
     Args:
-        loads: what the whole strategy takes of each lane (:func:`total_loads`), used with a finite ``limit``: an
+        limit: where finite, ``loads`` hold what the whole strategy takes of each lane (:func:`total_loads`): an
             evaluation in which this and the lane's idle time so far reach ``limit`` ends at once.
 
     Returns:
         The latest time so far, backward's included; infinity as soon as it is sure to reach ``limit``.
         ``ready`` float64[B] and ``finish`` float64[U] are filled along the way.
     """
+    gaps, first_unit, count, full, tail, task_set, task_us, _, _, loads, ready, finish = job
     real, whole, ring_end, ring_row, ring_key = state
     mask = (ring_end.shape[1] - 1) & POSITIVE
     buckets = gaps.shape[0]
@@ -359,236 +368,218 @@ def advance_paper(
 
 
 @inner_kernel
-def _new_rate(real: Reals, left: int, since: int, rate: int, end: int, value: float, now: float) -> None:
-    """Go on at another rate; an unchanged one keeps the end exactly as it was."""
-    if value == real[rate]:
-        return
-    real[left] = max(real[left] - (now - real[since]) * real[rate], 0.0)
-    real[since] = now
-    real[rate] = value
-    if real[left] == 0.0:
-        real[end] = now
-    elif value > 0.0:
-        real[end] = now + real[left] / value
-    else:
-        real[end] = np.inf
+def _go_on_at(real: Reals, end: int, value: float) -> None:
+    """What ends at ``real[end]`` goes on at another rate. (At the same one its end stays exactly as it was.)"""
+    now = real[NOW]
+    left = max(real[end + LEFT] - (now - real[end + SINCE]) * real[end + RATE], 0.0)
+    real[end + LEFT] = left
+    real[end + SINCE] = now
+    real[end + RATE] = value
+    # Nothing left is done, whatever the rate; else at rate zero there is no end.
+    real[end] = now + (left / value if left > 0.0 else 0.0)
 
 
 @inner_kernel
-def _share_cores(
-    real: Reals,
-    whole: Wholes,
-    ring_row: Wholes,
-    task_cores: Reals,
-    capacity: float,
-    backward_cores: float,
-    has_backward: bool,
-    demands: Reals,
-    who: Wholes,
-    rates: Reals,
-    waiting: Wholes,
-) -> None:
-    """Max-min fair rates for backward (number ``NUM_SETS``) and the running task of each set."""
-    mask = ring_row.shape[1] - 1
-    now = real[NOW]
-    active = 0
-    total = 0.0
-    if has_backward:
-        demands[active] = backward_cores
-        who[active] = NUM_SETS
-        total += backward_cores
-        active += 1
-    for s in range(NUM_SETS):
-        if whole[RUNS + s]:
-            demands[active] = task_cores[ring_row[s, whole[FRONT + s] & mask]]
-            who[active] = s
-            total += demands[active]
-            active += 1
-    for i in range(active):
-        rates[i] = 1.0
-        waiting[i] = i
-    if total > capacity:
-        left = capacity
-        waits = active
-        while True:
-            fair = left / waits
-            unmet = 0
-            for j in range(waits):
-                if demands[waiting[j]] > fair:
-                    unmet += 1
-            if unmet == waits:
-                for j in range(waits):
-                    rates[waiting[j]] = fair / demands[waiting[j]]
-                break
-            kept = 0
-            for j in range(waits):
-                i = waiting[j]
-                if demands[i] <= fair:
-                    left -= demands[i]
-                else:
-                    waiting[kept] = i
-                    kept += 1
-            waits = kept
-    for i in range(active):
-        s = who[i]
-        if s == NUM_SETS:
-            _new_rate(real, BACK_LEFT, BACK_SINCE, BACK_RATE, BACK, rates[i], now)
-        else:
-            _new_rate(real, LEFT + s, SINCE + s, RATE + s, END + s, rates[i], now)
+def _have_room(whole: Wholes, limits: Reals, s: int) -> bool:
+    """Whether the lanes of a set have room for one more task. (Without branches it needs no counting of references.)"""
+    a, b, c = DISTINCT_LANES[s, 0], DISTINCT_LANES[s, 1], DISTINCT_LANES[s, 2]
+    holding = (
+        (whole[HOLDING + a] < limits[ROOM + a])
+        & (whole[HOLDING + b] < limits[ROOM + b])
+        & (whole[HOLDING + c] < limits[ROOM + c])
+    )
+    under_way = (
+        (whole[UNDER_WAY + a] < limits[ROOM_UNDER_WAY + a])
+        & (whole[UNDER_WAY + b] < limits[ROOM_UNDER_WAY + b])
+        & (whole[UNDER_WAY + c] < limits[ROOM_UNDER_WAY + c])
+    )
+    return bool(holding & under_way)
+
+
+@inner_kernel
+def _occupy(whole: Wholes, s: int, holding: int, under_way: int) -> None:
+    """So many more tasks of a lane set hold its lanes, and hold them or are under way."""
+    a, b, c = DISTINCT_LANES[s, 0], DISTINCT_LANES[s, 1], DISTINCT_LANES[s, 2]
+    whole[HOLDING + a] += holding
+    whole[HOLDING + b] += holding
+    whole[HOLDING + c] += holding
+    whole[UNDER_WAY + a] += under_way
+    whole[UNDER_WAY + b] += under_way
+    whole[UNDER_WAY + c] += under_way
+
+
+@inner_kernel
+def _queue(
+    whole: Wholes, ring_came: Reals, ring_row: Wholes, ring_key: Wholes, s: int, row: int, key: int
+) -> None:  # fmt: skip
+    """A task becomes ready."""
+    slot = whole[REAR + s] & ((ring_row.shape[1] - 1) & POSITIVE)
+    ring_came[s, slot] = whole[1]
+    ring_row[s, slot] = row
+    ring_key[s, slot] = key
+    whole[REAR + s] += 1
+    whole[1] += 1
 
 
 @kernel
-def advance_shared(
-    state: State,
-    gaps: Reals,
-    first_unit: Wholes,
-    choice: Wholes,
-    count: Wholes,
-    full: Wholes,
-    tail: Wholes,
-    task_set: Wholes,
-    task_us: Reals,
-    task_cores: Reals,
-    contention: Reals,
-    stop: int,
-    limit: float,
-    loads: Reals,
-    ready: Reals,
-    finish: Reals,
-) -> float:
-    """As :func:`advance_paper`, with ``contention`` float64[2] (cores, backward's demand) shared by all.
+def advance_general(state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> float:
+    """As :func:`advance_serial`. ``loads`` is not used: lanes have no end here until their tasks have theirs.
 
-    ``loads`` is not used: lanes have no end here until their tasks have theirs.
-
-    Here ``real[END + s]`` is the end of the running task of set s; rings hold arrival numbers for ends.
+    Rings hold arrival numbers for ends.
     """
+    gaps, first_unit, count, full, tail, task_set, task_us, task_beside, limits, _, ready, finish = job
     real, whole, ring_came, ring_row, ring_key = state
-    mask = ring_row.shape[1] - 1
+    mask = (ring_row.shape[1] - 1) & POSITIVE
     buckets = gaps.shape[0]
-    demands = np.empty(NUM_SETS + 1)
-    rates = np.empty(NUM_SETS + 1)
-    who = np.empty(NUM_SETS + 1, dtype=np.int64)
-    waiting = np.empty(NUM_SETS + 1, dtype=np.int64)
+    most = (real.shape[0] - ACTIVE) // 4 + 1
+    demands = np.empty(most)
+    rates = np.empty(most)
+    who = np.empty(most, dtype=np.int64)
+    waiting = np.empty(most, dtype=np.int64)
     while True:
         at = np.inf
-        s = -1
-        for k in range(NUM_SETS):
-            if whole[RUNS + k]:
-                end = real[END + k]
-                if end < at or (
-                    end == at and ring_key[k, whole[FRONT + k] & mask] < ring_key[s, whole[FRONT + s] & mask]
-                ):
-                    at = end
-                    s = k
+        first = -1
+        for k in range(whole[NUM_ACTIVE]):
+            end = real[ACTIVE + 4 * k]
+            if end < at or (end == at and whole[TASKS + 4 * k + KEY] < whole[TASKS + 4 * first + KEY]):
+                at = end
+                first = k
         bucket = whole[0]
-        if bucket < buckets and real[BACK] < at:
-            if bucket == stop:
-                break
-            now = real[BACK]
-            whole[EVENTS] += 1
-            real[NOW] = now
+        hands_over = bucket < buckets and real[BACK] < at
+        if (hands_over and bucket == stop) or (not hands_over and first < 0):
+            break
+        now = real[BACK] if hands_over else at
+        whole[EVENTS] += 1
+        real[NOW] = now
+        if now > real[LATEST]:
+            real[LATEST] = now
+            if now >= limit:
+                return np.inf
+        if hands_over:
             ready[bucket] = now
-            if now > real[LATEST]:
-                real[LATEST] = now
-                if now >= limit:
-                    return np.inf
             for unit in range(first_unit[bucket], first_unit[bucket + 1]):
                 candidate = choice[unit]
                 last = count[candidate] - 1
                 for part in range(last + 1):
                     row = full[candidate] if part < last else tail[candidate]
-                    s = task_set[row]
-                    if s < 0:
-                        continue
-                    slot = whole[REAR + s] & mask
-                    ring_came[s, slot] = whole[1]
-                    ring_row[s, slot] = row
-                    ring_key[s, slot] = (unit << KEY_SHIFT) + part
-                    whole[REAR + s] += 1
-                    whole[1] += 1
+                    if task_set[row] >= 0:
+                        key = (unit << KEY_SHIFT) + part
+                        _queue(whole, ring_came, ring_row, ring_key, task_set[row], row, key)
             whole[0] = bucket + 1
             if bucket + 1 < buckets:
-                real[BACK_LEFT] = gaps[bucket + 1]
-                real[BACK_SINCE] = now
-                real[BACK_RATE] = 1.0
-                real[BACK] = now + real[BACK_LEFT]
+                _begin(real, BACK, gaps[bucket + 1])
             else:
                 real[BACK] = np.inf
-        elif s < 0:
-            break
         else:
-            now = at
-            whole[EVENTS] += 1
-            real[NOW] = now
-            if now > real[LATEST]:
-                real[LATEST] = now
-                if now >= limit:
-                    return np.inf
-            slot = whole[FRONT + s] & mask
-            row = ring_row[s, slot] + 1
-            key = ring_key[s, slot]
-            whole[FRONT + s] += 1
-            whole[RUNS + s] = 0
-            real[END + s] = np.inf
-            s = task_set[row]
-            if s < 0:
-                finish[key >> KEY_SHIFT] = now
+            s = whole[TASKS + 4 * first]
+            row = whole[TASKS + 4 * first + ROW]
+            key = whole[TASKS + 4 * first + KEY]
+            leaves = whole[TASKS + 4 * first + AWAY] == 0
+            done = task_beside[row, 1] == 0.0 or not leaves
+            _occupy(whole, s, -1 if leaves else 0, -1 if done else 0)
+            if done:
+                whole[NUM_ACTIVE] -= 1
+                for k in range(4 * first, 4 * whole[NUM_ACTIVE]):
+                    whole[TASKS + k] = whole[TASKS + k + 4]
+                    real[ACTIVE + k] = real[ACTIVE + k + 4]
+                if task_set[row + 1] < 0:
+                    finish[key >> KEY_SHIFT] = now
+                else:
+                    _queue(whole, ring_came, ring_row, ring_key, task_set[row + 1], row + 1, key)
             else:
-                slot = whole[REAR + s] & mask
-                ring_came[s, slot] = whole[1]
-                ring_row[s, slot] = row
-                ring_key[s, slot] = key
-                whole[REAR + s] += 1
-                whole[1] += 1
-        # Start every waiting head whose lanes are free of running tasks and of earlier arrivals.
+                whole[TASKS + 4 * first + AWAY] = 1
+                _begin(real, ACTIVE + 4 * first, task_beside[row, 1])
+        # Start every waiting head whose lanes have room, and wait for no earlier arrival.
         for s in range(NUM_SETS):
-            if whole[RUNS + s] or whole[FRONT + s] == whole[REAR + s]:
-                continue
-            free = True
-            slot = whole[FRONT + s] & mask
-            for other in range(NUM_SETS):
-                waits = other != s and _SHARE[s, other] and whole[FRONT + other] < whole[REAR + other]
-                if waits and (
-                    whole[RUNS + other] or ring_came[other, whole[FRONT + other] & mask] < ring_came[s, slot]
-                ):
-                    free = False
-            if free:
+            while whole[FRONT + s] < whole[REAR + s]:
+                slot = whole[FRONT + s] & mask
+                turn = _have_room(whole, limits, s)
+                for other in range(FIRST_LINK, LAST_LINK + 1):
+                    if other != s and _SHARE[s, other] and whole[FRONT + other] < whole[REAR + other]:
+                        turn &= ring_came[other, whole[FRONT + other] & mask] > ring_came[s, slot]
+                if not turn:
+                    break
+                whole[FRONT + s] += 1
+                _occupy(whole, s, 1, 1)
+                # It becomes active, behind the tasks of the same and earlier sets.
+                place = whole[NUM_ACTIVE]
+                whole[NUM_ACTIVE] = place + 1
+                while place > 0 and whole[TASKS + 4 * (place - 1)] > s:
+                    for k in range(4):
+                        whole[TASKS + 4 * place + k] = whole[TASKS + 4 * (place - 1) + k]
+                        real[ACTIVE + 4 * place + k] = real[ACTIVE + 4 * (place - 1) + k]
+                    place -= 1
                 row = ring_row[s, slot]
-                whole[RUNS + s] = 1
-                real[LEFT + s] = task_us[row]
-                real[SINCE + s] = now
-                real[RATE + s] = 1.0
-                real[END + s] = now + task_us[row]
-        _share_cores(
-            real, whole, ring_row, task_cores, contention[0], contention[1], whole[0] < buckets,
-            demands, who, rates, waiting,
-        )  # fmt: skip
+                whole[TASKS + 4 * place] = s
+                whole[TASKS + 4 * place + ROW] = row
+                whole[TASKS + 4 * place + KEY] = ring_key[s, slot]
+                whole[TASKS + 4 * place + AWAY] = 0
+                _begin(real, ACTIVE + 4 * place, task_us[row])
+        if limits[0] > 0.0:
+            # Max-min fair rates for backward and the tasks that hold a lane, in the order of their sets.
+            capacity = limits[0]
+            active = 0
+            total = 0.0
+            if whole[0] < buckets:
+                demands[active] = limits[1]
+                who[active] = BACK
+                total += limits[1]
+                active += 1
+            for k in range(whole[NUM_ACTIVE]):
+                if not whole[TASKS + 4 * k + AWAY]:
+                    demands[active] = task_beside[whole[TASKS + 4 * k + ROW], 0]
+                    who[active] = ACTIVE + 4 * k
+                    total += demands[active]
+                    active += 1
+            for i in range(active):
+                rates[i] = 1.0
+                waiting[i] = i
+            if total > capacity:
+                left = capacity
+                waits = active
+                while True:
+                    fair = left / waits
+                    unmet = 0
+                    for j in range(waits):
+                        if demands[waiting[j]] > fair:
+                            unmet += 1
+                    if unmet == waits:
+                        for j in range(waits):
+                            rates[waiting[j]] = fair / demands[waiting[j]]
+                        break
+                    kept = 0
+                    for j in range(waits):
+                        i = waiting[j]
+                        if demands[i] <= fair:
+                            left -= demands[i]
+                        else:
+                            waiting[kept] = i
+                            kept += 1
+                    waits = kept
+            for i in range(active):
+                if real[who[i] + RATE] != rates[i]:
+                    _go_on_at(real, who[i], rates[i])
+        elif whole[0] < buckets:
+            # Nothing is shared, but training work holds backward up. (Active tasks of the first set come first.)
+            rate = 0.0 if whole[NUM_ACTIVE] > 0 and whole[TASKS] == 0 else 1.0
+            if rate != real[BACK + RATE]:
+                _go_on_at(real, BACK, rate)
     return float(real[LATEST])
+
+
+@inner_kernel
+def advance(general: General, state: State, choice: Wholes, stop: int, limit: float, job: JobArrays) -> Any:
+    """By either kernel."""
+    if general is not None:
+        return advance_general(state, choice, stop, limit, job)
+    return advance_serial(state, choice, stop, limit, job)
 
 
 @kernel
 def best_of(
-    shared: Shared,
-    start: State,
-    scratch: State,
-    unit: int,
-    candidates: Wholes,
-    hint: int,
-    gaps: Reals,
-    first_unit: Wholes,
-    choice: Wholes,
-    count: Wholes,
-    full: Wholes,
-    tail: Wholes,
-    task_set: Wholes,
-    task_us: Reals,
-    task_cores: Reals,
-    contention: Reals,
-    limit: float,
-    loads: Reals,
-    ready: Reals,
-    finish: Reals,
-) -> tuple[int, float]:
+    general: General, start: State, scratch: State, unit: int, candidates: Wholes, hint: int, choice: Wholes,
+    limit: float, job: JobArrays,
+) -> tuple[int, float]:  # fmt: skip
     """Try candidates for one unit, resuming from ``start``, where its bucket is about to be handed over.
 
     The candidate ``hint`` goes first, if it is among them: the likelier it is the best, the sooner the others end.
@@ -604,8 +595,8 @@ def best_of(
         if candidates[index] == hint:
             first = index
             break
-    buckets = gaps.shape[0]
-    total_loads(gaps, choice, count, full, tail, task_set, task_us, loads)
+    buckets = job[0].shape[0]
+    total_loads(choice, job)
     present = kept
     for index in range(-1, candidates.shape[0]):
         if index == first:
@@ -614,23 +605,14 @@ def best_of(
         candidate = candidates[here]
         # Of equal times the earliest in the list wins, in whatever order they are tried.
         allowed = np.nextafter(limit, np.inf) if best >= 0 and here < place else limit
-        add_loads(present, -1.0, count, full, tail, task_set, task_us, loads)
-        add_loads(candidate, 1.0, count, full, tail, task_set, task_us, loads)
+        add_loads(present, -1.0, job)
+        add_loads(candidate, 1.0, job)
         present = candidate
-        if shared is None and hopeless(start, loads, allowed):
+        if general is None and hopeless(start, job[9], allowed):
             continue
         choice[unit] = candidate
         copy_state(start, scratch)
-        if shared is not None:
-            time = advance_shared(
-                scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, allowed, loads, ready, finish,
-            )  # fmt: skip
-        else:
-            time = advance_paper(
-                scratch, gaps, first_unit, choice, count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, allowed, loads, ready, finish,
-            )  # fmt: skip
+        time = advance(general, scratch, choice, buckets + 1, allowed, job)
         if time < allowed:
             limit = time
             best = candidate
@@ -641,25 +623,7 @@ def best_of(
 
 @kernel
 def evaluate_batch(
-    shared: Shared,
-    start: State,
-    scratch: State,
-    batch: Wholes,
-    gaps: Reals,
-    first_unit: Wholes,
-    count: Wholes,
-    full: Wholes,
-    tail: Wholes,
-    task_set: Wholes,
-    task_us: Reals,
-    task_cores: Reals,
-    contention: Reals,
-    limit: float,
-    cut: bool,
-    times: Reals,
-    loads: Reals,
-    ready: Reals,
-    finish: Reals,
+    general: General, start: State, scratch: State, batch: Wholes, limit: float, cut: bool, times: Reals, job: JobArrays
 ) -> tuple[int, float]:
     """Makespans of many strategies at once: ``batch`` int64[n, U] of choices, equal before ``start``.
 
@@ -669,32 +633,18 @@ def evaluate_batch(
         The first best row strictly below ``limit`` and its makespan; (-1, limit) if there is none.
     """
     best = -1
-    buckets = gaps.shape[0]
+    buckets = job[0].shape[0]
     for index in range(batch.shape[0]):
         bound = limit if cut else np.inf
-        if cut and shared is None:
-            total_loads(gaps, batch[index], count, full, tail, task_set, task_us, loads)
-            if hopeless(start, loads, limit):
+        if cut and general is None:
+            total_loads(batch[index], job)
+            if hopeless(start, job[9], limit):
                 times[index] = np.inf
                 continue
         copy_state(start, scratch)
-        if shared is not None:
-            time = advance_shared(
-                scratch, gaps, first_unit, batch[index], count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, bound, loads, ready, finish,
-            )  # fmt: skip
-        else:
-            time = advance_paper(
-                scratch, gaps, first_unit, batch[index], count, full, tail, task_set, task_us, task_cores,
-                contention, buckets + 1, bound, loads, ready, finish,
-            )  # fmt: skip
+        time = advance(general, scratch, batch[index], buckets + 1, bound, job)
         times[index] = time
         if time < limit:
             limit = time
             best = index
     return best, limit
-
-
-def advance_kernel(shared: bool) -> Any:
-    """The advance function for jobs with or without shared cores."""
-    return advance_shared if shared else advance_paper

@@ -78,7 +78,7 @@ def greedy(
     for begin in range(0, len(order), _AT_ONCE):
         best, dropped, hint = greedy_units(
             *arrays.states, order[begin : begin + _AT_ONCE], flat, first, evaluator.buckets, strategy, best,
-            dropped, hint, arrays.rest,
+            dropped, hint, arrays.job,
         )  # fmt: skip
         if progress is not None:
             progress("greedy", min((begin + _AT_ONCE) / len(order), 1.0))

@@ -1,13 +1,15 @@
 """The certificate's kernels: what a leaf loads, which leaves matter, and the ascent on the dual function.
 
-A candidate is a row of ``WIDTH`` figures::
+A *resource* is a lane, which tasks hold, or a link, on which exchanges are under way; a task takes of it its time over
+as many as there is room for. A candidate is a row of ``WIDTH`` figures::
 
-    0-6 time on each lane   7 core time   8 chain   9 training work that comes first
-    10, 11  least time before the intra and the inter link are first used   12, 13  least time after their last use
+    0-6 time on each lane   7, 8 exchanges under way on the intra and the inter link   9 core time   10 chain
+    11 training work that comes first
+    12, 13  least time before the intra and the inter lane are first held   14, 15  least time after they are last held
 
 A line is one lower bound on the makespan (:mod:`espresso.search.bounds`); there are up to ``NUM_LINES`` for each unit::
 
-    0-6 lanes   7 cores   8 chain   9, 10 intra and inter link for the largest units alone, ends included
+    0-8 resources   9 cores   10 chain   11, 12 intra and inter lane for the largest units alone, ends included
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.model.jit import inner_kernel, inner_sum_kernel, kernel, sum_kernel
-from espresso.model.timeline_kernels import LANES_OF_SET, NUM_LANES, copy_vector
+from espresso.model.timeline_kernels import LANES_OF_SET, NUM_LANES, ROOM, ROOM_UNDER_WAY, copy_vector
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Scratch = tuple[Reals, Reals, Reals, Reals, Reals]
 
-CORES = NUM_LANES
-NUM_LOADS = NUM_LANES + 1
-"""Loads of a candidate: the lanes, and core time."""
+NUM_RESOURCES = NUM_LANES + 2
+CORES = NUM_RESOURCES
+NUM_LOADS = NUM_RESOURCES + 1
+"""Loads of a candidate: the resources, and core time."""
 CHAIN = NUM_LOADS
 FIRST = CHAIN + 1
 COSTS = FIRST + 1
@@ -37,20 +40,23 @@ GIANT_LINES = CHAIN + 1
 NUM_LINES = GIANT_LINES + 2
 """The first of the two lines of the largest units."""
 GIANT_LANES = 3
-"""The intra link; the inter link's outward lane follows."""
+"""The intra link; the inter link's outward lane follows. Exchanges under way are counted on these."""
 
 
 @kernel
-def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, cores: Reals, out: Reals) -> None:
-    """Per leaf and partition: the ``COSTS`` columns, then each lane's time before its first and after its last task.
+def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, beside: Reals, limits: Reals, out: Reals) -> None:
+    """Per leaf and partition: the ``COSTS`` columns, then each resource's time before its first and after its last use.
 
-    ``numbers`` int64[leaves, longest + 1] of shapes (-1 after the end), priced by ``sets``, ``us``, ``cores``;
-    ``out`` float64[leaves, COSTS + 2 * NUM_LANES].
+    ``numbers`` int64[leaves, longest + 1] of shapes (-1 after the end), priced by ``sets``, ``us``, ``beside``
+    (:meth:`espresso.model.pricing.Pricer.columns`); ``limits`` as the timeline takes them;
+    ``out`` float64[leaves, COSTS + 2 * NUM_RESOURCES].
     """
+    heads = COSTS
+    tails = COSTS + NUM_RESOURCES
     for i in range(numbers.shape[0]):
         out[i] = 0.0
-        for lane in range(NUM_LANES):
-            out[i, COSTS + lane] = np.inf
+        for resource in range(NUM_RESOURCES):
+            out[i, heads + resource] = np.inf
         before = 0.0
         if numbers[i, 0] >= 0 and sets[numbers[i, 0]] == 0:
             out[i, FIRST] = us[numbers[i, 0]]
@@ -59,48 +65,56 @@ def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, cores: Reals, out: R
             if shape < 0:
                 break
             time = us[shape]
+            done = before + time + beside[shape, 1]
             lanes = LANES_OF_SET[sets[shape]]
             for m in range(3):
                 lane = lanes[m]
                 if m > 0 and lane == lanes[m - 1]:
                     continue
-                out[i, lane] += time
-                out[i, COSTS + lane] = min(out[i, COSTS + lane], before)
-                out[i, COSTS + NUM_LANES + lane] = before + time
-            out[i, CORES] += time * cores[shape]
-            before += time
+                out[i, lane] += time / limits[ROOM + lane]
+                out[i, heads + lane] = min(out[i, heads + lane], before)
+                out[i, tails + lane] = before + time
+                link = lane - GIANT_LANES
+                room = limits[ROOM_UNDER_WAY + lane]
+                # Where it is one, latency is part of the time.
+                if 0 <= link < 2 and room > 1.0:
+                    out[i, NUM_LANES + link] += (done - before) / room
+                    out[i, heads + NUM_LANES + link] = min(out[i, heads + NUM_LANES + link], before)
+                    out[i, tails + NUM_LANES + link] = done
+            out[i, CORES] += time * beside[shape, 0]
+            before = done
         out[i, CHAIN] = before
-        for lane in range(NUM_LANES):
-            # A lane that is not used bounds nothing: no ends.
-            if out[i, lane] == 0.0:
-                out[i, COSTS + lane] = 0.0
-                out[i, COSTS + NUM_LANES + lane] = 0.0
+        for resource in range(NUM_RESOURCES):
+            # One that is not used bounds nothing: no ends.
+            if out[i, resource] == 0.0:
+                out[i, heads + resource] = 0.0
+                out[i, tails + resource] = 0.0
             else:
-                out[i, COSTS + NUM_LANES + lane] = before - out[i, COSTS + NUM_LANES + lane]
+                out[i, tails + resource] = before - out[i, tails + resource]
 
 
 @kernel
 def join_partitions(full: Reals, tail: Reals, count: int, out: Reals) -> None:
     """Rows of ``count`` partitions that run through the same leaf: loads add up, chains overlap.
 
-    The chain is bounded by each lane: it serves all partitions, after the shortest head, before the shortest tail.
+    The chain is bounded by each resource: it serves all partitions, after the shortest head, before the shortest tail.
     """
     for i in range(full.shape[0]):
         for k in range(NUM_LOADS):
             out[i, k] = (count - 1) * full[i, k] + tail[i, k]
         out[i, FIRST] = (count - 1) * full[i, FIRST] + tail[i, FIRST]
         chain = max(full[i, CHAIN], tail[i, CHAIN]) if count > 1 else tail[i, CHAIN]
-        for lane in range(NUM_LANES):
-            head = tail[i, COSTS + lane]
-            rest = tail[i, COSTS + NUM_LANES + lane]
+        for k in range(NUM_RESOURCES):
+            head = tail[i, COSTS + k]
+            rest = tail[i, COSTS + NUM_RESOURCES + k]
             if count > 1:
-                head = min(head, full[i, COSTS + lane])
-                rest = min(rest, full[i, COSTS + NUM_LANES + lane])
-                if out[i, lane] > 0.0:
-                    chain = max(chain, head + out[i, lane] + rest)
-            if lane == GIANT_LANES or lane == GIANT_LANES + 1:
-                out[i, HEADS + lane - GIANT_LANES] = head
-                out[i, TAILS + lane - GIANT_LANES] = rest
+                head = min(head, full[i, COSTS + k])
+                rest = min(rest, full[i, COSTS + NUM_RESOURCES + k])
+                if out[i, k] > 0.0:
+                    chain = max(chain, head + out[i, k] + rest)
+            if k == GIANT_LANES or k == GIANT_LANES + 1:
+                out[i, HEADS + k - GIANT_LANES] = head
+                out[i, TAILS + k - GIANT_LANES] = rest
         out[i, CHAIN] = chain
 
 
@@ -137,13 +151,16 @@ def pareto(rows: Reals, order: Wholes, front: Wholes) -> int:
     return size
 
 
-def constants(release: Reals, backward: float, cores: float, backward_cores: float) -> Reals:
-    """float64[NUM_LINES, units]: the lines without the candidates; -inf where a line is not used."""
+def constants(release: Reals, backward: float, cores: float, backward_cores: float, resources: int) -> Reals:
+    """float64[NUM_LINES, units]: the lines without the candidates; -inf where a line is not used.
+
+    ``resources`` is how many there are: the lanes alone, where latency occupies them.
+    """
     base = np.full((NUM_LINES, len(release)), -np.inf)
     base[CHAIN] = release
     # Units handed over together share their lines: those of the first of them.
     first = np.append(True, release[1:] != release[:-1])
-    base[1:NUM_LANES, first] = release[first]
+    base[1:resources, first] = release[first]
     if cores > 0.0:
         base[0, first] = release[first]
         base[CORES, first] = release[first] + backward_cores * (backward - release[first]) / cores
@@ -187,7 +204,7 @@ def unit_prices(weights: Reals, base: Reals, giant: Flags, cores: float, running
                 total += weights[k, u] * base[k, u]
                 if k != CHAIN:
                     running[k] += weights[k, u]
-        for k in range(NUM_LANES):
+        for k in range(NUM_RESOURCES):
             prices[u, k] = running[k]
         prices[u, CORES] = running[CORES] / cores if cores > 0.0 else 0.0
         prices[u, CHAIN] = weights[CHAIN, u]
@@ -265,7 +282,7 @@ def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, 
     n = picked.shape[0]
     for u in range(n - 1, -1, -1):
         row = rows[picked[u]]
-        for k in range(NUM_LANES):
+        for k in range(NUM_RESOURCES):
             loads[k] += row[k]
         if cores > 0.0:
             loads[CORES] += row[CORES] / cores

@@ -3,10 +3,11 @@
 Whatever strategy is chosen, these lines hold for its makespan F (unit u released at r_u, candidate c of u with load
 l(c) on a lane, chain h(c), and e(c) of training work before anything else):
 
-- what is released from unit j on passes its lane after r_j:  F >= r_j + sum_{u >= j} l(c_u)  (each lane, each j);
+- what is released from unit j on passes its lane after r_j:  F >= r_j + sum_{u >= j} l(c_u)  (each lane, each j),
+  where l is the work over as many as the lane has room for; the same for exchanges under way, latency included;
 - a unit finishes after its own chain:                        F >= r_u + h(c_u)                  (each u);
 - work that contends with backward delays its end:            F >= R + sum_u t(c_u)              (R: backward);
-- the same for a link and the largest units G alone, which all start and end elsewhere:
+- the same for a link and the largest units G alone, which all start and end elsewhere (an end holds the latency):
   F >= min_{u in G} (r_u + head(c_u)) + sum_{u in G} l(c_u) + min_{u in G} tail(c_u).
 
 Under the paper's assumption r_j is not the undisturbed release but that plus sum_{r_u < r_j} e(c_u): training
@@ -33,12 +34,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from espresso.model.timeline_kernels import NUM_LANES
 from espresso.search.bound_kernels import (
     CHAIN,
     COSTS,
     GIANT_LINES,
     NUM_LINES,
+    NUM_RESOURCES,
     ascend,
     constants,
     giant_constants,
@@ -83,7 +84,10 @@ def right_hand_sides(relaxation: Relaxation, known: Reals | None = None) -> Real
     ``known`` is what this gave for the same units with other candidates, of which only the giants' lines depend.
     """
     if known is None:
-        base = constants(relaxation.release_us, relaxation.backward_us, relaxation.cores, relaxation.backward_cores)
+        base = constants(
+            relaxation.release_us, relaxation.backward_us, relaxation.cores, relaxation.backward_cores,
+            relaxation.resources,
+        )  # fmt: skip
     else:
         base = known.copy()
     if len(relaxation.giants) > 1:
@@ -266,7 +270,7 @@ class Branching:
         whole = self._relaxation
         every: Wholes = np.arange(whole.first[giant], whole.last[giant])
         costs, release = whole.rows[every], whole.release_us[giant]
-        least = release + np.maximum(costs[:, CHAIN], costs[:, 1:NUM_LANES].max(axis=1))
+        least = release + np.maximum(costs[:, CHAIN], costs[:, 1:NUM_RESOURCES].max(axis=1))
         if whole.cores == 0.0:
             least = np.maximum(least, whole.backward_us + costs[:, 0])
         possible: Wholes = every[least < self._above]

@@ -17,7 +17,7 @@ CHAIN, HOST, TRAINING_FIRST, LONGEST = range(NUM_LANES, NUM_LANES + 4)
 
 
 @kernel
-def chain_features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals, features: Reals) -> None:
+def chain_features(starts: Wholes, task_set: Wholes, task_us: Reals, task_beside: Reals, features: Reals) -> None:
     """What pruning compares, for chains that start at rows ``starts``; ``features`` float64[n, LONGEST + 1] of zeros.
 
     Columns: totals of the lanes, length of the chain, host time, training work first, longest task.
@@ -32,8 +32,8 @@ def chain_features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores:
             for k in range(3):
                 if k == 0 or lanes[k] != lanes[k - 1]:
                     features[i, lanes[k]] += us
-            features[i, CHAIN] += us
-            features[i, HOST] += us * task_cores[row]
+            features[i, CHAIN] += us + task_beside[row, 1]
+            features[i, HOST] += us * task_beside[row, 0]
             features[i, LONGEST] = max(features[i, LONGEST], us)
             row += 1
 
@@ -69,7 +69,7 @@ def first_of_equals(
     tail: Wholes,
     task_set: Wholes,
     task_us: Reals,
-    task_cores: Reals,
+    task_beside: Reals,
     keep: Flags,
 ) -> None:
     """Leaves ``keep``, all true before, at rows whose task sequences differ from those of every earlier row."""
@@ -83,19 +83,19 @@ def first_of_equals(
                     break
             if (
                 same
-                and _equal_chains(full[i], full[j], task_set, task_us, task_cores)
-                and _equal_chains(tail[i], tail[j], task_set, task_us, task_cores)
+                and _equal_chains(full[i], full[j], task_set, task_us, task_beside)
+                and _equal_chains(tail[i], tail[j], task_set, task_us, task_beside)
             ):
                 keep[i] = False
                 break
 
 
 @inner_kernel
-def _equal_chains(a: int, b: int, task_set: Wholes, task_us: Reals, task_cores: Reals) -> bool:
+def _equal_chains(a: int, b: int, task_set: Wholes, task_us: Reals, task_beside: Reals) -> bool:
     while task_set[a] == task_set[b]:
         if task_set[a] < 0:
             return True
-        if task_us[a] != task_us[b] or task_cores[a] != task_cores[b]:
+        if task_us[a] != task_us[b] or task_beside[a, 0] != task_beside[b, 0] or task_beside[a, 1] != task_beside[b, 1]:
             return False
         a += 1
         b += 1

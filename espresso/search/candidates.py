@@ -172,9 +172,9 @@ class _Block:
     numbers: Wholes
 
 
-def _features(starts: Wholes, task_set: Wholes, task_us: Reals, task_cores: Reals) -> Reals:
+def _features(starts: Wholes, task_set: Wholes, task_us: Reals, task_beside: Reals) -> Reals:
     features = np.zeros((len(starts), LONGEST + 1))
-    chain_features(starts, task_set, task_us, task_cores, features)
+    chain_features(starts, task_set, task_us, task_beside, features)
     return features
 
 
@@ -259,10 +259,10 @@ class Candidates:
         for spec, group in groupby(range(len(leaves)), key=lambda index: leaves[index].compressor):
             members = list(group)
             options = [leaves[index].option for index in members]
-            sets, us, cores = self._pricer.columns(options, (spec, elements, dtype, segments))
+            sets, us, beside = self._pricer.columns(options, (spec, elements, dtype, segments))
             stride = sets.shape[1]
             starts[members] = self._num_rows + stride * np.arange(len(members))
-            self._rows.append((sets.ravel(), us.ravel(), cores.ravel()))
+            self._rows.append((sets.ravel(), us.ravel(), beside.reshape(-1, 2)))
             self._num_rows += sets.size
         return starts
 
@@ -271,20 +271,20 @@ class Candidates:
         return np.array([columns.get(choice.compressor, 0) for choice in self.choices], dtype=np.int64)
 
     def arrays(self) -> tuple[Wholes, Wholes, Wholes, Wholes, Reals, Reals]:
-        """(count, full, tail, task_set, task_us, task_cores) as the kernels take them."""
+        """(count, full, tail, task_set, task_us, task_beside) as the kernels take them."""
         if self._frozen is None:
             count, full, tail = (np.concatenate(column) for column in zip(*self._columns, strict=True))
-            sets, us, cores = (np.concatenate(column) for column in zip(*self._rows, strict=True))
+            sets, us, beside = (np.concatenate(column) for column in zip(*self._rows, strict=True))
             self._columns = [(count, full, tail)]
-            self._rows = [(sets, us, cores)]
-            self._frozen = (count, full, tail, sets, us, cores)
+            self._rows = [(sets, us, beside)]
+            self._frozen = (count, full, tail, sets, us, beside)
         return self._frozen
 
     def alone_us(self, numbers: Wholes) -> Reals:
         """Every candidate's time if nothing else ran, its partitions pipelined over their slowest stage."""
-        count, full, tail, task_set, task_us, task_cores = self.arrays()
-        stages = _features(full[numbers], task_set, task_us, task_cores)
-        last = _features(tail[numbers], task_set, task_us, task_cores)
+        count, full, tail, task_set, task_us, task_beside = self.arrays()
+        stages = _features(full[numbers], task_set, task_us, task_beside)
+        last = _features(tail[numbers], task_set, task_us, task_beside)
         return np.asarray(last[:, CHAIN] + (count[numbers] - 1) * stages[:, LONGEST])
 
     def distinct(self, size: Size, leaves: tuple[Choice, ...], *, prune: bool) -> Wholes:
@@ -299,9 +299,9 @@ class Candidates:
         found = self._distinct.get(key)
         if found is None:
             numbers = self.numbers(size, leaves)
-            count, full, tail, task_set, task_us, task_cores = self.arrays()
-            one = _features(full[numbers], task_set, task_us, task_cores)
-            last = _features(tail[numbers], task_set, task_us, task_cores)
+            count, full, tail, task_set, task_us, task_beside = self.arrays()
+            one = _features(full[numbers], task_set, task_us, task_beside)
+            last = _features(tail[numbers], task_set, task_us, task_beside)
             features = (count[numbers] - 1)[:, None] * one + last
             features[:, LONGEST] = 0.0
             keep = np.ones(len(numbers), dtype=np.bool_)
@@ -309,7 +309,7 @@ class Candidates:
                 undominated(features, keep)
             else:
                 first_of_equals(
-                    features, full[numbers], tail[numbers], task_set, task_us, task_cores, keep
+                    features, full[numbers], tail[numbers], task_set, task_us, task_beside, keep
                 )  # fmt: skip
             found = self._distinct[key] = numbers[keep]
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +14,16 @@ from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import Pricer
 from espresso.model.timeline_kernels import (
     NUM_LANES,
-    Shared,
+    ROOM_UNDER_WAY,
+    General,
+    JobArrays,
     State,
-    advance_kernel,
+    advance_general,
+    advance_serial,
     best_of,
     copy_state,
     evaluate_batch,
+    limits_of,
     make_state,
     reset,
 )
@@ -33,13 +36,10 @@ Reals = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class KernelArrays:
-    """An evaluator's buffers: (shared cores?, start of backward, two scratch states), and the job's arrays:
+    """An evaluator's buffers: (which kernel, start of backward, two scratch states), and the job's arrays."""
 
-    gaps, first_unit, count, full, tail, task_set, task_us, task_cores, contention, loads, ready, finish.
-    """
-
-    states: tuple[Shared, State, State, State]
-    rest: tuple[npt.NDArray[Any], ...]
+    states: tuple[General, State, State, State]
+    job: JobArrays
 
 
 class Evaluator:
@@ -68,9 +68,8 @@ class Evaluator:
         self.candidates = self.pricer.remember(
             ("candidates", partition_bytes), lambda: Candidates(self.pricer, partition_bytes)
         )
-        contention = costs.contention
-        self._shared: Shared = None if contention.cores is None else True
-        self._contention = np.array([contention.cores or 0.0, contention.backward_cores])
+        self._general: General = None if costs.contention.cores is None and not costs.overlaps else True
+        self._limits = limits_of(costs)
         self._gaps = np.diff(np.array(job.ready_us), prepend=0.0)
         self.buckets = np.array([unit.bucket for unit in units], dtype=np.int64)
         self._first_unit = np.searchsorted(self.buckets, np.arange(len(self._gaps) + 1)).astype(np.int64)
@@ -81,9 +80,10 @@ class Evaluator:
         self._loads = np.zeros(NUM_LANES)
         self.finish = np.zeros(len(units))
         parts = sum(self._partitions(unit) for unit in units)
-        self._origin, self._start, self._scratch = (make_state(parts) for _ in range(3))
+        active = 0 if self._general is None else int(self._limits[ROOM_UNDER_WAY:-1].sum())
+        self._origin, self._start, self._scratch = (make_state(parts, active) for _ in range(3))
         reset(self._origin, self._gaps, job.cluster.num_servers > 0)
-        self._advance = advance_kernel(self._shared is not None)
+        self._advance = advance_serial if self._general is None else advance_general
 
     def _partitions(self, unit: Unit) -> int:
         return 1 if self.partition_bytes == 0 else -(-unit.num_bytes // self.partition_bytes) + 1
@@ -128,9 +128,8 @@ class Evaluator:
         copy_state(self._origin, self._start)
         self._run(self._start, strategy, self.units[unit].bucket)
         best, time = best_of(
-            self._shared, self._start, self._scratch, unit, numbers, hint, self._gaps, self._first_unit,
-            strategy, *self.candidates.arrays(), self._contention, limit, self._loads, self.ready, self.finish,
-        )  # fmt: skip
+            self._general, self._start, self._scratch, unit, numbers, hint, strategy, limit, self._job()
+        )
         return int(best), float(time)
 
     def batch(self, strategies: Wholes, limit: float = np.inf, *, cut: bool = False) -> tuple[int, float, Reals]:
@@ -140,27 +139,20 @@ class Evaluator:
         """
         times = np.empty(len(strategies))
         best, time = evaluate_batch(
-            self._shared, self._origin, self._scratch, strategies, self._gaps, self._first_unit,
-            *self.candidates.arrays(), self._contention, limit, cut, times, self._loads, self.ready, self.finish,
-        )  # fmt: skip
+            self._general, self._origin, self._scratch, strategies, limit, cut, times, self._job()
+        )
         return int(best), float(time), times
 
     def kernel_arrays(self) -> KernelArrays:
         """What compiled searches take; valid until new candidates are made."""
-        return KernelArrays(
-            (self._shared, self._origin, self._start, self._scratch),
-            (
-                self._gaps, self._first_unit, *self.candidates.arrays(), self._contention, self._loads,
-                self.ready, self.finish,
-            ),
-        )  # fmt: skip
+        return KernelArrays((self._general, self._origin, self._start, self._scratch), self._job())
 
-    def _run(self, state: object, strategy: Wholes, stop: int) -> float:
-        return float(
-            self._advance(
-                state, self._gaps, self._first_unit, strategy, *self.candidates.arrays(), self._contention,
-                stop, np.inf, self._loads, self.ready, self.finish,
-            )
+    def _run(self, state: State, strategy: Wholes, stop: int) -> float:
+        return float(self._advance(state, strategy, stop, np.inf, self._job()))
+
+    def _job(self) -> JobArrays:
+        return (
+            self._gaps, self._first_unit, *self.candidates.arrays(), self._limits, self._loads, self.ready, self.finish
         )  # fmt: skip
 
 

@@ -175,8 +175,8 @@ class LocalSearch:
     def __init__(self, evaluator: Evaluator, led: Guide) -> None:
         self._led = led
         arrays = evaluator.kernel_arrays()
-        self._shared, self._origin, self._cursor, self._scratch = arrays.states
-        self._job = arrays.rest
+        self._general, self._origin, self._cursor, self._scratch = arrays.states
+        self._job = arrays.job
         self._losses: Losses = (
             led.errors, evaluator.candidates.kinds(led.kinds), led.budget * (1 + 1e-12)
         )  # fmt: skip
@@ -188,7 +188,7 @@ class LocalSearch:
             return time
         led = self._led
         time, events = sweep(
-            self._shared, self._origin, self._cursor, self._scratch, strategy, time, led.lists, led.price,
+            self._general, self._origin, self._cursor, self._scratch, strategy, time, led.lists, led.price,
             paid, self._losses, effort, self._job,
         )  # fmt: skip
         self.spent += int(events)
@@ -201,7 +201,7 @@ class LocalSearch:
         for _ in range(rounds):
             before = time
             time, events = blocks(
-                self._shared, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
+                self._general, self._origin, self._scratch, strategy, time, led.lists, led.price, paid,
                 led.members, led.starts, PATTERNS, self._losses, end - self.spent, self._job,
             )  # fmt: skip
             self.spent += int(events)

@@ -19,15 +19,16 @@ import numpy.typing as npt
 from espresso.model.jit import inner_kernel, kernel
 from espresso.model.timeline_kernels import (
     EVENTS,
-    Shared,
+    General,
+    JobArrays,
     State,
     add_loads,
+    advance,
     copy_state,
     copy_vector,
     hopeless,
     total_loads,
 )
-from espresso.search.algorithm_kernels import JobArrays, advance
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
@@ -38,31 +39,29 @@ _SAME = 1.0 + 1e-12
 
 
 @inner_kernel
-def _total(shared: Shared, choice: Wholes, job: JobArrays) -> None:
+def _total(general: General, choice: Wholes, job: JobArrays) -> None:
     """What the strategy takes of each lane, for evaluations with a limit."""
-    gaps, _, count, full, tail, task_set, task_us, _, _, loads, _, _ = job
-    if shared is None:
-        total_loads(gaps, choice, count, full, tail, task_set, task_us, loads)
+    if general is None:
+        total_loads(choice, job)
 
 
 @inner_kernel
-def _exchange(shared: Shared, old: int, new: int, job: JobArrays) -> None:
+def _exchange(general: General, old: int, new: int, job: JobArrays) -> None:
     """One candidate goes, another comes."""
-    _, _, count, full, tail, task_set, task_us, _, _, loads, _, _ = job
-    if shared is None:
-        add_loads(old, -1.0, count, full, tail, task_set, task_us, loads)
-        add_loads(new, 1.0, count, full, tail, task_set, task_us, loads)
+    if general is None:
+        add_loads(old, -1.0, job)
+        add_loads(new, 1.0, job)
 
 
 @inner_kernel
 def _trial(
-    shared: Shared, start: State, scratch: State, choice: Wholes, limit: float, job: JobArrays
+    general: General, start: State, scratch: State, choice: Wholes, limit: float, job: JobArrays
 ) -> tuple[float, int]:  # fmt: skip
     """The makespan from ``start`` on (infinity if not below ``limit``), and the events that it took."""
-    if shared is None and hopeless(start, job[9], limit):
+    if general is None and hopeless(start, job[9], limit):
         return np.inf, 0
     copy_state(start, scratch)
-    time = advance(shared, scratch, choice, job[0].shape[0] + 1, limit, job)
+    time = advance(general, scratch, choice, job[0].shape[0] + 1, limit, job)
     return time, scratch[1][EVENTS] - start[1][EVENTS]
 
 
@@ -78,7 +77,7 @@ def total_loss(losses: Losses, choice: Wholes) -> float:
 
 @kernel
 def sweep(
-    shared: Shared, origin: State, cursor: State, scratch: State, choice: Wholes, best: float,
+    general: General, origin: State, cursor: State, scratch: State, choice: Wholes, best: float,
     lists: Wholes, price: Reals, paid: Reals, losses: Losses, effort: int, job: JobArrays,
 ) -> tuple[float, int]:  # fmt: skip
     """Every unit, in the order of release, takes the best of its list, the others fixed.
@@ -91,11 +90,11 @@ def sweep(
     lost = total_loss(losses, choice)
     events = 0
     copy_state(origin, cursor)
-    _total(shared, choice, job)
+    _total(general, choice, job)
     for bucket in range(buckets):
         if events > effort:
             break
-        advance(shared, cursor, choice, bucket, np.inf, job)
+        advance(general, cursor, choice, bucket, np.inf, job)
         for unit in range(first_unit[bucket], first_unit[bucket + 1]):
             chosen = choice[unit]
             present = chosen
@@ -108,10 +107,10 @@ def sweep(
                     continue
                 cheaper = price[unit, k] < paid[unit]
                 choice[unit] = candidate
-                _exchange(shared, present, candidate, job)
+                _exchange(general, present, candidate, job)
                 present = candidate
                 limit = best * _SAME if cheaper else best * BETTER
-                time, taken = _trial(shared, cursor, scratch, choice, limit, job)
+                time, taken = _trial(general, cursor, scratch, choice, limit, job)
                 events += taken
                 if time < best * BETTER or (cheaper and time <= best):
                     chosen = candidate
@@ -119,13 +118,13 @@ def sweep(
                     paid[unit] = price[unit, k]
                     lost += change
             choice[unit] = chosen
-            _exchange(shared, present, chosen, job)
+            _exchange(general, present, chosen, job)
     return best, events
 
 
 @kernel
 def blocks(
-    shared: Shared, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
+    general: General, origin: State, scratch: State, choice: Wholes, best: float, lists: Wholes, price: Reals,
     paid: Reals, members: Wholes, starts: Wholes, patterns: Wholes, losses: Losses, effort: int,
     job: JobArrays,
 ) -> tuple[float, int]:  # fmt: skip
@@ -168,8 +167,8 @@ def blocks(
                         paid[unit] = price[guide, k]
                 time = np.inf
                 if changed and (change <= 0.0 or lost + change <= budget):
-                    _total(shared, choice, job)
-                    time, taken = _trial(shared, origin, scratch, choice, best * BETTER, job)
+                    _total(general, choice, job)
+                    time, taken = _trial(general, origin, scratch, choice, best * BETTER, job)
                     events += taken
                 if time < best * BETTER:
                     best = time

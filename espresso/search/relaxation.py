@@ -13,8 +13,8 @@ import numpy.typing as npt
 from espresso.model.job import Job
 from espresso.model.payload_sizes import share_of_stretches
 from espresso.model.pricing import Pricer
-from espresso.model.timeline_kernels import NUM_LANES
-from espresso.search.bound_kernels import COSTS, WIDTH, join_partitions, leaf_features, pareto
+from espresso.model.timeline_kernels import NUM_LANES, limits_of
+from espresso.search.bound_kernels import COSTS, NUM_RESOURCES, WIDTH, join_partitions, leaf_features, pareto
 from espresso.search.candidates import Size, Unit
 from espresso.search.error_budget import ErrorTable
 from espresso.strategies import DTYPES, Choice, CompressorSpec, Option
@@ -41,6 +41,7 @@ class Relaxation:
         origin: for every row (index into the leaves, partition size).
         cores: cores shared by everything, 0 under the paper's assumption.
         backward_cores: what backward demands.
+        resources: how many bound the makespan (:mod:`espresso.search.bound_kernels`).
         errors: float64[units, kinds]: what a compressor adds to the error; zeros without a budget.
         budget: the most that errors may add up to.
         giants: int64[few], in order of release.
@@ -56,6 +57,7 @@ class Relaxation:
     origin: tuple[tuple[int, int], ...]
     cores: float
     backward_cores: float
+    resources: int
     errors: Reals
     budget: float
     giants: Wholes
@@ -148,9 +150,9 @@ def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Real
     numel, dtype, runs = size
     segments = runs if elements == numel else share_of_stretches(runs, elements, numel)
     numbers = pricer.catalogue.padded(run.options)
-    sets, us, cores = pricer.shape_costs(numbers, (run.compressor, elements, dtype, segments))
-    out = np.empty((len(run.options), COSTS + 2 * NUM_LANES))
-    leaf_features(numbers, sets, us, cores, out)
+    sets, us, beside = pricer.shape_costs(numbers, (run.compressor, elements, dtype, segments))
+    out = np.empty((len(run.options), COSTS + 2 * NUM_RESOURCES))
+    leaf_features(numbers, sets, us, beside, limits_of(pricer.costs), out)
     return out
 
 
@@ -207,6 +209,7 @@ def relax(
         tuple(origin),
         contention.cores or 0.0,
         contention.backward_cores,
+        NUM_RESOURCES if job.costs.links.in_flight > 1 else NUM_LANES,
         table,
         np.inf if errors is None else errors.budget,
         _giants(units),

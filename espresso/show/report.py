@@ -180,7 +180,7 @@ def link_rows(curves: Sequence[LinkCurve], cluster: Cluster) -> list[dict[str, A
                 "scope": curve.scope.value,
                 "routine": curve.routine.value,
                 "form": curve.form.value,
-                "alpha_us": line.alpha_us,
+                "alpha_us": line.alpha_us + curve.latency_us,
                 "gbit_per_s": 8 / line.beta_us_per_kb if line.beta_us_per_kb else None,
                 "points": [list(point) for point in curve.points],
             }
