@@ -94,7 +94,7 @@ def pace_of(contention: Contention, works: Sequence[Work]) -> Pace:
 
 def widths_of(costs: CostModel) -> dict[Lane, Width]:
     """The lanes with room for more than one task: the pool's, and the links', which one message crosses at a time."""
-    links = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN)
+    links = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN, Lane.SERVER_IN, Lane.SERVER_OUT)
     pool = Width(costs.offload_width, costs.offload_width)
     return {Lane.OFFLOAD: pool, **dict.fromkeys(links, Width(1, costs.links.in_flight))}
 
