@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from espresso.model.costs import Contention, CopyCost
+from espresso.model.bucket_caps import rebucketed
+from espresso.model.costs import Contention, CopyCost, CostModel
 from espresso.model.job import Job, JobError
-from espresso.model.links import AlphaBeta
+from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import job_from_trace
 from espresso.model.timeline import simulate
 from espresso.search.algorithms import bubbles, greedy, offload, size_order
@@ -398,6 +399,54 @@ def offline(folder, *options):
     done = CliRunner().invoke(app, [*argv, *options])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
+
+
+def long_network(in_flight, latency_us=25_000.0, nodes=2):
+    """Two buckets of a matrix and a bias each, 200 Mb/s, compression that takes little."""
+    shapes = {"a": (500,), "b": (500, 1000), "c": (800,), "d": (1000, 800)}
+    tensors = tuple(TensorSpec(name, shape) for name, shape in shapes.items())
+    buckets = tuple(
+        Bucket(i, (Slot(names[0], 0, len_0), Slot(names[1], len_0, len_1)))
+        for i, (names, len_0, len_1) in enumerate((("ab", 500, 500_000), ("cd", 800, 800_000)))
+    )
+    line, costs = AlphaBeta(200.0, 40.0, latency_us), compute(2.0, 1.0, name="dgc")
+    model = CostModel(Links(line, line, in_flight=in_flight), costs, contention=Contention(2.0))
+    gaps = (0.0, 5e3, 5e3, 5e3)
+    return Job("long", tensors, gaps, Cluster(nodes, 1), model, Mode.DDP, buckets, (5e3, 15e3))
+
+
+def exchanges(row):
+    return [task.step for task in row.plan.tasks if task.step.is_communication]
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_where_latency_rules_one_message_a_step_is_found(in_flight):
+    from espresso.search.exactness import leave_vectors, trade_for_exactness
+
+    job = long_network(in_flight)
+    result = search(job, "dgc:ratio=0.01", bucket_caps=None)
+    job = job if result.bucket_cap_mb is None else rebucketed(job, result.bucket_cap_mb)
+    found = trade_for_exactness(job, result)
+    if in_flight == 1:
+        # The buckets joined, vectors in the payload: a single all-gather.
+        assert [str(step) for step in exchanges(found.chosen)] == ["flat.allgather"]
+    # Vectors in exchanges of their own wait for a round more, or are more to be under way.
+    apart = replace(found.chosen, strategy=leave_vectors(result.strategy, 16384))
+    delay = simulate(apart.plan, apart.job).iteration_us - found.predicted_us
+    assert delay > (40_000 if in_flight == 1 else 10_000)
+    # On a short network the same job has more exchanges.
+    near = search(long_network(in_flight, 20.0), "dgc:ratio=0.01", bucket_caps=None)
+    assert len(exchanges(near.chosen)) > 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_exactness_is_traded_for_with_vectors_where_they_travel_soonest(in_flight):
+    """What rides costs no rounds: an option of two exchanges is not given up for what its vectors would take apart."""
+    from espresso.search.exactness import trade_for_exactness
+
+    job = rebucketed(long_network(in_flight, nodes=8), 100)
+    result = search(job, "dgc:ratio=0.01")
+    assert trade_for_exactness(job, result).predicted_us <= 1.25 * result.predicted_us
 
 
 def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path):

@@ -100,8 +100,8 @@ class Pricer:
         for work in works:
             if work.shape.step.is_communication and work.shape.stage is Stage.STEP:
                 num_bytes = work.num_bytes + self._moved(work.shape, (NONE, exact, dtype, segments))
-                us = self.costs.comm_us(work.shape.step, self.cluster, num_bytes)
-                work = replace(work, us=us, num_bytes=num_bytes)
+                cost = self.costs.comm(work.shape.step, self.cluster, num_bytes)
+                work = replace(work, us=cost.occupancy_us, latency_us=cost.latency_us, num_bytes=num_bytes)
             ridden.append(work)
         return tuple(ridden)
 

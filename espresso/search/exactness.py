@@ -268,10 +268,12 @@ def _with_exact_vectors(row: Ranked, exact_vectors: int) -> Ranked:
 
 
 def _priced(row: Ranked) -> Ranked:
-    """The row with what its strategy takes."""
+    """The row with what its strategy takes, or would with what is exact in payloads (:func:`in_payloads`) if less."""
     from espresso.model.timeline import simulate
 
-    predicted = simulate(row.plan, row.job, pricer=row.pricer).iteration_us
+    riding = replace(row, strategy=in_payloads(row.strategy, row.job.laid_out))
+    ways = (row,) if riding.strategy == row.strategy else (row, riding)
+    predicted = min(simulate(way.plan, row.job, pricer=row.pricer).iteration_us for way in ways)
     notes = {**row.strategy.notes, "predicted_us": predicted, "found_by": row.name}
     return replace(row, strategy=replace(row.strategy, notes=notes), predicted_us=predicted)
 
