@@ -80,6 +80,20 @@ def gather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], member: 
         _exchange([(root, mine, None)], member)
 
 
+def sum_in_rank_order(mine: torch.Tensor, received: Sequence[torch.Tensor | None]) -> None:
+    """``mine`` becomes the sum of all contributions, added in rank order; ``received`` is None at our place.
+
+    The first received buffer serves as the accumulator, so nothing is allocated.
+    """
+    parts = [mine if part is None else part for part in received]
+    if len(parts) == 1 or mine.numel() == 0:
+        return
+    total = parts[1] if parts[0] is mine else parts[0]
+    torch.add(parts[0], parts[1], out=mine if len(parts) == 2 else total)
+    for position, part in enumerate(parts[2:], start=3):
+        torch.add(total, part, out=mine if position == len(parts) else total)
+
+
 def _exchange(transfers: Sequence[tuple[int, torch.Tensor | None, torch.Tensor | None]], member: Member) -> None:
     # Start with the next rank and go round: not everybody sends to rank 0 first.
     ordered = sorted(transfers, key=lambda transfer: (transfer[0] - member.index) % member.size)

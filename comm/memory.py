@@ -1,5 +1,6 @@
 """Where a partition's numbers and payloads live: the one place that knows host memory from a GPU's.
 
+Both memories have the same methods; :class:`HostMemory` says what each does, :class:`DeviceMemory` what is different.
 Codecs take *arrays*: NumPy's on the host, torch tensors on a device. Collectives take tensors. Both share memory.
 """
 
@@ -15,77 +16,20 @@ import numpy.typing as npt
 import torch
 
 from espresso.compressors import Codec, Compressor, cuda_codec, host_codec
-from espresso.compressors.cuda import Device
+from espresso.compressors.cuda import Device as Accelerator
 from espresso.compressors.cuda.launching import launching
 from espresso.compressors.cuda.momentum import CudaMover
 from espresso.compressors.momentum import HOST_MOVER, Mover
+from espresso.strategies import CompressorSpec, Device
 
 Array = Any
 """What codecs of this memory take."""
 
 
-class Memory(Protocol):
-    """Buffers for programs and residuals.
+class Codecs(Protocol):
+    """Where the codec of a compressor for a device comes from."""
 
-    Attributes:
-        host_copies: whether offloaded steps need copies between here and the host.
-        mover: moves velocities that are kept here.
-    """
-
-    host_copies: bool
-    mover: Mover
-
-    def numbers(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for numbers, not initialised."""
-        ...
-
-    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """A zero array of uint8, float32 or float64."""
-        ...
-
-    def tensor(self, array: Array) -> torch.Tensor:
-        """The array as a tensor."""
-        ...
-
-    def array(self, tensor: torch.Tensor) -> Array:
-        """The tensor as an array (bfloat16 as uint16 where NumPy has no such type)."""
-        ...
-
-    def all_finite(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether all numbers are finite; or a note of the question, answered at the iteration's end, and True."""
-        ...
-
-    def square_sum(self, array: Array) -> float:
-        """The sum of squares."""
-        ...
-
-    def read(self, array: Array, start: int, numel: int) -> npt.NDArray[Any]:
-        """A copy of a stretch, on the host."""
-        ...
-
-    def add(self, array: Array, start: int, values: npt.NDArray[Any]) -> None:
-        """Add host numbers to a stretch."""
-        ...
-
-    def here(self, array: Any) -> Array:
-        """An array of any memory as one of this; itself where it is."""
-        ...
-
-    def codec(self, compressor: Compressor) -> Codec:
-        """A codec for arrays of this memory; on a device it only launches."""
-        ...
-
-    def room(self, name: str, numel: int, dtype: npt.DTypeLike) -> Array:
-        """Scratch of this thread, or stream: its content is whatever was left there."""
-        ...
-
-    def clip(self, tensors: Sequence[torch.Tensor], limit: float) -> None:
-        """Scale each tensor down to this norm, in place; one whose norm is not finite is left alone."""
-        ...
-
-    def let_go(self, array: Array) -> None:
-        """Say that nobody will use the array but what runs on this stream already, before the last name of it goes."""
-        ...
+    def __call__(self, spec: CompressorSpec, device: Device) -> Codec: ...
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -112,6 +56,10 @@ class HostMemory:
 
     Args:
         pinned: page-locked, so that copies are asynchronous.
+
+    Attributes:
+        host_copies: whether offloaded steps need copies between here and the host.
+        mover: moves velocities that are kept here.
     """
 
     host_copies = False
@@ -121,41 +69,51 @@ class HostMemory:
         self._pinned = pinned
 
     def numbers(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for numbers, not initialised."""
         return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
+        """A zero array of uint8, float32 or float64."""
         if not self._pinned:
             return np.zeros(shape, dtype)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         return torch.zeros(shape, dtype=kind, pin_memory=True).numpy()
 
     def tensor(self, array: Array) -> torch.Tensor:
+        """The array as a tensor."""
         return torch.from_numpy(array)
 
     def array(self, tensor: torch.Tensor) -> Array:
+        """The tensor as an array (bfloat16 as uint16 where NumPy has no such type)."""
         return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
     def all_finite(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all numbers are finite."""
         return all(is_finite(tensor) for tensor in tensors)
 
     def square_sum(self, array: Array) -> float:
+        """The sum of squares."""
         return float(np.vdot(array, array))
 
     def read(self, array: Array, start: int, numel: int) -> npt.NDArray[Any]:
+        """A copy of a stretch, on the host."""
         copied: npt.NDArray[Any] = array[start : start + numel].copy()
         return copied
 
     def add(self, array: Array, start: int, values: npt.NDArray[Any]) -> None:
+        """Add host numbers to a stretch."""
         array[start : start + values.size] += values
 
     def here(self, array: Any) -> Array:
-        """Waits for the device where it is there."""
+        """An array of any memory as one of this, itself where it is; waits for a device that has it."""
         return array.cpu().numpy() if isinstance(array, torch.Tensor) else array
 
     def codec(self, compressor: Compressor) -> Codec:
+        """A codec for arrays of this memory."""
         return host_codec(compressor)
 
     def room(self, name: str, numel: int, dtype: npt.DTypeLike) -> Array:
+        """Scratch of this thread, on a device of this stream: its content is whatever was left there."""
         key = name, np.dtype(dtype).name
         held = _ROOMS.held.get(key)
         if held is None or held.size < numel:
@@ -163,14 +121,17 @@ class HostMemory:
         return held[:numel]
 
     def clip(self, tensors: Sequence[torch.Tensor], limit: float) -> None:
-        """One reading pass, and another where it is needed."""
+        """Scale each tensor down to this norm, in place, by one reading pass, and another where it is needed.
+
+        One whose norm is not finite is left alone.
+        """
         for tensor in tensors:
             norm = float(torch.linalg.vector_norm(tensor, dtype=_wide(tensor)))
             if limit < norm < math.inf:
                 tensor.mul_(limit / norm)
 
     def let_go(self, array: Array) -> None:
-        pass
+        """Before the last name of the array goes: nobody will use it but what runs on this stream already."""
 
 
 HOST = HostMemory()
@@ -189,7 +150,7 @@ class DeviceMemory:
 
     host_copies = True
 
-    def __init__(self, accelerator: Device) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.device = accelerator.torch_device
         self.host = HostMemory(pinned=self.device.type == "cuda")
@@ -214,7 +175,7 @@ class DeviceMemory:
         return tensor
 
     def all_finite(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Launches the look on the current stream; the answer is in ``take_notes``."""
+        """True: launches the look on the current stream; the answer is in ``take_notes``."""
         for tensor in tensors:
             self._notes.append(torch.isfinite(torch.linalg.vector_norm(tensor, float("inf"))))
         return True
@@ -271,3 +232,7 @@ class DeviceMemory:
         """Residuals are made on backward's stream: torch would give it their memory before a lane has read them."""
         if array.is_cuda:
             array.record_stream(torch.cuda.current_stream(self.device))
+
+
+Memory = HostMemory | DeviceMemory
+"""Buffers for programs and residuals."""

@@ -678,10 +678,10 @@ def test_headers_round_trip_and_strangers_are_refused():
 def test_payloads_larger_than_raw_go_raw():
     codec = HostCodecs(1)(CompressorSpec.parse("topk:ratio=0.9,raw_below=1"), Device.TRAINING)
     segments = [Segment("w", 0, 100)]
-    assert isinstance(smaller(codec, segments, np.float32), PlainCodec)
+    plain = smaller(codec, segments, np.float32)
+    assert isinstance(plain, PlainCodec)
     assert smaller(codec, [Segment("w", 0, 10_000)], np.float32) is not codec  # 6 bytes for each of 9000
     assert smaller(HostCodecs(1)(CompressorSpec("int8"), Device.TRAINING), [Segment("w", 0, 5000)], "f4") is not None
-    plain = PlainCodec()
     layout = plain.compressor.layout(segments)
     assert layout.num_bytes == 400
     source, starts = np.arange(100, dtype=np.float32), np.zeros(1, np.int64)

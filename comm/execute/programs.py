@@ -99,10 +99,9 @@ class Programs:
         keys: list[Key] = []
         lines: dict[int, Line] = {}
         for program in compiled.programs:
-            if program.described is not None:
-                if program.line is not None and program.described.mine is not None:
-                    lines[len(keys) + program.described.mine] = program.line
-                keys += program.described.keys
+            if program.line is not None:
+                lines[len(keys) + program.keys.index(program.line.key)] = program.line
+            keys += program.keys
         if servers.needs(keys, only):
             servers.install(keys, lines, self._numels, only, compiled.strategy.digest)
         else:

@@ -7,7 +7,6 @@ May import: comm.keep.
 """
 
 from espresso.comm.parameter_server.client import Client, Line
-from espresso.comm.parameter_server.keys import Described, describe
 from espresso.comm.parameter_server.link import Link
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.transport import Channel, GlooTransport, LinkError, Pending, Transport
@@ -29,7 +28,6 @@ def connect(client: Client | None) -> None:
 __all__ = [
     "Channel",
     "Client",
-    "Described",
     "GlooTransport",
     "Line",
     "Link",
@@ -39,5 +37,4 @@ __all__ = [
     "Transport",
     "connect",
     "connected",
-    "describe",
 ]

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable, Iterator
 
 from espresso.comm.keep.store import ResidualStore
-from espresso.comm.parameter_server.sums import Codecs, KeySum
+from espresso.comm.memory import Codecs
+from espresso.comm.parameter_server.sums import KeySum
 from espresso.comm.parameter_server.wire import NAMESPACE_SHIFT, Held, Installed, Key, Table, Tag, balance
 from espresso.strategies import Site
 

@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 from espresso.comm.environment import Launch, build, export_worker, local_address, read_environment
 from espresso.comm.errors import TopologyError
 from espresso.comm.groups import node_key
+from espresso.comm.memory import Codecs
 from espresso.comm.parameter_server.board import Fact, MpiBoard, StoreBoard, check_alike
 from espresso.comm.parameter_server.client import Client
 from espresso.comm.parameter_server.door import Door, knock
 from espresso.comm.parameter_server.secret import introduce
 from espresso.comm.parameter_server.server import Server
-from espresso.comm.parameter_server.sums import Codecs
 from espresso.comm.parameter_server.transport import GlooTransport, Transport
 
 _LINGER_S = 3.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from espresso.comm.parameter_server.sums import Codecs
+from espresso.comm.memory import Codecs
 from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
 from espresso.strategies import CompressorSpec, Device
 

@@ -27,10 +27,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from espresso.comm.errors import EspressoError, ProtocolError
+from espresso.comm.memory import Codecs
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.holdings import PATIENCE, Holdings, Offers
 from espresso.comm.parameter_server.measure import measure_server
-from espresso.comm.parameter_server.sums import Codecs, KeySum, Slots
+from espresso.comm.parameter_server.sums import KeySum, Slots
 from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport
 from espresso.comm.parameter_server.wire import BODIES, HEADER_BYTES, Flag, Header, Key, Op, Table, Tag
 

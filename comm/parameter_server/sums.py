@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +19,15 @@ import torch
 
 from espresso.comm.keep.residual import Residual
 from espresso.comm.keep.store import ResidualStore
+from espresso.comm.memory import Codecs
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.parameter_server.transport import Pending
 from espresso.comm.parameter_server.wire import Coding, Held, Key
-from espresso.compressors.base import Array, Codec, Decoding, DrawKey, Encoding, Layout, Segment
-from espresso.strategies import CompressorSpec, Device, Run, Site
+from espresso.compressors.base import Array, Decoding, DrawKey, Encoding, Layout, Segment
+from espresso.strategies import Device, Run, Site
 
 _TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-class Codecs(Protocol):
-    """Where the codec of a compressor comes from."""
-
-    def __call__(self, spec: CompressorSpec, device: Device) -> Codec: ...
 
 
 class Slots:

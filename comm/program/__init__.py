@@ -3,7 +3,8 @@
 May import: comm.parameter_server.
 """
 
-from espresso.comm.program.context import TORCH_DTYPES, Codecs, Context, Round
+from espresso.comm.memory import Codecs
+from espresso.comm.program.part import TORCH_DTYPES, Context, Round
 from espresso.comm.program.partition import PartitionProgram
 
 __all__ = ["TORCH_DTYPES", "Codecs", "Context", "PartitionProgram", "Round"]

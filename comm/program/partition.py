@@ -20,25 +20,48 @@ between steps. Payloads live in buffers of shape [sources, atoms, stride], sourc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from espresso.comm import collectives
 from espresso.comm.keep.residual import Residual
-from espresso.comm.parameter_server import Described, Line
-from espresso.comm.program import payload, rounds, values
-from espresso.comm.program.context import TORCH_DTYPES, Context, Round
-from espresso.comm.program.held import Action, Compiled, Held, Matrices, Numbers, Payload, Pushed, Vector
-from espresso.comm.program.home import Home
-from espresso.comm.program.kept import keep_raw
-from espresso.comm.program.loading import load
-from espresso.comm.program.part import Part
+from espresso.comm.keep.store import ResidualStore
+from espresso.comm.parameter_server import Line
+from espresso.comm.parameter_server.wire import Key
+from espresso.comm.program import coding
+from espresso.comm.program.held import (
+    Action,
+    Compiled,
+    Held,
+    Kept,
+    Matrices,
+    Numbers,
+    Payload,
+    Pushed,
+    Vector,
+    keep_raw,
+)  # fmt: skip
+from espresso.comm.program.part import TORCH_DTYPES, Context, Home, Part, Round
 from espresso.comm.program.routines import exchange
 from espresso.comm.program.servers import pull, push
-from espresso.strategies import DTYPES, Device, Form, Group, Partition, Plan, Routine, Scope, Stage, StepFlow, StepKind
+from espresso.compressors.base import Correction
+from espresso.strategies import (
+    DTYPES,
+    Device,
+    Form,
+    Group,
+    Partition,
+    Plan,
+    Routine,
+    Run,
+    Scope,
+    Stage,
+    StepFlow,
+    StepKind,
+)
 
 
 class PartitionProgram:
@@ -47,7 +70,7 @@ class PartitionProgram:
     Attributes:
         actions: None where this rank has nothing to do in a step.
         residuals, velocities: what its compressions keep.
-        described, line: its keys at the parameter servers, and this rank's use of one of them.
+        keys, line: its keys at the parameter servers, and this rank's use of one of them.
     """
 
     def __init__(self, plan: Plan, partition: Partition, context: Context) -> None:
@@ -57,10 +80,10 @@ class PartitionProgram:
         self._home = _home(self.group, partition, self.flows, context)
         self.tensors = tuple(dict.fromkeys(run.tensor for run in self._home.runs))
         part = Part(context, self.group, partition, self.flows, self._home)
-        self._steps = compile_steps(part)
+        self._steps = _compile_steps(part)
         raw = keep_raw(part)
         kept = [*(step.kept for step in self._steps), raw]
-        self._loads = load(part, raw)
+        self._loads = _load(part, raw)
         self.actions = [
             step.action if flow.participates else None for step, flow in zip(self._steps, self.flows, strict=True)
         ]
@@ -68,7 +91,7 @@ class PartitionProgram:
         self.velocities: list[Residual] = [k.velocity for k in kept if k.velocity is not None]
         self.bytes_sent = sum(step.bytes_sent for step in self._steps)
         pushed = next((step.held for step in self._steps if isinstance(step.held, Pushed)), None)
-        self.described: Described | None = None if pushed is None else pushed.described
+        self.keys: tuple[Key, ...] = () if pushed is None else pushed.keys
         self.line: Line | None = None if pushed is None else pushed.line
 
     @property
@@ -116,7 +139,7 @@ class PartitionProgram:
             home.finite = self.context.memory.all_finite(home.in_bucket())
 
 
-def compile_steps(part: Part) -> list[Compiled]:
+def _compile_steps(part: Part) -> list[Compiled]:
     """3: the steps of a partition, each from what the one before it leaves."""
     held: Held = Numbers()
     steps: list[Compiled] = []
@@ -139,19 +162,95 @@ def _compile(part: Part, index: int, held: Held) -> Compiled:
         return exchange(part, index, held)  # 3b
     if step.kind is StepKind.COMPRESS:  # 3a
         if step.form is Form.PAYLOAD:
-            return payload.compress(part, index)
-        return rounds.compress(part, index) if part.traits.rounds > 1 else values.compress(part, index)
+            return coding.compress_payload(part, index)
+        return coding.compress_matrices(part, index) if part.traits.rounds > 1 else coding.compress_vector(part, index)
     if isinstance(held, Matrices):
         if step.kind is StepKind.TRANSFORM:
-            return rounds.transform(part, index, held)  # 3d
-        return rounds.decompress(part, index, held)  # 3c
+            return coding.transform_matrices(part, index, held)  # 3d
+        return coding.decompress_matrices(part, index, held)  # 3c
     if isinstance(held, Vector):
-        return values.decompress(part, index, held)  # 3c
+        return coding.decompress_vector(part, index, held)  # 3c
     assert isinstance(held, Payload)
-    return payload.decompress(part, index, held)  # 3c
+    return coding.decompress_payload(part, index, held)  # 3c
 
 
-def _home(group: Group, partition: Partition, flows: Sequence[StepFlow], context: Context) -> Home:
+def _load(part: Part, kept: Kept) -> list[Action]:
+    """2: what happens before the first step, in order: the numbers come home, with what an earlier plan left for them.
+
+    Args:
+        kept: of the partition where nothing is compressed, see :func:`keep_raw`.
+    """
+    velocities, is_compressed = part.context.velocities, part.choice.option.is_compressed
+    actions: list[Action] = [part.home.fetch]
+    if velocities is None:
+        actions.append(lambda: _add_carry(part))
+    elif is_compressed:
+        # A carried residual must not pass through a velocity, which would send it again and again: it waits until its
+        # tensor is raw or has a local site. A carried velocity is added to what is encoded.
+        weight = 1.0 if velocities.rule.nesterov else velocities.rule.momentum
+        actions.append(lambda: _add(part, velocities, weight))
+    else:
+        actions += [_moving(part, kept, velocities.rule), lambda: _add_carry(part)]
+    if not is_compressed:
+        actions.append(lambda: _divide(part))
+    return actions
+
+
+def _moving(part: Part, kept: Kept, rule: Correction) -> Action:
+    """Send the velocity in place of the gradient."""
+    home, memory, velocity = part.home, part.context.memory, kept.velocity
+    assert velocity is not None
+    wide_type = torch.float64 if home.wide is np.float64 else torch.float32
+    at = np.array(velocity.starts, np.int64)
+    starts = np.array([home.start_of(run) for run in home.runs], np.int64)
+    numels = np.array([run.numel for run in home.runs], np.int64)
+
+    def move() -> None:
+        scale = home.round.grad_scale
+        wide = home.tensor.to(wide_type)  # itself where it is that wide already
+        numbers = memory.array(wide)
+        memory.mover.advance(rule, numels, numbers, starts, 1.0 / scale, velocity.feedback(at), numbers, starts)
+        if scale != 1.0 or wide is not home.tensor:
+            home.tensor.copy_(wide.mul_(scale))
+        velocity.settle()
+
+    return move
+
+
+def _divide(part: Part) -> None:
+    part.home.tensor.mul_(1.0 / part.num_ranks)
+
+
+def _add_carry(part: Part) -> None:
+    """Add the residuals that are carried."""
+    if part.home.round.drain:
+        _add(part, part.context.store, 1.0)
+
+
+def _add(part: Part, store: ResidualStore, weight: float) -> None:
+    """Add what is carried of each stretch to our gradient."""
+    if store.carry:
+        for run in part.home.runs:
+            carried = store.carry.get(run.tensor)
+            if carried is not None:
+                values = torch.from_numpy(carried[run.tensor_start : run.tensor_start + run.numel])
+                _add_to(part, run, values, weight, store)
+
+
+def _add_to(part: Part, run: Run, carried: torch.Tensor, weight: float, store: ResidualStore) -> None:
+    """What a narrow type rounds off stays carried."""
+    mine = part.home.stretch(run)
+    values = carried.to(mine.device)
+    factor = weight * part.home.round.grad_scale
+    total = torch.add(mine.to(values.dtype), values, alpha=factor)
+    mine.copy_(total)
+    left = None
+    if mine.dtype is not values.dtype:
+        left = total.sub_(mine).div_(factor).cpu().numpy()
+    store.used_carry(run.tensor, run.tensor_start, left)
+
+
+def _home(group: Group, partition: Partition, flows: tuple[StepFlow, ...], context: Context) -> Home:
     native = TORCH_DTYPES[group.dtype]
     wide = torch.float64 if native is torch.float64 else torch.float32
     moves_numbers = any(flow.step.routine is not None and flow.step.form is Form.RAW for flow in flows)

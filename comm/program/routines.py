@@ -1,54 +1,213 @@
-"""Step 3b: a routine over what is held: numbers at home, a vector, or payloads."""
+"""Step 3b: a routine over what is held: numbers at home, a vector, or payloads.
+
+Numbers are one tensor that a step reads and writes in place. Payloads lie in buffers of shape [sources, atoms, stride],
+sources in rank order; a step that gathers or shuffles them makes the buffer that the next one works on.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from espresso.comm.exchanges import bytes_sent, exchange_numbers, exchange_payload
+from espresso.comm import collectives
 from espresso.comm.groups import Member
-from espresso.comm.program.held import Compiled, Matrices, Numbers, Payload, Vector
+from espresso.comm.memory import Memory
+from espresso.comm.program.held import Action, Compiled, Matrices, Numbers, Payload, Vector
 from espresso.comm.program.part import Part
-from espresso.strategies import Form, Phase, StepFlow
+from espresso.strategies import Cluster, Form, Phase, Routine, Scope, StepFlow, cut
 from espresso.strategies.flow import Span, shard_values
+
+Exchanged = tuple[Action, torch.Tensor, int]
+"""A routine over payloads: the action, the buffer that is held after it, and the bytes of the whole array."""
 
 
 def exchange(part: Part, index: int, held: Numbers | Payload | Vector | Matrices) -> Compiled:
     """Move what is held over the step's scope."""
-    flow = part.flows[index]
+    flow, context = part.flows[index], part.context
     assert flow.step.scope is not None
-    member = part.context.members[flow.step.scope]
+    member = context.members[flow.step.scope]
     if isinstance(held, Payload):
-        cluster, memory = part.context.cluster, part.context.memory
-        action, buffer, sent = exchange_payload(flow, member, held.buffer, memory, cluster)
-        return Compiled(replace(held, buffer=buffer), action, bytes_sent=sent)
+        action, buffer, total = _exchange_payload(flow, member, held.buffer, context.memory, context.cluster)
+        return Compiled(replace(held, buffer=buffer), action, bytes_sent=_bytes_sent(flow, member, total))
     if isinstance(held, Numbers):
-        return _exchange_numbers(part, flow, member)
-    return _exchange_vector(part, flow, member, held)
-
-
-def _exchange_numbers(part: Part, flow: StepFlow, member: Member) -> Compiled:
-    span = _whole(flow, flow.before.region, flow.after.region)
-    home = part.home
+        (low, high), dtype = _whole(flow, flow.before.region, flow.after.region), part.home.dtype
+    else:
+        before, after = (shard_values(held.values.numel(), state.value_cuts) for state in (flow.before, flow.after))
+        (low, high), dtype = _whole(flow, before, after), held.values.dtype
 
     def whole() -> torch.Tensor:
-        return home.tensor[span[0] : span[1]]
+        values = part.home.tensor if isinstance(held, Numbers) else held.values
+        return values[low:high]
 
-    width = 2 if flow.step.form is Form.HALF else home.dtype.itemsize
-    action = exchange_numbers(flow, member, whole, span, part.context.memory, home.dtype)
-    return Compiled(Numbers(), action, bytes_sent=bytes_sent(flow, member, (span[1] - span[0]) * width))
-
-
-def _exchange_vector(part: Part, flow: StepFlow, member: Member, held: Vector | Matrices) -> Compiled:
-    values = held.values
-    before, after = (shard_values(values.numel(), state.value_cuts) for state in (flow.before, flow.after))
-    span = _whole(flow, before, after)
-    whole = values[span[0] : span[1]]
-    action = exchange_numbers(flow, member, lambda: whole, span, part.context.memory, values.dtype)
-    return Compiled(held, action, bytes_sent=bytes_sent(flow, member, whole.nbytes))
+    action = _exchange_numbers(flow, member, whole, (low, high), context.memory, dtype)
+    width = 2 if flow.step.form is Form.HALF else dtype.itemsize
+    return Compiled(held, action, bytes_sent=_bytes_sent(flow, member, (high - low) * width))
 
 
 def _whole(flow: StepFlow, before: Span, after: Span) -> Span:
     """What the routine's group holds together: before a step that scatters, after one that gathers."""
     return after if flow.step.phase is Phase.SECOND else before
+
+
+def _bytes_sent(flow: StepFlow, member: Member, total: int) -> int:
+    """The bytes this rank sends in a step whose whole array has ``total`` bytes."""
+    if not flow.participates:
+        return 0
+    peers = member.size
+    is_root = member.index == flow.root
+    share = {
+        Routine.ALLREDUCE: 2 * (peers - 1) / peers,
+        Routine.REDUCE: 0.0 if is_root else 1.0,
+        Routine.GATHER: 0.0 if is_root else 1 / peers,
+        Routine.BROADCAST: float(peers - 1) if is_root else 0.0,
+        Routine.REDUCE_SCATTER: (peers - 1) / peers,
+        Routine.ALLGATHER: (peers - 1) / peers,
+        Routine.ALL_TO_ALL: (peers - 1) / peers,
+    }
+    assert flow.step.routine is not None
+    return round(share[flow.step.routine] * total)
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def _exchange_numbers(
+    flow: StepFlow,
+    member: Member,
+    whole: Callable[[], torch.Tensor],
+    span: Span,
+    memory: Memory,
+    dtype: torch.dtype,
+) -> Action:
+    """A routine over numbers.
+
+    Args:
+        whole: gives this iteration's numbers, ``span`` of the partition or of a vector.
+        memory: where they are.
+        dtype: theirs.
+    """
+    routine = flow.step.routine
+    if span[0] == span[1]:
+        return lambda: None  # the same on all ranks of the group: a second round in which nothing takes part
+    if routine is Routine.ALLREDUCE:
+        return lambda: collectives.allreduce(whole(), member)
+    if routine is Routine.REDUCE:
+        return lambda: collectives.reduce(whole(), member, flow.root)
+    if routine is Routine.BROADCAST:
+        return lambda: collectives.broadcast(whole(), member, flow.root)
+    shards = [(low - span[0], high - span[0]) for low, high in cut(span, member.size)]
+    if routine is Routine.ALLGATHER:
+
+        def gather_shards() -> None:
+            parts = [whole()[low:high] for low, high in shards]
+            collectives.allgather(parts[member.index], parts, member)
+
+        return gather_shards
+    assert routine is Routine.REDUCE_SCATTER
+    mine = shards[member.index]
+    if flow.step.form is Form.HALF:
+        return _scatter_halves(whole, shards, member, memory)
+    received = [
+        None if peer == member.index else memory.numbers(mine[1] - mine[0], dtype) for peer in range(member.size)
+    ]
+
+    def reduce_scatter() -> None:
+        parts = [whole()[low:high] for low, high in shards]
+        collectives.all_to_all(parts, received, member)
+        collectives.sum_in_rank_order(parts[member.index], received)
+
+    return reduce_scatter
+
+
+def _scatter_halves(
+    whole: Callable[[], torch.Tensor], shards: Sequence[Span], member: Member, memory: Memory
+) -> Action:
+    """A reduce-scatter of numbers that travel as float16; every contribution is rounded, our own too."""
+    mine = shards[member.index]
+    received = [memory.numbers(mine[1] - mine[0], torch.float16) for _ in range(member.size)]
+
+    def reduce_scatter() -> None:
+        parts = [whole()[low:high] for low, high in shards]
+        halves = [part.to(torch.float16) for part in parts]
+        collectives.all_to_all(halves, received, member)
+        received[member.index].copy_(halves[member.index])
+        total = parts[member.index]
+        total.copy_(received[0])
+        for half in received[1:]:
+            total.add_(half)
+
+    return reduce_scatter
+
+
+# -- payloads --------------------------------------------------------------------------------------
+
+
+def _exchange_payload(
+    flow: StepFlow, member: Member, held: torch.Tensor, memory: Memory, cluster: Cluster
+) -> Exchanged:
+    """A routine over payloads; ``held`` is the buffer that this rank holds before the step."""
+    routine, me = flow.step.routine, member.index
+    sources, each, stride = flow.before.multiplicity, len(flow.after.atoms), held.shape[2]
+    shape = (flow.after.multiplicity, each, stride)
+    if routine is Routine.BROADCAST:
+        assert held.shape == shape or me != flow.root, "the root holds what it broadcasts"
+        out = held if held.shape == shape else _payloads(memory, shape)
+        return (lambda: collectives.broadcast(out, member, flow.root)), out, out.nbytes
+    if flow.step.phase is Phase.SECOND:
+        return _gather_atoms(member, held, memory)
+    out = _payloads(memory, shape)
+    places = [out[p * sources : (p + 1) * sources] for p in range(member.size)]
+    if routine is Routine.ALL_TO_ALL:
+        parts = [_packed(held[:, p * each : (p + 1) * each]) for p in range(member.size)]
+
+        def shuffle() -> None:
+            outgoing = [part() for part in parts]
+            collectives.all_to_all(outgoing, places, member)
+            places[me].copy_(outgoing[me])
+
+        return shuffle, out, held.nbytes
+    if flow.step.scope is Scope.FLAT and cluster.is_hierarchical and routine is Routine.ALLGATHER and out.nbytes:
+        mine, together = held.view(-1), out.view(-1)  # crosses links of both kinds
+        return (lambda: collectives.allgather_ring(mine, together, member)), out, out.nbytes
+
+    def gather() -> None:
+        if routine is Routine.GATHER:
+            collectives.gather(held, places, member, flow.root)
+        else:
+            collectives.allgather(held, places, member)
+        places[me].copy_(held)
+
+    return gather, out, out.nbytes
+
+
+def _gather_atoms(member: Member, held: torch.Tensor, memory: Memory) -> Exchanged:
+    """All-gather of disjoint shards: the atoms of rank i of the group go to place i, sources stay."""
+    sources, each, stride = held.shape
+    out = _payloads(memory, (sources, member.size * each, stride))
+    shares = [out[:, p * each : (p + 1) * each] for p in range(member.size)]
+    direct = sources == 1
+    places = shares if direct else [torch.zeros_like(held) for _ in shares]
+
+    def allgather() -> None:
+        collectives.allgather(held, places, member)
+        places[member.index].copy_(held)
+        if not direct:
+            for share, place in zip(shares, places, strict=True):
+                share.copy_(place)
+
+    return allgather, out, out.nbytes
+
+
+def _payloads(memory: Memory, shape: tuple[int, int, int]) -> torch.Tensor:
+    return memory.tensor(memory.zeros(shape, np.uint8))
+
+
+def _packed(part: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that returns ``part`` as a contiguous tensor: itself, or a copy into a kept buffer."""
+    if part.is_contiguous():
+        return lambda: part
+    buffer = torch.empty_like(part, memory_format=torch.contiguous_format)
+    return lambda: buffer.copy_(part)

@@ -6,7 +6,7 @@ between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from espresso.comm.errors import EspressoError
-from espresso.comm.parameter_server import Described, Line, describe
-from espresso.comm.program.context import TORCH_DTYPES
+from espresso.comm.parameter_server import Line
+from espresso.comm.parameter_server.plain import is_plain, smaller
+from espresso.comm.parameter_server.wire import Coding, Key, Stretch
+from espresso.comm.program.coding import copy
 from espresso.comm.program.held import Action, Compiled, Numbers, Payload, Pushed
-from espresso.comm.program.mirrors import copy
-from espresso.comm.program.part import Part
-from espresso.strategies import Device, Form, Routine, Scope, Stage
+from espresso.comm.program.part import TORCH_DTYPES, Part
+from espresso.compressors.base import Codec, Segment
+from espresso.strategies import DTYPES, Device, Form, Routine, Scope, Site, Stage, StepFlow, StepKind, trace
 from espresso.strategies.flow import Span
 
 Bytes = Callable[[], torch.Tensor]
@@ -34,11 +36,10 @@ def push(part: Part, index: int, held: Numbers | Payload) -> Compiled:
             f"option '{part.choice.option}' goes through parameter servers, and this job has none;"
             " start it with python -m espresso.launch --servers N"
         )
-    described = _describe(part, compresses=isinstance(held, Payload))
+    keys, key = _keys(part, part.codec(Device.TRAINING) if isinstance(held, Payload) else None)
     answer = _answer(part, index, held)
-    if described.mine is None:
-        return Compiled(Pushed(described, None, answer))
-    key = described.keys[described.mine]
+    if key is None:
+        return Compiled(Pushed(keys, None, answer))
     line, region = Line(key), part.flows[index].before.region
     given = _bytes_of(part, held, region, key.up_bytes)
     taken = _bytes_of(part, answer, region, key.down_bytes)
@@ -57,8 +58,7 @@ def push(part: Part, index: int, held: Numbers | Payload) -> Compiled:
             scale = (part.home.round.grad_scale if part.keeps_residual else 1.0) / part.num_ranks
         link.push(line, host.array(given()), host.array(taken()), part.home.round.step, scale)
 
-    pushed = Pushed(described, line, answer, partial(link.pull, line), after)
-    return Compiled(pushed, run, before, bytes_sent=key.up_bytes)
+    return Compiled(Pushed(keys, line, answer, partial(link.pull, line), after), run, before, bytes_sent=key.up_bytes)
 
 
 def pull(held: Pushed) -> Compiled:
@@ -66,19 +66,55 @@ def pull(held: Pushed) -> Compiled:
     return Compiled(held.answer, held.pull, held.copies)
 
 
-def _describe(part: Part, *, compresses: bool) -> Described:
-    """The keys of the partition, as all its ranks describe them."""
-    context = part.context
-    return describe(
-        part.partition,
-        part.choice,
-        context.cluster,
-        context.rank,
-        context.members[Scope.FLAT].ranks,
-        part.codec(Device.TRAINING) if compresses else None,
-        next(name for name, dtype in TORCH_DTYPES.items() if dtype is part.home.dtype),
-        lambda span: part.home.segments(span)[0],
-        context.seed,
+def _keys(part: Part, codec: Codec | None) -> tuple[tuple[Key, ...], Key | None]:
+    """The partition's keys, one per region that ranks push, the same on every rank; and which this rank pushes.
+
+    Args:
+        codec: of the choice's compressor; None where nothing is compressed.
+    """
+    cluster, option = part.context.cluster, part.choice.option
+    ranks = part.context.members[Scope.FLAT].ranks
+    keys: list[Key] = []
+    mine = None
+    for column in range(cluster.ranks_per_node) if option.is_hierarchical else (0,):
+        flows = trace(option, cluster, part.partition.numel, column, part.partition.root)
+        push = next(flow for flow in flows if flow.step.routine is Routine.PUSH)
+        segments = [segment for segment in part.home.segments(push.before.region)[0] if segment.numel]
+        if segments:
+            workers = ranks if push.step.scope is Scope.FLAT else ranks[column :: cluster.ranks_per_node]
+            keys.append(_key(part, segments, workers, codec, flows))
+            if ranks[part.context.rank] in workers:
+                mine = keys[-1]
+    return tuple(keys), mine
+
+
+def _key(
+    part: Part, segments: Sequence[Segment], workers: tuple[int, ...], codec: Codec | None, flows: Sequence[StepFlow]
+) -> Key:
+    dtype = next(name for name, kind in TORCH_DTYPES.items() if kind is part.home.dtype)
+    numbers = sum(segment.numel for segment in segments) * DTYPES[dtype]
+    two_way = any(flow.step.kind is StepKind.COMPRESS and flow.step.device is Device.SERVER for flow in flows)
+    up, up_bytes = Coding.RAW, numbers
+    if codec is not None:
+        chosen = smaller(codec, segments, part.home.wide)
+        up = Coding.RAW if is_plain(chosen) else Coding.PAYLOAD
+        up_bytes = chosen.compressor.layout(segments, part.home.wide).num_bytes
+    return Key(
+        number=-1,
+        server=-1,
+        workers=workers,
+        stretches=tuple(Stretch(segment.tensor, segment.tensor_start, segment.numel) for segment in segments),
+        dtype=dtype,
+        compressor=part.choice.compressor,
+        coded=codec is not None,
+        two_way=two_way,
+        keeps_residual=codec is not None and two_way and part.traits.error_feedback,
+        up=up,
+        down=up if two_way else Coding.RAW,
+        up_bytes=up_bytes,
+        down_bytes=up_bytes if two_way else numbers,
+        site=next((list(Site).index(flow.site) for flow in flows if flow.site is not None), 0),
+        seed=part.context.seed,
     )
 
 

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from espresso.comm import collectives
-from espresso.comm.exchanges import sum_in_rank_order
 from espresso.comm.groups import Groups, Member
 from espresso.comm.keep.factors import FactorStore
 from espresso.comm.program import Codecs
@@ -281,7 +280,7 @@ def _runner(member: Member, routine: Routine, form: Form, size: int, ring: bool)
 
         def reduce_scatter() -> None:
             collectives.all_to_all(shards, received, member)
-            sum_in_rank_order(shards[member.index], received)
+            collectives.sum_in_rank_order(shards[member.index], received)
 
         return reduce_scatter
     if routine is Routine.ALL_TO_ALL:
