@@ -39,6 +39,7 @@ from espresso.strategies import (
     TensorSpec,
     parse_option,
 )
+from espresso.strategies.fields import FormError, as_json, read_as
 from espresso.strategies.option import communicate
 
 TOPK = CompressorSpec.parse("topk:ratio=0.01")
@@ -163,6 +164,14 @@ def test_every_fault_in_a_job_file_is_named(tmp_path, path, value, message):
     with pytest.raises(JobError, match=message) as raised:
         Job.load(file)
     assert str(file) in str(raised.value)
+
+
+def test_a_retired_key_is_read_only_where_it_said_nothing():
+    """Files of earlier versions have it: its one harmless value is left out of account, another is a fault."""
+    cost = as_json(ComputeCost("topk", Device.TRAINING, Op.ENCODE, ((1, 2.0), (4, 8.0))))
+    assert read_as(ComputeCost, {**cost, "segment_us": 0.0}, "the cost") == read_as(ComputeCost, cost, "the cost")
+    with pytest.raises(FormError, match="the cost has an unknown key 'segment_us'; known are"):
+        read_as(ComputeCost, {**cost, "segment_us": 1.5}, "the cost")
 
 
 def test_ready_times_come_from_buckets_or_gaps():

@@ -26,10 +26,9 @@ from espresso.comm.errors import EspressoError, ProtocolError, TopologyError
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Client, Line
-from espresso.comm.parameter_server.door import Door, knock
 from espresso.comm.parameter_server.join import ServerSettings, assign_roles
 from espresso.comm.parameter_server.plain import PlainCodec, smaller
-from espresso.comm.parameter_server.secret import Secret
+from espresso.comm.parameter_server.secret import Door, Secret, knock
 from espresso.comm.parameter_server.sums import Slots
 from espresso.comm.parameter_server.transport import LinkError
 from espresso.comm.parameter_server.wire import (
@@ -515,7 +514,7 @@ class SilentPending:
 
     def wait(self, timeout_s=None):
         if self.peer == 1:
-            raise LinkError("rank 1: gone")
+            raise LinkError("rank 1: gone", 1)
         if self.peer == 0:
             threading.Event().wait()
 
@@ -721,6 +720,7 @@ def test_a_store_places_what_a_server_is_given():
     from espresso.strategies import Run
 
     residual = store.new_residual(Site.SERVER, [Run("w", 10, 0, 0, 5)], np.float32, 0)
-    store.place("w", Site.SERVER, (12, np.ones(3, np.float32), 0), [residual])
+    store.adopt([residual], {"w": 15})
+    store.place("w", Site.SERVER, (12, np.ones(3, np.float32), 0))
     assert residual.old.tolist() == [0, 0, 1, 1, 1]
     assert dist.is_available()

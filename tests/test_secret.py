@@ -14,9 +14,8 @@ from benchmarks.ports import free_port
 from benchmarks.rank_pool import RANKS
 from espresso.comm.environment import read_environment
 from espresso.comm.errors import DisagreementError, EspressoError, TopologyError
-from espresso.comm.parameter_server.board import Fact, StoreBoard, check_alike
-from espresso.comm.parameter_server.door import Door, knock
-from espresso.comm.parameter_server.secret import SIZE, VARIABLE, Secret, given_secret, introduce
+from espresso.comm.parameter_server.board import Board, Fact, StoreMail, check_alike
+from espresso.comm.parameter_server.secret import SIZE, VARIABLE, Door, Secret, given_secret, introduce, knock
 from espresso.comm.parameter_server.transport import LinkError
 from tests.test_server_blame import connected
 
@@ -142,7 +141,8 @@ def meet_at_the_store(variables: dict[str, str], timeout_s: float, pipe: Any) ->
         del os.environ[key]
     os.environ.update(variables)
     try:
-        mine = StoreBoard(read_environment(), timeout_s)
+        launch = read_environment()
+        mine = Board(StoreMail(launch, timeout_s), launch)
         pipe.send(str(mine.exchange(("fact", int(variables["RANK"])))))
     except EspressoError as error:
         pipe.send(str(error))

@@ -67,7 +67,7 @@ class Message:
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not self.over.wait(timeout_s):
-            raise LinkError(f"rank {self.peer}: no message within {timeout_s:g} s")
+            raise LinkError(f"rank {self.peer}: no message within {timeout_s:g} s", self.peer)
 
 
 class Plug:
@@ -98,7 +98,7 @@ def connected(size: int) -> list[Plug]:
 
 @contextmanager
 def serving(
-    num_workers: int, num_servers: int = 1, timeout_s: float = 20.0
+    num_workers: int, num_servers: int = 1, timeout_s: float = 20.0, silence_s: float = 60.0
 ) -> Iterator[tuple[list[Any], list[Server]]]:
     """The workers' transports, and servers that run in threads."""
     codecs = HostCodecs(1)
@@ -108,7 +108,9 @@ def serving(
             server.serve()
 
     transports = connected(num_workers + num_servers)
-    servers = [Server(one, num_workers, codecs, timeout_s=timeout_s) for one in transports[num_workers:]]
+    servers = [
+        Server(one, num_workers, codecs, timeout_s=timeout_s, silence_s=silence_s) for one in transports[num_workers:]
+    ]
     for server in servers:
         threading.Thread(target=serve, args=(server,), daemon=True).start()
     yield transports[:num_workers], servers
@@ -215,6 +217,24 @@ def test_tags_stay_below_what_every_mpi_has():
         assert tags
         assert max(tags) <= 32767
         assert len({line.tag for line in lines.values()}) == 10  # ten keys at each of two servers
+
+
+def test_more_keys_than_numbers_are_an_error():
+    link = Link(Client(connected(2)[0], 1), (0,), ResidualStore(), 1.0, 3)
+    keys = table((0,), 1, 1.0).keys * 65_537
+    with pytest.raises(
+        EspressoError, match="65537 keys of one job at its servers are more than 65536: use"
+    ):
+        link.install(keys, {}, {"w0": BYTES // 4}, None, "s")
+    with pytest.raises(EspressoError, match="state number 65536 of the servers' 65536"):
+        Link(link.client, (0,), ResidualStore(), 1.0, 65_536)
+
+
+def test_a_server_that_hears_nothing_ends_by_itself():
+    with serving(1, silence_s=0.3) as (_, (server,)):
+        text = wait_for_error(server, 10.0)
+        assert "worker rank 0 died or left between its pushes" in text
+        assert "no message within 0.3 s" in text
 
 
 def test_a_question_to_servers_that_hang_has_one_time_out_for_all():

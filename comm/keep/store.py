@@ -238,9 +238,9 @@ class ResidualStore:
             residual.discard()
         self._carried.clear()
 
-    def place(self, tensor: str, site: Site, piece: Piece, targets: Sequence[Residual]) -> None:
-        """Add a piece to those of ``targets`` that keep (tensor, site); carry what lies outside."""
-        self._place(tensor, site, piece, {tensor: piece[0] + piece[1].size}, targets)
+    def place(self, tensor: str, site: Site, piece: Piece) -> None:
+        """Add a piece to the residuals in use that keep (tensor, site); carry what lies outside."""
+        self._place(tensor, site, piece, {tensor: piece[0] + piece[1].size}, self._live)
 
     def _place_all(
         self,

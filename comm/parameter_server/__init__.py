@@ -1,5 +1,8 @@
 """The parameter server: servers that add up compressed gradients and answer compressed.
 
+A room of comm, not beside it: its messages, residuals and errors are comm's, and the steps of a partition, above, push
+and pull through it. It is one more way to exchange, and knows nothing of partitions, plans and DDP.
+
 Workers and servers are ranks of one launch (``python -m espresso.launch``); DDP sees the workers only. The leaves
 of the decision tree that go through servers are carried out by :class:`Link`, one per state.
 

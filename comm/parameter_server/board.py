@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -55,32 +55,63 @@ def check_alike(facts: Sequence[Fact]) -> None:
             )
 
 
-def _read(secret: Secret, label: str, rank: int, sealed: bytes) -> Any:
-    try:
-        return FACTS.unpack(np.frombuffer(secret.unseal(label, sealed), np.uint8))
-    except ProtocolError as error:
-        raise LinkError(f"what rank {rank} reported cannot be read: {error}") from error
+class Board:
+    """One job's ranks, value by value; every rank calls :meth:`exchange` as often as the others.
+
+    Args:
+        mail: carries bytes between the ranks.
+
+    Attributes:
+        secret: of all ranks.
+    """
+
+    def __init__(self, mail: StoreMail | MpiMail, launch: Launch) -> None:
+        self._mail, self._rank, self._ranks = mail, launch.rank, range(launch.world_size)
+        self._round = 0
+        self.secret = self._share(given_secret())
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Everybody's value, in rank order.
+
+        Raises:
+            LinkError: a rank did not report in time, or not what a rank of this job would.
+        """
+        self._round += 1
+        mine = self.secret.seal(f"{self._round}/{self._rank}", FACTS.pack(value).tobytes())
+        others = [rank for rank in self._ranks if rank != self._rank]
+        sealed = {self._rank: mine} | self._mail.swap(self._round, mine, others, others)
+        return [self._read(f"{self._round}/{rank}", rank, sealed[rank]) for rank in self._ranks]
+
+    def _read(self, label: str, rank: int, sealed: bytes) -> Any:
+        try:
+            return FACTS.unpack(np.frombuffer(self.secret.unseal(label, sealed), np.uint8))
+        except ProtocolError as error:
+            raise LinkError(f"what rank {rank} reported cannot be read: {error}") from error
+
+    def _share(self, given: Secret | None) -> Secret:
+        """The secret of all ranks: rank 0 passes on what it makes, and nothing where its own was given."""
+        if self._rank == 0:
+            secret, text = Secret.fresh() if given is None else (given, "")
+            self._mail.swap(0, f"secret {text}".encode(), self._ranks[1:], ())
+            return secret
+        told = self._mail.swap(0, b"", (), (0,))[0].decode().partition(" ")[2]
+        if told and given is None:
+            return Secret(told.encode())
+        if given is not None and not told:
+            return given
+        has, lacks = (self._rank, 0) if told else (0, self._rank)
+        raise TopologyError(
+            f"rank {has} has {VARIABLE} in its environment, rank {lacks} has not; give it to all (mpirun -x {VARIABLE})"
+        )
 
 
-def _taken(given: Secret | None, told: str, rank: int) -> Secret:
-    """The secret of a rank that is not the first; ``told`` is what rank 0 passed on, empty if it keeps its own."""
-    if told and given is None:
-        return Secret(told.encode())
-    if given is not None and not told:
-        return given
-    has, lacks = (rank, 0) if told else (0, rank)
-    raise TopologyError(
-        f"rank {has} has {VARIABLE} in its environment, rank {lacks} has not; give it to all (mpirun -x {VARIABLE})"
-    )
-
-
-class StoreBoard:
+class StoreMail:
     """Over a TCP store: the one of torchrun's agent, else rank 0's."""
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        self._launch, self._timeout_s, self._round = launch, timeout_s, 0
+        self._launch, self._timeout_s = launch, timeout_s
         self.where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
@@ -103,85 +134,52 @@ class StoreBoard:
                 f"two processes say at {self.where} that they are rank {launch.rank}: does another job use the same"
                 " MASTER_ADDR and MASTER_PORT?"
             )
-        self.secret = self._share(given_secret())
 
-    def _share(self, given: Secret | None) -> Secret:
-        """The secret of all ranks."""
-        if self._launch.rank == 0:
-            secret, text = Secret.fresh() if given is None else (given, "")
-            self.store.set("secret", f"secret {text}")
-            return secret
-        told = self._read("secret", 0, Deadline(self._timeout_s)).partition(" ")[2]
-        return _taken(given, told, self._launch.rank)
+    def swap(self, number: int, mine: bytes, to: Sequence[int], sources: Sequence[int]) -> dict[int, bytes]:
+        """Let the others have ``mine`` as this rank's message of this number, and read theirs."""
+        if to:
+            self.store.set(f"{number}/{self._launch.rank}", mine.hex())
+        until = Deadline(self._timeout_s)
+        return {rank: self._read(f"{number}/{rank}", rank, until) for rank in sources}
 
-    def exchange(self, value: Any) -> list[Any]:
-        self._round += 1
-        label = f"{self._round}/{self._launch.rank}"
-        self.store.set(label, self.secret.seal(label, FACTS.pack(value).tobytes()).hex())
-        until, found = Deadline(self._timeout_s), []
-        for rank in range(self._launch.world_size):
-            label = f"{self._round}/{rank}"
-            text = self._read(label, rank, until)
-            try:
-                found.append(_read(self.secret, label, rank, bytes.fromhex(text)))
-            except ValueError:
-                raise LinkError(f"what rank {rank} reported at {self.where} is no number: {text:.40}") from None
-        return found
-
-    def _read(self, key: str, rank: int, until: Deadline) -> str:
+    def _read(self, key: str, rank: int, until: Deadline) -> bytes:
         """What a rank wrote, once it has."""
         try:
             self.store.wait([key], timedelta(seconds=until.left_s))
-            return str(self.store.get(key).decode())
+            text = str(self.store.get(key).decode())
         except (RuntimeError, UnicodeDecodeError) as error:
             raise LinkError(
                 f"rank {rank} of {self._launch.world_size} did not report at {self.where} within {until.seconds:g} s;"
                 f" is it running? ({str(error)[:200]})"
             ) from error
+        try:
+            return bytes.fromhex(text)
+        except ValueError:
+            raise LinkError(f"what rank {rank} reported at {self.where} is no number: {text:.40}") from None
 
 
-class MpiBoard:
+class MpiMail:
     """Over MPI's world. Message by message: a collective would wait for ever for a rank that is gone."""
 
     def __init__(self, timeout_s: float) -> None:
         from mpi4py import MPI
 
-        self.world, self._timeout_s, self._round = MPI.COMM_WORLD, timeout_s, 0
+        self.world, self._timeout_s = MPI.COMM_WORLD, timeout_s
         self._status = MPI.Status()
-        self.secret = self._share(given_secret())
 
-    def _share(self, given: Secret | None) -> Secret:
-        """The secret of all ranks."""
-        me, size = self.world.Get_rank(), self.world.Get_size()
-        if me:
-            (told,) = self._swap({}, (0,)).values()
-            return _taken(given, told.decode().partition(" ")[2], me)
-        secret, text = Secret.fresh() if given is None else (given, "")
-        self._swap(dict.fromkeys(range(1, size), f"secret {text}".encode()), ())
-        return secret
-
-    def exchange(self, value: Any) -> list[Any]:
-        self._round += 1
-        me, ranks = self.world.Get_rank(), range(self.world.Get_size())
-        label = f"{self._round}/{me}"
-        sealed = self.secret.seal(label, FACTS.pack(value).tobytes())
-        others = [rank for rank in ranks if rank != me]
-        found = {me: sealed} | self._swap(dict.fromkeys(others, sealed), others)
-        return [_read(self.secret, f"{self._round}/{rank}", rank, found[rank]) for rank in ranks]
-
-    def _swap(self, messages: Mapping[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
-        """Send messages, and receive one from every source."""
+    def swap(self, number: int, mine: bytes, to: Sequence[int], sources: Sequence[int]) -> dict[int, bytes]:
+        """Send ``mine``, and receive one message from every source."""
         until = Deadline(self._timeout_s)
-        sends = [self.world.Isend(bytearray(message), rank, self._round) for rank, message in messages.items()]
+        sends = [self.world.Isend(bytearray(mine), rank, number) for rank in to]
         found: dict[int, bytes] = {}
         while len(found) < len(sources) or not all([send.Test() for send in sends]):
             for rank in sorted(set(sources) - set(found)):
-                if self.world.Iprobe(rank, self._round, self._status):
+                if self.world.Iprobe(rank, number, self._status):
                     theirs = bytearray(min(self._status.Get_count(), _LARGEST_BYTES))
-                    self.world.Recv(theirs, rank, self._round)
+                    self.world.Recv(theirs, rank, number)
                     found[rank] = bytes(theirs)
             if until.is_over:
-                missing = min(set(sources) - set(found), default=min(messages, default=0))
+                missing = min(set(sources) - set(found), default=min(to, default=0))
                 raise LinkError(f"rank {missing} did not report within {until.seconds:g} s; is it running?")
             time.sleep(1e-3)
         return found

@@ -9,19 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport
-from espresso.comm.parameter_server.wire import (
-    BODIES,
-    HEADER_BYTES,
-    Header,
-    Key,
-    Op,
-    Tag,
-)
+from espresso.comm.parameter_server.wire import Header, Key, Op, Tag, hear, say
 from espresso.strategies import CompressorSpec
 
 T = TypeVar("T")
@@ -173,38 +164,21 @@ class Client:
                 raise broken
             sends: list[tuple[int, Pending]] = []
             for server, body in bodies.items():
-                rank = self.num_workers + server
-                data = BODIES.pack(body)
-                header = Header(op, self.rank, num_bytes=data.nbytes).pack()
-                for tag, message in ((Tag.HEADER, header), (Tag.BODY, data)):
-                    send = partial(self.transport.send, Channel.CONTROL, rank, tag, message)
-                    sends.append((server, self._try(server, op, send, timeout_s)))
+                ask = partial(say, self.transport, self.num_workers + server, Tag.HEADER, op, body)
+                sends += [(server, pending) for pending in self._try(server, op, ask, timeout_s)]
             for server, pending in sends:
                 self._try(server, op, partial(pending.wait, until.left_s), timeout_s)
             # All of them before a refusal is raised: an answer that nobody takes would be the next question's.
-            answers = {server: self._answer(server, op, until) for server in bodies}
+            answers: dict[int, tuple[Header, Any]] = {}
+            for server in bodies:
+                answer = partial(hear, self.transport, self.num_workers + server, Tag.ANSWER, until)
+                answers[server] = self._try(server, op, answer, timeout_s)
         finally:
             self._asking.release()
-        for server, (is_refusal, body) in answers.items():
-            if is_refusal:
+        for server, (header, body) in answers.items():
+            if header.op is Op.REFUSAL:
                 raise DisagreementError(f"{self.name(server)} refuses: {body}")
         return {server: body for server, (_, body) in answers.items()}
-
-    def _answer(self, server: int, op: Op, until: Deadline) -> tuple[bool, Any]:
-        """(whether it refuses, what it says)."""
-        header = Header.unpack(self._hear(server, op, Tag.ANSWER, HEADER_BYTES, until))
-        body = self._hear(server, op, Tag.ANSWER_BODY, header.num_bytes, until)
-        return header.op is Op.REFUSAL, BODIES.unpack(body)
-
-    def _hear(self, server: int, op: Op, tag: Tag, num_bytes: int, until: Deadline) -> Bytes:
-        data = np.empty(num_bytes, np.uint8)
-
-        def receive() -> None:
-            rank = self.num_workers + server
-            self.transport.receive(Channel.CONTROL, rank, tag, data).wait(until.left_s)
-
-        self._try(server, op, receive, until.seconds)
-        return data
 
     def _try(self, server: int, op: Op, call: Callable[[], T], timeout_s: float) -> T:
         """Call it; a lost connection names the server and what was asked of it.
@@ -226,14 +200,10 @@ class Client:
         """Wait for the one notice a server sends: that it stops, and why, or the answer to our leaving."""
         rank = self.num_workers + server
         try:
-            data = np.empty(HEADER_BYTES, np.uint8)
-            self.transport.receive(Channel.CONTROL, rank, Tag.NOTICE, data).wait()
-            header = Header.unpack(data)
+            header, body = hear(self.transport, rank, Tag.NOTICE, None)
             if header.op is Op.LEAVE:
                 return
-            body = np.empty(header.num_bytes, np.uint8)
-            self.transport.receive(Channel.CONTROL, rank, Tag.NOTICE_BODY, body).wait()
-            text = f"{self.name(server)} reports: {BODIES.unpack(body)}"
+            text = f"{self.name(server)} reports: {body}"
         except Exception as error:
             waiting = [str(line.key) for line in list(self._open.values()) if line.key.server == server]
             about = f"while {waiting[0]} was on its way" if waiting else "between rounds"

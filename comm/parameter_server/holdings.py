@@ -138,33 +138,30 @@ class Holdings:
     def _of(self, namespace: int) -> list[KeySum]:
         return [summed for summed in self if _namespace(summed.key) == namespace]
 
-    def _settled(self, namespace: int, discarded: frozenset[int]) -> list[KeySum]:
-        """A state's keys, their last round counted or not."""
-        found = self._of(namespace)
-        for summed in found:
+    def _settled(self, namespace: int, discarded: frozenset[int]) -> ResidualStore:
+        """A state's residuals, the last round of each counted or not."""
+        for summed in self._of(namespace):
             summed.settle_unless(discarded)
-        return found
+        return self._stores.get(namespace, ResidualStore())
 
     def place(self, namespace: int, pieces: Iterable[Held]) -> None:
         """Add residual values to the keys that hold their range."""
-        residuals = [s.residual for s in self._of(namespace) if s.residual is not None]
-        store = self._stores[namespace]
         for piece in pieces:
-            store.place(piece.tensor, Site.SERVER, (piece.start, piece.values, 0), residuals)
+            self._stores[namespace].place(piece.tensor, Site.SERVER, (piece.start, piece.values, 0))
 
     def fetch(self, namespace: int, discarded: frozenset[int]) -> list[Held]:
         """Everything kept, as it would be if training stopped here."""
-        return [held for summed in self._settled(namespace, discarded) for held in summed.kept()]
+        kept, _ = self._settled(namespace, discarded).snapshot()
+        return [Held(tensor, start, values) for (tensor, _), parts in kept.items() for start, values, _ in parts]
 
     def reset(self, namespace: int) -> None:
         """Keep nothing: a checkpoint is about to be loaded."""
-        for summed in self._of(namespace):
-            summed.forget()
+        store = self._settled(namespace, frozenset())
+        store.load({}, {}, {})
 
     def rescale(self, namespace: int, discarded: frozenset[int], factors: dict[str, float]) -> None:
         """Multiply what is kept of the named tensors: the units of their gradients changed."""
-        for summed in self._settled(namespace, discarded):
-            summed.rescale(factors)
+        self._settled(namespace, discarded).rescale(factors)
 
 
 def _namespace(key: Key) -> int:

@@ -24,10 +24,9 @@ from espresso.comm.environment import Launch, build, export_worker, local_addres
 from espresso.comm.errors import TopologyError
 from espresso.comm.groups import node_key
 from espresso.comm.memory import Codecs
-from espresso.comm.parameter_server.board import Fact, MpiBoard, StoreBoard, check_alike
+from espresso.comm.parameter_server.board import Board, Fact, MpiMail, StoreMail, check_alike
 from espresso.comm.parameter_server.client import Client
-from espresso.comm.parameter_server.door import Door, knock
-from espresso.comm.parameter_server.secret import introduce
+from espresso.comm.parameter_server.secret import Door, introduce, knock
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.transport import GlooTransport, Transport
 
@@ -202,21 +201,19 @@ def join(settings: ServerSettings) -> Joined:
     if not uses_mpi:
         _default_master(launch)
     address = local_address()
-    board: MpiBoard | StoreBoard = MpiBoard(settings.timeout_s) if uses_mpi else StoreBoard(launch, settings.timeout_s)
+    mail = MpiMail(settings.timeout_s) if uses_mpi else StoreMail(launch, settings.timeout_s)
+    board = Board(mail, launch)
     door = Door(address, board.secret)
     facts = board.exchange(Fact(build(), launch.world_size, node_key(), address, door.port))
     check_alike(facts)
     roles = assign_roles([fact.node for fact in facts], settings)
     rank = roles.order.index(launch.rank)
     if rank < len(roles.workers):
-        for number, server in enumerate(roles.servers):
-            fact = facts[server]
-            knock(
-                rank, len(roles.workers) + number, fact.address, fact.door, board.secret, min(settings.timeout_s, 20.0)
-            )
+        for number, fact in enumerate((facts[server] for server in roles.servers), start=len(roles.workers)):
+            knock(rank, number, fact.address, fact.door, board.secret, min(settings.timeout_s, 20.0))
     board.exchange(None)
     door.close()
-    transport = _transport(board, roles, rank, settings)
+    transport = _transport(mail, roles, rank, settings)
     workers, servers = range(len(roles.workers)), range(len(roles.workers), len(roles.order))
     introduce(transport, servers if rank in workers else workers, board.secret, settings.timeout_s)
     if rank < len(roles.workers):
@@ -252,12 +249,12 @@ def _default_master(launch: Launch) -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def _transport(board: MpiBoard | StoreBoard, roles: Roles, rank: int, settings: ServerSettings) -> Transport:
-    if isinstance(board, MpiBoard):
+def _transport(mail: MpiMail | StoreMail, roles: Roles, rank: int, settings: ServerSettings) -> Transport:
+    if isinstance(mail, MpiMail):
         from espresso.comm.parameter_server.mpi import MpiTransport
 
-        return MpiTransport(board.world, list(roles.order))
-    return GlooTransport(board.store, rank, len(roles.order), settings.timeout_s)
+        return MpiTransport(mail.world, list(roles.order))
+    return GlooTransport(mail.store, rank, len(roles.order), settings.timeout_s)
 
 
 def _enter_world(launch: Launch, roles: Roles, facts: Sequence[Fact], rank: int) -> None:

@@ -15,6 +15,7 @@ from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.client import PATIENCE_S, Client, Line
 from espresso.comm.parameter_server.wire import (
     NAMESPACE_SHIFT,
+    NUMBERS,
     Coding,
     Flag,
     Header,
@@ -42,6 +43,8 @@ class Link:
         self, client: Client, ranks: Sequence[int], store: ResidualStore, timeout_s: float, namespace: int
     ) -> None:
         self.client, self._ranks, self._store, self._timeout_s = client, tuple(ranks), store, timeout_s
+        if namespace >= NUMBERS:
+            raise EspressoError(f"state number {namespace} of the servers' {NUMBERS}: make fewer states in one launch")
         self._namespace = namespace
         self._count = 0
         self._live: dict[int, Key] = {}
@@ -104,9 +107,15 @@ class Link:
 
         Raises:
             DisagreementError: another worker has another strategy or cut.
+            EspressoError: more keys than there are numbers.
         """
         for number in [n for n, key in self._live.items() if self._touches(key, only)]:
             del self._live[number]
+        if len(self._live) + len(keys) > NUMBERS:
+            raise EspressoError(
+                f"{len(self._live) + len(keys)} keys of one job at its servers are more than {NUMBERS}: use larger"
+                " partitions"
+            )
         loads = [0] * self.client.num_servers
         for key in self._live.values():
             loads[key.server] += key.load_bytes
@@ -142,7 +151,7 @@ class Link:
 
     def _next_number(self) -> int:
         while True:
-            number = (self._namespace << NAMESPACE_SHIFT) | (self._count & ((1 << NAMESPACE_SHIFT) - 1))
+            number = (self._namespace << NAMESPACE_SHIFT) | self._count % NUMBERS
             self._count += 1
             if number not in self._live:
                 return number
@@ -152,45 +161,24 @@ class Link:
 
     def _resettle(self, orphans: Sequence[Held], numels: Mapping[str, int]) -> None:
         """Give pieces to the keys that hold their ranges now; what is in no key is carried by this rank."""
-        known, self._waiting = self._split_waiting(numels)
+        known = [piece for piece in self._waiting if piece.tensor in numels]
+        self._waiting = [piece for piece in self._waiting if piece.tensor not in numels]
         shares: dict[int, list[Held]] = {}
         for piece in [*orphans, *known]:
-            for server, part in self._homes(piece):
-                if server is None:
-                    self._store.add_carry(part.tensor, part.start, part.values, numels[part.tensor])
-                elif np.any(part.values):
-                    shares.setdefault(server, []).append(part)
+            left = piece.values.copy()
+            for key in self._live.values():
+                for stretch in key.stretches if key.keeps_residual else ():
+                    low = max(stretch.start, piece.start) - piece.start
+                    high = min(stretch.start + stretch.numel, piece.start + left.size) - piece.start
+                    if stretch.tensor == piece.tensor and low < high:
+                        if np.any(left[low:high]):
+                            part = Held(piece.tensor, piece.start + low, left[low:high].copy())
+                            shares.setdefault(key.server, []).append(part)
+                        left[low:high] = 0
+            self._store.add_carry(piece.tensor, piece.start, left, numels[piece.tensor])
         bodies = {server: (self._namespace, pieces) for server, pieces in shares.items()}
         if bodies:
             self.client.ask_all(Op.PLACE, bodies, self._timeout_s)
-
-    def _split_waiting(self, numels: Mapping[str, int]) -> tuple[list[Held], list[Held]]:
-        """Loaded pieces of tensors whose keys are known now, and the others."""
-        known = [piece for piece in self._waiting if piece.tensor in numels]
-        return known, [piece for piece in self._waiting if piece.tensor not in numels]
-
-    def _homes(self, piece: Held) -> list[tuple[int | None, Held]]:
-        """The piece cut along the keys that keep a residual; None where no key does."""
-        parts: list[tuple[int | None, Held]] = []
-        at, end = piece.start, piece.start + piece.values.size
-        homes = sorted(
-            (stretch.start, stretch.start + stretch.numel, key.server)
-            for key in self._live.values()
-            if key.keeps_residual
-            for stretch in key.stretches
-            if stretch.tensor == piece.tensor
-        )
-        for low, high, server in homes:
-            low, high = max(low, at), min(high, end)
-            if low >= high:
-                continue
-            if at < low:
-                parts.append((None, _cut(piece, at, low)))
-            parts.append((server, _cut(piece, low, high)))
-            at = high
-        if at < end:
-            parts.append((None, _cut(piece, at, end)))
-        return parts
 
     # -- rounds ----------------------------------------------------------------------------------
 
@@ -251,7 +239,3 @@ class Link:
         ]
         live = {stretch.tensor for key in self._live.values() for stretch in key.stretches}
         self._resettle([], {tensor: numels[tensor] for tensor in live})
-
-
-def _cut(piece: Held, low: int, high: int) -> Held:
-    return Held(piece.tensor, low, piece.values[low - piece.start : high - piece.start])

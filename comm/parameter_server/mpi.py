@@ -27,9 +27,9 @@ class _MpiPending:
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not self.over.wait(timeout_s):
-            raise LinkError(f"rank {self.peer}: no message within {timeout_s:g} s")
+            raise LinkError(f"rank {self.peer}: no message within {timeout_s:g} s", self.peer)
         if self.error is not None:
-            raise LinkError(f"rank {self.peer}: {self.error}") from self.error
+            raise LinkError(f"rank {self.peer}: {self.error}", self.peer) from self.error
 
 
 class MpiTransport:
@@ -66,7 +66,7 @@ class MpiTransport:
 
     def _submit(self, start: Any, peer: int) -> Pending:
         if self._closed:
-            raise LinkError(f"rank {peer}: the connection is closed")
+            raise LinkError(f"rank {peer}: the connection is closed", peer)
         pending = _MpiPending(start, peer)
         self._todo.append(pending)
         self._wake.set()

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -30,30 +30,23 @@ from espresso.comm.errors import EspressoError, ProtocolError
 from espresso.comm.memory import Codecs
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.holdings import PATIENCE, Holdings, Offers
-from espresso.comm.parameter_server.measure import measure_server
-from espresso.comm.parameter_server.sums import KeySum, Slots
+from espresso.comm.parameter_server.sums import KeySum, Slots, measure_server
 from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport
-from espresso.comm.parameter_server.wire import BODIES, HEADER_BYTES, Flag, Header, Key, Op, Table, Tag
+from espresso.comm.parameter_server.wire import HEADER_BYTES, Flag, Header, Key, Op, Table, Tag, hear_body, say
 
 logger = logging.getLogger("espresso")
 
-T = TypeVar("T")
-
 DEFAULT_MEMORY_BYTES = 1 << 30
+
+SILENCE_S = 24 * 3600.0
+"""Workers may evaluate or save for hours between two steps. MPI does not tell of one that is gone for good."""
+
 _NOTICE_S = 5.0
 _LOOK_S = 0.1
 
 
 class Overdue(LinkError):
     """A worker's push, or its table, did not come, while others wait for it."""
-
-
-class _Lost(Exception):
-    """An answer could not be sent to a worker."""
-
-    def __init__(self, worker: int, error: LinkError) -> None:
-        super().__init__(str(error))
-        self.worker, self.error = worker, error
 
 
 @dataclass(frozen=True)
@@ -73,6 +66,7 @@ class Server:
         codecs: where codecs come from; engine threads use those of the training device.
         engines: threads that add up.
         timeout_s: a payload that was announced, or an answer that is not taken, for so long is an error.
+        silence_s: a worker that says nothing for so long is an error.
         memory_bytes: for what was pushed and not yet added up.
         prepare: compiles the kernels of compressors for gradient types; called when workers ask for it.
     """
@@ -85,12 +79,14 @@ class Server:
         *,
         engines: int = 4,
         timeout_s: float = 300.0,
+        silence_s: float = SILENCE_S,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         prepare: Callable[[Any, Any], None] = lambda specs, dtypes: None,
     ) -> None:
         if engines < 1:
             raise ValueError(f"a server needs at least one engine thread, got {engines}")
-        self._transport, self._codecs, self._timeout_s = transport, codecs, timeout_s
+        self._transport, self._codecs = transport, codecs
+        self._timeout_s, self._silence_s = timeout_s, silence_s
         self.rank = transport.rank
         self._index = transport.rank - num_workers
         self._num_workers = num_workers
@@ -139,7 +135,7 @@ class Server:
             posted = self._post_header(worker)
             while True:
                 data, pending = posted
-                pending.wait()
+                pending.wait(self._silence_s)
                 header = Header.unpack(data)
                 if header.op is Op.LEAVE:
                     arriving.put(None)
@@ -227,29 +223,19 @@ class Server:
 
     def _finish_round(self, summed: KeySum, header: Header) -> None:
         # The answer before the last was pulled by everybody, or nobody could have pushed this round.
-        self._await_sent(summed.sends[summed.parity], Deadline(self._timeout_s))
-        summed.sends[summed.parity].clear()
-        summed.settle(bool(header.flags & Flag.KEPT))
         sends = summed.sends[summed.parity]
+        _wait_for(sends, Deadline(self._timeout_s))
+        sends.clear()
+        summed.settle(bool(header.flags & Flag.KEPT))
         answer, block = summed.add_up(header.step, header.scale)
         self._slots.give(block)
         for worker in summed.key.workers:
-            send = partial(self._transport.send, Channel.DATA, worker, summed.tag, answer)
-            sends.append((worker, self._sent(worker, send)))
-
-    def _sent(self, worker: int, call: Callable[[], T]) -> T:
-        """Call it; a lost connection is the worker's doing."""
-        try:
-            return call()
-        except LinkError as error:
-            raise _Lost(worker, error) from error
+            sends.append(self._transport.send(Channel.DATA, worker, summed.tag, answer))
 
     # -- control ---------------------------------------------------------------------------------
 
     def _control(self, worker: int, header: Header) -> None:
-        data = np.empty(header.num_bytes, np.uint8)
-        self._transport.receive(Channel.CONTROL, worker, Tag.BODY, data).wait(self._timeout_s)
-        body = BODIES.unpack(data)
+        body = hear_body(self._transport, worker, Tag.HEADER, header, Deadline(self._timeout_s))
         if header.op is Op.INSTALL:
             self._offer(worker, body)
             return
@@ -276,16 +262,8 @@ class Server:
         """Send each worker its answer, and wait until all have taken theirs."""
         until, pending = Deadline(timeout_s), []
         for worker, (op, body) in answers.items():
-            data = BODIES.pack(body)
-            header = Header(op, self.rank, num_bytes=data.nbytes).pack()
-            for tag, message in ((Tag.ANSWER, header), (Tag.ANSWER_BODY, data)):
-                send = partial(self._transport.send, Channel.CONTROL, worker, tag, message)
-                pending.append((worker, self._sent(worker, send)))
-        self._await_sent(pending, until)
-
-    def _await_sent(self, pending: Iterable[tuple[int, Pending]], until: Deadline) -> None:
-        for worker, one in pending:
-            self._sent(worker, partial(one.wait, until.left_s))
+            pending += say(self._transport, worker, Tag.ANSWER, op, body)
+        _wait_for(pending, until)
 
     def _offer(self, worker: int, table: Table) -> None:
         """Take a worker's table; when all have offered theirs, install it or refuse it to all."""
@@ -301,7 +279,7 @@ class Server:
                 installed, retired = self._held.install(table)
         limit_s = PATIENCE * table.timeout_s
         # Without the lock: a worker that does not take its last answer must not hold up the others' states.
-        self._await_sent((pair for summed in retired for sends in summed.sends for pair in sends), Deadline(limit_s))
+        _wait_for((one for summed in retired for sends in summed.sends for one in sends), Deadline(limit_s))
         if refusal is not None:
             self._answer(dict.fromkeys(table.workers, (Op.REFUSAL, refusal)), limit_s)
             return
@@ -327,8 +305,8 @@ class Server:
 
     def _fail(self, worker: int | None, error: BaseException, key: Key | None = None) -> None:
         """Tell the other workers once, and stop. ``worker`` is to blame, unless the error says who was lost."""
-        if isinstance(error, _Lost):
-            worker, error = error.worker, error.error
+        if isinstance(error, LinkError) and error.peer is not None:
+            worker = error.peer
         with self._lock:
             if self.error is not None or self._over.is_set():
                 return
@@ -360,20 +338,16 @@ class Server:
 
     def _notify(self, text: str, lost: int | None) -> None:
         """Have all workers that are still there hear of it; ``lost`` is not."""
-        data = BODIES.pack(text)
-        header = Header(Op.NOTICE, self.rank, num_bytes=data.nbytes).pack()
-        sends = []
-        for worker in range(self._num_workers):
-            if worker in self._left or worker == lost:
-                continue
-            try:
-                sends += [
-                    self._transport.send(Channel.CONTROL, worker, Tag.NOTICE, header),
-                    self._transport.send(Channel.CONTROL, worker, Tag.NOTICE_BODY, data),
-                ]
-            except LinkError:
-                continue  # it is gone as well
+        sends: list[Pending] = []
+        for worker in set(range(self._num_workers)) - self._left - {lost}:
+            with suppress(LinkError):  # it may be gone as well
+                sends += say(self._transport, worker, Tag.NOTICE, Op.NOTICE, text)
         until = Deadline(_NOTICE_S)
         for pending in sends:
             with suppress(LinkError):
                 pending.wait(until.left_s)
+
+
+def _wait_for(pending: Iterable[Pending], until: Deadline) -> None:
+    for one in pending:
+        one.wait(until.left_s)

@@ -11,7 +11,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +27,9 @@ from espresso.comm.memory import Codecs
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.parameter_server.transport import Pending
-from espresso.comm.parameter_server.wire import Coding, Held, Key
-from espresso.compressors.base import Array, Decoding, DrawKey, Encoding, Layout, Segment
-from espresso.strategies import Device, Run, Site
+from espresso.comm.parameter_server.wire import Coding, Key
+from espresso.compressors.base import Array, Decoding, DrawKey, Encoding, Feedback, Layout, Segment
+from espresso.strategies import CompressorSpec, Device, Run, Site
 
 _TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -92,7 +96,7 @@ class KeySum:
         self.first_s = 0.0
         self.taking = threading.Lock()
         self.rounds = 0
-        self.sends: tuple[list[tuple[int, Pending]], list[tuple[int, Pending]]] = ([], [])
+        self.sends: tuple[list[Pending], list[Pending]] = ([], [])
         self.written_step = -1
         self.residual: Residual | None = None
         self._rows: Bytes | None = None
@@ -202,30 +206,57 @@ class KeySum:
     def settle_unless(self, discarded: frozenset[int]) -> None:
         self.settle(self.written_step not in discarded)
 
-    def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply what is kept of the named tensors."""
-        for residual, run, at in self._stretches():
-            if run.tensor in factors:
-                residual.scale(at, run.numel, factors[run.tensor])
-
-    def kept(self) -> list[Held]:
-        """Copies of what it keeps."""
-        return [
-            Held(run.tensor, run.tensor_start, residual.read(at, run.numel)) for residual, run, at in self._stretches()
-        ]
-
-    def forget(self) -> None:
-        """Keep nothing."""
-        self.settle(False)
-        if self.residual is not None:
-            self.residual.clear()
-
-    def _stretches(self) -> list[tuple[Residual, Run, int]]:
-        residual = self.residual
-        if residual is None:
-            return []
-        return [(residual, run, at) for run, at in zip(residual.runs, residual.starts, strict=True)]
-
     @property
     def coding_is_plain(self) -> bool:
         return self.key.up is Coding.RAW
+
+
+# -- what it takes -------------------------------------------------------------------------------
+
+SUM_ELEMENTS = 1 << 20
+_REPEATS = 5
+
+MEASURED_GAIN = 0.5
+"""Any but 1: encoders that do not fuse the feedback gain take one more pass for it."""
+
+
+def measure_server(
+    codecs: Codecs, spec: CompressorSpec | None, sizes: Sequence[int], num_workers: int
+) -> dict[str, Any]:
+    """Times on one engine thread, medians, in microseconds.
+
+    Returns:
+        ``sum_us_per_kb`` of contributions; ``encode`` and ``decode``: (elements, us) per size, decode per payload.
+    """
+    a, b = np.ones(SUM_ELEMENTS, np.float32), np.ones(SUM_ELEMENTS, np.float32)
+    out = np.empty_like(a)
+    sum_us = _time(lambda: np.add(a, b, out=out))
+    result: dict[str, Any] = {"sum_us_per_kb": sum_us / (2 * a.nbytes / 1e3), "encode": [], "decode": []}
+    if spec is None:
+        return result
+    codec = codecs(spec, Device.TRAINING)
+    for size in sizes:
+        layout = codec.compressor.layout([Segment("probe", 0, size)])
+        starts = np.zeros(1, np.int64)
+        source = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+        rows = np.zeros((num_workers, layout.num_bytes), np.uint8)
+        feedback = None
+        if codec.compressor.traits.error_feedback:
+            feedback = Feedback(np.zeros(size, np.float32), np.zeros(size, np.float32), starts, MEASURED_GAIN)
+
+        encoding = Encoding(layout, source, starts, feedback=feedback)
+        result["encode"].append((size, _time(partial(codec.encode, encoding, rows[0]))))
+        rows[1:] = rows[0]
+        decode = partial(codec.decode, Decoding(layout, source, starts), rows)
+        result["decode"].append((size, _time(decode) / num_workers))
+    return result
+
+
+def _time(run: Callable[[], Any]) -> float:
+    run()
+    times = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return median(times)

@@ -26,7 +26,15 @@ class Channel(Enum):
 
 
 class LinkError(EspressoError):
-    """A message did not get through: the other side is gone, hangs or cannot be reached."""
+    """A message did not get through: the other side is gone, hangs or cannot be reached.
+
+    Attributes:
+        peer: the rank at the other end, where a transport found out.
+    """
+
+    def __init__(self, text: str, peer: int | None = None) -> None:
+        super().__init__(text)
+        self.peer = peer
 
 
 class Deadline:
@@ -83,7 +91,7 @@ class _GlooPending:
         try:
             self._work.wait(FOREVER if timeout_s is None else timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise LinkError(f"rank {self._peer}: {_worded(error)}") from error
+            raise LinkError(f"rank {self._peer}: {_worded(error)}", self._peer) from error
 
 
 class GlooTransport:
@@ -122,7 +130,7 @@ class GlooTransport:
         try:
             return _GlooPending(call([buffer], peer, tag), peer, buffer)
         except RuntimeError as error:
-            raise LinkError(f"rank {peer}: {_worded(error)}") from error
+            raise LinkError(f"rank {peer}: {_worded(error)}", peer) from error
 
     def close(self) -> None:
         self._groups.clear()

@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from espresso.comm.errors import ProtocolError
 from espresso.comm.messages import Bytes, Messages
+from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport
 from espresso.strategies import CompressorSpec
 
 MAGIC, VERSION = b"ESPS", 2
@@ -67,7 +68,7 @@ class Flag(IntFlag):
 
 
 class Tag(IntEnum):
-    """Message tags. Data goes under tags from ``KEYS`` to ``LAST``, the highest that every MPI has."""
+    """Message tags, a body's after its header's. Data goes under ``KEYS`` to ``LAST``, the highest every MPI has."""
 
     HEADER = 1
     BODY = 2
@@ -82,7 +83,10 @@ class Tag(IntEnum):
 
 
 NAMESPACE_SHIFT = 16
-"""Key numbers: the state above this bit, its key below."""
+"""Key numbers have 32 bits: the state above this bit, its key below."""
+
+NUMBERS = 1 << NAMESPACE_SHIFT
+"""Of states in a job, and of keys in a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +249,32 @@ class Installed:
 
 BODIES = Messages(Table, Key, Stretch, Held, Installed, CompressorSpec, Coding)
 """How bodies are written and read."""
+
+
+def say(transport: Transport, peer: int, tag: Tag, op: Op, body: Any) -> list[Pending]:
+    """Start to send a header and a body: under ``tag`` and the one after it."""
+    data = BODIES.pack(body)
+    header = Header(op, transport.rank, num_bytes=data.nbytes).pack()
+    return [transport.send(Channel.CONTROL, peer, tag + more, part) for more, part in enumerate((header, data))]
+
+
+def hear(transport: Transport, peer: int, tag: Tag, until: Deadline | None) -> tuple[Header, Any]:
+    """A header and its body, None if it announces none; without ``until`` there is no limit to the wait.
+
+    Raises:
+        LinkError, ProtocolError: it did not come, or is malformed.
+    """
+    data = np.empty(HEADER_BYTES, np.uint8)
+    transport.receive(Channel.CONTROL, peer, tag, data).wait(None if until is None else until.left_s)
+    header = Header.unpack(data)
+    return header, hear_body(transport, peer, tag, header, until) if header.num_bytes else None
+
+
+def hear_body(transport: Transport, peer: int, tag: Tag, header: Header, until: Deadline | None) -> Any:
+    """The body that a header announced under ``tag``."""
+    data = np.empty(header.num_bytes, np.uint8)
+    transport.receive(Channel.CONTROL, peer, tag + 1, data).wait(None if until is None else until.left_s)
+    return BODIES.unpack(data)
 
 
 def balance(loads: Sequence[int], num_servers: int, already: Sequence[int]) -> list[int]:
