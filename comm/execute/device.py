@@ -30,8 +30,8 @@ import torch
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute.assignment import Interval, Record
 from espresso.comm.execute.failure import StalledError
-from espresso.comm.execute.iteration import Future, Work
 from espresso.comm.execute.lanes import LAUNCH, Node
+from espresso.comm.execute.programs import Future, Work
 from espresso.comm.execute.streams import OUT, STREAM_OF, Event, Streams
 from espresso.comm.memory import DeviceMemory, Memory
 from espresso.strategies import Lane, Routine, Stage, StepKind

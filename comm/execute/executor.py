@@ -34,11 +34,9 @@ from espresso.comm.execute.failure import Failure, StalledError, worded
 from espresso.comm.execute.host import HostSide
 from espresso.comm.execute.iteration import Course, Iteration, Side, fail_open
 from espresso.comm.execute.lanes import Lanes, Node
-from espresso.comm.execute.plain import Plain
-from espresso.comm.execute.planned import Planned
+from espresso.comm.execute.planned import Plain, Planned
 from espresso.comm.execute.programs import Programs
 from espresso.comm.execute.tasks import Tasks
-from espresso.comm.execute.watchdog import Watchdog
 from espresso.comm.groups import Groups
 from espresso.comm.keep.factors import FactorStore
 from espresso.comm.keep.store import ResidualStore
@@ -48,6 +46,9 @@ from espresso.comm.program import Codecs, Context
 from espresso.strategies import Bucket, Scope
 
 __all__ = ["Assignment", "Executor", "Interval", "Planner", "Record"]
+
+LOOK_S = 0.5
+"""So often the watchdog looks at the state of things; it touches nothing outside this process."""
 
 LISTEN_AFTER_S = 1.0
 """A step that makes no progress for so long looks whether another rank said that it failed."""
@@ -107,7 +108,9 @@ class Executor:
         self._alarm = Alarm(groups.rank, groups.all_objects, self._progress)
         self._failure = Failure(groups.rank, groups.rank_in, self._alarm, servers, self._progress, self._release)
         groups.witness = self._failure
-        self._watchdog = Watchdog(self._look)
+        self._stopped = threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, name="espresso-watchdog", daemon=True)
+        self._watchdog.start()
         if servers is not None:
             servers.on_failure(self._lanes.fail)
 
@@ -317,6 +320,10 @@ class Executor:
             return Progress(self._count)
         return Progress(iteration.record.iteration, iteration.num_seen, iteration.course.place())
 
+    def _watch(self) -> None:
+        while not self._stopped.wait(LOOK_S):
+            self._look()
+
     def _look(self) -> None:
         """The watchdog: fail an iteration that outlives its deadline, or that waits for a rank that failed."""
         iteration = self._iteration
@@ -362,7 +369,7 @@ class Executor:
         Returns:
             Whether all threads have ended and nothing is under way.
         """
-        self._watchdog.stop()
+        self._stopped.set()
         unjudged, self._unjudged = self._unjudged, None
         if self.error is None and unjudged is not None:
             with suppress(EspressoError):  # a payload that was malformed is of no use to anybody now
@@ -383,7 +390,7 @@ class Executor:
         if (self._failure.begun or iteration is not None) and not keeps_groups:
             self._groups.break_off()
         deadline = time.monotonic() + 2.0
-        for thread in (*threads, self._watchdog.thread):
+        for thread in (*threads, self._watchdog):
             if thread is not threading.current_thread():
                 thread.join(timeout=max(deadline - time.monotonic(), 0.0))
         self._alarm.close()

@@ -10,14 +10,21 @@ from typing import Any
 import torch
 
 from espresso.comm.execute.assignment import Interval, Record
-from espresso.comm.execute.iteration import Future, Work
 from espresso.comm.execute.lanes import Node
+from espresso.comm.execute.programs import Future, Work
 from espresso.comm.memory import HOST, Memory
 from espresso.strategies import Lane
 
 
 class HostSide:
-    """The host's threads."""
+    """The host's threads. :class:`DeviceSide` has the same methods and attributes.
+
+    Attributes:
+        averages_alone: whether a bucket may go to the library without lanes (:class:`Averaging`).
+        judges_late: whether it takes a wait for the device to know how an iteration went.
+        memory: where gradients are.
+        host: where offloaded steps work.
+    """
 
     averages_alone = True
     judges_late = False
@@ -27,25 +34,28 @@ class HostSide:
         self.host: Memory = HOST
 
     def begin(self, record: Record, patience_s: float) -> HostPass:
+        """A new backward pass; on a device waits for it, where any do, last ``patience_s``."""
         return HostPass(record)
 
     def watch(self, clock: Any) -> None:
-        """Nothing to tell: the host's clock is everybody's."""
+        """Have ``clock.read`` called with a device's times after every iteration (None: no more). None here."""
 
 
 class HostPass:
-    """One backward pass on the host."""
+    """One backward pass on the host; :class:`DevicePass` has the same methods."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
 
     def new_future(self) -> Future:
+        """For the hook to return."""
         return torch.futures.Future()
 
     def prepared(self, bucket: int) -> None:
-        """Nothing: what was done here is done."""
+        """Everything that a bucket's tasks wait for was done, or launched on backward's stream."""
 
     def node(self, work: Work, after: Node | None, on_done: Callable[[Work], None]) -> Node:
+        """The node of a task, to follow ``after``; ``on_done`` is called when it is carried out, or launched."""
         return Node(
             lanes=work.task.lanes,
             bucket=work.bucket,
@@ -57,18 +67,25 @@ class HostPass:
         )
 
     def hand_over(self, bucket: int, buffer: torch.Tensor, future: Future) -> None:
+        """Complete a future: its bucket's tasks are done, or launched."""
         future.set_result(buffer)
 
     def seal(self) -> None:
-        """Nothing: everything is known."""
+        """All tasks are done, or launched: begin to find out how they went. Here it is known."""
 
     def read(self, record: Record) -> bool:
+        """Wait for what ``seal`` began. Whether everything that was noted on the way is finite.
+
+        Raises:
+            EspressoError: on a device: it took too long, or a payload was malformed.
+        """
         return True
 
     def note_times(self, record: Record) -> None:
-        """Nothing: the record has the host's times already."""
+        """Put times that only the device knows into the record, after ``read``. It has the host's already."""
 
     def aside(self) -> AbstractContextManager[Any]:
+        """Where the planner's work between iterations runs."""
         return nullcontext()
 
     def _done(self, work: Work, on_done: Callable[[Work], None], node: Node) -> None:

@@ -1,127 +1,27 @@
-"""One backward pass: its state, and the two protocols by which it is carried out.
+"""One backward pass: its state, and what it is carried out by.
 
 ::
 
     Course   how its buckets are averaged: ``Averaging``, ``Planned`` or ``Plain``
-    Side     where tasks run: ``HostSide`` on threads, ``DeviceSide`` on streams
+    Side     where tasks run: ``HostSide`` on threads, ``DeviceSide`` on streams; a ``Pass`` of it for each iteration
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 
 from espresso.comm.execute.assignment import Record
-from espresso.comm.execute.lanes import Node
-from espresso.comm.memory import Memory
-from espresso.comm.program import PartitionProgram
-from espresso.strategies import Bucket, Task
+from espresso.comm.execute.device import DevicePass, DeviceSide
+from espresso.comm.execute.host import HostPass, HostSide
+from espresso.comm.execute.programs import Future
+from espresso.strategies import Bucket
 
-Future = torch.futures.Future[torch.Tensor]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Work:
-    """A task as this rank carries it out.
-
-    Attributes:
-        bucket: DDP's number.
-        number: of the task in the plan of all the iteration's buckets.
-        partition: likewise.
-        before: what this rank does before it in the same partition.
-        finish: what is to be done after it, if it is its partition's last.
-    """
-
-    program: PartitionProgram
-    task: Task
-    bucket: int
-    number: int
-    partition: int
-    before: Work | None
-    finish: Callable[[], None] | None
-
-    def label(self) -> str:
-        """What people call it in errors."""
-        flows, scope = self.program.flows, self.task.step.scope
-        peers = () if scope is None else self.program.context.members[scope].ranks
-        which = f"step {self.task.step_index + 1}/{len(flows)} '{self.task.step}'"
-        return described(which, self.bucket, self.program.tensors, peers)
-
-
-def described(which: str, bucket: int, tensors: Sequence[str], peers: Sequence[int]) -> str:
-    """A step of a bucket in people's words: which one, of which tensors, with which ranks."""
-    names = tensors[0] if len(tensors) == 1 else f"{tensors[0]} … {tensors[-1]}" if tensors else "nothing"
-    ranks = f" with ranks {', '.join(map(str, peers[:8]))}{', …' if len(peers) > 8 else ''}" if peers else ""
-    return f"{which} of bucket {bucket} (tensors {names}){ranks}"
-
-
-class Pass(Protocol):
-    """One backward pass on a side."""
-
-    def new_future(self) -> Future:
-        """For the hook to return."""
-        ...
-
-    def prepared(self, bucket: int) -> None:
-        """Everything that a bucket's tasks wait for was launched on backward's stream."""
-        ...
-
-    def node(self, work: Work, after: Node | None, on_done: Callable[[Work], None]) -> Node:
-        """The node of a task, to follow ``after``; ``on_done`` is called when it is carried out, or launched."""
-        ...
-
-    def hand_over(self, bucket: int, buffer: torch.Tensor, future: Future) -> None:
-        """Complete a future: its bucket's tasks are done, or launched."""
-        ...
-
-    def seal(self) -> None:
-        """All tasks are done, or launched: begin to find out how they went."""
-        ...
-
-    def read(self, record: Record) -> bool:
-        """Wait for what ``seal`` began. Whether everything that was noted on the way is finite.
-
-        Raises:
-            EspressoError: it took too long, or a payload was malformed.
-        """
-        ...
-
-    def note_times(self, record: Record) -> None:
-        """Put times that only the device knows into the record. After ``read``."""
-        ...
-
-    def aside(self) -> AbstractContextManager[Any]:
-        """Where the planner's work between iterations runs."""
-        ...
-
-
-class Side(Protocol):
-    """Where tasks run.
-
-    Attributes:
-        averages_alone: whether a bucket may go to the library without lanes (:class:`Averaging`).
-        judges_late: whether it takes a wait for the device to know how an iteration went.
-        memory: where gradients are.
-        host: where offloaded steps work.
-    """
-
-    averages_alone: bool
-    judges_late: bool
-    memory: Memory
-    host: Memory
-
-    def begin(self, record: Record, patience_s: float) -> Pass:
-        """A new backward pass; waits for the device, where any do, last ``patience_s``."""
-        ...
-
-    def watch(self, clock: Any) -> None:
-        """Have ``clock.read`` called with the device's times after every iteration (None: no more)."""
-        ...
+Pass = HostPass | DevicePass
+Side = HostSide | DeviceSide
 
 
 class Course(Protocol):

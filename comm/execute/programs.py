@@ -1,16 +1,55 @@
-"""Plans compiled for this rank, once per plan, and what they keep put in use."""
+"""Plans compiled for this rank, once per plan, and what they keep put in use; tasks as this rank carries them out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from espresso.comm.execute.assignment import Assignment
 from espresso.comm.keep.residual import Residual
 from espresso.comm.parameter_server import Line
 from espresso.comm.parameter_server.wire import Key
 from espresso.comm.program import Context, PartitionProgram
-from espresso.strategies import Bucket, Plan, Strategy, plan
+from espresso.strategies import Bucket, Plan, Strategy, Task, plan
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Work:
+    """A task as this rank carries it out.
+
+    Attributes:
+        bucket: DDP's number.
+        number: of the task in the plan of all the iteration's buckets.
+        partition: likewise.
+        before: what this rank does before it in the same partition.
+        finish: what is to be done after it, if it is its partition's last.
+    """
+
+    program: PartitionProgram
+    task: Task
+    bucket: int
+    number: int
+    partition: int
+    before: Work | None
+    finish: Callable[[], None] | None
+
+    def label(self) -> str:
+        """What people call it in errors."""
+        flows, scope = self.program.flows, self.task.step.scope
+        peers = () if scope is None else self.program.context.members[scope].ranks
+        which = f"step {self.task.step_index + 1}/{len(flows)} '{self.task.step}'"
+        return described(which, self.bucket, self.program.tensors, peers)
+
+
+def described(which: str, bucket: int, tensors: Sequence[str], peers: Sequence[int]) -> str:
+    """A step of a bucket in people's words: which one, of which tensors, with which ranks."""
+    names = tensors[0] if len(tensors) == 1 else f"{tensors[0]} … {tensors[-1]}" if tensors else "nothing"
+    ranks = f" with ranks {', '.join(map(str, peers[:8]))}{', …' if len(peers) > 8 else ''}" if peers else ""
+    return f"{which} of bucket {bucket} (tensors {names}){ranks}"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from functools import partial
 
 import torch
 
-from espresso.comm.execute.iteration import Iteration, Work
+from espresso.comm.execute.iteration import Iteration
 from espresso.comm.execute.lanes import Lanes, Node
-from espresso.comm.execute.programs import Compiled, Programs
+from espresso.comm.execute.programs import Compiled, Programs, Work
 from espresso.comm.program import Context, PartitionProgram, Round
 from espresso.strategies import Bucket
 
