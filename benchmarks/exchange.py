@@ -14,8 +14,7 @@ import torch
 from espresso.comm.execute.executor import Assignment, Executor, Record
 from espresso.comm.execute.iteration import Side
 from espresso.comm.groups import Groups
-from espresso.comm.keep.store import ResidualStore
-from espresso.comm.keep.velocities import Velocities
+from espresso.comm.keep.store import ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link
 from espresso.comm.program import TORCH_DTYPES, Codecs
 from espresso.compressors.base import Correction

@@ -13,7 +13,9 @@ from benchmarks.exchange import Exchange
 from benchmarks.ports import free_port
 from benchmarks.rank_pool import NUM_RANKS, RankPool
 from espresso.comm.errors import EspressoError
-from espresso.comm.parameter_server import Client, GlooTransport, Server
+from espresso.comm.parameter_server import Client
+from espresso.comm.parameter_server.server import Server
+from espresso.comm.parameter_server.transport import GlooTransport
 from espresso.live.host_codecs import HostCodecs
 
 NUM_SERVERS = 3

@@ -16,7 +16,7 @@ import pytest
 import torch
 from compressor_cases import numbers
 
-from espresso.comm.keep.factors import FactorStore
+from espresso.comm.keep.store import FactorStore
 from espresso.compressors import (
     Correction,
     Decoding,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.exchange import Exchange, digest, make_buckets, numels_of, planned
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.execute.executor import Assignment
-from espresso.comm.keep.factors import FactorStore
+from espresso.comm.keep.store import FactorStore
 from espresso.compressors import Decoding, DrawKey, Encoding, Feedback, Segment, create, cuda_codec, host_codec
 from espresso.compressors.powersgd import PowerSgd, matrix_of
 from espresso.compressors.schedule import check_choices

@@ -15,7 +15,9 @@ import pytest
 
 from espresso.comm.errors import EspressoError
 from espresso.comm.keep.store import ResidualStore
-from espresso.comm.parameter_server import Channel, Client, Line, Link, LinkError, Server
+from espresso.comm.parameter_server import Client, Line, Link
+from espresso.comm.parameter_server.server import Server
+from espresso.comm.parameter_server.transport import Channel, LinkError
 from espresso.comm.parameter_server.wire import (
     BODIES,
     HEADER_BYTES,
@@ -222,9 +224,7 @@ def test_tags_stay_below_what_every_mpi_has():
 def test_more_keys_than_numbers_are_an_error():
     link = Link(Client(connected(2)[0], 1), (0,), ResidualStore(), 1.0, 3)
     keys = table((0,), 1, 1.0).keys * 65_537
-    with pytest.raises(
-        EspressoError, match="65537 keys of one job at its servers are more than 65536: use"
-    ):
+    with pytest.raises(EspressoError, match="65537 keys of one job at its servers are more than 65536: use"):
         link.install(keys, {}, {"w0": BYTES // 4}, None, "s")
     with pytest.raises(EspressoError, match="state number 65536 of the servers' 65536"):
         Link(link.client, (0,), ResidualStore(), 1.0, 65_536)

@@ -6,6 +6,13 @@
         └─ returns a future, completed at once with the stream "out" current: DDP's stream waits, the host does not
     next iteration's first bucket ── the verdict of this one is read, residuals are committed or discarded
 
+Between streams there are events::
+
+    backward's stream   ... gradients of b0 | event       gradients of b1 | event ...
+    training            wait, compress b0 ── event                decompress b0 ── event
+    intra / inter                             wait, exchange b0 ── event
+    out                                                                   wait, DDP's future of b0
+
 A task waits for an event of the task before it and of what held its lanes before. Three kinds of tasks take the host,
 and so a thread of their lane: an offloaded step, which works on mirrors in pinned memory, an exchange over Gloo, and
 a push or pull of parameter servers, from and to mirrors too. Copies to and from mirrors are tasks of their own.
@@ -19,7 +26,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -32,7 +39,6 @@ from espresso.comm.execute.assignment import Interval, Record
 from espresso.comm.execute.failure import StalledError
 from espresso.comm.execute.lanes import LAUNCH, Node
 from espresso.comm.execute.programs import Future, Work
-from espresso.comm.execute.streams import OUT, STREAM_OF, Event, Streams
 from espresso.comm.memory import DeviceMemory, Memory
 from espresso.strategies import Lane, Routine, Stage, StepKind
 
@@ -40,17 +46,81 @@ NoteTaker = Callable[[], list[torch.Tensor]]
 """Gives tensors on the device that are all zero if the iteration's payloads were good and finite."""
 
 
-class _Launched:
-    """What a launch returns where lanes expect a future: it is done as far as the host is concerned."""
+_LAUNCHED: torch.futures.Future[None] = torch.futures.Future()
+_LAUNCHED.set_result(None)  # what a launch returns where lanes expect a future: the host has done its part
 
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        callback(self)
+STREAM_OF = {
+    Lane.TRAINING: "training",
+    Lane.OFFLOAD: "copy",
+    Lane.COPY: "copy",
+    Lane.INTRA: "intra",
+    Lane.INTER_OUT: "inter",
+    Lane.INTER_IN: "inter",
+    Lane.SERVER_IN: "inter",
+    Lane.SERVER_OUT: "inter",
+}
+"""The host's pool has no stream: what it waits for and what waits for it are copies."""
 
-    def value(self) -> None:
-        return None
+OUT = "out"
+POLL_S = 0.002
+
+Event = Any
+"""Of a stream: what comes after it may wait for it."""
 
 
-_LAUNCHED = _Launched()
+class CudaStreams:
+    """A stream for each lane, with events that know the time. Nothing here makes the host wait but ``wait_here``.
+
+    Streams come before backward's in priority: their kernels are short, and exchanges wait for them.
+
+    Args:
+        device: of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        names = {*STREAM_OF.values(), OUT}
+        make: Any = torch.cuda.Stream
+        self._streams = {name: make(device, priority=-1) for name in sorted(names)}
+
+    def on(self, name: str) -> AbstractContextManager[Any]:
+        """Make a stream the current one of this thread."""
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._streams[name])
+        return context
+
+    def record(self) -> Event:
+        """An event at the end of the current stream."""
+        make: Any = torch.cuda.Event
+        event = make(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, events: Iterable[Event]) -> None:
+        """Let the current stream wait for events; the host goes on."""
+        current = torch.cuda.current_stream(self.device)
+        for event in events:
+            current.wait_event(event)
+
+    def wait_here(self, event: Event, timeout_s: float) -> bool:
+        """Wait on this thread; False if it takes longer.
+
+        Polls, since a wait for a device cannot be ended, and an exchange may hang.
+        """
+        end = time.monotonic() + timeout_s
+        while not event.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_S / 20)
+        return True
+
+    def elapsed_us(self, begin: Event, end: Event) -> float:
+        """Device time between two events that both have come."""
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def new_future(self) -> Future:
+        """A future that remembers the stream current when it is completed."""
+        future: Future = torch.futures.Future(devices=[self.device])
+        return future
 
 
 class DeviceSide:
@@ -65,7 +135,7 @@ class DeviceSide:
     averages_alone = False  # every tensor goes through programs: they know streams
     judges_late = True
 
-    def __init__(self, streams: Streams, memory: DeviceMemory, note_taker: NoteTaker) -> None:
+    def __init__(self, streams: CudaStreams, memory: DeviceMemory, note_taker: NoteTaker) -> None:
         self.streams, self.found_by_decoders, self.noted = streams, note_taker, memory.take_notes
         self.memory: Memory = memory
         self.host: Memory = memory.host
@@ -179,7 +249,7 @@ class DevicePass:
             replace(interval, start_ns=at_ns(begin), end_ns=at_ns(end)) for interval, begin, end in self.intervals
         ]
 
-    def _launch(self, work: Work, *, on_host: bool) -> _Launched:
+    def _launch(self, work: Work, *, on_host: bool) -> torch.futures.Future[None]:
         """Queue a task on its stream; one that takes the host first waits, on its lane's thread, for what it needs."""
         action = work.program.action(work.task.step_index, work.task.stage)
         lanes = work.task.lanes

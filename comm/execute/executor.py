@@ -38,9 +38,7 @@ from espresso.comm.execute.planned import Plain, Planned
 from espresso.comm.execute.programs import Programs
 from espresso.comm.execute.tasks import Tasks
 from espresso.comm.groups import Groups
-from espresso.comm.keep.factors import FactorStore
-from espresso.comm.keep.store import ResidualStore
-from espresso.comm.keep.velocities import Velocities
+from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Link
 from espresso.comm.program import Codecs, Context
 from espresso.strategies import Bucket, Scope

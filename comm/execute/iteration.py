@@ -82,11 +82,6 @@ class Iteration:
         held_back = self.record.assignment.deferred or len(self.complete) == self.num_seen
         return not self.last_seen and held_back
 
-    @property
-    def deadline_passes(self) -> bool:
-        """Whether time counts against it: not while the planner works after the last bucket."""
-        return not self.plans and not self.is_idle
-
     def arrive(self, index: int, buffer: torch.Tensor, is_last: bool) -> Future:
         """A bucket is there."""
         self.touch()

@@ -13,16 +13,19 @@ intra step encodes the same aggregate on every node) only the first replica carr
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from espresso.comm.keep.residual import FULL, Residual, check_storage
 from espresso.comm.memory import HOST, Memory
-from espresso.strategies import Run, Site
+from espresso.compressors.base import Correction
+from espresso.strategies import Bucket, Run, Site
 
 logger = logging.getLogger("espresso")
 
@@ -275,3 +278,69 @@ class ResidualStore:
                         left[cut] = False
         if replica == 0 and left.any():
             self.add_carry(tensor, start, np.where(left, values, 0).astype(values.dtype), numels[tensor])
+
+
+class Velocities(ResidualStore):
+    """All velocities of this rank, and the rule that moves them: kept, moved, saved and discarded as residuals are.
+
+    A velocity sits at the first compression site of its tensor, or at ``Site.LOCAL`` where the tensor is raw. All of
+    them are sums over ranks of what one rank alone would keep, so a change of plan moves them like residuals: what
+    finds no place of its own is carried and enters through this rank's own gradient.
+    """
+
+    def __init__(self, rule: Correction, *, transactional: bool = True) -> None:
+        super().__init__(transactional=transactional)
+        self.rule = rule
+
+    def clip(
+        self, bucket: Bucket, buffer: torch.Tensor, num_ranks: int, grad_scale: float, memory: Memory = HOST
+    ) -> None:
+        """Scale every tensor of a bucket down to the rule's norm, in place; no copy.
+
+        A norm that is not finite leaves its tensor alone: the step will be skipped.
+        """
+        if not self.rule.clip_norm:
+            return
+        limit = self.rule.clip_norm / math.sqrt(num_ranks) * grad_scale
+        memory.clip([buffer[slot.offset : slot.offset + slot.numel] for slot in bucket.slots], limit)
+
+
+class FactorStore:
+    """What compressors of several rounds keep between steps: PowerSGD's Q, by tensor, equal on all ranks.
+
+    Committed like residuals. Lanes write at the same time, for different tensors, arrays of the memory they run in.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        self._written: dict[str, Any] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(values.nbytes for values in self._kept.values())
+
+    def read(self, tensor: str) -> Any | None:
+        """What the last step that counted left."""
+        return self._kept.get(tensor)
+
+    def write(self, tensor: str, values: Any) -> None:
+        """For the next step, if this one counts."""
+        self._written[tensor] = values
+
+    def commit(self) -> None:
+        """The iteration counts."""
+        self._kept.update(self._written)
+        self._written.clear()
+
+    def discard(self) -> None:
+        """The iteration did not happen."""
+        self._written.clear()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copies of everything on the host, flat."""
+        return {tensor: HOST.here(values).reshape(-1).copy() for tensor, values in self._kept.items()}
+
+    def load(self, factors: dict[str, Any]) -> None:
+        """Replace everything."""
+        self._kept = dict(factors)
+        self._written.clear()

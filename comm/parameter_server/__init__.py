@@ -11,8 +11,6 @@ May import: comm.keep.
 
 from espresso.comm.parameter_server.client import Client, Line
 from espresso.comm.parameter_server.link import Link
-from espresso.comm.parameter_server.server import Server
-from espresso.comm.parameter_server.transport import Channel, GlooTransport, LinkError, Pending, Transport
 
 _client: Client | None = None
 
@@ -28,16 +26,4 @@ def connect(client: Client | None) -> None:
     _client = client
 
 
-__all__ = [
-    "Channel",
-    "Client",
-    "GlooTransport",
-    "Line",
-    "Link",
-    "LinkError",
-    "Pending",
-    "Server",
-    "Transport",
-    "connect",
-    "connected",
-]
+__all__ = ["Client", "Line", "Link", "connect", "connected"]

@@ -28,7 +28,7 @@ from espresso.comm.parameter_server.board import Board, Fact, MpiMail, StoreMail
 from espresso.comm.parameter_server.client import Client
 from espresso.comm.parameter_server.secret import Door, introduce, knock
 from espresso.comm.parameter_server.server import Server
-from espresso.comm.parameter_server.transport import GlooTransport, Transport
+from espresso.comm.parameter_server.transport import GlooTransport, MpiTransport, Transport
 
 _LINGER_S = 3.0
 """Who fails stays so long, so that others can say what happened to them before the launcher ends them."""
@@ -217,7 +217,7 @@ def join(settings: ServerSettings) -> Joined:
     workers, servers = range(len(roles.workers)), range(len(roles.workers), len(roles.order))
     introduce(transport, servers if rank in workers else workers, board.secret, settings.timeout_s)
     if rank < len(roles.workers):
-        _enter_world(launch, roles, facts, rank)
+        _enter_world(roles, facts, rank)
     joined = Joined(transport, roles, facts, settings, uses_mpi)
     if joined.client is not None:
         from espresso.comm.parameter_server import connect
@@ -251,13 +251,11 @@ def _default_master(launch: Launch) -> None:
 
 def _transport(mail: MpiMail | StoreMail, roles: Roles, rank: int, settings: ServerSettings) -> Transport:
     if isinstance(mail, MpiMail):
-        from espresso.comm.parameter_server.mpi import MpiTransport
-
         return MpiTransport(mail.world, list(roles.order))
     return GlooTransport(mail.store, rank, len(roles.order), settings.timeout_s)
 
 
-def _enter_world(launch: Launch, roles: Roles, facts: Sequence[Fact], rank: int) -> None:
+def _enter_world(roles: Roles, facts: Sequence[Fact], rank: int) -> None:
     """Write the variables of the workers' world."""
     mine = facts[roles.workers[rank]].node
     near = [index for index, worker in enumerate(roles.workers) if facts[worker].node == mine]

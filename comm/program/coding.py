@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from espresso.comm.keep.factors import FactorStore
+from espresso.comm.keep.store import FactorStore
 from espresso.comm.memory import Array, Memory
 from espresso.comm.parameter_server.plain import PlainCodec, is_plain, smaller
 from espresso.comm.program.held import Action, Compiled, Matrices, Numbers, Payload, Placed, Vector, keep

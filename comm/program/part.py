@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,13 +10,11 @@ import numpy as np
 import torch
 
 from espresso.comm.groups import Member
-from espresso.comm.keep.factors import FactorStore
-from espresso.comm.keep.store import ResidualStore
-from espresso.comm.keep.velocities import Velocities
+from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.memory import HOST, Array, Codecs, Memory
 from espresso.comm.parameter_server import Link
 from espresso.compressors.base import Codec, DrawKey, Segment, Starts, Traits
-from espresso.strategies import Choice, Cluster, Device, Group, Partition, Run, Scope, Site, StepFlow, StepKind
+from espresso.strategies import Choice, Cluster, Device, Form, Group, Partition, Run, Scope, Site, StepFlow, StepKind
 from espresso.strategies.flow import Span
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -59,13 +58,9 @@ class Home:
     numbers: they know where each tensor begins), else a workspace of our own. Reductions, gathers and decodes write
     home at the coordinates of their region, so nothing is copied between steps.
 
-    Args:
-        dtype: of the numbers while steps run.
-        contiguous: whether routines move them, so that they have to lie side by side.
-        host: memory for the mirror of offloaded steps.
-
     Attributes:
         runs: the stretches of tensors, in order.
+        dtype: of the numbers while steps run.
         wide: float32, or float64 where gradients are: what codecs and residuals use.
         buffer: DDP's bucket of this iteration.
         tensor, array: the numbers of this iteration, as collectives and as codecs take them.
@@ -73,20 +68,22 @@ class Home:
         finite: whether a decoder that wrote the result found all of it finite; None where none said so.
     """
 
-    def __init__(
-        self, group: Group, partition: Partition, dtype: torch.dtype, memory: Memory, host: Memory, *, contiguous: bool
-    ) -> None:
-        self._group, self._partition, self._memory, self._host = group, partition, memory, host
+    def __init__(self, context: Context, group: Group, partition: Partition, flows: Sequence[StepFlow]) -> None:
+        self._group, self._partition, self._memory, self._host = group, partition, context.memory, context.host
         self.runs = group.segments(partition.start, partition.stop)
-        self.dtype = dtype
-        self.wide: type[np.float32] | type[np.float64] = np.float64 if group.dtype == "float64" else np.float32
+        native, is_compressed = TORCH_DTYPES[group.dtype], group.choice.option.is_compressed
+        self.wide: type[np.float32] | type[np.float64] = np.float64 if native is torch.float64 else np.float32
+        self.dtype = torch.float32 if is_compressed and native is not torch.float64 else native
+        # Routines move stretches of numbers, and copies between device and host do.
+        moves_numbers = any(flow.step.routine is not None and flow.step.form is Form.RAW for flow in flows)
+        contiguous = moves_numbers or self._memory.host_copies
         is_one_stretch = len({run.bucket_start - run.group_start for run in group.runs if run.numel}) <= 1
-        self._in_place = dtype is TORCH_DTYPES[group.dtype] and (is_one_stretch or not contiguous)
+        self._in_place = self.dtype is native and (is_one_stretch or not contiguous)
         self._first = min((run.bucket_start for run in self.runs), default=0)
         self._last = max((run.bucket_start + run.numel for run in self.runs), default=0)
-        self.buffer = torch.empty(0, dtype=TORCH_DTYPES[group.dtype])
-        self.tensor = memory.numbers(0 if self._in_place else partition.numel, dtype)
-        self.array: Array = memory.array(self.tensor)
+        self.buffer = torch.empty(0, dtype=native)
+        self.tensor = self._memory.numbers(0 if self._in_place else partition.numel, self.dtype)
+        self.array: Array = self._memory.array(self.tensor)
         self.round = Round(0)
         self.finite: bool | None = None
 

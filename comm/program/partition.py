@@ -44,7 +44,7 @@ from espresso.comm.program.held import (
     Vector,
     keep_raw,
 )  # fmt: skip
-from espresso.comm.program.part import TORCH_DTYPES, Context, Home, Part, Round
+from espresso.comm.program.part import Context, Home, Part, Round
 from espresso.comm.program.routines import exchange
 from espresso.comm.program.servers import pull, push
 from espresso.compressors.base import Correction
@@ -52,14 +52,12 @@ from espresso.strategies import (
     DTYPES,
     Device,
     Form,
-    Group,
     Partition,
     Plan,
     Routine,
     Run,
     Scope,
     Stage,
-    StepFlow,
     StepKind,
 )
 
@@ -77,7 +75,7 @@ class PartitionProgram:
         self.partition, self.context = partition, context
         self.group = plan.groups[partition.group]
         self.flows = plan.flows(partition.index, context.rank)
-        self._home = _home(self.group, partition, self.flows, context)
+        self._home = Home(context, self.group, partition, self.flows)
         self.tensors = tuple(dict.fromkeys(run.tensor for run in self._home.runs))
         part = Part(context, self.group, partition, self.flows, self._home)
         self._steps = _compile_steps(part)
@@ -248,17 +246,3 @@ def _add_to(part: Part, run: Run, carried: torch.Tensor, weight: float, store: R
     if mine.dtype is not values.dtype:
         left = total.sub_(mine).div_(factor).cpu().numpy()
     store.used_carry(run.tensor, run.tensor_start, left)
-
-
-def _home(group: Group, partition: Partition, flows: tuple[StepFlow, ...], context: Context) -> Home:
-    native = TORCH_DTYPES[group.dtype]
-    wide = torch.float64 if native is torch.float64 else torch.float32
-    moves_numbers = any(flow.step.routine is not None and flow.step.form is Form.RAW for flow in flows)
-    return Home(
-        group,
-        partition,
-        wide if group.choice.option.is_compressed else native,
-        context.memory,
-        context.host,
-        contiguous=moves_numbers or context.memory.host_copies,
-    )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from espresso.comm.keep.factors import FactorStore
+from espresso.comm.keep.store import FactorStore
 from espresso.compressors import registry
 from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment, SummableCodec
 from espresso.compressors.cuda import Device as Accelerator

@@ -21,7 +21,7 @@ import torch
 
 from espresso.comm import collectives
 from espresso.comm.groups import Groups, Member
-from espresso.comm.keep.factors import FactorStore
+from espresso.comm.keep.store import FactorStore
 from espresso.comm.program import Codecs
 from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment
 from espresso.model.costs import COMMON_OPS, ComputeCost, Op

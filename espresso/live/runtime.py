@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from espresso.comm.execute.device import DeviceSide
+from espresso.comm.execute.device import CudaStreams, DeviceSide, Event
 from espresso.comm.execute.executor import Executor
-from espresso.comm.execute.streams import CudaStreams, Event, Streams
 from espresso.comm.groups import Groups
 from espresso.comm.memory import DeviceMemory
 from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment
@@ -88,7 +87,7 @@ class HostRuntime:
 class DeviceClock(GradientClock):
     """Stamps with events: the host's clock says when backward was launched, not when it ran."""
 
-    def __init__(self, module: torch.nn.Module, names: Mapping[int, str], streams: Streams) -> None:
+    def __init__(self, module: torch.nn.Module, names: Mapping[int, str], streams: CudaStreams) -> None:
         self._streams = streams
         self._events: dict[str, Event] = {}
         self._forward_event: Event | None = None
@@ -121,7 +120,7 @@ class DeviceRuntime:
 
     host_copies = True
 
-    def __init__(self, accelerator: Accelerator, streams: Streams) -> None:
+    def __init__(self, accelerator: Accelerator, streams: CudaStreams) -> None:
         self.accelerator, self.streams = accelerator, streams
         self.memory = DeviceMemory(accelerator)
         self.place = Place(accelerator.torch_device, self._settle)

@@ -26,9 +26,7 @@ from espresso.comm.errors import DisagreementError
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.executor import Executor
 from espresso.comm.groups import Groups
-from espresso.comm.keep.factors import FactorStore
-from espresso.comm.keep.store import ResidualStore
-from espresso.comm.keep.velocities import Velocities
+from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link, connected
 from espresso.compressors.schedule import Schedule, check_choices, translate
 from espresso.live.artifacts import Artifacts, ProfileMarks
