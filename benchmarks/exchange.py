@@ -25,6 +25,15 @@ from espresso.strategies.list_scheduling import list_order
 Array = npt.NDArray[Any]
 
 
+def reduce_bucket(
+    executor: Executor, bucket: Bucket, buffer: torch.Tensor, *, is_last: bool, grad_scale: float | None
+) -> torch.futures.Future[torch.Tensor]:
+    """Give an executor a bucket that is described already."""
+    return executor.reduce(
+        bucket.index, buffer, is_last=is_last, grad_scale=lambda: grad_scale, describe=lambda: bucket
+    )
+
+
 class Script:
     """A planner that does what the test says next, and keeps what the executor reported."""
 
@@ -137,7 +146,9 @@ class Exchange:
         self.script.next = assignment
         buffers = [gradient.clone() for gradient in gradients]
         futures = [
-            self.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == len(buckets) - 1, grad_scale=grad_scale)
+            reduce_bucket(
+                self.executor, bucket, buffer, is_last=bucket.index == len(buckets) - 1, grad_scale=grad_scale
+            )
             for bucket, buffer in zip(buckets, buffers, strict=True)
         ]
         for future, buffer in zip(futures, buffers, strict=True):

@@ -13,12 +13,12 @@ import hashlib
 import os
 import socket
 import struct
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from espresso.comm.errors import TopologyError
+from espresso.comm.errors import DisagreementError, TopologyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,34 +94,24 @@ def export_environment(environment: MutableMapping[str, str] | None = None) -> L
     return launch
 
 
-def export_worker(
-    rank: int,
-    size: int,
-    local_rank: int,
-    local_size: int,
-    *,
-    master: str,
-    environment: MutableMapping[str, str] | None = None,
-) -> None:
+def export_worker(rank: int, size: int, local_rank: int, local_size: int, master: str) -> None:
     """Write torchrun's names for a world of workers, smaller than the launcher's by its parameter servers.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` stay where somebody has set them; else they are rank 0's address and 29500.
     """
-    env = os.environ if environment is None else environment
-    env["RANK"], env["WORLD_SIZE"] = str(rank), str(size)
-    env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(local_rank), str(local_size)
-    env.setdefault("MASTER_ADDR", master)
-    env.setdefault("MASTER_PORT", "29500")
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
+    os.environ.setdefault("MASTER_ADDR", master)
+    os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def local_address(environment: Mapping[str, str] | None = None) -> str:
+def local_address() -> str:
     """The address under which other machines reach this one.
 
     That of the card in ``GLOO_SOCKET_IFNAME``, else the one that traffic to ``MASTER_ADDR`` leaves by, else the one
     of this host's name, else loopback.
     """
-    env = os.environ if environment is None else environment
-    card = env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    card = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             if card:
@@ -129,7 +119,7 @@ def local_address(environment: Mapping[str, str] | None = None) -> str:
                 # SIOCGIFADDR: the address of a card.
                 return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, packed)[20:24])
             # Connecting a datagram socket sends nothing; it only chooses a route.
-            probe.connect((env.get("MASTER_ADDR", socket.gethostname()), 9))
+            probe.connect((os.environ.get("MASTER_ADDR", socket.gethostname()), 9))
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
@@ -140,6 +130,19 @@ def build() -> str:
     from espresso import __version__
 
     return f"espresso {__version__} (sources {_sources()})"
+
+
+def check_builds(builds: Sequence[str]) -> None:
+    """All ranks must run the same.
+
+    Raises:
+        DisagreementError: names the first rank that runs something else than rank 0.
+    """
+    for rank, theirs in enumerate(builds):
+        if theirs != builds[0]:
+            raise DisagreementError(
+                f"rank {rank} runs {theirs}, rank 0 runs {builds[0]}; install the same on all machines"
+            )
 
 
 @cache

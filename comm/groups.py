@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.bounded import within
 from espresso.comm.endpoints import local_ends, rank_in
-from espresso.comm.environment import build, read_environment
+from espresso.comm.environment import build, check_builds, read_environment
 from espresso.comm.errors import DisagreementError, EspressoError, ProtocolError, TopologyError
 from espresso.comm.messages import PLAIN
 from espresso.strategies import Cluster, Scope
@@ -324,11 +324,8 @@ class Groups:
     def _find_cluster(self, ranks_per_node: int | None) -> Cluster:
         # Compared before anything depends on it: ranks that disagree here would make different groups, and hang.
         everybody = self.all_objects((ranks_per_node, node_key(), build()))
-        for rank, (theirs, _, runs) in enumerate(everybody):
-            if runs != everybody[0][2]:
-                raise DisagreementError(
-                    f"rank {rank} runs {runs}, rank 0 runs {everybody[0][2]}; install the same on all machines"
-                )
+        check_builds([runs for _, _, runs in everybody])
+        for rank, (theirs, _, _) in enumerate(everybody):
             if theirs != everybody[0][0]:
                 raise DisagreementError(
                     f"rank {rank} has another ranks_per_node than rank 0 ({everybody[0][0]} on rank 0, {theirs} on"

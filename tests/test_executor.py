@@ -18,6 +18,7 @@ from benchmarks.exchange import (
     make_buckets,
     numels_of,
     planned,
+    reduce_bucket,
     strategy_of,
 )
 from benchmarks.rank_pool import NUM_RANKS, POOL
@@ -214,7 +215,7 @@ def run_deferred(rank: int) -> tuple[bool, Any, str]:
     futures = []
     for bucket, buffer in zip(buckets, buffers, strict=True):
         time.sleep(0.05)
-        futures.append(exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0))
+        futures.append(reduce_bucket(exchange.executor, bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0))
         early = bucket.index < 2 and any(future.done() for future in futures)
     torch.futures.wait_all(futures)
     record = exchange.record
@@ -240,7 +241,7 @@ def run_without_waiting(rank: int, text: str) -> list[bool]:
     if rank == 3:
         exchange.groups.barrier()
     futures = [
-        exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0)
+        reduce_bucket(exchange.executor, bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0)
         for bucket, buffer in zip(buckets, buffers, strict=True)
     ]
     early = [future.done() for future in futures]
@@ -420,7 +421,7 @@ def run_broken_codec(rank: int) -> tuple[list[str], float, str]:
     if rank == 1:
         broken.error = ValueError("the codec broke")
     futures = [
-        exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0)
+        reduce_bucket(exchange.executor, bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0)
         for bucket, buffer in zip(buckets, mine, strict=True)
         if exchange.executor.error is None
     ]
@@ -454,7 +455,7 @@ def run_impatient(rank: int) -> float:
     begin = time.monotonic()
     for _ in range(3):
         for bucket, buffer in zip(buckets, integers(buckets, rank, NUM_RANKS), strict=True):
-            exchange.executor.reduce_bucket(bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0).wait()
+            reduce_bucket(exchange.executor, bucket, buffer, is_last=bucket.index == 2, grad_scale=1.0).wait()
     took = time.monotonic() - begin
     exchange.close()
     return took
@@ -471,7 +472,7 @@ def run_misuse(rank: int) -> list[str]:
     exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN))
 
     def give(index: int) -> Any:
-        return exchange.executor.reduce_bucket(buckets[index], buffers[index], is_last=False, grad_scale=1.0)
+        return reduce_bucket(exchange.executor, buckets[index], buffers[index], is_last=False, grad_scale=1.0)
 
     first = give(0)
     first.wait()
@@ -507,7 +508,7 @@ def run_watchdog(rank: int) -> tuple[str, str]:
     buffers = integers(buckets, rank, NUM_RANKS)
 
     def give(index: int) -> Any:
-        return exchange.executor.reduce_bucket(buckets[index], buffers[index], is_last=index == 2, grad_scale=1.0)
+        return reduce_bucket(exchange.executor, buckets[index], buffers[index], is_last=index == 2, grad_scale=1.0)
 
     give(0).wait()
     time.sleep(4.0)  # a slow backward pass: nobody waits for us, so no deadline runs
@@ -533,7 +534,7 @@ def run_closed(rank: int) -> tuple[str, str]:
     buckets = make_buckets(*SIZES)
     exchange.script.next = Assignment(strategy_of(buckets, exchange.groups.cluster, PLAIN), deferred=True)
     buffer = integers(buckets, rank, NUM_RANKS)[0]
-    future = exchange.executor.reduce_bucket(buckets[0], buffer, is_last=False, grad_scale=1.0)
+    future = reduce_bucket(exchange.executor, buckets[0], buffer, is_last=False, grad_scale=1.0)
     before = str(future.done())
     exchange.close()
     return before, caught(future.wait)

@@ -19,6 +19,7 @@ from benchmarks.exchange import (
     make_buckets,
     numels_of,
     planned,
+    reduce_bucket,
     strategy_of,
 )
 from benchmarks.rank_pool import NUM_RANKS, POOL, RanksFailed
@@ -429,9 +430,9 @@ def run_early_nan(rank: int) -> tuple[bool, bool]:
         gradients[1][5] = float("nan")
     strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, TOPK))
     exchange.script.next = Assignment(strategy)
-    first = exchange.executor.reduce_bucket(buckets[0], gradients[0].clone(), is_last=False, grad_scale=1.0)
+    first = reduce_bucket(exchange.executor, buckets[0], gradients[0].clone(), is_last=False, grad_scale=1.0)
     averaged = bool(first.wait().isfinite().all())  # before the second bucket's keys are agreed
-    exchange.executor.reduce_bucket(buckets[1], gradients[1].clone(), is_last=True, grad_scale=1.0).wait()
+    reduce_bucket(exchange.executor, buckets[1], gradients[1].clone(), is_last=True, grad_scale=1.0).wait()
     exchange.groups.barrier()
     kept = exchange.kept(numels_of(buckets))
     return averaged, not any(values.any() for values in kept.values())
@@ -664,7 +665,7 @@ def test_balance_is_even_in_bytes_and_counts_what_is_there():
 
 
 def test_headers_round_trip_and_strangers_are_refused():
-    header = Header(Op.PUSH, 3, 77, Flag.RAW | Flag.KEPT, 12, 1 << 33, 0.25, 11)
+    header = Header(Op.PUSH, 3, 77, Flag.RAW | Flag.KEPT, 12, 1 << 33, 0.25)
     assert Header.unpack(header.pack()) == header
     with pytest.raises(ProtocolError, match="do all machines run the same espresso"):
         Header.unpack(np.zeros(56, np.uint8))

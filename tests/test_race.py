@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.exchange import make_buckets, strategy_of
+from benchmarks.exchange import make_buckets, reduce_bucket, strategy_of
 from espresso.comm.execute.executor import Record
 from espresso.live.planner import AutoPlanner, Candidate
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, parse_option, plan
@@ -133,7 +133,7 @@ def _park(rank: int) -> dict[str, Any]:
 
     def step(assignment: Assignment, gradient: torch.Tensor) -> torch.Tensor:
         script.now = assignment
-        return executor.reduce_bucket(bucket, gradient.clone(), is_last=True, grad_scale=1.0).wait()
+        return reduce_bucket(executor, bucket, gradient.clone(), is_last=True, grad_scale=1.0).wait()
 
     ramp = torch.arange(1000.0) + 1
     step(compressed, ramp)

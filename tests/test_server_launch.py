@@ -286,12 +286,11 @@ def wait_until(true: Callable[[], bool], deadline_s: float) -> None:
 
 HELD_UP = """
 import atexit, sys, time
-from espresso.comm.parameter_server.join import Joined
+from espresso.comm.parameter_server.join import Joined, ServerSettings
 
 sys.modules[Joined.__module__]._LAST_S = 1.0
 atexit.register(time.sleep, 100)
-joined = object.__new__(Joined)
-joined.rank, joined._num_workers, joined._uses_mpi, joined.client = 0, 1, False, None
+joined = Joined(None, 1, None, ServerSettings(servers=1), False)
 try:
     raise ValueError("what went wrong")
 except ValueError:

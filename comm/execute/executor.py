@@ -34,9 +34,8 @@ from espresso.comm.execute.failure import Failure, StalledError, worded
 from espresso.comm.execute.host import HostSide
 from espresso.comm.execute.iteration import Course, Iteration, Side, fail_open
 from espresso.comm.execute.lanes import Lanes, Node
-from espresso.comm.execute.planned import Plain, Planned
 from espresso.comm.execute.programs import Programs
-from espresso.comm.execute.tasks import Tasks
+from espresso.comm.execute.tasks import Plain, Planned, Tasks
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Link
@@ -62,16 +61,9 @@ class Executor:
     """Runs assignments over the groups of a job. All ranks make theirs together.
 
     Args:
-        groups: process groups of every scope.
-        codecs: where codecs come from.
-        planner: decides what to run.
-        store: residuals; survives changes of plan.
+        store, velocities, factors: what the job keeps; it survives changes of plan.
         seed: for shared random numbers.
-        velocities: of momentum correction, where the job has it; they survive likewise.
-        factors: what compressors of several rounds keep; they survive likewise.
         timeout_s: an iteration whose gradients are not averaged this long after its last event fails.
-        servers: the way to the parameter servers, if there are any.
-        side: where tasks run.
     """
 
     def __init__(
@@ -113,14 +105,6 @@ class Executor:
             servers.on_failure(self._lanes.fail)
 
     # -- called from the hook ----------------------------------------------------------------------
-
-    def reduce_bucket(
-        self, bucket: Bucket, buffer: torch.Tensor, *, is_last: bool, grad_scale: float | None
-    ) -> torch.futures.Future[torch.Tensor]:
-        """As :meth:`reduce`, for a bucket that is described already."""
-        return self.reduce(
-            bucket.index, buffer, is_last=is_last, grad_scale=lambda: grad_scale, describe=lambda: bucket
-        )
 
     def reduce(
         self,

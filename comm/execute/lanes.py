@@ -225,19 +225,16 @@ class Lanes:
         assert node.issue is not None
         node.start_ns = time.perf_counter_ns()
         try:
-            future = node.issue()
+            node.issue().add_done_callback(partial(self._issued_done, node))
         except Exception as error:  # whatever it is, it is reported through on_failure
             self.fail(error, node)
-            return
-        future.add_done_callback(partial(self._issued_done, node))
 
     def _issued_done(self, node: Node, future: Any) -> None:
         try:
             future.value()
+            self._finish(node)
         except Exception as error:
             self.fail(error, node)
-            return
-        self._finish(node)
 
     def _run(self, node: Node) -> None:
         if self._failed or self._closed:
@@ -245,10 +242,9 @@ class Lanes:
         node.start_ns = time.perf_counter_ns()
         try:
             node.run()
+            self._finish(node)
         except Exception as error:
             self.fail(error, node)
-            return
-        self._finish(node)
 
     def _finish(self, node: Node) -> None:
         node.end_ns = time.perf_counter_ns()
@@ -261,7 +257,4 @@ class Lanes:
             self._pump()
         self._issue()
         if node.on_done is not None:
-            try:
-                node.on_done(node)
-            except Exception as error:
-                self.fail(error, node)
+            node.on_done(node)

@@ -44,112 +44,12 @@ def check_storage(storage: str) -> str:
     return storage
 
 
-class FullBuffers:
-    """As encoders read and write them: two, or without transactions one, and another while an encoder runs."""
-
-    def __init__(self, memory: Memory, size: int, dtype: Any, transactional: bool) -> None:
-        self._memory, self._size, self._dtype, self._transactional = memory, size, dtype, transactional
-        self._old: Array = memory.zeros(size, dtype)
-        self._new: Array | None = memory.zeros(size, dtype) if transactional else None
-        self.num_bytes = self._old.nbytes * (2 if transactional else 1)
-
-    @property
-    def values(self) -> Array:
-        """What is kept; a copy where it is packed."""
-        return self._old
-
-    def replace(self, values: Array) -> None:
-        """Keep these."""
-        self._old = values
-
-    def open(self) -> tuple[Array, Array]:
-        """What an encoder reads and what it writes, until :meth:`close`; the same for all encodes of a step."""
-        if self._new is None:
-            self._new = self._memory.zeros(self._size, self._dtype)
-        return self._old, self._new
-
-    def hold(self) -> None:
-        """What is written so far is for a later step."""
-
-    def close(self) -> None:
-        """The encoder has written everything."""
-        if not self._transactional and self._new is not None:
-            self._memory.let_go(self._old)
-            self._old, self._new = self._new, None
-
-    def swap(self) -> None:
-        """What was written becomes what is kept, if it is not already."""
-        if self._transactional and self._new is not None:
-            self._old, self._new = self._new, self._old
-
-
-class PackedBuffers:
-    """The same as payloads of a codec; unpacked while an encoder runs.
-
-    Both are packed, so that a discarded iteration leaves the first as it was, bit for bit. The room for unpacked
-    numbers belongs to the thread, on a GPU to the stream, and is as large as the largest residual that it has met,
-    twice. Unpacking and packing are a pass each around the encoder's own, one launch each on a GPU.
-    """
-
-    def __init__(
-        self, memory: Memory, runs: tuple[Run, ...], starts: tuple[int, ...], size: int, dtype: Any,
-        transactional: bool, storage: str,
-    ) -> None:  # fmt: skip
-        self._memory, self._size, self._dtype = memory, size, dtype
-        self._codec = memory.codec(create(_CODECS[storage]))
-        # Run by run: what lies between them in the rooms is anything, and must not get into a block's scale.
-        segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in runs]
-        self._starts = np.array(starts, np.int64)
-        self._layout = self._codec.compressor.layout(segments, dtype)
-        self._old = memory.zeros(self._layout.num_bytes, np.uint8)
-        self._new = memory.zeros(self._layout.num_bytes, np.uint8) if transactional else self._old
-        self._is_open = self._holds = False
-        self._held: Array | None = None
-        self.num_bytes = self._layout.num_bytes * (2 if transactional else 1)
-        self.replace(memory.zeros(size, dtype))
-
-    @property
-    def values(self) -> Array:
-        values: Array = self._memory.zeros(self._size, self._dtype)
-        self._unpack(values)
-        return values
-
-    def replace(self, values: Array) -> None:
-        self._codec.encode(Encoding(self._layout, values, self._starts), self._old)
-
-    def open(self) -> tuple[Array, Array]:
-        old, new = self._rooms()
-        if not self._is_open:
-            self._unpack(old)
-            if self._holds:
-                new[:] = self._held
-            self._is_open = True
-        return old, new
-
-    def hold(self) -> None:
-        if self._held is None:
-            self._held = self._memory.zeros(self._size, self._dtype)
-        self._held[:] = self._rooms()[1]
-        self._is_open, self._holds = False, True
-
-    def close(self) -> None:
-        _, new = self._rooms()
-        self._codec.encode(Encoding(self._layout, new, self._starts), self._new)
-        self._is_open = self._holds = False
-
-    def swap(self) -> None:
-        self._old, self._new = self._new, self._old
-
-    def _unpack(self, values: Array) -> None:
-        self._codec.decode(Decoding(self._layout, values, self._starts), self._old.reshape(1, -1))
-
-    def _rooms(self) -> tuple[Array, Array]:
-        room = self._memory.room
-        return room("residual", self._size, self._dtype), room("new residual", self._size, self._dtype)
-
-
 class Residual:
     """The residual of one partition at one site on this rank, over its region.
+
+    Kept are two buffers, or without transactions one, and another while an encoder runs: numbers as encoders read and
+    write them, or payloads of a codec, which are unpacked while an encoder runs. Both are packed then, so that a
+    discarded iteration leaves the first as it was, bit for bit.
 
     Args:
         runs: the tensor stretches of the region, in order; run i lies at ``starts[i]`` of the buffers.
@@ -167,41 +67,53 @@ class Residual:
         self.memory, self.gain, self.storage = memory, gain, storage
         self.size = starts[-1] + runs[-1].numel if runs else 0
         self.written = False
-        self._buffers = (
-            FullBuffers(memory, self.size, dtype, transactional)
-            if storage == FULL
-            else PackedBuffers(memory, runs, starts, self.size, dtype, transactional, storage)
-        )
-        self.num_bytes = self._buffers.num_bytes
+        self._transactional = transactional
+        self._packer = None if storage == FULL else _Packer(memory, runs, starts, self.size, dtype, storage)
+        self._old = self._room()
+        self._new: Array | None = self._room() if transactional else None
+        self.num_bytes = self._old.nbytes * (2 if transactional else 1)
+
+    def _room(self) -> Array:
+        room: Array = self.memory.zeros(self.size, self.dtype)
+        return room if self._packer is None else self._packer.packed(room)
 
     @property
     def old(self) -> Array:
-        """What is kept, times the gain; assign to change it."""
-        return self._buffers.values
+        """What is kept, times the gain, a copy where it is packed; assign to change it."""
+        return self._old if self._packer is None else self._packer.unpacked(self._old)
 
     @old.setter
     def old(self, values: Array) -> None:
-        self._buffers.replace(values)
+        self._old = values if self._packer is None else self._packer.packed(values)
 
     # -- in an iteration -------------------------------------------------------------------------
 
     def feedback(self, starts: Starts) -> Feedback:
         """What an encoder reads and writes, for segments that begin there; until :meth:`settle`, on this thread."""
-        return Feedback(*self._buffers.open(), starts, self.gain)
+        if self._packer is not None:
+            return Feedback(*self._packer.open(self._old), starts, self.gain)
+        if self._new is None:
+            self._new = self._room()
+        return Feedback(self._old, self._new, starts, self.gain)
 
     def hold(self) -> None:
         """The encoder goes on in a later step; others use this thread's rooms in between."""
-        self._buffers.hold()
+        if self._packer is not None:
+            self._packer.hold()
 
     def settle(self) -> None:
         """The encoder has written everything."""
-        self._buffers.close()
+        if self._packer is not None:
+            self._packer.close(self._old if self._new is None else self._new)
+        elif not self._transactional and self._new is not None:
+            self.memory.let_go(self._old)
+            self._old, self._new = self._new, None
         self.written = True
 
     def commit(self) -> None:
-        """The iteration counts: what was written becomes what is kept."""
-        if self.written:
-            self._buffers.swap()
+        """The iteration counts: what was written becomes what is kept, if it is not already."""
+        if self.written and self._transactional and self._new is not None:
+            self._old, self._new = self._new, self._old
         self.written = False
 
     def discard(self) -> None:
@@ -241,3 +153,67 @@ class Residual:
         """Where the element at this position of the group lies in the buffers."""
         index = bisect_right(self.runs, group_start, key=lambda run: run.group_start) - 1
         return self.starts[index] + group_start - self.runs[index].group_start
+
+
+class _Packer:
+    """Unpacks a residual while an encoder runs, and packs it.
+
+    The room for unpacked numbers belongs to the thread, on a GPU to the stream, and is as large as the largest residual
+    that it has met, twice. Unpacking and packing are a pass each around the encoder's own, one launch each on a GPU.
+    """
+
+    def __init__(
+        self, memory: Memory, runs: tuple[Run, ...], starts: tuple[int, ...], size: int, dtype: Any, storage: str
+    ) -> None:
+        self._memory, self._size, self._dtype = memory, size, dtype
+        self._codec = memory.codec(create(_CODECS[storage]))
+        # Run by run: what lies between them in the rooms is anything, and must not get into a block's scale.
+        segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in runs]
+        self._starts = np.array(starts, np.int64)
+        self._layout = self._codec.compressor.layout(segments, dtype)
+        self._is_open = self._holds = False
+        self._held: Array | None = None
+
+    def packed(self, values: Array) -> Array:
+        """A payload of these numbers."""
+        payload: Array = self._memory.zeros(self._layout.num_bytes, np.uint8)
+        self._pack(values, payload)
+        return payload
+
+    def unpacked(self, payload: Array) -> Array:
+        """The numbers of a payload."""
+        values: Array = self._memory.zeros(self._size, self._dtype)
+        self._unpack(payload, values)
+        return values
+
+    def open(self, payload: Array) -> tuple[Array, Array]:
+        """What an encoder reads and what it writes, until :meth:`close`; the same for all encodes of a step."""
+        old, new = self._rooms()
+        if not self._is_open:
+            self._unpack(payload, old)
+            if self._holds:
+                new[:] = self._held
+            self._is_open = True
+        return old, new
+
+    def hold(self) -> None:
+        """What is written so far is for a later step."""
+        if self._held is None:
+            self._held = self._memory.zeros(self._size, self._dtype)
+        self._held[:] = self._rooms()[1]
+        self._is_open, self._holds = False, True
+
+    def close(self, payload: Array) -> None:
+        """The encoder has written everything: pack it."""
+        self._pack(self._rooms()[1], payload)
+        self._is_open = self._holds = False
+
+    def _pack(self, values: Array, payload: Array) -> None:
+        self._codec.encode(Encoding(self._layout, values, self._starts), payload)
+
+    def _unpack(self, payload: Array, values: Array) -> None:
+        self._codec.decode(Decoding(self._layout, values, self._starts), payload.reshape(1, -1))
+
+    def _rooms(self) -> tuple[Array, Array]:
+        room = self._memory.room
+        return room("residual", self._size, self._dtype), room("new residual", self._size, self._dtype)

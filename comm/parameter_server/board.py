@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from espresso.comm.environment import Launch
+from espresso.comm.environment import Launch, check_builds
 from espresso.comm.errors import DisagreementError, ProtocolError, TopologyError
 from espresso.comm.messages import Messages
 from espresso.comm.parameter_server.secret import VARIABLE, Secret, given_secret
@@ -43,11 +43,8 @@ def check_alike(facts: Sequence[Fact]) -> None:
     Raises:
         DisagreementError: names the first that differs from rank 0.
     """
+    check_builds([fact.build for fact in facts])
     for rank, fact in enumerate(facts):
-        if fact.build != facts[0].build:
-            raise DisagreementError(
-                f"rank {rank} runs {fact.build}, rank 0 runs {facts[0].build}; install the same on all machines"
-            )
         if fact.world_size != facts[0].world_size:
             raise DisagreementError(
                 f"rank {rank} is in a job of {fact.world_size} ranks, rank 0 in one of {facts[0].world_size}: does"

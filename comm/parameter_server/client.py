@@ -6,16 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any
 
 from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport
-from espresso.comm.parameter_server.wire import Header, Key, Op, Tag, hear, say
+from espresso.comm.parameter_server.wire import Header, Key, Op, Tag, hear, say, wait_for
 from espresso.strategies import CompressorSpec
-
-T = TypeVar("T")
 
 WINDOW_BYTES = 16 << 20
 """Pushes that may be on the wire at once from one worker; more would only wait in buffers."""
@@ -86,7 +84,7 @@ class Client:
 
     def measure(self, spec: CompressorSpec | None, sizes: Sequence[int], num_workers: int) -> dict[str, Any]:
         """What the first server's processor needs: see :func:`measure_server`."""
-        answer: dict[str, Any] = self.ask(0, Op.MEASURE, (spec, tuple(sizes), num_workers), PATIENCE_S)
+        answer: dict[str, Any] = self.ask_all(Op.MEASURE, {0: (spec, tuple(sizes), num_workers)}, PATIENCE_S)[0]
         return answer
 
     def new_namespace(self) -> int:
@@ -145,34 +143,23 @@ class Client:
 
     # -- control ---------------------------------------------------------------------------------
 
-    def ask(self, server: int, op: Op, body: Any, timeout_s: float) -> Any:
-        """Send a request to one server and wait for its answer.
+    def ask_all(self, op: Op, bodies: Mapping[int, Any], timeout_s: float) -> dict[int, Any]:
+        """Send a request to servers and wait for their answers: body and answer by server.
+
+        Args:
+            timeout_s: for all of it.
 
         Raises:
-            DisagreementError: the server refused.
-            LinkError: it is gone or hangs.
+            DisagreementError: a server refused.
+            LinkError: one is gone or hangs.
         """
-        return self.ask_all(op, {server: body}, timeout_s)[server]
-
-    def ask_all(self, op: Op, bodies: Mapping[int, Any], timeout_s: float) -> dict[int, Any]:
-        """The same to several servers at once: body and answer by server. ``timeout_s`` is for all of it."""
         until = Deadline(timeout_s)
         if not self._asking.acquire(timeout=timeout_s):
             raise LinkError(f"'{op.name.lower()}' waited {timeout_s:g} s for other questions to the servers")
         try:
             if broken := self.error or self._unanswered:
                 raise broken
-            sends: list[tuple[int, Pending]] = []
-            for server, body in bodies.items():
-                ask = partial(say, self.transport, self.num_workers + server, Tag.HEADER, op, body)
-                sends += [(server, pending) for pending in self._try(server, op, ask, timeout_s)]
-            for server, pending in sends:
-                self._try(server, op, partial(pending.wait, until.left_s), timeout_s)
-            # All of them before a refusal is raised: an answer that nobody takes would be the next question's.
-            answers: dict[int, tuple[Header, Any]] = {}
-            for server in bodies:
-                answer = partial(hear, self.transport, self.num_workers + server, Tag.ANSWER, until)
-                answers[server] = self._try(server, op, answer, timeout_s)
+            answers = self._asked(op, bodies, until)
         finally:
             self._asking.release()
         for server, (header, body) in answers.items():
@@ -180,16 +167,20 @@ class Client:
                 raise DisagreementError(f"{self.name(server)} refuses: {body}")
         return {server: body for server, (_, body) in answers.items()}
 
-    def _try(self, server: int, op: Op, call: Callable[[], T], timeout_s: float) -> T:
-        """Call it; a lost connection names the server and what was asked of it.
+    def _asked(self, op: Op, bodies: Mapping[int, Any], until: Deadline) -> dict[int, tuple[Header, Any]]:
+        """All answers, also behind a refusal: one that nobody takes would be the next question's.
 
-        Nothing can be asked afterwards: an answer that comes late would be the next question's.
+        So nothing can be asked once an answer did not come in time.
         """
+        ranks = {server: self.num_workers + server for server in bodies}
         try:
-            return call()
+            sends = [say(self.transport, ranks[server], Tag.HEADER, op, body) for server, body in bodies.items()]
+            wait_for(chain.from_iterable(sends), until)
+            return {server: hear(self.transport, rank, Tag.ANSWER, until) for server, rank in ranks.items()}
         except LinkError as error:
+            who = "a server" if error.peer is None else self.name(error.peer - self.num_workers)
             self._unanswered = LinkError(
-                f"{self.name(server)} did not answer '{op.name.lower()}' within {timeout_s:g} s ({error}); did another"
+                f"{who} did not answer '{op.name.lower()}' within {until.seconds:g} s ({error}); did another"
                 " worker stop?"
             )
             raise self.error or self._unanswered from error

@@ -24,6 +24,7 @@ from espresso.comm.environment import Launch, build, export_worker, local_addres
 from espresso.comm.errors import TopologyError
 from espresso.comm.groups import node_key
 from espresso.comm.memory import Codecs
+from espresso.comm.parameter_server import connect
 from espresso.comm.parameter_server.board import Board, Fact, MpiMail, StoreMail, check_alike
 from espresso.comm.parameter_server.client import Client
 from espresso.comm.parameter_server.secret import Door, introduce, knock
@@ -101,44 +102,29 @@ def assign_roles(nodes: Sequence[tuple[Any, ...]], settings: ServerSettings) -> 
     return Roles(workers, servers)
 
 
+@dataclass(frozen=True)
 class Joined:
-    """This process's place in the job."""
+    """This process's place in the job; its ``client`` if it is a worker."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        roles: Roles,
-        facts: Sequence[Fact],
-        settings: ServerSettings,
-        uses_mpi: bool,
-    ) -> None:
-        self._transport, self._settings, self._uses_mpi = transport, settings, uses_mpi
-        self._num_workers = len(roles.workers)
-        self.rank = transport.rank
-        self.client: Client | None = None
-        if not self.is_server:
-            near = {facts[rank].node for rank in roles.workers}
-            self.client = Client(
-                transport,
-                self._num_workers,
-                addresses=[facts[rank].address for rank in roles.servers],
-                colocated=any(facts[rank].node in near for rank in roles.servers),
-                engines=settings.engines,
-            )
+    transport: Transport
+    num_workers: int
+    client: Client | None
+    settings: ServerSettings
+    uses_mpi: bool
 
     @property
     def is_server(self) -> bool:
-        return self.rank >= self._num_workers
+        return self.client is None
 
     def server(self, codecs: Codecs, prepare: Callable[[Any, Any], None]) -> Server:
         """The server that this process is to run."""
         return Server(
-            self._transport,
-            self._num_workers,
+            self.transport,
+            self.num_workers,
             codecs,
-            engines=self._settings.engines,
-            timeout_s=self._settings.timeout_s,
-            memory_bytes=self._settings.memory_bytes,
+            engines=self.settings.engines,
+            timeout_s=self.settings.timeout_s,
+            memory_bytes=self.settings.memory_bytes,
             prepare=prepare,
         )
 
@@ -146,7 +132,7 @@ class Joined:
         """Leave; servers end when all workers have."""
         if self.client is not None:
             self.client.leave()
-        self._transport.close()
+        self.transport.close()
 
     def report_and_abandon(self) -> NoReturn:
         """In an exception that nobody caught: say what it was, do what was to be done at exit, and end.
@@ -163,7 +149,7 @@ class Joined:
     def abandon(self, status: int) -> NoReturn:
         """End at once: peers are gone, and orderly ways out would wait for them."""
         _end_within(_LAST_S)
-        if self.is_server or self._uses_mpi:
+        if self.is_server or self.uses_mpi:
             time.sleep(_LINGER_S)
         abort_mpi(status)
         os._exit(status)
@@ -214,16 +200,22 @@ def join(settings: ServerSettings) -> Joined:
     board.exchange(None)
     door.close()
     transport = _transport(mail, roles, rank, settings)
-    workers, servers = range(len(roles.workers)), range(len(roles.workers), len(roles.order))
-    introduce(transport, servers if rank in workers else workers, board.secret, settings.timeout_s)
-    if rank < len(roles.workers):
+    first_server = len(roles.workers)
+    others = range(first_server, transport.size) if rank < first_server else range(first_server)
+    introduce(transport, others, board.secret, settings.timeout_s)
+    client = None
+    if rank < first_server:
         _enter_world(roles, facts, rank)
-    joined = Joined(transport, roles, facts, settings, uses_mpi)
-    if joined.client is not None:
-        from espresso.comm.parameter_server import connect
-
-        connect(joined.client)
-    return joined
+        near = {facts[worker].node for worker in roles.workers}
+        client = Client(
+            transport,
+            first_server,
+            addresses=[facts[server].address for server in roles.servers],
+            colocated=any(facts[server].node in near for server in roles.servers),
+            engines=settings.engines,
+        )
+        connect(client)
+    return Joined(transport, first_server, client, settings, uses_mpi)
 
 
 def _uses_mpi(launch: Launch, wanted: str) -> bool:

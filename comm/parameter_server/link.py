@@ -188,7 +188,7 @@ class Link:
         flags = Flag.KEPT if kept else Flag.NONE
         if line.key.up is Coding.RAW:
             flags |= Flag.RAW
-        header = Header(Op.PUSH, self.client.rank, line.key.number, flags, step, data.nbytes, scale, line.last_step)
+        header = Header(Op.PUSH, self.client.rank, line.key.number, flags, step, data.nbytes, scale)
         self.client.push(line, data, answer, header, self._timeout_s)
 
     def pull(self, line: Line) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,18 @@ from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.holdings import PATIENCE, Holdings, Offers
 from espresso.comm.parameter_server.sums import KeySum, Slots, measure_server
 from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport
-from espresso.comm.parameter_server.wire import HEADER_BYTES, Flag, Header, Key, Op, Table, Tag, hear_body, say
+from espresso.comm.parameter_server.wire import (
+    HEADER_BYTES,
+    Flag,
+    Header,
+    Key,
+    Op,
+    Table,
+    Tag,
+    hear_body,
+    say,
+    wait_for,
+)
 
 logger = logging.getLogger("espresso")
 
@@ -224,7 +235,7 @@ class Server:
     def _finish_round(self, summed: KeySum, header: Header) -> None:
         # The answer before the last was pulled by everybody, or nobody could have pushed this round.
         sends = summed.sends[summed.parity]
-        _wait_for(sends, Deadline(self._timeout_s))
+        wait_for(sends, Deadline(self._timeout_s))
         sends.clear()
         summed.settle(bool(header.flags & Flag.KEPT))
         answer, block = summed.add_up(header.step, header.scale)
@@ -263,7 +274,7 @@ class Server:
         until, pending = Deadline(timeout_s), []
         for worker, (op, body) in answers.items():
             pending += say(self._transport, worker, Tag.ANSWER, op, body)
-        _wait_for(pending, until)
+        wait_for(pending, until)
 
     def _offer(self, worker: int, table: Table) -> None:
         """Take a worker's table; when all have offered theirs, install it or refuse it to all."""
@@ -279,7 +290,7 @@ class Server:
                 installed, retired = self._held.install(table)
         limit_s = PATIENCE * table.timeout_s
         # Without the lock: a worker that does not take its last answer must not hold up the others' states.
-        _wait_for((one for summed in retired for sends in summed.sends for one in sends), Deadline(limit_s))
+        wait_for((one for summed in retired for sends in summed.sends for one in sends), Deadline(limit_s))
         if refusal is not None:
             self._answer(dict.fromkeys(table.workers, (Op.REFUSAL, refusal)), limit_s)
             return
@@ -346,8 +357,3 @@ class Server:
         for pending in sends:
             with suppress(LinkError):
                 pending.wait(until.left_s)
-
-
-def _wait_for(pending: Iterable[Pending], until: Deadline) -> None:
-    for one in pending:
-        one.wait(until.left_s)

@@ -124,12 +124,10 @@ class GlooTransport:
             self._groups[channel] = group
 
     def send(self, channel: Channel, peer: int, tag: int, data: Bytes) -> Pending:
-        buffer = torch.from_numpy(data)
-        return self._start(self._groups[channel].send, buffer, peer, tag)
+        return self._start(self._groups[channel].send, torch.from_numpy(data), peer, tag)
 
     def receive(self, channel: Channel, peer: int, tag: int, data: Bytes) -> Pending:
-        buffer = torch.from_numpy(data)
-        return self._start(self._groups[channel].recv, buffer, peer, tag)
+        return self._start(self._groups[channel].recv, torch.from_numpy(data), peer, tag)
 
     def _start(self, call: Any, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         try:

@@ -11,8 +11,7 @@ Every message on the control channel begins with a header of 56 bytes, little-en
     16  q   step: the iteration
     24  Q   bytes that follow: of the data message for a push, of the body otherwise
     32  d   scale: multiplies the decoded sum where the server decodes last
-    40  q   step of this key's last round, -1 if it had none
-    48  q   reserved, 0
+    40  qq  reserved, 0
 
 A push is such a header on the control channel and its payload on the data channel, under the key's tag, which its
 server gave it. The answer to a push is the reply on the data channel under the same tag: its size is known to both
@@ -23,7 +22,7 @@ and are answered by a header and a body.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
 from typing import Any
@@ -98,12 +97,11 @@ class Header:
     step: int = 0
     num_bytes: int = 0
     scale: float = 1.0
-    last_step: int = -1
 
     def pack(self) -> Bytes:
         packed = _HEADER.pack(
             MAGIC, VERSION, self.op, self.flags, self.key, self.sender, self.step, self.num_bytes,
-            self.scale, self.last_step, 0,
+            self.scale, 0, 0,
         )  # fmt: skip
         return np.frombuffer(bytearray(packed), np.uint8)
 
@@ -114,14 +112,14 @@ class Header:
         Raises:
             ProtocolError: another magic number, version or operation, or a body of more than 4 GiB.
         """
-        magic, version, op, flags, key, sender, step, size, scale, last, _ = _HEADER.unpack(data.tobytes())
+        magic, version, op, flags, key, sender, step, size, scale, *_ = _HEADER.unpack(data.tobytes())
         if magic != MAGIC or version != VERSION:
             raise ProtocolError(
                 f"a parameter-server message begins with {magic!r}, version {version}; expected {MAGIC!r}, version"
                 f" {VERSION}: do all machines run the same espresso?"
             )
         try:
-            header = cls(Op(op), sender, key, Flag(flags), step, size, scale, last)
+            header = cls(Op(op), sender, key, Flag(flags), step, size, scale)
         except ValueError:
             raise ProtocolError(f"unknown parameter-server operation {op} from rank {sender}") from None
         if size > MAX_BODY_BYTES and header.op is not Op.PUSH:  # the size of a push is known from its key
@@ -256,6 +254,12 @@ def say(transport: Transport, peer: int, tag: Tag, op: Op, body: Any) -> list[Pe
     data = BODIES.pack(body)
     header = Header(op, transport.rank, num_bytes=data.nbytes).pack()
     return [transport.send(Channel.CONTROL, peer, tag + more, part) for more, part in enumerate((header, data))]
+
+
+def wait_for(pending: Iterable[Pending], until: Deadline) -> None:
+    """Until all of them are over."""
+    for one in pending:
+        one.wait(until.left_s)
 
 
 def hear(transport: Transport, peer: int, tag: Tag, until: Deadline | None) -> tuple[Header, Any]:

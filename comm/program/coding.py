@@ -53,11 +53,10 @@ class Desk:
         """Home, as the codec takes it."""
         return self.home.mirror_array if self.is_mirrored else self.home.array
 
-    def twin(self, held: torch.Tensor) -> torch.Tensor:
-        """What the step works on in place of ``held``: itself, or a mirror."""
-        if not self.is_mirrored:
-            return held
-        return self.memory.numbers(held.numel(), held.dtype).zero_().view(held.shape)
+    def mine(self, held: torch.Tensor) -> tuple[Array, Twins]:
+        """The array that the step works on in place of ``held``, itself or a mirror's; both, for copies."""
+        twin = self.memory.numbers(held.numel(), held.dtype).zero_().view(held.shape) if self.is_mirrored else held
+        return self.memory.array(twin), lambda: (held, twin)
 
     def copies(self, before: Sequence[Twins], after: Sequence[Twins]) -> Mapping[Stage, Action]:
         """What is copied before and after the step; nothing where it works in place."""
@@ -80,9 +79,10 @@ def desk(part: Part, index: int) -> Desk:
     return Desk(part.home, part.codec(device), context.host if is_mirrored else context.memory, is_mirrored)
 
 
-def both(here: torch.Tensor, there: torch.Tensor) -> Twins:
-    """A tensor that stays where it is, and its mirror."""
-    return lambda: (here, there)
+def _place(part: Part, codec: Codec, span: Span) -> Placed:
+    """How the codec lays out a range of the partition."""
+    segments, starts = part.home.segments(span)
+    return Placed(codec.compressor.layout(segments, part.home.wide), starts)
 
 
 def copy(twins: Sequence[Twins], stage: Stage) -> Action:
@@ -107,8 +107,7 @@ def compress_payload(part: Part, index: int) -> Compiled:
     codec, site, first = _wire_codec(part, at, flow.after.region), flow.site, part.is_first(index)
     kept = keep(part, index, codec, at.memory)
     held = _room(part, index, codec)
-    written = at.twin(held.buffer)
-    payloads = at.memory.array(written)
+    payloads, twins = at.mine(held.buffer)
     jobs = []
     for number, span in enumerate(flow.after.atoms):
         layout, starts = held.atoms[span]
@@ -122,7 +121,7 @@ def compress_payload(part: Part, index: int) -> Compiled:
             kept.encode(codec, encoding, kept_at, out)
         kept.settle()
 
-    copies = at.copies([at.of_home(flow.before.region)], [both(held.buffer, written)])
+    copies = at.copies([at.of_home(flow.before.region)], [twins])
     return Compiled(held, run, copies, kept=kept)
 
 
@@ -131,8 +130,7 @@ def decompress_payload(part: Part, index: int, held: Payload) -> Compiled:
     flow, at = part.flows[index], desk(part, index)
     codec, site = _wire_codec(part, at, flow.before.region), _site_before(part, index)
     last, ends = part.is_last(index), part.ends(index)
-    read = at.twin(held.buffer)
-    payloads = at.memory.array(read)
+    payloads, twins = at.mine(held.buffer)
     jobs = []
     for number, span in enumerate(flow.before.atoms):
         layout, starts = held.atoms[span]
@@ -145,7 +143,7 @@ def decompress_payload(part: Part, index: int, held: Payload) -> Compiled:
             finite &= codec.decode(Decoding(layout, at.numbers(), starts, scale=scale, key=key), sources)
         part.home.finite = finite if ends else None
 
-    copies = at.copies([both(held.buffer, read)], [at.of_home(flow.after.region)])
+    copies = at.copies([twins], [at.of_home(flow.after.region)])
     return Compiled(Numbers(), run, copies)
 
 
@@ -167,8 +165,7 @@ def _room(part: Part, index: int, codec: Codec) -> Payload:
         flow = trace(part.choice.option, cluster, partition.numel, rank, partition.root)[index]
         for span in flow.after.atoms:
             if span not in atoms:
-                segments, starts = part.home.segments(span)
-                atoms[span] = Placed(codec.compressor.layout(segments, part.home.wide), starts)
+                atoms[span] = _place(part, codec, span)
     stride = max((layout.num_bytes for layout, _ in atoms.values()), default=0)
     shape = (1, len(part.flows[index].after.atoms), stride)
     return Payload(memory.tensor(memory.zeros(shape, np.uint8)), atoms)
@@ -190,13 +187,11 @@ def compress_vector(part: Part, index: int) -> Compiled:
     flow, at = part.flows[index], desk(part, index)
     assert flow.site is not None
     codec, site = cast(SummableCodec, at.codec), flow.site
-    segments, starts = part.home.segments(flow.before.region)
-    layout = codec.compressor.layout(segments, part.home.wide)
+    layout, starts = placed = _place(part, codec, flow.before.region)
     kept = keep(part, index, codec, at.memory)
     kept_at = kept.starts(part.home.runs_in(flow.before.region))
     values = part.context.memory.numbers(codec.num_values(layout), TORCH_DTYPES[codec.value_dtype(layout)])
-    written = at.twin(values)
-    vector = at.memory.array(written)
+    vector, twins = at.mine(values)
 
     def run() -> None:
         encoding = Encoding(layout, at.numbers(), starts, part.unscale, kept.feedback(kept_at), part.key(site))
@@ -206,8 +201,8 @@ def compress_vector(part: Part, index: int) -> Compiled:
         codec.encode_values(encoding, vector)
         kept.settle()
 
-    copies = at.copies([at.of_home(flow.before.region)], [both(values, written)])
-    return Compiled(Vector(values, Placed(layout, starts)), run, copies, kept=kept)
+    copies = at.copies([at.of_home(flow.before.region)], [twins])
+    return Compiled(Vector(values, placed), run, copies, kept=kept)
 
 
 def decompress_vector(part: Part, index: int, held: Vector) -> Compiled:
@@ -215,8 +210,7 @@ def decompress_vector(part: Part, index: int, held: Vector) -> Compiled:
     flow, at = part.flows[index], desk(part, index)
     codec, ends = cast(SummableCodec, at.codec), part.ends(index)
     layout, starts = held.placed
-    read = at.twin(held.values)
-    vector = at.memory.array(read)
+    vector, twins = at.mine(held.values)
 
     def run() -> None:
         scale = part.rescale
@@ -226,7 +220,7 @@ def decompress_vector(part: Part, index: int, held: Vector) -> Compiled:
         finite = codec.decode_values(decoding, vector)
         part.home.finite = finite if ends else None
 
-    copies = at.copies([both(held.values, read)], [at.of_home(flow.after.region)])
+    copies = at.copies([twins], [at.of_home(flow.after.region)])
     return Compiled(Numbers(), run, copies)
 
 
@@ -253,15 +247,13 @@ def compress_matrices(part: Part, index: int) -> Compiled:
     flow, at = part.flows[index], desk(part, index)
     codec, site, region = cast(RoundsCodec, at.codec), flow.site, flow.before.region
     assert site is not None
-    segments, starts = part.home.segments(region)
-    layout = codec.compressor.layout(segments, part.home.wide)
+    layout, starts = placed = _place(part, at.codec, region)
     kept = keep(part, index, at.codec, at.memory)
     kept_at = kept.starts(part.home.runs_in(region))
     residual = kept.residual
     assert residual is not None
     values = _vector(part, codec, layout, 0)
-    written = at.twin(values)
-    vector, factors = at.memory.array(written), _Factors(part.context.factors, at.memory)
+    (vector, twins), factors = at.mine(values), _Factors(part.context.factors, at.memory)
 
     def run() -> None:
         encoding = Encoding(layout, at.numbers(), starts, part.unscale, residual.feedback(kept_at), part.key(site))
@@ -270,8 +262,8 @@ def compress_matrices(part: Part, index: int) -> Compiled:
         if kept.velocity is not None:
             kept.velocity.settle()
 
-    copies = at.copies([at.of_home(region)], [both(values, written)])
-    return Compiled(Matrices((values,), Placed(layout, starts), residual, kept_at), run, copies, kept=kept)
+    copies = at.copies([at.of_home(region)], [twins])
+    return Compiled(Matrices((values,), placed, residual, kept_at), run, copies, kept=kept)
 
 
 def transform_matrices(part: Part, index: int, held: Matrices) -> Compiled:
@@ -280,15 +272,13 @@ def transform_matrices(part: Part, index: int, held: Matrices) -> Compiled:
     codec, layout = cast(RoundsCodec, at.codec), held.placed.layout
     assert at.memory is held.residual.memory, "plans keep matrices where they were compressed"
     vectors = (*held.vectors, _vector(part, codec, layout, len(held.vectors)))
-    twins = [at.twin(vector) for vector in vectors]
-    summed, values = (at.memory.array(twin) for twin in twins)
+    (summed, first), (values, second) = (at.mine(vector) for vector in vectors)
 
     def run() -> None:
         codec.transform_values(layout, summed, values, feedback=held.residual.feedback(held.kept_at))
         held.residual.settle()
 
-    pairs = [both(vector, twin) for vector, twin in zip(vectors, twins, strict=True)]
-    return Compiled(replace(held, vectors=vectors), run, at.copies(pairs[:1], pairs))
+    return Compiled(replace(held, vectors=vectors), run, at.copies([first], [first, second]))
 
 
 def decompress_matrices(part: Part, index: int, held: Matrices) -> Compiled:
@@ -296,16 +286,15 @@ def decompress_matrices(part: Part, index: int, held: Matrices) -> Compiled:
     at = desk(part, index)
     codec = cast(RoundsCodec, at.codec)
     layout, starts = held.placed
-    twins = [at.twin(vector) for vector in held.vectors]
-    first, second = (at.memory.array(twin) for twin in twins)
+    (first, of_first), (second, of_second) = (at.mine(vector) for vector in held.vectors)
     factors = _Factors(part.context.factors, at.memory)
 
     def run() -> None:
         decoding = Decoding(layout, at.numbers(), starts, part.rescale / part.num_ranks)
         part.home.finite = codec.decode_values(decoding, first, second, factors)
 
-    pairs = [both(vector, twin) for vector, twin in zip(held.vectors, twins, strict=True)]
-    return Compiled(Numbers(), run, at.copies(pairs, [at.of_home(part.flows[index].after.region)]))
+    copies = at.copies([of_first, of_second], [at.of_home(part.flows[index].after.region)])
+    return Compiled(Numbers(), run, copies)
 
 
 def _vector(part: Part, codec: RoundsCodec, layout: Layout, number: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ sources in rank order; a step that gathers or shuffles them makes the buffer tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -107,37 +107,21 @@ def _exchange_numbers(
 
         return gather_shards
     assert routine is Routine.REDUCE_SCATTER
-    mine = shards[member.index]
-    if flow.step.form is Form.HALF:
-        return _scatter_halves(whole, shards, member, memory)
-    received = [
-        None if peer == member.index else memory.numbers(mine[1] - mine[0], dtype) for peer in range(member.size)
-    ]
+    me, halves = member.index, flow.step.form is Form.HALF
+    numel, travels = shards[me][1] - shards[me][0], torch.float16 if halves else dtype
+    received = [None if peer == me else memory.numbers(numel, travels) for peer in range(member.size)]
 
     def reduce_scatter() -> None:
         parts = [whole()[low:high] for low, high in shards]
-        collectives.all_to_all(parts, received, member)
-        collectives.sum_in_rank_order(parts[member.index], received)
-
-    return reduce_scatter
-
-
-def _scatter_halves(
-    whole: Callable[[], torch.Tensor], shards: Sequence[Span], member: Member, memory: Memory
-) -> Action:
-    """A reduce-scatter of numbers that travel as float16; every contribution is rounded, our own too."""
-    mine = shards[member.index]
-    received = [memory.numbers(mine[1] - mine[0], torch.float16) for _ in range(member.size)]
-
-    def reduce_scatter() -> None:
-        parts = [whole()[low:high] for low, high in shards]
-        halves = [part.to(torch.float16) for part in parts]
-        collectives.all_to_all(halves, received, member)
-        received[member.index].copy_(halves[member.index])
-        total = parts[member.index]
-        total.copy_(received[0])
-        for half in received[1:]:
-            total.add_(half)
+        if not halves:
+            collectives.all_to_all(parts, received, member)
+            collectives.sum_in_rank_order(parts[me], received)
+            return
+        outgoing = [part.to(travels) for part in parts]  # every contribution is rounded, our own too
+        collectives.all_to_all(outgoing, received, member)
+        for peer, half in enumerate(received):
+            add = parts[me].add_ if peer else parts[me].copy_
+            add(outgoing[me] if half is None else half)
 
     return reduce_scatter
 
