@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -134,9 +134,9 @@ class ResidualStore:
         waiting = {t: self.carry.pop(t) for t in list(self.carry) if only is None or t in only}
         for address, parts in self._claim(only).items():
             pieces.setdefault(address, []).extend(parts)
-        self._place_all(pieces, numels, fresh)
         for tensor, values in waiting.items():
-            self._place(tensor, Site.LOCAL, (0, values, 0), numels, fresh)
+            pieces.setdefault((tensor, Site.LOCAL), []).append((0, values, 0))
+        self._place(pieces, numels, fresh)
         self._report()
 
     def _report(self) -> None:
@@ -150,11 +150,9 @@ class ResidualStore:
 
     def _export(self, residuals: Iterable[Residual]) -> dict[Address, list[Piece]]:
         pieces: dict[Address, list[Piece]] = {}
-        for residual in residuals:
-            for run, start in zip(residual.runs, residual.starts, strict=True):
-                values = residual.read(start, run.numel)
-                piece = (run.tensor_start, values, residual.replica)
-                pieces.setdefault((run.tensor, residual.site), []).append(piece)
+        for residual, run, at in _stretches(residuals):
+            piece = (run.tensor_start, residual.read(at, run.numel), residual.replica)
+            pieces.setdefault((run.tensor, residual.site), []).append(piece)
         return pieces
 
     def add_carry(self, tensor: str, start: int, values: Array, numel: int) -> None:
@@ -169,10 +167,9 @@ class ResidualStore:
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply everything kept of the named tensors; for when the units of a gradient change (a loss weight,
         a learning rate). Only between iterations."""
-        for residual in self._live:
-            for run, start in zip(residual.runs, residual.starts, strict=True):
-                if run.tensor in factors:
-                    residual.scale(start, run.numel, factors[run.tensor])
+        for residual, run, at in _stretches(self._live):
+            if run.tensor in factors:
+                residual.scale(at, run.numel, factors[run.tensor])
         for tensor in self.carry.keys() & factors.keys():
             self.carry[tensor] *= factors[tensor]
         for (tensor, _), parts in self._waiting.items():
@@ -204,7 +201,7 @@ class ResidualStore:
         for residual in self._live:
             residual.clear()
         live = {run.tensor for residual in self._live for run in residual.runs}
-        self._place_all(self._claim(live), numels, self._live)
+        self._place(self._claim(live), numels, self._live)
 
     def _claim(self, tensors: Collection[str] | None) -> dict[Address, list[Piece]]:
         """Take the loaded pieces of these tensors (of all, if None) out of waiting."""
@@ -243,41 +240,37 @@ class ResidualStore:
 
     def place(self, tensor: str, site: Site, piece: Piece) -> None:
         """Add a piece to the residuals in use that keep (tensor, site); carry what lies outside."""
-        self._place(tensor, site, piece, {tensor: piece[0] + piece[1].size}, self._live)
-
-    def _place_all(
-        self,
-        pieces: Mapping[Address, Sequence[Piece]],
-        numels: Mapping[str, int],
-        targets: Sequence[Residual],
-    ) -> None:
-        for (tensor, site), parts in pieces.items():
-            for piece in parts:
-                self._place(tensor, site, piece, numels, targets)
+        self._place({(tensor, site): [piece]}, {tensor: piece[0] + piece[1].size}, self._live)
 
     def _place(
-        self, tensor: str, site: Site, piece: Piece, numels: Mapping[str, int], targets: Sequence[Residual]
+        self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int], targets: Sequence[Residual]
     ) -> None:
-        """Put a piece where the plan keeps (tensor, site); what lies outside moves on, once per replica.
+        """Put pieces where the plan keeps their (tensor, site); what lies outside moves on, once per replica.
 
         It goes to the tensor's local site, which encodes this rank's own contribution, or else is carried.
         """
-        start, values, replica = piece
-        left = np.ones(values.size, bool)
-        for where in (site, Site.LOCAL) if replica == 0 else (site,):
-            for residual in targets:
-                if residual.site is not where:
-                    continue
-                for run, at in zip(residual.runs, residual.starts, strict=True):
-                    low = max(start, run.tensor_start)
-                    high = min(start + values.size, run.tensor_start + run.numel)
-                    if run.tensor == tensor and low < high:
-                        here, cut = at + low - run.tensor_start, slice(low - start, high - start)
-                        kept = np.where(left[cut], values[cut], 0)
-                        residual.add(here, kept.astype(residual.dtype))
-                        left[cut] = False
-        if replica == 0 and left.any():
-            self.add_carry(tensor, start, np.where(left, values, 0).astype(values.dtype), numels[tensor])
+        stretches = list(_stretches(targets))
+        for (tensor, site), parts in pieces.items():
+            for start, values, replica in parts:
+                left = np.ones(values.size, bool)
+                for where in (site, Site.LOCAL) if replica == 0 else (site,):
+                    for residual, run, at in stretches:
+                        low = max(start, run.tensor_start)
+                        high = min(start + values.size, run.tensor_start + run.numel)
+                        if residual.site is where and run.tensor == tensor and low < high:
+                            cut = slice(low - start, high - start)
+                            kept = np.where(left[cut], values[cut], 0)
+                            residual.add(at + low - run.tensor_start, kept.astype(residual.dtype))
+                            left[cut] = False
+                if replica == 0 and left.any():
+                    self.add_carry(tensor, start, np.where(left, values, 0).astype(values.dtype), numels[tensor])
+
+
+def _stretches(residuals: Iterable[Residual]) -> Iterator[tuple[Residual, Run, int]]:
+    """Every stretch of a tensor that they keep, and where it begins in the residual's buffers."""
+    for residual in residuals:
+        for run, at in zip(residual.runs, residual.starts, strict=True):
+            yield residual, run, at
 
 
 class Velocities(ResidualStore):

@@ -11,8 +11,8 @@ from typing import Any
 
 from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.comm.messages import Bytes
-from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport
-from espresso.comm.parameter_server.wire import Header, Key, Op, Tag, hear, say, wait_for
+from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport, wait_for
+from espresso.comm.parameter_server.wire import Header, Key, Op, Tag, hear, say
 from espresso.strategies import CompressorSpec
 
 WINDOW_BYTES = 16 << 20

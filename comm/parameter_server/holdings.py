@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import Codecs
 from espresso.comm.parameter_server.sums import KeySum
-from espresso.comm.parameter_server.wire import NAMESPACE_SHIFT, Held, Installed, Key, Table, Tag, balance
+from espresso.comm.parameter_server.wire import Held, Installed, Key, Table, Tag, balance
 from espresso.strategies import Site
 
 PATIENCE = 0.9
@@ -73,7 +73,7 @@ class Holdings:
 
     def patience_s(self, key: Key) -> float:
         """How long a key may wait for its last push."""
-        return self._patience_s[_namespace(key)]
+        return self._patience_s[key.namespace]
 
     def is_overdue(self, summed: KeySum) -> bool:
         waits = 0 < len(summed.arrived) < len(summed.key.workers)
@@ -136,7 +136,7 @@ class Holdings:
     # -- residuals -------------------------------------------------------------------------------
 
     def _of(self, namespace: int) -> list[KeySum]:
-        return [summed for summed in self if _namespace(summed.key) == namespace]
+        return [summed for summed in self if summed.key.namespace == namespace]
 
     def _settled(self, namespace: int, discarded: frozenset[int]) -> ResidualStore:
         """A state's residuals, the last round of each counted or not."""
@@ -162,7 +162,3 @@ class Holdings:
     def rescale(self, namespace: int, discarded: frozenset[int], factors: dict[str, float]) -> None:
         """Multiply what is kept of the named tensors: the units of their gradients changed."""
         self._settled(namespace, discarded).rescale(factors)
-
-
-def _namespace(key: Key) -> int:
-    return key.number >> NAMESPACE_SHIFT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,7 @@ from espresso.comm.errors import EspressoError
 from espresso.comm.keep.store import Address, Piece, ResidualStore
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.client import PATIENCE_S, Client, Line
-from espresso.comm.parameter_server.wire import (
-    NAMESPACE_SHIFT,
-    NUMBERS,
-    Coding,
-    Flag,
-    Header,
-    Held,
-    Installed,
-    Key,
-    Op,
-    Table,
-    balance,
-)
+from espresso.comm.parameter_server.wire import Flag, Header, Held, Installed, Key, Op, Table, balance, key_numbers
 from espresso.strategies import CompressorSpec, Site
 
 
@@ -43,10 +32,8 @@ class Link:
         self, client: Client, ranks: Sequence[int], store: ResidualStore, timeout_s: float, namespace: int
     ) -> None:
         self.client, self._ranks, self._store, self._timeout_s = client, tuple(ranks), store, timeout_s
-        if namespace >= NUMBERS:
-            raise EspressoError(f"state number {namespace} of the servers' {NUMBERS}: make fewer states in one launch")
-        self._namespace = namespace
-        self._count = 0
+        self._namespace, self._numbers = namespace, key_numbers(namespace)
+        self._next_numbers = cycle(self._numbers)
         self._live: dict[int, Key] = {}
         self._discarded: set[int] = set()
         self._waiting: list[Held] = []
@@ -111,18 +98,17 @@ class Link:
         """
         for number in [n for n, key in self._live.items() if self._touches(key, only)]:
             del self._live[number]
-        if len(self._live) + len(keys) > NUMBERS:
-            raise EspressoError(
-                f"{len(self._live) + len(keys)} keys of one job at its servers are more than {NUMBERS}: use larger"
-                " partitions"
-            )
+        total, most = len(self._live) + len(keys), len(self._numbers)
+        if total > most:
+            raise EspressoError(f"{total} keys of one job at its servers are more than {most}: use larger partitions")
         loads = [0] * self.client.num_servers
         for key in self._live.values():
             loads[key.server] += key.load_bytes
         places = balance([key.load_bytes for key in keys], self.client.num_servers, loads)
-        numbered = []
-        for key, server in zip(keys, places, strict=True):
-            numbered.append(replace(key, number=self._next_number(), server=server))
+        free = (number for number in self._next_numbers if number not in self._live)
+        numbered = [
+            replace(key, number=number, server=server) for key, server, number in zip(keys, places, free, strict=False)
+        ]
         for index, line in lines.items():
             line.key = numbered[index]
         self._live |= {key.number: key for key in numbered}
@@ -148,13 +134,6 @@ class Link:
         """Loaded residuals of tensors that are known now and do not go through servers: this rank carries them."""
         if self._waiting:
             self._resettle([], numels)
-
-    def _next_number(self) -> int:
-        while True:
-            number = (self._namespace << NAMESPACE_SHIFT) | self._count % NUMBERS
-            self._count += 1
-            if number not in self._live:
-                return number
 
     def _touches(self, key: Key, only: Collection[str] | None) -> bool:
         return only is None or any(stretch.tensor in only for stretch in key.stretches)
@@ -186,7 +165,7 @@ class Link:
         """Send this round's push of a line; ``answer`` is where the pull will lie."""
         kept = line.last_step >= 0 and line.last_step not in self._discarded
         flags = Flag.KEPT if kept else Flag.NONE
-        if line.key.up is Coding.RAW:
+        if line.key.is_plain:
             flags |= Flag.RAW
         header = Header(Op.PUSH, self.client.rank, line.key.number, flags, step, data.nbytes, scale)
         self.client.push(line, data, answer, header, self._timeout_s)

@@ -15,18 +15,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors import create, host_codec
-from espresso.compressors.base import (
-    Bytes,
-    Codec,
-    Compressor,
-    Decoding,
-    Encoding,
-    Layout,
-    Segment,
-    SummableCodec,
-    Traits,
-)
+from espresso.compressors import Codec, Compressor, Layout, Segment, SummableCodec, Traits, create, host_codec
+from espresso.compressors.base import Bytes, Decoding, Encoding
 from espresso.compressors.common import Steady
 
 

@@ -31,19 +31,8 @@ from espresso.comm.memory import Codecs
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.holdings import PATIENCE, Holdings, Offers
 from espresso.comm.parameter_server.sums import KeySum, Slots, measure_server
-from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport
-from espresso.comm.parameter_server.wire import (
-    HEADER_BYTES,
-    Flag,
-    Header,
-    Key,
-    Op,
-    Table,
-    Tag,
-    hear_body,
-    say,
-    wait_for,
-)
+from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport, wait_for
+from espresso.comm.parameter_server.wire import HEADER_BYTES, Flag, Header, Key, Op, Table, Tag, hear_body, say
 
 logger = logging.getLogger("espresso")
 
@@ -170,24 +159,18 @@ class Server:
             summed = self._held.get(header.key)
         if summed is None or worker not in summed.key.workers:
             raise ProtocolError(f"worker rank {worker} pushed key {header.key}, which is not its to push")
-        if header.num_bytes != summed.key.up_bytes or bool(header.flags & Flag.RAW) != summed.coding_is_plain:
+        if header.num_bytes != summed.key.up_bytes or bool(header.flags & Flag.RAW) != summed.key.is_plain:
             raise ProtocolError(
                 f"worker rank {worker} pushes {header.num_bytes} bytes for {summed.key}, expected {summed.key.up_bytes}"
             )
         gone = self._left.intersection(summed.key.workers)
         if gone:
             raise EspressoError(f"worker rank {min(gone)} has left, and {summed.key} waits for its push")
-        self._give_block(summed)
+        summed.take_block(self._slots)
         place = summed.place(worker)
         self._latest[worker] = summed.key
         pending = self._transport.receive(Channel.DATA, worker, summed.tag, place)
         return _Arriving(pending, summed, header)
-
-    def _give_block(self, summed: KeySum) -> None:
-        # One taker per key: a second one would wait for memory that this very key could free.
-        with summed.taking:
-            if not summed.has_block:
-                summed.use(self._slots.take(summed.num_bytes))
 
     def _await_payloads(self, worker: int, arriving: SimpleQueue[_Arriving | None]) -> None:
         while (push := arriving.get()) is not None:

@@ -27,7 +27,7 @@ from espresso.comm.memory import Codecs
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.parameter_server.transport import Pending
-from espresso.comm.parameter_server.wire import Coding, Key
+from espresso.comm.parameter_server.wire import Key
 from espresso.compressors.base import Array, Decoding, DrawKey, Encoding, Feedback, Layout, Segment
 from espresso.strategies import CompressorSpec, Device, Run, Site
 
@@ -94,7 +94,7 @@ class KeySum:
         self.key, self.tag, self.engine = key, tag, engine
         self.arrived: set[int] = set()
         self.first_s = 0.0
-        self.taking = threading.Lock()
+        self._taking = threading.Lock()
         self.rounds = 0
         self.sends: tuple[list[Pending], list[Pending]] = ([], [])
         self.written_step = -1
@@ -127,17 +127,11 @@ class KeySum:
 
     # -- a round ---------------------------------------------------------------------------------
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the block that holds everybody's push."""
-        return self._stride * len(self.key.workers)
-
-    @property
-    def has_block(self) -> bool:
-        return self._rows is not None
-
-    def use(self, block: Bytes) -> None:
-        self._rows = block
+    def take_block(self, slots: Slots) -> None:
+        """Have room for everybody's push; waits while memory is short."""
+        with self._taking:  # one taker: a second one would wait for memory that this very key could free
+            if self._rows is None:
+                self._rows = slots.take(self._stride * len(self.key.workers))
 
     def place(self, worker: int) -> Bytes:
         """Where the push of ``worker`` goes."""
@@ -205,10 +199,6 @@ class KeySum:
 
     def settle_unless(self, discarded: frozenset[int]) -> None:
         self.settle(self.written_step not in discarded)
-
-    @property
-    def coding_is_plain(self) -> bool:
-        return self.key.up is Coding.RAW
 
 
 # -- what it takes -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
@@ -68,6 +69,12 @@ class Pending(Protocol):
             LinkError: the peer is gone, or the time is over.
         """
         ...
+
+
+def wait_for(pending: Iterable[Pending], until: Deadline) -> None:
+    """Until all of them are over."""
+    for one in pending:
+        one.wait(until.left_s)
 
 
 class Transport(Protocol):

@@ -22,7 +22,7 @@ and are answered by a header and a body.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.comm.errors import ProtocolError
+from espresso.comm.errors import EspressoError, ProtocolError
 from espresso.comm.messages import Bytes, Messages
 from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport
 from espresso.strategies import CompressorSpec
@@ -84,8 +84,17 @@ class Tag(IntEnum):
 NAMESPACE_SHIFT = 16
 """Key numbers have 32 bits: the state above this bit, its key below."""
 
-NUMBERS = 1 << NAMESPACE_SHIFT
-"""Of states in a job, and of keys in a state."""
+
+def key_numbers(namespace: int) -> range:
+    """The numbers of a state's keys.
+
+    Raises:
+        EspressoError: there are not so many states.
+    """
+    most = 1 << NAMESPACE_SHIFT
+    if namespace >= most:
+        raise EspressoError(f"state number {namespace} of the servers' {most}: make fewer states in one launch")
+    return range(namespace * most, (namespace + 1) * most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +189,16 @@ class Key:
     seed: int
 
     @property
+    def is_plain(self) -> bool:
+        """Whether plain numbers are pushed."""
+        return self.up is Coding.RAW
+
+    @property
+    def namespace(self) -> int:
+        """The state that it belongs to."""
+        return self.number >> NAMESPACE_SHIFT
+
+    @property
     def numel(self) -> int:
         return sum(stretch.numel for stretch in self.stretches)
 
@@ -254,12 +273,6 @@ def say(transport: Transport, peer: int, tag: Tag, op: Op, body: Any) -> list[Pe
     data = BODIES.pack(body)
     header = Header(op, transport.rank, num_bytes=data.nbytes).pack()
     return [transport.send(Channel.CONTROL, peer, tag + more, part) for more, part in enumerate((header, data))]
-
-
-def wait_for(pending: Iterable[Pending], until: Deadline) -> None:
-    """Until all of them are over."""
-    for one in pending:
-        one.wait(until.left_s)
 
 
 def hear(transport: Transport, peer: int, tag: Tag, until: Deadline | None) -> tuple[Header, Any]:

@@ -23,7 +23,7 @@ from espresso.comm.keep.store import FactorStore
 from espresso.comm.memory import Array, Memory
 from espresso.comm.parameter_server.plain import PlainCodec, is_plain, smaller
 from espresso.comm.program.held import Action, Compiled, Matrices, Numbers, Payload, Placed, Vector, keep
-from espresso.comm.program.part import TORCH_DTYPES, Home, Part
+from espresso.comm.program.part import TORCH_DTYPES, Part
 from espresso.compressors.base import Codec, Decoding, Encoding, Layout, RoundsCodec, SummableCodec
 from espresso.strategies import NONE, Device, Site, Stage, trace
 from espresso.strategies.flow import Span
@@ -32,7 +32,6 @@ Twins = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Gives a tensor of the device, which may lie elsewhere in every iteration, and its mirror."""
 
 
-@dataclass(frozen=True)
 class Desk:
     """Where one compute step works, and with what: beside the numbers, or on mirrors of them in host memory.
 
@@ -44,10 +43,12 @@ class Desk:
         is_mirrored: whether that is the host's, and the numbers are a device's.
     """
 
-    home: Home
-    codec: Codec
-    memory: Memory
-    is_mirrored: bool
+    def __init__(self, part: Part, index: int) -> None:
+        device, context = part.flows[index].step.device, part.context
+        assert device is not None
+        self.home, self.codec = part.home, part.codec(device)
+        self.is_mirrored = device is Device.OFFLOAD and context.memory.host_copies
+        self.memory = context.host if self.is_mirrored else context.memory
 
     def numbers(self) -> Array:
         """Home, as the codec takes it."""
@@ -69,14 +70,6 @@ class Desk:
         """A range of home and its mirror."""
         low, high = span
         return lambda: (self.home.tensor[low:high], self.home.mirror[low:high])
-
-
-def desk(part: Part, index: int) -> Desk:
-    """Where a compute step works."""
-    device, context = part.flows[index].step.device, part.context
-    assert device is not None
-    is_mirrored = device is Device.OFFLOAD and context.memory.host_copies
-    return Desk(part.home, part.codec(device), context.host if is_mirrored else context.memory, is_mirrored)
 
 
 def _place(part: Part, codec: Codec, span: Span) -> Placed:
@@ -102,7 +95,7 @@ def copy(twins: Sequence[Twins], stage: Stage) -> Action:
 
 def compress_payload(part: Part, index: int) -> Compiled:
     """Encode every atom of the region from home."""
-    flow, at = part.flows[index], desk(part, index)
+    flow, at = part.flows[index], Desk(part, index)
     assert flow.site is not None
     codec, site, first = _wire_codec(part, at, flow.after.region), flow.site, part.is_first(index)
     kept = keep(part, index, codec, at.memory)
@@ -127,7 +120,7 @@ def compress_payload(part: Part, index: int) -> Compiled:
 
 def decompress_payload(part: Part, index: int, held: Payload) -> Compiled:
     """Decode all sources and write their sum home, the last time as an average."""
-    flow, at = part.flows[index], desk(part, index)
+    flow, at = part.flows[index], Desk(part, index)
     codec, site = _wire_codec(part, at, flow.before.region), _site_before(part, index)
     last, ends = part.is_last(index), part.ends(index)
     payloads, twins = at.mine(held.buffer)
@@ -184,7 +177,7 @@ def _site_before(part: Part, index: int) -> Site:
 
 def compress_vector(part: Part, index: int) -> Compiled:
     """Encode the region into a vector."""
-    flow, at = part.flows[index], desk(part, index)
+    flow, at = part.flows[index], Desk(part, index)
     assert flow.site is not None
     codec, site = cast(SummableCodec, at.codec), flow.site
     layout, starts = placed = _place(part, codec, flow.before.region)
@@ -207,7 +200,7 @@ def compress_vector(part: Part, index: int) -> Compiled:
 
 def decompress_vector(part: Part, index: int, held: Vector) -> Compiled:
     """Write the vector's sum home, as an average."""
-    flow, at = part.flows[index], desk(part, index)
+    flow, at = part.flows[index], Desk(part, index)
     codec, ends = cast(SummableCodec, at.codec), part.ends(index)
     layout, starts = held.placed
     vector, twins = at.mine(held.values)
@@ -244,7 +237,7 @@ class _Factors:
 
 def compress_matrices(part: Part, index: int) -> Compiled:
     """The first vector; M is left in the new residual."""
-    flow, at = part.flows[index], desk(part, index)
+    flow, at = part.flows[index], Desk(part, index)
     codec, site, region = cast(RoundsCodec, at.codec), flow.site, flow.before.region
     assert site is not None
     layout, starts = placed = _place(part, at.codec, region)
@@ -268,7 +261,7 @@ def compress_matrices(part: Part, index: int) -> Compiled:
 
 def transform_matrices(part: Part, index: int, held: Matrices) -> Compiled:
     """The second vector, and the residual."""
-    at = desk(part, index)
+    at = Desk(part, index)
     codec, layout = cast(RoundsCodec, at.codec), held.placed.layout
     assert at.memory is held.residual.memory, "plans keep matrices where they were compressed"
     vectors = (*held.vectors, _vector(part, codec, layout, len(held.vectors)))
@@ -283,7 +276,7 @@ def transform_matrices(part: Part, index: int, held: Matrices) -> Compiled:
 
 def decompress_matrices(part: Part, index: int, held: Matrices) -> Compiled:
     """The average."""
-    at = desk(part, index)
+    at = Desk(part, index)
     codec = cast(RoundsCodec, at.codec)
     layout, starts = held.placed
     (first, of_first), (second, of_second) = (at.mine(vector) for vector in held.vectors)

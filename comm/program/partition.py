@@ -20,46 +20,22 @@ between steps. Payloads live in buffers of shape [sources, atoms, stride], sourc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from espresso.comm import collectives
 from espresso.comm.keep.residual import Residual
-from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Line
 from espresso.comm.parameter_server.wire import Key
 from espresso.comm.program import coding
-from espresso.comm.program.held import (
-    Action,
-    Compiled,
-    Held,
-    Kept,
-    Matrices,
-    Numbers,
-    Payload,
-    Pushed,
-    Vector,
-    keep_raw,
-)  # fmt: skip
+from espresso.comm.program.held import Compiled, Held, Matrices, Numbers, Payload, Pushed, Vector, keep_raw, load
 from espresso.comm.program.part import Context, Home, Part, Round
 from espresso.comm.program.routines import exchange
 from espresso.comm.program.servers import pull, push
-from espresso.compressors.base import Correction
-from espresso.strategies import (
-    DTYPES,
-    Device,
-    Form,
-    Partition,
-    Plan,
-    Routine,
-    Run,
-    Scope,
-    Stage,
-    StepKind,
-)
+from espresso.strategies import DTYPES, Device, Form, Partition, Plan, Routine, Scope, Stage, StepKind
 
 
 class PartitionProgram:
@@ -81,7 +57,7 @@ class PartitionProgram:
         self._steps = _compile_steps(part)
         raw = keep_raw(part)
         kept = [*(step.kept for step in self._steps), raw]
-        self._loads = _load(part, raw)
+        self._loads = load(part, raw)
         self.actions = [
             step.action if flow.participates else None for step, flow in zip(self._steps, self.flows, strict=True)
         ]
@@ -117,7 +93,7 @@ class PartitionProgram:
         for action in self._loads:
             action()
 
-    def action(self, step_index: int, stage: Stage) -> Action:
+    def action(self, step_index: int, stage: Stage) -> Callable[[], None]:
         """3: what to do in a step, or in the copy before or after it."""
         found = self.actions[step_index] if stage is Stage.STEP else self._steps[step_index].copies[stage]
         assert found is not None
@@ -170,79 +146,3 @@ def _compile(part: Part, index: int, held: Held) -> Compiled:
         return coding.decompress_vector(part, index, held)  # 3c
     assert isinstance(held, Payload)
     return coding.decompress_payload(part, index, held)  # 3c
-
-
-def _load(part: Part, kept: Kept) -> list[Action]:
-    """2: what happens before the first step, in order: the numbers come home, with what an earlier plan left for them.
-
-    Args:
-        kept: of the partition where nothing is compressed, see :func:`keep_raw`.
-    """
-    velocities, is_compressed = part.context.velocities, part.choice.option.is_compressed
-    actions: list[Action] = [part.home.fetch]
-    if velocities is None:
-        actions.append(lambda: _add_carry(part))
-    elif is_compressed:
-        # A carried residual must not pass through a velocity, which would send it again and again: it waits until its
-        # tensor is raw or has a local site. A carried velocity is added to what is encoded.
-        weight = 1.0 if velocities.rule.nesterov else velocities.rule.momentum
-        actions.append(lambda: _add(part, velocities, weight))
-    else:
-        actions += [_moving(part, kept, velocities.rule), lambda: _add_carry(part)]
-    if not is_compressed:
-        actions.append(lambda: _divide(part))
-    return actions
-
-
-def _moving(part: Part, kept: Kept, rule: Correction) -> Action:
-    """Send the velocity in place of the gradient."""
-    home, memory, velocity = part.home, part.context.memory, kept.velocity
-    assert velocity is not None
-    wide_type = torch.float64 if home.wide is np.float64 else torch.float32
-    at = np.array(velocity.starts, np.int64)
-    starts = np.array([home.start_of(run) for run in home.runs], np.int64)
-    numels = np.array([run.numel for run in home.runs], np.int64)
-
-    def move() -> None:
-        scale = home.round.grad_scale
-        wide = home.tensor.to(wide_type)  # itself where it is that wide already
-        numbers = memory.array(wide)
-        memory.mover.advance(rule, numels, numbers, starts, 1.0 / scale, velocity.feedback(at), numbers, starts)
-        if scale != 1.0 or wide is not home.tensor:
-            home.tensor.copy_(wide.mul_(scale))
-        velocity.settle()
-
-    return move
-
-
-def _divide(part: Part) -> None:
-    part.home.tensor.mul_(1.0 / part.num_ranks)
-
-
-def _add_carry(part: Part) -> None:
-    """Add the residuals that are carried."""
-    if part.home.round.drain:
-        _add(part, part.context.store, 1.0)
-
-
-def _add(part: Part, store: ResidualStore, weight: float) -> None:
-    """Add what is carried of each stretch to our gradient."""
-    if store.carry:
-        for run in part.home.runs:
-            carried = store.carry.get(run.tensor)
-            if carried is not None:
-                values = torch.from_numpy(carried[run.tensor_start : run.tensor_start + run.numel])
-                _add_to(part, run, values, weight, store)
-
-
-def _add_to(part: Part, run: Run, carried: torch.Tensor, weight: float, store: ResidualStore) -> None:
-    """What a narrow type rounds off stays carried."""
-    mine = part.home.stretch(run)
-    values = carried.to(mine.device)
-    factor = weight * part.home.round.grad_scale
-    total = torch.add(mine.to(values.dtype), values, alpha=factor)
-    mine.copy_(total)
-    left = None
-    if mine.dtype is not values.dtype:
-        left = total.sub_(mine).div_(factor).cpu().numpy()
-    store.used_carry(run.tensor, run.tensor_start, left)
