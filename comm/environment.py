@@ -99,8 +99,8 @@ def export_worker(rank: int, size: int, local_rank: int, local_size: int, master
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` stay where somebody has set them; else they are rank 0's address and 29500.
     """
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
+    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    os.environ |= {name: str(value) for name, value in own.items()}
     os.environ.setdefault("MASTER_ADDR", master)
     os.environ.setdefault("MASTER_PORT", "29500")
 

@@ -142,11 +142,7 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 class DeviceMemory:
-    """Tensors of one device; arrays are tensors. What would make the host wait is noted instead.
-
-    Args:
-        accelerator: of the model's device.
-    """
+    """Tensors of one device; arrays are tensors. What would make the host wait is noted instead."""
 
     host_copies = True
 

@@ -46,6 +46,12 @@ NoteTaker = Callable[[], list[torch.Tensor]]
 """Gives tensors on the device that are all zero if the iteration's payloads were good and finite."""
 
 
+OUT = "out"
+POLL_S = 1e-4
+
+Event = Any
+"""Of a stream: what comes after it may wait for it."""
+
 _LAUNCHED: torch.futures.Future[None] = torch.futures.Future()
 _LAUNCHED.set_result(None)  # what a launch returns where lanes expect a future: the host has done its part
 
@@ -61,20 +67,11 @@ STREAM_OF = {
 }
 """The host's pool has no stream: what it waits for and what waits for it are copies."""
 
-OUT = "out"
-POLL_S = 0.002
-
-Event = Any
-"""Of a stream: what comes after it may wait for it."""
-
 
 class CudaStreams:
     """A stream for each lane, with events that know the time. Nothing here makes the host wait but ``wait_here``.
 
     Streams come before backward's in priority: their kernels are short, and exchanges wait for them.
-
-    Args:
-        device: of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,7 +107,7 @@ class CudaStreams:
         while not event.query():
             if time.monotonic() > end:
                 return False
-            time.sleep(POLL_S / 20)
+            time.sleep(POLL_S)
         return True
 
     def elapsed_us(self, begin: Event, end: Event) -> float:
@@ -124,13 +121,7 @@ class CudaStreams:
 
 
 class DeviceSide:
-    """The streams of one device.
-
-    Args:
-        streams: of the model's device.
-        memory: likewise.
-        note_taker: for what decoders find.
-    """
+    """The streams of one device; ``note_taker`` knows what decoders find."""
 
     averages_alone = False  # every tensor goes through programs: they know streams
     judges_late = True

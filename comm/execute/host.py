@@ -28,10 +28,8 @@ class HostSide:
 
     averages_alone = True
     judges_late = False
-
-    def __init__(self) -> None:
-        self.memory: Memory = HOST
-        self.host: Memory = HOST
+    memory: Memory = HOST
+    host: Memory = HOST
 
     def begin(self, record: Record, patience_s: float) -> HostPass:
         """A new backward pass; on a device waits for it, where any do, last ``patience_s``."""

@@ -95,8 +95,7 @@ class Programs:
         assert assignment.buckets is not None
         assert assignment.order is not None
         if self._of_plan is None or self._of_plan[0] is not assignment:
-            order = assignment.order
-            compiled = self._compile(assignment.strategy, assignment.buckets, lambda laid: laid.with_order(order))
+            compiled = self._compile(assignment.strategy, assignment.buckets, assignment.order)
             self._of_bucket.clear()
             self._adopt(compiled, None)
             self._of_plan = (assignment, compiled)
@@ -110,16 +109,17 @@ class Programs:
         """
         found = self._of_bucket.get(bucket)
         if found is None or found.strategy is not strategy or not self._keeps(found):
-            found = self._compile(strategy, [bucket])
+            found = self._compile(strategy, (bucket,))
             self._of_plan = None
             self._adopt(found, found.numels.keys())
             self._of_bucket[bucket] = found
         return found
 
     def _compile(
-        self, strategy: Strategy, buckets: Collection[Bucket], ordered: Callable[[Plan], Plan] = lambda laid: laid
+        self, strategy: Strategy, buckets: tuple[Bucket, ...], order: tuple[int, ...] | None = None
     ) -> Compiled:
-        laid = ordered(plan(strategy, tuple(buckets), host_copies=self.context.memory.host_copies))
+        laid = plan(strategy, buckets, host_copies=self.context.memory.host_copies)
+        laid = laid if order is None else laid.with_order(order)
         programs = (PartitionProgram(laid, part, self.context) for part in laid.partitions)
         return Compiled(strategy, laid, tuple(programs))
 

@@ -88,14 +88,7 @@ class ResidualStore:
         return float(np.sqrt(sum(squares)))
 
     def new_residual(
-        self,
-        site: Site,
-        runs: Sequence[Run],
-        dtype: Any,
-        replica: int,
-        memory: Memory = HOST,
-        *,
-        gain: float = 1.0,
+        self, site: Site, runs: Sequence[Run], dtype: Any, replica: int, memory: Memory = HOST, *, gain: float = 1.0
     ) -> Residual:
         """A zero residual over these runs, with the compressor's own ``gain`` unless the store has one; it counts
         once ``adopt`` has been given it.

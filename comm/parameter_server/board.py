@@ -53,14 +53,7 @@ def check_alike(facts: Sequence[Fact]) -> None:
 
 
 class Board:
-    """One job's ranks, value by value; every rank calls :meth:`exchange` as often as the others.
-
-    Args:
-        mail: carries bytes between the ranks.
-
-    Attributes:
-        secret: of all ranks.
-    """
+    """What a job's ranks tell each other, and their secret; all call :meth:`exchange` equally often."""
 
     def __init__(self, mail: StoreMail | MpiMail, launch: Launch) -> None:
         self._mail, self._rank, self._ranks = mail, launch.rank, range(launch.world_size)

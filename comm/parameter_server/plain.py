@@ -40,11 +40,7 @@ class PlainNumbers(Steady):
 
 
 class PlainCodec:
-    """Reads and writes plain numbers, on the host or on a device.
-
-    Args:
-        none: the codec of ``none`` there.
-    """
+    """Reads and writes plain numbers where the codec of ``none`` does: on the host or on a device."""
 
     def __init__(self, none: Codec) -> None:
         self.compressor: Compressor = PlainNumbers()

@@ -101,7 +101,6 @@ class Server:
         self._gone: set[int] = set()
         self._over = threading.Event()
         self.error: EspressoError | None = None
-        self.busy_s = [0.0] * engines
 
     def serve(self) -> None:
         """Run until all workers have left.
@@ -207,13 +206,11 @@ class Server:
     def _run_engine(self, number: int) -> None:
         while (job := self._engines[number].get()) is not None:
             summed, header = job
-            started = time.perf_counter()
             try:
                 self._finish_round(summed, header)
             except Exception as error:
                 self._fail(None, error, summed.key)
                 return
-            self.busy_s[number] += time.perf_counter() - started
 
     def _finish_round(self, summed: KeySum, header: Header) -> None:
         # The answer before the last was pulled by everybody, or nobody could have pushed this round.

@@ -83,12 +83,7 @@ def stretch_of_bytes(num_bytes: int) -> int:
 
 
 class KeySum:
-    """One key at its server. Its engine thread calls ``add_up``; receivers fill ``place``.
-
-    Args:
-        tag: of its data messages.
-        engine: the thread that adds it up.
-    """
+    """One key at its server. Its engine's thread calls ``add_up``; receivers fill ``place``."""
 
     def __init__(self, key: Key, codecs: Codecs, store: ResidualStore, tag: int, engine: int) -> None:
         self.key, self.tag, self.engine = key, tag, engine

@@ -75,20 +75,9 @@ def _bytes_sent(flow: StepFlow, member: Member, total: int) -> int:
 
 
 def _exchange_numbers(
-    flow: StepFlow,
-    member: Member,
-    whole: Callable[[], torch.Tensor],
-    span: Span,
-    memory: Memory,
-    dtype: torch.dtype,
+    flow: StepFlow, member: Member, whole: Callable[[], torch.Tensor], span: Span, memory: Memory, dtype: torch.dtype
 ) -> Action:
-    """A routine over numbers.
-
-    Args:
-        whole: gives this iteration's numbers, ``span`` of the partition or of a vector.
-        memory: where they are.
-        dtype: theirs.
-    """
+    """A routine over numbers; ``whole`` gives this iteration's, ``span`` of the partition or of a vector."""
     routine = flow.step.routine
     if span[0] == span[1]:
         return lambda: None  # the same on all ranks of the group: a second round in which nothing takes part
