@@ -401,16 +401,16 @@ def offline(folder, *options):
     return json.loads(done.stdout)
 
 
-def long_network(in_flight, latency_us=25_000.0, nodes=2):
+def long_network(in_flight, latency_us=25_000.0, nodes=2, scale=1):
     """Two buckets of a matrix and a bias each, 200 Mb/s, compression that takes little."""
-    shapes = {"a": (500,), "b": (500, 1000), "c": (800,), "d": (1000, 800)}
-    tensors = tuple(TensorSpec(name, shape) for name, shape in shapes.items())
-    buckets = tuple(
-        Bucket(i, (Slot(names[0], 0, len_0), Slot(names[1], len_0, len_1)))
-        for i, (names, len_0, len_1) in enumerate((("ab", 500, 500_000), ("cd", 800, 800_000)))
-    )
     line, costs = AlphaBeta(200.0, 40.0, latency_us), compute(2.0, 1.0, name="dgc")
     model = CostModel(Links(line, line, in_flight=in_flight), costs, contention=Contention(2.0))
+    shapes = {"a": (500,), "b": (500 * scale, 1000), "c": (800,), "d": (1000 * scale, 800)}
+    tensors = tuple(TensorSpec(name, shape) for name, shape in shapes.items())
+    buckets = tuple(
+        Bucket(i, (Slot(bias.name, 0, bias.numel), Slot(matrix.name, bias.numel, matrix.numel)))
+        for i, (bias, matrix) in enumerate((tensors[:2], tensors[2:]))
+    )
     gaps = (0.0, 5e3, 5e3, 5e3)
     return Job("long", tensors, gaps, Cluster(nodes, 1), model, Mode.DDP, buckets, (5e3, 15e3))
 
@@ -439,14 +439,13 @@ def test_where_latency_rules_one_message_a_step_is_found(in_flight):
     assert len(exchanges(near.chosen)) > 1
 
 
-@pytest.mark.parametrize("in_flight", [1, 2, 4])
-def test_exactness_is_traded_for_with_vectors_where_they_travel_soonest(in_flight):
+def test_exactness_is_traded_for_with_vectors_where_they_travel_soonest():
     """What rides costs no rounds: an option of two exchanges is not given up for what its vectors would take apart."""
     from espresso.search.exactness import trade_for_exactness
 
-    job = rebucketed(long_network(in_flight, nodes=8), 100)
+    job = rebucketed(long_network(4, nodes=6, scale=12), 100)
     result = search(job, "dgc:ratio=0.01")
-    assert trade_for_exactness(job, result).predicted_us <= 1.25 * result.predicted_us
+    assert trade_for_exactness(job, result).predicted_us <= 1.2 * result.predicted_us
 
 
 def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path):
