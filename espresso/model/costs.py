@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from espresso.model.links import (
@@ -287,6 +287,7 @@ class CostModel:
         return 0.0 if self.copy is None else self.copy.time_us(num_bytes)
 
 
+@lru_cache(maxsize=256)
 def _measured_as(spec: CompressorSpec) -> tuple[str, ...]:
     """Where to look for a compressor's costs: what automatic mode adds changes its speed by less than a third."""
     return str(spec), str(spec.without("least").without("block")), spec.name

@@ -119,9 +119,11 @@ class Pricer:
         num_rows = len(self.catalogue.shapes) + 1
         sets, us, beside = np.empty(num_rows, dtype=np.int64), np.empty(num_rows), np.empty((num_rows, 2))
         sets[-1], us[-1], beside[-1] = -1, 0.0, 0.0
+        cores, latency = beside.T
         for number in self.catalogue.used(numbers):
             work = self.work(number, size)
-            sets[number], us[number], beside[number] = work.shape.lane_set, work.us, (work.cores, work.latency_us)
+            sets[number], us[number] = work.shape.lane_set, work.us
+            cores[number], latency[number] = work.cores, work.latency_us
         return sets, us, beside
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:

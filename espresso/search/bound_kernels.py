@@ -53,9 +53,15 @@ def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, beside: Reals, limit
     """
     heads = COSTS
     tails = COSTS + NUM_RESOURCES
+    # Where one exchange is under way at a time, latency is part of its time.
+    link_room = limits[ROOM_UNDER_WAY + GIANT_LANES]
+    overlaps = link_room > 1.0
+    resources = NUM_RESOURCES if overlaps else NUM_LANES
+    part = 1.0 / limits[ROOM : ROOM + NUM_LANES]
     for i in range(numbers.shape[0]):
-        out[i] = 0.0
-        for resource in range(NUM_RESOURCES):
+        for k in range(out.shape[1]):
+            out[i, k] = 0.0
+        for resource in range(resources):
             out[i, heads + resource] = np.inf
         before = 0.0
         if numbers[i, 0] >= 0 and sets[numbers[i, 0]] == 0:
@@ -71,20 +77,18 @@ def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, beside: Reals, limit
                 lane = lanes[m]
                 if m > 0 and lane == lanes[m - 1]:
                     continue
-                out[i, lane] += time / limits[ROOM + lane]
+                out[i, lane] += time * part[lane]
                 out[i, heads + lane] = min(out[i, heads + lane], before)
                 out[i, tails + lane] = before + time
-                link = lane - GIANT_LANES
-                room = limits[ROOM_UNDER_WAY + lane]
-                # Where it is one, latency is part of the time.
-                if 0 <= link < 2 and room > 1.0:
-                    out[i, NUM_LANES + link] += (done - before) / room
-                    out[i, heads + NUM_LANES + link] = min(out[i, heads + NUM_LANES + link], before)
-                    out[i, tails + NUM_LANES + link] = done
+                if overlaps and GIANT_LANES <= lane <= GIANT_LANES + 1:
+                    link = NUM_LANES + lane - GIANT_LANES
+                    out[i, link] += (done - before) / link_room
+                    out[i, heads + link] = min(out[i, heads + link], before)
+                    out[i, tails + link] = done
             out[i, CORES] += time * beside[shape, 0]
             before = done
         out[i, CHAIN] = before
-        for resource in range(NUM_RESOURCES):
+        for resource in range(resources):
             # One that is not used bounds nothing: no ends.
             if out[i, resource] == 0.0:
                 out[i, heads + resource] = 0.0
