@@ -1,9 +1,10 @@
 """The routines of the decision tree over ``torch.distributed``.
 
-Every call blocks its lane's thread, never Python's other threads. Exchanges are made of point-to-point
-transfers straight into their place: no list collectives, no padding, no copies, and the sums that we
-make ourselves run in rank order. Only a flat all-gather with several ranks on a node goes through the
-backend's ring, which crosses each machine's link fewer times.
+Every call starts a routine and returns its *rest*, which waits until all has arrived. Routines of one group are started
+in the same order on every rank; several may be under way. Exchanges are made of point-to-point transfers straight into
+their place: no list collectives, no padding, no copies, and the sums that we make ourselves run in rank order. Only a
+flat all-gather with several ranks on a node goes through the backend's ring, which crosses each machine's link fewer
+times.
 
 Sizes are known on both sides, so empty transfers are left out on both.
 
@@ -25,6 +26,10 @@ from espresso.comm.groups import Member
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+Rest = Callable[[], object]
+"""What is left of a routine that was started: waits for its end. To be called once; may raise what the backend does."""
+
+
 class Waitable(Protocol):
     def wait(self) -> Any: ...
 
@@ -35,49 +40,48 @@ def allreduce_async(tensor: torch.Tensor, member: Member) -> Any:
     return member.group.allreduce([tensor])
 
 
-def allreduce(tensor: torch.Tensor, member: Member) -> None:
+def allreduce(tensor: torch.Tensor, member: Member) -> Rest:
     """Sum over the group, in place. The library's order of additions, the same on all ranks."""
-    _through_host(tensor, member, lambda mine: dist.all_reduce(mine, group=member.group))
+    return _through_host(tensor, member, lambda mine: allreduce_async(mine, member))
 
 
-def reduce(tensor: torch.Tensor, member: Member, root: int) -> None:
+def reduce(tensor: torch.Tensor, member: Member, root: int) -> Rest:
     """Sum over the group into the root's ``tensor``, in place; elsewhere the content is lost."""
-    _through_host(tensor, member, lambda mine: dist.reduce(mine, dst=member.ranks[root], group=member.group))
+    at = member.ranks[root]
+    return _through_host(tensor, member, lambda mine: dist.reduce(mine, dst=at, group=member.group, async_op=True))
 
 
-def broadcast(tensor: torch.Tensor, member: Member, root: int) -> None:
-    _through_host(tensor, member, lambda mine: dist.broadcast(mine, src=member.ranks[root], group=member.group))
+def broadcast(tensor: torch.Tensor, member: Member, root: int) -> Rest:
+    at = member.ranks[root]
+    return _through_host(tensor, member, lambda mine: dist.broadcast(mine, src=at, group=member.group, async_op=True))
 
 
 def all_to_all(
     outgoing: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None], member: Member
-) -> None:
+) -> Rest:
     """Send ``outgoing[i]`` to rank i of the group, receive ``incoming[i]`` from it; own entries are ignored."""
     transfers = [(peer, outgoing[peer], incoming[peer]) for peer in range(member.size) if peer != member.index]
-    _exchange(transfers, member)
+    return _exchange(transfers, member)
 
 
-def allgather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], member: Member) -> None:
+def allgather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], member: Member) -> Rest:
     """Send ``mine`` to every other rank, receive theirs."""
-    all_to_all([mine] * member.size, incoming, member)
+    return all_to_all([mine] * member.size, incoming, member)
 
 
-def allgather_ring(mine: torch.Tensor, out: torch.Tensor, member: Member) -> None:
+def allgather_ring(mine: torch.Tensor, out: torch.Tensor, member: Member) -> Rest:
     """The backend's own all-gather: ``out`` is contiguous, ``size`` times as long as ``mine``."""
-    if not _is_staged(mine, member):
-        _all_gather_single(out, mine, group=member.group)
-        return
-    host = _host_like(out)
-    _all_gather_single(host, _to_host(mine), group=member.group)
-    out.copy_(host, non_blocking=True)
+    sent = _to_host(mine) if _is_staged(mine, member) else mine
+    return _through_host(
+        out, member, lambda room: _all_gather_single(room, sent, group=member.group, async_op=True), filled=False
+    )
 
 
-def gather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], member: Member, root: int) -> None:
+def gather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], member: Member, root: int) -> Rest:
     """The root receives everybody's tensor; the others only send."""
     if member.index == root:
-        _exchange([(p, None, incoming[p]) for p in range(member.size) if p != root], member)
-    else:
-        _exchange([(root, mine, None)], member)
+        return _exchange([(p, None, incoming[p]) for p in range(member.size) if p != root], member)
+    return _exchange([(root, mine, None)], member)
 
 
 def sum_in_rank_order(mine: torch.Tensor, received: Sequence[torch.Tensor | None]) -> None:
@@ -94,22 +98,27 @@ def sum_in_rank_order(mine: torch.Tensor, received: Sequence[torch.Tensor | None
         torch.add(total, part, out=mine if position == len(parts) else total)
 
 
-def _exchange(transfers: Sequence[tuple[int, torch.Tensor | None, torch.Tensor | None]], member: Member) -> None:
+def _exchange(transfers: Sequence[tuple[int, torch.Tensor | None, torch.Tensor | None]], member: Member) -> Rest:
     # Start with the next rank and go round: not everybody sends to rank 0 first.
     ordered = sorted(transfers, key=lambda transfer: (transfer[0] - member.index) % member.size)
     receives = [(peer, tensor) for peer, _, tensor in ordered if tensor is not None and tensor.numel()]
     sends = [(peer, tensor) for peer, tensor, _ in ordered if tensor is not None and tensor.numel()]
     if not receives and not sends:
-        return
+        return lambda: None
     places = receives
     if _is_staged((receives or sends)[0][1], member):
         receives = [(peer, _host_like(tensor)) for peer, tensor in places]
         sends = [(peer, _to_host(tensor)) for peer, tensor in sends]
-    for work in _start(receives, sends, member):
-        work.wait()
-    if places is not receives:
-        for (_, place), (_, host) in zip(places, receives, strict=True):
-            place.copy_(host, non_blocking=True)
+    works = _start(receives, sends, member)
+
+    def rest() -> None:
+        for work in works:
+            work.wait()
+        if places is not receives:
+            for (_, place), (_, host) in zip(places, receives, strict=True):
+                place.copy_(host, non_blocking=True)
+
+    return rest
 
 
 def _is_staged(tensor: torch.Tensor, member: Member) -> bool:
@@ -125,14 +134,23 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return _host_like(tensor).copy_(tensor)
 
 
-def _through_host(tensor: torch.Tensor, member: Member, collective: Callable[[torch.Tensor], object]) -> None:
-    """Run a collective that works in place, on a host copy where the backend knows no other memory."""
+def _through_host(
+    tensor: torch.Tensor, member: Member, start: Callable[[torch.Tensor], Waitable], *, filled: bool = True
+) -> Rest:
+    """A collective that works in place, on a host copy where the backend knows no other memory.
+
+    ``filled``: whether it reads what is there.
+    """
     if not _is_staged(tensor, member):
-        collective(tensor)
-        return
-    host = _to_host(tensor)
-    collective(host)
-    tensor.copy_(host, non_blocking=True)
+        return start(tensor).wait
+    host = _to_host(tensor) if filled else _host_like(tensor)
+    work = start(host)
+
+    def rest() -> None:
+        work.wait()
+        tensor.copy_(host, non_blocking=True)
+
+    return rest
 
 
 def _start(

@@ -185,7 +185,7 @@ class DevicePass:
             lanes=(*work.task.lanes, LAUNCH) if moves and not takes_host else work.task.lanes,
             bucket=work.bucket,
             run=launch,
-            issue=None if takes_host else launch,
+            issue=None if takes_host else partial(self._issue, work),
             label=work.label,
             after=after,
             on_done=lambda _: on_done(work),
@@ -240,7 +240,11 @@ class DevicePass:
             replace(interval, start_ns=at_ns(begin), end_ns=at_ns(end)) for interval, begin, end in self.intervals
         ]
 
-    def _launch(self, work: Work, *, on_host: bool) -> torch.futures.Future[None]:
+    def _issue(self, work: Work) -> torch.futures.Future[None]:
+        self._launch(work, on_host=False)
+        return _LAUNCHED
+
+    def _launch(self, work: Work, *, on_host: bool) -> None:
         """Queue a task on its stream; one that takes the host first waits, on its lane's thread, for what it needs."""
         action = work.program.action(work.task.step_index, work.task.stage)
         lanes = work.task.lanes
@@ -253,7 +257,9 @@ class DevicePass:
                 work.program.load()
             if on_host and not self._streams.wait_here(self._streams.record(), self._patience_s):
                 raise StalledError(f"the device did not come so far within {self._patience_s:.0f} s")
-            action()
+            rest = action()
+            if rest is not None:
+                rest()
             if work.finish is not None:
                 work.finish()
             end = self._streams.record()
@@ -264,7 +270,6 @@ class DevicePass:
                 self._ends.setdefault(work.bucket, []).append(end)
             if self._records:
                 self.intervals.append((Interval(work.number, lanes[0], work.partition, 0, 0), begin, end))
-        return _LAUNCHED
 
 
 def _takes_host(work: Work) -> bool:

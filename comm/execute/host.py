@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from espresso.comm.collectives import Rest
 from espresso.comm.execute.assignment import Interval, Record
 from espresso.comm.execute.lanes import Node
 from espresso.comm.execute.programs import Future, Work
 from espresso.comm.memory import HOST, Memory
-from espresso.strategies import Lane
+from espresso.strategies import Lane, Routine
 
 
 class HostSide:
@@ -61,6 +62,7 @@ class HostPass:
             label=work.label,
             after=after,
             issue=work.program.issue if work.program.issues else None,
+            travels=work.task.step.is_communication and work.task.step.routine not in (Routine.PUSH, Routine.PULL),
             on_done=partial(self._done, work, on_done),
         )
 
@@ -96,11 +98,11 @@ class HostPass:
         on_done(work)
 
 
-def _run(work: Work) -> None:
+def _run(work: Work) -> Rest | None:
     action = work.program.action(work.task.step_index, work.task.stage)
     if work.before is None:
         work.program.load()
     # A span for torch.profiler. Lanes have threads of their own, so a profiler sees it only when told to look at
     # all threads; asking whether one does would cost more than the span.
     with torch._C._profiler._RecordFunctionFast(f"espresso::{work.task.step}"):
-        action()
+        return action()

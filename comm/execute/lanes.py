@@ -9,10 +9,10 @@
 
 A task starts when its bucket is there, the task before it in its partition is done, and it is at the
 head of every lane it holds. Nothing is ever re-sorted, so collectives match on every rank. Tasks run on
-their lane's thread and may block there; nothing waits in a callback or in the thread of backward.
+threads of their lane and may block there; nothing waits in a callback or in the thread of backward.
 
-Tasks that the backend carries out by itself (``Node.issue``) only have to be issued in that order: one may
-start while those ahead of it on its lanes are on the wire, as DDP's own allreduces do.
+Exchanges only have to *begin* in that order: one may begin while up to ``IN_FLIGHT`` ahead of it on its
+lanes are on the wire. What they send leaves one after the other, but a long way is travelled together.
 """
 
 from __future__ import annotations
@@ -41,10 +41,15 @@ _THREAD_OF = {
 }
 
 
+_LINKS = ("intra", "inter")
+
 LAUNCH: Literal["launch"] = "launch"
 """A queue that holds tasks to the total order beside their lanes: NCCL wants all launches in one order."""
 
 Queue = Lane | Literal["launch"]
+
+IN_FLIGHT = 8
+"""Exchanges of one lane that are on the wire at the same time, at most."""
 
 
 @dataclass(eq=False)
@@ -52,7 +57,9 @@ class Node:
     """A task of one iteration.
 
     Attributes:
-        run: does the work, blocking; called on the thread of the node's last lane.
+        run: does the work, blocking; called on a thread of the node's last lane. Of an exchange it does the first part,
+            and returns the rest.
+        travels: whether it is an exchange: something of the kind may be on the wire before it.
         issue: for work that the backend carries out by itself: starts it without blocking and returns a
             ``torch.futures.Future``. Called where the node becomes ready, which saves two thread switches.
         bucket: its bucket's number, for gating and for error messages.
@@ -65,26 +72,39 @@ class Node:
     label: Callable[[], str]
     after: Node | None = None
     issue: Callable[[], Any] | None = None
+    travels: bool = False
     started: bool = False
+    on_wire: bool = False
     done: bool = False
     start_ns: int = 0
     end_ns: int = 0
     on_done: Callable[[Node], None] | None = field(default=None, repr=False)
 
 
-class _Worker:
-    """A daemon thread that runs what it is given, one after the other."""
+class _Team:
+    """Daemon threads that run what they are given, in order; a further one starts when all are busy.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        most: threads; one keeps jobs apart.
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name, self._most = name, most
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._loop, name=f"espresso-{name}", daemon=True)
-        self.thread.start()
+        self._lock, self._num_jobs = threading.Lock(), 0
+        self.threads: list[threading.Thread] = []
 
     def submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._num_jobs += 1
+            if len(self.threads) < min(self._num_jobs, self._most):
+                self.threads.append(threading.Thread(target=self._loop, name=f"espresso-{self._name}", daemon=True))
+                self.threads[-1].start()
         self._queue.put(job)
 
     def stop(self) -> None:
-        self._queue.put(None)
+        for _ in self.threads:
+            self._queue.put(None)
 
     def _loop(self) -> None:
         while True:
@@ -93,6 +113,8 @@ class _Worker:
                 return
             job()
             del job
+            with self._lock:
+                self._num_jobs -= 1
 
 
 class Lanes:
@@ -105,7 +127,7 @@ class Lanes:
         self._ready: set[int] = set()
         self._to_issue: deque[Node] = deque()
         self._issuing = threading.Lock()
-        self._workers: dict[str, _Worker] = {}
+        self._teams: dict[str, _Team] = {}
         self._on_failure = on_failure
         self._failed = False
         self._closed = False
@@ -154,7 +176,7 @@ class Lanes:
     def submit(self, thread: str, job: Callable[[], None]) -> None:
         """Run ``job`` on a thread of the scheduler, outside the order (used between iterations)."""
         with self.lock:
-            self._worker(thread).submit(job)
+            self._team(thread).submit(job)
 
     def close(self) -> list[threading.Thread]:
         """Stop the threads once they are idle, and return them. Does not wait: a lane may sit in a collective."""
@@ -162,16 +184,16 @@ class Lanes:
             self._closed = True
             for queue in self._queues.values():
                 queue.clear()
-            threads = [worker.thread for worker in self._workers.values()]
-            for worker in self._workers.values():
-                worker.stop()
-            self._workers.clear()
+            threads = [thread for team in self._teams.values() for thread in team.threads]
+            for team in self._teams.values():
+                team.stop()
+            self._teams.clear()
         return threads
 
-    def _worker(self, name: str) -> _Worker:
-        if name not in self._workers:
-            self._workers[name] = _Worker(name)
-        return self._workers[name]
+    def _team(self, name: str) -> _Team:
+        if name not in self._teams:
+            self._teams[name] = _Team(name, IN_FLIGHT if name in _LINKS else 1)
+        return self._teams[name]
 
     def _pump(self) -> None:
         """Start every node whose turn has come; those to issue are queued until the lock is free."""
@@ -181,7 +203,7 @@ class Lanes:
                     if not self._may_start(node):
                         break
                     self._start(node)
-                if node.issue is None:
+                if not node.on_wire:
                     break
 
     def _start(self, node: Node) -> None:
@@ -191,7 +213,7 @@ class Lanes:
         else:
             lane = node.lanes[-1]
             assert isinstance(lane, Lane)
-            self._worker(_THREAD_OF[lane]).submit(partial(self._run, node))
+            self._team(_THREAD_OF[lane]).submit(partial(self._run, node))
 
     def _may_start(self, node: Node) -> bool:
         return (
@@ -201,13 +223,19 @@ class Lanes:
         )
 
     def _has_turn(self, node: Node, lane: Queue) -> bool:
-        """Whether only nodes on the wire are ahead of it, and it goes there too, or none at all."""
-        for other in self._queues[lane]:
+        """Whether nothing is ahead of it, or only what is on the wire, and it goes there too."""
+        for place, other in enumerate(self._queues[lane]):
             if other is node:
-                return True
-            if node.issue is None or other.issue is None or not other.started:
+                return place < IN_FLIGHT
+            if not (node.travels and other.on_wire):
                 return False
         return False
+
+    def _launched(self, node: Node) -> None:
+        """An exchange has begun: the next one may."""
+        with self.lock:
+            node.on_wire = True
+            self._pump()
 
     def _issue(self) -> None:
         """Start what the backend carries out by itself, in the thread at hand, in the order of the queue."""
@@ -225,7 +253,10 @@ class Lanes:
         assert node.issue is not None
         node.start_ns = time.perf_counter_ns()
         try:
-            node.issue().add_done_callback(partial(self._issued_done, node))
+            future = node.issue()
+            if node.travels:
+                self._launched(node)
+            future.add_done_callback(partial(self._issued_done, node))
         except Exception as error:  # whatever it is, it is reported through on_failure
             self.fail(error, node)
 
@@ -241,7 +272,11 @@ class Lanes:
             return
         node.start_ns = time.perf_counter_ns()
         try:
-            node.run()
+            rest = node.run()
+            if rest is not None:
+                self._launched(node)
+                self._issue()
+                rest()
             self._finish(node)
         except Exception as error:
             self.fail(error, node)

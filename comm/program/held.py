@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from espresso.comm.collectives import Rest
 from espresso.comm.keep.residual import Residual
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import Memory
@@ -20,7 +21,8 @@ from espresso.compressors.momentum import MomentumCorrection
 from espresso.strategies import Run, Site, Stage
 from espresso.strategies.flow import Span
 
-Action = Callable[[], None]
+Action = Callable[[], Rest | None]
+"""Carries out a step; of an exchange it returns the rest."""
 
 
 class Placed(NamedTuple):

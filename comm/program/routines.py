@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from espresso.comm import collectives
+from espresso.comm.collectives import Rest
 from espresso.comm.groups import Member
 from espresso.comm.memory import Memory
 from espresso.comm.program.held import Action, Compiled, Matrices, Numbers, Payload, Vector
@@ -90,9 +92,9 @@ def _exchange_numbers(
     shards = [(low - span[0], high - span[0]) for low, high in cut(span, member.size)]
     if routine is Routine.ALLGATHER:
 
-        def gather_shards() -> None:
+        def gather_shards() -> Rest:
             parts = [whole()[low:high] for low, high in shards]
-            collectives.allgather(parts[member.index], parts, member)
+            return collectives.allgather(parts[member.index], parts, member)
 
         return gather_shards
     assert routine is Routine.REDUCE_SCATTER
@@ -100,17 +102,21 @@ def _exchange_numbers(
     numel, travels = shards[me][1] - shards[me][0], torch.float16 if halves else dtype
     received = [None if peer == me else memory.numbers(numel, travels) for peer in range(member.size)]
 
-    def reduce_scatter() -> None:
+    def reduce_scatter() -> Rest:
         parts = [whole()[low:high] for low, high in shards]
-        if not halves:
-            collectives.all_to_all(parts, received, member)
-            collectives.sum_in_rank_order(parts[me], received)
-            return
-        outgoing = [part.to(travels) for part in parts]  # every contribution is rounded, our own too
-        collectives.all_to_all(outgoing, received, member)
-        for peer, half in enumerate(received):
-            add = parts[me].add_ if peer else parts[me].copy_
-            add(outgoing[me] if half is None else half)
+        outgoing = [part.to(travels) for part in parts] if halves else parts  # all are rounded, our own too
+        rest = collectives.all_to_all(outgoing, received, member)
+
+        def add_up() -> None:
+            rest()
+            if not halves:
+                collectives.sum_in_rank_order(parts[me], received)
+                return
+            for peer, half in enumerate(received):
+                add = parts[me].add_ if peer else parts[me].copy_
+                add(outgoing[me] if half is None else half)
+
+        return add_up
 
     return reduce_scatter
 
@@ -136,22 +142,24 @@ def _exchange_payload(
     if routine is Routine.ALL_TO_ALL:
         parts = [_packed(held[:, p * each : (p + 1) * each]) for p in range(member.size)]
 
-        def shuffle() -> None:
+        def shuffle() -> Rest:
             outgoing = [part() for part in parts]
-            collectives.all_to_all(outgoing, places, member)
+            rest = collectives.all_to_all(outgoing, places, member)
             places[me].copy_(outgoing[me])
+            return rest
 
         return shuffle, out, held.nbytes
     if flow.step.scope is Scope.FLAT and cluster.is_hierarchical and routine is Routine.ALLGATHER and out.nbytes:
         mine, together = held.view(-1), out.view(-1)  # crosses links of both kinds
         return (lambda: collectives.allgather_ring(mine, together, member)), out, out.nbytes
 
-    def gather() -> None:
+    def gather() -> Rest:
         if routine is Routine.GATHER:
-            collectives.gather(held, places, member, flow.root)
+            rest = collectives.gather(held, places, member, flow.root)
         else:
-            collectives.allgather(held, places, member)
+            rest = collectives.allgather(held, places, member)
         places[me].copy_(held)
+        return rest
 
     return gather, out, out.nbytes
 
@@ -164,12 +172,15 @@ def _gather_atoms(member: Member, held: torch.Tensor, memory: Memory) -> Exchang
     direct = sources == 1
     places = shares if direct else [torch.zeros_like(held) for _ in shares]
 
-    def allgather() -> None:
-        collectives.allgather(held, places, member)
+    def allgather() -> Rest:
+        rest = collectives.allgather(held, places, member)
         places[member.index].copy_(held)
-        if not direct:
-            for share, place in zip(shares, places, strict=True):
-                share.copy_(place)
+        return rest if direct else partial(spread, rest)
+
+    def spread(rest: Rest) -> None:
+        rest()
+        for share, place in zip(shares, places, strict=True):
+            share.copy_(place)
 
     return allgather, out, out.nbytes
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from espresso.comm import collectives
+from espresso.comm.collectives import Rest
 from espresso.comm.groups import Groups, Member
 from espresso.comm.keep.store import FactorStore
 from espresso.comm.program import Codecs
@@ -209,7 +210,11 @@ def _time_routine(
     A slow routine is timed once, and again where it takes more than ``most_us``, which says that something stalled.
     """
     with place.device:
-        run = _runner(member, routine, form, size, ring)
+        start = _starter(member, routine, form, size, ring)
+
+    def run() -> None:
+        start()()
+
     run()
     place.settle()
     once, slowest = (0.0, 0.0), float("inf")
@@ -258,7 +263,7 @@ def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], 
     return tuple(reversed(bounded))
 
 
-def _runner(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], None]:
+def _starter(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], Rest]:
     peers = member.size
     each = max(size // peers // 8 * 8, 8)
     if routine is Routine.ALLREDUCE:
@@ -278,9 +283,14 @@ def _runner(member: Member, routine: Routine, form: Form, size: int, ring: bool)
         shards = [part.view(torch.float32) for part in parts]
         received = [None if i == member.index else p.view(torch.float32) for i, p in enumerate(places)]
 
-        def reduce_scatter() -> None:
-            collectives.all_to_all(shards, received, member)
-            collectives.sum_in_rank_order(shards[member.index], received)
+        def reduce_scatter() -> Rest:
+            rest = collectives.all_to_all(shards, received, member)
+
+            def add_up() -> None:
+                rest()
+                collectives.sum_in_rank_order(shards[member.index], received)
+
+            return add_up
 
         return reduce_scatter
     if routine is Routine.ALL_TO_ALL:
