@@ -20,7 +20,6 @@ between steps. Payloads live in buffers of shape [sources, atoms, stride], sourc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +30,18 @@ from espresso.comm.keep.residual import Residual
 from espresso.comm.parameter_server import Line
 from espresso.comm.parameter_server.wire import Key
 from espresso.comm.program import coding
-from espresso.comm.program.held import Compiled, Held, Matrices, Numbers, Payload, Pushed, Vector, keep_raw, load
+from espresso.comm.program.held import (
+    Action,
+    Compiled,
+    Held,
+    Matrices,
+    Numbers,
+    Payload,
+    Pushed,
+    Vector,
+    keep_raw,
+    load,
+)
 from espresso.comm.program.part import Context, Home, Part, Round
 from espresso.comm.program.routines import exchange
 from espresso.comm.program.servers import pull, push
@@ -93,7 +103,7 @@ class PartitionProgram:
         for action in self._loads:
             action()
 
-    def action(self, step_index: int, stage: Stage) -> Callable[[], None]:
+    def action(self, step_index: int, stage: Stage) -> Action:
         """3: what to do in a step, or in the copy before or after it."""
         found = self.actions[step_index] if stage is Stage.STEP else self._steps[step_index].copies[stage]
         assert found is not None
