@@ -30,7 +30,7 @@ def local_ends() -> dict[str, tuple[int, ...]]:
                 fields = line.split()
                 if fields[9] in mine:
                     address, _, port = fields[1].partition(":")
-                    found.setdefault(_readable(address), set()).add(int(port, 16))
+                    found.setdefault(readable(address), set()).add(int(port, 16))
     except OSError:
         return {}
     return {address: tuple(sorted(ports)) for address, ports in found.items()}
@@ -48,7 +48,7 @@ def _socket_inodes() -> list[str]:
     return inodes
 
 
-def _readable(address: str) -> str:
+def readable(address: str) -> str:
     """``0100007F`` is 127.0.0.1: words of four bytes, in the order of the machine."""
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     packed = struct.pack(f"={len(words)}I", *words)

@@ -5,14 +5,16 @@ import random
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
-from benchmarks.chaos.places import Job, Place
+from benchmarks.chaos.places import Job, Place, enter_network
+from espresso.comm.endpoints import readable
 
 SHORT_S = 1.5
 """Less than any time-out: the job goes on."""
@@ -22,13 +24,12 @@ PATIENCE_S = 60.0
 
 
 class Ending(Enum):
-    """What must come of a fault."""
+    """What must come of a fault: the job goes on, or all survivors end with an error that names who it was."""
 
     GOES_ON = auto()
     NAMES_RANK = auto()
     NAMES_HOST = auto()
     NAMES_SERVER = auto()
-    EITHER = auto()
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,14 @@ class Fault:
     Attributes:
         play: does it, to a job and a victim's rank; may take as long as the fault lasts.
         at_start: it is there from the start instead (a setting of the job).
+        stays: the victim never goes on, and does not end by itself.
     """
 
     name: str
     ending: Ending
     play: Callable[[Job, int], None]
     at_start: bool = False
+    stays: bool = False
     needs_hosts: bool = False
     needs_servers: bool = False
 
@@ -52,22 +55,28 @@ class Fault:
         return (place.num_hosts > 1 or not self.needs_hosts) and (place.num_servers > 0 or not self.needs_servers)
 
 
-def _kill(job: Job, victim: int) -> None:
-    os.kill(job.pid(victim), signal.SIGKILL)
+def _signal(number: signal.Signals, pids: Callable[[Job, int], Sequence[int]]) -> Callable[[Job, int], None]:
+    def play(job: Job, victim: int) -> None:
+        for pid in pids(job, victim):
+            with suppress(ProcessLookupError):  # it was faster, and has ended
+                os.kill(pid, number)
+
+    return play
 
 
-def _kill_server(job: Job, victim: int) -> None:
-    for pid in job.server_pids():
-        os.kill(pid, signal.SIGKILL)
+def _of_rank(job: Job, victim: int) -> Sequence[int]:
+    return [job.pid(victim)]
+
+
+def _of_servers(job: Job, victim: int) -> Sequence[int]:
+    return job.server_pids()
 
 
 def _stop_for(seconds: Callable[[Job], float]) -> Callable[[Job, int], None]:
     def play(job: Job, victim: int) -> None:
-        pid = job.pid(victim)
-        os.kill(pid, signal.SIGSTOP)
+        _signal(signal.SIGSTOP, _of_rank)(job, victim)
         time.sleep(seconds(job))
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        _signal(signal.SIGCONT, _of_rank)(job, victim)
 
     return play
 
@@ -89,27 +98,37 @@ def _from_within(what: str) -> Callable[[Job, int], None]:
 def _garbage(job: Job, victim: int) -> None:
     """Random bytes to every port that a process of the job listens on."""
     draw = random.Random(victim)
-    for address, port in _listening(job):
-        with suppress(OSError), socket.create_connection((address, port), timeout=1.0) as connection:
-            connection.sendall(draw.randbytes(draw.choice((1, 7, 64, 4096))))
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        for address, port in _listening(job, "udp"):
-            sender.sendto(draw.randbytes(48), (address, port))
-
-
-def _listening(job: Job, kind: str = "tcp") -> Iterator[tuple[str, int]]:
-    found = set()
     for pid in job.alive():
-        inodes = set()
+        thread = threading.Thread(target=_disturb, args=(pid, draw))  # which enters the process's network
+        thread.start()
+        thread.join()
+
+
+def _disturb(pid: int, draw: random.Random) -> None:
+    with suppress(OSError):
+        enter_network(f"/proc/{pid}/ns/net")
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+            for address in _listening(pid, "tcp" if kind == socket.SOCK_STREAM else "udp"):
+                family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+                with suppress(OSError), socket.socket(family, kind) as sender:
+                    sender.settimeout(1.0)
+                    sender.connect(address)
+                    sender.sendall(draw.randbytes(draw.choice((1, 7, 48, 64, 1024))))
+
+
+def _listening(pid: int, kind: str) -> Iterator[tuple[str, int]]:
+    """Where a process listens."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-        with suppress(OSError):
-            for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
-                words = line.split()
-                port = int(words[1].rpartition(":")[2], 16)
-                if words[3] in ("0A", "07") and f"socket:[{words[9]}]" in inodes:
-                    found.add(("127.0.0.1", port))
-    yield from sorted(found)
+            inodes.add(os.readlink(link))
+    for table in (kind, f"{kind}6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            address, _, port = words[1].partition(":")
+            if words[3] in ("0A", "07") and f"socket:[{words[9]}]" in inodes:
+                nowhere = not address.strip("0")
+                yield ("127.0.0.1" if nowhere else readable(address)), int(port, 16)
 
 
 def _host_down_for(seconds: float | None) -> Callable[[Job, int], None]:
@@ -143,11 +162,12 @@ def _nothing(job: Job, victim: int) -> None:
 
 
 FAULTS = (
-    Fault("killed", Ending.NAMES_RANK, _kill),
-    Fault("stopped for good", Ending.NAMES_RANK, _stop_for(lambda job: job.work.timeout_s + 8.0)),
+    Fault("killed", Ending.NAMES_RANK, _signal(signal.SIGKILL, _of_rank)),
+    Fault("stopped for good", Ending.NAMES_RANK, _signal(signal.SIGSTOP, _of_rank), stays=True),
     Fault("stopped past the time-out", Ending.NAMES_RANK, _stop_for(lambda job: job.work.timeout_s + 2.0)),
     Fault("stopped a while", Ending.GOES_ON, _stop_for(lambda job: SHORT_S)),
     Fault("exception in the script", Ending.NAMES_RANK, _from_within("raise")),
+    Fault("exception in backward", Ending.NAMES_RANK, _from_within("raise in backward")),
     Fault("memory limit", Ending.NAMES_RANK, _from_within("memory")),
     Fault("garbage on every port", Ending.GOES_ON, _garbage),
     Fault("full disk", Ending.GOES_ON, _nothing, at_start=True),
@@ -156,7 +176,8 @@ FAULTS = (
     Fault("host down a while", Ending.GOES_ON, _host_down_for(SHORT_S), needs_hosts=True),
     Fault("blackhole", Ending.NAMES_HOST, _blackhole, needs_hosts=True),
     Fault("rate of 8 bit/s", Ending.NAMES_HOST, _trickle, needs_hosts=True),
-    Fault("server killed", Ending.NAMES_SERVER, _kill_server, needs_servers=True),
+    Fault("server killed", Ending.NAMES_SERVER, _signal(signal.SIGKILL, _of_servers), needs_servers=True),
+    Fault("server stopped", Ending.NAMES_SERVER, _signal(signal.SIGSTOP, _of_servers), stays=True, needs_servers=True),
 )
 
 

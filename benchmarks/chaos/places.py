@@ -82,8 +82,12 @@ class Job:
 
     def server_pids(self) -> list[int]:
         """Processes behind the launcher that are no worker."""
-        workers = {lines[0]["pid"] for lines in self.told().values() if lines}
-        return [pid for pid in self.alive() if pid not in workers and b"espresso.launch" in _command(pid)]
+        others = {lines[0]["pid"] for lines in self.told().values() if lines} | self.launcher_pids()
+        return [pid for pid in self.alive() if pid not in others and b"espresso.launch" in _command(pid)]
+
+    def launcher_pids(self) -> set[int]:
+        """Of what was started to start the ranks."""
+        return {process.pid for process in self.processes if isinstance(process, subprocess.Popen)}
 
     def alive(self) -> list[int]:
         """All processes of this job that run: those with its folder in their environment, or those that we forked."""
@@ -93,8 +97,8 @@ class Job:
         return [pid for pid in _pids() if mark in _environment(pid)]
 
     def log(self) -> str:
-        """The end of what all ranks printed."""
-        return "\n".join(path.read_text(errors="replace")[-4000:] for path in sorted(self.folder.glob("*.log")))
+        """What all ranks printed."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
 
 
 def _pids() -> Iterator[int]:
@@ -167,14 +171,21 @@ def _fork(job: Job) -> None:
         job.processes.append(process)
 
 
+def enter_network(path: str) -> None:
+    """Have this thread, and the processes it starts, use the network of a namespace."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter {path}")
+    finally:
+        os.close(descriptor)
+
+
 def _rank(work: Work, env: dict[str, str], namespace: str | None, log: str) -> None:
     """In the forked process: become the rank."""
     os.setsid()
     if namespace is not None:
-        descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-        os.close(descriptor)
+        enter_network(f"/run/netns/{namespace}")
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -4,6 +4,7 @@ import random
 import re
 import tempfile
 import time
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,8 @@ START_S = 120.0
 """How long a job may take to come to the phase in which it is disturbed; a busy machine compiles for long."""
 LONGEST_DELAY_S = 0.4
 NUM_STEPS = 120
+DEATHS = re.compile(r"terminate called|Fatal Python error|SIGABRT|SIGSEGV|[Ss]ignal (?:6|11)\b")
+"""What nobody but the victim may print."""
 
 ALL_GATHER = "comp > flat.allgather > dec"
 TWO_WAY = "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
@@ -36,8 +39,8 @@ KINDS = (
 
 GIVEN_PHASES = ("start-up", "warm-up", "steady", "switch", "save", "closing")
 AUTOMATIC_PHASES = ("start-up", "warm-up", "profile", "search", "race", "steady", "save", "closing")
-LATE = ("closing",)
-"""Phases in which a rank may be done before it can notice."""
+LATE = "closing"
+"""The phase in which a rank may be done before it can notice."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ def draw_plan(draw: random.Random, number: int) -> Plan:
     kinds = [kind for kind, _, _ in KINDS if kind != "hierarchical" or place.num_ranks == 4]
     kind = "servers" if place.num_servers else draw.choice(kinds)
     phase = draw.choice(AUTOMATIC_PHASES if kind == "automatic" else GIVEN_PHASES)
-    return Plan(fault, place, kind, phase, draw.randrange(place.num_ranks), draw.uniform(0.0, LONGEST_DELAY_S))
+    delay_s = draw.uniform(0.0, LONGEST_DELAY_S if phase != LATE else LONGEST_DELAY_S / 10)
+    return Plan(fault, place, kind, phase, draw.randrange(place.num_ranks), delay_s)
 
 
 def work_of(plan: Plan, folder: Path, timeout_s: float, **more: Any) -> Work:
@@ -105,7 +109,7 @@ def undisturbed(place: Place, kind: str, timeout_s: float) -> str:
     """What all ranks end with when nothing happens."""
     plan = Plan(FAULTS[0], place, kind, "", 0, 0.0)
     with tempfile.TemporaryDirectory() as name, started(place, work_of(plan, Path(name), timeout_s), Path(name)) as job:
-        _wait_for_end(job, START_S + 60.0)
+        _wait_for_end(job, time.time() + START_S + 60.0, ())
         results = {_last(lines).get("result") for lines in job.told().values()}
         if len(results) != 1 or None in results:
             raise RuntimeError(f"an undisturbed job of {kind} on {place.name} did not end well: {results}\n{job.log()}")
@@ -131,13 +135,26 @@ def play(plan: Plan, timeout_s: float) -> Verdict:
         time.sleep(0.0 if plan.fault.at_start else plan.delay_s)
         at = time.time()
         plan.fault.play(job, plan.victim)
-        lasted = time.time() - at
         at = next((line["at"] for line in job.told()[plan.victim] if "fault" in line), at)
-        # A job that goes on needs its time; one that ends has the time-out and some grace.
-        limit_s = timeout_s + GRACE_S + (START_S if plan.fault.at_start else 0.0)
-        _wait_for_end(job, START_S if plan.fault.ending is Ending.GOES_ON else limit_s)
-        wrong, slowest = _judge(plan, job, at, limit_s, expected)
-        return Verdict(plan, wrong, slowest, job.log() if wrong else f"the fault lasted {lasted:.1f} s")
+        limit_s = START_S if plan.fault.ending is Ending.GOES_ON else timeout_s + GRACE_S
+        stays = _those_who_stay(plan, job)
+        left = _wait_for_end(job, at + limit_s, {*stays, *_victim(plan, job)})
+        left += _wait_for_end(job, time.time() + limit_s, stays)
+        wrong, slowest = _judge(plan, job, at, limit_s, expected, left)
+        told = "\n".join(f"rank {rank}: {_last(lines)}" for rank, lines in job.told().items())
+        return Verdict(plan, wrong, slowest, f"{job.log()[-20000:]}\n{told}" if wrong else "")
+
+
+def _victim(plan: Plan, job: Job) -> set[int]:
+    """The processes that were hit."""
+    if plan.fault.ending is Ending.NAMES_RANK and not plan.fault.at_start:
+        return {job.pid(plan.victim)}
+    return set(job.server_pids()) if plan.fault.ending is Ending.NAMES_SERVER else set()
+
+
+def _those_who_stay(plan: Plan, job: Job) -> set[int]:
+    """What does not end by itself: who was stopped for good, and a launcher, which waits for it."""
+    return _victim(plan, job) | job.launcher_pids() if plan.fault.stays else set()
 
 
 def _last(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -156,21 +173,23 @@ def _wait_for_phase(job: Job, rank: int, phase: str) -> bool:
     return False
 
 
-def _wait_for_end(job: Job, patience_s: float) -> None:
-    until = time.monotonic() + patience_s
-    while job.alive() and time.monotonic() < until:
+def _wait_for_end(job: Job, until: float, without: Collection[int]) -> list[int]:
+    """Wait for all processes of a job but some; those that are left at last."""
+    while left := [pid for pid in job.alive() if pid not in without]:
+        if time.time() > until:
+            return left
         time.sleep(0.05)
+    return []
 
 
-def _judge(plan: Plan, job: Job, at: float, limit_s: float, expected: str) -> tuple[str, float]:
+def _judge(plan: Plan, job: Job, at: float, limit_s: float, expected: str, left: Sequence[int]) -> tuple[str, float]:
     """Why it is wrong (empty: it is right), and how long the slowest error took."""
-    told, alive = job.told(), job.alive()
-    if alive:
-        return f"{len(alive)} processes alive {limit_s:.0f} s after the fault", 0.0
-    if "terminate called" in job.log():
-        return "a process aborted", 0.0
-    if any((process.exitcode or 0) in (-6, -11) for process in job.processes if hasattr(process, "exitcode")):
-        return "a process aborted", 0.0
+    told = job.told()
+    if left:
+        ranks = [str(rank) for rank, lines in told.items() if lines and lines[0]["pid"] in left]
+        return f"{len(left)} processes alive {limit_s:.0f} s after the fault, ranks {', '.join(ranks) or 'none'}", 0.0
+    if death := _death(plan, job):
+        return death, 0.0
     results = {rank: _last(lines)["result"] for rank, lines in told.items() if "result" in _last(lines)}
     errors = {rank: _last(lines) for rank, lines in told.items() if "error" in _last(lines)}
     if len(set(results.values())) > 1:
@@ -184,9 +203,8 @@ def _judge(plan: Plan, job: Job, at: float, limit_s: float, expected: str) -> tu
     slowest = max((line["at"] - at for rank, line in errors.items() if rank != plan.victim), default=0.0)
     if slowest > limit_s:
         return f"an error came after {slowest:.1f} s: {_texts(errors)}", slowest
-    for rank in told:
-        is_victim = rank == plan.victim and plan.fault.ending is Ending.NAMES_RANK and not plan.fault.at_start
-        if is_victim or (rank in results and plan.phase in LATE):
+    for rank, lines in told.items():
+        if lines[0]["pid"] in _victim(plan, job) or (rank in results and plan.phase == LATE):
             continue
         if rank in results:
             return f"rank {rank} noticed nothing", slowest
@@ -194,9 +212,20 @@ def _judge(plan: Plan, job: Job, at: float, limit_s: float, expected: str) -> tu
             if plan.place.launcher == "forked":
                 return f"rank {rank} ended without a word", slowest
             continue  # the launcher ended it
-        if not _names(plan, rank, _text(errors[rank])):
+        if not any(_names(plan, rank, text) for text in _text(errors[rank]).split(" | ")):
             return f"rank {rank} names the wrong one: {_text(errors[rank])}", slowest
     return "", slowest
+
+
+def _death(plan: Plan, job: Job) -> str:
+    """A process that ended by a signal, though nobody sent it one."""
+    victim = plan.victim if plan.fault.ending is Ending.NAMES_RANK else None
+    for rank, process in enumerate(job.processes):
+        if rank != victim and getattr(process, "exitcode", 0) not in (0, 1):
+            return f"rank {rank} ended with {process.exitcode}"
+    if found := DEATHS.search(job.log()):
+        return f"a process died: {found[0]}"
+    return ""
 
 
 def _text(line: dict[str, Any]) -> str:
@@ -208,14 +237,20 @@ def _texts(errors: dict[int, dict[str, Any]]) -> str:
 
 
 def _names(plan: Plan, rank: int, text: str) -> bool:
-    """Whether an error says who it was."""
+    """Whether an error says who it was: the last one it blames is at the root of it."""
     if plan.fault.ending is Ending.NAMES_SERVER:
-        return "server" in text
-    text = text.replace(f"on rank {rank} failed", "").lower()
-    named = {int(number) for number in re.findall(r"\brank (\d+)\b", text)}
+        return f"server rank {plan.place.num_ranks} " in text
+    blamed = _blamed(rank, text)
+    if plan.fault.at_start:  # it says which two differ
+        return plan.victim in set().union(*blamed)
+    last = blamed[-1] if blamed else set()
     if plan.fault.ending is Ending.NAMES_RANK:
-        return plan.victim in named
-    for several in re.findall(r"\branks ((?:\d+(?:, | and )?)+)", text):
-        named |= {int(number) for number in re.findall(r"\d+", several)}
-    place = plan.place
-    return any(place.host_of(other) != place.host_of(rank) for other in named if other < place.num_ranks)
+        return last == {plan.victim}
+    return bool(last) and all(plan.place.host_of(other) != plan.place.host_of(rank) for other in last)
+
+
+def _blamed(rank: int, text: str) -> list[set[int]]:
+    """The ranks that a text speaks of, but for those that it says it of and those that are no workers."""
+    text = re.sub(rf"on rank {rank} failed|reached from rank \d+|with ranks [\d, ]+|server rank \d+", "", text)
+    found = re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*)", text, re.IGNORECASE)
+    return [set(map(int, re.findall(r"\d+", numbers))) for numbers in found]

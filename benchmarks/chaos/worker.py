@@ -20,6 +20,12 @@ WIDTHS = (64, 256, 256, 10)
 STEP_S = 0.01
 """A step's pause: faults of a second find the job training."""
 
+PROFILE_FROM, SEARCH_AT = 4, 11
+"""Steps of automatic mode with its own settings: the first that is measured, and the one that ends with the search."""
+
+OTHER_OPTION = "comp > flat.allgather > dec"
+"""What jobs with a given strategy switch to."""
+
 FATAL = "the script of this rank fails on purpose"
 
 
@@ -101,10 +107,11 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
     ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.2)
+    _obey(work, rank, tell, ddp)
     state = espresso.register(
         ddp,
         work.compressor,
-        _strategy(ddp, work) if work.option else "auto",
+        _strategy(ddp, work, work.option) if work.option else "auto",
         ranks_per_node=work.ranks_per_node,
         timeout_s=work.timeout_s,
         artifacts_dir=work.artifacts_dir,
@@ -114,65 +121,75 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
     states.append(state)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
-    tell(phase="warm-up")
-    was_decided, third = False, work.num_steps // 3
+    told: set[str] = set()
     for step in range(work.num_steps):
-        _obey(Path(work.folder), rank, tell)
-        phase = _phase(work, step, state.decided, was_decided)
-        was_decided = state.decided
-        if phase:
+        phase = "warm-up" if step == 0 else _phase(work, step, state.decided)
+        if phase not in told:
             tell(phase=phase)
-        if step == third and work.option:
-            tell(phase="switch")
+            told.add(phase)
+        _obey(work, rank, tell, ddp)
+        if phase == "switch":
             assert state.strategy is not None
-            state.use(state.strategy)
-        if step == 2 * third:
-            tell(phase="save")
-            state.gather_state_dict()
+            state.use(_strategy(ddp, work, OTHER_OPTION)(None, state.strategy.cluster))
+        if phase == "save":
+            torch.save(state.gather_state_dict(), Path(work.folder) / f"checkpoint{rank}")
         optimizer.zero_grad()
         ddp(torch.randn(8, WIDTHS[0], generator=generator)).square().mean().backward()
         optimizer.step()
         time.sleep(STEP_S)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ddp.parameters())).hexdigest()
     tell(phase="closing")
+    _obey(work, rank, tell, ddp)
     state.close()
     dist.destroy_process_group()
     return digest[:16]
 
 
-def _phase(work: Work, step: int, decided: bool, was_decided: bool) -> str:
-    """The phase that begins with this step, if one does."""
-    if work.option:
-        return "steady" if step == 5 else ""
-    return {4: "profile", 11: "search", 14: "race"}.get(step, "") or ("steady" if decided and not was_decided else "")
+def _phase(work: Work, step: int, decided: bool) -> str:
+    """Where the job is before a step."""
+    if step == work.num_steps // 3 and work.option:
+        return "switch"
+    if step == 2 * work.num_steps // 3:
+        return "save"
+    if work.option or decided:
+        return "steady" if step >= 5 else "warm-up"
+    if step < SEARCH_AT:
+        return "warm-up" if step < PROFILE_FROM else "profile"
+    return "search" if step == SEARCH_AT else "race"
 
 
-def _strategy(ddp: Any, work: Work) -> Any:
+def _strategy(ddp: Any, work: Work, text: str) -> Any:
     from espresso.live.names import named_gradients, tensor_specs
     from espresso.strategies import Choice, CompressorSpec, Strategy, parse_option
 
     def make(tensors: Any, cluster: Any) -> Strategy:
-        option = parse_option(work.option)
+        option = parse_option(text)
         spec = CompressorSpec.parse(work.compressor if option.is_compressed else "none")
         return Strategy.uniform(tensor_specs(named_gradients(ddp)), cluster, Choice(option, spec))
 
     return make
 
 
-def _obey(folder: Path, rank: int, tell: Callable[..., None]) -> None:
+def _obey(work: Work, rank: int, tell: Callable[..., None], ddp: Any) -> None:
     """Do what a fault from within asks of this rank."""
-    asked = folder / f"fault{rank}"
+    asked = Path(work.folder) / f"fault{rank}"
     if not asked.exists():
         return
     what = asked.read_text()
     asked.unlink()
     tell(fault=what)
+    if what == "raise in backward":
+        next(ddp.parameters()).register_hook(_fail)
     if what == "raise":
-        raise RuntimeError(FATAL)
+        _fail()
     if what == "memory":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
         bytearray(64 << 20)
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError(FATAL)
 
 
 if __name__ == "__main__":
