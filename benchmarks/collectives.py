@@ -66,7 +66,7 @@ def main(
     for turn in (True, False):
         if (groups.rank == 0) is turn:
             codecs.warm_up([spec], ["float32"])
-        groups.barrier(600.0)
+        groups.barrier(patient=True)
     report = measure_links(groups)
     rows: list[dict[str, Any]] = []
     for size in (int(text) for text in elements.split(",")):

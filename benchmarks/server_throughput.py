@@ -129,7 +129,7 @@ def worker(
         link = Link(client, groups.ranks, ResidualStore(), 120.0, groups.from_rank_0(client.new_namespace()))
         if coding != "raw":
             link.prepare([CompressorSpec.parse(coding)], ["float32"])
-        groups.barrier(600.0)
+        groups.barrier(patient=True)
         keys = make_keys(coding, partitions, groups.ranks)
         load = Load(link, keys, codecs, groups.rank)
         load.run(1)

@@ -5,6 +5,7 @@
     at the start      every rank opens a socket, and tells the others where it listens and by which secret
     roll-call         ASK to everybody ── ANSWER: how far that rank is, and of what it failed, if it did
     a rank failed     FAILED to everybody ── HEARD
+    a rank leaves     LEFT to everybody ── HEARD
 
 A thread answers, whatever the rank's other threads do. A rank whose process was stopped or whose host is gone does
 not. Nothing here waits longer than it is told to: a datagram has no connection that could hang, and the job's
@@ -12,7 +13,7 @@ store, which runs on rank 0's host, is not asked. A step that goes well sends no
 
 A message, in network order: the receiver's secret (16 bytes), kind (u8), sender's rank (u32), number of the question
 (u32), iteration (i64), buckets of it (i32), place in its order (i32), text (UTF-8, the rest). What does not begin
-with the secret is dropped unread.
+with the secret is dropped unread. A receipt has the kind that it is for in place of the question.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -39,7 +40,7 @@ MAX_TEXT_BYTES = 1100
 
 _MESSAGE = struct.Struct("!16sBIIqii")
 _REPEAT_S = 0.1
-_START_S = 3.0
+START_S = 3.0
 """How long ranks that start together may take to hear each other."""
 
 _TELL_S = 0.6
@@ -51,6 +52,7 @@ class _Kind(IntEnum):
     ANSWER = 2
     FAILED = 3
     HEARD = 4
+    LEFT = 5
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -81,39 +83,46 @@ class Alarm:
 
     Args:
         rank: in the job.
-        exchange: gives everybody's value, in rank order; called twice, by all ranks together.
+
+    Attributes:
         report: says how far this rank is.
     """
 
-    def __init__(self, rank: int, exchange: Callable[[Any], list[Any]], report: Callable[[], Progress]) -> None:
-        self._rank, self._report = rank, report
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.report: Callable[[], Progress] = Progress
         self._failure = ""
-        self._heard: dict[int, str] = {}
+        self._failed: dict[int, str] = {}
+        self._left: dict[int, None] = {}
         self._question = 0
         self._news = threading.Condition()
         self._answers: dict[int, dict[int, Answer]] = {}
-        self._acknowledged: set[int] = set()
+        self._acknowledged: dict[int, set[int]] = {}
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._stop, self._stopped = socket.socketpair()
         self._peers: list[tuple[tuple[str, int], bytes]] = []
         self._mute: frozenset[int] = frozenset()
-        secret, address = os.urandom(SECRET_BYTES), local_address()
+        self._secret, address = os.urandom(SECRET_BYTES), local_address()
         try:
             self._socket.bind((address, 0))
         except OSError as error:  # no such address any more: nobody will hear of us, and training does not care
             logger.debug("no socket for alarms on %s: %s", address, error)
         self._socket.setblocking(False)
-        self._secret = secret
+        self.card = [*self._socket.getsockname()[:2], self._secret.hex()]
         self._thread = threading.Thread(target=self._listen, name="espresso-alarm", daemon=True)
         self._thread.start()
-        told = exchange([*self._socket.getsockname()[:2], secret.hex()])
-        self._peers = [((host, port), bytes.fromhex(key)) for host, port, key in told]
-        self._mute = self._others - self.roll_call(_START_S).keys()
-        exchange(None)  # nobody leaves before all have been asked: who is gone by then would count as mute
+
+    def meet(self, cards: Sequence[Any]) -> None:
+        """Take everybody's ``card``, in rank order."""
+        self._peers = [((host, port), bytes.fromhex(key)) for host, port, key in cards]
+
+    def excuse(self, answers: Collection[int]) -> None:
+        """Never accuse a rank that lives and yet did not answer: datagrams do not get through."""
+        self._mute = self._others - frozenset(answers)
         if self._mute:
             logger.warning(
                 "rank %d gets no answer from ranks %s over UDP (from %s); after a failure they cannot be asked how far"
-                " they are", rank, ", ".join(map(str, sorted(self._mute))), address,
+                " they are", self._rank, ", ".join(map(str, sorted(self._mute))), self.card[0],
             )  # fmt: skip
 
     # -- asking and telling ------------------------------------------------------------------------
@@ -127,21 +136,42 @@ class Alarm:
         del self._answers[question]
         return dict(answers)
 
-    def silent(self, answers: dict[int, Answer]) -> list[int]:
-        """The ranks that did not answer, though they could be heard at the start and did not say that they failed."""
-        return sorted(self._others - self._mute - answers.keys() - self._heard.keys())
+    def missing(self, answers: Collection[int]) -> frozenset[int]:
+        """The ranks that did not answer, though they could be heard at the start."""
+        return self._others - self._mute - frozenset(answers)
 
-    def ring(self, text: str) -> None:
-        """Tell the others that this rank failed, and of what."""
+    def silent(self, answers: Collection[int]) -> list[int]:
+        """Those of them that said nothing before either: neither that they fail nor that they leave."""
+        return sorted(self.missing(answers) - self._failed.keys() - self._left.keys())
+
+    def announce(self, text: str) -> None:
+        """Tell the others that this rank fails, and of what: once, and without waiting."""
         self._failure = text
-        self._repeat(_Kind.FAILED, 0, text, self._acknowledged, self._others, time.monotonic() + _TELL_S)
+        for peer in self._others:
+            self._send(peer, _Kind.FAILED, 0, text)
 
-    def heard(self) -> dict[int, str]:
+    def insist(self) -> None:
+        """Say it again to those who have not heard it, for a moment."""
+        self._tell(_Kind.FAILED, self._failure, self._others)
+
+    def failed(self) -> dict[int, str]:
         """What other ranks said that they failed of, the first one first."""
-        return dict(self._heard)
+        return dict(self._failed)
+
+    def left(self) -> list[int]:
+        """The ranks that said that they leave, the first one first."""
+        return list(self._left)
+
+    def forget(self) -> None:
+        """What was told so far is over: somebody begins anew."""
+        self._failure = ""
+        for told in (self._failed, self._left, self._acknowledged):
+            told.clear()
 
     def close(self) -> None:
-        """End the thread."""
+        """Tell those who are still there that this rank answers no more, unless they know that it failed; end it."""
+        if not self._failure and self._thread.is_alive():
+            self._tell(_Kind.LEFT, "", self._others - self._mute - self._failed.keys() - self._left.keys())
         self._stop.close()
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
@@ -149,6 +179,10 @@ class Alarm:
     @property
     def _others(self) -> frozenset[int]:
         return frozenset(range(len(self._peers))) - {self._rank}
+
+    def _tell(self, kind: _Kind, text: str, wanted: frozenset[int]) -> None:
+        acknowledged = self._acknowledged.setdefault(kind, set())
+        self._repeat(kind, 0, text, acknowledged, wanted, time.monotonic() + _TELL_S)
 
     def _repeat(
         self, kind: _Kind, question: int, text: str, replied: Any, wanted: frozenset[int], deadline: float
@@ -165,9 +199,10 @@ class Alarm:
 
     def _send(self, peer: int, kind: _Kind, question: int, text: str) -> None:
         address, secret = self._peers[peer]
-        progress = Progress() if kind in (_Kind.ASK, _Kind.HEARD) else self._report()
+        progress = Progress() if kind in (_Kind.ASK, _Kind.HEARD) else self.report()
         head = (progress.iteration, progress.num_buckets, progress.place)
-        data = _MESSAGE.pack(secret, kind, self._rank, question, *head) + text.encode()[:MAX_TEXT_BYTES]
+        # Of a text that is too long the end counts: it names the first of all failures.
+        data = _MESSAGE.pack(secret, kind, self._rank, question, *head) + text.encode()[-MAX_TEXT_BYTES:]
         try:
             self._socket.sendto(data, address)
         except OSError as error:  # the network is down, or its queue is full: as good as lost
@@ -199,13 +234,15 @@ class Alarm:
         if kind == _Kind.ASK:
             self._send(rank, _Kind.ANSWER, question, self._failure)
             return
-        if kind == _Kind.FAILED:
-            self._send(rank, _Kind.HEARD, 0, "")
+        if kind in (_Kind.FAILED, _Kind.LEFT):
+            self._send(rank, _Kind.HEARD, kind, "")
         with self._news:
             if kind == _Kind.ANSWER and question in self._answers:
                 self._answers[question][rank] = Answer(Progress(*progress), text)
             elif kind == _Kind.HEARD:
-                self._acknowledged.add(rank)
+                self._acknowledged.setdefault(question, set()).add(rank)
             elif kind == _Kind.FAILED:
-                self._heard.setdefault(rank, text)
+                self._failed.setdefault(rank, text)
+            elif kind == _Kind.LEFT:
+                self._left.setdefault(rank)
             self._news.notify_all()

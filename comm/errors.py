@@ -23,5 +23,9 @@ class PeerError(EspressoError):
     """Another rank said that it failed; its own log has the cause."""
 
 
+class LostRankError(EspressoError):
+    """A rank did not come, or a message between iterations did not arrive; says whose fault it seems to be."""
+
+
 class ProtocolError(EspressoError):
     """A message that no rank, worker or server of this version sends."""

@@ -14,17 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
+from espresso.comm.alarm import START_S, Alarm
 from espresso.comm.bounded import within
-from espresso.comm.endpoints import local_ends, rank_in
+from espresso.comm.endpoints import Ends, local_ends, rank_in
 from espresso.comm.environment import build, check_builds, read_environment
-from espresso.comm.errors import DisagreementError, EspressoError, ProtocolError, TopologyError
+from espresso.comm.errors import DisagreementError, EspressoError, LostRankError, ProtocolError, TopologyError
 from espresso.comm.messages import PLAIN
+from espresso.comm.witness import Witness, worded
 from espresso.strategies import Cluster, Scope
 
 NodeKey = tuple[Any, ...]
@@ -100,8 +103,10 @@ _UNUSED_TAG = 1
 
 CLOSED = "espresso is closed: its process groups are gone"
 
-
 _POLL_S, _LOOK_EVERY_S = 0.02, 2.0
+
+PATIENCE_S = 600.0
+"""A busy machine compiles the kernels of a compressor, or those of the search, in minutes: the others wait so long."""
 
 MAX_MESSAGE_BYTES = 1 << 36
 """Of one rank's control message; a gathered checkpoint is the largest."""
@@ -121,20 +126,17 @@ def _checked_size(size: torch.Tensor) -> int:
     return int(size)
 
 
-class Witness(Protocol):
-    """Knows how the other ranks are, apart from collectives."""
+def break_off(group: Any, index: int, size: int) -> None:
+    """Have everything under way in a group end now, with an error.
 
-    def explain(self, what: str, error: Exception) -> EspressoError:
-        """An error of the library, with whose it was; the others are told."""
-        ...
-
-    def look(self, what: str) -> None:
-        """Ask how the others are.
-
-        Raises:
-            EspressoError: one of them is silent, or failed.
-        """
-        ...
+    Gloo has no call for that, but a wait that times out closes all connections of its group.
+    """
+    for step in range(1, size):
+        try:
+            group.recv([torch.empty(1)], (index + step) % size, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except Exception as error:  # a connection that is closed already says so, and leaves the others open
+            if "Timed out" in str(error):
+                return
 
 
 class _Gone:
@@ -176,25 +178,39 @@ class Groups:
         self._whole_world = len(self._ranks) == dist.get_world_size()
         self._timeout = timedelta(seconds=timeout_s)
         self._made: list[Any] = []
+        self._ends: list[Ends] = []
         self.rank = self._ranks.index(dist.get_rank())
         self.timeout_s = timeout_s
         self.host_copies = host_copies
-        self.witness: Witness | None = None
-        """Who can tell more of a lost connection than the library; the executor, once there is one."""
         self.backend: str = dist.get_backend(parent)
+        self.alarm = Alarm(self.rank)
+        self.witness = Witness(self.rank, self.alarm, self.rank_in)
+
+        what = "making process groups"
 
         def make() -> tuple[Member, Cluster, dict[Scope, Member]]:
-            if not self._whole_world:
-                self._even_out(parent)
-            self.control = self._new(self._ranks, "gloo")
-            cluster = self._find_cluster(ranks_per_node)
-            return self.control, cluster, self._make_scopes(cluster)
+            store, card = self._meet(parent)
+            with self._explained(what):
+                self.control = self._new(self._ranks, "gloo")
+                store.delete_key(card)  # everybody has read it, and may come again
+                answers = self.alarm.roll_call(START_S)
+                cluster = self._find_cluster(ranks_per_node)
+                self.alarm.excuse(answers)  # everybody lives, and has asked
+                return self.control, cluster, self._make_scopes(cluster)
 
-        found = within(timeout_s + _SLACK_S, make, "making process groups")
-        self.control, self.cluster, self.scopes = found
+        try:
+            found = within(timeout_s + _SLACK_S, make, what)
+            self.control, self.cluster, self.scopes = found
+            self._ends = self.all_objects(local_ends())
+        except BaseException as error:
+            try:
+                if type(error) is EspressoError:  # it took too long; whoever met us can say who does not answer
+                    self.witness.look(what)
+            finally:
+                self.close(wait=False)
+            raise
         if num_servers:
             self.cluster = replace(self.cluster, num_servers=num_servers, colocated=colocated)
-        self._ends = self.all_objects(local_ends())
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -237,54 +253,43 @@ class Groups:
         rank = rank_in(text, self._ends)
         return None if rank == self.rank else rank
 
-    def barrier(self, patience_s: float | None = None) -> None:
-        """Wait for everybody, for longer than the groups' time-out if ``patience_s`` says so."""
+    def barrier(self, *, patient: bool = False) -> None:
+        """Wait for everybody; past the time-out only if ``patient``, and while all ranks answer."""
         options = dist.BarrierOptions()
-        options.timeout = self._timeout if patience_s is None else timedelta(seconds=patience_s)
+        options.timeout = timedelta(seconds=max(self.timeout_s, PATIENCE_S)) if patient else self._timeout
         group = self._control_group()
         with self._explained("the ranks' barrier"):
             work = group.barrier(options)
-            if patience_s is not None:
+            if patient:
                 self._see_to(work)
             work.wait()
 
     def _see_to(self, work: Any) -> None:
-        """Past the time-out, wait on only while all ranks answer: they may be compiling."""
+        """Past the time-out, wait on only while all ranks answer."""
         look_at = time.monotonic() + self.timeout_s
         while not work.is_completed():
             time.sleep(_POLL_S)
-            if self.witness is not None and time.monotonic() > look_at:
+            if time.monotonic() > look_at:
                 self.witness.look("the ranks' barrier")
                 look_at = time.monotonic() + _LOOK_EVERY_S
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """A lost connection becomes an error that says whose it was, once there is somebody to ask."""
+        """A lost connection becomes an error that says whose it was."""
         try:
             yield
         except EspressoError:
             raise
         except RuntimeError as error:
-            if self.witness is None:
-                raise
             raise self.witness.explain(what, error) from error
 
     def break_off(self) -> None:
-        """Have all collectives under way in our groups end now, with an error. The groups are of no use after it.
-
-        Gloo has no call for that, but a wait that times out closes all connections of its group.
-        """
+        """Have all collectives under way in our groups end now, with an error. The groups are of no use after it."""
         for member in (self.control, *self.scopes.values()):
-            for step in range(1, member.size):
-                peer = (member.index + step) % member.size
-                try:
-                    member.group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-                except Exception as error:  # a connection that is closed already says so, and leaves the others open
-                    if "Timed out" in str(error):
-                        break
+            break_off(member.group, member.index, member.size)
 
     def close(self, *, wait: bool = True) -> None:
-        """Destroy the groups, unless ``destroy_process_group`` was faster.
+        """Destroy the groups, unless ``destroy_process_group`` was faster. The other ranks hear that this one leaves.
 
         Args:
             wait: also for their threads, which end with the last reference. One of them may still have to let go of
@@ -292,6 +297,8 @@ class Groups:
                 the process. Not where a collective is under way: they finish it first, or its time-out.
         """
         groups, self._made = self._made, []
+        self.witness.close()
+        self.alarm.close()
         if dist.is_initialized():
             for group in groups:
                 try:
@@ -308,18 +315,39 @@ class Groups:
             raise EspressoError(CLOSED)
         return self.control.group
 
-    def _even_out(self, parent: Any) -> None:
-        """Give every rank equally many groups, by groups of one.
+    def _meet(self, parent: Any) -> tuple[Any, str]:
+        """Find everybody through the job's store, apart from collectives: who does not come is named.
 
-        torch names a group that only its members make after the number of groups a rank is in already; ranks
-        that differ in it would wait for each other under different names until the time-out.
+        Every rank is given equally many groups, by groups of one: torch names a group that only its members make
+        after the number of groups a rank is in already; ranks that differ in it would wait for each other under
+        different names until the time-out.
         """
-        mine = len(torch_groups._world.pg_names)
-        on = "cuda" if dist.get_backend(parent) == "nccl" else "cpu"
-        counts = gathered(torch.tensor([mine], device=on), len(self._ranks), parent)
-        for _ in range(max(map(int, counts)) - mine):
-            alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-            self._made.append(alone)
+        store, mine = torch_groups._get_default_store(), len(torch_groups._world.pg_names)
+        keys = [f"espresso/{parent.group_name}/{rank}" for rank in range(self.num_ranks)]
+        missing: list[int] = []
+        try:
+            store.set(keys[self.rank], PLAIN.pack((mine, *self.alarm.card)).tobytes().hex())
+            try:
+                store.wait(keys, self._timeout)
+            except RuntimeError:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            texts = [] if missing else [store.get(key).decode() for key in keys]
+        except RuntimeError as error:
+            raise LostRankError(
+                f"the job's store does not answer ({worded(error)}); it ended with the launcher, or with rank 0"
+            ) from error
+        if missing:
+            ranks = "rank" if len(missing) == 1 else "ranks"
+            raise LostRankError(
+                f"{ranks} {_compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"
+            )
+        cards = [PLAIN.unpack(np.frombuffer(bytes.fromhex(text), np.uint8)) for text in texts]
+        self.alarm.meet([card for _, *card in cards])
+        if not self._whole_world:
+            for _ in range(max(count for count, *_ in cards) - mine):
+                alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+                self._made.append(alone)
+        return store, keys[self.rank]
 
     def _find_cluster(self, ranks_per_node: int | None) -> Cluster:
         # Compared before anything depends on it: ranks that disagree here would make different groups, and hang.

@@ -68,7 +68,7 @@ def _leave(rank: int) -> None:
         exchange = _here.pop(key)
         if exchange is not None:
             exchange.close()
-    _here.pop("client").leave()
+    _here.pop("client").leave(5.0)
 
 
 def client() -> Client:

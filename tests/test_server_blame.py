@@ -214,7 +214,7 @@ def test_tags_stay_below_what_every_mpi_has():
                 for line in lines.values():
                     link.pull(line)
                 assert all((answer == turn).all() for answer in answers)
-        client.leave()
+        client.leave(5.0)
         tags = set().union(*(transport.tags for transport in (*transports, *(s._transport for s in servers))))
         assert tags
         assert max(tags) <= 32767

@@ -1,5 +1,6 @@
 """Where a job runs: forked ranks on loopback or emulated hosts, torchrun, mpirun, with servers or without."""
 
+import atexit
 import ctypes
 import json
 import os
@@ -190,7 +191,10 @@ def _rank(work: Work, env: dict[str, str], namespace: str | None, log: str) -> N
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(env)
-    run(work)
+    try:
+        run(work)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of a script; a forked process ends without
 
 
 def _launch(job: Job) -> None:

@@ -89,7 +89,6 @@ def run(work: Work) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=work.timeout_s))
     states: list[Any] = []
     try:
-        tell(phase="start-up")
         tell(result=_train(work, rank, tell, states))
     except Exception as error:  # told, whatever it is
         kept = [str(state.error) for state in states if state.error is not None]
@@ -107,6 +106,8 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
     ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.2)
+    dist.barrier()  # what happens before is torch's
+    tell(phase="start-up")
     _obey(work, rank, tell, ddp)
     state = espresso.register(
         ddp,
@@ -133,9 +134,10 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
             state.use(_strategy(ddp, work, OTHER_OPTION)(None, state.strategy.cluster))
         if phase == "save":
             torch.save(state.gather_state_dict(), Path(work.folder) / f"checkpoint{rank}")
-        optimizer.zero_grad()
-        ddp(torch.randn(8, WIDTHS[0], generator=generator)).square().mean().backward()
-        optimizer.step()
+        with state.errors():
+            optimizer.zero_grad()
+            ddp(torch.randn(8, WIDTHS[0], generator=generator)).square().mean().backward()
+            optimizer.step()
         time.sleep(STEP_S)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ddp.parameters())).hexdigest()
     tell(phase="closing")

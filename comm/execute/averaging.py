@@ -16,11 +16,11 @@ import torch
 
 from espresso.comm import collectives
 from espresso.comm.errors import EspressoError
-from espresso.comm.execute.failure import worded
 from espresso.comm.execute.iteration import Iteration
 from espresso.comm.execute.programs import described
 from espresso.comm.groups import Member
 from espresso.comm.memory import is_finite
+from espresso.comm.witness import worded
 from espresso.strategies import DTYPES, Bucket
 
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from espresso.comm.alarm import Alarm, Progress
+from espresso.comm.alarm import Progress
 from espresso.comm.errors import EspressoError, PeerError, UnsupportedModelError
 from espresso.comm.execute.assignment import Assignment, Interval, Planner, Record
 from espresso.comm.execute.averaging import Averager, Averaging
-from espresso.comm.execute.failure import Failure, StalledError, worded
+from espresso.comm.execute.failure import Failure, StalledError
 from espresso.comm.execute.host import HostSide
 from espresso.comm.execute.iteration import Course, Iteration, Side, fail_open
 from espresso.comm.execute.lanes import Lanes, Node
@@ -40,6 +40,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Link
 from espresso.comm.program import Codecs, Context
+from espresso.comm.witness import worded
 from espresso.strategies import Bucket, Scope
 
 __all__ = ["Assignment", "Executor", "Interval", "Planner", "Record"]
@@ -95,9 +96,9 @@ class Executor:
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None
         self._count = self.step = 0
-        self._alarm = Alarm(groups.rank, groups.all_objects, self._progress)
-        self._failure = Failure(groups.rank, groups.rank_in, self._alarm, servers, self._progress, self._release)
-        groups.witness = self._failure
+        self._failure = Failure(groups.rank, groups.alarm, groups.witness, self._release)
+        groups.alarm.forget()  # of an executor before
+        groups.alarm.report, groups.witness.servers = self._progress, servers
         self._stopped = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="espresso-watchdog", daemon=True)
         self._watchdog.start()
@@ -311,7 +312,7 @@ class Executor:
         iteration = self._iteration
         if iteration is None or self._failure.begun or iteration.is_idle:
             return
-        waited, heard = time.monotonic() - iteration.touched_s, self._alarm.heard()
+        waited, heard = time.monotonic() - iteration.touched_s, self._groups.alarm.failed()
         if heard and waited > LISTEN_AFTER_S:
             rank, text = next(iter(heard.items()))
             pending = iteration.course.waiting_for()
@@ -361,21 +362,20 @@ class Executor:
             closed = EspressoError("espresso was closed during a backward pass")
             fail_open(list(iteration.futures.values()), closed)
             if not self._failure.begun:
-                self._failure.tell(str(closed))
+                self._groups.witness.tell(str(closed))
         if self._servers is not None:
             self._servers.close()
         threads = self._lanes.close()
         # A daemon thread that comes back from a library call while the interpreter ends aborts the process: what
         # nobody will answer any more ends here.
         # Not before the others were told: of a connection that closes they see only whose it was.
-        self._failure.close()
+        self._groups.witness.close()
         if (self._failure.begun or iteration is not None) and not keeps_groups:
             self._groups.break_off()
         deadline = time.monotonic() + 2.0
         for thread in (*threads, self._watchdog):
             if thread is not threading.current_thread():
                 thread.join(timeout=max(deadline - time.monotonic(), 0.0))
-        self._alarm.close()
         return not any(thread.is_alive() for thread in threads)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -212,18 +213,22 @@ class Client:
         for listener in list(self._listeners):
             listener(self.error)
 
-    def leave(self) -> None:
-        """Tell the servers that this worker is done. The process must not use them afterwards."""
+    def leave(self, timeout_s: float) -> None:
+        """Tell the servers that this worker is done. The process must not use them afterwards.
+
+        Raises:
+            LinkError: a server failed or does not answer, and would hold up the end of a job under MPI.
+        """
         if self._closed:
             return
         self._closed = True
         if self.error is not None:
-            return
-        header = Header(Op.LEAVE, self.rank).pack()
+            raise LinkError(f"the servers are of no use any more: {self.error}") from self.error
+        header, until = Header(Op.LEAVE, self.rank).pack(), Deadline(timeout_s)
         for rank in range(self.num_workers, self.transport.size):
-            try:
-                self.transport.send(Channel.CONTROL, rank, Tag.HEADER, header).wait(5.0)
-            except EspressoError:
-                continue  # it is gone already
-        for ear in self._ears:
-            ear.join(5.0)
+            with suppress(EspressoError):  # it is gone already
+                self.transport.send(Channel.CONTROL, rank, Tag.HEADER, header).wait(until.left_s)
+        for server, ear in enumerate(self._ears):
+            ear.join(until.left_s)
+            if ear.is_alive():
+                raise LinkError(f"{self.name(server)} did not answer within {timeout_s:g} s that this worker leaves")

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,10 +30,13 @@ from espresso.comm.parameter_server.board import Board, Fact, MpiMail, StoreMail
 from espresso.comm.parameter_server.client import Client
 from espresso.comm.parameter_server.secret import Door, introduce, knock
 from espresso.comm.parameter_server.server import Server
-from espresso.comm.parameter_server.transport import GlooTransport, MpiTransport, Transport
+from espresso.comm.parameter_server.transport import GlooTransport, LinkError, MpiTransport, Transport
 
 _LINGER_S = 3.0
 """Who fails stays so long, so that others can say what happened to them before the launcher ends them."""
+
+_FAREWELL_S = 5.0
+"""How long who fails waits for the servers' answer to its leaving."""
 
 _LAST_S = 30.0
 """Whatever holds up an end after an error (a launcher's abort that waits for the dead) is cut off after so long."""
@@ -129,9 +133,12 @@ class Joined:
         )
 
     def close(self) -> None:
-        """Leave; servers end when all workers have."""
-        if self.client is not None:
-            self.client.leave()
+        """Leave; servers end when all workers have. Where one does not answer, the process ends here, with an error."""
+        try:
+            if self.client is not None:
+                self.client.leave(self._settings.timeout_s)
+        except LinkError:
+            self.report_and_abandon()
         self.transport.close()
 
     def report_and_abandon(self) -> NoReturn:
@@ -142,7 +149,8 @@ class Joined:
         _end_within(_LAST_S)
         traceback.print_exc()
         if self.client is not None:
-            self.client.leave()
+            with suppress(LinkError):
+                self.client.leave(_FAREWELL_S)
         atexit._run_exitfuncs()
         self.abandon(1)
 

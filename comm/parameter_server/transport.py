@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from espresso.comm.errors import EspressoError
+from espresso.comm.groups import break_off
 from espresso.comm.messages import Bytes
 
 FOREVER = timedelta(days=365)
@@ -143,6 +144,9 @@ class GlooTransport:
             raise LinkError(f"rank {peer}: {_worded(error)}", peer) from error
 
     def close(self) -> None:
+        # A thread that still waits here would come back from the library while the interpreter ends, and abort it.
+        for group in self._groups.values():
+            break_off(group, self.rank, self.size)
         self._groups.clear()
 
 

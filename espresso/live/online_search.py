@@ -95,17 +95,18 @@ class OnlineSearch:
         self.job = Job.from_json(self._groups.from_rank_0(job.to_json()))
         found: list[Candidate] = []
         told: Any = None
+        failed: Exception | None = None
         if self._groups.rank == 0:
             try:
                 self._artifacts.job(self.job)
                 found, self.uncompressed_us = self._search(self.job)
                 told = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found], self.uncompressed_us
             except Exception as error:  # every rank must hear of it, or they wait for the answer
-                self._groups.from_rank_0(f"{type(error).__name__}: {error}")
-                raise
+                failed, told = error, f"{type(error).__name__}: {error}"
+        self._groups.barrier(patient=True)
         told = self._groups.from_rank_0(told)
         if isinstance(told, str):
-            raise EspressoError(f"the search failed on rank 0 ({told})")
+            raise EspressoError(f"the search failed on rank 0 ({told})") from failed
         if self._groups.rank == 0:
             return found
         rows, self.uncompressed_us = told

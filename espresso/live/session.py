@@ -47,9 +47,6 @@ from espresso.strategies import NONE, Bucket, Strategy
 
 logger = logging.getLogger("espresso")
 
-COMPILE_PATIENCE_S = 600.0
-"""A busy machine compiles the kernels of a compressor in minutes, and the ranks wait for each other."""
-
 METRICS = tuple(
     f"espresso/{name}"
     for name in (
@@ -225,7 +222,7 @@ class Session:
                 self.codecs.warm_up(specs, dtypes)
                 if servers is not None:
                     servers.prepare(specs, dtypes)
-            self.groups.barrier(max(self.config.timeout_s, COMPILE_PATIENCE_S))
+            self.groups.barrier(patient=True)
 
     # -- called by a front ---------------------------------------------------------------------------
 
@@ -422,7 +419,8 @@ class Session:
         """Stop the threads of a job that nobody holds any more; any thread may find that, so none is waited for."""
         self._guard.remove()
         self.executor.close()
-        threading.Thread(target=self.codecs.close, name="espresso-end", daemon=True).start()
+        for end in (self.codecs.close, self.groups.alarm.close):
+            threading.Thread(target=end, name="espresso-end", daemon=True).start()
 
 
 def _run_all(works: list[Work]) -> None:

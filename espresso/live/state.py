@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.errors import EspressoError, UnsupportedModelError
 from espresso.comm.hook import DdpBuckets, espresso_hook
+from espresso.comm.witness import lost_peer
 from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept
 from espresso.live.config import Config, Settings
 from espresso.live.given import AUTO, Given, StrategyLike
@@ -210,7 +211,8 @@ class EspressoState:
         """Have a failed exchange raise its own error. DDP words it as "RuntimeError: Unable to cast …".
 
         Put it around forward, backward and step. Without it ``backward()`` raises DDP's wording, and the
-        next ``optimizer.step()`` the original: gradients that were not averaged are never applied.
+        next ``optimizer.step()`` the original: gradients that were not averaged are never applied. A connection that
+        is lost in an exchange of DDP's own (buffers, buckets laid out anew) becomes an error that says whose it was.
 
         Example:
             >>> with state.errors():                # doctest: +SKIP
@@ -221,10 +223,12 @@ class EspressoState:
             yield
         except EspressoError:
             raise
-        except RuntimeError:
-            if self.error is None:
+        except RuntimeError as error:
+            if self.error is not None:
+                raise self.error from self.error.__cause__
+            if self._session is None or not lost_peer(str(error)):
                 raise
-            raise self.error from self.error.__cause__
+            raise self._session.groups.witness.explain("an exchange of DDP's own", error) from error
 
     # -- what users look at --------------------------------------------------------------------------
 
