@@ -149,10 +149,20 @@ class Worker:
         return BODIES.unpack(body)
 
     def push(self, number: int, tag: int) -> None:
-        data = np.ones(BYTES // 4, np.float32).view(np.uint8)
+        self.announce(number)
+        self.send(tag)
+
+    def announce(self, number: int) -> None:
         header = Header(Op.PUSH, self.transport.rank, number, Flag.RAW, 0, BYTES).pack()
         self.transport.send(Channel.CONTROL, self.server, Tag.HEADER, header).wait(10.0)
+
+    def send(self, tag: int) -> None:
+        data = np.ones(BYTES // 4, np.float32).view(np.uint8)
         self.transport.send(Channel.DATA, self.server, tag, data).wait(10.0)
+
+    def leave(self) -> None:
+        header = Header(Op.LEAVE, self.transport.rank).pack()
+        self.transport.send(Channel.CONTROL, self.server, Tag.HEADER, header).wait(10.0)
 
     def pull(self, tag: int) -> float:
         answer = np.empty(BYTES, np.uint8)
@@ -197,6 +207,27 @@ def test_a_worker_that_does_not_take_its_last_answer_holds_up_no_other_state():
         assert other.hear() == []
         assert time.monotonic() - begin < 1.5
         assert "worker rank 0 died or left" in wait_for_error(server, 10.0)
+
+
+def test_a_worker_that_left_is_named_at_once_when_the_next_push_comes():
+    """Also by a push that was announced before it left, and by a new plan."""
+    with serving(2, timeout_s=30.0) as (transports, (server,)):
+        leaver, pusher = (Worker(transport, 2) for transport in transports)
+        for worker in (leaver, pusher):
+            worker.say(Op.INSTALL, table((0, 1), 1, timeout_s=20.0))
+        tag = [worker.hear().tags[1] for worker in (leaver, pusher)][1]
+        pusher.announce(1)
+        time.sleep(0.3)
+        leaver.leave()
+        time.sleep(0.3)
+        pusher.send(tag)
+        assert "worker rank 0 died or left" in wait_for_error(server, 3.0)
+    with serving(2, timeout_s=30.0) as (transports, (server,)):
+        leaver, planner = (Worker(transport, 2) for transport in transports)
+        leaver.leave()
+        time.sleep(0.3)
+        planner.say(Op.INSTALL, table((0, 1), 1, timeout_s=20.0))
+        assert "worker rank 0 died or left" in wait_for_error(server, 3.0)
 
 
 def test_tags_stay_below_what_every_mpi_has():

@@ -127,7 +127,7 @@ def _is_running(pid: int) -> bool:
 @contextmanager
 def started(place: Place, work: Work, folder: Path) -> Iterator[Job]:
     """Start a job; when the block is left, end what is left of it."""
-    with _network(place) as network:
+    with _network(place, work) as network:
         job = Job(place, work, folder, network)
         try:
             if place.launcher == "forked":
@@ -140,11 +140,12 @@ def started(place: Place, work: Work, folder: Path) -> Iterator[Job]:
 
 
 @contextmanager
-def _network(place: Place) -> Iterator[Network | None]:
+def _network(place: Place, work: Work) -> Iterator[Network | None]:
     if not place.num_hosts:
         yield None
         return
-    with open_network(place.num_hosts, "1gbit") as network:
+    # Automatic mode compresses on a slow network only.
+    with open_network(place.num_hosts, "1gbit" if work.option else "50mbit") as network:
         yield network if network.rate_bps else None
 
 

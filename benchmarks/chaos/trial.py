@@ -82,7 +82,8 @@ def draw_plan(draw: random.Random, number: int) -> Plan:
     place = draw.choice(forked if forked and draw.random() < 0.8 else places)
     kinds = [kind for kind, _, _ in KINDS if kind != "hierarchical" or place.num_ranks == 4]
     kind = "servers" if place.num_servers else draw.choice(kinds)
-    phase = draw.choice(AUTOMATIC_PHASES if kind == "automatic" else GIVEN_PHASES)
+    phases = AUTOMATIC_PHASES if kind == "automatic" else GIVEN_PHASES
+    phase = draw.choice([phase for phase in phases if place.num_hosts or phase != "race"])
     delay_s = draw.uniform(0.0, LONGEST_DELAY_S if phase != LATE else LONGEST_DELAY_S / 10)
     return Plan(fault, place, kind, phase, draw.randrange(place.num_ranks), delay_s)
 
@@ -153,8 +154,14 @@ def _victim(plan: Plan, job: Job) -> set[int]:
 
 
 def _those_who_stay(plan: Plan, job: Job) -> set[int]:
-    """What does not end by itself: who was stopped for good, and a launcher, which waits for it."""
-    return _victim(plan, job) | job.launcher_pids() if plan.fault.stays else set()
+    """What does not end by itself: who was stopped for good, a launcher, which waits for it, and MPI's processes.
+
+    Those that are done wait in ``MPI_Finalize`` for who was stopped after all work was done.
+    """
+    if not plan.fault.stays:
+        return set()
+    done = plan.phase == LATE and plan.place.launcher == "mpirun" and plan.place.num_servers > 0
+    return set(job.alive()) if done else _victim(plan, job) | job.launcher_pids()
 
 
 def _last(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ PROFILE_FROM, SEARCH_AT = 4, 11
 """Steps of automatic mode with its own settings: the first that is measured, and the one that ends with the search."""
 
 OTHER_OPTION = "comp > flat.allgather > dec"
-"""What jobs with a given strategy switch to."""
+"""What jobs with a given strategy switch to; they go back when they save a checkpoint."""
 
 FATAL = "the script of this rank fails on purpose"
 
@@ -118,6 +118,7 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
         artifacts_dir=work.artifacts_dir,
         offload_threads=1,
         decide_by=30,
+        exact_tensors=0,  # so that there is something to race on a slow network
     )
     states.append(state)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
@@ -130,10 +131,11 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
             told.add(phase)
         _obey(work, rank, tell, ddp)
         if phase == "switch":
-            assert state.strategy is not None
-            state.use(_strategy(ddp, work, OTHER_OPTION)(None, state.strategy.cluster))
+            state.use(_strategy(ddp, work, OTHER_OPTION)(None, state.cluster))
         if phase == "save":
             torch.save(state.gather_state_dict(), Path(work.folder) / f"checkpoint{rank}")
+            if work.option:
+                state.use(_strategy(ddp, work, work.option)(None, state.cluster))
         with state.errors():
             optimizer.zero_grad()
             ddp(torch.randn(8, WIDTHS[0], generator=generator)).square().mean().backward()

@@ -222,8 +222,8 @@ class Client:
         if self._closed:
             return
         self._closed = True
-        if self.error is not None:
-            raise LinkError(f"the servers are of no use any more: {self.error}") from self.error
+        if broken := self.error or self._unanswered:
+            raise LinkError(f"the servers are of no use any more: {broken}") from broken
         header, until = Header(Op.LEAVE, self.rank).pack(), Deadline(timeout_s)
         for rank in range(self.num_workers, self.transport.size):
             with suppress(EspressoError):  # it is gone already

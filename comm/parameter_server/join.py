@@ -136,7 +136,7 @@ class Joined:
         """Leave; servers end when all workers have. Where one does not answer, the process ends here, with an error."""
         try:
             if self.client is not None:
-                self.client.leave(self._settings.timeout_s)
+                self.client.leave(self.settings.timeout_s)
         except LinkError:
             self.report_and_abandon()
         self.transport.close()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -162,9 +162,6 @@ class Server:
             raise ProtocolError(
                 f"worker rank {worker} pushes {header.num_bytes} bytes for {summed.key}, expected {summed.key.up_bytes}"
             )
-        gone = self._left.intersection(summed.key.workers)
-        if gone:
-            raise EspressoError(f"worker rank {min(gone)} has left, and {summed.key} waits for its push")
         summed.take_block(self._slots)
         place = summed.place(worker)
         self._latest[worker] = summed.key
@@ -179,12 +176,18 @@ class Server:
                     if not push.summed.arrived:
                         push.summed.first_s = time.monotonic()
                     push.summed.arrived.add(worker)
+                    self._expect(push.summed.key.workers)
                     complete = len(push.summed.arrived) == len(push.summed.key.workers)
                 if complete:
                     self._engines[push.summed.engine].put((push.summed, push.header))
             except Exception as error:
                 self._fail(worker, error, push.summed.key)
                 return
+
+    def _expect(self, workers: Iterable[int]) -> None:
+        """Refuse to wait for one of these that has left. Under the lock."""
+        for worker in self._left.intersection(workers):
+            raise LinkError("it left before", worker)
 
     def _watch(self) -> None:
         """Fail when a key has waited too long for somebody's push, or others for somebody's table."""
@@ -260,6 +263,7 @@ class Server:
         """Take a worker's table; when all have offered theirs, install it or refuse it to all."""
         retired: list[KeySum] = []
         with self._lock:
+            self._expect(table.workers)
             offered = self._tables.setdefault((table.namespace, table.workers), Offers())
             offered[worker] = table
             if len(offered) < len(table.workers):
@@ -282,8 +286,10 @@ class Server:
         """Let a worker go, and its listener, which would otherwise wait on in a process that ends."""
         with self._lock:
             self._left.add(worker)
-            if any(s.arrived and worker in s.key.workers for s in self._held):
-                raise LinkError("it left in the middle of a round")
+            rounds = [summed.key.workers for summed in self._held if summed.arrived]
+            is_missed = any(worker in workers for workers in [*rounds, *(workers for _, workers in self._tables)])
+        if is_missed:
+            self._fail(worker, LinkError("it left in the middle of a round"))
         farewell = Header(Op.LEAVE, self.rank).pack()
         with suppress(LinkError):  # it has said that it goes; it need not wait for this
             self._transport.send(Channel.CONTROL, worker, Tag.NOTICE, farewell).wait(_NOTICE_S)
