@@ -52,9 +52,10 @@ class PlainCodec:
 
     def decode(self, decoding: Decoding, payloads: Any) -> bool:
         """As :meth:`espresso.compressors.Codec.decode`; rows are added up in their order."""
-        values = payloads[0].view(decoding.target.dtype)
-        for payload in payloads[1:]:
-            values = values + payload.view(decoding.target.dtype)
+        rows = [payload.view(decoding.target.dtype) for payload in payloads]
+        values = rows[0] if len(rows) == 1 else rows[0] + rows[1]
+        for row in rows[2:]:
+            values += row
         return self._none.decode_values(decoding, values)
 
 

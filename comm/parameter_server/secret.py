@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 
 from espresso.comm.errors import ProtocolError, TopologyError
-from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport
+from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport, wait_for
 from espresso.comm.parameter_server.wire import Tag
 
 VARIABLE = "ESPRESSO_JOB_SECRET"
@@ -190,17 +190,16 @@ def introduce(transport: Transport, peers: Sequence[int], secret: Secret, timeou
 def _swap(transport: Transport, tag: Tag, messages: Mapping[int, bytes], until: Deadline) -> dict[int, bytes]:
     """Send each peer its message, and take theirs."""
     received = {peer: np.empty(SIZE, np.uint8) for peer in messages}
-    pending: list[tuple[int, Pending]] = []
-    for peer, message in messages.items():
-        pending.append((peer, transport.receive(Channel.CONTROL, peer, tag, received[peer])))
-        data = np.frombuffer(bytearray(message), np.uint8)
-        pending.append((peer, transport.send(Channel.CONTROL, peer, tag, data)))
-    for peer, one in pending:
-        try:
-            one.wait(until.left_s)
-        except LinkError as error:
-            raise LinkError(
-                f"rank {peer} of the connections did not prove within {until.seconds:g} s that it knows this job's"
-                f" secret ({error}); is it running?"
-            ) from error
+    pending: list[Pending] = []
+    try:
+        for peer, message in messages.items():
+            data = np.frombuffer(bytearray(message), np.uint8)
+            pending.append(transport.receive(Channel.CONTROL, peer, tag, received[peer]))
+            pending.append(transport.send(Channel.CONTROL, peer, tag, data))
+        wait_for(pending, until)
+    except LinkError as error:
+        raise LinkError(
+            f"rank {error.peer} of the connections did not prove within {until.seconds:g} s that it knows this job's"
+            f" secret ({error}); is it running?"
+        ) from error
     return {peer: data.tobytes() for peer, data in received.items()}

@@ -83,8 +83,6 @@ class Server:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         prepare: Callable[[Any, Any], None] = lambda specs, dtypes: None,
     ) -> None:
-        if engines < 1:
-            raise ValueError(f"a server needs at least one engine thread, got {engines}")
         self._transport, self._codecs = transport, codecs
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self.rank = transport.rank

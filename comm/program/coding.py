@@ -52,7 +52,7 @@ class Desk:
 
     def numbers(self) -> Array:
         """Home, as the codec takes it."""
-        return self.home.mirror_array if self.is_mirrored else self.home.array
+        return self.memory.array(self.home.mirror) if self.is_mirrored else self.home.array
 
     def mine(self, held: torch.Tensor) -> tuple[Array, Twins]:
         """The array that the step works on in place of ``held``, itself or a mirror's; both, for copies."""

@@ -135,11 +135,6 @@ class Home:
         """The numbers in host memory, for offloaded steps of a job on a device; made when the first asks."""
         return self._host.numbers(self._partition.numel, self.dtype)
 
-    @cached_property
-    def mirror_array(self) -> Array:
-        """The same as codecs take them."""
-        return self._host.array(self.mirror)
-
 
 @dataclass(frozen=True)
 class Part:

@@ -60,17 +60,16 @@ def _bytes_sent(flow: StepFlow, member: Member, total: int) -> int:
         return 0
     peers = member.size
     is_root = member.index == flow.root
-    share = {
-        Routine.ALLREDUCE: 2 * (peers - 1) / peers,
-        Routine.REDUCE: 0.0 if is_root else 1.0,
-        Routine.GATHER: 0.0 if is_root else 1 / peers,
-        Routine.BROADCAST: float(peers - 1) if is_root else 0.0,
-        Routine.REDUCE_SCATTER: (peers - 1) / peers,
-        Routine.ALLGATHER: (peers - 1) / peers,
-        Routine.ALL_TO_ALL: (peers - 1) / peers,
-    }
-    assert flow.step.routine is not None
-    return round(share[flow.step.routine] * total)
+    share = (peers - 1) / peers  # reduce-scatter, all-gather, all-to-all: a part for each of the others
+    if flow.step.routine is Routine.ALLREDUCE:
+        share *= 2
+    elif flow.step.routine is Routine.BROADCAST:
+        share = peers - 1 if is_root else 0
+    elif flow.step.routine is Routine.REDUCE:
+        share = 0 if is_root else 1
+    elif flow.step.routine is Routine.GATHER:
+        share = 0 if is_root else 1 / peers
+    return round(share * total)
 
 
 # -- numbers ---------------------------------------------------------------------------------------

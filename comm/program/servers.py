@@ -47,8 +47,9 @@ def push(part: Part, index: int, held: Numbers | Payload) -> Compiled:
     after: dict[Stage, Action] = {}
     if part.context.memory.host_copies:
         up, down = (host.tensor(host.zeros(size, np.uint8)) for size in (key.up_bytes, key.down_bytes))
-        before[Stage.COPY_TO_HOST] = copy([partial(_twins, given, up)], Stage.COPY_TO_HOST)
-        after[Stage.COPY_TO_DEVICE] = copy([partial(_twins, taken, down)], Stage.COPY_TO_DEVICE)
+        source, target = given, taken
+        before[Stage.COPY_TO_HOST] = copy([lambda: (source(), up)], Stage.COPY_TO_HOST)
+        after[Stage.COPY_TO_DEVICE] = copy([lambda: (target(), down)], Stage.COPY_TO_DEVICE)
         given, taken = (lambda: up), (lambda: down)
     decodes_last = isinstance(held, Payload) and not key.two_way  # the server does
 
@@ -133,7 +134,3 @@ def _bytes_of(part: Part, held: Numbers | Payload, region: Span, size: int) -> B
         payload = held.buffer.view(-1)[:size]
         return lambda: payload
     return lambda: part.home.tensor[region[0] : region[1]].view(torch.uint8)
-
-
-def _twins(here: Bytes, there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return here(), there
