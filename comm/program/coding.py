@@ -1,7 +1,7 @@
 """Steps 3a, 3c and 3d: what codecs do, from numbers at home to a payload, a vector or matrices, and back.
 
-What adds up travels as one *vector*, all other compressors' *payloads* cannot be cut after they were made: every atom
-of the region has one of its own, with room for the largest that any rank makes. Compressors of several rounds::
+What adds up travels as one *vector*. Other compressors make *payloads*, which cannot be cut afterwards: every atom of
+the region has one of its own, with room for the largest that any rank makes. A compressor of several rounds::
 
     3a compress    M, first vector P      ── summed over ranks ──┐
     3d transform   P orthonormal, second vector Q, residual   <──┘── Q summed ──┐
