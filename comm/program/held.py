@@ -165,14 +165,6 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
     return Kept(residual, velocity, correction)
 
 
-def keep_raw(part: Part) -> Kept:
-    """What a partition keeps at home: a velocity, where nothing is compressed in a job with momentum."""
-    context = part.context
-    if context.velocities is None or part.choice.option.is_compressed:
-        return Kept()
-    return Kept(velocity=_new(part, context.velocities, (0, part.partition.numel), Site.LOCAL, context.memory))
-
-
 def _new(part: Part, store: ResidualStore, span: Span, site: Site, memory: Memory, gain: float = 1.0) -> Residual:
     cluster = part.context.cluster
     node = part.context.rank // cluster.ranks_per_node
@@ -180,13 +172,12 @@ def _new(part: Part, store: ResidualStore, span: Span, site: Site, memory: Memor
     return store.new_residual(site, part.home.runs_in(span), part.home.wide, replica, memory, gain=gain)
 
 
-def load(part: Part, kept: Kept) -> list[Action]:
+def load(part: Part) -> tuple[Kept, list[Action]]:
     """2: what happens before the first step, in order: the numbers come home, with what an earlier plan left for them.
 
-    Args:
-        kept: of the partition where nothing is compressed, see :func:`keep_raw`.
+    With it what is kept at home: a velocity, where nothing is compressed in a job with momentum.
     """
-    velocities, is_compressed = part.context.velocities, part.choice.option.is_compressed
+    velocities, is_compressed, kept = part.context.velocities, part.choice.option.is_compressed, Kept()
     actions: list[Action] = [part.home.fetch]
     if velocities is None:
         actions.append(lambda: _add_carry(part))
@@ -196,16 +187,17 @@ def load(part: Part, kept: Kept) -> list[Action]:
         weight = 1.0 if velocities.rule.nesterov else velocities.rule.momentum
         actions.append(lambda: _add(part, velocities, weight))
     else:
-        actions += [_moving(part, kept, velocities.rule), lambda: _add_carry(part)]
+        velocity = _new(part, velocities, (0, part.partition.numel), Site.LOCAL, part.context.memory)
+        kept = Kept(velocity=velocity)
+        actions += [_moving(part, velocity, velocities.rule), lambda: _add_carry(part)]
     if not is_compressed:
         actions.append(lambda: _divide(part))
-    return actions
+    return kept, actions
 
 
-def _moving(part: Part, kept: Kept, rule: Correction) -> Action:
+def _moving(part: Part, velocity: Residual, rule: Correction) -> Action:
     """Send the velocity in place of the gradient."""
-    home, memory, velocity = part.home, part.context.memory, kept.velocity
-    assert velocity is not None
+    home, memory = part.home, part.context.memory
     wide_type = torch.float64 if home.wide is np.float64 else torch.float32
     at = np.array(velocity.starts, np.int64)
     starts = np.array([home.start_of(run) for run in home.runs], np.int64)

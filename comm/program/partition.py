@@ -30,18 +30,7 @@ from espresso.comm.keep.residual import Residual
 from espresso.comm.parameter_server import Line
 from espresso.comm.parameter_server.wire import Key
 from espresso.comm.program import coding
-from espresso.comm.program.held import (
-    Action,
-    Compiled,
-    Held,
-    Matrices,
-    Numbers,
-    Payload,
-    Pushed,
-    Vector,
-    keep_raw,
-    load,
-)
+from espresso.comm.program.held import Action, Compiled, Held, Matrices, Numbers, Payload, Pushed, Vector, load
 from espresso.comm.program.part import Context, Home, Part, Round
 from espresso.comm.program.routines import exchange
 from espresso.comm.program.servers import pull, push
@@ -65,9 +54,8 @@ class PartitionProgram:
         self.tensors = tuple(dict.fromkeys(run.tensor for run in self._home.runs))
         part = Part(context, self.group, partition, self.flows, self._home)
         self._steps = _compile_steps(part)
-        raw = keep_raw(part)
+        raw, self._loads = load(part)
         kept = [*(step.kept for step in self._steps), raw]
-        self._loads = load(part, raw)
         self.actions = [
             step.action if flow.participates else None for step, flow in zip(self._steps, self.flows, strict=True)
         ]
