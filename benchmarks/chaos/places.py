@@ -95,7 +95,9 @@ class Job:
         if self.place.launcher == "forked":
             return [process.pid for process in self.processes if process.is_alive()]
         mark = f"ESPRESSO_CHAOS={self.folder}".encode()
-        return [pid for pid in _pids() if mark in _environment(pid)]
+        # A launcher that has just begun may have no environment yet.
+        launchers = {process.pid for process in self.processes if process.poll() is None}
+        return sorted(launchers | {pid for pid in _pids() if mark in _environment(pid)})
 
     def log(self) -> str:
         """What all ranks printed."""

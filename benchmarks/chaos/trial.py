@@ -253,7 +253,10 @@ def _names(plan: Plan, rank: int, text: str) -> bool:
     last = blamed[-1] if blamed else set()
     if plan.fault.ending is Ending.NAMES_RANK:
         return last == {plan.victim}
-    return bool(last) and all(plan.place.host_of(other) != plan.place.host_of(rank) for other in last)
+    mine = {plan.place.host_of(rank)}
+    hosts = [mine, *({plan.place.host_of(other) for other in group} for group in blamed)]
+    # A rank on the other side that says whom it cannot reach tells as much.
+    return len(hosts[-1]) == 1 and any(side != mine for side in hosts[-2:])
 
 
 def _blamed(rank: int, text: str) -> list[set[int]]:
