@@ -88,6 +88,7 @@ class Exchange:
         self._timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._correction = correction
         self.executor.close(keeps_groups=True)
+        self.groups.alarm.forget()
         self._equip(transactional, gain)
         return self
 

@@ -219,7 +219,7 @@ def _judge(plan: Plan, job: Job, at: float, limit_s: float, expected: str, left:
             if plan.place.launcher == "forked":
                 return f"rank {rank} ended without a word", slowest
             continue  # the launcher ended it
-        if not any(_names(plan, rank, text) for text in _text(errors[rank]).split(" | ")):
+        if not any(blames(plan, rank, text) for text in _text(errors[rank]).split(" | ")):
             return f"rank {rank} names the wrong one: {_text(errors[rank])}", slowest
     return "", slowest
 
@@ -243,7 +243,7 @@ def _texts(errors: dict[int, dict[str, Any]]) -> str:
     return "; ".join(f"rank {rank}: {_text(line)}" for rank, line in errors.items())
 
 
-def _names(plan: Plan, rank: int, text: str) -> bool:
+def blames(plan: Plan, rank: int, text: str) -> bool:
     """Whether an error says who it was: the last one it blames is at the root of it."""
     if plan.fault.ending is Ending.NAMES_SERVER:
         return f"server rank {plan.place.num_ranks} " in text
@@ -253,10 +253,11 @@ def _names(plan: Plan, rank: int, text: str) -> bool:
     last = blamed[-1] if blamed else set()
     if plan.fault.ending is Ending.NAMES_RANK:
         return last == {plan.victim}
-    mine = {plan.place.host_of(rank)}
-    hosts = [mine, *({plan.place.host_of(other) for other in group} for group in blamed)]
     # A rank on the other side that says whom it cannot reach tells as much.
-    return len(hosts[-1]) == 1 and any(side != mine for side in hosts[-2:])
+    quoted = re.findall(r"rank (\d+)(?:, which)? failed first", text, re.IGNORECASE)
+    speaker = int(quoted[-1]) if quoted else rank
+    sides = {plan.place.host_of(other) for other in last}
+    return len(sides) == 1 and any(sides != {plan.place.host_of(one)} for one in {rank, speaker})
 
 
 def _blamed(rank: int, text: str) -> list[set[int]]:

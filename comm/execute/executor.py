@@ -97,7 +97,6 @@ class Executor:
         self._unjudged: Iteration | None = None
         self._count = self.step = 0
         self._failure = Failure(groups.rank, groups.alarm, groups.witness, self._release)
-        groups.alarm.forget()  # of an executor before
         groups.alarm.report, groups.witness.servers = self._progress, servers
         self._stopped = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="espresso-watchdog", daemon=True)

@@ -212,7 +212,7 @@ class EspressoState:
 
         Put it around forward, backward and step. Without it ``backward()`` raises DDP's wording, and the
         next ``optimizer.step()`` the original: gradients that were not averaged are never applied. A connection that
-        is lost in an exchange of DDP's own (buffers, buckets laid out anew) becomes an error that says whose it was.
+        is lost in a collective of DDP's or yours (buffers, buckets laid out anew) becomes an error that says whose it was.
 
         Example:
             >>> with state.errors():                # doctest: +SKIP
@@ -228,7 +228,7 @@ class EspressoState:
                 raise self.error from self.error.__cause__
             if self._session is None or not lost_peer(str(error)):
                 raise
-            raise self._session.groups.witness.explain("an exchange of DDP's own", error) from error
+            raise self._session.groups.witness.explain("a collective outside espresso", error) from error
 
     # -- what users look at --------------------------------------------------------------------------
 
