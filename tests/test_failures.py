@@ -18,6 +18,7 @@ import torch
 from benchmarks.emulated import open_network, run_workers, why_not_permitted
 from espresso.comm.groups import Groups
 from espresso.cpu_offload.codec import HostCodec
+from espresso.live import online_search
 from espresso.live.host_codecs import HostCodecs
 from tests.ddp import (
     ALLGATHER,
@@ -95,6 +96,10 @@ def test_an_exception_in_the_users_backward(played):
     assert "did not finish" in reports[1]["again"] or "before the last one was averaged" in reports[1]["again"]
     for rank in (0, 2):
         check_report(rank, reports[rank])
+
+
+def test_a_search_may_take_longer_than_the_time_out(played):
+    assert played(one_search_takes_long) == [None, None, None]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -372,6 +377,26 @@ def one_backward_raises(rank: int) -> dict[str, Any]:
     return train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=60.0)
 
 
+def one_search_takes_long(rank: int) -> str | None:
+    find = online_search.find_candidates
+
+    def take_long(*arguments: Any) -> Any:
+        time.sleep(5.0)
+        return find(*arguments)
+
+    online_search.find_candidates = take_long
+    try:
+        ddp = wrap(mlp(20, 60, 5))
+        with registered(ddp, strategy="auto", profile_steps=1, timeout_s=3.0) as state:
+            for step in range(6):
+                ddp(batch(rank, step, 20)).square().mean().backward()
+                sgd(ddp)
+            return None if state.error is None and state.job is not None else f"{state.error}"
+    finally:
+        online_search.find_candidates = find
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
-    return Played(__name__, (one_rank_sleeps, one_encoder_raises, one_backward_raises), 3)
+    scenarios = (one_rank_sleeps, one_encoder_raises, one_backward_raises, one_search_takes_long)
+    return Played(__name__, scenarios, 3)

@@ -211,8 +211,8 @@ class EspressoState:
         """Have a failed exchange raise its own error. DDP words it as "RuntimeError: Unable to cast …".
 
         Put it around forward, backward and step. Without it ``backward()`` raises DDP's wording, and the
-        next ``optimizer.step()`` the original: gradients that were not averaged are never applied. A connection that
-        is lost in a collective of DDP's or yours (buffers, buckets laid out anew) becomes an error that says whose it was.
+        next ``optimizer.step()`` the original: gradients that were not averaged are never applied. A connection
+        that is lost in a collective of DDP's or yours becomes an error that says whose it was.
 
         Example:
             >>> with state.errors():                # doctest: +SKIP
