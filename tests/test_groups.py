@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from benchmarks.rank_pool import POOL
 from espresso.comm.errors import TopologyError
 from espresso.comm.groups import Groups, cluster_from_nodes, node_key
+from espresso.live import profiler
 from espresso.live.profiler import Place, measure_links
 from espresso.strategies import Cluster, Scope
 from tests.workers import run_ranks
@@ -178,6 +180,44 @@ def stalled_links(rank: int) -> list[tuple[float, float]]:
         return list(measure_links(groups, place=Place(settle=settle)).curves[0].points)
     finally:
         groups.close()
+
+
+def far_links(rank: int) -> list[tuple[str, float, float, float]]:
+    """Every routine's name, latency, least and largest time on links on which all arrives 30 ms after it was sent."""
+    near = profiler._starter
+
+    def far(*which: Any) -> Any:
+        start = near(*which)
+
+        def begin() -> Any:
+            rest, there = start(), time.perf_counter() + 0.03
+
+            def wait() -> None:
+                rest()
+                time.sleep(max(there - time.perf_counter(), 0.0))
+
+            return wait
+
+        return begin
+
+    profiler._starter = far
+    groups = Groups(timeout_s=20)
+    try:
+        report = measure_links(groups)
+        assert report.in_flight > 1
+        return [(c.routine.value, c.latency_us, c.alone[0][1], c.alone[-1][0]) for c in report.curves]
+    finally:
+        profiler._starter = near
+        groups.close()
+
+
+def test_latency_is_told_from_what_holds_a_link():
+    for outcome in run_ranks(far_links, 2):
+        for routine, latency_us, alone_us, largest in outcome.value:
+            assert 15_000.0 < latency_us <= alone_us, routine
+            assert alone_us >= 30_000.0
+            # Latency alone does not make a routine too slow to be measured at larger sizes.
+            assert largest > 4096.0
 
 
 def test_a_stall_is_not_taken_for_the_links_rate():

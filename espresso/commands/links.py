@@ -88,7 +88,7 @@ def _print(cluster: Any, measured: Any, output: Path | None, json_output: bool) 
         from espresso.model.presets import measured_cluster
         from espresso.strategies.fields import save
 
-        written = measured_cluster(measured.curves, cluster, body)
+        written = measured_cluster(measured.curves, cluster, body, measured.in_flight)
         save(output, written)
         say(f"cluster file written to {output}; next: espresso job TRACE --cluster {output} …")
     if json_output:

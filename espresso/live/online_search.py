@@ -126,7 +126,8 @@ class OnlineSearch:
         pushes, burnt = measure_exchange(self._groups)
         servers, on_servers = measure_processors(self._groups, self.compressor)
         contention = runtime.contention(Contention(cores, backward, pool, {**links.comm_cpu, **burnt}))
-        curves, copies = Links(curves=links.curves + pushes), runtime.copy_cost(self._groups)
+        curves = Links(curves=links.curves + pushes, in_flight=links.in_flight)
+        copies = runtime.copy_cost(self._groups)
         return CostModel(curves, compute + on_servers, copies, contention, servers=servers)
 
     def _measure_compressor(self, devices: Sequence[Device], largest: int) -> tuple[ComputeCost, ...]:

@@ -21,6 +21,7 @@ import torch
 
 from espresso.comm import collectives
 from espresso.comm.collectives import Rest
+from espresso.comm.execute.lanes import IN_FLIGHT
 from espresso.comm.groups import Groups, Member
 from espresso.comm.keep.store import FactorStore
 from espresso.comm.program import Codecs
@@ -39,7 +40,7 @@ MEASURED_GAIN = 0.5
 """Feedback gain of the measured encodes: any but 1, since encoders that do not fuse it then take one more pass."""
 
 SLOW_US = 60_000.0
-"""A routine that takes this long is measured once, and not at larger sizes."""
+"""A routine that takes this long is measured once, and, where that is not latency, not at larger sizes."""
 
 TRIES, STALLED = 3, 3.0
 """So often it is timed where it takes more than this many times what its bytes do at the last smaller size: the least
@@ -49,6 +50,10 @@ LOOP_US = 10_000.0
 MAX_LOOP = 16
 """A short routine is repeated back to back for about so long: one run alone would measure how its ranks woke
 up and what a network card lets through after a rest, and partitions follow one another in use as well."""
+
+
+LEAST_LATENCY_US = 1000.0
+"""A latency below this stays in the points: over microseconds it is not told from how ranks wait for one another."""
 
 
 class GradientClock:
@@ -137,6 +142,11 @@ class LinkReport:
     curves: tuple[LinkCurve, ...]
     comm_cpu: Mapping[str, float]
 
+    @property
+    def in_flight(self) -> int:
+        """Exchanges under way at a time, where latency says that it matters."""
+        return IN_FLIGHT if any(curve.latency_us for curve in self.curves) else 1
+
 
 def measure_links(
     groups: Groups,
@@ -148,8 +158,10 @@ def measure_links(
     """Measure every routine on every scope of the live groups. Collective: all ranks call it together.
 
     Points are (bytes of the whole array, microseconds): the slowest rank's median, rising with the bytes. On the
-    inter scope all local ranks run their columns at once and the bytes are those of all of them.
+    inter scope all local ranks run their columns at once and the bytes are those of all of them. What is latency at the
+    least size, and does not hold the link, is latency at every size.
     """
+    place = place or Place()
     curves: list[LinkCurve] = []
     cpu: dict[str, list[float]] = {}
     for scope, member in groups.scopes.items():
@@ -159,16 +171,21 @@ def measure_links(
                 progress(f"{scope.value}.{routine.value} ({form.value})")
             ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
             points: list[tuple[float, float]] = []
+            latency_us = 0.0
             for size in LINK_SIZES:
                 most = STALLED * points[-1][1] * size * columns / points[-1][0] if points else 0.0
-                wall_us, busy = _time_routine(
-                    groups, member, routine, form, size, repeats, ring, place or Place(), most
-                )
+                wall_us, busy = _time_routine(groups, member, routine, form, size, repeats, ring, place, most)
                 points.append((float(size * columns), wall_us))
-                if size == LINK_SIZES[-1] or wall_us > SLOW_US:
+                # (On a device exchanges wait for one another.)
+                if size == LINK_SIZES[0] and wall_us > LEAST_LATENCY_US and place.device.type == "cpu":
+                    latency_us = _latency_us(groups, member, routine, form, ring, wall_us)
+                if size == LINK_SIZES[-1] or wall_us - latency_us > SLOW_US:
                     cpu.setdefault(f"{scope.value}.{routine.value}", []).append(busy)
                     break
-            curves.append(LinkCurve(routine, scope, form, rising(points)))
+            bounded = rising(points)
+            latency_us = min(latency_us, bounded[0][1])
+            held = tuple((num_bytes, us - latency_us) for num_bytes, us in bounded)
+            curves.append(LinkCurve(routine, scope, form, held, latency_us))
     return LinkReport(tuple(curves), {key: max(values) for key, values in cpu.items()})
 
 
@@ -234,6 +251,20 @@ def _time_routine(
     wall_us = max(wall for wall, _ in everybody)
     busy = max(cpu for _, cpu in everybody) / max(wall_us, 1.0)
     return wall_us, busy
+
+
+def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ring: bool, alone_us: float) -> float:
+    """What of a short routine does not hold the link: where several are under way, each of the others takes less."""
+    start = _starter(member, routine, form, LINK_SIZES[0], ring)
+
+    def together() -> None:
+        for rest in [start() for _ in range(IN_FLIGHT)]:
+            rest()
+
+    walls = [max(us for us, _ in groups.all_objects(_time_loop(groups, together, 1, Place()))) for _ in range(TRIES)]
+    each_us = max(min(walls) - alone_us, 0.0) / (IN_FLIGHT - 1)
+    latency_us = alone_us - each_us
+    return latency_us if latency_us > LEAST_LATENCY_US else 0.0
 
 
 def _time_loop(groups: Groups, run: Callable[[], None], count: int, place: Place) -> tuple[float, float]:

@@ -121,6 +121,11 @@ class LinkCurve:
         check_points(self.points, where)
         number(self.latency_us, f"{where}: latency_us")
 
+    @property
+    def alone(self) -> Points:
+        """(total_bytes, us) of one call alone: what was measured."""
+        return tuple((num_bytes, us + self.latency_us) for num_bytes, us in self.points)
+
 
 def routine_cost(routine: Routine, link: AlphaBeta, peers: int, total_bytes: float, node_ranks: int = 1) -> Cost:
     """The collective cost models of the literature (ALGORITHMS: allreduce the cheaper of ring and tree).

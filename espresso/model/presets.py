@@ -112,7 +112,9 @@ def load_cluster(name_or_path: str | Path) -> ClusterPreset:
     return fields.load(name, read, JobError)
 
 
-def measured_cluster(curves: Sequence[LinkCurve], cluster: Cluster, measured: Any) -> dict[str, Any]:
+def measured_cluster(
+    curves: Sequence[LinkCurve], cluster: Cluster, measured: Any, in_flight: int = 1
+) -> dict[str, Any]:  # fmt: skip
     """A cluster file from measured links: for each scope the medians of its routines' latencies and rates.
 
     A scope that this cluster does not have takes the other's line, and the note says so.
@@ -130,6 +132,7 @@ def measured_cluster(curves: Sequence[LinkCurve], cluster: Cluster, measured: An
     return {
         **fields.head(CLUSTER_KIND),
         **{name: fields.as_json(line) for name, line in zip(("intra", "inter"), pair, strict=True) if line is not None},
+        "in_flight": in_flight,
         "note": note,
         "measured": measured,
     }
@@ -140,12 +143,14 @@ def _median_line(curves: Sequence[LinkCurve], scope: Scope, cluster: Cluster) ->
     mine = [curve for curve in curves if curve.scope is scope and curve.routine in RING_PASSES and peers > 1]
     if not mine:
         return None
-    lines = [fit_line(curve.points, *on_link(curve.routine, peers)) for curve in mine]
-    latencies = [curve.latency_us / num_rounds(curve.routine, on_link(curve.routine, peers)[0]) for curve in mine]
+    counts = [on_link(curve.routine, peers) for curve in mine]
+    lines = [fit_line(curve.alone, *count) for curve, count in zip(mine, counts, strict=True)]
+    each = [curve.latency_us / messages for curve, (messages, _) in zip(mine, counts, strict=True)]
+    rounds = [num_rounds(curve.routine, messages) for curve, (messages, _) in zip(mine, counts, strict=True)]
     return AlphaBeta(
-        statistics.median(line.alpha_us for line in lines),
+        statistics.median(max(line.alpha_us - late, 0.0) for line, late in zip(lines, each, strict=True)),
         statistics.median(line.beta_us_per_kb for line in lines),
-        statistics.median(latencies),
+        statistics.median(curve.latency_us / count for curve, count in zip(mine, rounds, strict=True)),
     )
 
 

@@ -174,15 +174,16 @@ def link_rows(curves: Sequence[LinkCurve], cluster: Cluster) -> list[dict[str, A
     rows = []
     for curve in curves:
         _, share = on_link(curve.routine, group_size(curve.scope, cluster))
-        line = fit_line(curve.points, messages=1, factor=share)
+        line = fit_line(curve.alone, messages=1, factor=share)
         rows.append(
             {
                 "scope": curve.scope.value,
                 "routine": curve.routine.value,
                 "form": curve.form.value,
-                "alpha_us": line.alpha_us + curve.latency_us,
+                "alpha_us": line.alpha_us,
                 "gbit_per_s": 8 / line.beta_us_per_kb if line.beta_us_per_kb else None,
-                "points": [list(point) for point in curve.points],
+                "latency_us": curve.latency_us,
+                "points": [list(point) for point in curve.alone],
             }
         )
     return rows
