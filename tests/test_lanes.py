@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from espresso.comm.execute.lanes import Lanes, Node
+from espresso.comm.execute.lanes import IN_FLIGHT, Lanes, Node
 from espresso.strategies import Lane
 
 FLAT = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN)
@@ -131,15 +131,6 @@ def test_a_flat_task_holds_both_links(stage, first, second):
     stage.running("intra 2", "inter 2", "training")
 
 
-def test_both_directions_of_a_link_share_a_thread(stage):
-    """Lanes of their own for the order, one thread for the work: a push does not run beside a pull."""
-    stage.lanes.enqueue([stage.node("push", Lane.INTER_OUT), stage.node("pull", Lane.INTER_IN)])
-    stage.lanes.bucket_ready([0])
-    stage.running("push")
-    stage.end("push")
-    stage.running("pull")
-
-
 def test_a_new_iteration_closes_the_gates(stage):
     stage.lanes.enqueue([stage.node("a", Lane.TRAINING)])
     stage.lanes.bucket_ready([0])
@@ -242,7 +233,7 @@ def test_issued_tasks_go_on_the_wire_together_in_order_and_hold_their_lanes_agai
         issued.append(index)
         return futures[index]
 
-    nodes = [Node(FLAT, i, raising("must not run"), lambda: "x", issue=lambda i=i: issue(i)) for i in range(3)]
+    nodes = [Node(FLAT, i, raising("must not run"), lambda: "x", None, lambda i=i: issue(i), True) for i in range(3)]
     stage.lanes.enqueue([nodes[0], nodes[1], stage.node("between", Lane.INTRA, bucket=1), nodes[2]])
     stage.lanes.bucket_ready([2])
     assert issued == []  # its turn has not come
@@ -262,6 +253,76 @@ def test_issued_tasks_go_on_the_wire_together_in_order_and_hold_their_lanes_agai
     futures[2].set_result([])
     assert not stage.lanes.pending()
     assert not stage.failures
+
+
+class Wire:
+    """Exchanges that note when they begin and end, and end on command."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.begun: list[int] = []
+        self.arrived = [threading.Event() for _ in range(IN_FLIGHT + 2)]
+        self.nodes = [
+            Node(INTER, 0, lambda i=i: self._begin(i), lambda: "x", travels=True) for i in range(len(self.arrived))
+        ]
+        stage.lanes.enqueue(self.nodes)
+
+    def _begin(self, index: int) -> Callable[[], object]:
+        self.begun.append(index)
+        return lambda: self.arrived[index].wait(DEADLINE_S)
+
+    def end(self, stage: Stage, index: int) -> None:
+        self.arrived[index].set()
+        stage.until(lambda: self.nodes[index].done)
+
+
+def test_exchanges_begin_in_order_and_end_as_they_come(stage):
+    wire = Wire(stage)
+    stage.lanes.enqueue([stage.node("other", *INTER)])
+    stage.lanes.bucket_ready([0])
+    stage.until(lambda: len(wire.begun) == IN_FLIGHT)
+    time.sleep(0.05)
+    assert wire.begun == list(range(IN_FLIGHT))  # bounded
+    wire.end(stage, 5)
+    stage.until(lambda: wire.begun == list(range(IN_FLIGHT + 1)))
+    assert not wire.nodes[0].done
+    wire.end(stage, 0)
+    stage.until(lambda: wire.begun == list(range(IN_FLIGHT + 2)))
+    stage.running()  # what is no exchange waits until all before it have ended
+    for index in range(len(wire.nodes)):
+        wire.end(stage, index)
+    stage.running("other")
+
+
+def test_the_next_exchange_waits_until_the_one_before_it_has_begun(stage):
+    """Begun is not started: a slow beginning must not be overtaken, or messages would match wrongly."""
+    go, begun = threading.Event(), []
+
+    def slow() -> Callable[[], object]:
+        assert go.wait(DEADLINE_S)
+        begun.append("slow")
+        return lambda: None
+
+    def quick() -> Callable[[], object]:
+        begun.append("quick")
+        return lambda: None
+
+    nodes = [Node(INTER, 0, run, lambda: "x", travels=True) for run in (slow, quick)]
+    stage.lanes.enqueue(nodes)
+    stage.lanes.bucket_ready([0])
+    time.sleep(0.05)
+    assert begun == []
+    go.set()
+    stage.until(lambda: nodes[1].done)
+    assert begun == ["slow", "quick"]
+
+
+def test_an_exchange_that_fails_on_its_way(stage):
+    node = Node(INTER, 0, lambda: raising("connection lost"), lambda: "x", travels=True)
+    stage.lanes.enqueue([node, stage.node("a", Lane.INTER_IN)])
+    stage.lanes.bucket_ready([0])
+    stage.until(lambda: bool(stage.failures))
+    assert stage.failures[0][1] is node
+    stage.running()
 
 
 @pytest.mark.parametrize("at_start", [True, False])
