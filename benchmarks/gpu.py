@@ -33,8 +33,6 @@ import torch
 from benchmarks.results import RESULTS_DIR, record, write
 from espresso.compressors import Decoding, Encoding, Feedback, Segment, compressor_ids, create, cuda_codec
 from espresso.compressors.cuda import CudaCodec, CudaDevice, CudaUnavailableError
-from espresso.compressors.cuda.codec import STATUS_WORDS
-from espresso.compressors.cuda.launching import launching
 from espresso.live.device_codecs import Rehearsal
 
 ROTATE_BYTES = 512 << 20
@@ -135,7 +133,7 @@ class Case:
     """Input sets, residuals and payloads of one compressor at one size."""
 
     def __init__(self, spec: str, sizes: Sequence[int], device: CudaDevice) -> None:
-        codec = cuda_codec(create(spec), device)
+        codec = cuda_codec(create(spec), device, waits=False)
         assert isinstance(codec, CudaCodec)
         self.codec, self.spec = codec, spec
         self.name = spec.partition(":")[0]
@@ -158,29 +156,20 @@ class Case:
         ]
         shape = (DECODE_ADD_ROWS, self.layout.num_bytes)
         self.payloads = torch.zeros(shape, dtype=torch.uint8, device="cuda")
-        self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device="cuda")
         self.target = torch.empty(self.elements, device="cuda")
         for row in self.payloads:
-            codec.launch_encode(Encoding(self.layout, self.sources[0], self.starts, feedback=self.feedbacks[0]), row)
+            codec.encode(Encoding(self.layout, self.sources[0], self.starts, feedback=self.feedbacks[0]), row)
 
     def encodes(self) -> list[Callable[[], object]]:
         """One encode an input set."""
         return [
-            partial(
-                self.codec.launch_encode,
-                Encoding(self.layout, source, self.starts, feedback=feedback),
-                self.payloads[0],
-            )
+            partial(self.codec.encode, Encoding(self.layout, source, self.starts, feedback=feedback), self.payloads[0])
             for source, feedback in zip(self.sources, self.feedbacks, strict=True)
         ]
 
     def decodes(self, rows: int) -> list[Callable[[], object]]:
         """A decode of the first payloads."""
-        return [
-            lambda: self.codec.launch_decode(
-                Decoding(self.layout, self.target, self.starts), self.payloads[:rows], self.status
-            )
-        ]
+        return [partial(self.codec.decode, Decoding(self.layout, self.target, self.starts), self.payloads[:rows])]
 
 
 def measure(spec: str, elements: int, bench: Bench, device: CudaDevice) -> list[Row]:
@@ -241,7 +230,7 @@ def measure_torch(elements: int, bench: Bench) -> list[Row]:
 
 def measure_rounds(spec: str, elements: int, bench: Bench, device: CudaDevice) -> list[Row]:
     """The three steps of one square matrix; bytes are those of the passes that gpu.md and the kernels count."""
-    codec = launching(cuda_codec(create(spec), device))
+    codec = cuda_codec(create(spec), device, waits=False)
     side = math.isqrt(elements)
     matrix = Rehearsal(codec, side, np.dtype(np.float32), device.torch_device)
     for _ in range(2):  # from the second on it starts from the last Q

@@ -17,7 +17,6 @@ import torch
 
 from espresso.compressors import Codec, Compressor, cuda_codec, host_codec
 from espresso.compressors.cuda import Device as Accelerator
-from espresso.compressors.cuda.launching import launching
 from espresso.compressors.cuda.momentum import CudaMover
 from espresso.compressors.momentum import HOST_MOVER, Mover
 from espresso.strategies import CompressorSpec, Device
@@ -201,7 +200,7 @@ class DeviceMemory:
         with self._lock:
             found = self._codecs.get(compressor)
             if found is None:
-                found = self._codecs[compressor] = launching(cuda_codec(compressor, self.accelerator))
+                found = self._codecs[compressor] = cuda_codec(compressor, self.accelerator, waits=False)
         return found
 
     def room(self, name: str, numel: int, dtype: npt.DTypeLike) -> Array:

@@ -202,49 +202,53 @@ class Decoding:
     key: DrawKey = DrawKey()
 
 
-class Compressor(Protocol):
-    """Parameters, traits and wire format of one algorithm; a frozen dataclass per algorithm."""
+class Compressor:
+    """Parameters, traits and wire format of one algorithm; a frozen dataclass per algorithm.
+
+    What a subclass leaves as it is here asks for no momentum, follows no schedule and masks nothing.
+    """
 
     name: ClassVar[str]
     traits: ClassVar[Traits]
 
     def layout(self, segments: Sequence[Segment], dtype: npt.DTypeLike = np.float32) -> Layout:
         """Lay out the payload for these segments; ``dtype`` is float32 or float64."""
-        ...
+        raise NotImplementedError
+
+    def params(self) -> dict[str, Any]:
+        """The parameters that differ from their defaults, as a spec writes them."""
+        return {}
 
     @property
     def correction(self) -> Correction | None:
         """The momentum this compressor asks of the job, if any."""
-        ...
+        return None
 
     @property
     def is_scheduled(self) -> bool:
         """Whether :meth:`in_force` depends on the epoch or the step."""
-        ...
+        return False
 
     @property
     def start_step(self) -> int:
         """The first step that compresses; :meth:`in_force` gives no compression before."""
-        ...
+        return 0
 
     def in_force(self, epoch: int, step: int) -> Compressor:
         """What to run in this step: another ratio while it warms up; itself where there is no schedule."""
-        ...
+        return self
 
     def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """What a sparsifier chose: (segment, indices within it); nothing from a dense compressor."""
-        ...
-
-    def params(self) -> dict[str, Any]:
-        """The parameters that differ from their defaults, as a spec writes them."""
-        ...
+        return iter(())
 
 
 @runtime_checkable
 class Codec(Protocol):
     """One compressor on one backend. All methods are safe to call from several threads at once."""
 
-    compressor: Compressor
+    @property
+    def compressor(self) -> Compressor: ...
 
     def encode(self, encoding: Encoding, payload: Bytes) -> bool:
         """Encode into ``payload``: uint8[layout.num_bytes], 8-byte aligned, fully written (padding zero).

@@ -48,9 +48,7 @@ class Blockwise(BaseCompressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_int("block", low=32, high=MAX_BLOCK)
-        if self.block & (self.block - 1):
-            raise ValueError(f"compressor {self.name}: block must be a power of two, got {self.block}")
+        self.check_power_of_two("block", low=32, high=MAX_BLOCK)
 
     @property
     def codes(self) -> Codes:

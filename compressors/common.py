@@ -3,58 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Bytes, Compressor, Correction, Layout, Segment, Traits
+from espresso.compressors.base import Compressor, Layout, Segment
 from espresso.compressors.payload import build_layout, params_digest
-from espresso.compressors.sparse import sent_slots
 
 ADDED = {"added": True}
 """Metadata of a parameter that came after payloads were first written: at its default it leaves their digest alone."""
 
 
-class Steady:
-    """What a compressor is that asks for no momentum, follows no schedule and masks nothing."""
-
-    @property
-    def correction(self) -> Correction | None:
-        """The momentum this compressor asks of the job, if any."""
-        return None
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether :meth:`in_force` depends on the epoch or the step."""
-        return False
-
-    @property
-    def start_step(self) -> int:
-        """The first step that compresses."""
-        return 0
-
-    def in_force(self, epoch: int, step: int) -> Compressor:
-        """What to run in this step; itself, as there is no schedule."""
-        return cast(Compressor, self)
-
-    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """What a sparsifier chose; nothing here."""
-        return iter(())
-
-
 @dataclass(frozen=True)
-class BaseCompressor(Steady):
+class BaseCompressor(Compressor):
     """Parameters of one algorithm; subclasses add theirs and say how large a body is.
 
     Attributes:
         raw_below: segments with fewer elements travel as plain numbers inside the payload.
     """
 
-    name: ClassVar[str]
-    traits: ClassVar[Traits]
     algorithm: ClassVar[int]
 
     raw_below: int = 256
@@ -86,10 +56,6 @@ class BaseCompressor(Steady):
         values = [(f, getattr(self, f.name)) for f in fields(self)]
         return [(f.name, value) for f, value in values if not f.metadata.get("added") or value != f.default]
 
-    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """What was chosen, segment by segment, where the traits say that it masks."""
-        return sent_slots(layout, payload) if self.traits.masks else iter(())
-
     def params(self) -> dict[str, Any]:
         """The parameters that differ from their defaults, as a spec writes them."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -101,27 +67,31 @@ class BaseCompressor(Steady):
         if multiple > 1:
             wanted += f", a multiple of {multiple}"
         fits = isinstance(value, int) and not isinstance(value, bool) and value >= low
-        if not fits or (high is not None and value > high) or value % multiple:
-            raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {value!r}")
+        self._require(fits and (high is None or value <= high) and value % multiple == 0, key, wanted)
+
+    def check_power_of_two(self, key: str, *, low: int, high: int) -> None:
+        """Raise ValueError unless the parameter is a power of two in range."""
+        self.check_int(key, low=low, high=high)
+        value = getattr(self, key)
+        if value & (value - 1):
+            raise ValueError(f"compressor {self.name}: {key} must be a power of two, got {value}")
 
     def check_float(self, key: str, *, above: float | None = None, low: float = 0.0, high: float = 1.0) -> None:
         """Raise ValueError unless the parameter is a number in ``[low, high]`` (``(above, high]``); store a float."""
         value = getattr(self, key)
         wanted = f"a number above {above} and at most {high}" if above is not None else f"a number from {low} to {high}"
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {value!r}")
-        if value > high or (value <= above if above is not None else value < low):
-            raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        self._require(is_number and value <= high and (value >= low if above is None else value > above), key, wanted)
         object.__setattr__(self, key, float(value))
 
     def check_choice(self, key: str, choices: Sequence[str]) -> None:
         """Raise ValueError unless the parameter is one of the choices."""
-        if getattr(self, key) not in choices:
-            raise ValueError(
-                f"compressor {self.name}: {key} must be {' or '.join(choices)}, got {getattr(self, key)!r}"
-            )
+        self._require(getattr(self, key) in choices, key, " or ".join(choices))
 
     def check_bool(self, key: str) -> None:
         """Raise ValueError unless the parameter is true or false."""
-        if not isinstance(getattr(self, key), bool):
-            raise ValueError(f"compressor {self.name}: {key} must be true or false, got {getattr(self, key)!r}")
+        self._require(isinstance(getattr(self, key), bool), key, "true or false")
+
+    def _require(self, fits: bool, key: str, wanted: str) -> None:
+        if not fits:
+            raise ValueError(f"compressor {self.name}: {key} must be {wanted}, got {getattr(self, key)!r}")

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from espresso.compressors.base import Correction, Traits
-from espresso.compressors.common import ADDED, BaseCompressor
-from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, sparse_body_size
+from espresso.compressors.common import ADDED
+from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, Sparsifier
 
 
 @dataclass(frozen=True)
-class Dgc(BaseCompressor):
+class Dgc(Sparsifier):
     """Sends the numbers above a threshold estimated from a sample; never more than k a segment.
 
     Body: see :mod:`espresso.compressors.sparse`.
@@ -29,7 +29,7 @@ class Dgc(BaseCompressor):
     ``EspressoState.set_epoch``); a codec encodes with the ratio it is given.
 
     Attributes:
-        ratio: k / d, in (0, 1].
+        ratio, least: see :class:`~espresso.compressors.sparse.Sparsifier`.
         sample: the part of a segment that is sampled, in (0, 1]; small segments are sampled more densely.
         momentum: mu of momentum correction, for an optimizer whose own momentum is 0; with the default 0 this
             is sampled top-k with error feedback, and the optimizer's momentum or Adam stays right.
@@ -38,8 +38,6 @@ class Dgc(BaseCompressor):
             root of the number of ranks; needs momentum; 0 does not clip. (The paper takes the norm of all
             tensors together, which nobody knows when the first bucket has to leave.)
         warmup_epochs: E of the warm-up that :meth:`at_epoch` follows; 0 means none.
-        least: k is at least this. A segment less than twice as long travels raw, which takes
-            at most a third more bytes in float32 and keeps nothing back.
     """
 
     name: ClassVar[str] = "dgc"
@@ -56,7 +54,6 @@ class Dgc(BaseCompressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_float("ratio", above=0.0)
         self.check_float("sample", above=0.0)
         self.check_float("momentum", high=1.0)
         if self.momentum == 1.0:
@@ -67,16 +64,6 @@ class Dgc(BaseCompressor):
             if getattr(self, name) and not self.momentum:
                 raise ValueError(f"compressor dgc: {name} needs a momentum above 0")
         self.check_int("warmup_epochs", low=0)
-        self.check_int("least", low=1)
-
-    @property
-    def raw_limit(self) -> int:
-        """Segments with fewer elements travel raw."""
-        return max(self.raw_below, 2 * self.least)
-
-    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
-        """k, and the body of k slots."""
-        return sparse_body_size(numel, itemsize, self.ratio, self.least)
 
     @property
     def correction(self) -> Correction | None:

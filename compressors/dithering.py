@@ -48,7 +48,7 @@ class Dithering(Levels):
     @property
     def scaled_by(self) -> Norm:
         """The parameter."""
-        return Norm.MAX if self.norm == "max" else Norm.L2
+        return Norm[self.norm.upper()]
 
     @property
     def is_natural(self) -> bool:

@@ -22,8 +22,4 @@ class EfSignSgd(Signs):
 
     name: ClassVar[str] = "efsignsgd"
     algorithm: ClassVar[int] = 5
-
-    @property
-    def num_means(self) -> int:
-        """One."""
-        return 1
+    num_means: ClassVar[int] = 1

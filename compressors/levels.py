@@ -40,10 +40,8 @@ from enum import Enum
 from typing import ClassVar
 
 from espresso.compressors.base import Traits
-from espresso.compressors.blockwise import MAX_BLOCK, TINY
+from espresso.compressors.blockwise import MAX_BLOCK
 from espresso.compressors.common import BaseCompressor
-
-__all__ = ["MAX_BLOCK", "TINY", "Levels", "Norm"]
 
 
 class Norm(Enum):
@@ -65,14 +63,14 @@ class Levels(BaseCompressor):
     """
 
     traits: ClassVar[Traits] = Traits(error_feedback=False, stochastic=True)
+    top_exponent: ClassVar[int | None] = None
+    """Numbers above two to this power count as not finite; None takes all that are."""
 
     block: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_int("block", low=64, high=MAX_BLOCK)
-        if self.block & (self.block - 1):
-            raise ValueError(f"compressor {self.name}: block must be a power of two, got {self.block}")
+        self.check_power_of_two("block", low=64, high=MAX_BLOCK)
 
     @property
     def num_levels(self) -> int:
@@ -88,6 +86,21 @@ class Levels(BaseCompressor):
     def is_natural(self) -> bool:
         """Whether levels are powers of two."""
         return False
+
+    @property
+    def unit_level(self) -> int:
+        """The level that stands for S."""
+        return self.num_levels
+
+    @property
+    def divisor(self) -> float:
+        """What S is divided by for a step: s, or 1 where levels are powers of two."""
+        return 1.0 if self.is_natural else float(self.num_levels)
+
+    @property
+    def cap(self) -> float:
+        """The largest v."""
+        return self.divisor if self.top_exponent is None else 2.0**self.top_exponent
 
     @property
     def code_bits(self) -> int:

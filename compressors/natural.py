@@ -7,11 +7,6 @@ from typing import ClassVar
 
 from espresso.compressors.levels import Levels, Norm
 
-UNIT_LEVEL = 100
-"""The level that stands for 1; level m > 0 stands for 2^(m - UNIT_LEVEL)."""
-
-TOP_EXPONENT = 127 - UNIT_LEVEL
-
 
 @dataclass(frozen=True)
 class Natural(Levels):
@@ -28,21 +23,11 @@ class Natural(Levels):
 
     name: ClassVar[str] = "natural"
     algorithm: ClassVar[int] = 14
-
-    @property
-    def num_levels(self) -> int:
-        """Seven bits of levels."""
-        return 127
-
-    @property
-    def scaled_by(self) -> Norm:
-        """Nothing."""
-        return Norm.NONE
-
-    @property
-    def is_natural(self) -> bool:
-        """Yes."""
-        return True
+    num_levels: ClassVar[int] = 127
+    scaled_by: ClassVar[Norm] = Norm.NONE
+    is_natural: ClassVar[bool] = True
+    unit_level: ClassVar[int] = 100
+    top_exponent: ClassVar[int | None] = 27
 
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """One byte an element."""

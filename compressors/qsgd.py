@@ -39,4 +39,4 @@ class Qsgd(Levels):
     @property
     def scaled_by(self) -> Norm:
         """The parameter."""
-        return Norm.MAX if self.norm == "max" else Norm.L2
+        return Norm[self.norm.upper()]

@@ -1,6 +1,6 @@
 """Compressor ids: where the parameters live and where each backend's codec lives.
 
-A new compressor is a file in ``compressors/``, a twin in ``cpu_offload/`` and a line in ``_ENTRIES``.
+A new compressor is a file in ``compressors/``, a codec in ``cpu_offload/`` and a line in ``_ENTRIES``.
 Modules are named by strings and imported on first use: this package never imports ``cpu_offload``.
 """
 
@@ -16,7 +16,10 @@ from espresso.strategies import CompressorSpec
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """``module:class`` of the parameters, of the host codec and of the GPU codec (empty: there is none yet)."""
+    """``module:class`` of the parameters, of the host codec and of the GPU codec (empty: there is none yet).
+
+    The modules are those of ``compressors``, ``cpu_offload`` and ``compressors.cuda``.
+    """
 
     compressor: str
     host: str
@@ -24,91 +27,23 @@ class Entry:
 
 
 _ENTRIES = {
-    "none": Entry(
-        "espresso.compressors.none:NoCompression",
-        "espresso.cpu_offload.none:HostNone",
-        "espresso.compressors.cuda.none:CudaNone",
-    ),
-    "fp16": Entry(
-        "espresso.compressors.fp16:Fp16",
-        "espresso.cpu_offload.fp16:HostFp16",
-        "espresso.compressors.cuda.casts:CudaFp16",
-    ),
-    "bf16": Entry(
-        "espresso.compressors.bf16:Bf16",
-        "espresso.cpu_offload.bf16:HostBf16",
-        "espresso.compressors.cuda.casts:CudaBf16",
-    ),
-    "int8": Entry(
-        "espresso.compressors.int8:Int8",
-        "espresso.cpu_offload.int8:HostInt8",
-        "espresso.compressors.cuda.blockwise:CudaBlockwise",
-    ),
-    "int4": Entry(
-        "espresso.compressors.int4:Int4",
-        "espresso.cpu_offload.int4:HostInt4",
-        "espresso.compressors.cuda.blockwise:CudaBlockwise",
-    ),
-    "efsignsgd": Entry(
-        "espresso.compressors.efsignsgd:EfSignSgd",
-        "espresso.cpu_offload.efsignsgd:HostEfSignSgd",
-        "espresso.compressors.cuda.signs:CudaSigns",
-    ),
-    "onebit": Entry(
-        "espresso.compressors.onebit:OneBit",
-        "espresso.cpu_offload.onebit:HostOneBit",
-        "espresso.compressors.cuda.signs:CudaSigns",
-    ),
-    "topk": Entry(
-        "espresso.compressors.topk:TopK",
-        "espresso.cpu_offload.topk:HostTopK",
-        "espresso.compressors.cuda.sparse:CudaTopK",
-    ),
-    "dgc": Entry(
-        "espresso.compressors.dgc:Dgc",
-        "espresso.cpu_offload.dgc:HostDgc",
-        "espresso.compressors.cuda.sparse:CudaDgc",
-    ),
-    "randomk": Entry(
-        "espresso.compressors.randomk:RandomK",
-        "espresso.cpu_offload.randomk:HostRandomK",
-        "espresso.compressors.cuda.randomk:CudaRandomK",
-    ),
-    "threshold": Entry(
-        "espresso.compressors.threshold:Threshold",
-        "espresso.cpu_offload.threshold:HostThreshold",
-        "espresso.compressors.cuda.sparse:CudaThreshold",
-    ),
-    "fp8": Entry(
-        "espresso.compressors.fp8:Fp8",
-        "espresso.cpu_offload.fp8:HostFp8",
-        "espresso.compressors.cuda.blockwise:CudaBlockwise",
-    ),
-    "qsgd": Entry(
-        "espresso.compressors.qsgd:Qsgd",
-        "espresso.cpu_offload.qsgd:HostQsgd",
-        "espresso.compressors.cuda.levels:CudaLevels",
-    ),
-    "dithering": Entry(
-        "espresso.compressors.dithering:Dithering",
-        "espresso.cpu_offload.dithering:HostDithering",
-        "espresso.compressors.cuda.levels:CudaLevels",
-    ),
-    "natural": Entry(
-        "espresso.compressors.natural:Natural",
-        "espresso.cpu_offload.natural:HostNatural",
-        "espresso.compressors.cuda.levels:CudaNatural",
-    ),
-    "terngrad": Entry(
-        "espresso.compressors.terngrad:TernGrad",
-        "espresso.cpu_offload.terngrad:HostTernGrad",
-        "espresso.compressors.cuda.levels:CudaLevels",
-    ),
-    "powersgd": Entry(
-        "espresso.compressors.powersgd:PowerSgd",
-        "espresso.cpu_offload.powersgd:HostPowerSgd",
-        "espresso.compressors.cuda.powersgd:CudaPowerSgd",
-    ),
+    "none": Entry("none:NoCompression", "summable:HostNone", "casts:CudaNone"),
+    "fp16": Entry("casts:Fp16", "casts:HostCast", "casts:CudaCast"),
+    "bf16": Entry("casts:Bf16", "casts:HostCast", "casts:CudaCast"),
+    "int8": Entry("integers:Int8", "blockwise:HostBlockwise", "blockwise:CudaBlockwise"),
+    "int4": Entry("integers:Int4", "blockwise:HostBlockwise", "blockwise:CudaBlockwise"),
+    "efsignsgd": Entry("efsignsgd:EfSignSgd", "signs:HostSigns", "signs:CudaSigns"),
+    "onebit": Entry("onebit:OneBit", "signs:HostSigns", "signs:CudaSigns"),
+    "topk": Entry("topk:TopK", "sparse:HostSparse", "sparse:CudaSparse"),
+    "dgc": Entry("dgc:Dgc", "sparse:HostSparse", "sparse:CudaSparse"),
+    "randomk": Entry("randomk:RandomK", "randomk:HostRandomK", "randomk:CudaRandomK"),
+    "threshold": Entry("threshold:Threshold", "sparse:HostSparse", "sparse:CudaSparse"),
+    "fp8": Entry("fp8:Fp8", "blockwise:HostBlockwise", "blockwise:CudaBlockwise"),
+    "qsgd": Entry("qsgd:Qsgd", "levels:HostLevels", "levels:CudaLevels"),
+    "dithering": Entry("dithering:Dithering", "levels:HostLevels", "levels:CudaLevels"),
+    "natural": Entry("natural:Natural", "levels:HostLevels", "levels:CudaLevels"),
+    "terngrad": Entry("terngrad:TernGrad", "levels:HostLevels", "levels:CudaLevels"),
+    "powersgd": Entry("powersgd:PowerSgd", "powersgd:HostPowerSgd", "powersgd:CudaPowerSgd"),
 }
 
 
@@ -128,7 +63,7 @@ def create(spec: str | CompressorSpec) -> Compressor:
         TopK(raw_below=256, ratio=0.02)
     """
     parsed = CompressorSpec.parse(spec) if isinstance(spec, str) else spec
-    kind = _load(_entry(parsed.name).compressor)
+    kind = _load("compressors", _entry(parsed.name).compressor)
     known = [field.name for field in fields(kind)]
     unknown = [key for key, _ in parsed.params if key not in known]
     if unknown:
@@ -149,16 +84,17 @@ def host_codec(compressor: Compressor, pool: Any = None) -> Codec:
         compressor: of a registered id.
         pool: an ``espresso.cpu_offload.WorkerPool``; None encodes and decodes on the calling thread.
     """
-    codec: Codec = _load(_entry(compressor.name).host)(compressor, pool)
+    codec: Codec = _load("cpu_offload", _entry(compressor.name).host)(compressor, pool)
     return codec
 
 
-def cuda_codec(compressor: Compressor, device: Any) -> Codec:
+def cuda_codec(compressor: Compressor, device: Any, *, waits: bool = True) -> Any:
     """The GPU codec of a compressor.
 
     Args:
         compressor: of a registered id.
         device: an ``espresso.compressors.cuda.Device``.
+        waits: as for ``espresso.compressors.cuda.CudaCodec``.
 
     Raises:
         ValueError: this compressor has no GPU codec.
@@ -169,8 +105,7 @@ def cuda_codec(compressor: Compressor, device: Any) -> Codec:
             f"compressor {compressor.name} has no GPU codec in this version: choose options that compress on the host"
             f" (offload), or one of {', '.join(name for name, other in _ENTRIES.items() if other.cuda)}"
         )
-    codec: Codec = _load(entry.cuda)(compressor, device)
-    return codec
+    return _load("compressors.cuda", entry.cuda)(compressor, device, waits=waits)
 
 
 def _entry(name: str) -> Entry:
@@ -180,6 +115,6 @@ def _entry(name: str) -> Entry:
     return entry
 
 
-def _load(target: str) -> Any:
+def _load(folder: str, target: str) -> Any:
     module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module(f"espresso.{folder}.{module}"), name)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Bytes, Layout
+from espresso.compressors.common import BaseCompressor
 
 PREFIX_BYTES = 8
 
@@ -81,12 +82,6 @@ def num_slots(numel: int, ratio: float, least: int = 1) -> int:
     return min(numel, max(least, int(ratio * numel + 0.5)))
 
 
-def sparse_body_size(numel: int, itemsize: int, ratio: float, least: int = 1) -> tuple[int, int]:
-    """k, and the bytes of a body with k slots."""
-    k = num_slots(numel, ratio, least)
-    return k, places_at(numel, k, itemsize) + 2 * k
-
-
 def num_ends(numel: int) -> int:
     """How many ends a body has: one for each span but the last."""
     return max(numel - 1, 0) // SPAN
@@ -114,3 +109,39 @@ def sent_slots(layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArra
         indices = np.repeat(spans, np.diff(ends, prepend=0, append=count))
         indices += body[at : at + 2 * count].view(np.uint16)
         yield segment, indices
+
+
+class Sparsifier(BaseCompressor):
+    """What sends k slots a segment. (Its two fields belong to the subclasses: payloads' digests hold their order.)
+
+    Attributes:
+        ratio: k / d, in (0, 1].
+        least: k is at least this. A segment less than twice as long travels raw, which takes
+            at most a third more bytes in float32 and keeps nothing back.
+    """
+
+    ratio: float
+    least: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_float("ratio", above=0.0)
+        self.check_int("least", low=1)
+
+    @property
+    def raw_limit(self) -> int:
+        """Segments with fewer elements travel raw."""
+        return max(self.raw_below, 2 * self.least)
+
+    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """k, and the body of k slots."""
+        k = num_slots(numel, self.ratio, self.least)
+        return k, places_at(numel, k, itemsize) + 2 * k
+
+    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """What was chosen, segment by segment, where the traits say that it masks."""
+        return sent_slots(layout, payload) if self.traits.masks else iter(())
+
+    def selection(self) -> Selection:
+        """How what is sent is found."""
+        raise NotImplementedError

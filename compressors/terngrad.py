@@ -21,13 +21,5 @@ class TernGrad(Levels):
 
     name: ClassVar[str] = "terngrad"
     algorithm: ClassVar[int] = 15
-
-    @property
-    def num_levels(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def scaled_by(self) -> Norm:
-        """The largest magnitude."""
-        return Norm.MAX
+    num_levels: ClassVar[int] = 1
+    scaled_by: ClassVar[Norm] = Norm.MAX

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from espresso.compressors.base import Traits
-from espresso.compressors.common import BaseCompressor
-from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, sparse_body_size
+from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, Sparsifier
 
 
 @dataclass(frozen=True)
-class Threshold(BaseCompressor):
+class Threshold(Sparsifier):
     """Sends the numbers of at least the threshold's magnitude; what is kept is below it.
 
     Body: see :mod:`espresso.compressors.sparse`.
@@ -31,15 +30,16 @@ class Threshold(BaseCompressor):
 
     threshold: float = 0.001
     ratio: float = 0.05
+    least = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_float("threshold", above=0.0, high=1e30)
-        self.check_float("ratio", above=0.0)
 
-    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
-        """k, and the body of k slots."""
-        return sparse_body_size(numel, itemsize, self.ratio)
+    @property
+    def raw_limit(self) -> int:
+        """Segments with fewer elements travel raw."""
+        return self.raw_below
 
     def selection(self) -> Selection:
         """No sample and no second look."""

@@ -6,20 +6,18 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from espresso.compressors.base import Traits
-from espresso.compressors.common import ADDED, BaseCompressor
-from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, sparse_body_size
+from espresso.compressors.common import ADDED
+from espresso.compressors.sparse import FEEDBACK_GAIN, Selection, Sparsifier
 
 
 @dataclass(frozen=True)
-class TopK(BaseCompressor):
+class TopK(Sparsifier):
     """Keeps the k numbers of largest magnitude in every segment; ties go to the lower index.
 
     Body: see :mod:`espresso.compressors.sparse`.
 
     Attributes:
-        ratio: k / d, in (0, 1].
-        least: k is at least this. A segment less than twice as long travels raw, which takes
-            at most a third more bytes in float32 and keeps nothing back.
+        ratio, least: see :class:`~espresso.compressors.sparse.Sparsifier`.
     """
 
     name: ClassVar[str] = "topk"
@@ -28,20 +26,6 @@ class TopK(BaseCompressor):
 
     ratio: float = 0.01
     least: int = field(default=1, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_float("ratio", above=0.0)
-        self.check_int("least", low=1)
-
-    @property
-    def raw_limit(self) -> int:
-        """Segments with fewer elements travel raw."""
-        return max(self.raw_below, 2 * self.least)
-
-    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
-        """k, and the body of k slots."""
-        return sparse_body_size(numel, itemsize, self.ratio, self.least)
 
     def selection(self) -> Selection:
         """A threshold somewhat below the k-th magnitude; if k pass, the top k are among them."""

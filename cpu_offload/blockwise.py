@@ -5,18 +5,19 @@ Encode makes one pass: a block's q stays in the first-level cache between its ma
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
 from espresso.compressors.blockwise import MAX_BLOCK, TINY, Blockwise
 from espresso.compressors.blockwise import Codes as Form
-from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
+from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
 from espresso.cpu_offload.fp8_kernels import quantize_fp8, widen_fp8
 from espresso.cpu_offload.intrinsics import address, as_number, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fetch_block, fill_q, neutral_block
-from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.vectors import (
     GROUP,
     STREAM_ALIGNMENT,
@@ -66,51 +67,17 @@ def encode_chunks(
             inverse = zero if small else levels / top
             numbers[place // itemsize] = step
             place += itemsize
-            if direct and code_bits == 8:
-                quantize(
-                    source,
-                    at,
-                    scale,
-                    old,
-                    to,
-                    new,
-                    to,
-                    block,
-                    inverse,
-                    step,
-                    magic,
-                    codes,
-                    place,
-                    stream,
-                    form,
-                )
-            elif direct:
-                quantize(
-                    source,
-                    at,
-                    scale,
-                    old,
-                    to,
-                    new,
-                    to,
-                    block,
-                    inverse,
-                    step,
-                    magic,
-                    block_codes,
-                    0,
-                    stream,
-                    form,
-                )
-                pack_nibbles(block_codes, block, codes[place : place + block // 2])
+            if direct:
+                out, start = (codes, place) if code_bits == 8 else (block_codes, 0)
+                quantize(source, at, scale, old, to, new, to, block, inverse, step, magic, out, start, stream, form)
             else:
                 quantize(q, 0, one, zeros, 0, kept, 0, block, inverse, step, magic, block_codes, 0, False, form)
                 if code_bits == 8:
                     copy_block(codes, place, block_codes, num)
-                else:
-                    pack_nibbles(block_codes, num, codes[place : place + (num + 1) // 2])
                 if has_feedback:
                     copy_block(new, to, kept, num)
+            if code_bits == 4:
+                pack_nibbles(block_codes, num, codes[place : place + (num + 1) // 2])
     fence()
     return finite
 
@@ -204,43 +171,24 @@ def add_block(code: Array, step: float, out: Array, accumulate: bool, scale: flo
 
 
 class HostBlockwise(HostCodec):
-    """A blockwise quantizer with the residual fused."""
+    """``int8``, ``int4`` and ``fp8`` with the residual fused."""
 
-    def __init__(self, compressor: Blockwise, pool: WorkerPool | None = None) -> None:
-        super().__init__(compressor, pool)
-        self._params = compressor
+    compressor: Blockwise
+    malformed_body: ClassVar[str] = "a block's scale is negative or not finite"
 
     def encode_bodies(self, call: EncodeCall) -> bool:
         """One pass, chunks in any order."""
-        chunks, params, kind = call.work.chunks, self._params, call.layout.dtype.type
-        codes, itemsize = call.payload.view(np.int8), call.layout.dtype.itemsize
+        how, kind, itemsize = self.compressor, call.layout.dtype.type, call.layout.dtype.itemsize
         magic = kind(1.5 * 2.0 ** (23 if itemsize == 4 else 52))
-        magnitude = call.bits.dtype.type(np.iinfo(call.bits.dtype).max >> 1)
-
-        def run_part(first: int, end: int) -> bool:
-            return bool(
-                encode_chunks(
-                    call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
-                    call.stream, call.numbers, codes, params.block, params.code_bits, kind(params.levels),
-                    kind(TINY[itemsize]), magic, magnitude, call.infinity, params.codes.value,
-                )
-            )  # fmt: skip
-
-        return all(self.run_chunks(run_part, len(chunks)))
+        return all(
+            self.share(
+                encode_chunks, call, call.work.chunks, *call.given, call.stream, call.numbers,
+                call.payload.view(np.int8), how.block, how.code_bits, kind(how.levels), kind(TINY[itemsize]), magic,
+                call.magnitude, call.infinity, how.codes.value,
+            )
+        )  # fmt: skip
 
     def decode_bodies(self, call: DecodeCall) -> None:
         """Sum the rows block by block."""
-        chunks, params, codes = call.work.chunks, self._params, call.payload.view(np.int8)
-
-        def run_part(first: int, end: int) -> int:
-            return int(
-                decode_chunks(
-                    call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes,
-                    call.numbers, codes, params.block, params.code_bits,
-                    params.codes.value,
-                )
-            )  # fmt: skip
-
-        code = max(self.run_chunks(run_part, len(chunks)), default=0)
-        if code:
-            raise malformed(code, call.layout, "a block's scale is negative or not finite")
+        how, codes = self.compressor, call.payload.view(np.int8)
+        self.share_decode(decode_chunks, call, call.numbers, codes, how.block, how.code_bits, how.codes.value)

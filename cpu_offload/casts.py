@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from espresso.compressors.base import Layout
+from espresso.compressors.casts import Cast
 from espresso.cpu_offload.cast_kernels import decode_casts, encode_casts
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall
 from espresso.cpu_offload.kernels import all_finite
@@ -15,13 +14,13 @@ from espresso.cpu_offload.work import Table
 
 
 class HostCast(SummableHostCodec):
-    """A cast to 16 bits; an overflow counts as non-finite."""
+    """``fp16`` and ``bf16``; an overflow counts as non-finite."""
 
-    is_half: ClassVar[bool]
+    compressor: Cast
 
     def value_dtype(self, layout: Layout) -> str:
         """``float16`` or ``bfloat16``."""
-        return "float16" if self.is_half else "bfloat16"
+        return self.compressor.value_dtype
 
     def encode_bodies(self, call: EncodeCall) -> bool:
         """Cast the compressed segments."""
@@ -40,29 +39,15 @@ class HostCast(SummableHostCodec):
     def decode_vector(self, call: DecodeCall) -> bool:
         """Widen all segments."""
         self._decode(call, call.work.all_chunks)
-        infinity = np.uint16(0x7C00 if self.is_half else 0x7F80)
+        infinity = np.uint16(0x7C00 if self._is_half else 0x7F80)
         return bool(all_finite(call.payload.view(np.uint16), infinity))
 
+    @property
+    def _is_half(self) -> bool:
+        return self.compressor.value_dtype == "float16"
+
     def _encode(self, call: EncodeCall, chunks: Table) -> bool:
-        shorts = call.payload.view(np.uint16)
-
-        def run_part(first: int, end: int) -> bool:
-            return bool(
-                encode_casts(
-                    call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
-                    shorts, self.is_half,
-                )
-            )  # fmt: skip
-
-        return all(self.run_chunks(run_part, len(chunks)))
+        return all(self.share(encode_casts, call, chunks, *call.given, call.payload.view(np.uint16), self._is_half))
 
     def _decode(self, call: DecodeCall, chunks: Table) -> None:
-        shorts = call.payload.view(np.uint16)
-
-        def run_part(first: int, end: int) -> None:
-            decode_casts(
-                call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes, shorts,
-                self.is_half,
-            )  # fmt: skip
-
-        self.run_chunks(run_part, len(chunks))
+        self.share(decode_casts, call, chunks, *call.given, call.payload.view(np.uint16), self._is_half)

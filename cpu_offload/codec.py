@@ -20,7 +20,6 @@ from espresso.compressors.base import (
     Decoding,
     DrawKey,
     Encoding,
-    Feedback,
     Layout,
     PayloadError,
     Starts,
@@ -38,45 +37,101 @@ STREAM_FROM_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeCall:
-    """One encode as kernels see it. ``old`` and ``new`` are dummies when ``has_feedback`` is false.
+class Call:
+    """What kernels see of an encode or a decode.
 
-    ``stream``: residuals are too large to be still in a cache when the next iteration reads them.
+    Attributes:
+        table: one row a segment: where its numbers, its residual and its body begin.
+        payload: of an encode, or all rows of a decode with the gaps between them; or a vector's bytes.
     """
 
     layout: Layout
     work: Work
     table: Table
+    payload: Bytes
+    key: DrawKey
+
+    @property
+    def numbers(self) -> Array:
+        """The payload as numbers of the layout's dtype."""
+        return self.payload.view(self.layout.dtype)
+
+    @property
+    def words(self) -> npt.NDArray[np.uint32]:
+        """The payload in words of 32 bits."""
+        return self.payload.view(np.uint32)
+
+    @property
+    def bits(self) -> Array:
+        """The payload's numbers as unsigned integers of their width."""
+        return self.payload.view(np.uint32 if self.layout.dtype.itemsize == 4 else np.uint64)
+
+    @property
+    def infinity(self) -> Any:
+        """The bit pattern of infinity: magnitudes from here on are not finite."""
+        return self.layout.dtype.type(np.inf).view(self.bits.dtype)
+
+    @property
+    def magnitude(self) -> Any:
+        """The mask that takes the sign of a bit pattern away."""
+        kind = self.bits.dtype.type
+        return kind(np.iinfo(kind).max >> 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCall(Call):
+    """One encode. ``old`` and ``new`` are dummies when ``has_feedback`` is false."""
+
     source: Array
     scale: Any
     old: Array
     new: Array
     has_feedback: bool
-    stream: bool
-    payload: Bytes
-    numbers: Array
-    words: npt.NDArray[np.uint32]
-    bits: Array
-    infinity: Any
-    key: DrawKey
     gain: Any
+
+    @classmethod
+    def of(cls, encoding: Encoding, payload: Bytes) -> EncodeCall:
+        """Checks that every segment lies inside its arrays, since kernels do not."""
+        layout, feedback, source = encoding.layout, encoding.feedback, encoding.source
+        work = work_of(layout)
+        table = fill_table("source", layout, work, source, encoding.starts)
+        old, new, gain = source, np.empty(0, layout.dtype), 1.0
+        if feedback is not None:
+            old, new, gain = feedback.old, feedback.new, feedback.gain
+            check_array("feedback.old", old, layout)
+            check_array("feedback.new", new, layout)
+            check_range("feedback.starts", feedback.starts, layout, min(old.size, new.size))
+            table[:, RESIDUAL] = feedback.starts
+        kind = layout.dtype.type
+        return cls(
+            layout, work, table, payload, encoding.key, source, kind(encoding.scale), old, new, feedback is not None,
+            kind(gain),
+        )  # fmt: skip
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What encode kernels take behind the chunks: source, scale, old, new, has_feedback."""
+        return self.source, self.scale, self.old, self.new, self.has_feedback
+
+    @property
+    def stream(self) -> bool:
+        """Whether residuals are too large to be still in a cache when the next iteration reads them."""
+        return self.layout.num_elements * self.layout.dtype.itemsize >= STREAM_FROM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeCall:
-    """One decode as kernels see it: ``num_rows`` payloads, ``row_bytes`` apart in flat views."""
+class DecodeCall(Call):
+    """One decode: ``num_rows`` payloads, ``row_bytes`` apart."""
 
-    layout: Layout
-    work: Work
-    table: Table
     target: Array
     scale: Any
     num_rows: int
     row_bytes: int
-    payload: Bytes
-    numbers: Array
-    words: npt.NDArray[np.uint32]
-    key: DrawKey
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What decode kernels take behind the chunks: target, scale, num_rows, row_bytes."""
+        return self.target, self.scale, self.num_rows, self.row_bytes
 
 
 class HostCodec:
@@ -90,6 +145,9 @@ class HostCodec:
     fuses_gain: ClassVar[bool] = False
     """Whether ``encode_bodies`` writes residuals with their gain; else one more pass does."""
 
+    malformed_body: ClassVar[str] = "its body is malformed"
+    """What is wrong with a body that a kernel refuses."""
+
     def __init__(self, compressor: Compressor, pool: WorkerPool | None = None) -> None:
         self.compressor = compressor
         self.pool = pool
@@ -101,33 +159,30 @@ class HostCodec:
             raise ValueError(
                 f"payload must be contiguous uint8[{layout.num_bytes}], got {payload.dtype}{list(payload.shape)}"
             )
-        work = work_of(layout)
-        payload.view(np.uint64)[work.tails] = 0
-        table = fill_table("source", layout, work, encoding.source, encoding.starts, encoding.feedback)
-        numbers, bits = payload.view(layout.dtype), payload.view(bits_dtype(layout))
-        call = encode_call(encoding, work, table, payload, numbers, payload.view(np.uint32), bits)
+        call = EncodeCall.of(encoding, payload)
+        payload.view(np.uint64)[call.work.tails] = 0
         finite = self.encode_raw_segments(call)
-        if work.segments.size:
+        if call.work.segments.size:
             finite = self.encode_bodies(call) and finite
             if not self.fuses_gain:
-                self.filter_residuals(call, work.chunks)
+                self.filter_residuals(call, call.work.chunks)
         write_header(payload, layout, finite)
         return finite
 
     def decode(self, decoding: Decoding, payloads: npt.NDArray[np.uint8]) -> bool:
         """Write ``scale * sum of the decoded payloads``; one pass over the target, rows summed in order."""
-        layout = decoding.layout
+        layout, target = decoding.layout, decoding.target
         if payloads.dtype != np.uint8 or payloads.ndim != 2 or (payloads.size and payloads.strides[1] != 1):
             raise ValueError(f"payloads must be uint8[rows, {layout.num_bytes}] with contiguous rows")
         work = work_of(layout)
-        table = fill_table("target", layout, work, decoding.target, decoding.starts)
+        table = fill_table("target", layout, work, target, decoding.starts)
         finite = all([read_header(row, layout) for row in payloads])
         if not finite:
-            fill_nan(table, decoding.target)
+            fill_nan(table, target)
             return False
         flat, row_bytes = flat_rows(payloads)
-        numbers, words = flat.view(layout.dtype), flat.view(np.uint32)
-        call = decode_call(decoding, work, table, len(payloads), row_bytes, flat, numbers, words)
+        scale = layout.dtype.type(decoding.scale)
+        call = DecodeCall(layout, work, table, flat, decoding.key, target, scale, len(payloads), row_bytes)
         self.decode_raw_segments(call)
         if work.segments.size:
             self.decode_bodies(call)
@@ -147,6 +202,20 @@ class HostCodec:
             return [kernel(0, num_chunks)] if num_chunks else []
         return self.pool.run(kernel, split_parts(num_chunks, PARTS_PER_THREAD * self.pool.num_threads))
 
+    def share(self, kernel: Callable[..., Any], call: Call, chunks: Table, *arguments: Any) -> list[Any]:
+        """Call ``kernel(table, chunks, first, end, *arguments)`` over runs of chunks, shared out over the pool."""
+        return self.run_chunks(lambda first, end: kernel(call.table, chunks, first, end, *arguments), len(chunks))
+
+    def share_decode(self, kernel: Callable[..., Any], call: DecodeCall, *arguments: Any) -> None:
+        """The same over the compressed segments, for kernels that answer 0 or the code of a malformed body.
+
+        Raises:
+            PayloadError: a body is malformed; names the payload and the segment.
+        """
+        code = max(self.share(kernel, call, call.work.chunks, *call.given, *arguments), default=0)
+        if code:
+            raise malformed(code, call.layout, self.malformed_body)
+
     def run_segments(self, work: Work, fused: Callable[[int, int], Any], split: Callable[[int], Any]) -> list[Any]:
         """Run whole segments in parallel with ``fused(first, end)``, large ones one by one with ``split(position)``.
 
@@ -158,105 +227,17 @@ class HostCodec:
 
     def encode_raw_segments(self, call: EncodeCall) -> bool:
         """Copy the raw segments; return whether all was finite."""
-        chunks = call.work.raw_chunks
-
-        def run_part(first: int, end: int) -> bool:
-            return bool(
-                encode_raw(
-                    call.table, chunks, first, end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.numbers, call.bits, call.infinity, call.gain,
-                )
-            )  # fmt: skip
-
-        return all(self.run_chunks(run_part, len(chunks)))
+        chunks, bits = call.work.raw_chunks, call.bits
+        return all(self.share(encode_raw, call, chunks, *call.given, call.numbers, bits, call.infinity, call.gain))
 
     def filter_residuals(self, call: EncodeCall, chunks: Table) -> None:
         """The gain of :class:`espresso.compressors.Feedback`, for residuals that were written without."""
         if call.has_feedback and call.gain != 1:
-            self.run_chunks(
-                lambda first, end: filter_chunks(call.table, chunks, first, end, call.old, call.new, call.gain),
-                len(chunks),
-            )
+            self.share(filter_chunks, call, chunks, call.old, call.new, call.gain)
 
     def decode_raw_segments(self, call: DecodeCall) -> None:
         """Sum the raw segments."""
-        chunks = call.work.raw_chunks
-
-        def run_part(first: int, end: int) -> None:
-            decode_raw(
-                call.table,
-                chunks,
-                first,
-                end,
-                call.target,
-                call.scale,
-                call.num_rows,
-                call.row_bytes,
-                call.numbers,
-            )
-
-        self.run_chunks(run_part, len(chunks))
-
-
-def encode_call(
-    encoding: Encoding, work: Work, table: Table, payload: Bytes, numbers: Array, words: Array, bits: Array
-) -> EncodeCall:
-    """An encode into a payload or a vector."""
-    layout, feedback = encoding.layout, encoding.feedback
-    return EncodeCall(
-        layout=layout,
-        work=work,
-        table=table,
-        source=encoding.source,
-        scale=layout.dtype.type(encoding.scale),
-        old=encoding.source if feedback is None else feedback.old,
-        new=np.empty(0, layout.dtype) if feedback is None else feedback.new,
-        has_feedback=feedback is not None,
-        stream=streams(layout),
-        payload=payload,
-        numbers=numbers,
-        words=words,
-        bits=bits,
-        infinity=infinity_bits(layout),
-        key=encoding.key,
-        gain=layout.dtype.type(1.0 if feedback is None else feedback.gain),
-    )
-
-
-def decode_call(
-    decoding: Decoding, work: Work, table: Table, num_rows: int, row_bytes: int, payload: Bytes, numbers: Array,
-    words: Array,
-) -> DecodeCall:  # fmt: skip
-    """A decode of payloads or of a vector."""
-    layout = decoding.layout
-    return DecodeCall(
-        layout=layout,
-        work=work,
-        table=table,
-        target=decoding.target,
-        scale=layout.dtype.type(decoding.scale),
-        num_rows=num_rows,
-        row_bytes=row_bytes,
-        payload=payload,
-        numbers=numbers,
-        words=words,
-        key=decoding.key,
-    )
-
-
-def streams(layout: Layout) -> bool:
-    """Whether residuals of this layout are written past the caches."""
-    return layout.num_elements * layout.dtype.itemsize >= STREAM_FROM_BYTES
-
-
-def bits_dtype(layout: Layout) -> type[np.uint32] | type[np.uint64]:
-    """The unsigned type as wide as the layout's numbers."""
-    return np.uint32 if layout.dtype.itemsize == 4 else np.uint64
-
-
-def infinity_bits(layout: Layout) -> Any:
-    """The bit pattern of infinity: magnitudes from here on are not finite."""
-    return layout.dtype.type(np.inf).view(bits_dtype(layout))
+        self.share(decode_raw, call, call.work.raw_chunks, *call.given, call.numbers)
 
 
 def check_array(what: str, array: Array, layout: Layout) -> None:
@@ -268,19 +249,12 @@ def check_array(what: str, array: Array, layout: Layout) -> None:
         )
 
 
-def fill_table(
-    what: str, layout: Layout, work: Work, array: Array, starts: Starts, feedback: Feedback | None = None
-) -> Table:
-    """The segment table of one call; checks that every segment lies inside its arrays, since kernels do not."""
+def fill_table(what: str, layout: Layout, work: Work, array: Array, starts: Starts) -> Table:
+    """The segment table of one call."""
     check_array(what, array, layout)
     check_range("starts", starts, layout, array.size)
     table = work.table.copy()
     table[:, SOURCE] = starts
-    if feedback is not None:
-        check_array("feedback.old", feedback.old, layout)
-        check_array("feedback.new", feedback.new, layout)
-        check_range("feedback.starts", feedback.starts, layout, min(feedback.old.size, feedback.new.size))
-        table[:, RESIDUAL] = feedback.starts
     return table
 
 

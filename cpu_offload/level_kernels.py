@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
-from espresso.compressors.levels import MAX_BLOCK, Norm
+from espresso.compressors.blockwise import MAX_BLOCK
+from espresso.compressors.levels import Norm
 from espresso.cpu_offload.blockwise import add_block
 from espresso.cpu_offload.intrinsics import as_number, as_type, room
 from espresso.cpu_offload.jit import Scalar, kernel

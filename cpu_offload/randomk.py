@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array, Layout, Starts
+from espresso.compressors.draws import salt_of
 from espresso.compressors.randomk import ROUNDS, STRATUM
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall
-from espresso.cpu_offload.draws import shared_salt
 from espresso.cpu_offload.intrinsics import address, fence, prefetch, room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import (
@@ -188,29 +188,16 @@ class HostRandomK(SummableHostCodec):
 
     def encode_bodies(self, call: EncodeCall) -> bool:
         """One pass, chunks in any order."""
-        chunks, salt = call.work.chunks, shared_salt(call.key)
-
-        def run_part(first: int, end: int) -> bool:
-            return bool(
-                encode_chunks(
-                    call.table, chunks, first, end, call.source, call.scale, call.old, call.new, call.has_feedback,
-                    call.stream, call.numbers, salt, call.infinity,
-                )
-            )  # fmt: skip
-
-        return all(self.run_chunks(run_part, len(chunks)))
+        salt = np.uint64(salt_of(call.key))
+        return all(
+            self.share(
+                encode_chunks, call, call.work.chunks, *call.given, call.stream, call.numbers, salt, call.infinity
+            )
+        )
 
     def decode_bodies(self, call: DecodeCall) -> None:
         """One pass, chunks in any order."""
-        chunks, salt = call.work.chunks, shared_salt(call.key)
-
-        def run_part(first: int, end: int) -> None:
-            decode_chunks(
-                call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes, call.numbers,
-                salt,
-            )  # fmt: skip
-
-        self.run_chunks(run_part, len(chunks))
+        self.share(decode_chunks, call, call.work.chunks, *call.given, call.numbers, np.uint64(salt_of(call.key)))
 
     def encode_vector(self, call: EncodeCall) -> bool:
         """As payloads; a number that is not finite and was not drawn shows as a NaN in the vector's first place."""

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from espresso.compressors.base import Array, Compressor
-from espresso.compressors.sparse import RUN, Selection
-from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, malformed
+from espresso.compressors.base import Array
+from espresso.compressors.sparse import RUN, Selection, Sparsifier
+from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.sparse_kernels import (
     emit_segment,
@@ -51,30 +51,30 @@ class Scratch(threading.local):
 
 
 class HostSparse(HostCodec):
-    """A sampled sparsifier with the residual fused."""
+    """``topk``, ``dgc`` and ``threshold`` with the residual fused."""
 
     fuses_gain: ClassVar[bool] = True
+    malformed_body: ClassVar[str] = "its count or indices are out of range or out of order"
 
-    def __init__(self, compressor: Compressor, pool: WorkerPool | None, selection: Selection) -> None:
+    def __init__(self, compressor: Sparsifier, pool: WorkerPool | None = None) -> None:
         super().__init__(compressor, pool)
-        self._selection = selection
+        self._selection = compressor.selection()
         self._scratch = Scratch()
 
     def encode_bodies(self, call: EncodeCall) -> bool:
         """Whole segments where they are small; large ones share the pass over the input."""
         work, how = call.work, self._selection
         found = np.empty(len(work.chunks), dtype=np.int64)
-        magnitude = magnitude_bits(call)
 
         def fused(first: int, end: int) -> bool:
             scratch = self._scratch
             scratch.reserve(int(call.table[work.segments[first:end], NUMEL].max()), call.bits.dtype)
             return bool(
                 encode_segments(
-                    call.table, work.chunks, work.segments, first, end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.stream, magnitude, call.infinity, how.part, how.slack, how.enough,
-                    how.attempts, how.exact, threshold_bits(call, how), call.key.step, scratch.index, scratch.value,
-                    found, scratch.chosen, scratch.histogram, call.words, call.bits, call.gain,
+                    call.table, work.chunks, work.segments, first, end, *call.given, call.stream, call.magnitude,
+                    call.infinity, how.part, how.slack, how.enough, how.attempts, how.exact, threshold_bits(call, how),
+                    call.key.step, scratch.index, scratch.value, found, scratch.chosen, scratch.histogram, call.words,
+                    call.bits, call.gain,
                 )
             )  # fmt: skip
 
@@ -85,44 +85,27 @@ class HostSparse(HostCodec):
 
     def decode_bodies(self, call: DecodeCall) -> None:
         """Zero-fill and scatter-add, chunk by chunk: one pass over the target and one over the slots."""
-        chunks = call.work.chunks
-
-        def run_part(first: int, end: int) -> int:
-            return int(
-                scatter_chunks(
-                    call.table, chunks, first, end, call.target, call.scale, call.num_rows, call.row_bytes,
-                    call.numbers, call.words,
-                )
-            )  # fmt: skip
-
-        code = max(self.run_chunks(run_part, len(chunks)), default=0)
-        if code:
-            raise malformed(code, call.layout, "its count or indices are out of range or out of order")
+        self.share_decode(scatter_chunks, call, call.numbers, call.words)
 
     def _encode_large(self, call: EncodeCall, segment: int, found: Any) -> bool:
         """``encode_segments`` for one segment, with the filter shared out over the pool."""
-        how, chunks, row = self._selection, call.work.chunks, call.table[segment]
-        low, high, k = int(row[FIRST_CHUNK]), int(row[END_CHUNK]), int(row[COUNT])
-        scratch, magnitude = self._scratch, magnitude_bits(call)
-        scratch.reserve(int(row[NUMEL]), call.bits.dtype)
+        how, row = self._selection, call.table[segment]
+        mine = slice(int(row[FIRST_CHUNK]), int(row[END_CHUNK]))
+        chunks, found = call.work.chunks[mine], found[mine]
+        scratch, magnitude, bits = self._scratch, call.magnitude, call.bits
+        scratch.reserve(int(row[NUMEL]), bits.dtype)
+        index, value = scratch.index, scratch.value  # the pool's threads have scratch of their own
         fixed = threshold_bits(call, how)
         threshold = first_threshold(
             row, call.source, call.scale, call.old, call.has_feedback, how.part, how.slack, fixed, call.key.step,
             scratch.chosen, magnitude, scratch.histogram,
         )  # fmt: skip
-        index, value = scratch.index, scratch.value  # the pool's threads have scratch of their own
         for attempt in range(how.attempts + 2):
-            bound = call.bits.dtype.type(threshold)
-
-            def filter_part(first: int, end: int, bound: Any = bound) -> None:
-                filter_chunks(
-                    call.table, chunks, low + first, low + end, call.source, call.scale, call.old, call.new,
-                    call.has_feedback, call.stream, bound, magnitude, index, value, found,
-                    call.gain,
-                )  # fmt: skip
-
-            self.run_chunks(filter_part, high - low)
-            if is_enough(int(found[low:high].sum()), k, how.enough, fixed, bound):
+            bound = bits.dtype.type(threshold)
+            self.share(
+                filter_chunks, call, chunks, *call.given, call.stream, bound, magnitude, index, value, found, call.gain
+            )
+            if is_enough(int(found.sum()), row[COUNT], how.enough, fixed, bound):
                 break
             if fixed:
                 threshold = fixed
@@ -137,8 +120,8 @@ class HostSparse(HostCodec):
                 break
         return bool(
             emit_segment(
-                row, chunks, low, high, call.old, call.new, call.has_feedback, magnitude, call.infinity, index, value,
-                found, scratch.chosen, scratch.histogram, call.words, call.bits, call.gain,
+                row, chunks, 0, len(chunks), call.old, call.new, call.has_feedback, magnitude, call.infinity, index,
+                value, found, scratch.chosen, scratch.histogram, call.words, bits, call.gain,
             )
         )  # fmt: skip
 
@@ -147,9 +130,3 @@ def threshold_bits(call: EncodeCall, how: Selection) -> Any:
     """The fixed threshold as bits; 0 if there is none. At least 1 otherwise, so that zeros never pass."""
     bits = call.layout.dtype.type(how.threshold).view(call.bits.dtype)
     return max(bits, call.bits.dtype.type(1)) if how.threshold else bits
-
-
-def magnitude_bits(call: EncodeCall) -> Any:
-    """The mask that takes the sign away."""
-    kind = call.bits.dtype.type
-    return kind(np.iinfo(kind).max >> 1)

@@ -7,15 +7,8 @@ from typing import Any
 import numpy as np
 
 from espresso.compressors.base import Array, Decoding, Encoding, Layout, Starts
-from espresso.cpu_offload.codec import (
-    DecodeCall,
-    EncodeCall,
-    HostCodec,
-    bits_dtype,
-    decode_call,
-    encode_call,
-    fill_table,
-)
+from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, fill_table
+from espresso.cpu_offload.kernels import all_finite
 from espresso.cpu_offload.work import OFFSET, Table, work_of
 
 
@@ -36,36 +29,33 @@ class SummableHostCodec(HostCodec):
 
     def encode_values(self, encoding: Encoding, values: Array) -> bool:
         """Encode ``scale * source + residual`` into the vector; returns whether all of it is finite."""
-        layout = encoding.layout
-        self._check_values(layout, values)
-        work = work_of(layout)
-        table = fill_table("source", layout, work, encoding.source, encoding.starts, encoding.feedback)
-        bits = values.view(bits_dtype(layout)) if values.dtype == layout.dtype else values
-        table, words = self._pack(layout, table, values), np.empty(0, np.uint32)
-        return self.encode_vector(encode_call(encoding, work, table, values.view(np.uint8), values, words, bits))
+        self._check_values(encoding.layout, values)
+        call = EncodeCall.of(encoding, values.view(np.uint8))
+        self._pack(encoding.layout, call.table, values)
+        return self.encode_vector(call)
 
     def decode_values(self, decoding: Decoding, values: Array) -> bool:
         """Write ``scale * decoded``; returns whether the vector is finite."""
         layout = decoding.layout
         self._check_values(layout, values)
-        work = work_of(layout)
-        table = self._pack(layout, fill_table("target", layout, work, decoding.target, decoding.starts), values)
-        flat, words = values.view(np.uint8), np.empty(0, np.uint32)
-        return self.decode_vector(decode_call(decoding, work, table, 1, values.nbytes, flat, values, words))
+        work, target, scale = work_of(layout), decoding.target, layout.dtype.type(decoding.scale)
+        table = fill_table("target", layout, work, target, decoding.starts)
+        self._pack(layout, table, values)
+        flat = values.view(np.uint8)
+        return self.decode_vector(DecodeCall(layout, work, table, flat, decoding.key, target, scale, 1, flat.size))
 
     def encode_vector(self, call: EncodeCall) -> bool:
-        """Encode every segment, raw ones included, at ``table[:, OFFSET]`` of ``numbers``."""
+        """Encode every segment, raw ones included, at ``table[:, OFFSET]`` of the vector."""
         raise NotImplementedError
 
     def decode_vector(self, call: DecodeCall) -> bool:
         """The reverse; returns whether the vector is finite."""
         raise NotImplementedError
 
-    def _pack(self, layout: Layout, table: Table, values: Array) -> Table:
+    def _pack(self, layout: Layout, table: Table, values: Array) -> None:
         ends = np.cumsum(self.segment_values(layout))
         table[1:, OFFSET] = ends[:-1] * values.itemsize
         table[:1, OFFSET] = 0
-        return table
 
     def _check_values(self, layout: Layout, values: Array) -> None:
         kind: Any = self.value_dtype(layout)
@@ -75,3 +65,16 @@ class SummableHostCodec(HostCodec):
             raise ValueError(
                 f"values must be contiguous {wanted}[{size}] ({kind}), got {values.dtype}{list(values.shape)}"
             )
+
+
+class HostNone(SummableHostCodec):
+    """``none``, as payloads or as a vector: all segments are raw."""
+
+    def encode_vector(self, call: EncodeCall) -> bool:
+        """One pass."""
+        return self.encode_raw_segments(call)
+
+    def decode_vector(self, call: DecodeCall) -> bool:
+        """One pass, and one over the vector."""
+        self.decode_raw_segments(call)
+        return bool(all_finite(call.bits, call.infinity))

@@ -28,7 +28,6 @@ from espresso.compressors import (
     host_codec,
 )
 from espresso.compressors.cuda import CudaCodec
-from espresso.compressors.cuda.codec import STATUS_WORDS
 from espresso.compressors.cuda.momentum import CudaMover
 from espresso.compressors.momentum import HOST_MOVER
 from espresso.strategies import Run, Site
@@ -102,7 +101,7 @@ class Large:
     """An encode whose input is still being made on the current stream when it is launched."""
 
     def __init__(self, spec: str) -> None:
-        codec = cuda_codec(create(spec), cuda_device())
+        codec = cuda_codec(create(spec), cuda_device(), waits=False)
         assert isinstance(codec, CudaCodec)
         self.codec = codec
         self.layout = codec.compressor.layout([Segment("t", 0, 1 << 20)])
@@ -112,7 +111,7 @@ class Large:
 
     def encoded(self, source: torch.Tensor) -> torch.Tensor:
         payload = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device="cuda")
-        self.codec.launch_encode(Encoding(self.layout, source, self.starts), payload)
+        self.codec.encode(Encoding(self.layout, source, self.starts), payload)
         return payload
 
     def race(self) -> torch.Tensor:
@@ -145,16 +144,15 @@ def test_the_race_is_one_that_can_be_lost(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_launching_waits_for_nothing() -> None:
     large = Large("efsignsgd")
-    status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device="cuda")
     target, payload = torch.zeros_like(large.data), large.encoded(large.data)
-    large.codec.launch_decode(Decoding(large.layout, target, large.starts), payload.view(1, -1), status)
+    large.codec.decode(Decoding(large.layout, target, large.starts), payload.view(1, -1))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(100_000_000)
         done = torch.cuda.Event()
-        large.codec.launch_encode(Encoding(large.layout, large.data, large.starts), payload)
-        large.codec.launch_decode(Decoding(large.layout, target, large.starts), payload.view(1, -1), status)
+        large.codec.encode(Encoding(large.layout, large.data, large.starts), payload)
+        large.codec.decode(Decoding(large.layout, target, large.starts), payload.view(1, -1))
         done.record()
         assert not done.query()
     finally:

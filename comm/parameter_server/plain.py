@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from espresso.compressors import Codec, Compressor, Layout, Segment, SummableCodec, Traits, create, host_codec
 from espresso.compressors.base import Bytes, Decoding, Encoding
-from espresso.compressors.common import Steady
 
 
-class PlainNumbers(Steady):
+class PlainNumbers(Compressor):
     """The layout of plain numbers: the segments' elements one after the other."""
 
     name: ClassVar[str] = "plain_numbers"
@@ -34,9 +33,6 @@ class PlainNumbers(Steady):
     def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """Everything."""
         return ((index, np.arange(numel, dtype=np.uint32)) for index, numel in enumerate(layout.numels))
-
-    def params(self) -> dict[str, Any]:
-        return {}
 
 
 class PlainCodec:

@@ -1,47 +1,37 @@
-"""Casts on a GPU, fp16 and bf16; kernels in casts.cu."""
+"""No compression and casts on a GPU; kernels in none.cu and casts.cu."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from espresso.compressors.base import Layout
-from espresso.compressors.cuda.codec import CudaSummableCodec, DecodeCall, EncodeCall
+from espresso.compressors.casts import Cast
+from espresso.compressors.cuda.codec import CudaSummableCodec
 from espresso.compressors.cuda.tables import RAW, Table
 
 
+class CudaNone(CudaSummableCodec):
+    """``none``: payloads are copies."""
+
+    file: ClassVar[str] = "none.cu"
+
+
 class CudaCast(CudaSummableCodec):
-    """A cast to 16 bits; an overflow counts as non-finite."""
+    """``fp16`` and ``bf16``; an overflow counts as non-finite."""
 
     file: ClassVar[str] = "casts.cu"
-    kind: ClassVar[str]
-    dtype_name: ClassVar[str]
+
+    compressor: Cast
+
+    @property
+    def form(self) -> str:
+        """``_half`` or ``_bfloat``."""
+        return "_half" if self.compressor.value_dtype == "float16" else "_bfloat"
 
     def value_dtype(self, layout: Layout) -> str:
         """``float16`` or ``bfloat16``."""
-        return self.dtype_name
-
-    def launch_bodies(self, call: EncodeCall) -> None:
-        """One launch."""
-        self._launch_encode(call, f"encode_{self.kind}")
-
-    def launch_sum(self, call: DecodeCall) -> None:
-        """One launch."""
-        self._launch_decode(call, f"decode_{self.kind}")
+        return self.compressor.value_dtype
 
     def vector_rows(self, rows: Table) -> None:
         """In a vector raw segments are cast as well."""
         rows[:, RAW] = 0
-
-
-class CudaFp16(CudaCast):
-    """``fp16``."""
-
-    kind: ClassVar[str] = "half"
-    dtype_name: ClassVar[str] = "float16"
-
-
-class CudaBf16(CudaCast):
-    """``bf16``."""
-
-    kind: ClassVar[str] = "bfloat"
-    dtype_name: ClassVar[str] = "bfloat16"

@@ -1,8 +1,8 @@
 """What every GPU codec shares: argument checks, tables, launches, and what is read back.
 
 ``encode`` and ``decode`` keep the promises of :class:`espresso.compressors.Codec` and wait for the device, since they
-answer with a bool. Training uses ``launch_encode`` and ``launch_decode``, which only launch: whether all was finite
-and well formed then stays on the device, in the header's flag and in a status that is read once an iteration.
+answer with a bool. In training they only launch and answer True: whether all was finite and well formed then stays on
+the device, in the header's flag and in a status that is read once an iteration.
 
 Arrays are torch tensors on the device, or what torch reads without a copy (CuPy arrays, by the array interface).
 """
@@ -39,26 +39,18 @@ class Scratch:
     """Buffers of one stream, kept between calls: launches on a stream run in order, so that they may share."""
 
     device: torch.device
-    sync: Tensor = field(init=False)
-    status: Tensor = field(init=False)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sync = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=self.device)
 
-    def bytes_of(self, name: str, num_bytes: int) -> Tensor:
-        """A buffer of at least this size; its content is whatever the last call left."""
+    def bytes_of(self, name: str, num_bytes: int, *, zero: bool = False) -> Tensor:
+        """A buffer of at least this size; holds what the last call left. ``zero``: zeros when it is new."""
         held = self.buffers.get(name)
         if held is None or held.numel() < num_bytes:
             held = self.buffers[name] = torch.empty(max(num_bytes, 16), dtype=torch.uint8, device=self.device)
-        return held
-
-    def zeros_of(self, name: str, num_bytes: int) -> Tensor:
-        """The same, zero when it is new: for what kernels leave as they found it."""
-        held = self.buffers.get(name)
-        if held is None or held.numel() < num_bytes:
-            held = self.buffers[name] = torch.zeros(max(num_bytes, 16), dtype=torch.uint8, device=self.device)
+            if zero:
+                held.zero_()
         return held
 
 
@@ -74,22 +66,17 @@ class EncodeCall:
     common: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCall:
-    """One decode, likewise."""
-
-    layout: Layout
-    tables: Tables
-    key: DrawKey
-    common: tuple[Any, ...]
-
-
 class CudaCodec:
     """A compressor on a GPU. Results are ready on torch's current stream.
 
     Args:
         compressor: its parameters.
         device: where kernels run.
+        waits: for the device, to answer whether all was finite. Else calls answer True, and what decodes find is
+            noted in ``status``.
+
+    Attributes:
+        status: int64[STATUS_WORDS] on the device, raised by what is found. Whoever reads it zeroes it.
     """
 
     file: ClassVar[str]
@@ -98,9 +85,10 @@ class CudaCodec:
     malformed_body: ClassVar[str] = "its body is malformed"
     """What is wrong with a body that a kernel refuses."""
 
-    def __init__(self, compressor: BaseCompressor, device: Device) -> None:
+    def __init__(self, compressor: BaseCompressor, device: Device, *, waits: bool = True) -> None:
         self.compressor: Compressor = compressor
-        self.device = device
+        self.device, self.waits = device, waits
+        self.status = new_status(device)
         self.tile = self.tile_elements()
         self._tables = TableCache(compressor, self.tile, device.torch_device)
         self._scratch: dict[int, Scratch] = {}
@@ -112,31 +100,23 @@ class CudaCodec:
         """Elements of a tile; a codec whose blocks do not divide ``TILE`` says otherwise."""
         return TILE
 
+    @property
+    def form(self) -> str:
+        """What the names of its kernels say behind encode and decode."""
+        return ""
+
     def launch_bodies(self, call: EncodeCall) -> None:
         """Launch what encodes all segments, raw ones included, and writes the header."""
-        self._launch_encode(call, "encode")
+        self._launch_encode(call, f"encode{self.form}", self.arguments(call.layout, call.key))
 
-    def launch_sum(self, call: DecodeCall) -> None:
-        """Launch what decodes and sums all segments."""
-        self._launch_decode(call, "decode")
-
-    def encode_arguments(self, call: EncodeCall) -> tuple[Any, ...]:
-        """The kernel's arguments after the common ones."""
-        return ()
-
-    def decode_arguments(self, call: DecodeCall) -> tuple[Any, ...]:
-        """The same for decode."""
+    def arguments(self, layout: Layout, key: DrawKey) -> tuple[Any, ...]:
+        """The kernels' arguments after the common ones."""
         return ()
 
     # -- the protocol ------------------------------------------------------------------------------
 
     def encode(self, encoding: Encoding, payload: Any) -> bool:
-        """As :meth:`espresso.compressors.Codec.encode`; waits for the device."""
-        self.launch_encode(encoding, payload)
-        return not int(self._tensor("payload", payload)[FLAGS_AT])
-
-    def launch_encode(self, encoding: Encoding, payload: Any) -> None:
-        """``encode`` on torch's current stream, without waiting; the header says whether all was finite."""
+        """As :meth:`espresso.compressors.Codec.encode`; the header says whether all was finite."""
         out, layout = self._tensor("payload", payload), encoding.layout
         if (
             out.dtype is not torch.uint8
@@ -149,19 +129,10 @@ class CudaCodec:
                 f" {out.dtype}{list(out.shape)} at {out.data_ptr():#x}"
             )
         self._encode_into(encoding, self._tables.tables(layout), out)
+        return not (self.waits and int(out[FLAGS_AT]))
 
     def decode(self, decoding: Decoding, payloads: Any) -> bool:
-        """As :meth:`espresso.compressors.Codec.decode`; waits for the device."""
-        status = self._status()
-        self.launch_decode(decoding, payloads, status)
-        return self.read_status(status, decoding.layout, payloads)
-
-    def launch_decode(self, decoding: Decoding, payloads: Any, status: Tensor) -> None:
-        """``decode`` on torch's current stream, without waiting.
-
-        Args:
-            status: int64[STATUS_WORDS] on the device, zeroed by the caller; raised by what this decode finds.
-        """
+        """As :meth:`espresso.compressors.Codec.decode`."""
         rows, layout = self._tensor("payloads", payloads), decoding.layout
         if rows.dtype is not torch.uint8 or rows.ndim != 2 or (rows.numel() and rows.stride(1) != 1):
             raise ValueError(f"payloads must be uint8[rows, {layout.num_bytes}] with contiguous rows")
@@ -173,9 +144,9 @@ class CudaCodec:
         row_bytes = int(rows.stride(0)) if rows.shape[0] > 1 else layout.num_bytes
         if row_bytes % 8 or (rows.numel() and rows.data_ptr() % 8):
             raise ValueError(f"payload rows must be 8-byte aligned and ascending, got a stride of {row_bytes} bytes")
-        self._decode_from(decoding, self._tables.tables(layout), rows, rows.shape[0], row_bytes, status)
+        return self._decode_from(decoding, self._tables.tables(layout), rows, rows.shape[0], row_bytes)
 
-    def read_status(self, status: Tensor, layout: Layout, payloads: Any) -> bool:
+    def _read(self, status: Tensor, layout: Layout, payloads: Tensor) -> bool:
         """What a decode found: whether all payloads were finite. Waits for the device.
 
         Raises:
@@ -184,7 +155,7 @@ class CudaCodec:
         flagged, code = status.cpu().tolist()
         if code >= HEADER_ERROR:
             row = divmod(code - HEADER_ERROR - 1, max(len(layout.segments), 1))[0]
-            read_header(self._tensor("payloads", payloads)[row].cpu().numpy(), layout)
+            read_header(payloads[row].cpu().numpy(), layout)
             raise PayloadError(f"payload {row}: its header is not that of its layout")
         if code:
             row, segment = divmod(code - 1, len(layout.segments))
@@ -229,10 +200,8 @@ class CudaCodec:
                 self._scratch.pop(self.device.lane(), None)
                 raise
 
-    def _decode_from(
-        self, decoding: Decoding, tables: Tables, payloads: Tensor, num_rows: int, row_bytes: int, status: Tensor
-    ) -> None:
-        layout = decoding.layout
+    def _decode_from(self, decoding: Decoding, tables: Tables, payloads: Tensor, num_rows: int, row_bytes: int) -> bool:
+        layout, status = decoding.layout, new_status(self.device) if self.waits else self.status
         numbers = self._numbers("target", decoding.target, layout)
         common = (
             self._tables.rows(layout, tables, decoding.starts, numbers.numel(), None, 0),
@@ -248,32 +217,18 @@ class CudaCodec:
             tables.header,
             np.int64(tables.header.numel()),
             status,
+            *self.arguments(layout, decoding.key),
         )
-        self.launch_sum(DecodeCall(layout, tables, decoding.key, common))
+        if tables.num_tiles or tables.header.numel():  # without segments headers are looked at all the same
+            kernel = f"decode{self.form}_{suffix(layout)}"
+            self.device.launch(self.file, kernel, max(tables.num_tiles, 1), THREADS, common)
+        return not self.waits or self._read(status, layout, payloads)
 
     def _launch_encode(
-        self,
-        call: EncodeCall,
-        kernel: str,
-        *,
-        more: Sequence[Any] | None = None,
-        grid: int | None = None,
-        threads: int = THREADS,
+        self, call: EncodeCall, kernel: str, more: Sequence[Any], *, grid: int | None = None, threads: int = THREADS
     ) -> None:
-        arguments = self.encode_arguments(call) if more is None else more
         grid = max(call.tables.num_tiles, 1) if grid is None else grid
-        self.device.launch(self.file, f"{kernel}_{suffix(call.layout)}", grid, threads, (*call.common, *arguments))
-
-    def _launch_decode(self, call: DecodeCall, kernel: str) -> None:
-        # Without segments headers are looked at all the same.
-        if call.tables.num_tiles or call.tables.header.numel():
-            self.device.launch(
-                self.file,
-                f"{kernel}_{suffix(call.layout)}",
-                max(call.tables.num_tiles, 1),
-                THREADS,
-                (*call.common, *self.decode_arguments(call)),
-            )
+        self.device.launch(self.file, f"{kernel}_{suffix(call.layout)}", grid, threads, (*call.common, *more))
 
     def _scratch_here(self) -> Scratch:
         lane = self.device.lane()
@@ -281,9 +236,6 @@ class CudaCodec:
         if found is None:
             found = self._scratch[lane] = Scratch(self.device.torch_device)
         return found
-
-    def _status(self) -> Tensor:
-        return torch.zeros(STATUS_WORDS, dtype=torch.int64, device=self.device.torch_device)
 
     def _tensor(self, what: str, array: Any) -> Tensor:
         """The array as a tensor that shares its memory.
@@ -327,34 +279,20 @@ class CudaSummableCodec(CudaCodec):
         return int(self.segment_values(layout).sum())
 
     def encode_values(self, encoding: Encoding, values: Any) -> bool:
-        """As :meth:`espresso.compressors.SummableCodec.encode_values`; waits for the device."""
-        self.launch_encode_values(encoding, values)
-        return self._is_finite(self._values(encoding.layout, values))
-
-    def launch_encode_values(self, encoding: Encoding, values: Any) -> None:
-        """``encode_values`` without waiting; a vector that is not finite says so itself."""
+        """As :meth:`espresso.compressors.SummableCodec.encode_values`; a vector that is not finite says so itself."""
         out = self._values(encoding.layout, values)
         self._encode_into(encoding, self._vector_tables(encoding.layout, out), out)
+        numbers = out.view(torch.bfloat16) if out.dtype in (torch.uint16, torch.int16) else out
+        return not self.waits or bool(torch.isfinite(numbers).all())
 
     def decode_values(self, decoding: Decoding, values: Any) -> bool:
-        """As :meth:`espresso.compressors.SummableCodec.decode_values`; waits for the device."""
-        status = self._status()
-        self.launch_decode_values(decoding, values, status)
-        return self.read_status(status, decoding.layout, values)
-
-    def launch_decode_values(self, decoding: Decoding, values: Any, status: Tensor) -> None:
-        """``decode_values`` without waiting; ``status`` as for ``launch_decode``."""
+        """As :meth:`espresso.compressors.SummableCodec.decode_values`."""
         vector = self._values(decoding.layout, values)
         tables = self._vector_tables(decoding.layout, vector)
-        self._decode_from(decoding, tables, vector, 1, vector.numel() * vector.element_size(), status)
+        return self._decode_from(decoding, tables, vector, 1, vector.numel() * vector.element_size())
 
     def vector_rows(self, rows: Table) -> None:
         """Change the rows of a vector's table where it holds other numbers than a payload's bodies."""
-
-    def _is_finite(self, vector: Tensor) -> bool:
-        if vector.dtype in (torch.uint16, torch.int16):
-            vector = vector.view(torch.bfloat16)
-        return bool(torch.isfinite(vector).all())
 
     def _vector_tables(self, layout: Layout, vector: Tensor) -> Tables:
         ends = np.cumsum(self.segment_values(layout))
@@ -372,6 +310,11 @@ class CudaSummableCodec(CudaCodec):
         ):
             raise ValueError(f"values must be contiguous {kind}[{size}], got {tensor.dtype}{list(tensor.shape)}")
         return tensor
+
+
+def new_status(device: Device) -> Tensor:
+    """Zeros for decodes to note in what they find."""
+    return torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device.torch_device)
 
 
 def suffix(layout: Layout) -> str:

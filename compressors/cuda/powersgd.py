@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from espresso.compressors.base import Decoding, DrawKey, Encoding, Factors, Feedback, Layout, Starts
-from espresso.compressors.cuda.codec import STATUS_WORDS, THREADS, TILE, suffix
+from espresso.compressors.cuda.codec import THREADS, TILE, new_status, suffix
 from espresso.compressors.cuda.runtime import Device
 from espresso.compressors.cuda.stretches import StretchCache, Stretches, Table
 from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start, start_key
@@ -54,12 +54,12 @@ class CudaPowerSgd:
     """``powersgd``; see :class:`espresso.compressors.base.RoundsCodec`. Results are ready on torch's current stream.
 
     Args:
-        compressor: its parameters.
-        device: where kernels run.
+        compressor, device, waits, status: as for :class:`~espresso.compressors.cuda.codec.CudaCodec`.
     """
 
-    def __init__(self, compressor: PowerSgd, device: Device) -> None:
-        self.compressor, self.device = compressor, device
+    def __init__(self, compressor: PowerSgd, device: Device, *, waits: bool = True) -> None:
+        self.compressor, self.device, self.waits = compressor, device, waits
+        self.status = new_status(device)
         self._tables = StretchCache(device.torch_device)
         self._shapes: weakref.WeakKeyDictionary[Layout, _Shape] = weakref.WeakKeyDictionary()
         self._drawn: weakref.WeakKeyDictionary[Layout, tuple[DrawKey, Tensor]] = weakref.WeakKeyDictionary()
@@ -112,20 +112,9 @@ class CudaPowerSgd:
         self._launch("subtract", layout, tiles, summed, values, feedback.old, kept, gain)
 
     def decode_values(self, decoding: Decoding, first: Any, second: Any, factors: Factors) -> bool:
-        """Write ``scale * P Q'``; keep Q for the next step. Waits for the device."""
-        status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=self.device.torch_device)
-        self.launch_decode_values(decoding, first, second, status, factors)
-        return not int(status[0])
-
-    def launch_decode_values(
-        self, decoding: Decoding, first: Any, second: Any, status: Tensor, factors: Factors
-    ) -> None:
-        """``decode_values`` without waiting.
-
-        Args:
-            status: int64[STATUS_WORDS] on the device; [0] becomes 1 if something is not finite.
-        """
+        """Write ``scale * P Q'``; keep Q for the next step."""
         layout, target = decoding.layout, decoding.target
+        status = new_status(self.device) if self.waits else self.status
         shape = self._shape(layout)
         self._check_numbers("target", target, layout, decoding.starts)
         rows = self._rows(shape, decoding.starts, None)
@@ -145,6 +134,7 @@ class CudaPowerSgd:
                 begin = int(shape.rows[index, Q])
                 size = int(shape.rows[index, RANK] * shape.rows[index, COLUMNS])
                 factors.write(layout.segments[index].tensor, kept[begin : begin + size])
+        return not (self.waits and int(status[0]))
 
     # -- where Q begins ----------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from espresso.compressors.base import Layout, Starts
-from espresso.compressors.cuda.codec import CudaSummableCodec, DecodeCall, EncodeCall
+from espresso.compressors.base import DrawKey, Layout, Starts
+from espresso.compressors.cuda.codec import CudaSummableCodec
 from espresso.compressors.draws import salt_of
 from espresso.compressors.randomk import STRATUM
 
@@ -25,10 +25,6 @@ class CudaRandomK(CudaSummableCodec):
         """k numbers, or all of a raw segment."""
         return np.where(layout.raw, layout.numels, layout.counts)
 
-    def encode_arguments(self, call: EncodeCall) -> tuple[Any, ...]:
+    def arguments(self, layout: Layout, key: DrawKey) -> tuple[Any, ...]:
         """What the draws depend on."""
-        return (np.uint64(salt_of(call.key)),)
-
-    def decode_arguments(self, call: DecodeCall) -> tuple[Any, ...]:
-        """The same."""
-        return (np.uint64(salt_of(call.key)),)
+        return (np.uint64(salt_of(key)),)

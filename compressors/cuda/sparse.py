@@ -13,13 +13,9 @@ import numpy as np
 import torch
 
 from espresso.compressors.base import Layout
-from espresso.compressors.common import BaseCompressor
 from espresso.compressors.cuda.codec import TILE, CudaCodec, EncodeCall
 from espresso.compressors.cuda.runtime import Device
-from espresso.compressors.dgc import Dgc
-from espresso.compressors.sparse import RUN, Selection, sample_size
-from espresso.compressors.threshold import Threshold
-from espresso.compressors.topk import TopK
+from espresso.compressors.sparse import RUN, Selection, Sparsifier, sample_size
 
 SAMPLE_THREADS = 1024
 STATE_BYTES = 72
@@ -28,14 +24,14 @@ _MASK = 2**64 - 1
 
 
 class CudaSparse(CudaCodec):
-    """A sampled sparsifier with the residual fused."""
+    """``topk``, ``dgc`` and ``threshold`` with the residual fused. What top-k samples does not show in its result."""
 
     file: ClassVar[str] = "sparse.cu"
     malformed_body: ClassVar[str] = "its count or indices are out of range or out of order"
 
-    def __init__(self, compressor: BaseCompressor, device: Device, selection: Selection) -> None:
-        super().__init__(compressor, device)
-        self._selection = selection
+    def __init__(self, compressor: Sparsifier, device: Device, *, waits: bool = True) -> None:
+        super().__init__(compressor, device, waits=waits)
+        self._selection = compressor.selection()
         self._samplings: weakref.WeakKeyDictionary[Layout, _Samplings] = weakref.WeakKeyDictionary()
         self._making = threading.Lock()
 
@@ -51,23 +47,21 @@ class CudaSparse(CudaCodec):
                 size = call.layout.dtype.itemsize * samplings.num_samples
                 step = np.uint64(call.key.step & _MASK)
                 sampled = (np.int64(samplings.num_tiles), step, call.scratch.bytes_of("sample", size))
-                self._launch_encode(
-                    call, "sample", more=(*candidates, samplings.tiles, *sampled), grid=samplings.num_tiles,
-                    threads=SAMPLE_THREADS,
-                )  # fmt: skip
+                more = (*candidates, samplings.tiles, *sampled)
+                self._launch_encode(call, "sample", more, grid=samplings.num_tiles, threads=SAMPLE_THREADS)
             limits = (fixed, np.float64(how.enough), np.int32(how.attempts), np.int32(how.exact))
-            self._launch_encode(call, "filter", more=(*candidates, *limits))
-            self._launch_encode(call, "count", more=candidates)
-        self._launch_encode(call, "emit", more=(*candidates, fixed))
+            self._launch_encode(call, "filter", (*candidates, *limits))
+            self._launch_encode(call, "count", candidates)
+        self._launch_encode(call, "emit", (*candidates, fixed))
 
     def _candidates(self, call: EncodeCall, samplings: _Samplings) -> tuple[torch.Tensor, ...]:
         """States, counts per tile, and room for every element to be a candidate, touched only where used."""
         tiles = call.tables.num_tiles if samplings.num_large else 0
-        need, zeros = call.scratch.bytes_of, call.scratch.zeros_of
+        need = call.scratch.bytes_of
         return (
             samplings.table,
-            zeros("states", STATE_BYTES * len(call.layout.segments)),
-            zeros("histograms", HISTOGRAM_BYTES * samplings.num_large),
+            need("states", STATE_BYTES * len(call.layout.segments), zero=True),
+            need("histograms", HISTOGRAM_BYTES * samplings.num_large, zero=True),
             need("found", 4 * tiles),
             need("above", 4 * tiles),
             need("equal", 4 * tiles),
@@ -110,24 +104,3 @@ class _Samplings:
         self.num_samples, self.num_tiles, self.num_large = first, len(tiles), large
         self.table = torch.from_numpy(rows).to(device)
         self.tiles = torch.from_numpy(np.array(tiles, np.int64).reshape(-1, 2)).to(device)
-
-
-class CudaTopK(CudaSparse):
-    """``topk``, exact: what is sampled does not show in the result."""
-
-    def __init__(self, compressor: TopK, device: Device) -> None:
-        super().__init__(compressor, device, compressor.selection())
-
-
-class CudaDgc(CudaSparse):
-    """``dgc``."""
-
-    def __init__(self, compressor: Dgc, device: Device) -> None:
-        super().__init__(compressor, device, compressor.selection())
-
-
-class CudaThreshold(CudaSparse):
-    """``threshold``: nothing is sampled."""
-
-    def __init__(self, compressor: Threshold, device: Device) -> None:
-        super().__init__(compressor, device, compressor.selection())

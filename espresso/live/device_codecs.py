@@ -12,7 +12,6 @@ from espresso.comm.keep.store import FactorStore
 from espresso.compressors import registry
 from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment, SummableCodec
 from espresso.compressors.cuda import Device as Accelerator
-from espresso.compressors.cuda.launching import launching
 from espresso.cpu_offload import warm_up
 from espresso.live.host_codecs import HostCodecs
 from espresso.strategies import CompressorSpec, Device
@@ -37,7 +36,7 @@ class DeviceCodecs(HostCodecs):
         with self._lock:
             found: Codec | None = self._launching.get(spec)
             if found is None:
-                found = launching(registry.cuda_codec(registry.create(spec), self._accelerator))
+                found = registry.cuda_codec(registry.create(spec), self._accelerator, waits=False)
                 self._launching[spec] = found
         return found
 

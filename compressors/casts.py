@@ -1,0 +1,45 @@
+"""Casts to 16 bits, round to nearest even."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from espresso.compressors.base import Traits
+from espresso.compressors.common import BaseCompressor
+
+
+@dataclass(frozen=True)
+class Cast(BaseCompressor):
+    """Two bytes a number. Body: ``numel`` numbers of ``value_dtype``.
+
+    Summable: the same numbers, raw segments included, can go through a reduction.
+    """
+
+    traits: ClassVar[Traits] = Traits(summable=True, error_feedback=False)
+    value_dtype: ClassVar[str]
+
+    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """Count unused; two bytes a number."""
+        return 0, 2 * numel
+
+
+@dataclass(frozen=True)
+class Fp16(Cast):
+    """IEEE half precision: a relative error of at most 2^-11 on normal numbers.
+
+    A number that overflows counts as non-finite, as it would in PyTorch's fp16 hook.
+    """
+
+    name: ClassVar[str] = "fp16"
+    algorithm: ClassVar[int] = 1
+    value_dtype: ClassVar[str] = "float16"
+
+
+@dataclass(frozen=True)
+class Bf16(Cast):
+    """Bfloat16, the upper half of a float32: a relative error of at most 2^-8, and float32's range."""
+
+    name: ClassVar[str] = "bf16"
+    algorithm: ClassVar[int] = 2
+    value_dtype: ClassVar[str] = "bfloat16"

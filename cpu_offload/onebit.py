@@ -1,9 +1,0 @@
-"""Onebit on the host. Format: :mod:`espresso.compressors.onebit`; passes: :mod:`espresso.cpu_offload.signs`."""
-
-from __future__ import annotations
-
-from espresso.cpu_offload.signs import HostSigns
-
-
-class HostOneBit(HostSigns):
-    """``onebit``."""

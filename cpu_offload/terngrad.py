@@ -1,9 +1,0 @@
-"""TernGrad on the host. Format: :mod:`espresso.compressors.terngrad`; passes: :mod:`espresso.cpu_offload.levels`."""
-
-from __future__ import annotations
-
-from espresso.cpu_offload.levels import HostLevels
-
-
-class HostTernGrad(HostLevels):
-    """``terngrad``."""
