@@ -23,7 +23,7 @@ from benchmarks import results
 from espresso.comm.environment import export_environment
 from espresso.comm.groups import Groups
 from espresso.compressors.base import Decoding, Encoding, Segment
-from espresso.live.host_codecs import HostCodecs
+from espresso.live.codecs import HostCodecs
 from espresso.live.profiler import measure_links
 from espresso.model.links import interpolate
 from espresso.strategies import CompressorSpec, Device, Form

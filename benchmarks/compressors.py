@@ -37,7 +37,9 @@ from espresso.compressors import (
     create,
     host_codec,
 )
-from espresso.cpu_offload import WorkerPool, available_cores, warm_up
+from espresso.compressors.rehearsal import warm_up
+from espresso.cpu_offload import WorkerPool, available_cores
+from espresso.cpu_offload.work import FUSED
 
 DECODE_ADD_ROWS = 4
 Array = npt.NDArray[Any]
@@ -96,7 +98,7 @@ class Bench:
 def measure(spec: str, bench: Bench, segment: int) -> list[Row]:
     """Encode, decode and decode-add of one compressor."""
     codec = host_codec(create(spec), bench.pool)
-    warm_up(codec, split=True)
+    warm_up(codec, sizes=(1, 5000, FUSED + 1))
     layout, starts = bench.layout(codec, segment)
     payloads = np.zeros((DECODE_ADD_ROWS, layout.num_bytes), np.uint8)
     feedback = Feedback(bench.old, bench.new, starts) if codec.compressor.traits.error_feedback else None

@@ -19,7 +19,7 @@ from benchmarks import results
 from benchmarks.ratios import paired_ratio
 from espresso.compressors import create
 from espresso.compressors.base import Decoding, Encoding, Segment
-from espresso.live.host_codecs import HostCodecs
+from espresso.live.codecs import HostCodecs
 from espresso.strategies import CompressorSpec, Device
 
 LEAST = 1.2

@@ -18,7 +18,7 @@ from espresso.comm.keep.store import ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link
 from espresso.comm.program import TORCH_DTYPES, Codecs
 from espresso.compressors.base import Correction
-from espresso.live.host_codecs import HostCodecs
+from espresso.live.codecs import HostCodecs
 from espresso.strategies import Bucket, Choice, CompressorSpec, Slot, Strategy, TensorSpec, plan
 from espresso.strategies.list_scheduling import list_order
 

@@ -33,7 +33,7 @@ import torch
 from benchmarks.results import RESULTS_DIR, record, write
 from espresso.compressors import Decoding, Encoding, Feedback, Segment, compressor_ids, create, cuda_codec
 from espresso.compressors.cuda import CudaCodec, CudaDevice, CudaUnavailableError
-from espresso.live.device_codecs import Rehearsal
+from espresso.compressors.rehearsal import rehearse
 
 ROTATE_BYTES = 512 << 20
 """Input sets together are at least this large where they would fit a cache."""
@@ -232,16 +232,9 @@ def measure_rounds(spec: str, elements: int, bench: Bench, device: CudaDevice) -
     """The three steps of one square matrix; bytes are those of the passes that gpu.md and the kernels count."""
     codec = cuda_codec(create(spec), device, waits=False)
     side = math.isqrt(elements)
-    matrix = Rehearsal(codec, side, np.dtype(np.float32), device.torch_device)
-    for _ in range(2):  # from the second on it starts from the last Q
-        matrix.encode()
-        matrix.transform()
-        matrix.decode()
-    steps = (
-        ("encode", matrix.encode, 12.0),
-        ("transform", matrix.transform, 12.0),
-        ("decode", matrix.decode, 4.0),
-    )
+    segment = Segment("matrix", 0, side * side, (side, side))
+    encode, decode, transform = rehearse(codec, [segment], here=lambda a: torch.from_numpy(a).to(device.torch_device))
+    steps = (("encode", encode, 12.0), ("transform", transform, 12.0), ("decode", decode, 4.0))
     return [bench.row(spec, op, side * side, bench.time_us([call]), each) for op, call, each in steps]
 
 

@@ -159,7 +159,7 @@ def _profile(trainee: _Trainee) -> Any:
 def _with_costs(job: Any, specs: Sequence[str]) -> Any:
     """The job with the costs of further compressors, measured the same way."""
     from espresso.comm.groups import Groups
-    from espresso.live.host_codecs import HostCodecs
+    from espresso.live.codecs import HostCodecs
     from espresso.live.profiler import measure_compressor
     from espresso.strategies import CompressorSpec, Device
 

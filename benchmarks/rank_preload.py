@@ -12,7 +12,7 @@ import torch._dynamo.convert_frame
 import torch.distributed  # noqa: F401
 from numba import njit
 
-import espresso.live.host_codecs
+import espresso.live.codecs
 import espresso.live.state  # noqa: F401
 
 

@@ -30,7 +30,7 @@ from espresso.comm.parameter_server import Line, Link, connected
 from espresso.comm.parameter_server.wire import Coding, Key, Stretch
 from espresso.compressors import create
 from espresso.compressors.base import Encoding, Segment
-from espresso.live.host_codecs import HostCodecs
+from espresso.live.codecs import HostCodecs
 from espresso.strategies import NONE, CompressorSpec, Device
 
 ROOT = Path(__file__).resolve().parents[1]

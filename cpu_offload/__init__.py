@@ -5,6 +5,5 @@ May import: compressors, jit.
 
 from espresso.cpu_offload.codec import HostCodec
 from espresso.cpu_offload.pool import WorkerPool, available_cores
-from espresso.cpu_offload.warm_up import warm_up
 
-__all__ = ["HostCodec", "WorkerPool", "available_cores", "warm_up"]
+__all__ = ["HostCodec", "WorkerPool", "available_cores"]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from espresso.comm.errors import EspressoError
 from espresso.comm.parameter_server.join import Joined, ServerSettings, abort_mpi, join
-from espresso.live.host_codecs import HostCodecs
+from espresso.live.codecs import HostCodecs
 
 logger = logging.getLogger("espresso")
 

@@ -16,7 +16,7 @@ from espresso.comm.errors import EspressoError
 from espresso.comm.parameter_server import Client
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.transport import GlooTransport
-from espresso.live.host_codecs import HostCodecs
+from espresso.live.codecs import HostCodecs
 
 NUM_SERVERS = 3
 _here: dict[Any, Any] = {}

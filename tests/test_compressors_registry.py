@@ -23,7 +23,8 @@ from espresso.compressors import (
     host_codec,
 )
 from espresso.compressors.dgc import Dgc
-from espresso.cpu_offload import WorkerPool, warm_up
+from espresso.compressors.rehearsal import warm_up
+from espresso.cpu_offload import WorkerPool
 from espresso.strategies import CompressorSpec
 
 

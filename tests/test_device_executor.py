@@ -21,7 +21,8 @@ from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import DeviceMemory
 from espresso.compressors import Correction
 from espresso.compressors.cuda import sources
-from espresso.live.device_codecs import DeviceCodecs
+from espresso.live.codecs import DeviceCodecs
+from espresso.live.profiler import measure_compressor
 from espresso.live.runtime import DeviceRuntime
 from espresso.strategies import (
     PLAIN,
@@ -311,10 +312,9 @@ def run_two_rounds(rank: int) -> list[dict[str, Any]]:
             and all(np.array_equal(kept[n], row["kept"][n]) for n in kept)
         )  # fmt: skip
         rows.append(row)
-    timed = DeviceRuntime(EmulatedDevice(), device.streams)._time_codec(
-        device.groups, device.codecs(CompressorSpec.parse(POWERSGD), Device.TRAINING), 400, 1
-    )
-    rows.append({"timed": timed})
+    spec, place = CompressorSpec.parse(POWERSGD), DeviceRuntime(EmulatedDevice(), device.streams).place
+    timed = measure_compressor(device.groups, device.codecs, spec, [Device.TRAINING], largest=400, place=place)
+    rows.append({"timed": [cost.launch_us for cost in timed]})
     host.close()
     device.close()
     return rows

@@ -19,7 +19,7 @@ from benchmarks.emulated import open_network, run_workers, why_not_permitted
 from espresso.comm.groups import Groups
 from espresso.cpu_offload.codec import HostCodec
 from espresso.live import online_search
-from espresso.live.host_codecs import HostCodecs
+from espresso.live.codecs import HostCodecs
 from tests.ddp import (
     ALLGATHER,
     ALLREDUCE,

@@ -43,7 +43,7 @@ from espresso.comm.parameter_server.wire import (
 )
 from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
 from espresso.compressors.cuda import sources
-from espresso.live.host_codecs import HostCodecs
+from espresso.live.codecs import HostCodecs
 from espresso.strategies import (
     NONE,
     Choice,

@@ -101,7 +101,7 @@ def _park(rank: int) -> dict[str, Any]:
     from espresso.comm.execute.executor import Assignment, Executor
     from espresso.comm.groups import Groups
     from espresso.comm.keep.store import ResidualStore
-    from espresso.live.host_codecs import HostCodecs
+    from espresso.live.codecs import HostCodecs
     from espresso.strategies import (
         Bucket,
         Choice,

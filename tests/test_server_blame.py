@@ -31,7 +31,7 @@ from espresso.comm.parameter_server.wire import (
     Table,
     Tag,
 )
-from espresso.live.host_codecs import HostCodecs
+from espresso.live.codecs import HostCodecs
 from espresso.strategies import NONE
 
 BYTES = 4096

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -28,7 +27,8 @@ from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.plain import smaller
 from espresso.comm.parameter_server.transport import Pending
 from espresso.comm.parameter_server.wire import Key
-from espresso.compressors.base import Array, Decoding, DrawKey, Encoding, Feedback, Layout, Segment
+from espresso.compressors.base import Array, Decoding, DrawKey, Encoding, Layout, Segment
+from espresso.compressors.rehearsal import rehearse
 from espresso.strategies import CompressorSpec, Device, Run, Site
 
 _TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -201,9 +201,6 @@ class KeySum:
 SUM_ELEMENTS = 1 << 20
 _REPEATS = 5
 
-MEASURED_GAIN = 0.5
-"""Any but 1: encoders that do not fuse the feedback gain take one more pass for it."""
-
 
 def measure_server(
     codecs: Codecs, spec: CompressorSpec | None, sizes: Sequence[int], num_workers: int
@@ -221,18 +218,8 @@ def measure_server(
         return result
     codec = codecs(spec, Device.TRAINING)
     for size in sizes:
-        layout = codec.compressor.layout([Segment("probe", 0, size)])
-        starts = np.zeros(1, np.int64)
-        source = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-        rows = np.zeros((num_workers, layout.num_bytes), np.uint8)
-        feedback = None
-        if codec.compressor.traits.error_feedback:
-            feedback = Feedback(np.zeros(size, np.float32), np.zeros(size, np.float32), starts, MEASURED_GAIN)
-
-        encoding = Encoding(layout, source, starts, feedback=feedback)
-        result["encode"].append((size, _time(partial(codec.encode, encoding, rows[0]))))
-        rows[1:] = rows[0]
-        decode = partial(codec.decode, Decoding(layout, source, starts), rows)
+        encode, decode, *_ = rehearse(codec, [Segment("probe", 0, size)], rows=num_workers)
+        result["encode"].append((size, _time(encode)))
         result["decode"].append((size, _time(decode) / num_workers))
     return result
 

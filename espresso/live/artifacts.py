@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,51 +98,38 @@ class ProfileMarks:
 
 
 def interval_rows(record: Record, origin_ns: int, rank: int) -> list[dict[str, Any]]:
-    """A recorded iteration as JSON rows, in microseconds from ``origin_ns`` (the first ready gradient)."""
+    """A recorded iteration as JSON rows, in microseconds from ``origin_ns`` (the first ready gradient).
+
+    Backward is the stretches between one bucket's arrival and the next.
+    """
     laid = record.plan
     if laid is None:
         return []
-    rows = _backward_rows(record, origin_ns, rank)
-    for interval in sorted(record.intervals, key=lambda i: i.start_ns):
-        task = laid.tasks[interval.task]
-        part = laid.partitions[interval.partition]
-        group = laid.groups[part.group]
-        runs = group.segments(part.start, part.stop)
-        rows.append(
-            {
-                "lane": interval.lane.value,
-                "step": str(task.step),
-                "tensors": list(dict.fromkeys(run.tensor for run in runs)),
-                "bytes": part.numel * DTYPES[group.dtype],
-                "start_us": (interval.start_ns - origin_ns) / 1e3,
-                "end_us": (interval.end_ns - origin_ns) / 1e3,
-                "iteration": record.iteration,
-                "rank": rank,
-                "partition": interval.partition,
-                "option": str(group.choice.option),
-            }
-        )
-    return rows
 
+    def row(
+        lane: str, step: str, tensors: Iterable[str], num_bytes: int, start_ns: int, end_ns: int, part: int, option: str
+    ) -> dict[str, Any]:
+        return {
+            "lane": lane,
+            "step": step,
+            "tensors": list(dict.fromkeys(tensors)),
+            "bytes": num_bytes,
+            "start_us": (start_ns - origin_ns) / 1e3,
+            "end_us": (end_ns - origin_ns) / 1e3,
+            "iteration": record.iteration,
+            "rank": rank,
+            "partition": part,
+            "option": option,
+        }
 
-def _backward_rows(record: Record, origin_ns: int, rank: int) -> list[dict[str, Any]]:
-    """Backward as the stretches between one bucket's arrival and the next."""
     rows = []
-    begin = origin_ns
-    for bucket, at in zip(record.buckets, record.ready_ns, strict=True):
-        rows.append(
-            {
-                "lane": "backward",
-                "step": "backward",
-                "tensors": [slot.tensor for slot in bucket.slots],
-                "bytes": bucket.numel * DTYPES[bucket.dtype],
-                "start_us": (begin - origin_ns) / 1e3,
-                "end_us": (at - origin_ns) / 1e3,
-                "iteration": record.iteration,
-                "rank": rank,
-                "partition": bucket.index,
-                "option": "",
-            }
-        )
-        begin = at
+    for bucket, start, end in zip(record.buckets, (origin_ns, *record.ready_ns), record.ready_ns, strict=False):
+        names, size = (slot.tensor for slot in bucket.slots), bucket.numel * DTYPES[bucket.dtype]
+        rows.append(row("backward", "backward", names, size, start, end, bucket.index, ""))
+    for run in sorted(record.intervals, key=lambda i: i.start_ns):
+        part = laid.partitions[run.partition]
+        group = laid.groups[part.group]
+        names, size = (s.tensor for s in group.segments(part.start, part.stop)), part.numel * DTYPES[group.dtype]
+        step, option = str(laid.tasks[run.task].step), str(group.choice.option)
+        rows.append(row(run.lane.value, step, names, size, run.start_ns, run.end_ns, run.partition, option))
     return rows

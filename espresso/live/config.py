@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_args
 
 from espresso.comm.keep.residual import STORAGES
-from espresso.live.ranges import Flag, OneOf, Path, Range, Real, Whole
 from espresso.search.exactness import EXACT_TENSORS, EXACT_VECTORS, LEAST_SENT, SIGN_BLOCK, Automatic
 
 logger = logging.getLogger("espresso")
@@ -58,27 +57,72 @@ class Settings(TypedDict, total=False):
     artifacts_dir: str | os.PathLike[str] | None
 
 
+@dataclass(frozen=True)
+class Range:
+    """What a setting may be. The error of a wrong one names the setting, the value and the range.
+
+    Attributes:
+        wanted: it in words.
+        kinds: types; a truth value is no number.
+        fits: whether a value of such a type is in range.
+    """
+
+    wanted: str
+    kinds: tuple[type, ...]
+    fits: Callable[[Any], bool] = lambda value: True
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value.
+
+        Raises:
+            TypeError: it is of another type.
+            ValueError: it is out of range.
+        """
+        if not isinstance(value, self.kinds) or (isinstance(value, bool) and bool not in self.kinds):
+            raise TypeError(f"{name} must be {self.wanted}, got {value!r:.80} ({type(value).__name__})")
+        if not self.fits(value):
+            raise ValueError(f"{name} must be {self.wanted}, got {value!r:.80}")
+
+
+def _whole(low: int, high: int, multiple: int = 1) -> Range:
+    what = "a whole number" if multiple == 1 else f"a multiple of {multiple}"
+    return Range(f"{what} from {low} to {high}", (int,), lambda value: low <= value <= high and value % multiple == 0)
+
+
+def _real(high: float) -> Range:
+    return Range(f"a number above 0 and up to {high:g}", (int, float), lambda value: 0 < value <= high)
+
+
+def _one_of(names: Collection[str]) -> Range:
+    return Range(f"one of {', '.join(names)}", (str,), lambda value: value in names)
+
+
+def _optional(inner: Range) -> Range:
+    kinds = (*inner.kinds, type(None))
+    return Range(f"{inner.wanted} or None", kinds, lambda value: value is None or inner.fits(value))
+
+
 RANGES: dict[str, Range] = {
-    "timeout_s": Real(LONGEST_S),
-    "ranks_per_node": Whole(1, 1 << 16, optional=True),
-    "exact_vectors": Whole(0, MOST_ELEMENTS),
-    "exact_tensors": Whole(0, MOST_ELEMENTS),
-    "sign_block": Whole(0, 1 << 20, multiple=32),
-    "least_sent": Whole(1, MOST_ELEMENTS),
-    "partition_bytes": Whole(0, MOST_ELEMENTS, optional=True),
-    "seed": Whole(0, (1 << 63) - 1),
-    "transactional": Flag(),
-    "residual_dtype": OneOf(tuple(STORAGES)),
-    "feedback_gain": Real(1.0, optional=True),
-    "offload_threads": Whole(1, 1024, optional=True),
-    "warmup_steps": Whole(3, MOST_MEASURED),
-    "profile_steps": Whole(1, MOST_MEASURED),
-    "race_steps": Whole(3, MOST_MEASURED),
-    "race_rounds": Whole(1, MOST_MEASURED),
-    "decide_by": Whole(0, MOST_STEPS),
-    "steps_per_epoch": Whole(1, MOST_STEPS, optional=True),
-    "check_every": Whole(0, MOST_STEPS),
-    "artifacts_dir": Path(),
+    "timeout_s": _real(LONGEST_S),
+    "ranks_per_node": _optional(_whole(1, 1 << 16)),
+    "exact_vectors": _whole(0, MOST_ELEMENTS),
+    "exact_tensors": _whole(0, MOST_ELEMENTS),
+    "sign_block": _whole(0, 1 << 20, multiple=32),
+    "least_sent": _whole(1, MOST_ELEMENTS),
+    "partition_bytes": _optional(_whole(0, MOST_ELEMENTS)),
+    "seed": _whole(0, (1 << 63) - 1),
+    "transactional": Range("True or False", (bool,)),
+    "residual_dtype": _one_of(STORAGES),
+    "feedback_gain": _optional(_real(1.0)),
+    "offload_threads": _optional(_whole(1, 1024)),
+    "warmup_steps": _whole(3, MOST_MEASURED),
+    "profile_steps": _whole(1, MOST_MEASURED),
+    "race_steps": _whole(3, MOST_MEASURED),
+    "race_rounds": _whole(1, MOST_MEASURED),
+    "decide_by": _whole(0, MOST_STEPS),
+    "steps_per_epoch": _optional(_whole(1, MOST_STEPS)),
+    "check_every": _whole(0, MOST_STEPS),
+    "artifacts_dir": Range("a path or None", (str, os.PathLike, type(None))),
 }
 """What each setting may be."""
 

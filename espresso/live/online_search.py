@@ -14,8 +14,8 @@ from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Record
 from espresso.comm.groups import Groups
 from espresso.live.artifacts import Artifacts
+from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
-from espresso.live.host_codecs import HostCodecs
 from espresso.live.observer import Observer
 from espresso.live.planner import Candidate, InForce
 from espresso.live.profiler import (
@@ -131,14 +131,8 @@ class OnlineSearch:
         return CostModel(curves, compute + on_servers, copies, contention, servers=servers)
 
     def _measure_compressor(self, devices: Sequence[Device], largest: int) -> tuple[ComputeCost, ...]:
-        return measure_compressor(
-            self._groups,
-            self._codecs,
-            self.compressor,
-            devices,
-            largest=largest,
-            timer=self._runtime.codec_timer,
-        )
+        place = self._runtime.place
+        return measure_compressor(self._groups, self._codecs, self.compressor, devices, largest=largest, place=place)
 
     def _with_compressor(self, job: Job) -> Job:
         """The job with the costs of a compressor that came into force since it was measured."""

@@ -23,9 +23,9 @@ from espresso.comm import collectives
 from espresso.comm.collectives import Rest
 from espresso.comm.execute.lanes import IN_FLIGHT
 from espresso.comm.groups import Groups, Member
-from espresso.comm.keep.store import FactorStore
 from espresso.comm.program import Codecs
-from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment
+from espresso.compressors.base import Codec, Segment
+from espresso.compressors.rehearsal import Here, Step, rehearse
 from espresso.model.costs import COMMON_OPS, ComputeCost, Op
 from espresso.model.links import LinkCurve
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
@@ -35,9 +35,6 @@ LINK_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 
 ENCODE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 """Elements at which a compressor is measured."""
-
-MEASURED_GAIN = 0.5
-"""Feedback gain of the measured encodes: any but 1, since encoders that do not fuse it then take one more pass."""
 
 SLOW_US = 60_000.0
 """A routine that takes this long is measured once, and, where that is not latency, not at larger sizes."""
@@ -203,12 +200,26 @@ def _routines(member: Member) -> list[tuple[Routine, Form]]:
     return [(routine, Form.RAW) for routine in raw] + [(routine, Form.PAYLOAD) for routine in packed]
 
 
+def _host_us(call: Step) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a model's gradients are: the arrays to measure with, and how to wait until all is done there."""
+    """Where a model's gradients are.
+
+    Attributes:
+        settle: waits until all is done there.
+        time_us: microseconds of a call.
+        here: brings an array of the host there.
+    """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     settle: Callable[[], None] = lambda: None
+    time_us: Callable[[Step], float] = _host_us
+    here: Here = lambda array: array
 
 
 def _time_routine(
@@ -345,24 +356,24 @@ def measure_compressor(
     *,
     largest: int,
     repeats: int = 5,
-    timer: CodecTimer | None = None,
+    place: Place | None = None,
 ) -> tuple[ComputeCost, ...]:
     """Encode (with its residual) and decode times of one compressor, on all ranks at once.
 
     Args:
         largest: elements of the largest group; sizes beyond it are not measured.
-        timer: times the training device's codecs, where that is not the host.
+        place: where the training device's codecs work.
 
     Returns:
-        Costs whose points are (elements, us), the slowest rank's medians; decode per payload.
+        Costs whose points are (elements, us), the slowest rank's medians; decode per payload. Of compressors of several
+        rounds sizes are those of a square matrix.
     """
     costs = []
     for device in devices:
         sizes = [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
-        rounds = codecs(spec, device).compressor.traits.rounds > 1
-        timed: CodecTimer = _time_rounds if rounds else _time_codec
-        timed = timed if timer is None or device is Device.OFFLOAD else timer
-        rows = [timed(groups, codecs(spec, device), size, repeats) for size in sizes]
+        codec, here = codecs(spec, device), place if place and device is not Device.OFFLOAD else Place()
+        rounds = codec.compressor.traits.rounds > 1
+        rows = [_time_codec(groups, codec, size, repeats, here) for size in sizes]
         for op, column in zip(Op if rounds else COMMON_OPS, range(3), strict=False):
             launch = min(0.9 * rows[0][column], 50.0)
             points = [(float(size), max(row[column] - launch, 0.0)) for size, row in zip(sizes, rows, strict=True)]
@@ -373,57 +384,17 @@ def measure_compressor(
     return tuple(costs)
 
 
-CodecTimer = Callable[[Groups, Codec, int, int], tuple[float, ...]]
-"""``(groups, codec, elements, repeats)`` -> microseconds of an encode and of the decode of a payload of every rank; for
-compressors of several rounds of an encode, a decode and a transform."""
-
-
-def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, ...]:
-    layout = codec.compressor.layout([Segment("probe", 0, size)])
-    starts = np.zeros(1, np.int64)
-    source = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-    feedback = None
-    if codec.compressor.traits.error_feedback:
-        feedback = Feedback(np.zeros(size, np.float32), np.zeros(size, np.float32), starts, MEASURED_GAIN)
-    payloads = np.zeros((groups.num_ranks, layout.num_bytes), np.uint8)
-    encode, decode = [], []
-    for turn in range(repeats + 1):
-        groups.barrier()
-        begin = time.perf_counter()
-        codec.encode(Encoding(layout, source, starts, feedback=feedback), payloads[0])
-        middle = time.perf_counter()
-        payloads[1:] = payloads[0]
-        start = time.perf_counter()
-        codec.decode(Decoding(layout, source, starts, scale=1.0 / groups.num_ranks), payloads)
-        if turn:
-            encode.append((middle - begin) * 1e6)
-            decode.append((time.perf_counter() - start) * 1e6)
-    everybody = groups.all_objects((median(encode), median(decode)))
-    return tuple(map(max, zip(*everybody, strict=True)))
-
-
-def _time_rounds(groups: Groups, codec: Any, size: int, repeats: int) -> tuple[float, ...]:
-    """Encode, decode and transform of one square matrix of about ``size`` elements."""
+def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int, place: Place) -> tuple[float, ...]:
+    """Microseconds of an encode, of the decode of a payload of every rank, and of a transform where there is one."""
     side = max(math.isqrt(size), 1)
-    size = side * side
-    layout = codec.compressor.layout([Segment("probe", 0, size, (side, side))])
-    starts, factors = np.zeros(1, np.int64), FactorStore()
-    source = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-    feedback = Feedback(np.zeros(size, np.float32), np.zeros(size, np.float32), starts, MEASURED_GAIN)
-    first, second = (np.zeros(codec.num_values(layout, number), np.float32) for number in (0, 1))
+    shape = (side, side) if codec.compressor.traits.rounds > 1 else (size,)
+    probe = Segment("probe", 0, math.prod(shape), shape)
+    steps = rehearse(codec, [probe], rows=groups.num_ranks, scale=1.0 / groups.num_ranks, here=place.here)
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         groups.barrier()
-        begin = time.perf_counter()
-        codec.encode_values(Encoding(layout, source, starts, feedback=feedback), first, factors=factors)
-        encoded = time.perf_counter()
-        codec.transform_values(layout, first, second, feedback=feedback)
-        transformed = time.perf_counter()
-        codec.decode_values(Decoding(layout, source, starts), first, second, factors=factors)
-        factors.commit()
-        end = time.perf_counter()
-        times.append((encoded - begin, end - transformed, transformed - encoded))
-    medians = tuple(median(column) * 1e6 for column in zip(*times[1:], strict=True))
+        times.append([place.time_us(step) for step in steps])
+    medians = tuple(median(column) for column in zip(*times, strict=True))
     return tuple(map(max, zip(*groups.all_objects(medians), strict=True)))
 
 

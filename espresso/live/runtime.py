@@ -5,24 +5,19 @@ A runtime makes the codecs and the executor, and says how costs are measured. Ev
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
 import torch
 
 from espresso.comm.execute.device import CudaStreams, DeviceSide, Event
 from espresso.comm.execute.executor import Executor
 from espresso.comm.groups import Groups
 from espresso.comm.memory import DeviceMemory
-from espresso.compressors.base import Codec, Decoding, Encoding, Feedback, Segment
 from espresso.compressors.cuda import CudaDevice
 from espresso.compressors.cuda import Device as Accelerator
-from espresso.live.device_codecs import DeviceCodecs, Rehearsal
-from espresso.live.host_codecs import HostCodecs
-from espresso.live.profiler import CodecTimer, GradientClock, Place
+from espresso.live.codecs import DeviceCodecs, HostCodecs
+from espresso.live.profiler import GradientClock, Place
 from espresso.model.costs import PAPER_CONTENTION, Contention, CopyCost
 from espresso.model.links import KB
 
@@ -31,56 +26,32 @@ LAUNCHES = 20
 PATIENCE_S = 60.0
 
 
-class Runtime(Protocol):
-    """One of the two."""
-
-    host_copies: bool
-    place: Place
-    codec_timer: CodecTimer | None
-
-    def codecs(self, offload_threads: int | None) -> HostCodecs:
-        """Where codecs come from."""
-        ...
-
-    def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
-        """What carries plans out."""
-        ...
-
-    def clock(self, module: torch.nn.Module, names: Mapping[int, str], executor: Executor) -> GradientClock:
-        """What notes when gradients are ready."""
-        ...
-
-    def copy_cost(self, groups: Groups) -> CopyCost | None:
-        """Measured copies between device and host. Collective."""
-        ...
-
-    def contention(self, measured: Contention) -> Contention:
-        """What shares what."""
-        ...
-
-
-class HostRuntime:
+class Runtime:
     """A job on the CPU."""
 
     host_copies = False
-    codec_timer: CodecTimer | None = None
 
     def __init__(self) -> None:
         self.place = Place()
 
     def codecs(self, offload_threads: int | None) -> HostCodecs:
+        """Where codecs come from."""
         return HostCodecs(offload_threads)
 
     def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
+        """What carries plans out."""
         return Executor(groups, codecs, planner, **more)
 
     def clock(self, module: torch.nn.Module, names: Mapping[int, str], executor: Executor) -> GradientClock:
+        """What notes when gradients are ready."""
         return GradientClock(module, names)
 
     def copy_cost(self, groups: Groups) -> CopyCost | None:
+        """Measured copies between device and host. Collective."""
         return None
 
     def contention(self, measured: Contention) -> Contention:
+        """What shares what."""
         return measured
 
 
@@ -110,7 +81,7 @@ class DeviceClock(GradientClock):
         self._events = {}
 
 
-class DeviceRuntime:
+class DeviceRuntime(Runtime):
     """A job on a GPU.
 
     Args:
@@ -123,8 +94,7 @@ class DeviceRuntime:
     def __init__(self, accelerator: Accelerator, streams: CudaStreams) -> None:
         self.accelerator, self.streams = accelerator, streams
         self.memory = DeviceMemory(accelerator)
-        self.place = Place(accelerator.torch_device, self._settle)
-        self.codec_timer: CodecTimer | None = self._time_codec
+        self.place = Place(accelerator.torch_device, self._settle, self._time, self.memory.here)
 
     def codecs(self, offload_threads: int | None) -> HostCodecs:
         return DeviceCodecs(self.accelerator, offload_threads)
@@ -172,48 +142,6 @@ class DeviceRuntime:
         self.streams.wait_here(end, PATIENCE_S)
         return self.streams.elapsed_us(begin, end) / LAUNCHES
 
-    def _time_codec(self, groups: Groups, codec: Codec, size: int, repeats: int) -> tuple[float, ...]:
-        """Medians of device time; the slowest rank's."""
-        if codec.compressor.traits.rounds > 1:
-            return self._time_rounds(groups, codec, size, repeats)
-        layout = codec.compressor.layout([Segment("probe", 0, size)])
-        starts, memory = np.zeros(1, np.int64), self.memory
-        source = memory.zeros(size, np.float32)
-        source.copy_(torch.randn(size, generator=torch.Generator().manual_seed(0)))
-        feedback = None
-        if codec.compressor.traits.error_feedback:
-            feedback = Feedback(memory.zeros(size, np.float32), memory.zeros(size, np.float32), starts)
-        payloads = memory.zeros((groups.num_ranks, layout.num_bytes), np.uint8)
-        target = memory.zeros(size, np.float32)
-
-        def encode() -> None:
-            codec.encode(Encoding(layout, source, starts, feedback=feedback), payloads[0])
-
-        def decode() -> None:
-            codec.decode(Decoding(layout, target, starts, scale=1.0 / groups.num_ranks), payloads)
-
-        encode()
-        payloads[1:] = payloads[0]
-        return self._medians(groups, (encode, decode), repeats)
-
-    def _time_rounds(self, groups: Groups, codec: Any, size: int, repeats: int) -> tuple[float, ...]:
-        """Encode, decode and transform of one square matrix of about ``size`` elements."""
-        side = max(math.isqrt(size), 1)
-        rehearsal = Rehearsal(codec, side, np.dtype(np.float32), self.accelerator.torch_device)
-        for _ in range(2):  # from the second on it starts from the last Q
-            rehearsal.encode()
-            rehearsal.transform()
-            rehearsal.decode()
-        return self._medians(groups, (rehearsal.encode, rehearsal.decode, rehearsal.transform), repeats)
-
-    def _medians(self, groups: Groups, calls: Sequence[Callable[[], object]], repeats: int) -> tuple[float, ...]:
-        times = []
-        for _ in range(repeats):
-            groups.barrier()
-            times.append([self._time(call) for call in calls])
-        mine = tuple(median(column) for column in zip(*times, strict=True))
-        return tuple(map(max, zip(*groups.all_objects(mine), strict=True)))
-
 
 def runtime_of(device: torch.device) -> Runtime:
     """The runtime of a job whose parameters are on ``device``.
@@ -222,6 +150,6 @@ def runtime_of(device: torch.device) -> Runtime:
         CudaUnavailableError: a CUDA device, and no CuPy.
     """
     if device.type == "cpu":
-        return HostRuntime()
+        return Runtime()
     accelerator = CudaDevice(device.index)
     return DeviceRuntime(accelerator, CudaStreams(accelerator.torch_device))

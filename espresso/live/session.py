@@ -28,21 +28,19 @@ from espresso.comm.execute.executor import Executor
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link, connected
-from espresso.compressors.schedule import Schedule, check_choices, translate
+from espresso.compressors.schedule import Follower, Schedule, check_choices, translate
 from espresso.live.artifacts import Artifacts, ProfileMarks
 from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept, Stored, checksum
+from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
-from espresso.live.follower import Follower
 from espresso.live.given import Given
-from espresso.live.host_codecs import HostCodecs
-from espresso.live.loss_scale import LossScale
 from espresso.live.names import BoundModel
 from espresso.live.observer import Observer
 from espresso.live.online_search import OnlineSearch
 from espresso.live.planner import AutoPlanner, Decider, FixedPlanner, Work
 from espresso.live.profiler import GradientClock
 from espresso.live.runtime import Runtime, runtime_of
-from espresso.live.step_guard import StepGuard
+from espresso.live.script import LossScale, StepGuard
 from espresso.strategies import NONE, Bucket, Strategy
 
 logger = logging.getLogger("espresso")

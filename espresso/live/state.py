@@ -25,8 +25,8 @@ from espresso.comm.witness import lost_peer
 from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept
 from espresso.live.config import Config, Settings
 from espresso.live.given import AUTO, Given, StrategyLike
-from espresso.live.loss_scale import LossScale, Scaler
 from espresso.live.names import BoundModel
+from espresso.live.script import LossScale, Scaler
 from espresso.live.session import METRICS, Session
 from espresso.live.summary import summary_of
 from espresso.model.job import Job

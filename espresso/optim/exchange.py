@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from espresso.live.config import Settings
 from espresso.live.given import StrategyLike
-from espresso.live.loss_scale import Scaler
 from espresso.live.names import named_gradients
+from espresso.live.script import Scaler
 from espresso.live.state import EspressoState, register
 from espresso.search.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Option, Strategy, TensorSpec
