@@ -251,24 +251,20 @@ def _whole(value: Any, where: str) -> int:
     return whole(value, where, least=-LARGEST)
 
 
-def _truth(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise FormError(f"{where} must be true or false, got {shown(value)}")
+def _typed(kind: type, wanted: str, value: Any, where: str) -> Any:
+    if not isinstance(value, kind):
+        raise FormError(f"{where} must be {wanted}, got {shown(value)}")
     return value
+
+
+_truth, _items = partial(_typed, bool, "true or false"), partial(_typed, list, "a list")
 
 
 def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise FormError(f"{where} must be text, got {shown(value)}")
-    if len(value) > MAX_TEXT:
-        raise FormError(f"{where} must have at most {MAX_TEXT} characters, got {len(value)}")
-    return value
-
-
-def _items(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise FormError(f"{where} must be a list, got {shown(value)}")
-    return value
+    text: str = _typed(str, "text", value, where)
+    if len(text) > MAX_TEXT:
+        raise FormError(f"{where} must have at most {MAX_TEXT} characters, got {len(text)}")
+    return text
 
 
 def _free(value: Any, where: str) -> Any:
@@ -350,8 +346,7 @@ def _read_row(inner: list[_Reader], value: Any, where: str) -> tuple[Any, ...]:
 
 
 def _read_mapping(inner: _Reader, value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise FormError(f"{where} must be a JSON object, got {shown(value)}")
+    _typed(dict, "a JSON object", value, where)
     return {_text(key, f"a key of {where}"): inner(item, f"{where}[{shown(key)}]") for key, item in value.items()}
 
 

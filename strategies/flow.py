@@ -193,7 +193,7 @@ def payload_splits(steps: Sequence[Step], position: int, cluster: Cluster) -> tu
             break
         if later.routine is Routine.ALL_TO_ALL:
             assert later.scope is not None
-            splits.append(_group_size(later.scope, cluster))
+            splits.append(place(later.scope, cluster, 0, 0)[0])
     return tuple(splits)
 
 
@@ -234,14 +234,6 @@ def _site(option: Option, position: int) -> Site:
     if following.scope is Scope.INTRA:
         return Site.INTRA_SECOND
     return Site.INTER_SECOND if following.phase is Phase.SECOND else Site.INTER_FIRST
-
-
-def _group_size(scope: Scope, cluster: Cluster) -> int:
-    return {
-        Scope.FLAT: cluster.num_ranks,
-        Scope.INTRA: cluster.ranks_per_node,
-        Scope.INTER: cluster.num_nodes,
-    }[scope]
 
 
 def _communicate(

@@ -240,6 +240,3 @@ class _Run:
             activity.go_on_at(rates.get(task, 1.0), self._now)
         if self._backward is not None:
             self._backward.go_on_at(rates.get(BACKWARD, 1.0), self._now)
-
-
-__all__ = ["BACKWARD", "Pace", "Schedule", "Width", "list_order", "schedule_tasks", "undisturbed"]

@@ -131,8 +131,15 @@ class Strategy:
                     f"tensor {name!r}: option '{choice.option}' is hierarchical, but the cluster has {self.cluster};"
                     " only flat options can run there"
                 )
-            if choice.option.uses_servers and not self.cluster.num_servers:
-                raise StrategyError(_no_servers(name, choice, self.cluster))
+        self._check_servers(self.cluster)
+
+    def _check_servers(self, cluster: Cluster) -> None:
+        for name, choice in self.choices.items():
+            if choice.option.uses_servers and not cluster.num_servers:
+                raise StrategyError(
+                    f"tensor {name!r}: option '{choice.option}' goes through parameter servers, but the cluster has"
+                    f" {cluster}; start the job with python -m espresso.launch --servers N"
+                )
 
     def __repr__(self) -> str:
         """What it holds, without its tensors: there may be thousands."""
@@ -215,9 +222,7 @@ class Strategy:
             raise StrategyError(
                 f"the strategy was made for {self.cluster}, this job runs on {cluster}; search again for this cluster"
             )
-        for name, choice in self.choices.items():
-            if choice.option.uses_servers and not cluster.num_servers:
-                raise StrategyError(_no_servers(name, choice, cluster))
+        self._check_servers(cluster)
 
     def to_json(self) -> dict[str, Any]:
         return fields.head(KIND) | {
@@ -299,13 +304,6 @@ class _File:
     tensors: tuple[_Row, ...]
     bucket_cap_mb: float | None = None
     notes: Mapping[str, Any] | None = None
-
-
-def _no_servers(name: str, choice: Choice, cluster: Cluster) -> str:
-    return (
-        f"tensor {name!r}: option '{choice.option}' goes through parameter servers, but the cluster has {cluster};"
-        " start the job with python -m espresso.launch --servers N"
-    )
 
 
 def _check_same_names(left: list[str], right: list[str], left_name: str, right_name: str) -> None:

@@ -227,13 +227,11 @@ def server_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) -> t
 
 def two_way_option(cluster: Cluster) -> Option:
     """Compressed to the servers and back, on the training device: BytePS-Compress as a leaf."""
-    scope = Scope.INTER if cluster.is_hierarchical else Scope.FLAT
-    steps = _through_servers(scope, (Device.TRAINING,))[-1]
     if not cluster.is_hierarchical:
-        return Option(steps)
-    first = communicate(Routine.REDUCE_SCATTER, Scope.INTRA, Phase.FIRST, Form.RAW)
-    back = communicate(Routine.ALLGATHER, Scope.INTRA, Phase.SECOND, Form.RAW)
-    return Option((first, *steps, back))
+        return parse_option("comp > flat.push > dec@server > comp@server > flat.pull > dec")
+    return parse_option(
+        "intra.reduce_scatter > comp > inter.push > dec@server > comp@server > inter.pull > dec > intra.allgather"
+    )
 
 
 def _through_servers(scope: Scope, devices: tuple[Device, ...]) -> list[Tail]:
@@ -271,7 +269,8 @@ def options_for(
 def _common_by_id() -> dict[str, Option]:
     """Ids of what most strategies and all baselines use: a twentieth of the tree, found in a twentieth of the time."""
     device = (Device.TRAINING,)
-    return {str(option): option for option in flat_options(device) + hierarchical_options(device)}
+    usual = flat_options(device) + hierarchical_options(device) + server_options(True, device)
+    return {str(option): option for option in usual}
 
 
 @cache
@@ -304,16 +303,3 @@ def _where_it_leaves_the_tree(text: str) -> str:
         if followers:
             return f"after {' > '.join(words[:length])!r} the tree allows {', '.join(sorted(followers))}"
     return f"an option starts with one of {', '.join(sorted({word[0] for word in known}))}"
-
-
-__all__ = [
-    "compressed_options",
-    "flat_options",
-    "hierarchical_options",
-    "options_for",
-    "parse_option",
-    "round_options",
-    "server_options",
-    "summable_options",
-    "two_way_option",
-]

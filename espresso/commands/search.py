@@ -1,6 +1,6 @@
 """``espresso search``: from a job to a strategy."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,6 +80,7 @@ def search(
 ) -> None:
     """Search the strategy with the shortest predicted iteration, and say what it chose."""
     from espresso.model.job import Job
+    from espresso.strategies import Strategy
 
     specs = parse_compressors(compressor)
     check_output(output)
@@ -93,13 +94,13 @@ def search(
     with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)") as progress:
         skip_blas()
         from espresso.search.error_budget import Sensitivity
+        from espresso.search.search import replan
+        from espresso.search.search import search as find
 
         lost = None if sensitivity is None else Sensitivity.load(sensitivity)
         if old is not None:
-            result = _replan(loaded, specs, old)
+            result = replan(loaded, Strategy.load(old), compressor=specs)
         else:
-            from espresso.search.search import search as find
-
             sized = manner is None if bucket_caps is None else bucket_caps
             result = find(
                 loaded, specs, progress=progress.update, bucket_caps=None if sized else (),
@@ -149,44 +150,17 @@ def _gentle_json(manner: "Automatic | None", result: "SearchResult") -> dict[str
     return {"gentle": True, **settings, "alternatives": rows}
 
 
-def _replan(job: "Job", specs: "tuple[CompressorSpec, ...]", old: Path) -> "SearchResult":
-    from espresso.search.search import replan
-    from espresso.strategies import Strategy
-
-    return replan(job, Strategy.load(old), compressor=specs)
-
-
 def _summary(
     job: "Job", specs: "tuple[CompressorSpec, ...]", result: "SearchResult", output: Path | None
 ) -> dict[str, Any]:
-    return {
-        "predicted_us": result.predicted_us,
-        "uncompressed_us": result.uncompressed_us,
-        "upper_bound_us": result.upper_bound_us,
-        "lower_bound_us": result.lower_bound_us,
-        "gap": result.gap,
-        "search_ms": result.search_ms,
-        "algorithms_ms": result.algorithms_ms,
-        "certificate_ms": result.certificate_ms,
-        "improve_ms": result.improve_ms,
-        "num_tensors": result.num_tensors,
-        "num_compressed": result.num_compressed,
-        "num_offloaded": result.num_offloaded,
-        "num_candidates": result.num_candidates,
-        "offload_capped": result.offload_capped,
+    figures = (
+        "predicted_us", "uncompressed_us", "upper_bound_us", "lower_bound_us", "gap", "search_ms", "algorithms_ms",
+        "certificate_ms", "improve_ms", "num_tensors", "num_compressed", "num_offloaded", "num_candidates",
+        "offload_capped", "bucket_cap_mb", "error", "error_budget",
+    )  # fmt: skip
+    return {name: getattr(result, name) for name in figures} | {
         "partition_bytes": result.strategy.partition_bytes,
-        "bucket_cap_mb": result.bucket_cap_mb,
-        "bucket_caps": [
-            {
-                "bucket_cap_mb": row.bucket_cap_mb,
-                "num_buckets": row.num_buckets,
-                "predicted_us": row.predicted_us,
-                "uncompressed_us": row.uncompressed_us,
-            }
-            for row in result.caps
-        ],
-        "error": result.error,
-        "error_budget": result.error_budget,
+        "bucket_caps": [asdict(row) for row in result.caps],
         "compressors": [str(spec) for spec in specs],
         "mode": job.mode.value,
         "baselines": dict(result.baselines),

@@ -102,6 +102,3 @@ class _KernelCache(_Cache):  # type: ignore[misc]
 
     def _warn(self, error: Exception) -> None:
         warn_once(f"a kernel cannot be kept in {self.cache_path}, so it is compiled each time ({error!r}); {_REMEDY}")
-
-
-__all__ = ["digest_of", "keep"]

@@ -32,6 +32,25 @@ class Row:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A group's numbers; see :class:`espresso.optim.LANS`."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    maximize: bool
+
+    def corrections(self, step: int) -> tuple[float, float]:
+        """1 - β1^t and 1 - β2^t, or ones."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        return 1.0 - self.beta1**step, 1.0 - self.beta2**step
+
+
 class AdaptiveOptimizer(Optimizer):
     """Two moments per parameter, in float32 where the parameter is float16 or bfloat16.
 

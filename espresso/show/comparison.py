@@ -58,6 +58,3 @@ def write_comparison(path: Path, rows: Sequence[dict[str, Any]], title: str) -> 
     axis.set_title(title, fontsize=10)
     axis.margins(x=0.1)
     figure.savefig(path)
-
-
-__all__ = ["CERTIFICATE", "CHOSEN", "UPPER_BOUND", "comparison_rows", "write_comparison"]

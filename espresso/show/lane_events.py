@@ -237,17 +237,3 @@ def busy_us(events: Iterable[LaneEvent]) -> dict[str, float]:
         busy[event.lane] = busy.get(event.lane, 0.0) + max(0.0, event.end_us - start)
         until[event.lane] = max(event.end_us, until.get(event.lane, event.end_us))
     return busy
-
-
-__all__ = [
-    "EventError",
-    "Kind",
-    "LaneEvent",
-    "busy_us",
-    "kind_of",
-    "last_iteration",
-    "load_measured",
-    "measured_events",
-    "predicted_events",
-    "sorted_lanes",
-]
