@@ -15,16 +15,10 @@ from espresso.compressors.blockwise import MAX_BLOCK, TINY, Blockwise
 from espresso.compressors.blockwise import Codes as Form
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
 from espresso.cpu_offload.fp8_kernels import quantize_fp8, widen_fp8
-from espresso.cpu_offload.intrinsics import address, as_number, fence, room
+from espresso.cpu_offload.intrinsics import as_number, fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fetch_block, fill_q, neutral_block
-from espresso.cpu_offload.vectors import (
-    GROUP,
-    STREAM_ALIGNMENT,
-    largest,
-    quantize_group,
-    quantize_group_stream,
-)
+from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, copy_block, fetch_block, fill_q, neutral_block
+from espresso.cpu_offload.vectors import GROUP, largest, quantize_group
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 Codes = npt.NDArray[np.int8]
@@ -88,16 +82,12 @@ def quantize(
     step: float, magic: float, codes: Codes, code: int, stream: bool, form: int,
 ) -> None:  # fmt: skip
     """Codes and residual of ``num`` elements, a multiple of a group; ``form`` is that of the codes."""
+    stream = can_stream(stream, new, to)
     if form:
         quantize_fp8(source, at, scale, old, kept, new, to, num, inverse, step, codes, code, stream, form == E5M2)
-    elif stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
-        for i in range(0, num, GROUP):
-            quantize_group_stream(
-                source, at + i, scale, old, kept + i, new, to + i, inverse, step, magic, codes, code + i
-            )
-    else:
-        for i in range(0, num, GROUP):
-            quantize_group(source, at + i, scale, old, kept + i, new, to + i, inverse, step, magic, codes, code + i)
+        return
+    for i in range(0, num, GROUP):
+        quantize_group(source, at + i, scale, old, kept + i, new, to + i, inverse, step, magic, codes, code + i, stream)
 
 
 @kernel

@@ -10,9 +10,8 @@ from llvmlite import ir
 from numba import types
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import address
 from espresso.cpu_offload.jit import kernel, operation
-from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, GroupBuilder
+from espresso.cpu_offload.vectors import GROUP, GroupBuilder
 
 Codes = npt.NDArray[np.int8]
 
@@ -21,12 +20,12 @@ E5M2 = (2, 15)
 """Bits of mantissa, bias of the exponent."""
 
 
-def _make_fp8_group(format_: tuple[int, int], stream: bool) -> Callable[..., Any]:
+def _make_fp8_group(format_: tuple[int, int]) -> Callable[..., Any]:
     mantissa, bias = format_
 
     def fp8_group(
         typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, inverse: Any,
-        step: Any, codes: Any, code: Any,
+        step: Any, codes: Any, code: Any, stream: Any,
     ) -> Any:  # fmt: skip
         """``codes[code:][:16]`` = q * inverse rounded to nearest even, ``new[to:][:16]`` = q - code * step.
 
@@ -66,21 +65,18 @@ def _make_fp8_group(format_: tuple[int, int], stream: bool) -> Callable[..., Any
             builder.store(builder.trunc(number, bytes_), place).align = 1
             value = builder.select(negative, builder.fneg(value), value)
             residual = builder.fsub(q, builder.fmul(value, step))
-            group.store(residual, kinds[5], arguments[5], arguments[6], stream)
+            group.store(residual, kinds[5], arguments[5], arguments[6], arguments[11])
             return context.get_dummy_value()
 
         number = source.dtype
-        more = (new, types.intp, number, number, codes, types.intp)
+        more = (new, types.intp, number, number, codes, types.intp, types.boolean)
         return types.void(source, types.intp, number, old, types.intp, *more), generate
 
     function: Callable[..., Any] = operation(fp8_group)
     return function
 
 
-_e4m3 = _make_fp8_group(E4M3, False)
-_e4m3_stream = _make_fp8_group(E4M3, True)
-_e5m2 = _make_fp8_group(E5M2, False)
-_e5m2_stream = _make_fp8_group(E5M2, True)
+_e4m3, _e5m2 = _make_fp8_group(E4M3), _make_fp8_group(E5M2)
 
 
 @kernel
@@ -89,19 +85,12 @@ def quantize_fp8(
     step: float, codes: Codes, code: int, stream: bool, is_e5m2: bool,
 ) -> None:  # fmt: skip
     """Codes and residual of ``num`` elements, a multiple of a group."""
-    if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
-        if is_e5m2:
-            for i in range(0, num, GROUP):
-                _e5m2_stream(source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i)
-        else:
-            for i in range(0, num, GROUP):
-                _e4m3_stream(source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i)
-    elif is_e5m2:
+    if is_e5m2:
         for i in range(0, num, GROUP):
-            _e5m2(source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i)
+            _e5m2(source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i, stream)
     else:
         for i in range(0, num, GROUP):
-            _e4m3(source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i)
+            _e4m3(source, at + i, scale, old, kept + i, new, to + i, inverse, step, codes, code + i, stream)
 
 
 @kernel

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import prefetch
+from espresso.cpu_offload.intrinsics import address, prefetch
 from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.vectors import STREAM_ALIGNMENT
 from espresso.cpu_offload.work import HASH, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, START, Table
 
 BLOCK = 1024
@@ -60,6 +61,12 @@ def neutral_block(target: Array, num: int) -> None:
     out = target[:num]
     for i in range(num):
         out[i] = -0.0
+
+
+@kernel
+def can_stream(stream: bool, new: Array, to: int) -> Scalar:
+    """Whether residuals from ``new[to]`` on may be written past the caches: wanted, and aligned for it."""
+    return stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0
 
 
 @kernel

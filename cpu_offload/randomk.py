@@ -20,9 +20,10 @@ from espresso.compressors.base import Array, Layout, Starts
 from espresso.compressors.draws import salt_of
 from espresso.compressors.randomk import ROUNDS, STRATUM
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall
-from espresso.cpu_offload.intrinsics import address, fence, prefetch, room
+from espresso.cpu_offload.intrinsics import fence, prefetch, room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import (
+    can_stream,
     clear_block,
     clear_blocks,
     copy_block,
@@ -32,7 +33,7 @@ from espresso.cpu_offload.kernels import (
     segment_key,
 )
 from espresso.cpu_offload.summable import SummableHostCodec
-from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, drop_group, drop_group_stream
+from espresso.cpu_offload.vectors import GROUP, drop_group
 from espresso.cpu_offload.work import (
     COUNT,
     HIGH,
@@ -141,17 +142,13 @@ def drop_groups(
 ) -> Scalar:  # fmt: skip
     """Residual of ``num`` elements, a multiple of a group; nonzero if one is not finite."""
     unlike = np.uint16(0)
-    if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
-        for i in range(0, num, GROUP):
-            prefetch(source, at + i + AHEAD)
-            prefetch(old, kept + i + AHEAD)
-            unlike |= drop_group_stream(
-                source, at + i, scale, old, kept + i, new, to + i, dropped[i // GROUP], infinity
-            )
+    stream = can_stream(stream, new, to)
+    for i in range(0, num, GROUP):
+        prefetch(source, at + i + AHEAD)
+        prefetch(old, kept + i + AHEAD)
+        unlike |= drop_group(source, at + i, scale, old, kept + i, new, to + i, dropped[i // GROUP], infinity, stream)
+    if stream:
         fence()
-    else:
-        for i in range(0, num, GROUP):
-            unlike |= drop_group(source, at + i, scale, old, kept + i, new, to + i, dropped[i // GROUP], infinity)
     return unlike
 
 

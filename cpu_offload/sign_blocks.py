@@ -12,14 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import address, fence, prefetch, room
+from espresso.cpu_offload.intrinsics import fence, prefetch, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fill_q, keep_block
+from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, copy_block, fill_q, keep_block
 from espresso.cpu_offload.vectors import (
     GROUP,
-    STREAM_ALIGNMENT,
     sign_group,
-    sign_group_stream,
     sum_magnitudes,
     sum_sides,
     unpack_groups,
@@ -56,8 +54,7 @@ def encode_blocks(
         signs = (row[OFFSET] + means * row[COUNT] * numbers.itemsize) // 2
         begin = (chunks[chunk, LOW] + block - 1) // block
         stop = (chunks[chunk, HIGH] + block - 1) // block
-        place = address(new) + row[RESIDUAL] * new.itemsize
-        direct = stream and place % STREAM_ALIGNMENT == 0  # a block is a whole number of lines
+        direct = can_stream(stream, new, row[RESIDUAL])  # a block is a whole number of lines
         for index in range(begin, stop):
             low = index * block
             num = min(block, row[NUMEL] - low)
@@ -106,18 +103,12 @@ def sign_block(
     minus: float, halves: Halves, half: int, stream: bool, ahead: int, gain: float,
 ) -> None:  # fmt: skip
     """Signs and residual of ``num`` elements, a multiple of a group; asks for what lies ``ahead`` meanwhile."""
-    if stream:
-        for i in range(0, num, GROUP):
-            prefetch(source, at + i + ahead)
-            prefetch(old, kept + i + ahead)
-            halves[half + i // GROUP] = sign_group_stream(
-                source, at + i, scale, old, kept + i, new, to + i, plus, minus, gain
-            )
-    else:
-        for i in range(0, num, GROUP):
-            prefetch(source, at + i + ahead)
-            prefetch(old, kept + i + ahead)
-            halves[half + i // GROUP] = sign_group(source, at + i, scale, old, kept + i, new, to + i, plus, minus, gain)
+    for i in range(0, num, GROUP):
+        prefetch(source, at + i + ahead)
+        prefetch(old, kept + i + ahead)
+        halves[half + i // GROUP] = sign_group(
+            source, at + i, scale, old, kept + i, new, to + i, plus, minus, gain, stream
+        )
 
 
 @kernel

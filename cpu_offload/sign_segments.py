@@ -14,16 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import address, fence, room
+from espresso.cpu_offload.intrinsics import fence, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, clear_block, fill_q, keep_block, neutral_block
-from espresso.cpu_offload.vectors import (
-    GROUP,
-    STREAM_ALIGNMENT,
-    add_magnitudes,
-    sign_group,
-    sign_group_stream,
-)
+from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, fill_q, keep_block, neutral_block
+from espresso.cpu_offload.sign_blocks import AHEAD, sign_block
+from espresso.cpu_offload.vectors import GROUP, add_magnitudes
 from espresso.cpu_offload.work import (
     END_CHUNK,
     FIRST_CHUNK,
@@ -137,37 +132,21 @@ def sign_chunks(
         place = (row[OFFSET] + numbers.itemsize) // 2
         if has_feedback:
             num = (stop - low) // GROUP * GROUP
-            sign_groups(
-                source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, new, row[RESIDUAL] + low, num, size, halves,
-                place + low // GROUP, stream, gain,
-            )  # fmt: skip
+            at, to = row[SOURCE] + low, row[RESIDUAL] + low
+            direct, half = can_stream(stream, new, to), place + low // GROUP
+            sign_block(source, at, scale, old, to, new, to, num, size, -size, halves, half, direct, AHEAD, gain)
             low += num
         while low < stop:
             num = min(BLOCK, stop - low)
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
             clear_block(q, num, BLOCK - num)
             groups = (num + GROUP - 1) // GROUP * GROUP
-            sign_groups(q, 0, one, zeros, 0, kept, 0, groups, size, halves, place + low // GROUP, False, one)
+            half = place + low // GROUP
+            sign_block(q, 0, one, zeros, 0, kept, 0, groups, size, -size, halves, half, False, 0, one)
             if has_feedback:
                 keep_block(new, row[RESIDUAL] + low, kept, old, row[RESIDUAL] + low, num, gain)
             low += num
-
-
-@kernel
-def sign_groups(
-    source: Array, at: int, scale: float, old: Array, kept: int, new: Array, to: int, num: int, size: float,
-    halves: Halves, half: int, stream: bool, gain: float,
-) -> None:  # fmt: skip
-    """Signs and residual of ``num`` elements, a multiple of a group."""
-    if stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0:
-        for i in range(0, num, GROUP):
-            halves[half + i // GROUP] = sign_group_stream(
-                source, at + i, scale, old, kept + i, new, to + i, size, -size, gain
-            )
-        fence()
-    else:
-        for i in range(0, num, GROUP):
-            halves[half + i // GROUP] = sign_group(source, at + i, scale, old, kept + i, new, to + i, size, -size, gain)
+    fence()
 
 
 @kernel

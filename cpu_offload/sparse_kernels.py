@@ -14,10 +14,11 @@ import numpy.typing as npt
 from espresso.compressors import sparse
 from espresso.compressors.base import Array
 from espresso.compressors.sparse import RUN, SPAN
-from espresso.cpu_offload.intrinsics import address, fence, room, trailing_zeros
+from espresso.cpu_offload.intrinsics import fence, room, trailing_zeros
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import (
     BLOCK,
+    can_stream,
     clear_block,
     clear_blocks,
     fill_q,
@@ -26,7 +27,7 @@ from espresso.cpu_offload.kernels import (
     mix64,
     neutral_block,
 )
-from espresso.cpu_offload.vectors import GROUP, STREAM_ALIGNMENT, filter_group, filter_group_stream
+from espresso.cpu_offload.vectors import GROUP, filter_group
 from espresso.cpu_offload.work import (
     CHUNK,
     COUNT,
@@ -192,13 +193,10 @@ def filter_groups(
     Groups in which nothing passes cost one comparison. A candidate is computed again rather than read back, for
     what was just streamed is no longer near.
     """
-    stream = stream and (address(new) + to * new.itemsize) % STREAM_ALIGNMENT == 0
+    stream = can_stream(stream, new, to)
     for group in range(0, num, GROUP):
         here, there, target = at + group, kept + group, to + group
-        if stream:
-            mask = filter_group_stream(source, here, scale, old, there, new, target, magnitude, threshold, gain)
-        else:
-            mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain)
+        mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain, stream)
         while mask:
             i = trailing_zeros(mask)
             index[count] = low + group + i

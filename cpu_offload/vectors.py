@@ -4,8 +4,8 @@ Each loads q = scale * source + old for 16 elements, does something with it and 
 over memory is one stream of loads and stores: kernels that went block by block through a buffer (fill, work, store)
 left the memory idle while they worked, and ran at half the speed. Bounds are the caller's.
 
-The ``stream`` variants write the residual past the caches, which spares the read of what they overwrite; their
-target must be 16-byte aligned, and a kernel that used them ends with ``fence``.
+Where ``stream`` is true they write the residual past the caches, which spares the read of what they overwrite; the
+target must be 16-byte aligned then, and the kernel ends with ``fence``. LLVM takes the question out of loops.
 """
 
 # Numba inspects these signatures: no postponed annotations here.
@@ -47,19 +47,23 @@ class GroupBuilder:
         loaded.align = self.size
         return loaded
 
-    def store(self, value: Any, kind: Any, array: Any, at: Any, stream: bool) -> None:
-        if not stream:
+    def store(self, value: Any, kind: Any, array: Any, at: Any, stream: Any = False) -> None:
+        """Past the caches where ``stream`` holds, which is False or a truth value of the kernel."""
+        if stream is False:
             self.ir.store(value, self.pointer(kind, array, at, self.numbers)).align = self.size
             return
         lanes = STREAM_ALIGNMENT // self.size
         part = ir.VectorType(self.numbers.element, lanes)
         one = self.ir.module.add_metadata([ir.Constant(_LANE, 1)])
-        for first in range(0, GROUP, lanes):
-            piece = self.part(value, first, lanes)
-            place = self.ir.add(at, ir.Constant(at.type, first))
-            stored = self.ir.store(piece, self.pointer(kind, array, place, part))
-            stored.align = STREAM_ALIGNMENT
-            stored.set_metadata("nontemporal", one)
+        with self.ir.if_else(stream) as (past, through):
+            with past:
+                for first in range(0, GROUP, lanes):
+                    place = self.ir.add(at, ir.Constant(at.type, first))
+                    stored = self.ir.store(self.part(value, first, lanes), self.pointer(kind, array, place, part))
+                    stored.align = STREAM_ALIGNMENT
+                    stored.set_metadata("nontemporal", one)
+            with through:
+                self.store(value, kind, array, at)
 
     def splat(self, scalar: Any, vector: Any) -> Any:
         undefined = ir.Constant(vector, ir.Undefined)
@@ -121,7 +125,7 @@ def add_magnitudes(
         group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
         q = group.q(kinds, arguments)
         total = builder.fadd(group.load(kinds[5], arguments[5], arguments[6]), group.magnitude(q))
-        group.store(total, kinds[5], arguments[5], arguments[6], False)
+        group.store(total, kinds[5], arguments[5], arguments[6])
         return context.get_dummy_value()
 
     return _signature(types.void, source, old, lanes, types.intp), generate
@@ -225,133 +229,102 @@ def largest(
     return number(source, types.intp, source.dtype, old, types.intp, types.intp, number), generate
 
 
-def _make_sign_group(stream: bool) -> Callable[..., Any]:
-    def sign_group(
-        typing_context: Any,
-        source: Any,
-        at: Any,
-        scale: Any,
-        old: Any,
-        kept: Any,
-        new: Any,
-        to: Any,
-        plus: Any,
-        minus: Any,
-        gain: Any,
-    ) -> Any:
-        """``new[to:][:16]`` = what is kept of q - (minus if q < 0 else plus); returns 16 bits, 1 = negative."""
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
-            q = group.q(kinds, arguments)
-            plus, minus = (group.splat(value, group.numbers) for value in arguments[7:9])
-            negative = builder.fcmp_ordered("<", q, ir.Constant(group.numbers, None))
-            left = builder.fsub(q, builder.select(negative, minus, plus))
-            residual = group.kept(left, kinds, arguments, arguments[9])
-            group.store(residual, kinds[5], arguments[5], arguments[6], stream)
-            return group.mask(negative)
-
-        number = source.dtype
-        return _signature(types.uint16, source, old, new, types.intp, number, number, number), generate
-
-    function: Callable[..., Any] = operation(sign_group)
-    return function
-
-
-def _make_filter_group(stream: bool) -> Callable[..., Any]:
-    def filter_group(
-        typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, magnitude: Any,
-        threshold: Any, gain: Any,
-    ) -> Any:  # fmt: skip
-        """``new[to:][:16]`` = what is kept of q, of nothing where q's magnitude reaches the threshold.
-
-        Returns 16 bits, 1 = it reaches the threshold.
-        """
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
-            q = group.q(kinds, arguments)
-            sizes = builder.and_(builder.bitcast(q, group.bits), group.splat(arguments[7], group.bits))
-            passes = builder.icmp_unsigned(">=", sizes, group.splat(arguments[8], group.bits))
-            left = builder.select(passes, ir.Constant(group.numbers, None), q)
-            residual = group.kept(left, kinds, arguments, arguments[9])
-            group.store(residual, kinds[5], arguments[5], arguments[6], stream)
-            return builder.zext(group.mask(passes), ir.IntType(64))
-
-        number = _bits_of(source.dtype)
-        return _signature(types.uint64, source, old, new, types.intp, number, number, source.dtype), generate
-
-    function: Callable[..., Any] = operation(filter_group)
-    return function
-
-
-def _make_drop_group(stream: bool) -> Callable[..., Any]:
-    def drop_group(
-        typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, dropped: Any,
-        infinity: Any,
-    ) -> Any:  # fmt: skip
-        """``new[to:][:16] = q``, but 0 where ``dropped`` has a bit; returns 16 bits, 1 = q is not finite."""
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
-            q = group.q(kinds, arguments)
-            drop = builder.bitcast(arguments[7], ir.VectorType(ir.IntType(1), GROUP))
-            zero = ir.Constant(group.numbers, None)
-            group.store(builder.select(drop, zero, q), kinds[5], arguments[5], arguments[6], stream)
-            top = group.splat(arguments[8], group.bits)
-            exponents = builder.and_(builder.bitcast(q, group.bits), top)
-            return group.mask(builder.icmp_unsigned("==", exponents, top))
-
-        number = _bits_of(source.dtype)
-        return _signature(types.uint16, source, old, new, types.intp, types.uint16, number), generate
-
-    function: Callable[..., Any] = operation(drop_group)
-    return function
-
-
-def _make_quantize_group(stream: bool) -> Callable[..., Any]:
-    def quantize_group(
-        typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, inverse: Any,
-        step: Any, magic: Any, codes: Any, code: Any,
-    ) -> Any:  # fmt: skip
-        """``codes[code:][:16]`` = q * inverse rounded to nearest even, ``new[to:][:16]`` = q - code * step.
-
-        Adding ``magic``, 1.5 * 2^23 (or 2^52), and taking it away rounds to a whole number.
-        """
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
-            q = group.q(kinds, arguments)
-            inverse, step, magic = (group.splat(value, group.numbers) for value in arguments[7:10])
-            rounded = builder.fsub(builder.fadd(builder.fmul(q, inverse), magic), magic)
-            bytes_ = ir.VectorType(ir.IntType(8), GROUP)
-            wide = builder.fptosi(rounded, ir.VectorType(_LANE, GROUP))
-            place = group.pointer(kinds[10], arguments[10], arguments[11], bytes_)
-            builder.store(builder.trunc(wide, bytes_), place).align = 1
-            residual = builder.fsub(q, builder.fmul(rounded, step))
-            group.store(residual, kinds[5], arguments[5], arguments[6], stream)
-            return context.get_dummy_value()
-
-        number = source.dtype
-        more = (new, types.intp, number, number, number, codes, types.intp)
-        return _signature(types.void, source, old, *more), generate
-
-    function: Callable[..., Any] = operation(quantize_group)
-    return function
-
-
 def _bits_of(number: Any) -> Any:
     return types.uint32 if number.bitwidth == 32 else types.uint64
 
 
-sign_group = _make_sign_group(False)
-sign_group_stream = _make_sign_group(True)
-filter_group = _make_filter_group(False)
-filter_group_stream = _make_filter_group(True)
-drop_group = _make_drop_group(False)
-drop_group_stream = _make_drop_group(True)
-quantize_group = _make_quantize_group(False)
-quantize_group_stream = _make_quantize_group(True)
+@operation
+def sign_group(
+    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, plus: Any,
+    minus: Any, gain: Any, stream: Any,
+) -> Any:  # fmt: skip
+    """``new[to:][:16]`` = what is kept of q - (minus if q < 0 else plus); returns 16 bits, 1 = negative."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
+        q = group.q(kinds, arguments)
+        plus, minus = (group.splat(value, group.numbers) for value in arguments[7:9])
+        negative = builder.fcmp_ordered("<", q, ir.Constant(group.numbers, None))
+        left = builder.fsub(q, builder.select(negative, minus, plus))
+        residual = group.kept(left, kinds, arguments, arguments[9])
+        group.store(residual, kinds[5], arguments[5], arguments[6], arguments[10])
+        return group.mask(negative)
+
+    number = source.dtype
+    return _signature(types.uint16, source, old, new, types.intp, number, number, number, types.boolean), generate
+
+
+@operation
+def filter_group(
+    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, magnitude: Any,
+    threshold: Any, gain: Any, stream: Any,
+) -> Any:  # fmt: skip
+    """``new[to:][:16]`` = what is kept of q, of nothing where q's magnitude reaches the threshold.
+
+    Returns 16 bits, 1 = it reaches the threshold.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
+        q = group.q(kinds, arguments)
+        sizes = builder.and_(builder.bitcast(q, group.bits), group.splat(arguments[7], group.bits))
+        passes = builder.icmp_unsigned(">=", sizes, group.splat(arguments[8], group.bits))
+        left = builder.select(passes, ir.Constant(group.numbers, None), q)
+        residual = group.kept(left, kinds, arguments, arguments[9])
+        group.store(residual, kinds[5], arguments[5], arguments[6], arguments[10])
+        return builder.zext(group.mask(passes), ir.IntType(64))
+
+    number, bits = source.dtype, _bits_of(source.dtype)
+    return _signature(types.uint64, source, old, new, types.intp, bits, bits, number, types.boolean), generate
+
+
+@operation
+def drop_group(
+    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, dropped: Any,
+    infinity: Any, stream: Any,
+) -> Any:  # fmt: skip
+    """``new[to:][:16] = q``, but 0 where ``dropped`` has a bit; returns 16 bits, 1 = q is not finite."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
+        q = group.q(kinds, arguments)
+        drop = builder.bitcast(arguments[7], ir.VectorType(ir.IntType(1), GROUP))
+        zero = ir.Constant(group.numbers, None)
+        group.store(builder.select(drop, zero, q), kinds[5], arguments[5], arguments[6], arguments[9])
+        top = group.splat(arguments[8], group.bits)
+        exponents = builder.and_(builder.bitcast(q, group.bits), top)
+        return group.mask(builder.icmp_unsigned("==", exponents, top))
+
+    bits = _bits_of(source.dtype)
+    return _signature(types.uint16, source, old, new, types.intp, types.uint16, bits, types.boolean), generate
+
+
+@operation
+def quantize_group(
+    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, inverse: Any,
+    step: Any, magic: Any, codes: Any, code: Any, stream: Any,
+) -> Any:  # fmt: skip
+    """``codes[code:][:16]`` = q * inverse rounded to nearest even, ``new[to:][:16]`` = q - code * step.
+
+    Adding ``magic``, 1.5 * 2^23 (or 2^52), and taking it away rounds to a whole number.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
+        q = group.q(kinds, arguments)
+        inverse, step, magic = (group.splat(value, group.numbers) for value in arguments[7:10])
+        rounded = builder.fsub(builder.fadd(builder.fmul(q, inverse), magic), magic)
+        bytes_ = ir.VectorType(ir.IntType(8), GROUP)
+        wide = builder.fptosi(rounded, ir.VectorType(_LANE, GROUP))
+        place = group.pointer(kinds[10], arguments[10], arguments[11], bytes_)
+        builder.store(builder.trunc(wide, bytes_), place).align = 1
+        residual = builder.fsub(q, builder.fmul(rounded, step))
+        group.store(residual, kinds[5], arguments[5], arguments[6], arguments[12])
+        return context.get_dummy_value()
+
+    number = source.dtype
+    more = (new, types.intp, number, number, number, codes, types.intp, types.boolean)
+    return _signature(types.void, source, old, *more), generate
 
 
 @operation
