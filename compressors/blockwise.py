@@ -66,3 +66,66 @@ class Blockwise(BaseCompressor):
         num_blocks = full + (rest > 0)
         codes = numel if self.code_bits == 8 else full * self.block // 2 + -(-rest // 2)
         return num_blocks, num_blocks * itemsize + codes
+
+
+_FORMATS = {"e4m3": (Codes.E4M3, 448), "e5m2": (Codes.E5M2, 57344)}
+"""Of fp8: the codes, and the largest number."""
+
+
+@dataclass(frozen=True)
+class Int8(Blockwise):
+    """L = 127: an error of at most absmax/254 per element.
+
+    Dettmers: 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016.
+    """
+
+    name: ClassVar[str] = "int8"
+    algorithm: ClassVar[int] = 3
+    code_bits: ClassVar[int] = 8
+    levels: ClassVar[int] = 127
+
+
+@dataclass(frozen=True)
+class Int4(Blockwise):
+    """L = 7: an error of at most absmax/14 per element."""
+
+    name: ClassVar[str] = "int4"
+    algorithm: ClassVar[int] = 4
+    code_bits: ClassVar[int] = 4
+    levels: ClassVar[int] = 7
+
+
+@dataclass(frozen=True)
+class Fp8(Blockwise):
+    """Blocks are scaled so that their largest number is the format's: relative error at most 2^-4 (E4M3) or 2^-3.
+
+    Micikevicius et al.: FP8 Formats for Deep Learning, 2022 (E4M3 and E5M2).
+
+    That bound is for normal codes; below 2^-6 (2^-14) of a code the error is at most 2^-10 (2^-17) of one, times the
+    scale. A code: sign, then 4 (5) bits of exponent
+    biased by 7 (15), then 3 (2) bits of mantissa. Encoders saturate: neither NaN nor infinity has a code here, and
+    decoders read the patterns that are NaN or infinity elsewhere as the numbers that would come next.
+
+    Attributes:
+        format: ``e4m3`` or ``e5m2``.
+    """
+
+    name: ClassVar[str] = "fp8"
+    algorithm: ClassVar[int] = 10
+    code_bits: ClassVar[int] = 8
+
+    format: str = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_choice("format", tuple(_FORMATS))
+
+    @property
+    def codes(self) -> Codes:
+        """The 8-bit format."""
+        return _FORMATS[self.format][0]
+
+    @property
+    def levels(self) -> int:
+        """The format's largest number."""
+        return _FORMATS[self.format][1]

@@ -1,4 +1,4 @@
-"""Casts to 16 bits, round to nearest even."""
+"""No compression, and casts to 16 bits, round to nearest even."""
 
 from __future__ import annotations
 
@@ -7,6 +7,28 @@ from typing import ClassVar
 
 from espresso.compressors.base import Traits
 from espresso.compressors.common import BaseCompressor
+from espresso.compressors.payload import MAX_SEGMENT
+
+
+@dataclass(frozen=True)
+class NoCompression(BaseCompressor):
+    """Every segment travels raw: lossless, and summable as a vector of the layout's dtype. Any option can run with it.
+
+    Example:
+        >>> NoCompression().traits.lossless
+        True
+    """
+
+    name: ClassVar[str] = "none"
+    traits: ClassVar[Traits] = Traits(summable=True, lossless=True, error_feedback=False)
+    algorithm: ClassVar[int] = 0
+
+    raw_below: int = MAX_SEGMENT
+
+    @property
+    def raw_limit(self) -> int:
+        """All segments travel raw, whatever ``raw_below`` says."""
+        return MAX_SEGMENT
 
 
 @dataclass(frozen=True)

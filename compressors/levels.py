@@ -43,6 +43,9 @@ from espresso.compressors.base import Traits
 from espresso.compressors.blockwise import MAX_BLOCK
 from espresso.compressors.common import BaseCompressor
 
+MAX_LINEAR, MAX_NATURAL = 127, 31
+"""The largest s of dithering."""
+
 
 class Norm(Enum):
     """What a block is scaled by."""
@@ -112,3 +115,131 @@ class Levels(BaseCompressor):
         num_blocks = -(-numel // self.block)
         codes = numel if self.code_bits == 8 else 4 * self.code_bits * -(-numel // 32)
         return num_blocks, num_blocks * itemsize + codes
+
+
+@dataclass(frozen=True)
+class Qsgd(Levels):
+    """Linear dithering under the paper's norm, |x|_2 of a block (its bucket).
+
+    Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD, NeurIPS 2017.
+
+    Variance at most min(d / 4 s^2, sqrt(d) / s) |x|^2. The paper's Elias coding is left out: sizes are known before
+    the exchange.
+
+    Attributes:
+        levels: s, from 1 to 127; 7 makes codes of 4 bits.
+        norm: ``l2``, or ``max`` as the paper's own experiments have it.
+    """
+
+    name: ClassVar[str] = "qsgd"
+    algorithm: ClassVar[int] = 12
+
+    levels: int = 7
+    norm: str = "l2"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_int("levels", low=1, high=127)
+        self.check_choice("norm", ("max", "l2"))
+
+    @property
+    def num_levels(self) -> int:
+        """The parameter."""
+        return self.levels
+
+    @property
+    def scaled_by(self) -> Norm:
+        """The parameter."""
+        return Norm[self.norm.upper()]
+
+
+@dataclass(frozen=True)
+class Dithering(Levels):
+    """Stochastic rounding to s levels of the block's norm.
+
+    Linear: QSGD's paper. Natural: Horvath, Ho, Horvath, Sahu, Canini, Richtarik: Natural Compression for Distributed
+    Deep Learning, MSML 2022. Both as BytePS-Compress names them (Zhong et al., 2021).
+
+    Linear: variance at most min(d S^2 / 4 s^2, S |x|_1 / s). Natural, with u = 2^(1-s): at most
+    (1/8 + min(sqrt(d) u, d u^2 / 4)) |x|^2. d is the block's length.
+
+    Attributes:
+        levels: s, from 1 to 127 (linear) or 31 (natural).
+        norm: S, ``max`` or ``l2``.
+        partition: ``linear`` or ``natural``.
+    """
+
+    name: ClassVar[str] = "dithering"
+    algorithm: ClassVar[int] = 13
+
+    levels: int = 7
+    norm: str = "max"
+    partition: str = "linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_choice("norm", ("max", "l2"))
+        self.check_choice("partition", ("linear", "natural"))
+        self.check_int("levels", low=1, high=MAX_NATURAL if self.is_natural else MAX_LINEAR)
+
+    @property
+    def num_levels(self) -> int:
+        """The parameter."""
+        return self.levels
+
+    @property
+    def scaled_by(self) -> Norm:
+        """The parameter."""
+        return Norm[self.norm.upper()]
+
+    @property
+    def is_natural(self) -> bool:
+        """The parameter."""
+        return self.partition == "natural"
+
+
+@dataclass(frozen=True)
+class Natural(Levels):
+    """Each number is rounded to a power of two, up or down, without bias; one byte an element, no scales.
+
+    Horvath et al.: Natural Compression for Distributed Deep Learning, MSML 2022.
+
+    Body: d bytes, code = m | sign << 7 (1 = negative): level m > 0 is 2^(m - 100), 0 is zero. Rounding and draws are
+    those of natural dithering with S = 1. From 2^-99 on the variance is at most
+    |x|^2 / 8; a smaller number becomes 2^-99 or zero, still without bias. A number above 2^27 counts as not finite, as
+    in a cast. (The paper spends 9 bits and has float32's whole range.) ``count`` is unused.
+
+    Attributes:
+        block: elements that are worked on together; it does not show in the payload's numbers.
+    """
+
+    name: ClassVar[str] = "natural"
+    algorithm: ClassVar[int] = 14
+    num_levels: ClassVar[int] = 127
+    scaled_by: ClassVar[Norm] = Norm.NONE
+    is_natural: ClassVar[bool] = True
+    unit_level: ClassVar[int] = 100
+    top_exponent: ClassVar[int | None] = 27
+
+    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """One byte an element."""
+        return 0, numel
+
+
+@dataclass(frozen=True)
+class TernGrad(Levels):
+    """S * sign(x) with probability |x| / S, else 0; S = max |x| of the block. Two bits an element.
+
+    Wen, Xu, Yan, Wu, Wang, Chen, Li: TernGrad, NeurIPS 2017.
+
+    Linear dithering with one level under the max norm. w = 2. The variance is
+    exactly S |x|_1 - |x|^2.
+
+    Deviations from the paper: scales belong to blocks rather than layers, which lowers the variance; gradients are not
+    clipped, which would bias them.
+    """
+
+    name: ClassVar[str] = "terngrad"
+    algorithm: ClassVar[int] = 15
+    num_levels: ClassVar[int] = 1
+    scaled_by: ClassVar[Norm] = Norm.MAX

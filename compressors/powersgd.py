@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Compressor, DrawKey, Layout, Segment, Traits
+from espresso.compressors.casts import NoCompression
 from espresso.compressors.common import BaseCompressor
 from espresso.compressors.draws import tensor_hash
-from espresso.compressors.none import NoCompression
 from espresso.compressors.payload import layout_dtype
 
 

@@ -53,3 +53,55 @@ class Signs(BaseCompressor):
         """Number of blocks, and means plus sign words."""
         num_blocks = -(-numel // self.block) if self.block else 1
         return num_blocks, itemsize * num_blocks * self.num_means + 4 * -(-numel // 32)
+
+
+@dataclass(frozen=True)
+class EfSignSgd(Signs):
+    """C(x) = mean|x| * sign(x) per block, one bit an element; one mean.
+
+    Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019.
+
+    Deviation from the paper: it takes one scale per tensor, ``block=0`` here. Then numbers whose gradient is zero (of
+    units that are not active) receive that scale with either sign; small blocks keep it away from them. The error is
+    |x|^2 - |x|_1^2 / d in every block, so that error feedback contracts in each by itself.
+    """
+
+    name: ClassVar[str] = "efsignsgd"
+    algorithm: ClassVar[int] = 5
+    num_means: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class OneBit(Signs):
+    """C(x) = the mean of the block's elements that have x's sign.
+
+    Seide, Fu, Droppo, Li, Yu: 1-Bit Stochastic Gradient Descent, Interspeech 2014. The single mean is
+    BytePS-Compress's: Zhong et al.: Compressed Communication for Distributed Deep Learning, 2021.
+
+    With two means <x - C, C> = 0 and the error is at most scaled sign's. ``means=1,block=0`` is BytePS's onebit: the
+    mean of |x| of the whole segment with x's sign, the same numbers as ``efsignsgd:block=0``.
+
+    Deviation from the paper: it takes two means per column of a weight matrix, this one two per block.
+
+    Attributes:
+        means: 2 (the paper's) or 1 (BytePS's). Two means need a block above 0.
+    """
+
+    name: ClassVar[str] = "onebit"
+    algorithm: ClassVar[int] = 9
+
+    means: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_int("means", low=1, high=2)
+        if self.means == 2 and not self.block:
+            raise ValueError(
+                "compressor onebit: two means are taken per block, so that block must be above 0;"
+                " block=0 goes with means=1"
+            )
+
+    @property
+    def num_means(self) -> int:
+        """As the parameter says."""
+        return self.means

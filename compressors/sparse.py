@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Bytes, Layout
-from espresso.compressors.common import BaseCompressor
+from espresso.compressors.base import Bytes, Correction, Layout, Traits
+from espresso.compressors.common import ADDED, BaseCompressor
 
 PREFIX_BYTES = 8
 
@@ -145,3 +146,147 @@ class Sparsifier(BaseCompressor):
     def selection(self) -> Selection:
         """How what is sent is found."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TopK(Sparsifier):
+    """Keeps the k numbers of largest magnitude in every segment; ties go to the lower index.
+
+    Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018.
+
+    Attributes:
+        ratio, least: see :class:`Sparsifier`.
+    """
+
+    name: ClassVar[str] = "topk"
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN, finer="least")
+    algorithm: ClassVar[int] = 6
+
+    ratio: float = 0.01
+    least: int = field(default=1, metadata=ADDED)
+
+    def selection(self) -> Selection:
+        """A threshold somewhat below the k-th magnitude; if k pass, the top k are among them."""
+        return Selection(part=0.01, slack=4.0, enough=1.0, attempts=2, exact=True)
+
+
+@dataclass(frozen=True)
+class Dgc(Sparsifier):
+    """Sends the numbers above a threshold estimated from a sample; never more than k a segment.
+
+    Deep Gradient Compression: Lin, Han, Mao, Wang, Dally, ICLR 2018.
+
+    The threshold aims at k by a sample of magnitudes. Where it lets through fewer than 0.8 k it is lowered,
+    at most ten times; where it lets through more than k, the k largest of those are selected exactly. (The
+    paper raises the threshold by 1.3 there first. Selecting among the few that passed costs less than that
+    second look and keeps exactly k.) So what is sent is always the top n of the segment, 0.8 k <= n <= k
+    unless fewer are non-zero or the ten attempts did not suffice.
+
+    Momentum and warm-up are kept by the training state (:mod:`espresso.compressors.momentum`,
+    ``EspressoState.set_epoch``); a codec encodes with the ratio it is given.
+
+    Attributes:
+        ratio, least: see :class:`Sparsifier`.
+        sample: the part of a segment that is sampled, in (0, 1]; small segments are sampled more densely.
+        momentum: mu of momentum correction, for an optimizer whose own momentum is 0; with the default 0 this
+            is sampled top-k with error feedback, and the optimizer's momentum or Adam stays right.
+        nesterov: the Nesterov form of momentum correction; needs momentum.
+        clip_norm: clip a rank's gradients before they are accumulated, tensor by tensor, to this norm over the
+            root of the number of ranks; needs momentum; 0 does not clip. (The paper takes the norm of all
+            tensors together, which nobody knows when the first bucket has to leave.)
+        warmup_epochs: E of the warm-up that :meth:`at_epoch` follows; 0 means none.
+    """
+
+    name: ClassVar[str] = "dgc"
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN, finer="least")
+    algorithm: ClassVar[int] = 7
+
+    ratio: float = 0.01
+    sample: float = 0.01
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float = 0.0
+    warmup_epochs: int = 0
+    least: int = field(default=1, metadata=ADDED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_float("sample", above=0.0)
+        self.check_float("momentum", high=1.0)
+        if self.momentum == 1.0:
+            raise ValueError("compressor dgc: momentum must be below 1, got 1.0")
+        self.check_bool("nesterov")
+        self.check_float("clip_norm", high=1e30)
+        for name in ("nesterov", "clip_norm"):
+            if getattr(self, name) and not self.momentum:
+                raise ValueError(f"compressor dgc: {name} needs a momentum above 0")
+        self.check_int("warmup_epochs", low=0)
+
+    @property
+    def correction(self) -> Correction | None:
+        """Momentum correction, where ``momentum`` is above 0."""
+        if not self.momentum:
+            return None
+        return Correction(self.momentum, self.nesterov, self.clip_norm)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether it warms up."""
+        return self.warmup_epochs > 0
+
+    def in_force(self, epoch: int, step: int) -> Dgc:
+        """The compressor of this epoch."""
+        return self.at_epoch(epoch) if self.is_scheduled else self
+
+    def selection(self) -> Selection:
+        """The threshold aims at k; it is lowered at most ten times where fewer than 0.8 k pass."""
+        return Selection(part=self.sample, slack=0.0, enough=0.8, attempts=10, exact=False)
+
+    def at_epoch(self, epoch: int) -> Dgc:
+        """The compressor of an epoch: ratio ``max(base^((e+1)/(E+1)), base)`` while it warms up.
+
+        Example:
+            >>> [round(Dgc(ratio=0.001, warmup_epochs=2).at_epoch(e).ratio, 4) for e in range(3)]
+            [0.1, 0.01, 0.001]
+        """
+        if epoch < 0:
+            raise ValueError(f"compressor dgc: epoch must be at least 0, got {epoch}")
+        exponent = min(1.0, (epoch + 1) / (self.warmup_epochs + 1))
+        return replace(self, ratio=max(self.ratio**exponent, self.ratio), warmup_epochs=0)
+
+
+@dataclass(frozen=True)
+class Threshold(Sparsifier):
+    """Sends the numbers of at least the threshold's magnitude; what is kept is below it.
+
+    Strom: Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech 2015.
+
+    Deviation from the paper: it sends the threshold with the number's sign, this one the number (as the peers do).
+    Sizes are known before the exchange here, so that a segment has k = ratio * d slots: where more than k pass, the k
+    largest are sent, and the rest is kept with the others until its turn comes.
+
+    Attributes:
+        threshold: in the units of the gradient (loss scale taken out), above 0.
+        ratio: slots / d, in (0, 1].
+    """
+
+    name: ClassVar[str] = "threshold"
+    traits: ClassVar[Traits] = Traits(exact_size=False, feedback_gain=FEEDBACK_GAIN)
+    algorithm: ClassVar[int] = 11
+
+    threshold: float = 0.001
+    ratio: float = 0.05
+    least = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_float("threshold", above=0.0, high=1e30)
+
+    @property
+    def raw_limit(self) -> int:
+        """Segments with fewer elements travel raw."""
+        return self.raw_below
+
+    def selection(self) -> Selection:
+        """No sample and no second look."""
+        return Selection(part=0.0, slack=0.0, enough=0.0, attempts=0, exact=False, threshold=self.threshold)

@@ -1,4 +1,4 @@
-"""Casts on the host: what fp16 and bf16 share. One pass to encode, one over the target to decode."""
+"""No compression and casts on the host. One pass to encode, one over the target to decode."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from espresso.cpu_offload.codec import DecodeCall, EncodeCall
 from espresso.cpu_offload.kernels import all_finite
 from espresso.cpu_offload.summable import SummableHostCodec
 from espresso.cpu_offload.work import Table
+
+
+class HostNone(SummableHostCodec):
+    """``none``, as payloads or as a vector: all segments are raw."""
+
+    def encode_vector(self, call: EncodeCall) -> bool:
+        """One pass."""
+        return self.encode_raw_segments(call)
+
+    def decode_vector(self, call: DecodeCall) -> bool:
+        """One pass, and one over the vector."""
+        self.decode_raw_segments(call)
+        return bool(all_finite(call.bits, call.infinity))
 
 
 class HostCast(SummableHostCodec):

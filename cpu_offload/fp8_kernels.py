@@ -1,4 +1,4 @@
-"""Rounding to 8-bit floating point and back. Formats: :mod:`espresso.compressors.fp8`."""
+"""Rounding to 8-bit floating point and back. Formats: :class:`espresso.compressors.blockwise.Fp8`."""
 
 # Numba inspects the signatures of operations: no postponed annotations here.
 from collections.abc import Callable

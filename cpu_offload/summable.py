@@ -8,7 +8,6 @@ import numpy as np
 
 from espresso.compressors.base import Array, Decoding, Encoding, Layout, Starts
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec, fill_table
-from espresso.cpu_offload.kernels import all_finite
 from espresso.cpu_offload.work import OFFSET, Table, work_of
 
 
@@ -65,16 +64,3 @@ class SummableHostCodec(HostCodec):
             raise ValueError(
                 f"values must be contiguous {wanted}[{size}] ({kind}), got {values.dtype}{list(values.shape)}"
             )
-
-
-class HostNone(SummableHostCodec):
-    """``none``, as payloads or as a vector: all segments are raw."""
-
-    def encode_vector(self, call: EncodeCall) -> bool:
-        """One pass."""
-        return self.encode_raw_segments(call)
-
-    def decode_vector(self, call: DecodeCall) -> bool:
-        """One pass, and one over the vector."""
-        self.decode_raw_segments(call)
-        return bool(all_finite(call.bits, call.infinity))

@@ -60,35 +60,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckpointError": "live.checkpoint",
-    "Choice": "strategies",
-    "Cluster": "strategies",
-    "CompressorSpec": "strategies",
-    "Config": "live.config",
-    "DisagreementError": "comm.errors",
-    "EspressoError": "comm.errors",
-    "EspressoState": "live.state",
-    "PeerError": "comm.errors",
-    "PerRank": "live.checkpoint",
-    "ProtocolError": "comm.errors",
-    "Strategy": "strategies",
-    "StrategyError": "strategies",
-    "TensorSpec": "strategies",
-    "TopologyError": "comm.errors",
-    "UnsupportedModelError": "comm.errors",
-    "espresso_hook": "comm.hook",
-    "parse_option": "strategies",
-    "register": "live.state",
-}
+    "comm.errors": (
+        "DisagreementError", "EspressoError", "PeerError", "ProtocolError", "TopologyError", "UnsupportedModelError"
+    ),
+    "comm.hook": ("espresso_hook",),
+    "live.checkpoint": ("CheckpointError", "PerRank"),
+    "live.config": ("Config",),
+    "live.state": ("EspressoState", "register"),
+    "strategies": ("Choice", "Cluster", "CompressorSpec", "Strategy", "StrategyError", "TensorSpec", "parse_option"),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name's module on first use (PEP 562) and remember the name here."""
     if name == "optim":
         return import_module("espresso.optim")
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -22,8 +22,8 @@ from espresso.compressors import (
     create,
     host_codec,
 )
-from espresso.compressors.dgc import Dgc
 from espresso.compressors.rehearsal import warm_up
+from espresso.compressors.sparse import Dgc
 from espresso.cpu_offload import WorkerPool
 from espresso.strategies import CompressorSpec
 

@@ -1,4 +1,4 @@
-// Blockwise quantizers: int8, int4, fp8. Formats: espresso/compressors/blockwise.py, fp8.py; twins:
+// Blockwise quantizers: int8, int4, fp8. Formats: espresso/compressors/blockwise.py; twins:
 // espresso/cpu_offload/blockwise.py, fp8_kernels.py.
 //
 // Encode makes one pass. A warp takes a block: with the default of 256 elements q stays in registers between maximum

@@ -1,4 +1,4 @@
-// No compression: every segment is raw. One pass each way. Twin: HostNone of espresso/cpu_offload/summable.py.
+// No compression: every segment is raw. One pass each way. Twin: espresso/cpu_offload/casts.py.
 
 #include "common.cuh"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_args
 
@@ -102,29 +102,11 @@ def _optional(inner: Range) -> Range:
     return Range(f"{inner.wanted} or None", kinds, lambda value: value is None or inner.fits(value))
 
 
-RANGES: dict[str, Range] = {
-    "timeout_s": _real(LONGEST_S),
-    "ranks_per_node": _optional(_whole(1, 1 << 16)),
-    "exact_vectors": _whole(0, MOST_ELEMENTS),
-    "exact_tensors": _whole(0, MOST_ELEMENTS),
-    "sign_block": _whole(0, 1 << 20, multiple=32),
-    "least_sent": _whole(1, MOST_ELEMENTS),
-    "partition_bytes": _optional(_whole(0, MOST_ELEMENTS)),
-    "seed": _whole(0, (1 << 63) - 1),
-    "transactional": Range("True or False", (bool,)),
-    "residual_dtype": _one_of(STORAGES),
-    "feedback_gain": _optional(_real(1.0)),
-    "offload_threads": _optional(_whole(1, 1024)),
-    "warmup_steps": _whole(3, MOST_MEASURED),
-    "profile_steps": _whole(1, MOST_MEASURED),
-    "race_steps": _whole(3, MOST_MEASURED),
-    "race_rounds": _whole(1, MOST_MEASURED),
-    "decide_by": _whole(0, MOST_STEPS),
-    "steps_per_epoch": _optional(_whole(1, MOST_STEPS)),
-    "check_every": _whole(0, MOST_STEPS),
-    "artifacts_dir": Range("a path or None", (str, os.PathLike, type(None))),
-}
-"""What each setting may be."""
+_PATH = Range("a path or None", (str, os.PathLike, type(None)))
+
+
+def _in(allowed: Range) -> dict[str, Range]:
+    return {"range": allowed}
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,26 +155,26 @@ class Config:
         ValueError: a setting out of its range.
     """
 
-    timeout_s: float = 300.0
-    ranks_per_node: int | None = None
-    exact_vectors: int = EXACT_VECTORS
-    exact_tensors: int = EXACT_TENSORS
-    sign_block: int = SIGN_BLOCK
-    least_sent: int = LEAST_SENT
-    partition_bytes: int | None = None
-    seed: int = 0
-    transactional: bool = True
-    residual_dtype: ResidualDtype = "float32"
-    feedback_gain: float | None = None
-    offload_threads: int | None = None
-    warmup_steps: int = 4
-    profile_steps: int = 8
-    race_steps: int = 5
-    race_rounds: int = 2
-    decide_by: int = 58
-    steps_per_epoch: int | None = None
-    check_every: int = 0
-    artifacts_dir: str | os.PathLike[str] | None = None
+    timeout_s: float = field(default=300.0, metadata=_in(_real(LONGEST_S)))
+    ranks_per_node: int | None = field(default=None, metadata=_in(_optional(_whole(1, 1 << 16))))
+    exact_vectors: int = field(default=EXACT_VECTORS, metadata=_in(_whole(0, MOST_ELEMENTS)))
+    exact_tensors: int = field(default=EXACT_TENSORS, metadata=_in(_whole(0, MOST_ELEMENTS)))
+    sign_block: int = field(default=SIGN_BLOCK, metadata=_in(_whole(0, 1 << 20, multiple=32)))
+    least_sent: int = field(default=LEAST_SENT, metadata=_in(_whole(1, MOST_ELEMENTS)))
+    partition_bytes: int | None = field(default=None, metadata=_in(_optional(_whole(0, MOST_ELEMENTS))))
+    seed: int = field(default=0, metadata=_in(_whole(0, (1 << 63) - 1)))
+    transactional: bool = field(default=True, metadata=_in(Range("True or False", (bool,))))
+    residual_dtype: ResidualDtype = field(default="float32", metadata=_in(_one_of(STORAGES)))
+    feedback_gain: float | None = field(default=None, metadata=_in(_optional(_real(1.0))))
+    offload_threads: int | None = field(default=None, metadata=_in(_optional(_whole(1, 1024))))
+    warmup_steps: int = field(default=4, metadata=_in(_whole(3, MOST_MEASURED)))
+    profile_steps: int = field(default=8, metadata=_in(_whole(1, MOST_MEASURED)))
+    race_steps: int = field(default=5, metadata=_in(_whole(3, MOST_MEASURED)))
+    race_rounds: int = field(default=2, metadata=_in(_whole(1, MOST_MEASURED)))
+    decide_by: int = field(default=58, metadata=_in(_whole(0, MOST_STEPS)))
+    steps_per_epoch: int | None = field(default=None, metadata=_in(_optional(_whole(1, MOST_STEPS))))
+    check_every: int = field(default=0, metadata=_in(_whole(0, MOST_STEPS)))
+    artifacts_dir: str | os.PathLike[str] | None = field(default=None, metadata=_in(_PATH))
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -235,3 +217,7 @@ class Config:
                     raise ValueError(f"{variable}={os.environ[variable]!r} is not a valid {kind.__name__}") from None
                 logger.info("%s=%s overrides %s", variable, os.environ[variable], name)
         return cls(**values)
+
+
+RANGES: dict[str, Range] = {each.name: each.metadata["range"] for each in fields(Config)}
+"""What each setting may be."""
