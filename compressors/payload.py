@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Bytes, Layout, PayloadError, Segment
+from espresso.compressors.base import Bytes, Layout, PayloadError, Segment, Starts
 
 MAGIC = b"ESPR"
 VERSION = 3
@@ -157,3 +157,16 @@ def _entry(entry: tuple[int, int]) -> str:
     numel, offset = entry
     kind = "raw" if numel & _RAW_BIT else "compressed"
     return f"{numel & ~_RAW_BIT} {kind} elements at byte {offset}"
+
+
+def check_range(what: str, starts: Starts, layout: Layout, size: int) -> None:
+    """Raise ValueError unless every ``starts[i] + numels[i]`` stays inside ``size``: kernels do not look."""
+    if starts.shape != layout.numels.shape:
+        raise ValueError(f"{what} has shape {starts.shape} for {len(layout.segments)} segments")
+    bad = np.flatnonzero((starts < 0) | (starts + layout.numels > size))
+    if bad.size:
+        index = int(bad[0])
+        raise ValueError(
+            f"{what}[{index}] = {starts[index]}: segment {index} of {layout.numels[index]} elements"
+            f" ends outside its array of {size}"
+        )

@@ -24,7 +24,7 @@ from espresso.compressors.base import (
     PayloadError,
     Starts,
 )
-from espresso.compressors.payload import read_header, write_header
+from espresso.compressors.payload import check_range, read_header, write_header
 from espresso.cpu_offload.kernels import decode_raw, encode_raw, fill_nan, filter_chunks
 from espresso.cpu_offload.pool import WorkerPool
 from espresso.cpu_offload.work import RESIDUAL, SOURCE, Table, Work, split_parts, work_of
@@ -256,19 +256,6 @@ def fill_table(what: str, layout: Layout, work: Work, array: Array, starts: Star
     table = work.table.copy()
     table[:, SOURCE] = starts
     return table
-
-
-def check_range(what: str, starts: Starts, layout: Layout, size: int) -> None:
-    """Raise ValueError unless every ``starts[i] + numels[i]`` stays inside ``size``."""
-    if starts.shape != layout.numels.shape:
-        raise ValueError(f"{what} has shape {starts.shape} for {len(layout.segments)} segments")
-    bad = np.flatnonzero((starts < 0) | (starts + layout.numels > size))
-    if bad.size:
-        index = int(bad[0])
-        raise ValueError(
-            f"{what}[{index}] = {starts[index]}: segment {index} of {layout.numels[index]} elements"
-            f" ends outside its array of {size}"
-        )
 
 
 def flat_rows(payloads: npt.NDArray[np.uint8]) -> tuple[Bytes, int]:

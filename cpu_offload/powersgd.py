@@ -14,8 +14,9 @@ from collections.abc import Callable
 import numpy as np
 
 from espresso.compressors.base import Array, Decoding, DrawKey, Encoding, Factors, Feedback, Layout
+from espresso.compressors.payload import check_range
 from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start, start_key
-from espresso.cpu_offload.codec import check_array, check_range
+from espresso.cpu_offload.codec import check_array
 from espresso.cpu_offload.jit import Scalar, kernel, sum_kernel
 from espresso.cpu_offload.kernels import keep_block
 from espresso.cpu_offload.pool import WorkerPool

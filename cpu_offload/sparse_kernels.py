@@ -96,29 +96,17 @@ def first_threshold(
 
     What is raised changes nothing in what is sent as long as k pass (``is_enough``): the top k are among them.
     """
-    if fixed:
-        if row[NUMEL] < RAISE_FROM:
-            return fixed
+    if not fixed:
+        num_runs, rank = sample_size(row[NUMEL], row[COUNT], part, slack)
+    elif row[NUMEL] < RAISE_FROM:
+        return fixed
+    else:
         expected = RAISE_RUNS * RUN * (row[COUNT] / row[NUMEL])
-        rank = np.int64(expected + RAISE_SLACK * np.sqrt(expected) + 1)
-        raised = sample_threshold(
-            row,
-            source,
-            scale,
-            old,
-            has_feedback,
-            RAISE_RUNS,
-            rank,
-            salt ^ row[HASH],
-            sample,
-            magnitude,
-            histogram,
-        )
-        return max(fixed, raised)
-    num_runs, rank = sample_size(row[NUMEL], row[COUNT], part, slack)
-    return sample_threshold(
+        num_runs, rank = RAISE_RUNS, np.int64(expected + RAISE_SLACK * np.sqrt(expected) + 1)
+    sampled = sample_threshold(
         row, source, scale, old, has_feedback, num_runs, rank, salt ^ row[HASH], sample, magnitude, histogram
     )
+    return max(fixed, sampled)
 
 
 @kernel
@@ -159,22 +147,7 @@ def filter_chunks(
             clear_block(q_bits, num, BLOCK - num)
             groups = (num + GROUP - 1) // GROUP * GROUP
             count = filter_groups(
-                q,
-                0,
-                one,
-                zeros,
-                0,
-                kept,
-                0,
-                groups,
-                low,
-                False,
-                threshold,
-                magnitude,
-                index,
-                values,
-                count,
-                one,
+                q, 0, one, zeros, 0, kept, 0, groups, low, False, threshold, magnitude, index, values, count, one
             )
             if has_feedback:
                 keep_block(new, row[RESIDUAL] + low, kept, old, row[RESIDUAL] + low, num, gain)

@@ -117,7 +117,7 @@ class CudaCodec:
 
     def encode(self, encoding: Encoding, payload: Any) -> bool:
         """As :meth:`espresso.compressors.Codec.encode`; the header says whether all was finite."""
-        out, layout = self._tensor("payload", payload), encoding.layout
+        out, layout = tensor_on(self.device, "payload", payload), encoding.layout
         if (
             out.dtype is not torch.uint8
             or tuple(out.shape) != (layout.num_bytes,)
@@ -133,7 +133,7 @@ class CudaCodec:
 
     def decode(self, decoding: Decoding, payloads: Any) -> bool:
         """As :meth:`espresso.compressors.Codec.decode`."""
-        rows, layout = self._tensor("payloads", payloads), decoding.layout
+        rows, layout = tensor_on(self.device, "payloads", payloads), decoding.layout
         if rows.dtype is not torch.uint8 or rows.ndim != 2 or (rows.numel() and rows.stride(1) != 1):
             raise ValueError(f"payloads must be uint8[rows, {layout.num_bytes}] with contiguous rows")
         if rows.shape[0] and rows.shape[1] != layout.num_bytes:
@@ -167,12 +167,12 @@ class CudaCodec:
 
     def _encode_into(self, encoding: Encoding, tables: Tables, out: Tensor) -> None:
         layout, feedback = encoding.layout, encoding.feedback
-        numbers = self._numbers("source", encoding.source, layout)
+        numbers = numbers_on(self.device, "source", encoding.source, layout)
         old = fresh = None
         kept = None if feedback is None else feedback.starts
         if feedback is not None:
-            old = self._numbers("feedback.old", feedback.old, layout)
-            fresh = self._numbers("feedback.new", feedback.new, layout)
+            old = numbers_on(self.device, "feedback.old", feedback.old, layout)
+            fresh = numbers_on(self.device, "feedback.new", feedback.new, layout)
         kept_size = 0 if old is None or fresh is None else min(old.numel(), fresh.numel())
         rows = self._tables.rows(layout, tables, encoding.starts, numbers.numel(), kept, kept_size)
         with self._lock:
@@ -202,7 +202,7 @@ class CudaCodec:
 
     def _decode_from(self, decoding: Decoding, tables: Tables, payloads: Tensor, num_rows: int, row_bytes: int) -> bool:
         layout, status = decoding.layout, new_status(self.device) if self.waits else self.status
-        numbers = self._numbers("target", decoding.target, layout)
+        numbers = numbers_on(self.device, "target", decoding.target, layout)
         common = (
             self._tables.rows(layout, tables, decoding.starts, numbers.numel(), None, 0),
             tables.tiles,
@@ -236,31 +236,6 @@ class CudaCodec:
         if found is None:
             found = self._scratch[lane] = Scratch(self.device.torch_device)
         return found
-
-    def _tensor(self, what: str, array: Any) -> Tensor:
-        """The array as a tensor that shares its memory.
-
-        Raises:
-            ValueError: it is not on the device: kernels would follow an address that means nothing there, and of a
-                NumPy array torch would make a copy, in which a result is lost.
-        """
-        here = self.device.torch_device
-        if isinstance(array, np.ndarray) and here.type != "cpu":
-            raise ValueError(f"{what} is a NumPy array, this codec works on {here}")
-        tensor = array if isinstance(array, torch.Tensor) else torch.as_tensor(array, device=here)
-        if tensor.device != here:
-            raise ValueError(f"{what} is on {tensor.device}, this codec works on {here}")
-        return tensor
-
-    def _numbers(self, what: str, array: Any, layout: Layout) -> Tensor:
-        tensor = self._tensor(what, array)
-        wanted = torch.float32 if layout.dtype.itemsize == 4 else torch.float64
-        if tensor.dtype is not wanted or tensor.ndim != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{what} must be a contiguous 1-D {layout.dtype} array, got {tensor.dtype}{list(tensor.shape)}"
-                f" with strides {tensor.stride()}"
-            )
-        return tensor
 
 
 class CudaSummableCodec(CudaCodec):
@@ -300,7 +275,7 @@ class CudaSummableCodec(CudaCodec):
         return self._tables.tables(layout, begins * vector.element_size(), self.vector_rows)
 
     def _values(self, layout: Layout, values: Any) -> Tensor:
-        tensor = self._tensor("values", values)
+        tensor = tensor_on(self.device, "values", values)
         kind, size = self.value_dtype(layout), self.num_values(layout)
         names = {kind, "uint16", "int16"} if kind == "bfloat16" else {kind}
         if (
@@ -310,6 +285,34 @@ class CudaSummableCodec(CudaCodec):
         ):
             raise ValueError(f"values must be contiguous {kind}[{size}], got {tensor.dtype}{list(tensor.shape)}")
         return tensor
+
+
+def tensor_on(device: Device, what: str, array: Any) -> Tensor:
+    """The array as a tensor that shares its memory.
+
+    Raises:
+        ValueError: it is not on the device: kernels would follow an address that means nothing there, and of a
+            NumPy array torch would make a copy, in which a result is lost.
+    """
+    here = device.torch_device
+    if isinstance(array, np.ndarray) and here.type != "cpu":
+        raise ValueError(f"{what} is a NumPy array, this codec works on {here}")
+    tensor = array if isinstance(array, torch.Tensor) else torch.as_tensor(array, device=here)
+    if tensor.device != here:
+        raise ValueError(f"{what} is on {tensor.device}, this codec works on {here}")
+    return tensor
+
+
+def numbers_on(device: Device, what: str, array: Any, layout: Layout) -> Tensor:
+    """The same for numbers of a layout; ValueError unless kernels can take them."""
+    tensor = tensor_on(device, what, array)
+    wanted = torch.float32 if layout.dtype.itemsize == 4 else torch.float64
+    if tensor.dtype is not wanted or tensor.ndim != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{what} must be a contiguous 1-D {layout.dtype} array, got {tensor.dtype}{list(tensor.shape)}"
+            f" with strides {tensor.stride()}"
+        )
+    return tensor
 
 
 def new_status(device: Device) -> Tensor:

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from espresso.compressors.base import Decoding, DrawKey, Encoding, Factors, Feedback, Layout, Starts
-from espresso.compressors.cuda.codec import THREADS, TILE, new_status, suffix
+from espresso.compressors.cuda.codec import THREADS, TILE, new_status, numbers_on, suffix
 from espresso.compressors.cuda.runtime import Device
 from espresso.compressors.cuda.stretches import StretchCache, Stretches, Table
+from espresso.compressors.payload import check_range
 from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start, start_key
 
 FILE = "powersgd.cu"
@@ -210,31 +211,13 @@ class CudaPowerSgd:
 
     def _check(self, layout: Layout, values: Any, number: int, feedback: Feedback) -> None:
         size = self.num_values(layout, number)
-        wanted = torch.float32 if layout.dtype.itemsize == 4 else torch.float64
-        if values.dtype is not wanted or tuple(values.shape) != (size,) or not values.is_contiguous():
-            raise ValueError(
-                f"the vector of round {number} must be contiguous {layout.dtype}[{size}],"
-                f" got {values.dtype}{list(values.shape)}"
-            )
-        if values.device != self.device.torch_device:
-            raise ValueError(
-                f"the vector of round {number} is on {values.device}, this codec works on {self.device.torch_device}"
-            )
+        if tuple(numbers_on(self.device, f"the vector of round {number}", values, layout).shape) != (size,):
+            raise ValueError(f"the vector of round {number} must have {size} elements, got {list(values.shape)}")
         for what, kept in (("old", feedback.old), ("new", feedback.new)):
             self._check_numbers(f"feedback.{what}", kept, layout, feedback.starts)
 
     def _check_numbers(self, what: str, numbers: Any, layout: Layout, starts: Starts) -> None:
-        """Kernels do not look."""
-        wanted = torch.float32 if layout.dtype.itemsize == 4 else torch.float64
-        if numbers.dtype is not wanted or numbers.ndim != 1 or not numbers.is_contiguous():
-            raise ValueError(
-                f"{what} must be a contiguous 1-D {layout.dtype} array, got {numbers.dtype}{list(numbers.shape)}"
-            )
-        if numbers.device != self.device.torch_device:
-            raise ValueError(f"{what} is on {numbers.device}, this codec works on {self.device.torch_device}")
-        ends = starts + layout.numels
-        if starts.shape != layout.numels.shape or (ends.size and (starts.min() < 0 or ends.max() > numbers.numel())):
-            raise ValueError(f"{what}: a segment ends outside its array of {numbers.numel()} elements")
+        check_range(what, starts, layout, numbers_on(self.device, what, numbers, layout).numel())
 
 
 def _shape_of(layout: Layout) -> _Shape:

@@ -18,6 +18,7 @@ import torch
 from espresso.compressors.base import Layout, Starts
 from espresso.compressors.common import BaseCompressor
 from espresso.compressors.draws import tensor_hash
+from espresso.compressors.payload import check_range
 
 NUMEL, OFFSET, COUNT, SOURCE, RESIDUAL, HASH, START, RAW, BODY_END, END, FIRST_TILE, END_TILE = range(12)
 NUM_COLUMNS = 12
@@ -78,11 +79,11 @@ class TableCache:
             made = self._rows.setdefault(layout, {})
             found = made.get(key)
             if found is None:
-                _check_range("starts", starts, layout, size)
+                check_range("starts", starts, layout, size)
                 rows = tables.rows.copy()
                 rows[:, SOURCE] = starts
                 if kept is not None:
-                    _check_range("feedback.starts", kept, layout, kept_size)
+                    check_range("feedback.starts", kept, layout, kept_size)
                     rows[:, RESIDUAL] = kept
                 while len(made) >= KEPT_PER_LAYOUT:
                     made.pop(next(iter(made)))
@@ -123,16 +124,3 @@ class TableCache:
 
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self._device)
-
-
-def _check_range(what: str, starts: Starts, layout: Layout, size: int) -> None:
-    """Raise ValueError unless every ``starts[i] + numels[i]`` stays inside ``size``."""
-    if starts.shape != layout.numels.shape:
-        raise ValueError(f"{what} has shape {starts.shape} for {len(layout.segments)} segments")
-    bad = np.flatnonzero((starts < 0) | (starts + layout.numels > size))
-    if bad.size:
-        index = int(bad[0])
-        raise ValueError(
-            f"{what}[{index}] = {starts[index]}: segment {index} of {layout.numels[index]} elements"
-            f" ends outside its array of {size}"
-        )
