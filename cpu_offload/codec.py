@@ -35,6 +35,10 @@ PARTS_PER_THREAD = 4
 STREAM_FROM_BYTES = 1 << 22
 """A layout of this size or more writes its residuals past the caches: backward evicts them anyway."""
 
+_BITS = {4: np.uint32, 8: np.uint64}
+_INFINITY = {4: np.float32(np.inf).view(np.uint32), 8: np.float64(np.inf).view(np.uint64)}
+_MAGNITUDE = {4: np.uint32((1 << 31) - 1), 8: np.uint64((1 << 63) - 1)}
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -64,18 +68,17 @@ class Call:
     @property
     def bits(self) -> Array:
         """The payload's numbers as unsigned integers of their width."""
-        return self.payload.view(np.uint32 if self.layout.dtype.itemsize == 4 else np.uint64)
+        return self.payload.view(_BITS[self.layout.dtype.itemsize])
 
     @property
     def infinity(self) -> Any:
         """The bit pattern of infinity: magnitudes from here on are not finite."""
-        return self.layout.dtype.type(np.inf).view(self.bits.dtype)
+        return _INFINITY[self.layout.dtype.itemsize]
 
     @property
     def magnitude(self) -> Any:
         """The mask that takes the sign of a bit pattern away."""
-        kind = self.bits.dtype.type
-        return kind(np.iinfo(kind).max >> 1)
+        return _MAGNITUDE[self.layout.dtype.itemsize]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +230,10 @@ class HostCodec:
 
     def encode_raw_segments(self, call: EncodeCall) -> bool:
         """Copy the raw segments; return whether all was finite."""
-        chunks, bits = call.work.raw_chunks, call.bits
-        return all(self.share(encode_raw, call, chunks, *call.given, call.numbers, bits, call.infinity, call.gain))
+        chunks = call.work.raw_chunks
+        return not len(chunks) or all(
+            self.share(encode_raw, call, chunks, *call.given, call.numbers, call.bits, call.infinity, call.gain)
+        )
 
     def filter_residuals(self, call: EncodeCall, chunks: Table) -> None:
         """The gain of :class:`espresso.compressors.Feedback`, for residuals that were written without."""
@@ -237,7 +242,8 @@ class HostCodec:
 
     def decode_raw_segments(self, call: DecodeCall) -> None:
         """Sum the raw segments."""
-        self.share(decode_raw, call, call.work.raw_chunks, *call.given, call.numbers)
+        if len(call.work.raw_chunks):
+            self.share(decode_raw, call, call.work.raw_chunks, *call.given, call.numbers)
 
 
 def check_array(what: str, array: Array, layout: Layout) -> None:

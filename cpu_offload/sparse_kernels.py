@@ -169,7 +169,10 @@ def filter_groups(
     stream = can_stream(stream, new, to)
     for group in range(0, num, GROUP):
         here, there, target = at + group, kept + group, to + group
-        mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain, stream)
+        if stream:  # two constants: the loop is a quarter slower where the store asks
+            mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain, True)
+        else:
+            mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain, False)
         while mask:
             i = trailing_zeros(mask)
             index[count] = low + group + i

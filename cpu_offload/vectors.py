@@ -48,22 +48,24 @@ class GroupBuilder:
         return loaded
 
     def store(self, value: Any, kind: Any, array: Any, at: Any, stream: Any = False) -> None:
-        """Past the caches where ``stream`` holds, which is False or a truth value of the kernel."""
-        if stream is False:
+        """Past the caches where ``stream`` holds: a truth value of the kernel, or a constant."""
+        if not isinstance(stream, bool):
+            with self.ir.if_else(stream) as (past, through):
+                with past:
+                    self.store(value, kind, array, at, True)
+                with through:
+                    self.store(value, kind, array, at)
+        elif stream:
+            lanes = STREAM_ALIGNMENT // self.size
+            part = ir.VectorType(self.numbers.element, lanes)
+            one = self.ir.module.add_metadata([ir.Constant(_LANE, 1)])
+            for first in range(0, GROUP, lanes):
+                place = self.ir.add(at, ir.Constant(at.type, first))
+                stored = self.ir.store(self.part(value, first, lanes), self.pointer(kind, array, place, part))
+                stored.align = STREAM_ALIGNMENT
+                stored.set_metadata("nontemporal", one)
+        else:
             self.ir.store(value, self.pointer(kind, array, at, self.numbers)).align = self.size
-            return
-        lanes = STREAM_ALIGNMENT // self.size
-        part = ir.VectorType(self.numbers.element, lanes)
-        one = self.ir.module.add_metadata([ir.Constant(_LANE, 1)])
-        with self.ir.if_else(stream) as (past, through):
-            with past:
-                for first in range(0, GROUP, lanes):
-                    place = self.ir.add(at, ir.Constant(at.type, first))
-                    stored = self.ir.store(self.part(value, first, lanes), self.pointer(kind, array, place, part))
-                    stored.align = STREAM_ALIGNMENT
-                    stored.set_metadata("nontemporal", one)
-            with through:
-                self.store(value, kind, array, at)
 
     def splat(self, scalar: Any, vector: Any) -> Any:
         undefined = ir.Constant(vector, ir.Undefined)
