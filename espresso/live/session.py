@@ -256,12 +256,7 @@ class Session:
     # -- between two iterations ----------------------------------------------------------------------
 
     def use(self, strategy: Strategy) -> None:
-        """Carry out ``strategy`` from the next iteration on. All ranks, between the same two iterations.
-
-        Raises:
-            StrategyError: it was made for another model or cluster.
-            ValueError: an unknown compressor, or another momentum than the job has.
-        """
+        """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""
         self._adopt(strategy, self._check(strategy), self.executor.next_step, self.follower.epoch)
 
     def _check(self, strategy: Strategy) -> Schedule:
@@ -282,11 +277,7 @@ class Session:
         self.decider = FixedPlanner(strategy, self.groups, self.follower.in_force)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins. All ranks together, between two steps.
-
-        Raises:
-            DisagreementError: ranks are in different epochs.
-        """
+        """Say which epoch begins. All ranks together, between two steps."""
         if not self.follower.schedule.is_fixed:
             everybody = self.groups.all_objects(epoch)
             for rank, theirs in enumerate(everybody):
@@ -298,11 +289,7 @@ class Session:
         self.follower.epoch = epoch
 
     def check_replicas(self) -> None:
-        """Compare all parameters between ranks, bit for bit. All ranks together.
-
-        Raises:
-            DisagreementError: names the rank and the first tensor that differs from rank 0.
-        """
+        """Compare all parameters between ranks, bit for bit. All ranks together."""
         checksums = {name: checksum(parameter) for name, parameter in self.model.parameters.items()}
         everybody = self.groups.all_objects(checksums)
         for rank, theirs in enumerate(everybody):
