@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.fuzz_files import MEGABYTES, ODD, SECONDS, TENSORS, Tally, TooSlowError, limits, places, sound_strategy
-from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept, PerRank, Stored
+from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept, Stored
+from espresso.live.state import PerRank
 from espresso.strategies import Site
 
 MODEL = "the model's digest"
@@ -102,14 +103,15 @@ def _take(body: Any) -> None:
 
 
 def _load_spoilt_bytes(draw: random.Random) -> None:
-    entry = PerRank(_State()).state_dict()
+    state: Any = _State()
+    entry = PerRank(state).state_dict()
     ((key, buffer),) = entry.items()
     data = bytearray(buffer.getvalue())
     for _ in range(draw.randint(1, 6)):
         data[draw.randrange(len(data))] = draw.randrange(256)
     if draw.random() < 0.3:
         del data[draw.randrange(len(data)) :]
-    PerRank(_State()).load_state_dict({key: io.BytesIO(bytes(data))})
+    PerRank(state).load_state_dict({key: io.BytesIO(bytes(data))})
 
 
 def run_slice(seed: int, first: int, count: int, share: float) -> dict[str, Tally]:

@@ -69,19 +69,13 @@ def to_bfloat(bits: Bits32, out: Bits16) -> None:
 
 
 @kernel
-def from_bfloat(brain: Bits16, bits: Bits32) -> None:
-    """Bfloat16 to float32 bits."""
-    for i in range(len(brain)):
-        bits[i] = np.uint32(brain[i]) << np.uint32(16)
-
-
-@kernel
 def widen(short: Bits16, bits: Bits32, is_half: bool) -> None:
     """16-bit numbers to float32 bits."""
     if is_half:
         from_half(short, bits)
     else:
-        from_bfloat(short, bits)
+        for i in range(len(short)):
+            bits[i] = np.uint32(short[i]) << np.uint32(16)
 
 
 @kernel

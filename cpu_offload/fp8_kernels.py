@@ -11,7 +11,7 @@ from numba import types
 
 from espresso.compressors.base import Array
 from espresso.cpu_offload.jit import kernel, operation
-from espresso.cpu_offload.vectors import GROUP, GroupBuilder
+from espresso.cpu_offload.vectors import GROUP, GroupBuilder, signature_of
 
 Codes = npt.NDArray[np.int8]
 
@@ -70,7 +70,7 @@ def _make_fp8_group(format_: tuple[int, int]) -> Callable[..., Any]:
 
         number = source.dtype
         more = (new, types.intp, number, number, codes, types.intp, types.boolean)
-        return types.void(source, types.intp, number, old, types.intp, *more), generate
+        return signature_of(types.void, source, old, *more), generate
 
     function: Callable[..., Any] = operation(fp8_group)
     return function

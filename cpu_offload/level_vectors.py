@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba import types
 
 from espresso.cpu_offload.jit import operation
-from espresso.cpu_offload.vectors import GROUP, SUM_GROUPS, GroupBuilder, each_group, local
+from espresso.cpu_offload.vectors import GROUP, SUM_GROUPS, GroupBuilder, each_group, local, signature_of, splat
 
 ROW = 64
 """Elements that 16 counters of Philox serve: four words each."""
@@ -28,18 +28,12 @@ def fill_draws(typing_context: Any, key: Any, row: Any, draws: Any) -> Any:
         wide, narrow = ir.IntType(64), ir.IntType(32)
         vector = ir.VectorType(wide, _HALF)
         data = context.make_array(signature.args[2])(context, builder, draws).data
-
-        def splat(value: Any) -> Any:
-            undefined = ir.Constant(vector, ir.Undefined)
-            single = builder.insert_element(undefined, value, ir.Constant(narrow, 0))
-            return builder.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(narrow, _HALF), [0] * _HALF))
-
         low_mask, half_width = (ir.Constant(vector, [value] * _HALF) for value in (_LOW, 32))
         keys = [builder.and_(key, ir.Constant(wide, _LOW)), builder.lshr(key, ir.Constant(wide, 32))]
         for half in range(GROUP // _HALF):
             first = builder.mul(row, ir.Constant(wide, GROUP))
             lanes = ir.Constant(vector, [half * _HALF + lane for lane in range(_HALF)])
-            counter = builder.add(splat(first), lanes)
+            counter = builder.add(splat(builder, first, vector), lanes)
             zero = ir.Constant(vector, None)
             words = [builder.and_(counter, low_mask), builder.lshr(counter, half_width), zero, zero]
             for turn in range(_ROUNDS):
@@ -51,7 +45,8 @@ def fill_draws(typing_context: Any, key: Any, row: Any, draws: Any) -> Any:
                     )
                     for side in range(2)
                 ]
-                turned = [splat(builder.add(keys[side], ir.Constant(wide, turn * _WEYL[side]))) for side in range(2)]
+                steps = (ir.Constant(wide, turn * _WEYL[side]) for side in range(2))
+                turned = [splat(builder, builder.add(*pair), vector) for pair in zip(keys, steps, strict=True)]
                 high = [builder.lshr(product, half_width) for product in products]
                 words = [
                     builder.xor(builder.xor(high[1], words[1]), turned[0]),
@@ -85,7 +80,7 @@ def sum_squares(typing_context: Any, source: Any, at: Any, scale: Any, old: Any,
         each_group(group, builder, signature.args, arguments, add)
         return group.sum([builder.load(lane) for lane in lanes], widen=False)
 
-    return types.float64(source, types.intp, source.dtype, old, types.intp, types.intp), generate
+    return signature_of(types.float64, source, old, types.intp), generate
 
 
 class _Level:
@@ -147,7 +142,7 @@ def linear_group(
 
     number = source.dtype
     more = (number, number, draws, types.intp, codes, types.intp, types.intp)
-    return types.void(source, types.intp, number, old, types.intp, *more), generate
+    return signature_of(types.void, source, old, *more), generate
 
 
 @operation
@@ -177,7 +172,7 @@ def natural_group(
 
     number = source.dtype
     more = (number, number, draws, types.intp, codes, types.intp, types.intp, number, number, types.intp)
-    return types.void(source, types.intp, number, old, types.intp, *more), generate
+    return signature_of(types.void, source, old, *more), generate
 
 
 _PLANE = 32
@@ -196,7 +191,7 @@ def plane_of(typing_context: Any, codes: Any, at: Any, bit: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         loaded = builder.load(_code_bytes(context, builder, signature.args[0], *arguments[:2]))
         loaded.align = 1
-        some = builder.and_(loaded, _spread(builder, arguments[2]))
+        some = builder.and_(loaded, splat(builder, arguments[2], _BYTES))
         return builder.bitcast(builder.icmp_unsigned("!=", some, ir.Constant(_BYTES, None)), ir.IntType(_PLANE))
 
     return types.uint32(codes, types.intp, types.uint8), generate
@@ -211,15 +206,8 @@ def add_plane(typing_context: Any, plane: Any, codes: Any, at: Any, bit: Any) ->
         loaded = builder.load(place)
         loaded.align = 1
         flags = builder.bitcast(arguments[0], ir.VectorType(ir.IntType(1), _PLANE))
-        more = builder.select(flags, _spread(builder, arguments[3]), ir.Constant(_BYTES, None))
+        more = builder.select(flags, splat(builder, arguments[3], _BYTES), ir.Constant(_BYTES, None))
         builder.store(builder.or_(loaded, more), place).align = 1
         return context.get_dummy_value()
 
     return types.void(types.uint32, codes, types.intp, types.uint8), generate
-
-
-def _spread(builder: Any, value: Any) -> Any:
-    lane = ir.IntType(32)
-    undefined = ir.Constant(_BYTES, ir.Undefined)
-    single = builder.insert_element(undefined, value, ir.Constant(lane, 0))
-    return builder.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(lane, _PLANE), [0] * _PLANE))

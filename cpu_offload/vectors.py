@@ -29,6 +29,14 @@ _tuple_of: Any = types.UniTuple
 _values_of: Any = cgutils.unpack_tuple
 
 
+def splat(builder: Any, scalar: Any, vector: Any) -> Any:
+    """A number in all lanes of a vector type."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    single = builder.insert_element(undefined, scalar, ir.Constant(_LANE, 0))
+    lanes = ir.Constant(ir.VectorType(_LANE, vector.count), [0] * vector.count)
+    return builder.shuffle_vector(single, undefined, lanes)
+
+
 class GroupBuilder:
     """Loads, stores and arithmetic on one group; arrays come as (kind, value) pairs."""
 
@@ -68,9 +76,7 @@ class GroupBuilder:
             self.ir.store(value, self.pointer(kind, array, at, self.numbers)).align = self.size
 
     def splat(self, scalar: Any, vector: Any) -> Any:
-        undefined = ir.Constant(vector, ir.Undefined)
-        single = self.ir.insert_element(undefined, scalar, ir.Constant(_LANE, 0))
-        return self.ir.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(_LANE, GROUP), [0] * GROUP))
+        return splat(self.ir, scalar, vector)
 
     def q(self, kinds: Any, arguments: Any) -> Any:
         """From the first five arguments: source, at, scale, old, kept."""
@@ -113,7 +119,8 @@ class GroupBuilder:
         return self.ir.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), order)
 
 
-def _signature(result: Any, source: Any, old: Any, *more: Any) -> Any:
+def signature_of(result: Any, source: Any, old: Any, *more: Any) -> Any:
+    """Of an operation whose arguments begin with what q is made of."""
     return result(source, types.intp, source.dtype, old, types.intp, *more)
 
 
@@ -130,7 +137,7 @@ def add_magnitudes(
         group.store(total, kinds[5], arguments[5], arguments[6])
         return context.get_dummy_value()
 
-    return _signature(types.void, source, old, lanes, types.intp), generate
+    return signature_of(types.void, source, old, lanes, types.intp), generate
 
 
 def each_group(group: GroupBuilder, builder: Any, kinds: Any, arguments: Any, add: Callable[[Any, int], None]) -> None:
@@ -169,7 +176,7 @@ def sum_magnitudes(typing_context: Any, source: Any, at: Any, scale: Any, old: A
         each_group(group, builder, signature.args, arguments, add)
         return group.sum([builder.load(lane) for lane in lanes])
 
-    return types.float64(source, types.intp, source.dtype, old, types.intp, types.intp), generate
+    return signature_of(types.float64, source, old, types.intp), generate
 
 
 @operation
@@ -197,8 +204,7 @@ def sum_sides(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, k
         number = builder.sitofp(builder.load(count), ir.DoubleType())
         return context.make_tuple(builder, signature.return_type, [*sums, number])
 
-    three = _tuple_of(types.float64, 3)
-    return three(source, types.intp, source.dtype, old, types.intp, types.intp), generate
+    return signature_of(_tuple_of(types.float64, 3), source, old, types.intp), generate
 
 
 @operation
@@ -227,8 +233,8 @@ def largest(
             top = larger(group.part(top, 0, lanes), group.part(top, lanes, lanes))
         return builder.extract_element(top, ir.Constant(_LANE, 0))
 
-    number = _bits_of(source.dtype)
-    return number(source, types.intp, source.dtype, old, types.intp, types.intp, number), generate
+    bits = _bits_of(source.dtype)
+    return signature_of(bits, source, old, types.intp, bits), generate
 
 
 def _bits_of(number: Any) -> Any:
@@ -253,7 +259,7 @@ def sign_group(
         return group.mask(negative)
 
     number = source.dtype
-    return _signature(types.uint16, source, old, new, types.intp, number, number, number, types.boolean), generate
+    return signature_of(types.uint16, source, old, new, types.intp, number, number, number, types.boolean), generate
 
 
 @operation
@@ -277,7 +283,7 @@ def filter_group(
         return builder.zext(group.mask(passes), ir.IntType(64))
 
     number, bits = source.dtype, _bits_of(source.dtype)
-    return _signature(types.uint64, source, old, new, types.intp, bits, bits, number, types.boolean), generate
+    return signature_of(types.uint64, source, old, new, types.intp, bits, bits, number, types.boolean), generate
 
 
 @operation
@@ -298,7 +304,7 @@ def drop_group(
         return group.mask(builder.icmp_unsigned("==", exponents, top))
 
     bits = _bits_of(source.dtype)
-    return _signature(types.uint16, source, old, new, types.intp, types.uint16, bits, types.boolean), generate
+    return signature_of(types.uint16, source, old, new, types.intp, types.uint16, bits, types.boolean), generate
 
 
 @operation
@@ -326,7 +332,7 @@ def quantize_group(
 
     number = source.dtype
     more = (new, types.intp, number, number, number, codes, types.intp, types.boolean)
-    return _signature(types.void, source, old, *more), generate
+    return signature_of(types.void, source, old, *more), generate
 
 
 @operation

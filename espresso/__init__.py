@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from espresso.comm.hook import espresso_hook
-    from espresso.live.checkpoint import CheckpointError, PerRank
+    from espresso.live.checkpoint import CheckpointError
     from espresso.live.config import Config
-    from espresso.live.state import EspressoState, register
+    from espresso.live.state import EspressoState, PerRank, register
     from espresso.strategies import (
         Choice,
         Cluster,
@@ -64,9 +64,9 @@ _HOMES = {
         "DisagreementError", "EspressoError", "PeerError", "ProtocolError", "TopologyError", "UnsupportedModelError"
     ),
     "comm.hook": ("espresso_hook",),
-    "live.checkpoint": ("CheckpointError", "PerRank"),
+    "live.checkpoint": ("CheckpointError",),
     "live.config": ("Config",),
-    "live.state": ("EspressoState", "register"),
+    "live.state": ("EspressoState", "PerRank", "register"),
     "strategies": ("Choice", "Cluster", "CompressorSpec", "Strategy", "StrategyError", "TensorSpec", "parse_option"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -157,12 +157,9 @@ def summable_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) ->
 
     Nine raw pipelines on a hierarchical cluster, three on a flat one, times the devices of both ends.
     """
-    return tuple(
-        Option((compress(first, Form.SUMMABLE), *pipeline, decompress(last, Form.SUMMABLE)))
-        for pipeline in _value_pipelines(hierarchical, devices)
-        for first in devices
-        for last in devices
-    )
+    comps, decs = _summable_ends(devices)
+    pipelines = _value_pipelines(hierarchical, devices)
+    return tuple(Option(leaf) for pipeline in pipelines for leaf in _product(comps, [pipeline], decs))
 
 
 @cache
@@ -172,21 +169,14 @@ def round_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) -> tu
     Nine raw pipelines on a hierarchical cluster, three on a flat one, times the devices of the three steps:
     72 and 24 with both devices, 9 and 3 with one.
     """
-    return tuple(
-        Option(
-            (
-                compress(first, Form.SUMMABLE),
-                *pipeline,
-                transform(between),
-                *pipeline,
-                decompress(last, Form.SUMMABLE),
-            )
-        )
-        for pipeline in _value_pipelines(hierarchical, devices)
-        for first in devices
-        for between in devices
-        for last in devices
-    )
+    (comps, decs), between = _summable_ends(devices), [(transform(device),) for device in devices]
+    pipelines = _value_pipelines(hierarchical, devices)
+    return tuple(Option(leaf) for once in pipelines for leaf in _product(comps, [once], between, [once], decs))
+
+
+def _summable_ends(devices: tuple[Device, ...]) -> tuple[list[Tail], list[Tail]]:
+    comps: list[Tail] = [(compress(device, Form.SUMMABLE),) for device in devices]
+    return comps, [(decompress(device, Form.SUMMABLE),) for device in devices]
 
 
 def _value_pipelines(hierarchical: bool, devices: tuple[Device, ...]) -> list[Tail]:

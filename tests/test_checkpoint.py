@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
-from espresso.live.checkpoint import CheckpointError, PerRank
-from espresso.live.state import EspressoState
+from espresso.live.checkpoint import CheckpointError
+from espresso.live.state import EspressoState, PerRank
 from espresso.strategies import Cluster
 from tests.ddp import (
     ALLGATHER,

@@ -7,11 +7,10 @@ the rank that takes it over adds it to its own contribution.
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -298,47 +297,3 @@ def checksum(parameter: torch.Tensor) -> int:
     """A checksum of a parameter's bytes."""
     flat = parameter.detach().cpu().contiguous().reshape(-1)  # a scalar cannot be viewed as bytes
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
-
-
-class Saves(Protocol):
-    """A state, as :class:`PerRank` sees it."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def start(self) -> Any: ...
-
-
-class PerRank:
-    """A state as ``torch.distributed.checkpoint`` wants it: one opaque entry per rank.
-
-    Example:
-        >>> dcp.save({"espresso": PerRank(state)}, checkpoint_id=path)   # doctest: +SKIP
-    """
-
-    def __init__(self, state: Saves) -> None:
-        self._state = state
-
-    def _key(self) -> str:
-        self._state.start()
-        return f"rank_{self._state.rank}"
-
-    def state_dict(self) -> dict[str, Any]:
-        key, buffer = self._key(), io.BytesIO()
-        torch.save(self._state.state_dict(), buffer)
-        return {key: buffer}
-
-    def load_state_dict(self, body: dict[str, Any]) -> None:
-        key = self._key()
-        if key not in body:
-            raise CheckpointError(f"the checkpoint has no entry {key!r}; it was saved by fewer ranks")
-        body[key].seek(0)
-        try:
-            found = torch.load(body[key], weights_only=True)
-        except Exception as error:  # of damaged bytes whatever reading them runs into
-            raise CheckpointError(f"the entry {key!r} cannot be read; it is damaged ({error})") from error
-        self._state.load_state_dict(found)

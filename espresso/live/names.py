@@ -48,7 +48,8 @@ class BoundModel:
     @property
     def digest(self) -> str:
         """A hash of names, shapes and dtypes."""
-        return digest_of(self.tensors)
+        text = repr(sorted((t.name, t.shape, t.dtype) for t in self.tensors))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -57,26 +58,13 @@ class BoundModel:
         return {} if module is None else named_gradients(module)
 
 
-def digest_of(tensors: tuple[TensorSpec, ...]) -> str:
-    """A hash of names, shapes and dtypes."""
-    text = repr(sorted((t.name, t.shape, t.dtype) for t in tensors))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def inner_module(module: torch.nn.Module) -> torch.nn.Module:
-    """The user's module inside DDP's wrapper, or the module itself."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
-    assert isinstance(inner, torch.nn.Module)
-    return inner
-
-
 def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters DDP averages gradients of, by name (as in the unwrapped module).
 
     Raises:
         UnsupportedModelError: a parameter whose gradients cannot be exchanged, by name, with the remedy.
     """
-    inner = inner_module(module)
+    inner: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", ())
     parameters = {
         name: parameter

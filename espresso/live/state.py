@@ -8,6 +8,7 @@ One state serves one model. It is the ``state`` that DDP passes to ``espresso_ho
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -424,6 +425,37 @@ def register(
         state.close()
         raise
     return state
+
+
+class PerRank:
+    """A state as ``torch.distributed.checkpoint`` wants it: one opaque entry per rank.
+
+    Example:
+        >>> dcp.save({"espresso": PerRank(state)}, checkpoint_id=path)   # doctest: +SKIP
+    """
+
+    def __init__(self, state: EspressoState) -> None:
+        self._state = state
+
+    def _key(self) -> str:
+        self._state.start()
+        return f"rank_{self._state.rank}"
+
+    def state_dict(self) -> dict[str, Any]:
+        key, buffer = self._key(), io.BytesIO()
+        torch.save(self._state.state_dict(), buffer)
+        return {key: buffer}
+
+    def load_state_dict(self, body: dict[str, Any]) -> None:
+        key = self._key()
+        if key not in body:
+            raise CheckpointError(f"the checkpoint has no entry {key!r}; it was saved by fewer ranks")
+        body[key].seek(0)
+        try:
+            found = torch.load(body[key], weights_only=True)
+        except Exception as error:  # of damaged bytes whatever reading them runs into
+            raise CheckpointError(f"the entry {key!r} cannot be read; it is damaged ({error})") from error
+        self._state.load_state_dict(found)
 
 
 @atexit.register
