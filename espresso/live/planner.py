@@ -123,37 +123,6 @@ class Verdict:
     predicted_us: dict[str, float] = field(default_factory=dict)
 
 
-class Decider(Protocol):
-    """Which strategy each iteration runs."""
-
-    @property
-    def decided(self) -> bool:
-        """Whether the strategy is settled."""
-        ...
-
-    @property
-    def strategy(self) -> Strategy:
-        """The one in use once decided, until then the plain one."""
-        ...
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """What was decided and why; None before."""
-        ...
-
-    def assign(self, iteration: int) -> Assignment:
-        """What this iteration runs; must not block."""
-        ...
-
-    def after(self, record: Record) -> Work | None:
-        """Take note of an iteration; what is returned runs while every rank is inside the same hook call."""
-        ...
-
-    def follow(self, in_force: InForce) -> None:
-        """Other compressors are in force from the iteration on that is about to be assigned."""
-        ...
-
-
 class FixedPlanner:
     """Always the same strategy, but for compressors that change with step or epoch."""
 
@@ -163,7 +132,7 @@ class FixedPlanner:
         self.follow(in_force or {})
 
     def follow(self, in_force: InForce) -> None:
-        """Run the same options with these compressors."""
+        """Run the same options with these compressors, from the iteration on that is about to be assigned."""
         self._orderer = Orderer(translate(self._given, in_force), self._groups)
 
     @property
@@ -175,9 +144,11 @@ class FixedPlanner:
         return self._orderer.strategy
 
     def assign(self, iteration: int) -> Assignment:
+        """What this iteration runs; must not block."""
         return self._orderer.assignment
 
     def after(self, record: Record) -> Work | None:
+        """Take note of an iteration; what is returned runs while every rank is inside the same hook call."""
         return self._orderer.note(record)
 
 
@@ -369,3 +340,7 @@ class AutoPlanner:
         if self._winning is not None and record.buckets != self._winning.buckets:
             self._winning = None
         return None if self._winning is not None else self._winner.note(record)
+
+
+Decider = FixedPlanner | AutoPlanner
+"""Says which strategy each iteration runs, whether it is settled (``decided``), and why (``verdict``)."""
