@@ -27,7 +27,7 @@ from espresso.compressors.base import (
 from espresso.compressors.payload import check_range, read_header, write_header
 from espresso.cpu_offload.kernels import decode_raw, encode_raw, fill_nan, filter_chunks
 from espresso.cpu_offload.pool import WorkerPool
-from espresso.cpu_offload.work import RESIDUAL, SOURCE, Table, Work, split_parts, work_of
+from espresso.cpu_offload.work import OFFSET, RESIDUAL, SOURCE, Table, Work, split_parts, work_of
 
 PARTS_PER_THREAD = 4
 """More parts than threads even out a thread that was interrupted."""
@@ -278,3 +278,61 @@ def malformed(code: int, layout: Layout, what: str) -> PayloadError:
     """The error for a kernel's code ``1 + row * num_segments + segment``."""
     row, segment = divmod(int(code) - 1, len(layout.segments))
     return PayloadError(f"payload {row}, segment {segment} ({layout.segments[segment].tensor!r}): {what}")
+
+
+class SummableHostCodec(HostCodec):
+    """:class:`espresso.compressors.SummableCodec` on the host.
+
+    The vector has neither header nor table, numbers only: segment after segment, raw ones included.
+    """
+
+    def segment_values(self, layout: Layout) -> Starts:
+        """How many numbers each segment has in the vector."""
+        return layout.numels
+
+    def value_dtype(self, layout: Layout) -> str:
+        """The numbers' type; the layout's own unless a codec says otherwise."""
+        return layout.dtype.name
+
+    def num_values(self, layout: Layout) -> int:
+        """The vector's length."""
+        return int(self.segment_values(layout).sum())
+
+    def encode_values(self, encoding: Encoding, values: Array) -> bool:
+        """Encode ``scale * source + residual`` into the vector; returns whether all of it is finite."""
+        self._check_values(encoding.layout, values)
+        call = EncodeCall.of(encoding, values.view(np.uint8))
+        self._pack(encoding.layout, call.table, values)
+        return self.encode_vector(call)
+
+    def decode_values(self, decoding: Decoding, values: Array) -> bool:
+        """Write ``scale * decoded``; returns whether the vector is finite."""
+        layout = decoding.layout
+        self._check_values(layout, values)
+        work, target, scale = work_of(layout), decoding.target, layout.dtype.type(decoding.scale)
+        table = fill_table("target", layout, work, target, decoding.starts)
+        self._pack(layout, table, values)
+        flat = values.view(np.uint8)
+        return self.decode_vector(DecodeCall(layout, work, table, flat, decoding.key, target, scale, 1, flat.size))
+
+    def encode_vector(self, call: EncodeCall) -> bool:
+        """Encode every segment, raw ones included, at ``table[:, OFFSET]`` of the vector."""
+        raise NotImplementedError
+
+    def decode_vector(self, call: DecodeCall) -> bool:
+        """The reverse; returns whether the vector is finite."""
+        raise NotImplementedError
+
+    def _pack(self, layout: Layout, table: Table, values: Array) -> None:
+        ends = np.cumsum(self.segment_values(layout))
+        table[1:, OFFSET] = ends[:-1] * values.itemsize
+        table[:1, OFFSET] = 0
+
+    def _check_values(self, layout: Layout, values: Array) -> None:
+        kind: Any = self.value_dtype(layout)
+        wanted = np.dtype(np.uint16 if kind == "bfloat16" else kind)
+        size = self.num_values(layout)
+        if values.dtype != wanted or values.shape != (size,) or not values.flags.c_contiguous:
+            raise ValueError(
+                f"values must be contiguous {wanted}[{size}] ({kind}), got {values.dtype}{list(values.shape)}"
+            )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Array, Layout, Starts
 from espresso.compressors.draws import salt_of
 from espresso.compressors.randomk import ROUNDS, STRATUM
-from espresso.cpu_offload.codec import DecodeCall, EncodeCall
+from espresso.cpu_offload.codec import DecodeCall, EncodeCall, SummableHostCodec
 from espresso.cpu_offload.intrinsics import fence, prefetch, room
 from espresso.cpu_offload.jit import Scalar, kernel
 from espresso.cpu_offload.kernels import (
@@ -32,7 +32,6 @@ from espresso.cpu_offload.kernels import (
     neutral_block,
     segment_key,
 )
-from espresso.cpu_offload.summable import SummableHostCodec
 from espresso.cpu_offload.vectors import GROUP, drop_group
 from espresso.cpu_offload.work import (
     COUNT,

@@ -1,4 +1,4 @@
-// Casts to 16 bits and back, in the integer arithmetic of espresso/cpu_offload/cast_kernels.py, so that every NaN and
+// Casts to 16 bits and back, in the integer arithmetic of espresso/cpu_offload/casts.py, so that every NaN and
 // every subnormal comes out the same. One pass each way.
 
 #include "common.cuh"

@@ -1,5 +1,5 @@
 // Stochastic quantizers: dithering, QSGD, natural compression, TernGrad. Format, formulas and draws:
-// espresso/compressors/levels.py; twins: espresso/cpu_offload/level_kernels.py, level_vectors.py.
+// espresso/compressors/levels.py; twins: espresso/cpu_offload/levels.py, level_vectors.py.
 //
 // One pass each way, a warp a block. With blocks of 256 q stays in registers; other sizes are read a second time, from
 // the caches, for their codes. A thread takes elements t and t + 32 of every row of 64: both draws come from one Philox

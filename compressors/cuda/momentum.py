@@ -13,7 +13,7 @@ import torch
 from espresso.compressors.base import Compressor, Correction, Feedback, Layout, Starts
 from espresso.compressors.cuda.codec import THREADS, TILE, suffix
 from espresso.compressors.cuda.runtime import Device
-from espresso.compressors.cuda.stretches import StretchCache
+from espresso.compressors.cuda.tables import StretchCache
 
 FILE = "momentum.cu"
 

@@ -25,7 +25,7 @@ import torch
 from espresso.compressors.base import Decoding, DrawKey, Encoding, Factors, Feedback, Layout, Starts
 from espresso.compressors.cuda.codec import THREADS, TILE, new_status, numbers_on, suffix
 from espresso.compressors.cuda.runtime import Device
-from espresso.compressors.cuda.stretches import StretchCache, Stretches, Table
+from espresso.compressors.cuda.tables import StretchCache, Stretches, Table
 from espresso.compressors.payload import check_range
 from espresso.compressors.powersgd import PowerSgd, matrix_of, random_start, start_key
 
