@@ -1,7 +1,4 @@
-"""Signs on the host: what scaled sign and onebit share. Format: :mod:`espresso.compressors.signs`.
-
-The kernels are in ``sign_blocks`` (means per block: one pass) and ``sign_segments`` (one per segment: two passes).
-"""
+"""Signs on the host: what scaled sign and onebit share. Format: :mod:`espresso.compressors.signs`."""
 
 from __future__ import annotations
 
@@ -11,8 +8,14 @@ import numpy as np
 
 from espresso.compressors.signs import Signs
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
-from espresso.cpu_offload.sign_blocks import decode_blocks, encode_blocks
-from espresso.cpu_offload.sign_segments import encode_segments, sign_chunks, sum_chunks, write_scale
+from espresso.cpu_offload.sign_kernels import (
+    decode_blocks,
+    encode_blocks,
+    encode_segments,
+    sign_chunks,
+    sum_chunks,
+    write_scale,
+)
 from espresso.cpu_offload.work import END_CHUNK, FIRST_CHUNK
 
 

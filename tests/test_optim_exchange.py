@@ -12,7 +12,7 @@ import torch
 import espresso
 from espresso.live.names import named_gradients
 from espresso.optim import CLAN, LANS, CompressedAdam, TwoWay, scale_residuals
-from espresso.optim.residual_rate import ratio
+from espresso.optim.exchange import ratio
 from espresso.strategies import Cluster, CompressorSpec, Site, TensorSpec
 from tests.ddp import (
     SHARDED,

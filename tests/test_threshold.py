@@ -7,7 +7,7 @@ import numpy as np
 from espresso.compressors import DrawKey, Encoding, Feedback, Segment, create, host_codec
 from espresso.compressors.sparse import sent_slots
 from espresso.cpu_offload import WorkerPool
-from espresso.cpu_offload.sparse_kernels import RAISE_RUNS, first_threshold
+from espresso.cpu_offload.sparse import RAISE_RUNS, first_threshold
 from espresso.cpu_offload.work import FUSED, work_of
 
 NUMEL = (1 << 16) + 1011

@@ -1,4 +1,4 @@
-// Top-k and DGC. Format: espresso/compressors/sparse.py; twins: espresso/cpu_offload/sparse.py, sparse_kernels.py.
+// Top-k and DGC. Format: espresso/compressors/sparse.py; twin: espresso/cpu_offload/sparse.py.
 //
 // The pass over memory is the host's: a sample sets a threshold, one pass writes q to the residual and collects what
 // passes, and the top k of the few that passed are sent and cleared in the residual. Four launches for all segments:

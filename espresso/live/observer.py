@@ -2,14 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from statistics import median_high
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_high
+from typing import Any
+
+import torch
 
 from espresso.comm.execute.assignment import Record
-from espresso.live.profiler import GradientClock, Observation
 
 RECENT_STEPS = 20
 """Steps whose median is the step time that is reported."""
+
+
+class GradientClock:
+    """When gradients become ready and forward passes begin, while it is attached to a module.
+
+    Attributes:
+        ready_ns: parameter name to the time its gradient was ready, in this iteration.
+        forward_ns: when the latest forward pass began, or 0.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Mapping[int, str]) -> None:
+        self.ready_ns: dict[str, int] = {}
+        self.forward_ns = 0
+        self._handles: list[Any] = [module.register_forward_pre_hook(self._forward)]
+        for parameter in module.parameters():
+            name = names.get(id(parameter))
+            if name is not None and parameter.requires_grad:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(self._stamp(name)))
+
+    def begin(self) -> None:
+        """Forget the last iteration."""
+        self.ready_ns = {}
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _forward(self, *_: Any) -> None:
+        self.forward_ns = time.perf_counter_ns()
+
+    def _stamp(self, name: str) -> Callable[[torch.Tensor], None]:
+        def stamp(_: torch.Tensor) -> None:
+            self.ready_ns[name] = time.perf_counter_ns()
+
+        return stamp
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One profiled iteration on one rank, in microseconds.
+
+    Attributes:
+        tensor_ready_us: by name, from the first ready gradient.
+        bucket_ready_us: when each bucket came to the hook.
+        forward_us: forward's beginning (else the last iteration's end) to the first ready gradient.
+        optimizer_us: the last iteration's end to forward's beginning.
+    """
+
+    tensor_ready_us: Mapping[str, float]
+    bucket_ready_us: tuple[float, ...]
+    forward_us: float
+    optimizer_us: float
+
+
+def combine(per_rank: Sequence[Sequence[Observation]]) -> Observation:
+    """The median over iterations on each rank, then the maximum over ranks."""
+    medians = [_median(observations) for observations in per_rank]
+    names = medians[0].tensor_ready_us
+    return Observation(
+        {name: max(m.tensor_ready_us.get(name, 0.0) for m in medians) for name in names},
+        tuple(map(max, zip(*(m.bucket_ready_us for m in medians), strict=True))),
+        max(m.forward_us for m in medians),
+        max(m.optimizer_us for m in medians),
+    )
+
+
+def _median(observations: Sequence[Observation]) -> Observation:
+    names = observations[0].tensor_ready_us
+    return Observation(
+        {n: median(o.tensor_ready_us[n] for o in observations if n in o.tensor_ready_us) for n in names},
+        tuple(median(times) for times in zip(*(o.bucket_ready_us for o in observations), strict=True)),
+        median(o.forward_us for o in observations),
+        median(o.optimizer_us for o in observations),
+    )
 
 
 class Observer:

@@ -16,16 +16,9 @@ from espresso.comm.groups import Groups
 from espresso.live.artifacts import Artifacts
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
-from espresso.live.observer import Observer
+from espresso.live.observer import Observation, Observer, combine
 from espresso.live.planner import Candidate, InForce
-from espresso.live.profiler import (
-    Observation,
-    combine,
-    cores_per_rank,
-    machine_facts,
-    measure_compressor,
-    measure_links,
-)
+from espresso.live.profiler import cores_per_rank, machine_facts, measure_compressor, measure_links
 from espresso.live.runtime import Runtime
 from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.model.costs import ComputeCost, Contention, CostModel

@@ -17,7 +17,8 @@ from espresso.comm.memory import DeviceMemory
 from espresso.compressors.cuda import CudaDevice
 from espresso.compressors.cuda import Device as Accelerator
 from espresso.live.codecs import DeviceCodecs, HostCodecs
-from espresso.live.profiler import GradientClock, Place
+from espresso.live.observer import GradientClock
+from espresso.live.profiler import Place
 from espresso.model.costs import PAPER_CONTENTION, Contention, CopyCost
 from espresso.model.links import KB
 

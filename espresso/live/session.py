@@ -35,10 +35,9 @@ from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.given import Given
 from espresso.live.names import BoundModel
-from espresso.live.observer import Observer
+from espresso.live.observer import GradientClock, Observer
 from espresso.live.online_search import OnlineSearch
 from espresso.live.planner import AutoPlanner, Decider, FixedPlanner, Work
-from espresso.live.profiler import GradientClock
 from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.script import LossScale, StepGuard
 from espresso.strategies import NONE, Bucket, Strategy

@@ -7,8 +7,7 @@ May import: live.
 
 from espresso.optim.clan import CLAN
 from espresso.optim.compressed_adam import CompressedAdam
-from espresso.optim.exchange import TwoWay
+from espresso.optim.exchange import TwoWay, scale_residuals
 from espresso.optim.lans import LANS
-from espresso.optim.residual_rate import scale_residuals
 
 __all__ = ["CLAN", "LANS", "CompressedAdam", "TwoWay", "scale_residuals"]

@@ -14,8 +14,8 @@ from torch.optim.optimizer import ParamsT
 from espresso.live.given import StrategyLike
 from espresso.live.state import EspressoState
 from espresso.optim.exchange import RAW_BELOW_BYTES, ExchangeSettings, attach, parameters_of
+from espresso.optim.exchange import scale_residuals as follow_rate
 from espresso.optim.lans import LANS
-from espresso.optim.residual_rate import scale_residuals as follow_rate
 from espresso.strategies import CompressorSpec
 
 
@@ -35,7 +35,7 @@ class CLAN(LANS):
         compressor: spec of the compressor, ``name`` or ``name:key=value,…``.
         strategy: another exchange than the two-way one: ``"auto"``, a file, a strategy or a function that makes one.
         raw_below_bytes: smaller tensors are not compressed.
-        scale_residuals: multiply residuals by the ratio of learning rates; see :mod:`espresso.optim.residual_rate`.
+        scale_residuals: multiply residuals by the ratio of learning rates; see :func:`espresso.optim.scale_residuals`.
         exchange: a state that :func:`espresso.register` returned for this model; instead of the four before.
         **settings: as for :func:`espresso.register` (``timeout_s``, ``grad_scaler``, ``ranks_per_node``, …).
 

@@ -1,9 +1,15 @@
-"""Signs with one or two means per block. Format and the shape of sums: :mod:`espresso.compressors.signs`.
+"""Kernels of signs. Format and the shape of a block's sums: :mod:`espresso.compressors.signs`.
 
-Encode makes one pass: a block's gradient and residual are still in the first-level cache when, after the sums,
-signs and residual are taken. The second look prefetches what comes after, or memory would idle meanwhile.
-Residuals that do not begin on a 16-byte boundary are written the ordinary way, which reads what it overwrites: two
-thirds of the aligned rate (a buffer drained line by line was slower still, a third).
+With one or two means per block encode makes one pass: a block's gradient and residual are still in the first-level
+cache when, after the sums, signs and residual are taken. The second look prefetches what comes after, or memory would
+idle meanwhile. Residuals that do not begin on a 16-byte boundary are written the ordinary way, which reads what it
+overwrites: two thirds of the aligned rate (a buffer drained line by line was slower still, a third).
+
+With one mean per segment (``block=0``) it makes two passes over the input: sum of |q|, then signs and residual.
+Segments of up to a million elements finish both on one thread before the next begins, so that the second finds them in
+cache; longer ones take the second pass backwards, to begin with what the first left there. That sum has a fixed shape,
+whatever the number of threads: 128 lanes over blocks of 4096 elements (lane = element mod 128), the lanes added in
+float64 by halving, the blocks of a chunk and then the chunks in order.
 """
 
 from __future__ import annotations
@@ -14,15 +20,21 @@ import numpy.typing as npt
 from espresso.compressors.base import Array
 from espresso.cpu_offload.intrinsics import fence, prefetch, room
 from espresso.cpu_offload.jit import Scalar, kernel
-from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, copy_block, fill_q, keep_block
-from espresso.cpu_offload.vectors import (
-    GROUP,
-    sign_group,
-    sum_magnitudes,
-    sum_sides,
-    unpack_groups,
+from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, copy_block, fill_q, keep_block, neutral_block
+from espresso.cpu_offload.vectors import GROUP, add_magnitudes, sign_group, sum_magnitudes, sum_sides, unpack_groups
+from espresso.cpu_offload.work import (
+    COUNT,
+    END_CHUNK,
+    FIRST_CHUNK,
+    HIGH,
+    LOW,
+    NUMEL,
+    OFFSET,
+    RESIDUAL,
+    SEGMENT,
+    SOURCE,
+    Table,
 )
-from espresso.cpu_offload.work import COUNT, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 AHEAD = 1024
 """Elements between what is worked on and what is prefetched, at least: measured best from 256 to 2048."""
@@ -231,3 +243,137 @@ def add_rows(
         copy_block(tail, 0, target[at + whole :], stop - whole)
         unpack_groups(halves, rows, whole // GROUP, plus, minus, tail, 0, accumulate, factor)
         copy_block(target, at + whole, tail, stop - whole)
+
+
+LANES = 128
+SUM_BLOCK = 4096
+
+
+@kernel
+def sum_chunks(
+    table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, has_feedback: bool,
+    sums: npt.NDArray[np.float64],
+) -> None:  # fmt: skip
+    """``sums[c]`` = sum of |q| of chunk c, in the fixed shape of this module."""
+    one = source.dtype.type(1)
+    q, zeros = room(SUM_BLOCK, source.dtype), room(SUM_BLOCK, source.dtype)
+    clear_block(zeros, 0, SUM_BLOCK)
+    lanes = room(LANES, source.dtype)
+    tree = room(LANES, np.float64)
+    for chunk in range(first, end):
+        row = table[chunks[chunk, SEGMENT]]
+        total = 0.0
+        for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], SUM_BLOCK):
+            num = min(SUM_BLOCK, chunks[chunk, HIGH] - low)
+            at, kept = row[SOURCE] + low, row[RESIDUAL] + low
+            clear_block(lanes, 0, LANES)
+            if has_feedback and num == SUM_BLOCK:
+                add_to_lanes(lanes, source, at, scale, old, kept)
+            else:
+                fill_q(q, source, at, scale, old, kept, num, has_feedback)
+                clear_block(q, num, SUM_BLOCK - num)
+                add_to_lanes(lanes, q, 0, one, zeros, 0)
+            total += add_lanes(lanes, tree)
+        if not np.isfinite(total):
+            total = plain_chunk_sum(table, chunks, chunk, source, scale, old, has_feedback)
+        sums[chunk] = total
+
+
+@kernel
+def add_to_lanes(lanes: Array, source: Array, at: int, scale: float, old: Array, kept: int) -> None:
+    """Add the |q| of a block to the lanes."""
+    for low in range(0, SUM_BLOCK, LANES):
+        for lane in range(0, LANES, GROUP):
+            add_magnitudes(source, at + low + lane, scale, old, kept + low + lane, lanes, lane)
+
+
+@kernel
+def add_lanes(lanes: Array, tree: npt.NDArray[np.float64]) -> Scalar:
+    """Sum of the lanes in float64, by halving."""
+    half = LANES
+    for lane in range(LANES):
+        tree[lane] = lanes[lane]
+    while half > 1:
+        half //= 2
+        low, high = tree[:half], tree[half : 2 * half]
+        for lane in range(half):
+            low[lane] += high[lane]
+    return tree[0]
+
+
+@kernel
+def plain_chunk_sum(
+    table: Table, chunks: Table, chunk: int, source: Array, scale: float, old: Array, has_feedback: bool
+) -> Scalar:
+    """Sum of |q| in float64: tells an overflow of the lanes from a number that is not finite itself."""
+    row = table[chunks[chunk, SEGMENT]]
+    total = 0.0
+    for i in range(chunks[chunk, LOW], chunks[chunk, HIGH]):
+        q = source[row[SOURCE] + i] * scale
+        if has_feedback:
+            q += old[row[RESIDUAL] + i]
+        total += abs(np.float64(q))
+    return total
+
+
+@kernel
+def write_scale(table: Table, segment: int, sums: npt.NDArray[np.float64], numbers: Array) -> Scalar:
+    """Store the mean of |q| in the segment's body; returns whether it is finite."""
+    row = table[segment]
+    total = 0.0
+    for chunk in range(row[FIRST_CHUNK], row[END_CHUNK]):
+        total += sums[chunk]
+    numbers[row[OFFSET] // numbers.itemsize] = total / row[NUMEL]
+    return np.isfinite(total)
+
+
+@kernel
+def sign_chunks(
+    table: Table, chunks: Table, first: int, end: int, source: Array, scale: float, old: Array, new: Array,
+    has_feedback: bool, stream: bool, numbers: Array, halves: Halves, gain: float,
+) -> None:  # fmt: skip
+    """Pack the signs of q and write the residual; chunks from the last to the first."""
+    one = source.dtype.type(1)
+    q, zeros, kept = room(BLOCK, source.dtype), room(BLOCK, source.dtype), room(BLOCK, source.dtype)
+    neutral_block(zeros, BLOCK)
+    for chunk in range(end - 1, first - 1, -1):
+        row = table[chunks[chunk, SEGMENT]]
+        size = numbers[row[OFFSET] // numbers.itemsize]
+        low, stop = chunks[chunk, LOW], chunks[chunk, HIGH]
+        place = (row[OFFSET] + numbers.itemsize) // 2
+        if has_feedback:
+            num = (stop - low) // GROUP * GROUP
+            at, to = row[SOURCE] + low, row[RESIDUAL] + low
+            direct, half = can_stream(stream, new, to), place + low // GROUP
+            sign_block(source, at, scale, old, to, new, to, num, size, -size, halves, half, direct, AHEAD, gain)
+            low += num
+        while low < stop:
+            num = min(BLOCK, stop - low)
+            fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
+            clear_block(q, num, BLOCK - num)
+            groups = (num + GROUP - 1) // GROUP * GROUP
+            half = place + low // GROUP
+            sign_block(q, 0, one, zeros, 0, kept, 0, groups, size, -size, halves, half, False, 0, one)
+            if has_feedback:
+                keep_block(new, row[RESIDUAL] + low, kept, old, row[RESIDUAL] + low, num, gain)
+            low += num
+    fence()
+
+
+@kernel
+def encode_segments(
+    table: Table, chunks: Table, segments: Table, first: int, end: int, source: Array, scale: float, old: Array,
+    new: Array, has_feedback: bool, stream: bool, numbers: Array, halves: Halves,
+    sums: npt.NDArray[np.float64], gain: float,
+) -> Scalar:  # fmt: skip
+    """Both passes over each of a run of segments; returns whether all is finite."""
+    finite = True
+    for position in range(first, end):
+        segment = segments[position]
+        low, high = table[segment, FIRST_CHUNK], table[segment, END_CHUNK]
+        sum_chunks(table, chunks, low, high, source, scale, old, has_feedback, sums)
+        if write_scale(table, segment, sums, numbers):
+            sign_chunks(table, chunks, low, high, source, scale, old, new, has_feedback, stream, numbers, halves, gain)
+        else:
+            finite = False
+    return finite
