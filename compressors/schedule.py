@@ -99,11 +99,14 @@ class Follower:
         return self.epoch or 0
 
 
-def misfit(choice: Choice) -> str | None:
-    """Why the compressor cannot take the option, if so."""
+def _misfit(choice: Choice) -> str | None:
+    """Why there is no such compressor, or why it cannot take the option; None: it can."""
     if not choice.option.is_compressed:
         return None
-    traits, rounds = registry.create(choice.compressor).traits, choice.option.num_rounds
+    try:
+        traits, rounds = registry.create(choice.compressor).traits, choice.option.num_rounds
+    except (ValueError, TypeError) as error:
+        return str(error)
     if traits.rounds != rounds:
         wanted = "go through the leaves with a transform step" if traits.rounds > 1 else "have no transform step"
         return f"option '{choice.option}' does not fit compressor '{choice.compressor}', whose options {wanted}"
@@ -113,12 +116,12 @@ def misfit(choice: Choice) -> str | None:
 
 
 def check_choices(strategy: Strategy) -> None:
-    """Check that every tensor's option and compressor go together.
+    """Check that every tensor's compressor exists, takes its parameters and goes with its option.
 
     Raises:
         StrategyError: names the first tensor whose do not.
     """
-    faults = {choice: misfit(choice) for choice in set(strategy.choices.values())}
+    faults = {choice: _misfit(choice) for choice in set(strategy.choices.values())}
     for name, choice in strategy.choices.items():
         if faults[choice] is not None:
             raise StrategyError(f"tensor {name!r}: {faults[choice]}")

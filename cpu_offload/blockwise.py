@@ -15,8 +15,7 @@ from espresso.compressors.blockwise import MAX_BLOCK, TINY, Blockwise
 from espresso.compressors.blockwise import Codes as Form
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
 from espresso.cpu_offload.fp8_kernels import quantize_fp8, widen_fp8
-from espresso.cpu_offload.intrinsics import as_number, fence, room
-from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.jit import Scalar, as_number, fence, kernel, room
 from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, copy_block, fetch_block, fill_q, neutral_block
 from espresso.cpu_offload.vectors import GROUP, largest, quantize_group
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Array, Layout
 from espresso.compressors.casts import Cast
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, SummableHostCodec
-from espresso.cpu_offload.intrinsics import room
-from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.jit import Scalar, kernel, room
 from espresso.cpu_offload.kernels import BLOCK, all_finite, clear_block, fetch_block, fill_q
 from espresso.cpu_offload.work import HIGH, LOW, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors.base import Array
-from espresso.cpu_offload.intrinsics import address, prefetch
-from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.jit import Scalar, address, kernel, prefetch
 from espresso.cpu_offload.vectors import STREAM_ALIGNMENT
 from espresso.cpu_offload.work import HASH, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, START, Table
 

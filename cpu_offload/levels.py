@@ -17,8 +17,7 @@ from espresso.compressors.error_feedback import ErrorFeedback
 from espresso.compressors.levels import Levels, Norm
 from espresso.cpu_offload.blockwise import add_block
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
-from espresso.cpu_offload.intrinsics import as_number, as_type, room
-from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.jit import Scalar, as_number, as_type, kernel, room
 from espresso.cpu_offload.kernels import BLOCK, clear_block, copy_block, fetch_block, fill_q, segment_key
 from espresso.cpu_offload.level_vectors import (
     ROW,

@@ -20,8 +20,7 @@ from espresso.compressors.base import Array, Layout, Starts
 from espresso.compressors.draws import salt_of
 from espresso.compressors.randomk import ROUNDS, STRATUM
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, SummableHostCodec
-from espresso.cpu_offload.intrinsics import fence, prefetch, room
-from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.jit import Scalar, fence, kernel, prefetch, room
 from espresso.cpu_offload.kernels import (
     can_stream,
     clear_block,

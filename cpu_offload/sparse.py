@@ -21,8 +21,7 @@ from espresso.compressors import sparse
 from espresso.compressors.base import Array
 from espresso.compressors.sparse import RUN, SPAN, Selection, Sparsifier
 from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
-from espresso.cpu_offload.intrinsics import fence, room, trailing_zeros
-from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.jit import Scalar, fence, kernel, room, trailing_zeros
 from espresso.cpu_offload.kernels import (
     BLOCK,
     can_stream,

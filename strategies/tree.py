@@ -68,17 +68,14 @@ class _Grammar:
         self.decs = tuple((decompress(device),) for device in devices)
 
     def t1(self, scope: Scope, second: Routine) -> list[Tail]:
-        raw = (communicate(second, scope, Phase.SECOND, Form.RAW),)
-        packed = (communicate(second, scope, Phase.SECOND, Form.PAYLOAD),)
-        return [raw, *_product(self.comps, [packed], self.decs)]
+        return [_second(second, scope), *_product(self.comps, [_second(second, scope, Form.PAYLOAD)], self.decs)]
 
     def t2(self, scope: Scope, second: Routine) -> list[Tail]:
-        packed = (communicate(second, scope, Phase.SECOND, Form.PAYLOAD),)
+        packed = _second(second, scope, Form.PAYLOAD)
         return [*_product([packed], self.decs), *_product(self.decs, self.t1(scope, second))]
 
     def t5(self, inter_second: Routine, intra_second: Routine) -> list[Tail]:
-        raw = (communicate(inter_second, Scope.INTER, Phase.SECOND, Form.RAW),)
-        packed = (communicate(inter_second, Scope.INTER, Phase.SECOND, Form.PAYLOAD),)
+        raw, packed = _second(inter_second, Scope.INTER), _second(inter_second, Scope.INTER, Form.PAYLOAD)
         return [
             *_product([raw], self.t1(Scope.INTRA, intra_second)),
             *_product(self.comps, [packed], self.t2(Scope.INTRA, intra_second)),
@@ -98,7 +95,7 @@ class _Grammar:
         leaves = _product([whole], t2)
         for first in _PAYLOAD_FIRSTS:
             step = (communicate(first, Scope.INTER, Phase.FIRST, Form.PAYLOAD),)
-            back = (communicate(_SECOND_OF[first], Scope.INTER, Phase.SECOND, Form.PAYLOAD),)
+            back = _second(_SECOND_OF[first], Scope.INTER, Form.PAYLOAD)
             leaves += _product([step], [back], t2)
             leaves += _product([step], self.decs, self.t5(_SECOND_OF[first], intra_second))
         return leaves
@@ -128,6 +125,10 @@ class _Grammar:
             leaves += _product(self.comps, [step], self.decs, self.t3(second))
             leaves += _product(self.comps, [step], self.decs, self.comps, self.t4(second))
         return leaves
+
+
+def _second(routine: Routine, scope: Scope, form: Form = Form.RAW) -> Tail:
+    return (communicate(routine, scope, Phase.SECOND, form),)
 
 
 def _product(*parts: Iterable[Tail]) -> list[Tail]:
@@ -208,7 +209,7 @@ def server_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) -> t
     """The parameter-server leaves: 7 flat ones with both devices, 3 with one; three times as many hierarchically."""
     leaves = _through_servers(Scope.FLAT, devices)
     if hierarchical:
-        back = (communicate(Routine.ALLGATHER, Scope.INTRA, Phase.SECOND, Form.RAW),)
+        back = _second(Routine.ALLGATHER, Scope.INTRA)
         for form in (Form.RAW, Form.HALF):
             first = (communicate(Routine.REDUCE_SCATTER, Scope.INTRA, Phase.FIRST, form),)
             leaves += _product([first], _through_servers(Scope.INTER, devices), [back])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from espresso.compressors.schedule import check_choices
 from espresso.model.costs import ComputeCost, CostModel, Op
 from espresso.model.job import Job
 from espresso.model.links import AlphaBeta, LinkCurve, Links
@@ -25,7 +26,7 @@ from espresso.show.lane_events import (
     predicted_events,
     sorted_lanes,
 )
-from espresso.show.report import check_compressors, human_bytes, human_us, link_rows, short_names
+from espresso.show.report import human_bytes, human_us, link_rows, short_names
 from espresso.show.trace_events import trace_body, write_trace
 from espresso.strategies import (
     PLAIN,
@@ -335,10 +336,10 @@ def test_offloaded_steps_say_so() -> None:
 
 
 def test_compressors_of_a_strategy_are_checked_by_name() -> None:
-    check_compressors(_strategy(HIERARCHICAL))
+    check_choices(_strategy(HIERARCHICAL))
     wrong = Choice(parse_option(HIERARCHICAL), CompressorSpec.parse("topk:ration=0.01"))
     with pytest.raises(StrategyError, match=r"'in.weight'.*'ration'"):
-        check_compressors(_strategy(HIERARCHICAL).with_choices({"in.weight": wrong}))
+        check_choices(_strategy(HIERARCHICAL).with_choices({"in.weight": wrong}))
 
 
 def test_link_rows_recover_the_link_that_was_measured() -> None:

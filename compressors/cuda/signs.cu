@@ -1,4 +1,4 @@
-// Scaled sign and onebit. Format: espresso/compressors/signs.py; twin: espresso/cpu_offload/sign_kernels.py.
+// Scaled sign and onebit. Format: espresso/compressors/signs.py; twin: espresso/cpu_offload/signs.py.
 //
 // Means per block: one pass, a warp a block. Sums have the host's shape: 64 lanes in the numbers' type (lane = element
 // mod 64, of which a thread holds two), added in float64 by halving. With blocks of 256 q stays in registers; other

@@ -9,13 +9,14 @@ def explain(
     json_output: JsonFlag = False,
 ) -> None:
     """Show what a strategy does: tensors with equal choices, and their pipeline step by step."""
+    from espresso.compressors.schedule import check_choices
     from espresso.show.explain import explain as explain_groups
-    from espresso.show.report import check_compressors, human_bytes, pipeline_heading, pipeline_table
+    from espresso.show.report import human_bytes, pipeline_heading, pipeline_table
     from espresso.strategies import Strategy
 
     with working(f"Reading {strategy}"):
         loaded = Strategy.load(strategy)
-        check_compressors(loaded)
+        check_choices(loaded)
         groups = explain_groups(loaded)
     if json_output:
         emit_json(

@@ -18,15 +18,15 @@ def validate(
 
     Exit status: 0 if it is valid, 1 if not (the message names what is wrong).
     """
+    from espresso.compressors.schedule import check_choices
     from espresso.model.job import Job
-    from espresso.show.report import check_compressors
     from espresso.strategies import Strategy, StrategyError
 
     # A job that cannot be read is no verdict on the strategy, so it is read outside the try.
     loaded_job = None if job is None else Job.load(job)
     try:
         loaded = Strategy.load(strategy)
-        check_compressors(loaded)
+        check_choices(loaded)
         if loaded_job is not None:
             loaded.check_model(loaded_job.tensors, loaded_job.cluster)
     except StrategyError as error:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from espresso.compressors.base import Array
 from espresso.cpu_offload import WorkerPool
-from espresso.cpu_offload.intrinsics import room
-from espresso.cpu_offload.jit import Scalar, kernel
+from espresso.cpu_offload.jit import Scalar, kernel, room
 from espresso.optim.base import Row, Settings
 
 BLOCK = 1 << 10

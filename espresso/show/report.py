@@ -8,11 +8,10 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from espresso.compressors.schedule import misfit
 from espresso.model.links import LinkCurve, fit_line, group_size, on_link
 from espresso.show.explain import ExplainedGroup
 from espresso.show.lane_events import LaneEvent, busy_us, sorted_lanes
-from espresso.strategies import Cluster, Scope, Strategy, StrategyError
+from espresso.strategies import Cluster, Scope
 
 MAX_NAMES = 3
 _NUMERIC = {
@@ -29,29 +28,6 @@ _NUMERIC = {
     "tensors",
 }
 _SCOPES = {Scope.FLAT: "to all ranks", Scope.INTRA: "inside the node", Scope.INTER: "between nodes"}
-
-
-def check_compressors(strategy: Strategy) -> None:
-    """Check that every compressor of the strategy exists and takes its parameters.
-
-    Raises:
-        StrategyError: names the tensor and the compressor.
-    """
-    from espresso.compressors import create
-
-    faults: dict[Any, str | None] = {}
-    for name, choice in strategy.choices.items():
-        if choice.compressor not in faults:
-            try:
-                create(choice.compressor)
-                faults[choice.compressor] = None
-            except (ValueError, TypeError) as error:
-                faults[choice.compressor] = str(error)
-        fault = faults[choice.compressor]
-        if fault is None:
-            fault = misfit(choice)
-        if fault is not None:
-            raise StrategyError(f"tensor {name!r}: {fault}")
 
 
 def frontier_table(points: Sequence[tuple[float, float, int]]) -> Table:
