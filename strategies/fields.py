@@ -264,6 +264,10 @@ def _text(value: Any, where: str) -> str:
     text: str = _typed(str, "text", value, where)
     if len(text) > MAX_TEXT:
         raise FormError(f"{where} must have at most {MAX_TEXT} characters, got {len(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FormError(f"{where} holds what is no Unicode: {shown(text)}") from None
     return text
 
 

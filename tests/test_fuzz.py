@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks import fuzz_checkpoints, fuzz_files
-from espresso.strategies import FormError
+from espresso.strategies import PLAIN, Cluster, FormError, Strategy, StrategyError, TensorSpec
 from espresso.strategies.fields import MAX_VALUES, parse
 
 
@@ -34,3 +34,12 @@ def test_every_one_is_loaded_or_refused(run_slice: Any, count: int) -> None:
 def test_what_no_file_may_hold(data: bytes, says: str) -> None:
     with pytest.raises(FormError, match=says):
         parse(data)
+
+
+def test_a_name_that_is_no_unicode_is_refused_where_no_file_was_read() -> None:
+    """A checkpoint holds a strategy as values, whose text nobody has looked at."""
+    strategy = Strategy.uniform([TensorSpec("layer", (4,))], Cluster(2, 1), PLAIN)
+    body = strategy.to_json()
+    body["tensors"][0]["name"] = "\ud800"
+    with pytest.raises(StrategyError, match="name holds what is no Unicode"):
+        Strategy.from_json(body)
