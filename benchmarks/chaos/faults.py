@@ -40,6 +40,7 @@ class Fault:
         play: does it, to a job and a victim's rank; may take as long as the fault lasts.
         at_start: it is there from the start instead (a setting of the job).
         stays: the victim never goes on, and does not end by itself.
+        else_at_start: how a job may end instead while its connections are made.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Fault:
     play: Callable[[Job, int], None]
     at_start: bool = False
     stays: bool = False
+    else_at_start: Ending | None = None
     needs_hosts: bool = False
     needs_servers: bool = False
 
@@ -173,7 +175,14 @@ FAULTS = (
     Fault("full disk", Ending.GOES_ON, _nothing, at_start=True),
     Fault("another build on one rank", Ending.NAMES_RANK, _nothing, at_start=True),
     Fault("host down", Ending.NAMES_HOST, _host_down_for(None), needs_hosts=True),
-    Fault("host down a while", Ending.GOES_ON, _host_down_for(SHORT_S), needs_hosts=True),
+    # A connection waits for a network that comes back; one that is to be made fails where there is no way.
+    Fault(
+        "host down a while",
+        Ending.GOES_ON,
+        _host_down_for(SHORT_S),
+        else_at_start=Ending.NAMES_HOST,
+        needs_hosts=True,
+    ),
     Fault("blackhole", Ending.NAMES_HOST, _blackhole, needs_hosts=True),
     Fault("rate of 8 bit/s", Ending.NAMES_HOST, _trickle, needs_hosts=True),
     Fault("server killed", Ending.NAMES_SERVER, _signal(signal.SIGKILL, _of_servers), needs_servers=True),

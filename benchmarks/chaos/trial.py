@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,9 @@ def _judge(plan: Plan, job: Job, at: float, limit_s: float, expected: str, left:
     if len(set(results.values())) > 1:
         return f"replicas differ: {results}", 0.0
     if plan.fault.ending is Ending.GOES_ON:
+        if plan.phase == "start-up" and plan.fault.else_at_start and len(errors) == plan.place.num_ranks:
+            otherwise = replace(plan, fault=replace(plan.fault, ending=plan.fault.else_at_start))
+            return _judge(otherwise, job, at, job.work.timeout_s + GRACE_S, expected, left)
         if len(results) < plan.place.num_ranks:
             return f"did not go on: {_texts(errors) or 'silence'}", 0.0
         if expected and expected not in results.values():
