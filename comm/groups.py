@@ -265,11 +265,11 @@ class Groups:
             work.wait()
 
     def _see_to(self, work: Any) -> None:
-        """Past the time-out, wait on only while all ranks answer."""
+        """Past the time-out, wait on only while all ranks answer, and not for one that failed."""
         look_at = time.monotonic() + self.timeout_s
         while not work.is_completed():
             time.sleep(_POLL_S)
-            if time.monotonic() > look_at:
+            if time.monotonic() > look_at or self.alarm.failed():
                 self.witness.look("the ranks' barrier")
                 look_at = time.monotonic() + _LOOK_EVERY_S
 

@@ -100,7 +100,7 @@ def connected(size: int) -> list[Plug]:
 
 @contextmanager
 def serving(
-    num_workers: int, num_servers: int = 1, timeout_s: float = 20.0, silence_s: float = 60.0
+    num_workers: int, num_servers: int = 1, timeout_s: float = 20.0, silence_s: float = 60.0, **more: Any
 ) -> Iterator[tuple[list[Any], list[Server]]]:
     """The workers' transports, and servers that run in threads."""
     codecs = HostCodecs(1)
@@ -111,7 +111,8 @@ def serving(
 
     transports = connected(num_workers + num_servers)
     servers = [
-        Server(one, num_workers, codecs, timeout_s=timeout_s, silence_s=silence_s) for one in transports[num_workers:]
+        Server(one, num_workers, codecs, timeout_s=timeout_s, silence_s=silence_s, **more)
+        for one in transports[num_workers:]
     ]
     for server in servers:
         threading.Thread(target=serve, args=(server,), daemon=True).start()
@@ -266,6 +267,14 @@ def test_a_server_that_hears_nothing_ends_by_itself():
         text = wait_for_error(server, 10.0)
         assert "worker rank 0 died or left between its pushes" in text
         assert "no message within 0.3 s" in text
+
+
+def test_a_server_that_compiles_has_time_as_long_as_it_says_that_it_lives():
+    def prepare(specs: Any, dtypes: Any) -> None:
+        time.sleep(3.5)
+
+    with serving(1, prepare=prepare) as (transports, _):
+        assert Client(transports[0], 1).ask_all(Op.PREPARE, {0: (set(), set())}, 2.0) == {0: None}
 
 
 def test_a_question_to_servers_that_hang_has_one_time_out_for_all():

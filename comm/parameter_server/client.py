@@ -19,9 +19,6 @@ from espresso.strategies import CompressorSpec
 WINDOW_BYTES = 16 << 20
 """Pushes that may be on the wire at once from one worker; more would only wait in buffers."""
 
-PATIENCE_S = 600.0
-"""For a server that compiles kernels."""
-
 _FULLER_S = 0.5
 """A server that has nothing of this worker's waits its turn: one that has can name the key."""
 
@@ -83,9 +80,11 @@ class Client:
         where = f" ({self._addresses[server]})" if server < len(self._addresses) else ""
         return f"server rank {self.num_workers + server}{where}"
 
-    def measure(self, spec: CompressorSpec | None, sizes: Sequence[int], num_workers: int) -> dict[str, Any]:
+    def measure(
+        self, spec: CompressorSpec | None, sizes: Sequence[int], num_workers: int, timeout_s: float
+    ) -> dict[str, Any]:
         """What the first server's processor needs: see :func:`measure_server`."""
-        answer: dict[str, Any] = self.ask_all(Op.MEASURE, {0: (spec, tuple(sizes), num_workers)}, PATIENCE_S)[0]
+        answer: dict[str, Any] = self.ask_all(Op.MEASURE, {0: (spec, tuple(sizes), num_workers)}, timeout_s)[0]
         return answer
 
     def new_namespace(self) -> int:
@@ -148,7 +147,7 @@ class Client:
         """Send a request to servers and wait for their answers: body and answer by server.
 
         Args:
-            timeout_s: for all of it.
+            timeout_s: for all of it, or since a server last said that it works on it.
 
         Raises:
             DisagreementError: a server refused.
@@ -177,7 +176,7 @@ class Client:
         try:
             sends = [say(self.transport, ranks[server], Tag.HEADER, op, body) for server, body in bodies.items()]
             wait_for(chain.from_iterable(sends), until)
-            return {server: hear(self.transport, rank, Tag.ANSWER, until) for server, rank in ranks.items()}
+            return {server: self._answer(rank, until) for server, rank in ranks.items()}
         except LinkError as error:
             who = "a server" if error.peer is None else self.name(error.peer - self.num_workers)
             self._unanswered = LinkError(
@@ -185,6 +184,12 @@ class Client:
                 " worker stop?"
             )
             raise self.error or self._unanswered from error
+
+    def _answer(self, rank: int, until: Deadline) -> tuple[Header, Any]:
+        """A server's; while it says that it works on it, there is time."""
+        while (heard := hear(self.transport, rank, Tag.ANSWER, until))[0].op is Op.WORKING:
+            until.renew()
+        return heard
 
     # -- failure and end -------------------------------------------------------------------------
 

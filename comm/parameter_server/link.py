@@ -13,7 +13,7 @@ import numpy as np
 from espresso.comm.errors import EspressoError
 from espresso.comm.keep.store import Address, Piece, ResidualStore
 from espresso.comm.messages import Bytes
-from espresso.comm.parameter_server.client import PATIENCE_S, Client, Line
+from espresso.comm.parameter_server.client import Client, Line
 from espresso.comm.parameter_server.wire import Flag, Header, Held, Installed, Key, Op, Table, balance, key_numbers
 from espresso.strategies import CompressorSpec, Site
 
@@ -24,7 +24,7 @@ class Link:
     Args:
         ranks: the workers that train together, in order.
         store: this rank's residuals; it saves and loads the servers' through this link.
-        timeout_s: for everything but compiling.
+        timeout_s: for everything; a server that compiles says every second that it lives.
         namespace: the first worker's ``client.new_namespace()``, on all workers of the group.
     """
 
@@ -61,12 +61,12 @@ class Link:
     def prepare(self, specs: Iterable[CompressorSpec], dtypes: Iterable[str]) -> None:
         """Have the servers compile what they will run; the first worker asks, the others go on."""
         if self.answers:
-            self._ask_everybody(Op.PREPARE, (set(specs), set(dtypes)), PATIENCE_S)
+            self._ask_everybody(Op.PREPARE, (set(specs), set(dtypes)))
 
-    def _ask_everybody(self, op: Op, body: Any, timeout_s: float | None = None) -> dict[int, Any]:
+    def _ask_everybody(self, op: Op, body: Any) -> dict[int, Any]:
         """The answers of all servers to one question."""
         bodies = dict.fromkeys(range(self.client.num_servers), body)
-        return self.client.ask_all(op, bodies, self._timeout_s if timeout_s is None else timeout_s)
+        return self.client.ask_all(op, bodies, self._timeout_s)
 
     # -- tables ----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,7 @@ SILENCE_S = 24 * 3600.0
 
 _NOTICE_S = 5.0
 _LOOK_S = 0.1
+_SIGN_S = 1.0
 
 
 class Overdue(LinkError):
@@ -245,10 +247,18 @@ class Server:
             with self._lock:
                 answer = quick[header.op](*body)
         elif header.op in slow:
-            answer = slow[header.op](*body)
+            answer = self._at_work(worker, partial(slow[header.op], *body))
         else:
             raise ProtocolError(f"worker rank {worker} sent {header.op.name}, which only servers send")
         self._answer({worker: (Op.ANSWER, answer)}, self._timeout_s)
+
+    def _at_work(self, worker: int, job: Callable[[], Any]) -> Any:
+        """Do what may take long: until it is done the worker hears every second that this server lives."""
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(job)
+            while wait((done,), _SIGN_S).not_done:
+                self._answer({worker: (Op.WORKING, None)}, self._timeout_s)
+            return done.result()
 
     def _answer(self, answers: Mapping[int, tuple[Op, Any]], timeout_s: float) -> None:
         """Send each worker its answer, and wait until all have taken theirs."""

@@ -48,7 +48,12 @@ class Deadline:
     """The end of several waits in a row."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self._end = seconds, time.monotonic() + seconds
+        self.seconds = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew: somebody lives."""
+        self._end = time.monotonic() + self.seconds
 
     @property
     def left_s(self) -> float:

@@ -56,6 +56,7 @@ class Op(IntEnum):
     REFUSAL = 10
     NOTICE = 11
     RESCALE = 12
+    WORKING = 13
 
 
 class Flag(IntFlag):

@@ -111,7 +111,7 @@ def measure_processors(
         return None, ()
     answer: Any = None
     if groups.rank == 0:
-        answer = client.measure(spec, _SERVER_SIZES, groups.num_ranks)
+        answer = client.measure(spec, _SERVER_SIZES, groups.num_ranks, groups.timeout_s)
     answer = groups.from_rank_0(answer)
     servers = ServerCosts(answer["sum_us_per_kb"], client.engines)
     if spec is None:

@@ -28,6 +28,7 @@ from espresso.comm.execute.executor import Executor
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link, connected
+from espresso.comm.witness import worded
 from espresso.compressors.schedule import Follower, Schedule, check_choices, translate
 from espresso.live.artifacts import Artifacts, ProfileMarks
 from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept, Stored, checksum
@@ -92,6 +93,7 @@ class Session:
         with ExitStack() as undo:
             self.groups = self._make_groups(process_group, client)
             undo.callback(self.groups.close, wait=False)
+            undo.push(self._tell_why)
             self.given = given.on(model.tensors, self.groups.cluster)
             self._agree(epoch)
             schedule = self.given.schedule()
@@ -136,6 +138,11 @@ class Session:
             num_servers=0 if client is None else client.num_servers,
             colocated=client is not None and client.colocated,
         )
+
+    def _tell_why(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Let the others know why this rank does not start: they wait for it."""
+        if error is not None:
+            self.groups.witness.tell(worded(error))
 
     def _agree(self, epoch: int | None) -> None:
         """Every rank must have the same model, strategy and settings."""
