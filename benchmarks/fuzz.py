@@ -194,6 +194,9 @@ def fuzz_readers(options: argparse.Namespace) -> int:
             for name, tally in done.result().items():
                 tallies.setdefault(name, fuzz_files.Tally()).add(tally)
     wrong = [row for tally in tallies.values() for row in tally.wrong]
+    config = {"inputs": total, "seconds": round(time.monotonic() - begin)}
+    name = "fuzz_files.json" if options.files else "fuzz_checkpoints.json"
+    write(options.result.with_name(name), record(config, options.seed, fuzz_files.rows_of(tallies)))
     if options.json:
         body = {"inputs": total, "right": total - len(wrong), "wrong": len(wrong), "which": wrong}
         sys.stdout.write(json.dumps(body) + "\n")

@@ -330,16 +330,27 @@ def run_slice(seed: int, first: int, count: int, share: float) -> dict[str, Tall
     return tallies
 
 
+def rows_of(tallies: dict[str, Tally]) -> list[dict[str, Any]]:
+    """What became of each kind."""
+    return [
+        {
+            "kind": name,
+            "inputs": tally.outcomes.total(),
+            "loaded": tally.outcomes["loaded"],
+            "refused": tally.outcomes["refused"],
+            "wrong": len(tally.wrong),
+            "slowest_s": round(tally.slowest_s, 2),
+            "through_commands": tally.through.total(),
+        }
+        for name, tally in tallies.items()
+    ]
+
+
 def table(tallies: dict[str, Tally], seed: int, seconds: float) -> str:
     """What became of each kind, as Markdown, and what was wrong."""
-    lines = [
-        "| kind | inputs | loaded | refused | wrong | slowest | through commands |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, tally in tallies.items():
-        out, through = tally.outcomes, sum(tally.through.values())
-        row = (name, out.total(), out["loaded"], out["refused"], len(tally.wrong), f"{tally.slowest_s:.2f} s", through)
-        lines.append("| " + " | ".join(map(str, row)) + " |")
+    rows = rows_of(tallies)
+    lines = ["| " + " | ".join(rows[0]) + " |", "|---" * len(rows[0]) + "|"]
+    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
     wrong = [row for tally in tallies.values() for row in tally.wrong]
     lines += ["", f"Seed {seed}, {seconds:.0f} s; {len(wrong)} wrong."]
     lines += [f"- {row['kind']}, seed {row['seed']}: {row['error']}" for row in wrong]
