@@ -63,8 +63,9 @@ def test_a_users_script_passes_mypy_strict(tmp_path):
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["strict"] is True
     command = [sys.executable, "-m", "mypy", str(right), str(wrong)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)
-    found = [line.partition(": error: ")[0] for line in done.stdout.splitlines() if ": error: " in line]
-    assert found == [f"{wrong}:{line}" for line in (6, 7, 8)], done.stdout + done.stderr
+    # By name: a warm cache quotes the path of the run that filled it.
+    found = [Path(line.partition(": error: ")[0]).name for line in done.stdout.splitlines() if ": error: " in line]
+    assert found == [f"wrong.py:{line}" for line in (6, 7, 8)], done.stdout + done.stderr
 
 
 def test_settings_have_one_list_each_of_types_and_ranges():
