@@ -69,7 +69,8 @@ CASES = (
         for rtt_ms in (20, 50, 100)
     ),
 )
-"""``mlp-slow`` takes 3.7 s for a plain step, so it has few of them; rows in ms are of hosts far apart."""
+"""``mlp-slow`` takes 3.7 s for a plain step, so it has few of them; rows in ms are of hosts far apart, where plain
+steps take seconds: ``--beside plain`` adds them."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Row:
     step_ms: float
     mb_per_step_per_host: float
     of_compute: Rate
-    of_plain: Rate
+    of_plain: Rate | None
     over_bare: float | None
     bar: str
     passes: bool | None
@@ -107,13 +108,16 @@ def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
     """The trainer's arms against the case's bars; only automatic arms are judged."""
     rows = []
     for arm in arms:
-        compute, plain = Rate.from_times(arm["time_over_none"]), Rate.from_times(arm["time_over_plain"])
+        compute = Rate.from_times(arm["time_over_none"])
+        plain = Rate.from_times(arm["time_over_plain"]) if "time_over_plain" in arm else None
         judged, bare = arm["name"].startswith("espresso:"), arm.get("time_over_bare", {}).get("value")
         bars = [
             (f"{case.of_compute:.0%} of compute-only", compute.value >= case.of_compute)
             if case.of_compute is not None
             else None,
-            (f"{case.of_plain:g}x plain", plain.value >= case.of_plain) if case.of_plain is not None else None,
+            (f"{case.of_plain:g}x plain", plain.value >= case.of_plain)
+            if case.of_plain is not None and plain is not None
+            else None,
             (f"{case.over_bare:g} of bare", bare <= case.over_bare)
             if case.over_bare is not None and bare is not None
             else None,
@@ -145,7 +149,8 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
     for row in rows:
         verdict = {None: "", True: "pass", False: "[bold red]MISS[/]"}[row.passes]
         compute = f"{row.of_compute.value:.1%} ({row.of_compute.low:.1%} … {row.of_compute.high:.1%})"
-        plain = f"{row.of_plain.value:.2f} ({row.of_plain.low:.2f} … {row.of_plain.high:.2f})"
+        times = row.of_plain
+        plain = "" if times is None else f"{times.value:.2f} ({times.low:.2f} … {times.high:.2f})"
         table.add_row(
             row.case, row.arm, f"{row.step_ms:.1f}", f"{row.mb_per_step_per_host:.2f}", compute, plain,
             f"{row.over_bare:.2f}" if row.over_bare else "", row.bar, verdict,
@@ -194,13 +199,8 @@ def main(
         raise typer.BadParameter(f"no row is called {unknown[0]!r}; there are {', '.join(c.name for c in CASES)}")
     chosen = [case for case in CASES if not names or case.name in names]
     specs = ["efsignsgd"] if quick else compressors.split(";")
-    arms = [
-        "none",
-        "plain",
-        "fp16",
-        *filter(None, beside.split(",")),
-        *(f"espresso:{spec}" for spec in specs),
-    ]
+    more = [*filter(None, beside.split(",")), *(f"espresso:{spec}" for spec in specs)]
+    near, far = ["none", "plain", "fp16", *more], ["none", *(f"bare:{spec}" for spec in specs), *more]
     console = results.console(150)
     measured: list[Row] = []
     networks: dict[str, str] = {}
@@ -210,8 +210,7 @@ def main(
         distance = Distance(case.rtt_ms) if case.rtt_ms else None
         with open_network(2, case.rate, distance=distance) as network:
             networks[case.name] = describe(network)
-            bare = [f"bare:{spec}" for spec in specs] if case.rtt_ms else []
-            result = train(network, case, [*arms, *bare], seed, json_path.with_suffix(".raw"))
+            result = train(network, case, far if case.rtt_ms else near, seed, json_path.with_suffix(".raw"))
         found = rows_of(case, result["arms"])
         measured += found
         console.print(table_of(found, f"{case.name}: 2 hosts x {case.workers}, {networks[case.name]}"))
@@ -219,7 +218,7 @@ def main(
             if row.verdict:
                 console.print(f"  {row.arm} decided after {row.steps_to_decide} steps: {row.verdict}")
         # After every case: what was measured so far survives an interruption.
-        config = {"arms": arms, "networks": networks, "quick": quick, "cases": [asdict(c) for c in chosen]}
+        config = {"arms": near, "far": far, "networks": networks, "quick": quick, "cases": [asdict(c) for c in chosen]}
         results.write(json_path, results.record(config, seed, [asdict(row) for row in measured]))
     if any(row.passes is False for row in measured):
         raise typer.Exit(1)
