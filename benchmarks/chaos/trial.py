@@ -210,11 +210,12 @@ def _judge(plan: Plan, job: Job, at: float, limit_s: float, expected: str, left:
         if expected and expected not in results.values():
             return f"went on differently: {results} and not {expected}", 0.0
         return "", 0.0
-    slowest = max((line["at"] - at for rank, line in errors.items() if rank != plan.victim), default=0.0)
+    victims = _victim(plan, job)
+    slowest = max((line["at"] - at for line in errors.values() if line["pid"] not in victims), default=0.0)
     if slowest > limit_s:
         return f"an error came after {slowest:.1f} s: {_texts(errors)}", slowest
     for rank, lines in told.items():
-        if lines[0]["pid"] in _victim(plan, job) or (rank in results and plan.phase == LATE):
+        if lines[0]["pid"] in victims or (rank in results and plan.phase == LATE):
             continue
         if rank in results:
             return f"rank {rank} noticed nothing", slowest
