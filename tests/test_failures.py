@@ -124,6 +124,14 @@ def test_a_start_that_a_rank_does_not_take_part_in(tmp_path):
     check_time(raised_at - float((tmp_path / "at").read_text()))
 
 
+def test_a_collective_outside_espresso_names_who_was_lost():
+    outcomes = run_ranks(lose_a_rank_elsewhere, 3, check=False, deadline_s=80)
+    for outcome in outcomes[:2]:
+        assert outcome.error is None, outcome.error
+        assert outcome.value.startswith("LostRankError: a collective outside espresso: RuntimeError"), outcome.value
+        assert "rank 2" in outcome.value.lower().rpartition("runtimeerror")[2], outcome.value
+
+
 def test_a_rank_that_stops_while_kernels_are_compiled(tmp_path):
     """Ranks wait minutes for a compilation, but not for a rank that does not answer."""
     outcomes = run_ranks(compile_beside_a_stopped_rank, 3, str(tmp_path / "at"), check=False, deadline_s=80)
@@ -295,6 +303,19 @@ def start_beside_a_stopped_rank(rank: int, path: str) -> tuple[str, float]:
     raised_at = time.time()
     os.kill(pids[0], signal.SIGKILL)
     return text, raised_at
+
+
+def lose_a_rank_elsewhere(rank: int) -> str:
+    """The last rank is gone when the others sum up a loss, in torch's own group."""
+    with registered(wrap(mlp(20, 30, 3)), ALLREDUCE, timeout_s=TIMEOUT_S) as state:
+        if rank == 2:
+            os._exit(1)
+        try:
+            with state.errors():
+                torch.distributed.all_reduce(torch.zeros(1000))
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
 
 
 def compile_beside_a_stopped_rank(rank: int, path: str) -> tuple[str, float]:
