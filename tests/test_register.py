@@ -66,7 +66,7 @@ METRICS = {
         "meta": ("UnsupportedModelError", "parameter 'weight' is on the meta device"),
         "torch.compile": ("UnsupportedModelError", "tuple instead of a DDP bucket", "torch.compile"),
         "unbound": ("EspressoError", "state.bind(model)"),
-        "bound to another model": ("EspressoError", "that the bound model does not have"),
+        "bound to another model": ("Error: ", "that the bound model does not have"),
         "uneven nodes": ("TopologyError", "ranks_per_node=3 does not divide the 2 ranks"),
         "scale": ("ValueError", "loss scale must be positive and finite, got 0.0"),
     }.items(),
