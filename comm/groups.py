@@ -105,6 +105,9 @@ CLOSED = "espresso is closed: its process groups are gone"
 
 _POLL_S, _LOOK_EVERY_S = 0.02, 2.0
 
+_STORE_S = 2.0
+"""The store may end with rank 0, which has found that somebody is missing: the others find out until then."""
+
 PATIENCE_S = 600.0
 """A busy machine compiles the kernels of a compressor, or those of the search, in minutes: the others wait so long."""
 
@@ -337,6 +340,8 @@ class Groups:
                 f"the job's store does not answer ({worded(error)}); it ended with the launcher, or with rank 0"
             ) from error
         if missing:
+            if self.rank == 0:
+                time.sleep(_STORE_S)
             ranks = "rank" if len(missing) == 1 else "ranks"
             raise LostRankError(
                 f"{ranks} {_compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"

@@ -361,20 +361,3 @@ def leave_tensors(strategy: Strategy, most: int) -> Strategy:
 def _leave(strategy: Strategy, is_small: Callable[[TensorSpec], bool]) -> Strategy:
     changed = strategy.with_choices({t.name: PLAIN for t in strategy.tensors if is_small(t)})
     return changed if changed.num_compressed else strategy
-
-
-__all__ = [
-    "EXACT_TENSORS",
-    "EXACT_VECTORS",
-    "LEAST_SENT",
-    "SIGN_BLOCK",
-    "Automatic",
-    "compress_once",
-    "leave_tensors",
-    "leave_vectors",
-    "racers",
-    "refine_signs",
-    "send_at_least",
-    "simplest",
-    "trade_for_exactness",
-]
