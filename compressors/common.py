@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Compressor, Layout, Segment
+from espresso.compressors.base import Compressor, Correction, Layout, Segment
 from espresso.compressors.payload import build_layout, params_digest
 
 ADDED = {"added": True}
 """Metadata of a parameter that came after payloads were first written: at its default it leaves their digest alone."""
+
+LOCAL = {"local": True}
+"""Metadata of a parameter that changes what a rank encodes, and not how: payloads' digests leave it out."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,38 @@ class BaseCompressor(Compressor):
 
     Attributes:
         raw_below: segments with fewer elements travel as plain numbers inside the payload.
+        momentum: mu of a momentum in front of error feedback, for an optimizer whose own momentum is 0; with the
+            default 0 the optimizer's momentum or Adam stays right (:mod:`espresso.compressors.momentum`).
+        nesterov: the Nesterov form; needs momentum.
+        clip_norm: clip a rank's gradients before they are accumulated, tensor by tensor, to this norm over the
+            root of the number of ranks; needs momentum; 0 does not clip. (Deep Gradient Compression takes the norm of
+            all tensors together, which nobody knows when the first bucket has to leave.)
     """
 
     algorithm: ClassVar[int]
 
     raw_below: int = 256
+    momentum: float = field(default=0.0, kw_only=True, repr=False, metadata=LOCAL)
+    nesterov: bool = field(default=False, kw_only=True, repr=False, metadata=LOCAL)
+    clip_norm: float = field(default=0.0, kw_only=True, repr=False, metadata=LOCAL)
 
     def __post_init__(self) -> None:
         self.check_int("raw_below", low=0)
+        self.check_float("momentum", high=1.0)
+        if self.momentum == 1.0:
+            raise ValueError(f"compressor {self.name}: momentum must be below 1, got 1.0")
+        self.check_bool("nesterov")
+        self.check_float("clip_norm", high=1e30)
+        for name in ("nesterov", "clip_norm"):
+            if getattr(self, name) and not self.momentum:
+                raise ValueError(f"compressor {self.name}: {name} needs a momentum above 0")
+
+    @property
+    def correction(self) -> Correction | None:
+        """The momentum it asks of the job, where ``momentum`` is above 0."""
+        if not self.momentum:
+            return None
+        return Correction(self.momentum, self.nesterov, self.clip_norm)
 
     @property
     def raw_limit(self) -> int:
@@ -53,7 +80,7 @@ class BaseCompressor(Compressor):
         )
 
     def _digested(self) -> list[tuple[str, Any]]:
-        values = [(f, getattr(self, f.name)) for f in fields(self)]
+        values = [(f, getattr(self, f.name)) for f in fields(self) if not f.metadata.get("local")]
         return [(f.name, value) for f, value in values if not f.metadata.get("added") or value != f.default]
 
     def params(self) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from espresso.compressors.base import DAMPED, Traits
-from espresso.compressors.common import BaseCompressor
+from espresso.compressors.common import ADDED, BaseCompressor
 from espresso.compressors.sparse import num_slots
 
 STRATUM = 4096
@@ -33,6 +33,7 @@ class RandomK(BaseCompressor):
 
     Attributes:
         ratio: k / d, in (0, 1].
+        k: the count itself, of every segment, in place of the ratio; 0 leaves it to the ratio.
     """
 
     name: ClassVar[str] = "randomk"
@@ -40,12 +41,14 @@ class RandomK(BaseCompressor):
     algorithm: ClassVar[int] = 8
 
     ratio: float = 0.01
+    k: int = field(default=0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_float("ratio", above=0.0)
+        self.check_int("k", low=0)
 
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and k numbers."""
-        k = num_slots(numel, self.ratio)
+        k = num_slots(numel, self.ratio, k=self.k)
         return k, k * itemsize

@@ -1,7 +1,7 @@
 """The body that top-k, DGC and other sparsifiers share.
 
-Body of a segment of d elements with k slots (``count`` = k = ratio * d, rounded to nearest, in [least, d];
-least is 1 unless a parameter says otherwise)::
+Body of a segment of d elements with k slots (``count`` = k = ratio * d, rounded to nearest, or as the parameter k
+says, in [least, d]; least is 1 unless a parameter says otherwise)::
 
     0               4    n, how many slots count, 0 <= n <= k
     4               4    zero
@@ -20,12 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Bytes, Correction, Layout, Traits
+from espresso.compressors.base import Bytes, Layout, Traits
 from espresso.compressors.common import ADDED, BaseCompressor
 
 PREFIX_BYTES = 8
@@ -78,9 +78,9 @@ def sample_size(numel: int, k: int, part: float, slack: float) -> tuple[int, int
     return (wanted + RUN - 1) // RUN, max(1, int(expected + slack * math.sqrt(expected) + 0.5))
 
 
-def num_slots(numel: int, ratio: float, least: int = 1) -> int:
-    """k for a segment: ``ratio * numel`` to the nearest, at least ``least`` and at most all (0 if empty)."""
-    return min(numel, max(least, int(ratio * numel + 0.5)))
+def num_slots(numel: int, ratio: float, least: int = 1, k: int = 0) -> int:
+    """k for a segment, or else ``ratio * numel`` to the nearest; at least ``least`` and at most all (0 if empty)."""
+    return min(numel, max(least, k or int(ratio * numel + 0.5)))
 
 
 def num_ends(numel: int) -> int:
@@ -113,30 +113,33 @@ def sent_slots(layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArra
 
 
 class Sparsifier(BaseCompressor):
-    """What sends k slots a segment. (Its two fields belong to the subclasses: payloads' digests hold their order.)
+    """What sends k slots a segment. (Its fields belong to the subclasses: payloads' digests hold their order.)
 
     Attributes:
         ratio: k / d, in (0, 1].
         least: k is at least this. A segment less than twice as long travels raw, which takes
             at most a third more bytes in float32 and keeps nothing back.
+        k: the count itself, of every segment, in place of the ratio; 0 leaves it to the ratio.
     """
 
     ratio: float
     least: int
+    k: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_float("ratio", above=0.0)
         self.check_int("least", low=1)
+        self.check_int("k", low=0)
 
     @property
     def raw_limit(self) -> int:
         """Segments with fewer elements travel raw."""
-        return max(self.raw_below, 2 * self.least)
+        return max(self.raw_below, 2 * self.least, 2 * self.k)
 
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and the body of k slots."""
-        k = num_slots(numel, self.ratio, self.least)
+        k = num_slots(numel, self.ratio, self.least, self.k)
         return k, places_at(numel, k, itemsize) + 2 * k
 
     def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
@@ -155,7 +158,7 @@ class TopK(Sparsifier):
     Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018.
 
     Attributes:
-        ratio, least: see :class:`Sparsifier`.
+        ratio, least, k: see :class:`Sparsifier`.
     """
 
     name: ClassVar[str] = "topk"
@@ -164,6 +167,7 @@ class TopK(Sparsifier):
 
     ratio: float = 0.01
     least: int = field(default=1, metadata=ADDED)
+    k: int = field(default=0, metadata=ADDED)
 
     def selection(self) -> Selection:
         """A threshold somewhat below the k-th magnitude; if k pass, the top k are among them."""
@@ -186,14 +190,8 @@ class Dgc(Sparsifier):
     ``EspressoState.set_epoch``); a codec encodes with the ratio it is given.
 
     Attributes:
-        ratio, least: see :class:`Sparsifier`.
+        ratio, least, k: see :class:`Sparsifier`.
         sample: the part of a segment that is sampled, in (0, 1]; small segments are sampled more densely.
-        momentum: mu of momentum correction, for an optimizer whose own momentum is 0; with the default 0 this
-            is sampled top-k with error feedback, and the optimizer's momentum or Adam stays right.
-        nesterov: the Nesterov form of momentum correction; needs momentum.
-        clip_norm: clip a rank's gradients before they are accumulated, tensor by tensor, to this norm over the
-            root of the number of ranks; needs momentum; 0 does not clip. (The paper takes the norm of all
-            tensors together, which nobody knows when the first bucket has to leave.)
         warmup_epochs: E of the warm-up that :meth:`at_epoch` follows; 0 means none.
     """
 
@@ -203,31 +201,22 @@ class Dgc(Sparsifier):
 
     ratio: float = 0.01
     sample: float = 0.01
-    momentum: float = 0.0
-    nesterov: bool = False
-    clip_norm: float = 0.0
     warmup_epochs: int = 0
     least: int = field(default=1, metadata=ADDED)
+    k: int = field(default=0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_float("sample", above=0.0)
-        self.check_float("momentum", high=1.0)
-        if self.momentum == 1.0:
-            raise ValueError("compressor dgc: momentum must be below 1, got 1.0")
-        self.check_bool("nesterov")
-        self.check_float("clip_norm", high=1e30)
-        for name in ("nesterov", "clip_norm"):
-            if getattr(self, name) and not self.momentum:
-                raise ValueError(f"compressor dgc: {name} needs a momentum above 0")
         self.check_int("warmup_epochs", low=0)
+        if self.k and self.warmup_epochs:
+            raise ValueError("compressor dgc: warmup_epochs lowers a ratio, and k is a count: leave one out")
 
-    @property
-    def correction(self) -> Correction | None:
-        """Momentum correction, where ``momentum`` is above 0."""
-        if not self.momentum:
-            return None
-        return Correction(self.momentum, self.nesterov, self.clip_norm)
+    def _digested(self) -> list[tuple[str, Any]]:
+        """As payloads were first written: momentum stands among the parameters."""
+        found = dict(super()._digested())
+        first = ("raw_below", "ratio", "sample", "momentum", "nesterov", "clip_norm", "warmup_epochs")
+        return [(name, getattr(self, name)) for name in first] + [row for row in found.items() if row[0] not in first]
 
     @property
     def is_scheduled(self) -> bool:
@@ -277,6 +266,7 @@ class Threshold(Sparsifier):
     threshold: float = 0.001
     ratio: float = 0.05
     least = 1
+    k = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,8 +19,10 @@ from espresso.compressors import (
     Feedback,
     MomentumCorrection,
     Segment,
+    compressor_ids,
     create,
     host_codec,
+    spec_of,
 )
 from espresso.compressors.rehearsal import warm_up
 from espresso.compressors.sparse import Dgc
@@ -151,6 +153,31 @@ def test_one_pool_serves_several_callers() -> None:
         for thread in threads:
             thread.join(60)
     assert got == expected
+
+
+@pytest.mark.parametrize("name", ["topk", "dgc", "randomk"])
+def test_a_count_stands_in_place_of_a_ratio(name: str) -> None:
+    segments = [Segment("w", 0, 5000), Segment("short", 0, 300), Segment("v", 0, 90_000)]
+    layout = create(f"{name}:k=200").layout(segments)
+    assert layout.counts[[0, 2]].tolist() == [200, 200]
+    assert bool(layout.raw[1]) is (name != "randomk"), "less than twice as long as k travels raw"
+    assert create(f"{name}:k=0") == create(name)
+    assert str(spec_of(create(f"{name}:k=200"))) == f"{name}:k=200"
+    with pytest.raises(ValueError, match="k must be an integer of at least 0"):
+        create(f"{name}:k=-1")
+
+
+def test_momentum_is_a_parameter_of_every_compressor_and_not_of_its_payload() -> None:
+    segments = [Segment("w", 0, 5000)]
+    for name in compressor_ids():
+        plain, moved = create(name), create(f"{name}:momentum=0.9,nesterov=true")
+        assert plain.correction is None
+        assert moved.correction == Correction(0.9, nesterov=True)
+        assert spec_of(moved).params == (("momentum", 0.9), ("nesterov", True))
+        same = plain.traits.rounds > 1 or moved.layout(segments).header == plain.layout(segments).header
+        assert same is (name != "dgc"), "DGC's payloads have named their momentum from the first version on"
+        with pytest.raises(ValueError, match=f"{name}: clip_norm needs a momentum above 0"):
+            create(f"{name}:clip_norm=1.0")
 
 
 def test_warm_up_compiles_what_encode_and_decode_call() -> None:

@@ -1,4 +1,5 @@
-"""DGC in training: momentum correction, masking, clipping and warm-up, against the paper's formulas in NumPy."""
+"""Momentum in front of error feedback: DGC's correction, masking, clipping and warm-up against the paper's formulas in
+NumPy, and the same momentum before every other family."""
 
 from typing import Any
 
@@ -33,6 +34,16 @@ ON_SUMS = "flat.reduce_scatter > comp > flat.allgather > dec"
 STEPS = 6
 MU = 0.75
 MOST_STEPS = 300
+SUMMED = "comp > flat.allreduce > dec"
+FAMILIES = {
+    "efsignsgd:block=64": ALLGATHER,
+    "onebit": SHARDED,
+    "int8": ALLGATHER,
+    "int4": ALLGATHER,
+    "randomk:k=300": SUMMED,
+    "threshold": ALLGATHER,
+    "fp16": SUMMED,
+}
 
 RULES = {
     "plain": Correction(MU),
@@ -50,6 +61,14 @@ def test_training_follows_the_papers_formulas(played, how):
         assert result[how]["velocities"] < 2e-5, f"rank {rank}"
         assert result[how]["masked"] > 0, "momentum factor masking never happened"
         assert result[how]["without masking"] > 1e-3, "the check does not see masking"
+
+
+def test_momentum_comes_before_the_feedback_of_every_family(played):
+    """Nesterov's form, no masking: what was sent plus what is kept equals what the momentum gave."""
+    for results in played(every_family):
+        for spec, (missing, kept, most) in results.items():
+            assert missing <= 2e-3 * most, spec
+            assert (kept > 0) == (not spec.startswith("fp16")), spec
 
 
 def test_only_the_first_site_has_a_velocity(played):
@@ -235,6 +254,37 @@ def against_the_oracle(rank: int) -> dict[str, dict[str, float]]:
                 worst["velocities"] = max(worst["velocities"], np.abs(moving[name] - oracles[rank].m[name]).max())
                 worst["without masking"] = max(worst["without masking"], np.abs(moving[name] - blind.m[name]).max())
         results[how] = worst | {"masked": oracles[rank].masked}
+    exchange.close()
+    return results
+
+
+def every_family(rank: int) -> dict[str, tuple[float, float, float]]:
+    """For each: the most of what is missing from the sum over ranks, what is kept, and the most that was given."""
+    buckets = make_buckets(*SIZES)
+    numels = numels_of(buckets)
+    exchange = Exchange(1)
+    results = {}
+    for family, option in FAMILIES.items():
+        spec = f"{family},momentum={MU},nesterov=true" if ":" in family else f"{family}:momentum={MU},nesterov=true"
+        exchange.warm_up({spec})
+        exchange.renew(correction=create(spec).correction)
+        assignment = Assignment(strategy(buckets, option, spec, raw=()))
+        m = {name: np.zeros(numel) for name, numel in numels.items()}
+        missing = {name: np.zeros(numel) for name, numel in numels.items()}
+        most = 0.0
+        for step in range(STEPS):
+            got = slots(buckets, exchange.step(assignment, buckets, gradients(buckets, rank, step)))
+            both = [slots(buckets, gradients(buckets, r, step)) for r in (0, 1)]
+            for name in numels:
+                total = both[0][name] + both[1][name]
+                m[name] = MU * (m[name] + total)
+                missing[name] += m[name] + total - 2 * got[name]
+                most = max(most, float(np.abs(m[name] + total).max()))
+        kept = exchange.groups.all_objects(held(exchange.store, numels))
+        for name in numels:
+            missing[name] -= kept[0][name] + kept[1][name]
+        left = max(float(np.abs(values).max()) for values in kept[rank].values())
+        results[spec] = max(float(np.abs(values).max()) for values in missing.values()), left, most
     exchange.close()
     return results
 
@@ -429,7 +479,7 @@ def outcome(optimizer: torch.optim.Optimizer) -> str:
 
 
 SCENARIOS = (
-    against_the_oracle, velocity_sites, everything_sent, replanned, drained_into_bfloat16, warm_up,
+    against_the_oracle, every_family, velocity_sites, everything_sent, replanned, drained_into_bfloat16, warm_up,
     warm_up_automatic, optimizers,
 )  # fmt: skip
 
