@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -250,6 +250,24 @@ class Groups:
                 message = torch.empty(_checked_size(size), dtype=torch.uint8)
             dist.broadcast(message, src=source, group=group)
         return PLAIN.unpack(message.numpy())
+
+    def round_trips(self, clock: Callable[[], float], count: int = 8) -> list[tuple[float, float, float]]:
+        """Ask rank 0 for the time: (sent, its answer, back) by every rank's ``clock``. Collective; none on rank 0."""
+        group, now, trips = self._control_group(), torch.zeros(1, dtype=torch.float64), []
+        with self._explained("the ranks' look at rank 0's clock"):
+            if self.rank:
+                for _ in range(count):
+                    sent = clock()
+                    group.send([now], 0, 0).wait()
+                    group.recv([now], 0, 0).wait()
+                    trips.append((sent, float(now), clock()))
+                return trips
+            for peer in range(1, self.num_ranks):
+                for _ in range(count):
+                    group.recv([now], peer, 0).wait()
+                    now[0] = clock()
+                    group.send([now], peer, 0).wait()
+        return []
 
     def rank_in(self, text: str) -> int | None:
         """The other rank whose address an error of Gloo names."""

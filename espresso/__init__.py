@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from espresso.comm.hook import espresso_hook
     from espresso.live.checkpoint import CheckpointError
     from espresso.live.config import Config
+    from espresso.live.observe import Observation, observe
     from espresso.live.state import EspressoState, PerRank, register
     from espresso.strategies import (
         Choice,
@@ -44,6 +45,7 @@ __all__ = [
     "DisagreementError",
     "EspressoError",
     "EspressoState",
+    "Observation",
     "PeerError",
     "PerRank",
     "ProtocolError",
@@ -54,6 +56,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "espresso_hook",
+    "observe",
     "optim",
     "parse_option",
     "register",
@@ -66,6 +69,7 @@ _HOMES = {
     "comm.hook": ("espresso_hook",),
     "live.checkpoint": ("CheckpointError",),
     "live.config": ("Config",),
+    "live.observe": ("Observation", "observe"),
     "live.state": ("EspressoState", "PerRank", "register"),
     "strategies": ("Choice", "Cluster", "CompressorSpec", "Strategy", "StrategyError", "TensorSpec", "parse_option"),
 }  # fmt: skip

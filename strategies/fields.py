@@ -47,6 +47,7 @@ KINDS = {
     "espresso-strategy": "a strategy",
     "espresso-cluster": "a cluster",
     "espresso-sensitivity": "a sensitivity",
+    "espresso-flight": "a flight record",
 }
 """What a file says it is."""
 
@@ -168,9 +169,9 @@ def read_as(form: type[T], body: Any, where: str) -> T:
     """An object as a dataclass.
 
     Args:
-        form: a dataclass of numbers, truth values, texts, enums, tuples, mappings, ``Any`` and such dataclasses. Its
-            own checks run too, and raise ValueError. A class variable ``RETIRED`` names keys that files of earlier
-            versions have, and the only values with which they may be left out of account.
+        form: a dataclass of numbers, truth values, texts, enums, tuples (named ones too), mappings, ``Any`` and such
+            dataclasses. Its own checks run too, and raise ValueError. A class variable ``RETIRED`` names keys that
+            files of earlier versions have, and the only values with which they may be left out of account.
         where: what the object is called in messages: ``the job``, or where it stands in a file.
 
     Raises:
@@ -329,6 +330,8 @@ def _reader(kind: Any) -> _Reader:
         return partial(_read_mapping, _reader(inside[1]))
     if isinstance(kind, type) and issubclass(kind, Enum):
         return partial(member, kind)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return partial(_read_named, kind, [*map(_reader, get_type_hints(kind).values())])
     if not is_dataclass(kind):
         raise TypeError(f"{kind} has no form in JSON")
     form: Any = kind
@@ -347,6 +350,10 @@ def _read_row(inner: list[_Reader], value: Any, where: str) -> tuple[Any, ...]:
     if len(_items(value, where)) != len(inner):
         raise FormError(f"{where} must be a list of {len(inner)} values, got {shown(value)}")
     return tuple(read(item, f"{where}[{place}]") for place, (read, item) in enumerate(zip(inner, value, strict=True)))
+
+
+def _read_named(form: Any, inner: list[_Reader], value: Any, where: str) -> Any:
+    return form(*_read_row(inner, value, where))
 
 
 def _read_mapping(inner: _Reader, value: Any, where: str) -> dict[str, Any]:

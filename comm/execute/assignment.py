@@ -19,7 +19,7 @@ class Assignment:
             plain order (needed while the bucket structure is unknown).
         buckets: the structure ``order`` is for.
         deferred: start nothing before the last bucket is there, so that backward is measured undisturbed.
-        record: keep the intervals of all tasks.
+        record: have every task on its lane, also where all buckets might go straight to the library.
         drain: send what uncompressed tensors still carry from an earlier strategy. A plain block of a race
             parks it instead: the strategies it races against take it up again where they left it.
     """
@@ -39,6 +39,8 @@ class Interval:
     Attributes:
         task: its number in the plan of all the iteration's buckets, also where every bucket was planned alone.
         partition: likewise.
+        issue_ns: what it waits for was there.
+        num_bytes: that it sent from this rank.
     """
 
     task: int
@@ -46,6 +48,8 @@ class Interval:
     partition: int
     start_ns: int
     end_ns: int
+    issue_ns: int = 0
+    num_bytes: int = 0
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Record:
 
     Attributes:
         plan: what was followed; None where buckets were planned one by one.
+        intervals: of all tasks; of buckets that went whole to the library (``whole``) in some iterations only.
     """
 
     iteration: int
@@ -66,6 +71,7 @@ class Record:
     buckets: tuple[Bucket, ...] = ()
     intervals: list[Interval] = field(default_factory=list)
     plan: Plan | None = None
+    whole: bool = False
 
 
 class Planner(Protocol):

@@ -6,6 +6,7 @@ for each. What the hook costs in such an iteration is what it costs where compre
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,12 +17,21 @@ import torch
 
 from espresso.comm import collectives
 from espresso.comm.errors import EspressoError
+from espresso.comm.execute.assignment import Interval
 from espresso.comm.execute.iteration import Iteration
 from espresso.comm.execute.programs import described
 from espresso.comm.groups import Member
 from espresso.comm.memory import is_finite
 from espresso.comm.witness import worded
-from espresso.strategies import DTYPES, Bucket
+from espresso.strategies import DTYPES, Bucket, Lane
+
+LOOK_NS = 15_000
+"""What a look at one exchange's end takes: a callback, where else the ends of all are found at once."""
+
+LOOK_SHARE = 0.002
+"""Of a step that looks may take, over many steps."""
+
+MOST_EVERY = 64
 
 
 @dataclass
@@ -33,11 +43,27 @@ class Averager:
         known: buckets by number, with their elements: they are described once, as long as their size stays.
         collects_early: whether somebody waits for buckets before the last is there. DDP waits for nothing before
             that; a hook around ours may.
+        look_every: of so many iterations one looks at the end of every exchange. A power of two, so that ranks which
+            do not quite agree still look together.
     """
 
     member: Member
     known: dict[int, tuple[int, Bucket]] = field(default_factory=dict)
     collects_early: bool = False
+    look_every: int = 1
+    _began: tuple[int, int] = (-1, 0)
+
+    def looks(self, iteration: int) -> bool:
+        """Whether this iteration looks at the end of every exchange."""
+        now, (before, began) = time.perf_counter_ns(), self._began
+        self._began = iteration, now
+        if before == iteration - 1 and self.known:
+            wanted = LOOK_NS * len(self.known) / (LOOK_SHARE * max(now - began, 1))
+            if wanted > 2 * self.look_every and self.look_every < MOST_EVERY:
+                self.look_every *= 2
+            elif wanted < self.look_every / 2 and self.look_every > 1:
+                self.look_every //= 2
+        return iteration % self.look_every == 0
 
 
 class Averaging:
@@ -59,9 +85,11 @@ class Averaging:
     ) -> None:
         self._iteration, self._averager = iteration, averager
         self._scale = 1.0 / averager.member.size
+        iteration.record.whole = True
+        self._looks = averager.looks(iteration.record.iteration)
         self._on_done, self._on_failure = on_done, on_failure
         # Each entry is taken by exactly one caller of `_collect`: popping a deque is atomic.
-        self._under_way: deque[tuple[int, Any]] = deque()
+        self._under_way: deque[tuple[int, Any, int]] = deque()
 
     def take(self, index: int, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Averaging:
         known = self._averager.known.get(index)
@@ -70,8 +98,9 @@ class Averaging:
         if self._iteration.last_seen:
             self._fill_record(index + 1)  # first: the watchdog may collect the last bucket as soon as it has begun
         buffer.mul_(self._scale)
-        self._under_way.append((index, collectives.allreduce_async(buffer, self._averager.member)))
-        if self._iteration.last_seen or self._averager.collects_early:
+        began = time.perf_counter_ns()
+        self._under_way.append((index, collectives.allreduce_async(buffer, self._averager.member), began))
+        if self._iteration.last_seen or self._averager.collects_early or self._looks:
             self._collect()
         return self
 
@@ -102,16 +131,18 @@ class Averaging:
         """Report what has arrived, now, and what has not when it does."""
         while self._under_way:
             try:
-                index, work = self._under_way.popleft()
+                index, work, began = self._under_way.popleft()
             except IndexError:
                 return
             future = work.get_future()
             if future.done():
-                self._conclude(index, future)
+                self._conclude(index, began, future)
             else:
-                future.add_done_callback(partial(self._conclude, index))
+                future.add_done_callback(partial(self._conclude, index, began))
 
-    def _conclude(self, index: int, future: Any) -> None:
+    def _conclude(self, index: int, began: int, future: Any) -> None:
+        if self._looks:
+            self._note(index, began, time.perf_counter_ns())
         try:
             future.value()
         except Exception as error:  # whatever the library raises is reported
@@ -123,6 +154,12 @@ class Averaging:
             self._on_done(index)
         except Exception as error:  # the library's thread would drop it
             self._on_failure(error)
+
+    def _note(self, index: int, began: int, ended: int) -> None:
+        record = self._iteration.record
+        bucket, ranks = self._averager.known[index][1], self._averager.member.size
+        sent = round(2 * (ranks - 1) / ranks * bucket.numel * DTYPES[bucket.dtype])
+        record.intervals.append(Interval(index, Lane.INTER_OUT, index, began, ended, record.ready_ns[index], sent))
 
     def _label(self, index: int) -> str:
         tensors = [slot.tensor for slot in self._averager.known[index][1].slots]

@@ -337,6 +337,10 @@ class Executor:
         """Go on counting from ``step`` (a resumed job draws the same random numbers)."""
         self._count = step
 
+    def on_failure(self, leave: Callable[[], None]) -> None:
+        """Have ``leave`` called once, after the first error was told to everybody and logged."""
+        self._failure.on_log = leave
+
     def watch(self, clock: Any) -> None:
         """Have ``clock.read`` called with the device's times after every iteration (None: measure no more)."""
         self._side.watch(clock)

@@ -37,11 +37,15 @@ class Failure:
         alarm: to tell the others.
         witness: knows whose failure it is.
         release: gives every open future the error.
+
+    Attributes:
+        on_log: called once the error was told and logged: what is left for people is written down.
     """
 
     def __init__(self, rank: int, alarm: Alarm, witness: Witness, release: Callable[[EspressoError], None]) -> None:
         self._rank, self._alarm, self._witness, self._release = rank, alarm, witness, release
         self._settled = threading.Event()
+        self.on_log: Callable[[], None] = lambda: None
         self.begun = False
         self.error: EspressoError | None = None
 
@@ -87,3 +91,4 @@ class Failure:
         finally:
             self._settled.set()
             logger.error("%s", text, exc_info=error)
+            self.on_log()

@@ -89,13 +89,19 @@ class HostPass:
         return nullcontext()
 
     def _done(self, work: Work, on_done: Callable[[Work], None], node: Node) -> None:
-        if self._record.assignment.record:
-            lane = node.lanes[0]
-            assert isinstance(lane, Lane)
-            self._record.intervals.append(Interval(work.number, lane, work.partition, node.start_ns, node.end_ns))
+        lane = node.lanes[0]
+        assert isinstance(lane, Lane)
+        sent = work.program.bytes_of(work.task.step_index, work.task.stage)
+        self._record.intervals.append(
+            Interval(work.number, lane, work.partition, node.start_ns, node.end_ns, self._issue_ns(node), sent)
+        )
         if work.finish is not None:
             work.finish()
         on_done(work)
+
+    def _issue_ns(self, node: Node) -> int:
+        """The task before it was done, or its bucket was there."""
+        return self._record.ready_ns[node.bucket] if node.after is None else node.after.end_ns
 
 
 def _run(work: Work) -> Rest | None:

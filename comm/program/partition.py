@@ -82,6 +82,10 @@ class PartitionProgram:
         """Whether the whole option is one library allreduce, which runs without a thread of ours."""
         return len(self.flows) == 1 and self.flows[0].step.routine is Routine.ALLREDUCE
 
+    def bytes_of(self, step_index: int, stage: Stage) -> int:
+        """Bytes that this rank sends in a step; a copy sends none."""
+        return self._steps[step_index].bytes_sent if stage is Stage.STEP else 0
+
     def bind(self, buffer: torch.Tensor, now: Round) -> None:
         """1: point home at this iteration's bucket buffer."""
         self._home.bind(buffer, now)

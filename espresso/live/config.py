@@ -14,6 +14,7 @@ from espresso.search.exactness import EXACT_TENSORS, EXACT_VECTORS, LEAST_SENT, 
 
 logger = logging.getLogger("espresso")
 
+RecordSignal = Literal["SIGUSR1", "SIGUSR2"]
 ResidualDtype = Literal["float32", "bf16", "int8"]
 assert set(get_args(ResidualDtype)) == set(STORAGES)
 
@@ -55,6 +56,7 @@ class Settings(TypedDict, total=False):
     steps_per_epoch: int | None
     check_every: int
     artifacts_dir: str | os.PathLike[str] | None
+    record_signal: RecordSignal | None
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,8 @@ class Config:
         check_every: compare parameters between ranks every so many steps; 0 never.
         artifacts_dir: where strategy, job and measured intervals are written; None writes nothing. What cannot be
             written is a warning, never an error.
+        record_signal: ``SIGUSR1`` or ``SIGUSR2``: a rank that gets it writes its last steps, as ``state.record`` does,
+            into ``artifacts_dir``, or else into the working directory. None leaves signals alone.
 
     Raises:
         TypeError: a setting of another type.
@@ -175,6 +179,7 @@ class Config:
     steps_per_epoch: int | None = field(default=None, metadata=_in(_optional(_whole(1, MOST_STEPS))))
     check_every: int = field(default=0, metadata=_in(_whole(0, MOST_STEPS)))
     artifacts_dir: str | os.PathLike[str] | None = field(default=None, metadata=_in(_PATH))
+    record_signal: RecordSignal | None = field(default=None, metadata=_in(_optional(_one_of(get_args(RecordSignal)))))
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -4,7 +4,7 @@
 
     front (DDP's hook)   bucket ──> Session.exchange ──> Executor ──> future
                                         Executor ──> Session.assign   what this iteration runs: the decider says
-                                        Executor ──> Session.after    observer, decider, artifacts, replica check
+                                        Executor ──> Session.after    observer, recorder, decider, artifacts, checks
 
 The session knows buckets and tensors' names. Which wrapper of PyTorch hands them over is the front's affair.
 """
@@ -30,15 +30,18 @@ from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link, connected
 from espresso.comm.witness import worded
 from espresso.compressors.schedule import Follower, Schedule, check_choices, translate
+from espresso.diagnosis.overlap import predicted_overlap
 from espresso.live.artifacts import Artifacts, ProfileMarks
 from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept, Stored, checksum
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.given import Given
+from espresso.live.marks import ScriptMarks, facts_of
 from espresso.live.names import BoundModel
 from espresso.live.observer import GradientClock, Observer
 from espresso.live.online_search import OnlineSearch
 from espresso.live.planner import AutoPlanner, Decider, FixedPlanner, Work
+from espresso.live.recorder import Recorder
 from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.script import LossScale, StepGuard
 from espresso.strategies import NONE, Bucket, Strategy
@@ -50,6 +53,7 @@ METRICS = tuple(
     for name in (
         "bytes_sent", "bytes_raw", "residual_norm", "residual_bytes", "velocity_bytes", "predicted_step_us",
         "measured_step_us", "steps", "skipped_steps", "tensors_compressed", "tensors_through_servers", "decided",
+        "overlap", "predicted_overlap",
     )
 )  # fmt: skip
 """What :meth:`Session.metrics` tells."""
@@ -72,6 +76,7 @@ class Session:
         decider: says which strategy each iteration runs.
         search: automatic mode's; None where the strategy was given.
         observer: has seen every iteration.
+        recorder: keeps the last of them.
 
     Raises:
         DisagreementError: ranks differ in model, compressor, strategy or a setting; it says in what.
@@ -108,7 +113,9 @@ class Session:
             self.factors = FactorStore()
             self.artifacts = Artifacts(config.artifacts_dir, self.groups)
             self.observer = Observer(self._make_clock)
+            self.recorder = Recorder(self.groups)
             self.search: OnlineSearch | None = None
+            self._overlap_of: tuple[Strategy, float] | None = None
             self.decider: Decider = self._make_decider()
             servers = None if client is None else self._link(client)
             self.executor: Executor = self.runtime.executor(
@@ -123,8 +130,14 @@ class Session:
                 factors=self.factors,
             )
             undo.callback(self.executor.close)
+            self.executor.on_failure(partial(self.recorder.leave, config.artifacts_dir, "the exchange failed"))
             self._warm_up(servers)  # last: who dies or hangs meanwhile is named
+            self.recorder.look()
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
+            self._script = self._watch_script()
+            self._unlisten: Callable[[], None] = lambda: None
+            if config.record_signal is not None:
+                self._unlisten = self.recorder.listen(config.record_signal, config.artifacts_dir)
             undo.pop_all()
 
     # -- the start -----------------------------------------------------------------------------------
@@ -210,6 +223,13 @@ class Session:
         module = self.model.module()
         return None if module is None else self.runtime.clock(module, self.model.names, self.executor)
 
+    def _watch_script(self) -> ScriptMarks | None:
+        module = self.model.module()
+        if module is None:
+            return None
+        self.recorder.facts |= facts_of(module)
+        return ScriptMarks(module, self.model.names, self.recorder)
+
     def _link(self, client: Client) -> Link:
         namespace = self.groups.from_rank_0(client.new_namespace())
         return Link(client, self.groups.ranks, self.store, self.config.timeout_s, namespace)
@@ -247,9 +267,10 @@ class Session:
     def after(self, record: Record) -> Work | None:
         """Take note of an iteration. What is returned runs while all ranks are inside the same hook call."""
         self.observer.take(record)
+        self.recorder.take(record)
         if not self.decider.decided:
             self._marks.mark(record.iteration + 1)
-        works = [self.decider.after(record)]
+        works = [self.decider.after(record), self.recorder.look if self.recorder.looks(record.iteration) else None]
         if self.decider.decided and self.artifacts.due(record, self.decider.strategy):
             job = None if self.search is None else self.search.job
             works.append(partial(self.artifacts.leave, record, self.decider.strategy, job))
@@ -383,6 +404,8 @@ class Session:
             strategy.num_compressed,
             strategy.num_through_servers,
             self.decider.decided,
+            self.recorder.overlap() or 0.0,
+            self._predicted_overlap(),
         )
         return dict(zip(METRICS, map(float, figures), strict=True))
 
@@ -396,12 +419,25 @@ class Session:
             return self.search.uncompressed_us
         return verdict.predicted_us.get(verdict.name, 0.0)
 
+    def _predicted_overlap(self) -> float:
+        job, strategy = None if self.search is None else self.search.job, self.decider.strategy
+        if job is None:
+            return 0.0
+        if self._overlap_of is None or self._overlap_of[0] is not strategy:
+            self._overlap_of = strategy, predicted_overlap(job, strategy)
+        return self._overlap_of[1]
+
     # -- the end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop threads and free the process groups."""
         self.observer.detach()
         self._guard.remove()
+        self._unlisten()
+        if self._script is not None:
+            self._script.detach()
+        if self.executor.error is None:
+            self.recorder.leave(self.config.artifacts_dir, "the job ended")
         is_idle = self.executor.close()
         self.codecs.close()
         self.groups.close(wait=is_idle)

@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -23,10 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from espresso.comm.errors import EspressoError, UnsupportedModelError
 from espresso.comm.hook import DdpBuckets, espresso_hook
 from espresso.comm.witness import lost_peer
+from espresso.diagnosis.report import Diagnosis
 from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept
 from espresso.live.config import Config, Settings
 from espresso.live.given import AUTO, Given, StrategyLike
 from espresso.live.names import BoundModel
+from espresso.live.observe import diagnosed
+from espresso.live.recorder import KEPT_STEPS
 from espresso.live.script import LossScale, Scaler
 from espresso.live.session import METRICS, Session
 from espresso.live.summary import summary_of
@@ -318,6 +322,31 @@ class EspressoState:
     def metrics(self) -> dict[str, float]:
         """Flat figures for any logger: bytes of the latest step, residual norm, predicted and measured step time."""
         return dict.fromkeys(METRICS, 0.0) if self._session is None else self._session.metrics()
+
+    def record(self, path: str | os.PathLike[str], last: int = KEPT_STEPS) -> Path:
+        """Write what happened in this rank's last steps, for ``espresso diagnose``. No communication.
+
+        Args:
+            path: a file that ends in ``.json``, or a folder, in which every rank writes a file of its own.
+            last: so many steps, as far as they are kept.
+
+        Returns:
+            The file.
+
+        Raises:
+            EspressoError: the state has not started.
+            OSError: it cannot be written.
+        """
+        return self.session.recorder.write(path, last)
+
+    def diagnose(self) -> Diagnosis:
+        """What is slow in the last steps, and what would help: ``espresso diagnose`` inside a run. All ranks together.
+
+        Raises:
+            FlightError: too few steps so far.
+            EspressoError: the state has not started.
+        """
+        return diagnosed(self.session.groups, self.session.recorder)
 
     def check_replicas(self) -> None:
         """Compare all parameters between ranks, bit for bit. All ranks together.

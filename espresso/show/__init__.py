@@ -1,4 +1,4 @@
 """What people look at: explanations, reports, traces and pictures of strategies, jobs and timelines.
 
-May import: search.
+May import: search, diagnosis.
 """

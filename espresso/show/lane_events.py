@@ -18,8 +18,8 @@ from espresso.strategies.fields import faults, load, read_as
 if TYPE_CHECKING:
     from espresso.model.timeline import Timeline
 
-BACKWARD_LANE = "backward"
-LANE_ORDER = (BACKWARD_LANE, *(lane.value for lane in Lane))
+BACKWARD_LANE, STEP_LANE, SCRIPT_LANE = "backward", "step", "script"
+LANE_ORDER = (STEP_LANE, SCRIPT_LANE, BACKWARD_LANE, *(lane.value for lane in Lane))
 """Lanes from top to bottom; ones that are not named here follow in alphabetical order."""
 
 MOST_BYTES = 256 << 20
@@ -55,6 +55,7 @@ class LaneEvent:
         option: id of the option it is a step of, if known.
         partition: number of its partition in the plan, or -1.
         iteration: which iteration it was measured in; 0 for predictions.
+        latency_us: at its end, while its data are on the way and the lane is free for others.
     """
 
     lane: str
@@ -69,6 +70,7 @@ class LaneEvent:
     iteration: int = 0
     rank: int = 0
     host: str = ""
+    latency_us: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.end_us >= self.start_us:
@@ -135,6 +137,7 @@ def predicted_events(timeline: Timeline) -> list[LaneEvent]:
                 kind=kind_of(step, compressed=task.step.form not in (Form.RAW, Form.HALF)),
                 option=str(group.choice.option),
                 partition=part.index,
+                latency_us=timeline.end_us[task.index] - timeline.freed_us[task.index],
             )
             for lane in timeline.lanes(task.index)
         ]
@@ -174,6 +177,7 @@ class _Row:
             iteration=self.iteration,
             rank=self.rank,
             host=self.host or host,
+            latency_us=min(twin.latency_us, self.end_us - self.start_us) if twin else 0.0,
         )
 
 
@@ -229,11 +233,11 @@ def sorted_lanes(events: Iterable[LaneEvent]) -> list[str]:
 
 
 def busy_us(events: Iterable[LaneEvent]) -> dict[str, float]:
-    """How long each lane is in use; overlapping intervals (offload workers) count once."""
+    """How long each lane is in use; overlapping intervals count once, and what is only on the way not at all."""
     busy: dict[str, float] = {}
     until: dict[str, float] = {}
     for event in sorted(events, key=lambda e: e.start_us):
-        start = max(event.start_us, until.get(event.lane, event.start_us))
-        busy[event.lane] = busy.get(event.lane, 0.0) + max(0.0, event.end_us - start)
-        until[event.lane] = max(event.end_us, until.get(event.lane, event.end_us))
+        start, end = max(event.start_us, until.get(event.lane, event.start_us)), event.end_us - event.latency_us
+        busy[event.lane] = busy.get(event.lane, 0.0) + max(0.0, end - start)
+        until[event.lane] = max(end, until.get(event.lane, end))
     return busy

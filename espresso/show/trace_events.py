@@ -1,6 +1,7 @@
 """Chrome Trace Event JSON: predicted and measured lanes in one file, for Perfetto or chrome://tracing.
 
-Every timeline is a process of the trace (``predicted``, ``measured host.rank``), every lane a thread of it.
+Every timeline is a process of the trace (``predicted``, ``measured host.rank``), every lane a thread of it. A lane with
+several exchanges under way has as many threads, since a viewer takes what overlaps in one for calls in calls.
 Format: "Trace Event Format" (Chromium project); only complete events (``X``) and metadata (``M``) are used.
 """
 
@@ -51,12 +52,28 @@ def trace_body(
     names: list[dict[str, Any]] = []
     intervals: list[dict[str, Any]] = []
     for pid, (name, events) in enumerate(processes, start=1):
-        lanes = {lane: tid for tid, lane in enumerate(sorted_lanes(events), start=1)}
-        names += _metadata(pid, name, lanes)
-        intervals += [_interval(event, pid, lanes[event.lane]) for event in events]
+        rows = _rows(events)
+        names += _metadata(pid, name, [lane for lane, _ in rows])
+        for tid, (_, members) in enumerate(rows, start=1):
+            intervals += [_interval(event, pid, tid) for event in members]
     # Longer first at equal starts: viewers nest an event in the one before it.
     intervals.sort(key=lambda event: (event["ts"], -event["dur"]))
     return {"traceEvents": names + intervals, "displayTimeUnit": "ms", "otherData": dict(metadata or {})}
+
+
+def _rows(events: Sequence[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
+    """Every lane once for each event that is under way in it at the same time."""
+    rows: list[tuple[str, list[LaneEvent]]] = []
+    for lane in sorted_lanes(events):
+        mine: list[tuple[str, list[LaneEvent]]] = []
+        for event in sorted((e for e in events if e.lane == lane), key=lambda e: (e.start_us, e.end_us)):
+            free = next((members for _, members in mine if members[-1].end_us <= event.start_us), None)
+            if free is None:
+                mine.append((f"{lane} {len(mine) + 1}" if mine else lane, [event]))
+            else:
+                free.append(event)
+        rows += mine
+    return rows
 
 
 def _measured_processes(events: Iterable[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
@@ -73,12 +90,12 @@ def _measured_processes(events: Iterable[LaneEvent]) -> list[tuple[str, list[Lan
     return processes
 
 
-def _metadata(pid: int, name: str, lanes: Mapping[str, int]) -> list[dict[str, Any]]:
+def _metadata(pid: int, name: str, lanes: Sequence[str]) -> list[dict[str, Any]]:
     def entry(kind: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
         return {"ph": "M", "ts": 0, "name": kind, "pid": pid, "tid": tid, "args": args}
 
     entries = [entry("process_name", 0, {"name": name}), entry("process_sort_index", 0, {"sort_index": pid})]
-    for lane, tid in lanes.items():
+    for tid, lane in enumerate(lanes, start=1):
         entries.append(entry("thread_name", tid, {"name": lane}))
         entries.append(entry("thread_sort_index", tid, {"sort_index": tid}))
     return entries

@@ -1,0 +1,376 @@
+"""Findings: what each thing costs, how sure that is, what to do, and what it would bring by the timeline.
+
+Every rule changes the recorded turns or the costs of their exchanges as if its cause were gone, and replays both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+from espresso.diagnosis.replay import (
+    Costs,
+    bucket_bytes,
+    costs_of,
+    exposed,
+    fit,
+    plain_costs,
+    rebucketed,
+    replay,
+    sample,
+    with_part,
+)
+from espresso.diagnosis.report import Diagnosis, Finding
+from espresso.diagnosis.turns import Part, Run, Turn
+from espresso.flight.form import Flight
+
+LEAST_SHARE = 0.05
+"""Of a step: a smaller gain is no finding."""
+
+LEAST_GAIN_US = 300.0
+"""Nor is one of less than this: waking a thread takes as long."""
+
+BUCKET_SHARE = 0.12
+"""Of a step, for another bucket size: what exchanges of another size take is extrapolated."""
+
+OFTEN = 0.7
+"""Of the steps, a worker must be the last to be counted as slow: of two equal ones each is, in half of them."""
+
+SLOW_CARD = 0.7
+"""Of the others' rate."""
+
+SLOW_CODER = 1.4
+"""Times the others' compression."""
+
+WINDOWED = 0.3
+"""Of the time in which connections send, waiting for a window."""
+
+MOSTLY = 0.7
+"""Of a worker's excess, for one of its phases to be named."""
+
+CAPS_MB = (1, 5, 10, 25, 50, 100)
+
+HIDDEN_MS = 0.05
+"""Of a step: exposed communication below it leaves a step bound by compute."""
+
+
+def diagnose(flights: Sequence[Flight]) -> Diagnosis:
+    """What is slow in a run, the worst first.
+
+    Args:
+        flights: of its ranks; some may be missing.
+
+    Raises:
+        FlightError: records of different runs, or too few steps.
+    """
+    return _Case(Run(flights)).diagnosis()
+
+
+class _Case:
+    """One run, its costs, and the rules."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.costs, self.turns = run, costs_of(run), sample(run.turns)
+        self.now_us = [replay(turn, self.costs) for turn in self.turns]
+        self.passes = self._passes()
+        self.step_us = median(turn.measured for turn in run.turns) * self.passes
+        self.is_plain = run.stretch.strategy.only_averages
+
+    def diagnosis(self) -> Diagnosis:
+        rules = (
+            self.slow_workers, self.slow_coders, self.thin_cards, self.broadcasts, self.accumulation, self.latency,
+            self.connections, self.buckets, self.late_starts,
+        )  # fmt: skip
+        found = [finding for rule in rules for finding in rule()]
+        found.sort(key=lambda finding: -finding.gain_us * finding.confidence)
+        comm = self.costs.exchange_us
+        open_us = median(min(part.exposed for part in turn.parts) for turn in self.run.turns)
+        predicted = median(exposed(turn, self.costs) for turn in self.turns)
+        bound = "network" if open_us > HIDDEN_MS * self.step_us / self.passes else "compute"
+        return Diagnosis(
+            tuple(found),
+            self.step_us,
+            median(self.now_us) * self.passes,
+            _hidden(open_us, comm),
+            _hidden(predicted, comm),
+            found[0].kind if found else bound,
+            len(self.run.turns),
+            self.run.num_ranks,
+            self._shares(),
+        )
+
+    # -- what every rule needs -----------------------------------------------------------------------
+
+    def gain(self, change: Callable[[Turn], Turn], costs: Costs | None = None, *, broadcasts: bool = True) -> float:
+        """What an optimizer's step is shorter with changed turns or costs, by the timeline."""
+        then = [
+            now - replay(change(turn), costs or self.costs, broadcasts=broadcasts)
+            for turn, now in zip(self.turns, self.now_us, strict=True)
+        ]
+        return median(then) * self.passes
+
+    def counts(self, gain_us: float, share: float = LEAST_SHARE) -> bool:
+        return gain_us > max(share * self.step_us, LEAST_GAIN_US)
+
+    def _passes(self) -> int:
+        """Exchanges of an optimizer's step."""
+        stepped = sum(turn.parts[0].stepped for turn in self.run.turns)
+        return max(round(len(self.run.turns) / stepped), 1) if stepped else 1
+
+    def _shares(self) -> dict[str, float]:
+        names = ("optimizer", "input", "earlier", "prepare", "forward", "loss", "backward", "exposed")
+        means = {n: median(median(getattr(p, n) for p in turn.parts) for turn in self.run.turns) for n in names}
+        whole = sum(means.values())
+        return {name: us / whole if whole else 0.0 for name, us in means.items()}
+
+    def _finding(
+        self, kind: str, place: int | None, cost_us: float, gain_us: float, confidence: float, remedy: str, detail: str
+    ) -> Finding:
+        rank = None if place is None else self.run.flights[place].rank
+        host = None if place is None else self.run.hosts[place]
+        return Finding(kind, rank, host, cost_us, gain_us, min(max(confidence, 0.0), 1.0), remedy, detail)
+
+    # -- workers -------------------------------------------------------------------------------------
+
+    def slow_workers(self) -> Iterator[Finding]:
+        """Who makes the others wait, and in what: no clock is needed for that."""
+        if len(self.run.flights) < 2:
+            return
+        for place in range(len(self.run.flights)):
+            often = sum(turn.last == place for turn in self.run.turns) / len(self.run.turns)
+            if often < OFTEN:
+                continue
+            gain = self.gain(lambda turn, place=place: _like_the_others(turn, place))  # type: ignore[misc]
+            excess = {phase: self._excess(place, phase) for phase in ("input", "forward", "backward", "optimizer")}
+            total = sum(us for us in excess.values() if us > 0)
+            if not self.counts(gain) or total <= 0:
+                continue
+            kind = _kind_of_slow(excess, total)
+            remedy = _REMEDIES[kind].format(rank=self.run.flights[place].rank, host=self.run.hosts[place])
+            said = ", ".join(f"{phase} {us / 1e3:+.1f} ms" for phase, us in excess.items())
+            detail = f"last in {often:.0%} of the steps; against the others: {said}"
+            yield self._finding(kind, place, total * self.passes, gain, often, remedy, detail)
+
+    def _excess(self, place: int, phase: str) -> float:
+        return median(_phase(turn.parts[place], phase) - _others(turn, place, phase) for turn in self.run.turns)
+
+    def slow_coders(self) -> Iterator[Finding]:
+        """Whose compression takes longer than the others'."""
+        if len(self.run.flights) < 2 or not self.costs.coding_us:
+            return
+        sums = [sum(each[place] for each in self.costs.coding_us.values()) for place in range(len(self.run.flights))]
+        for place, mine in enumerate(sums):
+            usual = median(other for at, other in enumerate(sums) if at != place)
+            if mine < SLOW_CODER * usual:
+                continue
+
+            def without(each: tuple[float, ...], place: int = place) -> float:
+                return max(us for at, us in enumerate(each) if at != place)
+
+            gain = self.gain(lambda turn: turn, self.costs.with_coding(without))
+            if self.counts(gain):
+                yield self._finding(
+                    "slow_encoder", place, (mine - usual) * self.passes, gain, min(1.0, mine / usual / 2),
+                    f"give rank {self.run.flights[place].rank} on {self.run.hosts[place]} cores of its own: another"
+                    " process uses them, or its pool has more threads than cores (offload_threads)",
+                    f"compression takes {mine / 1e3:.1f} ms a step there, {usual / 1e3:.1f} ms elsewhere",
+                )  # fmt: skip
+
+    # -- the network ---------------------------------------------------------------------------------
+
+    def thin_cards(self) -> Iterator[Finding]:
+        """Whose connections send more slowly while they have something to send."""
+        rates = [_rate(flight) for flight in self.run.flights]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) < 2 or len(known) < len(rates):
+            return
+        for host in dict.fromkeys(self.run.hosts):
+            places = [place for place, name in enumerate(self.run.hosts) if name == host]
+            mine = median(known[place] for place in places)
+            others = [rate for place, rate in enumerate(known) if place not in places]
+            if not others or mine > SLOW_CARD * median(others):
+                continue
+            factor = mine / median(others)
+            gain = self.gain(lambda turn: turn, self.costs.scaled(factor))
+            if self.counts(gain):
+                yield self._finding(
+                    "thin_card", places[0], self.costs.exchange_us * (1 - factor) * self.passes, gain, 1 - factor / 2,
+                    f"look at the network card, cable, switch port and rate limits of {host}: all others wait for it",
+                    f"{host} sends at {mine * 8:.0f} Mb/s while it sends, the others at {median(others) * 8:.0f}",
+                )  # fmt: skip
+
+    def latency(self) -> Iterator[Finding]:
+        """Exchanges whose round trips are not hidden."""
+        if not any(self.costs.latency_us):
+            return
+        gain = self.gain(lambda turn: turn, self.costs.without_latency())
+        if self.counts(gain):
+            each = max(self.costs.latency_us)
+            yield self._finding(
+                "latency_bound", None, gain, gain, 0.8,
+                "fewer and larger rounds: a larger bucket_cap_mb, an option of fewer steps, no PowerSGD or"
+                " parameter servers; or ranks closer together",
+                f"an exchange spends {each / 1e3:.1f} ms on the way, and there are {len(self.costs.exchanges)} a step",
+            )  # fmt: skip
+
+    def connections(self) -> Iterator[Finding]:
+        """Connections that wait for their window while the card is idle."""
+        shares = [share for share in map(_windowed, self.run.flights) if share is not None]
+        if not shares or median(shares) < WINDOWED:
+            return
+        gain = self.gain(lambda turn: turn, self.costs.scaled(1 - median(shares)))
+        if self.counts(gain):
+            yield self._finding(
+                "one_connection", None, gain, gain, 0.6,
+                "open more connections a pair (GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0, NCCL_NSOCKS_PERTHREAD) and cut"
+                " exchanges into partitions, or raise net.core.wmem_max and net.ipv4.tcp_wmem",
+                f"connections wait for their window in {median(shares):.0%} of the time in which they send",
+            )  # fmt: skip
+
+    # -- how DDP is set ------------------------------------------------------------------------------
+
+    def broadcasts(self) -> Iterator[Finding]:
+        """Buffers that DDP broadcasts before every forward pass."""
+        size = max((int(flight.facts.get("buffer_bytes", 0)) for flight in self.run.flights), default=0)
+        if not size:
+            return
+        gain = self.gain(lambda turn: turn, broadcasts=False)
+        if self.counts(gain, LEAST_SHARE / 2):
+            cost = median(turn.broadcast for turn in self.run.turns) * self.passes
+            yield self._finding(
+                "buffer_broadcast", None, cost, gain, 0.9,
+                "DistributedDataParallel(broadcast_buffers=False), if the buffers need not be equal while training"
+                " (batch norm's running means; or use SyncBatchNorm)",
+                f"{size} bytes of buffers are sent before every forward pass",
+            )  # fmt: skip
+
+    def accumulation(self) -> Iterator[Finding]:
+        """Passes between two steps of the optimizer that exchange, all but the last in vain."""
+        if self.passes < 2:
+            return
+        idle = replace(
+            self.costs, task_us=(0.0,) * len(self.costs.task_us), latency_us=(0.0,) * len(self.costs.task_us)
+        )
+        each = self.gain(lambda turn: turn, idle, broadcasts=False) / self.passes
+        gain = each * (self.passes - 1)
+        if self.counts(gain, LEAST_SHARE / 2):
+            yield self._finding(
+                "missing_no_sync", None, gain, gain, 0.95,
+                "run the backward passes before the last one under model.no_sync()",
+                f"gradients are exchanged {self.passes} times for one step of the optimizer",
+            )  # fmt: skip
+
+    def buckets(self) -> Iterator[Finding]:
+        """Another bucket_cap_mb."""
+        before = self.run.stretch.buckets
+        if not self.is_plain or not any(self.costs.task_us):
+            return
+        line, latency = fit(self.costs), max(self.costs.latency_us, default=0.0)
+        found: list[tuple[float, int, int]] = []
+        for cap in CAPS_MB:
+            buckets, _ = rebucketed(self.turns[0], before, cap * (1 << 20))
+            if len(buckets) == len(before):
+                continue
+            costs = plain_costs(self.run.stretch.strategy, buckets, line, latency)
+            gain = self.gain(lambda turn, cap=cap: rebucketed(turn, before, cap * (1 << 20))[1], costs)  # type: ignore[misc]
+            found.append((gain, -cap, len(buckets)))
+        gain, cap, count = max(found, default=(0.0, -1, 0))
+        if not self.counts(gain, BUCKET_SHARE):
+            return
+        is_small = count < len(before)
+        largest = max(map(bucket_bytes, before)) / 1e6
+        yield self._finding(
+            "buckets_too_small" if is_small else "buckets_too_large", None, gain, gain, 0.7,
+            f"DistributedDataParallel(bucket_cap_mb={-cap:g})",
+            f"{len(before)} buckets of at most {largest:.2g} MB; {count} would do better: "
+            + ("every exchange has a fixed cost" if is_small else "the first exchange begins late"),
+        )  # fmt: skip
+
+    def late_starts(self) -> Iterator[Finding]:
+        """Exchanges that begin long after their bucket is there and the link is free."""
+        measured = median(turn.measured for turn in self.turns)
+        lost = (measured - median(self.now_us)) * self.passes
+        late = self._late_us() * self.passes
+        gain = min(lost, late)
+        if self.counts(gain, BUCKET_SHARE):
+            yield self._finding(
+                "unused_overlap", None, gain, gain, 0.6,
+                "let exchanges start during backward: no hook that waits inside, no static work between backward and"
+                " the exchange, cores left for the library's threads",
+                f"exchanges start {late / 1e3:.1f} ms later than they could, all together",
+            )  # fmt: skip
+
+    def _late_us(self) -> float:
+        late = []
+        for ranks in self.run.spans():
+            spans = sorted(ranks[0], key=lambda span: span.start_us)
+            free, lost = 0.0, 0.0
+            for span in spans:
+                if span.num_bytes:
+                    lost += max(span.start_us - max(span.issue_us, free), 0.0)
+                    free = max(free, span.end_us)
+            late.append(lost)
+        return median(late) if late else 0.0
+
+
+_REMEDIES = {
+    "slow_input": "rank {rank} on {host} waits for its input: more DataLoader workers, pin_memory, prefetch, a faster"
+    " disk; or less augmentation on that host",
+    "slow_forward": "look at what rank {rank} on {host} does in forward that the others do not: longer sequences,"
+    " host-side work, a slower device",
+    "slow_backward": "look at what rank {rank} on {host} does in backward that the others do not: a slower device,"
+    " other memory, hooks on its gradients",
+    "slow_worker": "rank {rank} on {host} computes more slowly in everything: look for other processes, a CPU quota,"
+    " throttling, OMP_NUM_THREADS; or give it a smaller share of the batch",
+}
+
+
+def _kind_of_slow(excess: dict[str, float], total: float) -> str:
+    for phase, kind in (("input", "slow_input"), ("forward", "slow_forward"), ("backward", "slow_backward")):
+        if excess[phase] > MOSTLY * total:
+            others = [us for other, us in excess.items() if other not in (phase, "input")]
+            # Backward is most of a step: one that is slow everywhere shows it in the others too.
+            if phase == "input" or sum(others) < (1 - MOSTLY) / 2 * total:
+                return kind
+    return "slow_worker"
+
+
+def _phase(part: Part, phase: str) -> float:
+    return float(getattr(part, phase))
+
+
+def _others(turn: Turn, place: int, phase: str) -> float:
+    return median(_phase(part, phase) for at, part in enumerate(turn.parts) if at != place)
+
+
+def _like_the_others(turn: Turn, place: int) -> Turn:
+    """The turn in which a rank took as long as the others do."""
+    mine = turn.parts[place]
+    changes = {
+        phase: min(getattr(mine, phase), _others(turn, place, phase))
+        for phase in ("optimizer", "input", "earlier", "forward", "loss")
+    }
+    part: Part = replace(mine, **changes)
+    return with_part(turn, place, part.with_backward(min(mine.backward, _others(turn, place, "backward"))))
+
+
+def _rate(flight: Flight) -> float | None:
+    """Bytes a microsecond, while something was on the way."""
+    if len(flight.traffic) < 2:
+        return None
+    first, last = flight.traffic[0], flight.traffic[-1]
+    busy = last.busy_us - first.busy_us - (last.window_us - first.window_us)
+    return (last.num_bytes - first.num_bytes) / busy if busy > 0 else None
+
+
+def _windowed(flight: Flight) -> float | None:
+    if len(flight.traffic) < 2:
+        return None
+    first, last = flight.traffic[0], flight.traffic[-1]
+    busy = last.busy_us - first.busy_us
+    return (last.window_us - first.window_us) / busy if busy > 0 else None
+
+
+def _hidden(open_us: float, comm_us: float) -> float | None:
+    return None if comm_us <= 0 else min(max(1 - open_us / comm_us, 0.0), 1.0)

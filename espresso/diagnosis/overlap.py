@@ -1,0 +1,46 @@
+"""The part of all communication that other work hides: measured, and by the timeline (Flux's figure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from espresso.flight.form import StepRecord
+from espresso.model.job import Job
+from espresso.model.timeline import list_schedule, simulate
+from espresso.strategies import StepKind, Strategy, plan
+
+
+def measured_overlap(step: StepRecord) -> float | None:
+    """Of one rank's step; None where its exchanges, or the end of its backward pass, were not seen."""
+    script = step.script
+    exchanged = [(span.start_us, span.end_us) for span in step.spans if span.num_bytes]
+    if script.backward_end_us is None or not exchanged:
+        return None
+    end = script.backward_end_us if script.averaged_us is None else script.averaged_us
+    open_us = max(max(end, step.done_us) - script.backward_end_us, 0.0)
+    return _hidden(open_us, _covered(exchanged))
+
+
+def predicted_overlap(job: Job, strategy: Strategy) -> float:
+    """Of a job's iteration under a strategy."""
+    laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
+    timeline = simulate(list_schedule(laid, job), job)
+    exchanged = [
+        (timeline.start_us[task.index], timeline.end_us[task.index])
+        for task in laid.tasks
+        if task.step.kind is StepKind.COMMUNICATE
+    ]
+    return _hidden(timeline.makespan_us - max(timeline.bucket_ready_us), _covered(exchanged))
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of them lasted."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total
+
+
+def _hidden(open_us: float, comm_us: float) -> float:
+    return min(max(1 - open_us / comm_us, 0.0), 1.0) if comm_us > 0 else 1.0

@@ -1,0 +1,151 @@
+"""Where a training script is: moments of forward, backward and optimizer, from hooks that every wrapper leaves free.
+
+A few calls a step, whatever the model's size. Backward's end and the moment when DDP's averages are there come from
+the autograd engine, which calls back after its graph, and then, in turn, after DDP.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from espresso.live.recorder import Recorder, now_us
+
+_queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+DEPTH = 4
+"""So deep a model's output is searched for a tensor with a gradient."""
+
+
+class ScriptMarks:
+    """Notes a script's moments in a recorder, while it is attached to a module.
+
+    Args:
+        module: whose forward and backward passes count, wrapped in DDP or not.
+        ours: ``id`` of every parameter whose optimizer counts.
+        on_averaged: called once backward has returned all averages.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        ours: Collection[int],
+        recorder: Recorder,
+        on_averaged: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._recorder, self._ours, self._on_averaged = recorder, ours, on_averaged
+        self._is_ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._handles: list[Any] = [
+            module.register_forward_pre_hook(_Mark(self._enter)),
+            module.register_forward_hook(_Mark(self._forward_end)),
+            register_optimizer_step_pre_hook(self._optimizer),
+            register_optimizer_step_post_hook(self._optimizer_end),
+        ]
+        if isinstance(module, DistributedDataParallel) and buffer_bytes(module):
+            # Between the two DDP broadcasts the buffers.
+            self._handles.append(module.module.register_forward_pre_hook(_Mark(self._forward)))
+
+    def detach(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._recorder.enter()
+
+    def _forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._recorder.script.forward_us = now_us()
+
+    def _forward_end(self, module: object, inputs: object, output: object) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._recorder.script.forward_end_us = now_us()
+            found: Any = _first_with_gradient(output)
+            if found is not None:
+                found.register_hook(self._backward)
+
+    def _backward(self, _: torch.Tensor) -> None:
+        script = self._recorder.script
+        if script.backward_us is None:
+            script.backward_us = now_us()
+            _queue_callback(self._backward_end)
+
+    def _backward_end(self) -> None:
+        self._recorder.script.backward_end_us = now_us()
+        _queue_callback(self._averaged)  # behind DDP's own, which waits for the averages
+
+    def _averaged(self) -> None:
+        self._recorder.script.averaged_us = now_us()
+        self._on_averaged()
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        script = self._recorder.script
+        if script.optimizer_us is None and self._counts(optimizer):
+            script.optimizer_us = now_us()
+
+    def _optimizer_end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._counts(optimizer):
+            self._recorder.script.optimizer_end_us = now_us()
+
+    def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
+        found = self._is_ours.get(optimizer)
+        if found is None:
+            groups = optimizer.param_groups
+            found = any(id(parameter) in self._ours for group in groups for parameter in group["params"])
+            self._is_ours[optimizer] = found
+        return found
+
+
+def buffer_bytes(module: DistributedDataParallel) -> int:
+    """Bytes of the buffers that DDP broadcasts before every forward pass."""
+    if not module.broadcast_buffers:
+        return 0
+    buffers: Any = module.modules_buffers
+    return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+
+def facts_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What a flight record says of DDP's settings."""
+    if not isinstance(module, DistributedDataParallel):
+        return {}
+    cap: Any = module.bucket_bytes_cap
+    return {"buffer_bytes": buffer_bytes(module), "bucket_cap_mb": cap / (1 << 20)}
+
+
+class _Mark:
+    """A hook that stays behind when its module is copied or saved."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_mark, ()
+
+
+def _nothing(*_: Any) -> None:
+    """Notes nothing."""
+
+
+def _no_mark() -> Callable[..., None]:
+    return _nothing
+
+
+def _first_with_gradient(output: object, depth: int = DEPTH) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    if depth == 0:
+        return None
+    inner = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    found = (_first_with_gradient(each, depth - 1) for each in inner)
+    return next((tensor for tensor in found if tensor is not None), None)

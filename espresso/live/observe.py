@@ -1,0 +1,181 @@
+"""``espresso.observe``: record and diagnose a DDP job that exchanges its gradients in another way.
+
+DDP has one hook slot, and an observer leaves it alone. It sees forward, backward and optimizer, when each bucket was
+ready, when all averages were there, clocks and connections; not when each exchange ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from espresso.comm.errors import EspressoError
+from espresso.comm.execute.assignment import Assignment, Record
+from espresso.comm.groups import Groups
+from espresso.diagnosis.findings import diagnose
+from espresso.diagnosis.report import Diagnosis
+from espresso.flight.form import Flight
+from espresso.live.marks import ScriptMarks, facts_of
+from espresso.live.names import named_gradients, tensor_specs
+from espresso.live.recorder import KEPT_STEPS, Recorder
+from espresso.strategies import Bucket, Slot, Strategy
+
+_LIVE: weakref.WeakSet[Observation] = weakref.WeakSet()
+
+BUCKETS_KNOWN = "rebuilt_per_bucket_param_indices"
+"""Where DDP's log says which parameters its buckets hold, once it has rebuilt them."""
+
+
+class Observation:
+    """A job that is watched. Made by all ranks together; see :func:`observe`."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        artifacts_dir: str | os.PathLike[str] | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        parameters = named_gradients(model)
+        self._model: Callable[[], DistributedDataParallel | None] = weakref.ref(model)
+        self._artifacts_dir, self._pid = artifacts_dir, os.getpid()
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._groups = Groups(model.process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+        self.recorder = Recorder(self._groups)
+        self.recorder.facts |= facts_of(model) | {"observed": True}
+        plain = Strategy.uniform(tensor_specs(parameters), self._groups.cluster, partition_bytes=0)
+        self._assignment = Assignment(plain)
+        self._buckets: tuple[Bucket, ...] = ()
+        self._ready_ns: list[int] = []
+        self._count = 0
+        self._handles: list[Any] = []
+        self._marks: ScriptMarks | None = ScriptMarks(model, self._names, self.recorder, self._averaged)
+        self.recorder.look()
+        _LIVE.add(self)
+
+    def record(self, path: str | os.PathLike[str], last: int = KEPT_STEPS) -> Path:
+        """As :meth:`EspressoState.record <espresso.EspressoState.record>`."""
+        return self.recorder.write(path, last)
+
+    def diagnose(self) -> Diagnosis:
+        """What is slow, and what would help. All ranks together, between two steps.
+
+        Raises:
+            FlightError: too few steps so far.
+        """
+        return diagnosed(self._groups, self.recorder)
+
+    def close(self) -> None:
+        """Stop watching, and leave the record in ``artifacts_dir``. It runs by itself at exit."""
+        if self._marks is None or os.getpid() != self._pid:
+            return
+        self._marks.detach()
+        self._marks = None
+        self._forget_buckets()
+        self.recorder.leave(self._artifacts_dir, "the job ended")
+        self._groups.close()
+
+    def _averaged(self) -> None:
+        """DDP has its averages, or was told to exchange nothing."""
+        model = self._model()
+        if model is None or not model.require_backward_grad_sync:
+            return
+        self._count += 1
+        now, ready, buckets = time.perf_counter_ns(), self._ready_ns, self._buckets
+        if buckets and all(ready):
+            sent = sum(bucket.numel * 4 for bucket in buckets)
+            record = Record(self._count, self._assignment, list(ready), now, True, sent, sent, buckets)
+            self.recorder.take(record)
+        else:
+            self.recorder.skip()
+        self._ready_ns = [0] * len(buckets)
+        if not buckets:
+            self._find_buckets(model)
+
+    def _find_buckets(self, model: DistributedDataParallel) -> None:
+        """Watch the last gradient of every bucket, from the next pass on."""
+        data: Any = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        rows = [row.split() for row in str(data.get(BUCKETS_KNOWN, "")).split(",") if row.strip()]
+        parameters: list[torch.nn.Parameter] = list(model._module_parameters)
+        if not rows or not all(i.isdigit() and int(i) < len(parameters) for row in rows for i in row):
+            return
+        buckets = []
+        for index, row in enumerate(rows):
+            slots, offset = [], 0
+            for parameter in (parameters[int(i)] for i in row):
+                name = self._names.get(id(parameter))
+                if name is None:
+                    return
+                slots.append(Slot(name, offset, parameter.numel()))
+                offset += parameter.numel()
+            buckets.append(Bucket(index, tuple(slots), str(parameter.dtype).removeprefix("torch.")))
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(self._stamp(index)))
+        self._buckets, self._ready_ns = tuple(buckets), [0] * len(buckets)
+
+    def _forget_buckets(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _stamp(self, bucket: int) -> Callable[[torch.Tensor], None]:
+        def stamp(_: torch.Tensor) -> None:
+            self._ready_ns[bucket] = time.perf_counter_ns()
+
+        return stamp
+
+
+def observe(
+    ddp_model: DistributedDataParallel,
+    artifacts_dir: str | os.PathLike[str] | None = None,
+    *,
+    ranks_per_node: int | None = None,
+    timeout_s: float = 300.0,
+) -> Observation:
+    """Record a DDP job without changing what it exchanges: with DDP's own all-reduce, or with any hook. All ranks.
+
+    Args:
+        ddp_model: as it trains.
+        artifacts_dir: where every rank leaves its flight record at the end; None leaves none.
+        ranks_per_node, timeout_s: as for :class:`~espresso.Config`.
+
+    Returns:
+        The observation: ``record(path)``, ``diagnose()``, ``close()``.
+
+    Raises:
+        TypeError: not a DDP model.
+        TopologyError: see there.
+
+    Example:
+        >>> watch = espresso.observe(ddp_model, "run")        # doctest: +SKIP
+        >>> ...                                                # train some dozen steps
+        >>> print(watch.diagnose())                            # doctest: +SKIP
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(f"espresso.observe needs a DistributedDataParallel model, got {type(ddp_model).__name__}")
+    return Observation(ddp_model, artifacts_dir, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+
+
+def diagnosed(groups: Groups, recorder: Recorder) -> Diagnosis:
+    """A diagnosis of the steps that all ranks have in their rings. Collective."""
+    recorder.look()
+    texts = groups.all_objects(json.dumps(recorder.flight().to_json()))
+    if not all(isinstance(text, str) for text in texts):
+        raise EspressoError("a rank sent no flight record")
+    return diagnose([Flight.from_json(json.loads(text)) for text in texts])
+
+
+@atexit.register
+def _close_all() -> None:
+    for each in list(_LIVE):
+        each.close()

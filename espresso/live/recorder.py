@@ -1,0 +1,235 @@
+"""The flight recorder of a running job: a bounded ring of its last steps, and who writes it down when.
+
+::
+
+    training script ── ScriptMarks ──> Script   forward, backward, optimizer
+    executor ── Record ──> Recorder.take        readiness, tasks, ends          ring ──> steps() ──> every reader
+
+The ring keeps what the executor noted anyway; it becomes :class:`~espresso.flight.form.StepRecord` when somebody reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from espresso.comm import connections
+from espresso.comm.execute.assignment import Record
+from espresso.comm.groups import Groups
+from espresso.diagnosis.overlap import measured_overlap
+from espresso.flight.clocks import tick_of
+from espresso.flight.form import NAME, Flight, Script, Span, StepRecord, Stretch, Tick, Traffic
+from espresso.strategies import Bucket, Strategy
+
+logger = logging.getLogger("espresso")
+
+KEPT_STEPS = 512
+KEPT_INTERVALS = 60_000
+"""Of all steps in the ring: some 10 MB."""
+
+KEPT_STRETCHES = 32
+
+TRIPS, FEW_TRIPS, MANY_RANKS = 8, 3, 64
+"""Round trips of a rank: rank 0 answers one rank after the other."""
+
+LOOKS_AFTER = (8, 64, 512, 4096)
+"""Iterations after which clocks are looked at; then after every so many as the last."""
+
+KEPT_LOOKS = 256
+"""Looks at clocks and connections."""
+
+
+def now_us() -> float:
+    """The recorder's clock."""
+    return time.perf_counter() * 1e6
+
+
+class Recorder:
+    """The ring of one rank.
+
+    Attributes:
+        script: of the step that is under way.
+        facts: what else readers may want to know; see :class:`~espresso.flight.form.Flight`.
+        ticks, traffic: what was seen of clocks and connections so far.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self.facts: dict[str, Any] = {}
+        self.script = Script()
+        self.ticks: deque[Tick] = deque(maxlen=KEPT_LOOKS)
+        self.traffic: deque[Traffic] = deque(maxlen=KEPT_LOOKS)
+        self._kept: deque[tuple[Record, Script]] = deque(maxlen=KEPT_STEPS)
+        self._num_intervals = 0
+        self._exchanged = False
+        self._lock = threading.Lock()  # of the ring: readers come from other threads
+        self._stretches: list[tuple[Strategy, tuple[Bucket, ...], bool, Stretch]] = []
+
+    # -- what happens --------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A forward pass begins."""
+        now, script = now_us(), self.script
+        if self._exchanged:
+            ended = script.optimizer_end_us or script.averaged_us or script.backward_end_us
+            script = self.script = Script(began_us=ended)
+            self._exchanged = False
+        before = script.began_us
+        if script.passes and script.entered_us is not None:
+            before = script.backward_end_us or script.forward_end_us or now
+            script.earlier_us += before - script.entered_us
+            script.backward_us = script.backward_end_us = None
+        if before is not None:
+            script.input_us += now - before
+        script.passes += 1
+        script.entered_us = script.forward_us = now
+
+    def take(self, record: Record) -> None:
+        """An iteration is exchanged: it is in the ring from now on. What the script does next is added to it."""
+        with self._lock:
+            if len(self._kept) == KEPT_STEPS:
+                self._num_intervals -= len(self._kept[0][0].intervals)
+            self._kept.append((record, self.script))
+            self._num_intervals += len(record.intervals)
+            while self._num_intervals > KEPT_INTERVALS and len(self._kept) > 1:
+                self._num_intervals -= len(self._kept.popleft()[0].intervals)
+        self._exchanged = True
+
+    def skip(self) -> None:
+        """An iteration is exchanged that nobody wants to keep."""
+        self._exchanged = True
+
+    def overlap(self) -> float | None:
+        """The hidden part of all communication in the newest step that was looked at."""
+        with self._lock:
+            kept = [(record, script) for record, script in self._kept if record.intervals]
+        if not kept:
+            return None
+        record, script = kept[-1]
+        return measured_overlap(_step(record, script, 0, len(self._stretch(record).plan.tasks)))
+
+    @staticmethod
+    def looks(iteration: int) -> bool:
+        """Whether all ranks look at their clocks after this iteration: soon, seldom later."""
+        return iteration in LOOKS_AFTER or iteration % LOOKS_AFTER[-1] == LOOKS_AFTER[-1] - 1
+
+    def look(self) -> None:
+        """Look at rank 0's clock and at this rank's connections. All ranks together."""
+        if self._groups.num_ranks == 1:
+            return
+        self._look_at_traffic()
+        trips = self._groups.round_trips(now_us, FEW_TRIPS if self._groups.num_ranks > MANY_RANKS else TRIPS)
+        if trips:
+            self.ticks.append(tick_of(trips))
+
+    # -- who reads -----------------------------------------------------------------------------------
+
+    def steps(self, last: int = KEPT_STEPS) -> tuple[StepRecord, ...]:
+        """The newest steps, oldest first. The newest may still be without its optimizer's moments."""
+        return self.flight(last).steps
+
+    def flight(self, last: int = KEPT_STEPS) -> Flight:
+        """All that this rank knows."""
+        groups = self._groups
+        self._look_at_traffic()
+        with self._lock:
+            kept = list(self._kept)[-last:]
+        places: dict[int, int] = {}
+        stretches: list[Stretch] = []
+        steps: list[StepRecord] = []
+        for record, script in kept:
+            if steps and record.iteration <= steps[-1].number:  # the count went back: a checkpoint was loaded
+                steps.clear()
+            stretch = self._stretch(record)
+            if id(stretch) not in places:
+                places[id(stretch)] = len(stretches)
+                stretches.append(stretch)
+            steps.append(_step(record, script, places[id(stretch)], len(stretch.plan.tasks)))
+        return Flight(
+            groups.rank, groups.num_ranks, socket.gethostname(), groups.cluster, tuple(stretches), tuple(steps),
+            tuple(self.ticks), tuple(self.traffic), dict(self.facts),
+        )  # fmt: skip
+
+    def write(self, path: str | os.PathLike[str], last: int = KEPT_STEPS) -> Path:
+        """Write the newest steps: to a file, or into a folder under this rank's name there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        there = Path(path)
+        if there.suffix != ".json":
+            there.mkdir(parents=True, exist_ok=True)
+            there /= NAME.format(rank=self._groups.rank)
+        self.flight(last).save(there)
+        return there
+
+    def leave(self, path: str | os.PathLike[str] | None, why: str) -> None:
+        """As :meth:`write`, where nobody waits for it: what goes wrong is a warning."""
+        if path is None or not self._kept:
+            return
+        self.facts["written"] = why
+        try:
+            self.write(path)
+        except Exception as error:  # nothing that is for people may stop a training, or hide how it failed
+            logger.warning("the flight record cannot be written (%s); training goes on without", error)
+
+    def listen(self, name: str, path: str | os.PathLike[str] | None) -> Callable[[], None]:
+        """Write the ring when this process gets a signal; returns what ends that. In the main thread only."""
+        number = getattr(signal, name)
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("%s writes no flight record: espresso was started outside the main thread", name)
+            return lambda: None
+
+        def write(*_: object) -> None:
+            self.leave("." if path is None else path, f"asked for by {name}")
+
+        before = signal.signal(number, write)
+
+        def end() -> None:
+            if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is write:
+                signal.signal(number, before)
+
+        return end
+
+    def _look_at_traffic(self) -> None:
+        seen = connections.sent()
+        if seen is not None:
+            self.traffic.append(Traffic(now_us(), seen.num_bytes, seen.busy_us, seen.window_us, seen.rtt_us))
+
+    def _stretch(self, record: Record) -> Stretch:
+        strategy = record.assignment.strategy
+        for theirs, buckets, whole, found in reversed(self._stretches):
+            if theirs is strategy and whole == record.whole and buckets == record.buckets:
+                return found
+        runs = replace(strategy, partition_bytes=0) if record.whole else strategy
+        made = Stretch(runs, record.buckets, self._groups.host_copies)
+        self._stretches = [*self._stretches[1 - KEPT_STRETCHES :], (strategy, record.buckets, record.whole, made)]
+        return made
+
+
+def _step(record: Record, script: Script, stretch: int, num_tasks: int) -> StepRecord:
+    spans = (
+        Span(run.task, run.issue_ns / 1e3, run.start_ns / 1e3, run.end_ns / 1e3, run.num_bytes)
+        for run in list(record.intervals)
+        if run.task < num_tasks
+    )
+    return StepRecord(
+        record.iteration,
+        stretch,
+        replace(script),
+        tuple(at / 1e3 for at in record.ready_ns),
+        record.done_ns / 1e3,
+        record.finite,
+        record.bytes_sent,
+        record.bytes_raw,
+        tuple(sorted(spans, key=lambda span: span.start_us)),
+    )

@@ -1,0 +1,79 @@
+"""A recorded run as lane events: all ranks, all their steps, on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from espresso.flight.clocks import Clock, align
+from espresso.flight.form import Flight, Script, Span, StepRecord
+from espresso.show.lane_events import SCRIPT_LANE, STEP_LANE, Kind, LaneEvent, kind_of
+from espresso.strategies import Form, Stage
+
+
+def flight_events(flights: Sequence[Flight]) -> list[LaneEvent]:
+    """Every step's script and tasks, in microseconds from the first moment that anybody recorded."""
+    clocks = align(flights)
+    events = [event for flight in flights for event in _events(flight, clocks[flight.rank])]
+    origin = min((event.start_us for event in events), default=0.0)
+    return [_moved(event, -origin) for event in events]
+
+
+def _moved(event: LaneEvent, us: float) -> LaneEvent:
+    return LaneEvent(
+        event.lane, event.step, event.tensors, event.num_bytes, event.start_us + us, event.end_us + us, event.kind,
+        event.option, event.partition, 0, event.rank, event.host,
+    )  # fmt: skip
+
+
+def _events(flight: Flight, clock: Clock) -> Iterator[LaneEvent]:
+    for step in flight.steps:
+        for lane, name, kind, start, end in _of_script(step):
+            begin = clock.common(start)
+            yield LaneEvent(
+                lane, name, (), 0, begin, max(clock.common(end), begin), kind, rank=flight.rank, host=flight.host
+            )
+        for span in step.spans:
+            yield _of_span(flight, step, span, clock)
+
+
+def _of_script(step: StepRecord) -> Iterator[tuple[str, str, Kind, float, float]]:
+    script: Script = step.script
+    end = script.optimizer_end_us or script.averaged_us or step.done_us
+    if script.began_us is not None:
+        yield STEP_LANE, f"step {step.number}", Kind.OTHER, script.began_us, end
+    ready = max(step.ready_us, default=step.done_us)
+    backward = script.backward_us or script.forward_end_us
+    gone = script.backward_end_us or ready
+    rows = (
+        ("input", Kind.OTHER, script.began_us, script.entered_us),
+        ("broadcast of buffers", Kind.OTHER, script.entered_us, script.forward_us),
+        ("forward", Kind.OTHER, script.forward_us, script.forward_end_us),
+        ("backward", Kind.BACKWARD, backward, gone),
+        ("waits for averages", Kind.OTHER, gone, script.averaged_us),
+        ("optimizer", Kind.OTHER, script.optimizer_us, script.optimizer_end_us),
+    )
+    for name, kind, start, stop in rows:
+        if start is not None and stop is not None and stop > start:
+            yield SCRIPT_LANE, name, kind, start, stop
+
+
+def _of_span(flight: Flight, step: StepRecord, span: Span, clock: Clock) -> LaneEvent:
+    stretch = flight.of(step)
+    laid, task = stretch.plan, stretch.task(span)
+    part = laid.partitions[task.partition]
+    group = laid.groups[part.group]
+    name = str(task.step) if task.stage is Stage.STEP else task.stage.value
+    begin = clock.common(span.start_us)
+    return LaneEvent(
+        task.lanes[0].value,
+        name,
+        tuple(run.tensor for run in group.segments(part.start, part.stop)),
+        span.num_bytes,
+        begin,
+        max(clock.common(span.end_us), begin),
+        kind_of(name, compressed=task.step.form not in (Form.RAW, Form.HALF)),
+        str(group.choice.option),
+        part.index,
+        rank=flight.rank,
+        host=flight.host,
+    )

@@ -1,0 +1,288 @@
+"""The flight recorder: what it keeps of a live job, its files, and clocks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import espresso
+from espresso.flight.clocks import Clock, align, tick_of
+from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
+from espresso.strategies import Bucket, Cluster, Slot, Strategy, TensorSpec
+from tests.ddp import SHARDED, Played, agreed, mlp, registered, wrap
+
+TENSORS = (TensorSpec("a", (8,)), TensorSpec("b", (4,)))
+BUCKETS = (Bucket(0, (Slot("a", 0, 8),)), Bucket(1, (Slot("b", 0, 4),)))
+CLUSTER = Cluster(2, 1)
+STRETCH = Stretch(Strategy.uniform(TENSORS, CLUSTER, partition_bytes=0), BUCKETS)
+
+
+def step(number: int, at: float, *, took: float = 10.0) -> StepRecord:
+    """Two exchanges, ``took`` each, from ``at`` on."""
+    spans = tuple(Span(task, at + task, at + task, at + task + took, 48) for task in range(2))
+    return StepRecord(number, 0, Script(began_us=at - 50, entered_us=at - 40), (at, at + 1), at + 1 + took, spans=spans)
+
+
+def flight(rank: int = 0, count: int = 3, **changes: Any) -> Flight:
+    steps = tuple(step(number, 1e6 + 1000.0 * number) for number in range(count))
+    return replace(Flight(rank, 2, "here", CLUSTER, (STRETCH,), steps, facts={"buffer_bytes": 0}), **changes)
+
+
+# -- the file ----------------------------------------------------------------------------------------
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        flight(rank, ticks=(Tick(1.0, 2.0, 3.0),)).save(tmp_path / f"flight-{rank:05d}.json")
+    found = load_run(tmp_path)
+    assert [each.rank for each in found] == [0, 1]
+    assert found[1] == flight(1, ticks=(Tick(1.0, 2.0, 3.0),))
+    assert str(found[0].of(found[0].steps[0]).step(found[0].steps[0].spans[1])) == "flat.allreduce"
+
+
+def test_a_file_is_bounded(tmp_path: Path) -> None:
+    many = flight(count=12_000)
+    many.save(tmp_path / "flight-00000.json")
+    (kept,) = load_run(tmp_path)
+    assert sum(each.num_values for each in kept.steps) <= MOST_VALUES
+    assert kept.steps[-1] == many.steps[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rank": 2}, "rank must be a whole number of at most 1"),
+        ({"colour": 1}, "unknown key 'colour'"),
+        ({"kind": "espresso-job"}, "this is a job file"),
+        ({"steps": [{}]}, "steps[0] lacks the key 'number'"),
+        ({"ticks": [[1, 2]]}, "ticks[0] must be a list of 3 values"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "flight-00000.json"
+    path.write_text(json.dumps(flight().to_json() | change))
+    with pytest.raises(FlightError) as caught:
+        load_run(tmp_path)
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_steps_that_make_no_sense_are_refused() -> None:
+    wrong = step(0, 0.0)
+    for bad, said in (
+        (replace(wrong, ready_us=(1.0,)), "1 ready times for 2 buckets"),
+        (replace(wrong, stretch=1), "stretch"),
+        (replace(wrong, spans=(Span(5, 0, 0, 1, 0),)), "task"),
+        (replace(wrong, spans=(Span(0, 0, 2, 1, 0),)), "ends before it starts"),
+    ):
+        with pytest.raises(FlightError, match=said):
+            flight(steps=(bad,))
+    with pytest.raises(FlightError, match="step 0 follows step 0"):
+        flight(steps=(wrong, wrong))
+
+
+def test_files_of_two_runs_do_not_mix(tmp_path: Path) -> None:
+    with pytest.raises(FlightError, match="holds no flight records"):
+        load_run(tmp_path)
+    flight().save(tmp_path / "flight-00000.json")
+    flight().save(tmp_path / "flight-00001.json")
+    with pytest.raises(FlightError, match="two of the flight records are rank 0's"):
+        load_run(tmp_path)
+    flight(1, num_ranks=3).save(tmp_path / "flight-00001.json")
+    with pytest.raises(FlightError, match="of runs with 2 and 3 ranks"):
+        load_run(tmp_path)
+
+
+# -- clocks ------------------------------------------------------------------------------------------
+
+AHEAD_US, DRIFT = 7e6, 4e-5
+
+
+def shifted(at_us: float) -> float:
+    """A clock seven seconds ahead that gains 40 us a second."""
+    return at_us + AHEAD_US + DRIFT * (at_us - 1e6)
+
+
+def shift(this: Flight) -> Flight:
+    steps = tuple(
+        replace(
+            each,
+            ready_us=tuple(map(shifted, each.ready_us)),
+            done_us=shifted(each.done_us),
+            spans=tuple(
+                s._replace(issue_us=shifted(s.issue_us), start_us=shifted(s.start_us), end_us=shifted(s.end_us))
+                for s in each.spans
+            ),
+        )
+        for each in this.steps
+    )
+    return replace(this, steps=steps)
+
+
+def trips_at(at_us: float) -> list[tuple[float, float, float]]:
+    """Round trips of 60 us or more, not quite as long there as back."""
+    return [(shifted(at_us), at_us + 20 + 5 * n, shifted(at_us + 60 + 40 * n)) for n in range(8)]
+
+
+def test_round_trips_align_clocks_that_drift() -> None:
+    truth = flight(0, 400)
+    ticks = tuple(tick_of(trips_at(at)) for at in (1e6, 1.2e6, 1.39e6))
+    clock = align([truth, replace(shift(flight(1, 400)), ticks=ticks)])[1]
+    for each in truth.steps:
+        assert abs(clock.common(shifted(each.done_us)) - each.done_us) < 100
+
+
+def test_the_ends_of_collectives_align_clocks_where_no_round_trips_did() -> None:
+    truth = flight(0, 400)
+    for ticks in ((), (tick_of(trips_at(1e6 - 1e5)),)):
+        clock = align([truth, replace(shift(flight(1, 400)), ticks=ticks)])[1]
+        for each in truth.steps:
+            assert abs(clock.common(shifted(each.done_us)) - each.done_us) < 100
+    assert Clock().common(5.0) == 5.0
+
+
+# -- a live job --------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """With buffers that DDP broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(20, 60), nn.BatchNorm1d(60), nn.Tanh(), nn.Linear(60, 5))
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.net(inputs)}
+
+
+def run(ddp: Any, optimizer: torch.optim.Optimizer, count: int, micro: int = 1) -> None:
+    for _ in range(count):
+        for _ in range(micro - 1):
+            with ddp.no_sync():
+                _loss(ddp(torch.randn(4, 20))).backward()
+        _loss(ddp(torch.randn(4, 20))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _loss(out: Any) -> torch.Tensor:
+    found: torch.Tensor = (out["logits"] if isinstance(out, dict) else out).sum()
+    return found
+
+
+def plain(rank: int, folder: str) -> dict[str, Any]:
+    ddp = wrap(Normed())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with registered(ddp, artifacts_dir=folder) as state:
+        run(ddp, optimizer, 6)
+        run(ddp, optimizer, 4, micro=3)
+        copies = [copy.deepcopy(ddp.module), pickle.loads(pickle.dumps(ddp.module))]
+        for each in copies:
+            each(torch.randn(4, 20))
+        state.record(f"{folder}/asked", last=4)
+        steps = state.session.recorder.steps()
+        assert agreed(ddp)
+    return {"steps": [(each.number, each.script, len(each.ready_us), len(each.spans)) for each in steps]}
+
+
+def compressed(rank: int) -> list[tuple[list[str], int, int]]:
+    ddp = wrap(mlp(20, 300, 5))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with registered(ddp, SHARDED, "efsignsgd", partition_bytes=4096) as state:
+        run(ddp, optimizer, 6)
+        flight = state.session.recorder.flight()
+    found = []
+    for each in flight.steps:
+        stretch = flight.of(each)
+        for span in each.spans:
+            assert span.issue_us <= span.start_us <= span.end_us <= each.done_us
+            assert (span.num_bytes > 0) == stretch.step(span).is_communication
+        steps = sorted({str(stretch.step(span)) for span in each.spans})
+        assert len(each.spans) == len(stretch.plan.tasks)
+        found.append((steps, sum(span.num_bytes for span in each.spans), each.bytes_sent))
+    return found
+
+
+def failing(rank: int, folder: str) -> str:
+    ddp = wrap(mlp(20, 30, 5))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with registered(ddp, artifacts_dir=folder) as state:
+        run(ddp, optimizer, 4)
+        state.session.executor._lanes.fail(espresso.EspressoError("for the record"))
+        with pytest.raises(espresso.EspressoError, match="for the record"), state.errors():
+            run(ddp, optimizer, 1)
+    return json.loads(Path(folder, f"flight-{rank:05d}.json").read_text())["facts"]["written"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("flights"))
+
+
+@pytest.fixture(scope="module")
+def played(folder: str) -> Played:
+    return Played(__name__, [plain_here, compressed, failing_here], 2, environment={"FLIGHTS": folder})
+
+
+def plain_here(rank: int) -> dict[str, Any]:
+    import os
+
+    return plain(rank, os.environ["FLIGHTS"] + "/plain")
+
+
+def failing_here(rank: int) -> str:
+    import os
+
+    return failing(rank, os.environ["FLIGHTS"] + "/failing")
+
+
+def test_a_plain_job_is_recorded_whole(played: Played, folder: str) -> None:
+    for found in played(plain_here):
+        assert [number for number, *_ in found["steps"]] == list(range(10))
+        for number, script, num_buckets, num_spans in found["steps"]:
+            moments = [
+                script.entered_us, script.forward_us, script.forward_end_us, script.backward_us,
+                script.backward_end_us, script.averaged_us, script.optimizer_us, script.optimizer_end_us,
+            ]  # fmt: skip
+            assert None not in moments, (number, script)
+            assert moments == sorted(moments), (number, script)
+            assert script.passes == (1 if number < 6 else 3)
+            assert (script.earlier_us > 0) == (number >= 6)
+            assert script.input_us > 0 or number == 0
+            assert num_spans in (0, num_buckets)
+        assert any(num_spans for *_, num_spans in found["steps"])
+
+
+def test_it_is_written_when_asked_and_at_the_end(played: Played, folder: str) -> None:
+    played(plain_here)
+    whole, asked = load_run(f"{folder}/plain"), load_run(f"{folder}/plain/asked")
+    assert [len(each.steps) for each in whole] == [10, 10]
+    assert [each.number for each in asked[0].steps] == [6, 7, 8, 9]
+    assert whole[0].facts["written"] == "the job ended"
+    assert whole[0].facts["buffer_bytes"] > 0
+    assert whole[0].facts["bucket_cap_mb"] == pytest.approx(0.002, rel=0.01)
+    assert not whole[0].ticks
+    assert [tick.error_us < 20_000 for tick in whole[1].ticks] == [True, True]
+    clocks = align(whole)
+    ends = [[clocks[each.rank].common(step.done_us) for step in each.steps] for each in whole]
+    assert max(abs(a - b) for a, b in zip(*ends, strict=True)) < 20_000
+
+
+def test_a_compressed_job_is_recorded_task_by_task(played: Played) -> None:
+    for found in played(compressed):
+        for steps, sent, bytes_sent in found:
+            assert steps == ["comp", "dec", "flat.all_to_all", "flat.allgather"]
+            assert sent == bytes_sent > 0
+
+
+def test_an_error_leaves_a_record(played: Played) -> None:
+    assert played(failing_here) == ["the exchange failed"] * 2
