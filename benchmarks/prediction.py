@@ -1,6 +1,7 @@
 """How well the timeline predicts: simulated against measured iteration time, strategy by strategy.
 
     python -m benchmarks.prediction --model mlp --workers 1
+    python -m benchmarks.prediction --rate 100mbit,1gbit --rtt-ms 0,5,20,50,100     # near and far, one table
 
 On the demo's emulated network the job is measured once (gaps, links, what compressors cost), as automatic mode
 does it; nothing that is measured later flows back. Then every strategy of the list is carried out by the live
@@ -26,13 +27,23 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
-from benchmarks.emulated import Network, format_rate, measure_bulk_rate, measure_round_trip, open_network, run_workers
+from benchmarks.emulated import (
+    Distance,
+    Network,
+    format_rate,
+    measure_bulk_rate,
+    measure_round_trip,
+    open_network,
+    run_workers,
+)
 from benchmarks.models import NAMES, Workload, build_workload
 from benchmarks.train import MAX_STEPS_TO_DECIDE, process_group
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_MEDIAN_ERROR = 0.15
-CLEARLY = 1.05
+MAX_ERROR_FAR = 0.30
+"""The worst that a strategy may be off between hosts far apart."""
+CLEARLY, CLEARLY_FAR = 1.05, 1.10
 """Measured times that differ by more than this must be predicted in the right order."""
 
 COMPRESSOR = "efsignsgd"
@@ -93,14 +104,14 @@ class Score:
         return self.median_error < MAX_MEDIAN_ERROR and not self.wrong_pairs
 
 
-def score(rows: Sequence[Row]) -> Score:
+def score(rows: Sequence[Row], clearly: float = CLEARLY) -> Score:
     """Median absolute error, order of the pairs that differ clearly, and Kendall's tau over all pairs."""
     agree, wrong, clear = 0, [], 0
     pairs = list(combinations(rows, 2))
     for a, b in pairs:
         same = (a.measured_ms < b.measured_ms) == (a.predicted_ms < b.predicted_ms)
         agree += 1 if same else -1
-        if max(a.measured_ms, b.measured_ms) > CLEARLY * min(a.measured_ms, b.measured_ms):
+        if max(a.measured_ms, b.measured_ms) > clearly * min(a.measured_ms, b.measured_ms):
             clear += 1
             if not same:
                 wrong.append((a.name, b.name))
@@ -249,10 +260,57 @@ def table_of(rows: Sequence[Row], total: Score, title: str) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class Cell:
+    """Everything at one rate and one distance."""
+
+    rate: str
+    rtt_ms: float
+    network: str
+    rows: tuple[Row, ...]
+
+    @property
+    def score(self) -> Score:
+        return score(self.rows, CLEARLY_FAR if self.rtt_ms else CLEARLY)
+
+    @property
+    def worst(self) -> float:
+        return max(abs(row.error) for row in self.rows)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the bars are met; between hosts far apart the worst row has one too."""
+        return self.score.passes and (not self.rtt_ms or self.worst < MAX_ERROR_FAR)
+
+    def record(self) -> dict[str, Any]:
+        """As the results file has it."""
+        body = [asdict(row) | {"error": row.error} for row in self.rows]
+        where = {"rate": self.rate, "rtt_ms": self.rtt_ms, "network": self.network}
+        return where | {"rows": body, "score": asdict(self.score) | {"worst": self.worst}}
+
+
+def matrix_of(cells: Sequence[Cell], title: str) -> Table:
+    """All cells, a line each."""
+    errors = [abs(row.error) for cell in cells for row in cell.rows]
+    met = sum(cell.passes for cell in cells)
+    caption = (
+        f"all rows: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}; bars met in {met} cells"
+    )
+    table = Table(title=title, caption=f"{caption} of {len(cells)}", title_justify="left", caption_justify="left")
+    for header in ("rate", "round trip, ms", "median error", "worst", "wrong pairs", ""):
+        table.add_column(header, justify="left" if header == "rate" else "right")
+    for cell in cells:
+        total, verdict = cell.score, "pass" if cell.passes else "MISS"
+        wrong = f"{len(total.wrong_pairs)} of {total.num_clear_pairs}"
+        table.add_row(cell.rate, f"{cell.rtt_ms:g}", f"{total.median_error:.1%}", f"{cell.worst:.1%}", wrong, verdict)
+    return table
+
+
 @app.command()
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}.")] = "mlp",
-    rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "1gbit",
+    rate: Annotated[str, typer.Option(help="Each host's egress limit; several with commas.")] = "1gbit",
+    rtt_ms: Annotated[str, typer.Option(help="Round trip; 0 is a local network; several with commas.")] = "0",
     workers: Annotated[int, typer.Option(help="Workers per host.")] = 1,
     rounds: Annotated[int, typer.Option(help="Blocks of every strategy.")] = 4,
     steps: Annotated[int, typer.Option(help="Steps of a block.")] = 6,
@@ -263,16 +321,13 @@ def main(
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Predict, then measure, and compare."""
-    config = {
-        "model": model, "rate": rate, "workers": workers, "rounds": rounds, "steps": steps,
-        "bucket_cap_mb": bucket_cap_mb,
-    }  # fmt: skip
+    config = {"model": model, "workers": workers, "rounds": rounds, "steps": steps, "bucket_cap_mb": bucket_cap_mb}
     if worker is not None:
         _as_worker(worker, model, seed, rounds, steps, bucket_cap_mb, job_path)
         return
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     console = results.console(120)
-    target = json_path or results.RESULTS_DIR / f"prediction_{model}_{rate}_{workers}.json"
+    target = json_path or results.RESULTS_DIR / f"prediction_{model}_{rate}_{workers}{_suffix(rtt_ms)}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     raw = target.with_suffix(".raw")
     argv = [sys.executable, "-m", "benchmarks.prediction", "--worker", str(raw), "--seed", str(seed)]
@@ -280,18 +335,27 @@ def main(
         argv += [f"--{key.replace('_', '-')}", str(value)]
     if job_path is not None:
         argv += ["--job-path", str(job_path.resolve())]
-    with open_network(2, rate) as network:
-        config["network"] = describe(network)
-        run_workers(network, argv, workers_per_host=workers, pin=True, deadline_s=900, env={"PYTHONPATH": str(ROOT)})
-    rows = [Row(**row) for row in json.loads(raw.read_text())]
-    raw.unlink()
-    total = score(rows)
-    body = [asdict(row) | {"error": row.error} for row in rows]
-    results.write(target, results.record(config, seed, body) | {"score": asdict(total)})
-    title = f"{model}, 2 hosts x {workers}, {config['network']}"
-    console.print(table_of(rows, total, title))
-    if not total.passes:
+    cells = []
+    for one_rate in rate.split(","):
+        for rtt in map(float, rtt_ms.split(",")):
+            with open_network(2, one_rate, distance=Distance(rtt) if rtt else None) as network:
+                described = describe(network)
+                env = {"PYTHONPATH": str(ROOT)}
+                run_workers(network, argv, workers_per_host=workers, pin=True, deadline_s=1800, env=env)
+            rows = tuple(Row(**row) for row in json.loads(raw.read_text()))
+            raw.unlink()
+            cell = Cell(one_rate, rtt, described, rows)
+            console.print(table_of(rows, cell.score, f"{model}, 2 hosts x {workers}, {described}"))
+            cells.append(cell)
+            results.write(target, results.record(config, seed, [cell.record() for cell in cells]))
+    if len(cells) > 1:
+        console.print(matrix_of(cells, f"{model}, 2 hosts x {workers}"))
+    if not all(cell.passes for cell in cells):
         raise typer.Exit(1)
+
+
+def _suffix(rtt_ms: str) -> str:
+    return "" if rtt_ms == "0" else f"_{rtt_ms}ms"
 
 
 def describe(network: Network) -> str:

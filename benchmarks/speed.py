@@ -21,7 +21,7 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.emulated import Distance, Network, open_network, run_workers
+from benchmarks.emulated import Distance, Network, open_network, parse_rate, run_workers
 from benchmarks.prediction import describe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +38,7 @@ class Case:
     Attributes:
         rtt_ms: round trip between the hosts; 0 is one local network.
         over_bare: the longest time allowed, relative to one message of the same bytes after the last bucket.
+        of_link: the least part of the link's rate that an uncompressed step (``--compressors none``) must use.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Case:
     steps: int
     rtt_ms: float = 0.0
     over_bare: float | None = None
+    of_link: float | None = None
 
 
 CASES = (
@@ -64,7 +66,7 @@ CASES = (
     Case("vit-1", "vit", 1, "1gbit", None, None, 5, 6),
     Case("lstm-1", "lstm", 1, "1gbit", None, None, 5, 4),
     *(
-        Case(f"{model}-{rtt_ms}ms", model, 1, "200mbit", None, None, 4, 3, rtt_ms, 1.25)
+        Case(f"{model}-{rtt_ms}ms", model, 1, "200mbit", None, None, 4, 3, rtt_ms, 1.25, 0.75)
         for model in ("mlp", "gpt")
         for rtt_ms in (20, 50, 100)
     ),
@@ -98,6 +100,7 @@ class Row:
     of_compute: Rate
     of_plain: Rate | None
     over_bare: float | None
+    of_link: float
     bar: str
     passes: bool | None
     steps_to_decide: int
@@ -111,6 +114,8 @@ def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
         compute = Rate.from_times(arm["time_over_none"])
         plain = Rate.from_times(arm["time_over_plain"]) if "time_over_plain" in arm else None
         judged, bare = arm["name"].startswith("espresso:"), arm.get("time_over_bare", {}).get("value")
+        is_raw = arm["name"] == "espresso:none"
+        of_link = 8e9 * arm["mb_per_step_per_host"] / (arm["step_ms"] * parse_rate(case.rate))
         bars = [
             (f"{case.of_compute:.0%} of compute-only", compute.value >= case.of_compute)
             if case.of_compute is not None
@@ -119,7 +124,10 @@ def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
             if case.of_plain is not None and plain is not None
             else None,
             (f"{case.over_bare:g} of bare", bare <= case.over_bare)
-            if case.over_bare is not None and bare is not None
+            if case.over_bare is not None and bare is not None and not is_raw
+            else None,
+            (f"{case.of_link:.0%} of the link", of_link >= case.of_link)
+            if case.of_link is not None and is_raw
             else None,
         ]
         held = [bar for bar in bars if bar is not None and judged]
@@ -132,6 +140,7 @@ def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
                 compute,
                 plain,
                 bare,
+                of_link,
                 ", ".join(text for text, _ in held),
                 all(met for _, met in held) if held else None,
                 arm["num_steps_to_decide"],
@@ -144,7 +153,7 @@ def rows_of(case: Case, arms: Sequence[dict[str, Any]]) -> list[Row]:
 def table_of(rows: Sequence[Row], title: str) -> Table:
     """For people."""
     table = Table(title=title, title_justify="left")
-    for header in ("row", "arm", "step, ms", "MB", "of compute-only", "x plain", "over bare", "bar", ""):
+    for header in ("row", "arm", "step, ms", "MB", "of compute-only", "x plain", "over bare", "link", "bar", ""):
         table.add_column(header, justify="left" if header in ("row", "arm", "bar", "") else "right")
     for row in rows:
         verdict = {None: "", True: "pass", False: "[bold red]MISS[/]"}[row.passes]
@@ -153,7 +162,7 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
         plain = "" if times is None else f"{times.value:.2f} ({times.low:.2f} … {times.high:.2f})"
         table.add_row(
             row.case, row.arm, f"{row.step_ms:.1f}", f"{row.mb_per_step_per_host:.2f}", compute, plain,
-            f"{row.over_bare:.2f}" if row.over_bare else "", row.bar, verdict,
+            f"{row.over_bare:.2f}" if row.over_bare else "", f"{row.of_link:.0%}", row.bar, verdict,
         )  # fmt: skip
     return table
 

@@ -79,11 +79,21 @@ def _compact(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Member:
-    """A process group seen from one rank: the group, its global ranks in order, this rank's place."""
+    """A process group seen from one rank: the group, its global ranks in order, this rank's place.
+
+    Attributes:
+        others: the same ranks over connections of their own.
+    """
 
     group: Any
     ranks: tuple[int, ...]
     index: int
+    others: tuple[Member, ...] = ()
+
+    def connection(self, number: int) -> Member:
+        """Which one the exchange with this number takes; the numbers are the same on all ranks."""
+        place = number % (len(self.others) + 1)
+        return self.others[place - 1] if place else self
 
     @property
     def size(self) -> int:
@@ -104,6 +114,10 @@ _UNUSED_TAG = 1
 CLOSED = "espresso is closed: its process groups are gone"
 
 _POLL_S, _LOOK_EVERY_S = 0.02, 2.0
+
+_TRIPS = 3
+FAR_S, FAR_CONNECTIONS = 0.005, 4
+"""A barrier that takes longer crosses a long network; there one connection alone does not fill the link."""
 
 _STORE_S = 2.0
 """The store may end with rank 0, which has found that somebody is missing: the others find out until then."""
@@ -159,6 +173,8 @@ class Groups:
         host_copies: whether the model is on a device, so that offloaded steps copy; a part of every plan.
         num_servers: parameter servers beside these ranks.
         colocated: whether they share the ranks' machines.
+        connections: of a link, over which exchanges go in turn; None takes ``FAR_CONNECTIONS`` where a round trip is
+            longer than ``FAR_S``, else one. NCCL sees to its own.
 
     Raises:
         TopologyError: uneven nodes, or ``ranks_per_node`` does not divide the number of ranks.
@@ -173,6 +189,7 @@ class Groups:
         host_copies: bool = False,
         num_servers: int = 0,
         colocated: bool = False,
+        connections: int | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TopologyError("torch.distributed is not initialised; call init_process_group before espresso")
@@ -180,7 +197,7 @@ class Groups:
         self._ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self._whole_world = len(self._ranks) == dist.get_world_size()
         self._timeout = timedelta(seconds=timeout_s)
-        self._made: list[Any] = []
+        self._made: list[Member] = []
         self._ends: list[Ends] = []
         self.rank = self._ranks.index(dist.get_rank())
         self.timeout_s = timeout_s
@@ -197,9 +214,9 @@ class Groups:
                 self.control = self._new(self._ranks, "gloo")
                 store.delete_key(card)  # everybody has read it, and may come again
                 answers = self.alarm.roll_call(START_S)
-                cluster = self._find_cluster(ranks_per_node)
+                cluster = self._find_cluster(ranks_per_node, connections)
                 self.alarm.excuse(answers)  # everybody lives, and has asked
-                return self.control, cluster, self._make_scopes(cluster)
+                return self.control, cluster, self._make_scopes(cluster, self._connections(connections))
 
         try:
             found = within(timeout_s + _SLACK_S, make, what)
@@ -210,6 +227,8 @@ class Groups:
                 if type(error) is EspressoError:  # it took too long; whoever met us can say who does not answer
                     self.witness.look(what)
             finally:
+                if isinstance(error, LostRankError) or type(error) is EspressoError:
+                    self.break_off()  # what a thread that was left behind still waits for
                 self.close(wait=False)
             raise
         if num_servers:
@@ -281,8 +300,12 @@ class Groups:
         group = self._control_group()
         with self._explained("the ranks' barrier"):
             work = group.barrier(options)
-            if patient:
-                self._see_to(work)
+            try:
+                if patient:
+                    self._see_to(work)
+            except BaseException:  # nobody waits for it any more, and the process could not end before it does
+                self.break_off()
+                raise
             work.wait()
 
     def _see_to(self, work: Any) -> None:
@@ -306,7 +329,7 @@ class Groups:
 
     def break_off(self) -> None:
         """Have all collectives under way in our groups end now, with an error. The groups are of no use after it."""
-        for member in (self.control, *self.scopes.values()):
+        for member in self._made:
             break_off(member.group, member.index, member.size)
 
     def close(self, *, wait: bool = True) -> None:
@@ -317,17 +340,17 @@ class Groups:
                 a callback in Python when the iteration is over; if the interpreter ends before it does, it aborts
                 the process. Not where a collective is under way: they finish it first, or its time-out.
         """
-        groups, self._made = self._made, []
+        made, self._made = self._made, []
         self.witness.close()
         self.alarm.close()
         if dist.is_initialized():
-            for group in groups:
+            for member in made:
                 try:
-                    dist.destroy_process_group(group)
+                    dist.destroy_process_group(member.group)
                 except (RuntimeError, ValueError, AssertionError, KeyError):
                     break  # the whole world went at the same time
         if wait and LETS_GO_OF_PYTHON:
-            for member in (self.control, *self.scopes.values()):
+            for member in made:
                 object.__setattr__(member, "group", _Gone())
 
     def _control_group(self) -> Any:
@@ -369,19 +392,22 @@ class Groups:
         if not self._whole_world:
             for _ in range(max(count for count, *_ in cards) - mine):
                 alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-                self._made.append(alone)
+                self._made.append(Member(alone, (dist.get_rank(),), 0))
         return store, keys[self.rank]
 
-    def _find_cluster(self, ranks_per_node: int | None) -> Cluster:
+    def _find_cluster(self, ranks_per_node: int | None, connections: int | None) -> Cluster:
         # Compared before anything depends on it: ranks that disagree here would make different groups, and hang.
-        everybody = self.all_objects((ranks_per_node, node_key(), build()))
+        mine = {"ranks_per_node": ranks_per_node, "connections": connections}
+        everybody = self.all_objects((mine, node_key(), build()))
         check_builds([runs for _, _, runs in everybody])
+        first: dict[str, int | None] = everybody[0][0]
         for rank, (theirs, _, _) in enumerate(everybody):
-            if theirs != everybody[0][0]:
-                raise DisagreementError(
-                    f"rank {rank} has another ranks_per_node than rank 0 ({everybody[0][0]} on rank 0, {theirs} on"
-                    f" rank {rank}); start all ranks alike"
-                )
+            for name, value in first.items():
+                if theirs[name] != value:
+                    raise DisagreementError(
+                        f"rank {rank} has another {name} than rank 0 ({value} on rank 0, {theirs[name]} on"
+                        f" rank {rank}); start all ranks alike"
+                    )
         if ranks_per_node is None:
             return cluster_from_nodes([key for _, key, _ in everybody])
         if ranks_per_node < 1 or self.num_ranks % ranks_per_node:
@@ -391,19 +417,31 @@ class Groups:
             )
         return Cluster(self.num_ranks // ranks_per_node, ranks_per_node)
 
-    def _make_scopes(self, cluster: Cluster) -> dict[Scope, Member]:
+    def _connections(self, asked: int | None) -> int:
+        """How many groups each link has: what was asked, else by the round trip of the control messages."""
+        if self.backend != "gloo" or asked is not None:
+            return asked or 1
+        trips: list[float] = []
+        for _ in range(_TRIPS):
+            begin = time.perf_counter()
+            self.barrier()
+            trips.append(time.perf_counter() - begin)
+        return int(self.from_rank_0(FAR_CONNECTIONS if min(trips) > FAR_S else 1))
+
+    def _make_scopes(self, cluster: Cluster, connections: int) -> dict[Scope, Member]:
         per_node, nodes = cluster.ranks_per_node, cluster.num_nodes
-        scopes = {Scope.FLAT: self._new(self._ranks, self.backend)}
+        scopes = {Scope.FLAT: self._new(self._ranks, self.backend, connections)}
         if cluster.is_hierarchical:
             rows = [self._ranks[n * per_node : (n + 1) * per_node] for n in range(nodes)]
             columns = [self._ranks[local::per_node] for local in range(per_node)]
             for scope, lists in ((Scope.INTRA, rows), (Scope.INTER, columns)):
-                mine = [self._new(ranks, self.backend) for ranks in lists]
+                count = connections if scope is Scope.INTER else 1
+                mine = [self._new(ranks, self.backend, count) for ranks in lists]
                 scopes[scope] = next(member for member in mine if member.index >= 0)
         return scopes
 
-    def _new(self, ranks: Sequence[int], backend: str) -> Member:
-        me = dist.get_rank()
+    def _new(self, ranks: Sequence[int], backend: str, connections: int = 1) -> Member:
+        me, others = dist.get_rank(), tuple(self._new(ranks, backend) for _ in range(connections - 1))
         if not self._whole_world and me not in ranks:
             return Member(None, tuple(ranks), -1)
         group = dist.new_group(
@@ -412,6 +450,7 @@ class Groups:
             backend=backend,
             use_local_synchronization=not self._whole_world,
         )
+        member = Member(group, tuple(ranks), ranks.index(me) if me in ranks else -1, others)
         if me in ranks:
-            self._made.append(group)
-        return Member(group, tuple(ranks), ranks.index(me) if me in ranks else -1)
+            self._made.append(member)
+        return member

@@ -90,6 +90,25 @@ def describe(rank: int, ranks_per_node: int | None) -> tuple[Cluster, dict[str, 
     return cluster, members
 
 
+def connect(rank: int) -> dict[str, tuple[int, bool]]:
+    groups = Groups(ranks_per_node=2, timeout_s=20, connections=3)
+    found = {}
+    for scope, member in groups.scopes.items():
+        ways = [member.connection(number) for number in range(6)]
+        for way in ways[:3]:
+            total = torch.tensor([1 << rank])
+            dist.all_reduce(total, group=way.group)
+            assert int(total) == sum(1 << other for other in member.ranks)
+        found[scope.value] = len({id(way.group) for way in ways}), ways[0] is member and ways[3:] == ways[:3]
+    groups.close()
+    return found
+
+
+def test_exchanges_go_in_turn_over_several_connections_between_nodes():
+    for found in POOL.run(connect):
+        assert found == {"flat": (3, True), "intra": (1, True), "inter": (3, True)}
+
+
 def test_scopes_of_two_nodes_of_two_ranks():
     for rank, (cluster, members) in enumerate(POOL.run(describe, None)):
         node, local = divmod(rank, 2)

@@ -146,7 +146,10 @@ def lossless(rank: int) -> dict[Case, bool]:
     results = {}
     for option, compressor, ranks_per_node, partition_bytes in LOSSLESS:
         ddp = wrap(IntegerNet())
-        with registered(ddp, option, compressor, ranks_per_node=ranks_per_node, partition_bytes=partition_bytes):
+        ways = 3 if partition_bytes else 1
+        with registered(
+            ddp, option, compressor, ranks_per_node=ranks_per_node, partition_bytes=partition_bytes, connections=ways
+        ):
             got = train(ddp, STEPS, lambda step, ddp=ddp: ddp(100 * step + rank))
         results[option, compressor, ranks_per_node, partition_bytes] = got == wanted
     return results

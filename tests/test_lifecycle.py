@@ -219,6 +219,36 @@ AFTER_A_DEATH = {
 """Exit code of the survivors, and what they do."""
 
 
+STOPPED = """
+import faulthandler, os, signal, subprocess
+import torch, torch.distributed as dist
+import espresso
+from espresso.live.codecs import HostCodecs
+from tests.ddp import SHARDED, mlp, strategy_for, wrap
+from espresso.strategies import Cluster
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+ddp = wrap(mlp(20, 60, 5))
+
+def stop(*_):
+    subprocess.Popen(["sh", "-c", f"sleep 30; kill -9 {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+if dist.get_rank() == 1:
+    HostCodecs.warm_up = stop
+try:
+    strategy = strategy_for(ddp, Cluster(3, 1), SHARDED, "efsignsgd")
+    espresso.register(ddp, strategy=strategy, ranks_per_node=1, timeout_s=4.0)
+except espresso.EspressoError as error:
+    assert "rank 1 does not answer" in str(error).lower(), error
+    faulthandler.dump_traceback_later(15.0, exit=True)
+else:
+    raise AssertionError("nobody missed rank 1")
+"""
+"""Ranks wait for kernels to be compiled, and one of them stops: the others end long before it does."""
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, str, str]]]:
     """How both ranks of every program ended: exit code (None: killed at the deadline), output, errors."""
@@ -285,3 +315,11 @@ def test_survivors_of_a_death_end_cleanly(survived, name):
     for rank, (code, _, errors) in enumerate(survived[name]):
         assert code == (wanted if rank < 3 else -signal.SIGKILL), f"rank {rank} ended with {code}:\n{errors}"
         assert "terminate called" not in errors, errors
+
+
+@pytest.mark.slow
+def test_survivors_of_a_start_end_though_a_rank_is_stopped(tmp_path):
+    outcomes = run_to_their_ends(tmp_path, {"a start": STOPPED}, 3)["a start"]
+    for rank in (0, 2):
+        code, _, errors = outcomes[rank]
+        assert code == 0, f"rank {rank} ended with {code}:\n{errors}"

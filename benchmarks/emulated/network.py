@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.emulated.interrupts import interrupts_deferred, termination_raises
 from benchmarks.emulated.rate import format_rate, parse_rate
-from benchmarks.emulated.wide_area import Distance, open_device, routed
+from benchmarks.emulated.wide_area import OFFLOAD_FROM_BPS, Distance, open_device, routed
 
 log = logging.getLogger("espresso.emulated")
 
@@ -205,7 +205,9 @@ def open_network(
             log.info("%d hosts, each limited to %s", num_hosts, format_rate(rate_bps))
             yield Network(hosts, rate_bps, None, _State(limits, None, limit))
             return
-        with routed([open_device(str(host.namespace), host.interface) for host in hosts]) as change:
+        offload = max(limits) >= OFFLOAD_FROM_BPS
+        devices = [open_device(str(host.namespace), host.interface, offload=offload) for host in hosts]
+        with routed(devices, offload=offload) as change:
             state = _State(limits, distance, lambda: change(_settings(state)))
             state.apply()
             _bring_up(hosts, distance)

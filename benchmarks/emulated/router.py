@@ -2,12 +2,13 @@
 
 ``network`` starts it as a file, with no imports of ours. It takes one TUN device of each host as an open descriptor:
 
-    router.py FD FD ...        settings come as JSON lines on stdin; it ends with stdin
+    router.py HEADER FD FD ...     HEADER: bytes before each packet. Settings come as JSON lines; it ends with stdin
 
 A packet waits for its sender's rate, then for the delay; packets of one sender never overtake each other. The queue of
 a sender that is full drops what comes (drop-tail). netem, which does this in the kernel, is missing in many kernels.
 """
 
+import contextlib
 import heapq
 import json
 import os
@@ -27,10 +28,12 @@ class Router:
 
     Args:
         descriptors: a non-blocking TUN device of every host; host i has an address that ends in i + 1.
+        header: bytes before each packet, passed on as they are.
     """
 
-    def __init__(self, descriptors: list[int]) -> None:
+    def __init__(self, descriptors: list[int], header: int) -> None:
         self.descriptors = descriptors
+        self._first, self._target = header, header + 19
         self.rate_bps = [1e9] * len(descriptors)
         self.delay_s = self.jitter_s = self.loss = 0.0
         self.queue_s = 0.05
@@ -55,10 +58,11 @@ class Router:
         """Read what a host sends."""
         for _ in range(BURST):
             try:
-                packet = os.read(self.descriptors[host], 65536)
+                packet = os.read(self.descriptors[host], 70_000)
             except OSError:  # nothing more, or the device is down
                 return
-            target = packet[19] - 1 if len(packet) >= 20 and packet[0] >> 4 == 4 else -1
+            is_ipv4 = len(packet) > self._target and packet[self._first] >> 4 == 4
+            target = packet[self._target] - 1 if is_ipv4 else -1
             if not 0 <= target < len(self.descriptors):
                 continue
             now, rate = time.monotonic(), self.rate_bps[host]
@@ -84,8 +88,10 @@ class Router:
 
 
 def main() -> None:
-    """Route until stdin ends."""
-    router = Router([int(text) for text in sys.argv[1:]])
+    """Route until stdin ends; ahead of other programs where that is permitted, as hardware would be."""
+    with contextlib.suppress(PermissionError):
+        os.nice(-15)
+    router = Router([int(text) for text in sys.argv[2:]], int(sys.argv[1]))
     host_of = {descriptor: host for host, descriptor in enumerate(router.descriptors)}
     poll = select.epoll()
     for descriptor in (*router.descriptors, sys.stdin.fileno()):

@@ -98,8 +98,9 @@ class Averaging:
         if self._iteration.last_seen:
             self._fill_record(index + 1)  # first: the watchdog may collect the last bucket as soon as it has begun
         buffer.mul_(self._scale)
+        member = self._averager.member.connection(index)
         began = time.perf_counter_ns()
-        self._under_way.append((index, collectives.allreduce_async(buffer, self._averager.member), began))
+        self._under_way.append((index, collectives.allreduce_async(buffer, member), began))
         if self._iteration.last_seen or self._averager.collects_early or self._looks:
             self._collect()
         return self

@@ -104,7 +104,8 @@ class PartitionProgram:
     def issue(self) -> Any:
         """2 and 3 where the one step is an allreduce: start it; returns a future."""
         self.load()
-        return collectives.allreduce_async(self._home.tensor, self.context.members[Scope.FLAT]).get_future()
+        member = self.context.members[Scope.FLAT].connection(self.partition.index)
+        return collectives.allreduce_async(self._home.tensor, member).get_future()
 
     def finish(self, check: bool) -> None:
         """4: write home back to the bucket; with ``check``, see whether it is finite."""

@@ -187,10 +187,10 @@ def _time_routine(
 
 def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ring: bool, alone_us: float) -> float:
     """What of a short routine does not hold the link: where several are under way, each of the others takes less."""
-    start = _starter(member, routine, form, LINK_SIZES[0], ring)
+    starts = [_starter(member.connection(i), routine, form, LINK_SIZES[0], ring) for i in range(IN_FLIGHT)]
 
     def together() -> None:
-        for rest in [start() for _ in range(IN_FLIGHT)]:
+        for rest in [start() for start in starts]:
             rest()
 
     walls = [max(us for us, _ in groups.all_objects(_time_loop(groups, together, 1, Place()))) for _ in range(TRIES)]

@@ -150,6 +150,7 @@ class Session:
             host_copies=self.runtime.host_copies,
             num_servers=0 if client is None else client.num_servers,
             colocated=client is not None and client.colocated,
+            connections=self.config.connections,
         )
 
     def _tell_why(self, kind: object, error: BaseException | None, trace: object) -> None:
