@@ -1,4 +1,4 @@
-"""The command line: ``espresso job | search | explain | validate | simulate | compare | profile | links | diagnose``.
+"""The command line: ``espresso COMMAND``, one module of :mod:`espresso.commands` each.
 
 Results go to stdout (with ``--json`` one JSON object and nothing else), progress and remarks to stderr.
 Commands import what they need when they run, so that ``espresso --help`` stays instant.
@@ -10,7 +10,19 @@ from typing import Annotated
 
 import typer
 
-from espresso.commands import compare, diagnose, explain, job, links, profile, search, simulate, validate
+from espresso.commands import (
+    compare,
+    diagnose,
+    explain,
+    job,
+    links,
+    probe,
+    profile,
+    search,
+    simulate,
+    validate,
+    what_if,
+)
 
 GC_THRESHOLD = 500_000
 """New objects between two collections of the console script's process; Python's own is 700."""
@@ -49,10 +61,12 @@ app.command()(explain.explain)
 app.command()(validate.validate)
 app.command()(simulate.simulate)
 app.command()(compare.compare)
+app.command("what-if")(what_if.what_if)
 # The first word that is no option of ours starts the user's command, even without `--`.
 app.command(context_settings={"allow_interspersed_args": False})(profile.profile)
 app.command()(links.links)
 app.command()(diagnose.diagnose)
+app.command()(probe.probe)
 
 
 def main() -> None:

@@ -48,6 +48,7 @@ KINDS = {
     "espresso-cluster": "a cluster",
     "espresso-sensitivity": "a sensitivity",
     "espresso-flight": "a flight record",
+    "espresso-probe": "a probe",
 }
 """What a file says it is."""
 

@@ -31,6 +31,34 @@ from espresso.strategies.fields import faults, first_twice, number, shown, whole
 KIND = "espresso-job"
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine of an uneven cluster: its times as shares of the slowest machine's, which are the job's.
+
+    Attributes:
+        count: machines that are like it.
+        compute: of forward and backward.
+        compression: of compressors and the optimizer.
+        link: of a byte on its network card.
+    """
+
+    name: str
+    count: int = 1
+    compute: float = 1.0
+    compression: float = 1.0
+    link: float = 1.0
+
+    def __post_init__(self) -> None:
+        with faults(JobError):
+            whole(self.count, f"host {self.name!r}: count", least=1)
+            for what in SHARES:
+                if number(getattr(self, what), f"host {self.name!r}: {what}", positive=True) > 1:
+                    raise JobError(f"host {self.name!r}: {what} is a share of the slowest machine's time, at most 1")
+
+
+SHARES = ("compute", "compression", "link")
+
+
 @dataclass(frozen=True)
 class Job:
     """A training iteration as measured, on one cluster, with its costs.
@@ -48,6 +76,8 @@ class Job:
         optimizer_us: everything after the last averaged gradient until the next iteration starts.
         source: where the figures come from.
         meta: hardware, versions, date.
+        hosts: of an uneven cluster; empty where machines are alike. All other figures are the slowest machine's, so
+            that timeline and certificate hold for it: ranks wait for one another.
 
     Raises:
         JobError: lists of different lengths, a tensor named twice or missing, a number that is no time.
@@ -65,6 +95,7 @@ class Job:
     optimizer_us: float = 0.0
     source: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    hosts: tuple[Host, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -85,6 +116,20 @@ class Job:
             raise JobError(f"mode is {self.mode.value!r}: buckets belong to 'ddp' jobs, and only to them")
         with faults(JobError):
             self._check_buckets()
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if not self.hosts:
+            return
+        names = [host.name for host in self.hosts]
+        if len(set(names)) != len(names):
+            raise JobError(f"host {shown(first_twice(names))} appears twice")
+        count = sum(host.count for host in self.hosts)
+        if count != self.cluster.num_nodes:
+            raise JobError(f"hosts are {count} machines, but the cluster has {self.cluster.num_nodes}")
+        for what in SHARES:
+            if max(getattr(host, what) for host in self.hosts) != 1:
+                raise JobError(f"no host has {what} 1: the job's own times are those of the slowest machine")
 
     def _check_buckets(self) -> None:
         if self.buckets is None or self.bucket_ready_us is None:
@@ -173,6 +218,7 @@ class Job:
                 buckets,
                 self.source,
                 self.meta,
+                self.hosts or None,
             )
         )
         return forms.head(KIND) | body
@@ -200,6 +246,7 @@ class Job:
                 optimizer_us=found.optimizer_us,
                 source=found.source,
                 meta=found.meta or {},
+                hosts=found.hosts or (),
             )
 
     def save(self, path: str | Path) -> None:
@@ -253,6 +300,7 @@ class _File:
     buckets: tuple[_Bucket, ...] | None = None
     source: str = ""
     meta: Mapping[str, Any] | None = None
+    hosts: tuple[Host, ...] | None = None
 
 
-__all__ = ["Job", "JobError"]
+__all__ = ["SHARES", "Host", "Job", "JobError"]

@@ -1,0 +1,280 @@
+"""What-if: a job under other conditions is the job that would be measured there, and nothing is asked too far."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from espresso.cli import app
+from espresso.model.costs import ComputeCost, Contention, CostModel, Op
+from espresso.model.job import Host, Job
+from espresso.model.links import JobError, LinkCurve, Links, routine_cost
+from espresso.model.presets import job_from_trace, load_cluster
+from espresso.model.probe import Probe
+from espresso.model.timeline import simulate
+from espresso.model.what_if import (
+    IN_FLIGHT,
+    AlphaBeta,
+    Change,
+    RangeError,
+    changed,
+    extrapolates,
+    own_gbit,
+    parse_gbit,
+    repaired,
+    slowest,
+)
+from espresso.search.search import lay_out
+from espresso.search.what_if import predict, stops_paying
+from espresso.strategies import Cluster, CompressorSpec, Device, Form, Routine, Scope, Strategy, TensorSpec
+
+SIGNS = CompressorSpec.parse("efsignsgd")
+ROUTINES = (
+    (Routine.ALLREDUCE, Form.RAW),
+    (Routine.REDUCE_SCATTER, Form.RAW),
+    (Routine.ALLGATHER, Form.RAW),
+    (Routine.REDUCE, Form.RAW),
+    (Routine.BROADCAST, Form.RAW),
+    (Routine.ALL_TO_ALL, Form.PAYLOAD),
+    (Routine.GATHER, Form.PAYLOAD),
+)
+SIZES = (4096.0, 262144.0, 4194304.0)
+
+
+def measured_job(nodes: int = 2, gbit: float = 1.0, cores: float = 1.0, rtt_ms: float = 0.0) -> Job:
+    """A job as a live run would have measured it on a network whose routines follow the formulas exactly.
+
+    Ring routines here are rings (no tree), so that a measurement on any shape is known.
+    """
+    line = AlphaBeta(40.0, 8.0 / (gbit * 0.95))
+    cluster = Cluster(nodes, 1)
+    curves = tuple(
+        LinkCurve(
+            routine,
+            Scope.FLAT,
+            form,
+            tuple((size, _ring_us(routine, line, nodes, size)) for size in SIZES),
+            latency_us=500.0 * rtt_ms,
+        )
+        for routine, form in ROUTINES
+    )
+    compute = tuple(
+        ComputeCost(name, Device.TRAINING, op, ((0.0, 0.0), (1e6, us / cores)), launch_us=20.0 / cores)
+        for name, op, us in (("efsignsgd", Op.ENCODE, 300.0), ("efsignsgd", Op.DECODE, 150.0))
+    )
+    costs = CostModel(Links(curves=curves), compute, contention=Contention(1.0, comm_cpu={"flat": 0.05}))
+    tensors = tuple(TensorSpec(f"t{i}", (1 << 20,)) for i in range(8))
+    gaps = (0.0,) + (4000.0 / cores,) * 7
+    return Job("mine", tensors, gaps, cluster, costs, forward_us=9000.0 / cores, optimizer_us=1000.0 / cores)
+
+
+def _ring_us(routine: Routine, line: AlphaBeta, peers: int, size: float) -> float:
+    if routine is Routine.ALLREDUCE:
+        return line.cost(2 * (peers - 1) / peers * size, 2 * (peers - 1)).alone_us
+    return routine_cost(routine, line, peers, size).alone_us
+
+
+def plain_us(job: Job) -> float:
+    return simulate(lay_out(job, Strategy.uniform(job.tensors, job.cluster)), job).iteration_us
+
+
+def test_a_rate_is_read_as_tc_reads_it():
+    assert [parse_gbit(text) for text in ("100mbit", "25gbit", "500kbit")] == [0.1, 25.0, 0.0005]
+    for text in ("100", "fast", "0gbit", "-1gbit", "1gbps"):
+        with pytest.raises(JobError, match="positive number with a unit"):
+            parse_gbit(text)
+
+
+def test_the_jobs_own_rate_is_found_in_its_curves_and_in_its_lines():
+    assert own_gbit(measured_job(gbit=1.0)) == pytest.approx(1.0, rel=0.01)
+    assert own_gbit(job_from_trace("lstm", 8, 8, "pcie-25g")) == pytest.approx(25.0)
+
+
+def test_nothing_changed_is_the_job():
+    job = measured_job()
+    assert changed(job, Change()) == job
+    assert plain_us(changed(job, Change(inter_gbit=own_gbit(job)))) == pytest.approx(plain_us(job), rel=1e-6)
+
+
+@pytest.mark.parametrize("gbit", [0.1, 0.3, 10.0])
+def test_another_rate_is_what_would_be_measured_there(gbit):
+    predicted = plain_us(changed(measured_job(), Change(inter_gbit=gbit)))
+    assert predicted == pytest.approx(plain_us(measured_job(gbit=gbit)), rel=0.02)
+
+
+def test_more_machines_are_what_would_be_measured_there():
+    predicted = plain_us(changed(measured_job(), Change(num_nodes=4)))
+    assert predicted == pytest.approx(plain_us(measured_job(nodes=4)), rel=0.02)
+
+
+def test_a_core_that_is_busy_bounds_the_rate():
+    slow = measured_job()
+    busy = replace(slow.costs, contention=replace(slow.costs.contention, comm_cpu={"flat": 0.5}))
+    fast = changed(slow.with_costs(busy), Change(inter_gbit=20.0))
+    least = 0.5 * (slow.costs.links.curves[0].points[-1][1] - 100.0)
+    assert fast.costs.links.curves[0].points[-1][1] >= least
+
+
+def test_half_a_core_by_two_probes_is_what_would_be_measured_there():
+    whole, half = Probe("cpu", 1, 10.0, 90.0), Probe("cpu", 1, 5.0, 45.0)
+    other = changed(measured_job(), Change(here=whole, there=half))
+    assert (other.forward_us, other.optimizer_us, other.gaps_us[1]) == (18000.0, 2000.0, 8000.0)
+    assert other.costs.encode_us(SIGNS, Device.TRAINING, 1e6) == pytest.approx(640.0)
+    assert plain_us(other) == pytest.approx(plain_us(measured_job(cores=0.5)), rel=0.02)
+
+
+def test_a_round_trip_is_latency_that_holds_nothing():
+    far = changed(measured_job(), Change(rtt_ms=50.0))
+    assert far.costs.links.in_flight == IN_FLIGHT
+    assert {curve.latency_us for curve in far.costs.links.curves} == {25_000.0, 50_000.0}
+    assert plain_us(far) > plain_us(measured_job())
+
+
+def test_the_executors_exchanges_in_flight_are_the_models():
+    from espresso.comm.execute import lanes
+
+    assert lanes.IN_FLIGHT == IN_FLIGHT
+
+
+def test_more_ranks_on_a_machine_share_its_cores_and_pool():
+    job = job_from_trace("lstm", 2, 8, "pcie-25g")
+    job = job.with_costs(replace(job.costs, contention=Contention(4.0)))
+    other = changed(job, Change(ranks_per_node=4))
+    assert (other.costs.contention.cores, other.costs.offload_ranks_per_pool) == (8.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (Change(inter_gbit=100.0), "times from the measured 1,"),
+        (Change(num_nodes=64), "predictions reach 8 times"),
+        (Change(rtt_ms=5000.0), "beyond 1000 ms"),
+        (Change(here=Probe("cpu", 1, 10.0, 90.0), there=Probe("cpu", 1, 0.5, 90.0)), "its copies"),
+    ],
+)
+def test_what_lies_too_far_is_refused(change, why):
+    with pytest.raises(RangeError, match=why):
+        changed(measured_job(), change)
+
+
+def test_what_was_not_measured_is_refused_by_name():
+    with pytest.raises(JobError, match="nothing is known of links inside one"):
+        changed(measured_job(), Change(ranks_per_node=2))
+    with pytest.raises(JobError, match="one machine has no network"):
+        changed(job_from_trace("lstm", 1, 8, "pcie-25g"), Change(inter_gbit=1.0))
+    with pytest.raises(JobError, match="two probes"):
+        Change(here=Probe("cpu", 1, 1.0, 1.0))
+
+
+def test_how_far_a_prediction_is_from_what_was_measured():
+    far = extrapolates(measured_job(), Change(num_nodes=4, inter_gbit=0.1))
+    assert far == {"nodes": 2.0, "ranks_per_node": 1.0, "rate": pytest.approx(0.1, rel=0.01)}
+    assert extrapolates(job_from_trace("lstm", 8, 8, "pcie-25g"), Change(num_nodes=1536)) == {}
+
+
+def test_stated_links_hold_for_any_network_of_their_kind():
+    job = job_from_trace("lstm", 8, 8, "pcie-25g")
+    same = changed(job, Change(inter_gbit=25.0))
+    assert same.costs.links.inter.beta_us_per_kb == pytest.approx(load_cluster("pcie-25g").inter.beta_us_per_kb)
+
+
+def test_compression_stops_paying_somewhere():
+    job = replace(measured_job(), forward_us=100_000.0)
+    stops = stops_paying(job, (SIGNS,), Change())
+    assert stops is not None
+    assert predict(job, (SIGNS,), Change(inter_gbit=0.8 * stops)).pays
+    assert not predict(job, (SIGNS,), Change(inter_gbit=1.3 * stops)).pays
+
+
+def test_twelve_thousand_ranks_are_priced_by_the_formulas():
+    job = job_from_trace("lstm", 8, 8, "pcie-25g")
+    large = predict(job, (SIGNS,), Change(num_nodes=1536))
+    assert large.cluster.num_ranks == 12_288
+    assert large.plain_us > predict(job, (SIGNS,), Change()).plain_us
+    assert large.lower_bound_us <= large.best_us <= large.raw_us <= large.plain_us
+
+
+def uneven_job() -> Job:
+    """Two hosts, one of which computes at half the other's speed and has a card of a third of its rate."""
+    slow = measured_job(cores=0.5, gbit=1 / 3)
+    return replace(slow, hosts=(Host("thin"), Host("good", compute=0.5, compression=0.5, link=1 / 3)))
+
+
+def test_a_slow_host_repaired_is_the_even_cluster():
+    job = uneven_job()
+    assert slowest(job) == ["thin"]
+    assert plain_us(repaired(job, "thin")) == pytest.approx(plain_us(measured_job()), rel=0.02)
+    assert plain_us(repaired(job, "good")) == pytest.approx(plain_us(job))
+    with pytest.raises(JobError, match="no host 'bad' beside others; the job has thin, good"):
+        repaired(job, "bad")
+
+
+def test_an_uneven_job_is_written_and_read_and_its_faults_are_named():
+    job = uneven_job()
+    assert Job.from_json(job.to_json()) == job
+    for hosts, why in (
+        ((Host("a"),), "hosts are 1 machines, but the cluster has 2"),
+        ((Host("a"), Host("a")), "'a' appears twice"),
+        ((Host("a", link=0.5), Host("b", link=0.9)), "no host has link 1"),
+    ):
+        with pytest.raises(JobError, match=why):
+            replace(job, hosts=hosts)
+    with pytest.raises(JobError, match="at most 1"):
+        Host("a", compute=2.0)
+
+
+def test_the_command_says_what_a_repaired_host_brings(tmp_path):
+    path = tmp_path / "job.json"
+    uneven_job().save(path)
+    body = json.loads(run(str(path), "--no-threshold", "--json").stdout)
+    assert [row["host"] for row in body["repaired"]] == ["thin"]
+    assert body["repaired"][0]["plain_us"] < 0.6 * body["rows"][0]["plain_us"]
+    assert "thin as fast as the others" in run(str(path), "--no-threshold").stdout
+
+
+def run(*argv: str):
+    return CliRunner().invoke(app, ["what-if", *argv])
+
+
+def test_the_command_answers_every_combination(tmp_path):
+    path = tmp_path / "job.json"
+    measured_job().save(path)
+    picture = tmp_path / "steps.png"
+    ran = run(str(path), "--nodes", "2,4", "--inter", "100mbit,1gbit", "--json", "--plot", str(picture))
+    assert ran.exit_code == 0, ran.stderr
+    body = json.loads(ran.stdout)
+    assert [(row["nodes"], row["inter_gbit"]) for row in body["rows"]] == [(2, 0.1), (2, 1.0), (4, 0.1), (4, 1.0)]
+    assert all(row["gain"] >= 1 for row in body["rows"])
+    assert body["rows"][0]["plain_us"] > body["rows"][1]["plain_us"]
+    assert body["twice"]["plain_us"] < body["rows"][0]["plain_us"]
+    assert body["compressors"] == ["efsignsgd"]
+    assert picture.stat().st_size > 1000
+    shown = run(str(path), "--no-threshold")
+    assert "measured on 2 nodes x 1 ranks, 1 Gb/s; predictions reach 30 times" in " ".join(shown.stdout.split())
+
+
+def test_the_command_refuses_in_one_line(tmp_path):
+    path = tmp_path / "job.json"
+    measured_job().save(path)
+    for argv, why in (
+        (["--inter", "100gbit"], "times from the measured 1,"),
+        (["--nodes", "two"], "give whole numbers"),
+        (["--rtt-ms", "soon"], "give numbers"),
+        (["--device", str(path)], "needs --measured-on"),
+        (["--device", str(path), "--measured-on", str(path)], "a probe file is wanted here"),
+    ):
+        ran = run(str(path), *argv)
+        assert ran.exit_code in (1, 2)
+        assert why in ran.stderr
+        assert ran.stderr.startswith("error: ")
+
+
+def test_a_probe_is_measured_and_read_again(tmp_path):
+    path = tmp_path / "probe.json"
+    ran = CliRunner().invoke(app, ["probe", "-o", str(path), "--threads", "1", "--json"])
+    assert ran.exit_code == 0, ran.stderr
+    found = Probe.load(path)
+    assert found.body == {k: v for k, v in json.loads(ran.stdout).items() if k != "probe"}
+    assert 0.1 < found.copy_gb_per_s < 1000
+    assert found.matmul_gflops > 1
