@@ -1,7 +1,7 @@
 """One end of a bulk transfer over TCP; ``bulk_rate`` starts one of each as a file, with no imports of ours.
 
-bulk_peer.py receive SECONDS          prints the port, then a JSON line with bytes and seconds
-bulk_peer.py send ADDRESS PORT SECONDS
+bulk_peer.py receive SECONDS WINDOW   prints the port, then a JSON line with bytes and seconds
+bulk_peer.py send ADDRESS PORT SECONDS WINDOW
 bulk_peer.py echo                     prints the port, then sends back what comes, until stdin ends
 bulk_peer.py ask ADDRESS PORT TIMES   prints the shortest round trip in seconds
 """
@@ -14,22 +14,24 @@ import sys
 import time
 
 CHUNK = bytes(256 * 1024)
-WINDOW_BYTES = 32 << 20
-"""The link is to be measured, not what the system lets one connection have under way."""
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 
 
-def widen(end: socket.socket, option: int) -> None:
-    """Give a socket room for a long way, where that is permitted."""
-    with contextlib.suppress(OSError):
-        end.setsockopt(socket.SOL_SOCKET, option, WINDOW_BYTES)
+def widen(end: socket.socket, option: int, window: int) -> None:
+    """Give a socket room for a long way, where that is permitted; 0 leaves the system's.
+
+    The link is to be measured, not what the system lets one connection have under way.
+    """
+    if window:
+        with contextlib.suppress(OSError):
+            end.setsockopt(socket.SOL_SOCKET, option, window)
 
 
-def receive(duration_s: float) -> None:
+def receive(duration_s: float, window: int) -> None:
     """Accept one sender and count what arrives, leaving out the first third: the bucket starts full."""
     with socket.create_server(("0.0.0.0", 0)) as server:
         server.settimeout(20)
-        widen(server, _SO_RCVBUFFORCE)
+        widen(server, _SO_RCVBUFFORCE, window)
         sys.stdout.write(f"{server.getsockname()[1]}\n")
         sys.stdout.flush()
         connection, _ = server.accept()
@@ -51,10 +53,10 @@ def receive(duration_s: float) -> None:
     sys.stdout.write(json.dumps({"bytes": counted, "seconds": last - first}) + "\n")
 
 
-def send(address: str, port: int, duration_s: float) -> None:
+def send(address: str, port: int, duration_s: float, window: int) -> None:
     """Send as fast as the network takes it."""
     with socket.create_connection((address, port), timeout=20) as connection:
-        widen(connection, _SO_SNDBUFFORCE)
+        widen(connection, _SO_SNDBUFFORCE, window)
         end = time.perf_counter() + duration_s
         while time.perf_counter() < end:
             connection.sendall(CHUNK)
@@ -90,10 +92,10 @@ def ask(address: str, port: int, times: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "receive":
-        receive(float(sys.argv[2]))
+        receive(float(sys.argv[2]), int(sys.argv[3]))
     elif sys.argv[1] == "echo":
         echo()
     elif sys.argv[1] == "ask":
         ask(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
-        send(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+        send(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))

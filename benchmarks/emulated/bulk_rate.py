@@ -49,7 +49,11 @@ def measure_bulk_rate(network: Network, duration_s: float | None = None) -> tupl
     if len(hosts) < 2:
         return ()
     pairs = [(host, hosts[(host.index + 1) % len(hosts)]) for host in hosts]
-    return tuple(BulkRate(a.index, b.index, _transfer(a, b, duration_s), a.rate_bps) for a, b in pairs)
+    trip_s = 0.0 if network.distance is None else (network.distance.rtt_ms + network.distance.queue_ms) / 1e3
+    return tuple(
+        BulkRate(a.index, b.index, _transfer(a, b, duration_s, round(trip_s * (a.rate_bps or 0) / 2)), a.rate_bps)
+        for a, b in pairs
+    )
 
 
 def measure_round_trip(network: Network, times: int = 20) -> float:
@@ -67,13 +71,13 @@ def measure_round_trip(network: Network, times: int = 20) -> float:
     return float(asked.stdout) * 1e3
 
 
-def _transfer(sender: Host, receiver: Host, duration_s: float) -> float:
-    receive = receiver.command([sys.executable, _PEER, "receive", str(duration_s)])
+def _transfer(sender: Host, receiver: Host, duration_s: float, window: int) -> float:
+    receive = receiver.command([sys.executable, _PEER, "receive", str(duration_s), str(window)])
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             port = process.stdout.readline().strip()
-            send = sender.command([sys.executable, _PEER, "send", receiver.address, port, str(duration_s)])
+            send = sender.command([sys.executable, _PEER, "send", receiver.address, port, str(duration_s), str(window)])
             subprocess.run(send, check=True, timeout=duration_s + 30)
             counted = json.loads(process.stdout.readline())
         finally:
