@@ -64,7 +64,7 @@ def create(spec: str | CompressorSpec) -> Compressor:
     """
     parsed = CompressorSpec.parse(spec) if isinstance(spec, str) else spec
     kind = _load("compressors", _entry(parsed.name).compressor)
-    known = [field.name for field in sorted(fields(kind), key=lambda field: field.kw_only)]
+    known = [field.name for field in sorted(fields(kind), key=lambda field: bool(field.kw_only))]
     unknown = [key for key, _ in parsed.params if key not in known]
     if unknown:
         raise ValueError(f"compressor {parsed.name} has no parameter {unknown[0]!r}; it has {', '.join(known)}")
