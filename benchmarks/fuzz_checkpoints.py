@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import io
+import pickle
 import random
 import time
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 import torch
 
 from benchmarks.fuzz_files import MEGABYTES, ODD, SECONDS, TENSORS, Tally, TooSlowError, limits, places, sound_strategy
-from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept, Stored
-from espresso.live.state import PerRank
-from espresso.strategies import Site
+from espresso.comm.errors import ProtocolError
+from espresso.comm.keep.residual import Loan
+from espresso.comm.keep.store import Stretch
+from espresso.comm.messages import PLAIN
+from espresso.live.checkpoint import FACTOR, RESIDUAL, VELOCITY, Checkpoint, CheckpointError, Part, Place, cut
+from espresso.strategies import Cluster, Site
 
-MODEL = "the model's digest"
 ODD_TENSORS = (
     lambda: torch.zeros(3),
     lambda: torch.zeros(512),
@@ -46,21 +49,41 @@ ODD_OBJECTS: tuple[Any, ...] = (*ODD, 10**5000, b"bytes", (1, 2), {1: 2}, {None:
 
 
 @cache
-def _sound() -> tuple[Checkpoint, Checkpoint]:
+def _sound() -> tuple[dict[str, Any], dict[str, Any]]:
     """One rank's checkpoint, and all ranks'."""
 
-    def kept(rank: int) -> Kept:
-        rest = {("head.weight", Site.LOCAL): [(0, np.ones(100, np.float32), 0), (200, np.ones(64, np.float32), 1)]}
-        carry = {"head.bias": np.ones(512, np.float32)}
-        stored = Stored(rest, carry)
-        factors = {"head.weight": np.ones(640, np.float32)}
-        return Kept(rank, 2, MODEL, 7, None, sound_strategy(), stored, stored, factors)
+    def stretch(tensor: str, site: Site | None, start: int, numel: int) -> Stretch:
+        return Stretch(tensor, site, start, numel, 0, Loan(np.ones(numel, np.float32)))
 
-    return Checkpoint((kept(0),)), Checkpoint((kept(0), kept(1)), is_gathered=True)
+    def parts(rank: int) -> dict[int, Part]:
+        numbers = Place(rank, 2).parts
+        local = [stretch("head.weight", Site.LOCAL, 0, 100), stretch("head.weight", Site.FLAT_SECOND, 200, 64)]
+        kept = [(RESIDUAL, s) for s in [*local, stretch("head.bias", None, 0, 512)]] + [(VELOCITY, local[0])]
+        return dict(zip(numbers, cut(kept, len(numbers)), strict=True))
+
+    factors = Part([(FACTOR, stretch("head.weight", None, 0, 640))])
+    mine = Checkpoint(TENSORS, (2, 1), 7, None, sound_strategy(), factors, parts(0))
+    everybody = replace(mine, parts=parts(0) | parts(1))
+    return pickle.loads(pickle.dumps(mine.to_dict())), pickle.loads(pickle.dumps(everybody.to_dict()))
+
+
+def _odd_part(draw: random.Random) -> torch.Tensor:
+    """A part whose rows are odd, or whose bytes are."""
+    row = ["residual", "head.weight", "local", 0, np.ones(3, np.float32)]
+    row[draw.randrange(5)] = draw.choice([*ODD, np.full(3, np.nan), np.ones(3, np.int64), np.ones((2, 2)), b"bytes"])
+    try:
+        packed = torch.from_numpy(PLAIN.pack(draw.choice([[tuple(row)], tuple(row), row, [row, row], {"a": row}])))
+    except (TypeError, ProtocolError, UnicodeEncodeError):
+        packed = torch.from_numpy(PLAIN.pack([tuple(row[:4])]) if isinstance(row[0], str) else PLAIN.pack(3))
+    if draw.random() < 0.3:
+        packed[draw.randrange(packed.numel())] = draw.randrange(256)
+    return packed
 
 
 def _mutated(draw: random.Random) -> Any:
-    body = draw.choice(_sound()).to_dict()
+    body = deepcopy(draw.choice(_sound()))
+    if draw.random() < 0.5:
+        body["parts"][draw.choice(["0", "1", "300"])] = _odd_part(draw)
     for _ in range(draw.randint(1, 3)):
         found = places(body)
         if not found:
@@ -83,35 +106,21 @@ def _mutated(draw: random.Random) -> Any:
     return draw.choice(ODD_OBJECTS) if draw.random() < 0.01 else body
 
 
-class _State:
-    """What loads a rank's entry of a distributed checkpoint."""
-
-    rank = 0
-
-    def start(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return _sound()[0].to_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _take(state)
-
-
 def _take(body: Any) -> None:
-    Checkpoint.parse(body).of(0, 2, MODEL, TENSORS)
+    Checkpoint.parse(body).of(Place(0, 2), Cluster(2, 1), TENSORS)
 
 
 def _load_spoilt_bytes(draw: random.Random) -> None:
-    state: Any = _State()
-    entry = PerRank(state).state_dict()
-    ((key, buffer),) = entry.items()
-    data = bytearray(buffer.getvalue())
+    """Bytes of a part that changed on the way."""
+    body = deepcopy(_sound()[0])
+    key = draw.choice([key for key, part in body["parts"].items() if part.numel() > 100])
+    data = bytearray(body["parts"][key].numpy().tobytes())
     for _ in range(draw.randint(1, 6)):
         data[draw.randrange(len(data))] = draw.randrange(256)
     if draw.random() < 0.3:
         del data[draw.randrange(len(data)) :]
-    PerRank(state).load_state_dict({key: io.BytesIO(bytes(data))})
+    body["parts"][key] = torch.tensor(data, dtype=torch.uint8)
+    _take(body)
 
 
 def run_slice(seed: int, first: int, count: int, share: float) -> dict[str, Tally]:

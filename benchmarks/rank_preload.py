@@ -13,7 +13,7 @@ import torch.distributed  # noqa: F401
 from numba import njit
 
 import espresso.live.codecs
-import espresso.live.state  # noqa: F401
+import espresso.live.register  # noqa: F401
 
 
 @njit("int64(int64)")

@@ -5,11 +5,16 @@
 DDP reads the annotations of the hook, so this module must not postpone their evaluation.
 """
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from espresso.comm.errors import EspressoError, UnsupportedModelError
 from espresso.strategies import Bucket, Slot
@@ -38,24 +43,89 @@ def espresso_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     return state.reduce(bucket)
 
 
-class DdpBuckets:
-    """Describes DDP's buckets, each once: DDP rebuilds them after the first step.
+@dataclass(frozen=True)
+class Arrived:
+    """A bucket of DDP's.
+
+    Attributes:
+        index: its place in this backward pass.
+        buffer: its numbers, apart from any graph: as in plain DDP, the exchange is no part of it (``create_graph``).
+    """
+
+    index: int
+    buffer: torch.Tensor
+    is_last: bool
+
+
+class Front:
+    """What DDP hands over, as the executor takes it. Buckets are described once: DDP rebuilds them after one step.
+
+    With ``skip_all_reduce_unused_params`` DDP hands over no bucket without gradients: not the first, not the last. Then
+    places are counted here, and the end of the backward pass says that no more will come.
 
     Args:
+        module: the model, wrapped in DDP or not.
         names: of the parameters that are averaged, by ``id``.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, module: torch.nn.Module, names: Mapping[int, str]) -> None:
+        self._module = weakref.ref(module)
         self._names = names
         self._known: dict[int, tuple[tuple[int, ...], Bucket]] = {}
+        self._skips = bool(getattr(module, "skip_all_reduce_unused_params", False))
+        self._count, self._latest = 0, -1
 
-    def describe(self, bucket: GradBucket) -> Bucket:
+    @staticmethod
+    def check(bucket: GradBucket) -> None:
+        """Refuse what is no bucket."""
+        if not isinstance(bucket, GradBucket):
+            raise UnsupportedModelError(
+                f"the hook was given a {type(bucket).__name__} instead of a DDP bucket: torch.compile's own"
+                " gradient hooks are not supported; compile the module inside DDP instead of the DDP wrapper"
+            )
+
+    @staticmethod
+    def average(bucket: GradBucket, group: dist.ProcessGroup | None) -> torch.futures.Future[torch.Tensor]:
+        """As plain DDP does."""
+        everybody = dist.group.WORLD if group is None else group
+        assert everybody is not None
+        return allreduce_hook(everybody, bucket)
+
+    def take(self, bucket: GradBucket, on_end: Callable[[], None]) -> Arrived:
+        """The next bucket of a backward pass.
+
+        Args:
+            on_end: called when the pass has ended, where DDP does not say which bucket is the last.
+
+        Raises:
+            UnsupportedModelError: the average that DDP was asked for is another than that over all ranks.
+        """
+        if getattr(self._module(), "_divide_by_initial_world_size", True) is False:
+            raise UnsupportedModelError(
+                "join(divide_by_initial_world_size=False) divides by the ranks that still have inputs, and DDP does"
+                " not tell hooks how many; leave it at True, or train without espresso"
+            )
+        buffer, index = bucket.buffer().detach(), bucket.index()
+        if not self._skips:
+            return Arrived(index, buffer, bucket.is_last())
+        if index <= self._latest:  # the pass before ended with an error
+            self._count = 0
+        if self._count == 0:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, on_end))
+        self._latest, self._count = index, self._count + 1
+        return Arrived(self._count - 1, buffer, is_last=False)
+
+    def _ended(self, on_end: Callable[[], None]) -> None:
+        self._count, self._latest = 0, -1
+        on_end()
+
+    def describe(self, bucket: GradBucket, arrived: Arrived) -> Bucket:
         """What a bucket holds.
 
         Raises:
             EspressoError, UnsupportedModelError: parameters of another model, a sparse or padded bucket.
         """
-        index, parameters, buffer = bucket.index(), bucket.parameters(), bucket.buffer()
+        index, parameters, buffer = arrived.index, bucket.parameters(), arrived.buffer
         dtype = str(buffer.dtype).removeprefix("torch.")
         ids = tuple(map(id, parameters))
         known = self._known.get(index)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from espresso.live.checkpoint import CheckpointError
     from espresso.live.config import Config
     from espresso.live.observe import Observation, observe
-    from espresso.live.state import EspressoState, PerRank, register
+    from espresso.live.register import register
+    from espresso.live.state import EspressoState
     from espresso.strategies import (
         Choice,
         Cluster,
@@ -47,7 +48,6 @@ __all__ = [
     "EspressoState",
     "Observation",
     "PeerError",
-    "PerRank",
     "ProtocolError",
     "Strategy",
     "StrategyError",
@@ -70,7 +70,8 @@ _HOMES = {
     "live.checkpoint": ("CheckpointError",),
     "live.config": ("Config",),
     "live.observe": ("Observation", "observe"),
-    "live.state": ("EspressoState", "PerRank", "register"),
+    "live.register": ("register",),
+    "live.state": ("EspressoState",),
     "strategies": ("Choice", "Cluster", "CompressorSpec", "Strategy", "StrategyError", "TensorSpec", "parse_option"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -42,6 +42,6 @@ for _ in range(chosen.steps):
 
 checkpoint = {"optimizer": optimizer.state_dict(), "exchange": optimizer.exchange.state_dict()}
 if rank == 0:
-    kept = len(checkpoint["exchange"]["residuals"])
-    print(f"loss {loss.item():.3f}; {kept} residuals on this rank")
+    kept = optimizer.exchange.metrics()["espresso/residual_bytes"]
+    print(f"loss {loss.item():.3f}; {kept / 1e3:.0f} kB of residuals on this rank")
 dist.destroy_process_group()

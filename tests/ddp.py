@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import espresso
+from espresso.live.checkpoint import RESIDUAL, Checkpoint
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.state import EspressoState
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option
@@ -160,18 +161,12 @@ def sgd(module: nn.Module, rate: float = 0.125) -> None:
                 parameter -= rate * parameter.grad
 
 
-def kept_on_all_ranks(
-    state: EspressoState, ddp: nn.Module, held: str = "residuals", carried: str = "carry"
-) -> dict[str, torch.Tensor]:
+def kept_on_all_ranks(state: EspressoState, ddp: nn.Module, held: str = RESIDUAL) -> dict[str, torch.Tensor]:
     """Residuals (or velocities) and carry, summed over the ranks that answer for them."""
     kept = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in named_gradients(ddp).items()}
-    for body in state.gather_state_dict()["ranks"]:
-        for row in body[held]:
-            if row["replica"] == 0:
-                end = row["start"] + row["values"].numel()
-                kept[row["tensor"]][row["start"] : end] += row["values"]
-        for name, values in body[carried].items():
-            kept[name] += values
+    for row in Checkpoint.parse(state.gather_state_dict()).rows():
+        if row.held == held:
+            kept[row.tensor][row.start : row.start + row.values.size] += torch.from_numpy(row.values)
     return kept
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 import espresso
 from espresso.live.config import RANGES, Config, Settings
@@ -134,6 +135,23 @@ def test_a_function_must_return_a_strategy():
     given = Given.of("efsignsgd", lambda tensors, cluster: None)
     with pytest.raises(TypeError, match="must return a Strategy, got None"):
         given.on((), espresso.Cluster(2, 1))
+
+
+def test_one_process_without_ddp_runs_as_it_is(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    with espresso.register(model, "dgc:ratio=0.01", grad_scaler=None, timeout_s=60) as state:
+        assert repr(state) == "<EspressoState: dgc:ratio=0.01, strategy auto; off (one process without DDP)>"
+        with state.errors():
+            model(torch.ones(1, 3)).sum().backward()
+        for act in (state.start, state.flush, state.check_replicas, state.unregister, state.summary, state.metrics):
+            act()
+        assert state.rank == 0
+        assert state.decided
+        torch.save(state.state_dict(), tmp_path / "state.pt")
+        assert state.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True)) == ()
+        assert list(state.gather_state_dict()["parts"]) == list(map(str, range(840)))
+    with pytest.raises(TypeError, match="no setting 'colour'"):
+        espresso.register(model, colour="red")
 
 
 def test_everything_shows_itself_in_a_line():

@@ -1,25 +1,28 @@
 """Save and resume: the same bits as without the break, on the same ranks or on another number of them."""
 
 import copy
+import json
 import pickle
 import tempfile
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
-from espresso.live.checkpoint import CheckpointError
-from espresso.live.state import EspressoState, PerRank
-from espresso.strategies import Cluster
+from espresso.comm.messages import PLAIN
+from espresso.live.checkpoint import RESIDUAL, VELOCITY, Checkpoint, CheckpointError
+from espresso.live.state import EspressoState
+from espresso.strategies import Cluster, Site
 from tests.ddp import (
     ALLGATHER,
     HIERARCHICAL,
     SHARDED,
     Played,
-    agreed,
     batch,
     kept_on_all_ranks,
     mlp,
@@ -36,13 +39,18 @@ ARMS = (
     (HIERARCHICAL, "dgc:ratio=0.05,momentum=0.75", 2),
     ("comp > flat.allreduce > transform > flat.allreduce > dec", "powersgd:rank=2,start_iter=2", 1),
 )
+WHOLE = ARMS[3], ARMS[4]
+"""With everything that a job may keep: velocities, factors."""
+
 BREAK, END = 4, 8
+BRIEF = ("dcp", "gathered")
+HOW = (*BRIEF, "after register", "before the first step", "pickle", "file", "dcp, async", "dcp, late")
 
 
-@pytest.mark.parametrize("how", ["after register", "before the first step", "pickle", "gathered", "dcp"])
+@pytest.mark.parametrize("how", HOW)
 def test_resumed_is_bit_identical(played, how):
     for results in played(resumed):
-        for arm in ARMS:
+        for arm in ARMS if how in BRIEF else WHOLE:
             assert results[arm, how] == results[arm, "unbroken"], arm
             assert results[arm, "forgotten"] != results[arm, "unbroken"], "the residuals made no difference"
 
@@ -53,28 +61,44 @@ def test_other_states_are_refused_and_change_nothing(played):
         other = (rank + 1) % 4
         assert f"is of rank {other} of 4, this is rank {rank} of 4" in messages["another rank"]
         assert "other parameters" in messages["another model"]
+        assert "'0.weight' is [60, 20] float32 in the checkpoint, [7, 20] float32 in the model" in messages["a shape"]
         assert "version 99" in messages["version"]
-        assert "'espresso-rank'" in messages["not ours"]
-        assert "'espresso-rank'" in messages["not a dictionary"]
-        assert "'carry'" in messages["missing entry"]
+        assert "no kind 'espresso'" in messages["not ours"]
+        assert "no kind 'espresso'" in messages["not a dictionary"]
+        assert "'parts'" in messages["missing entry"]
         assert "'surplus'" in messages["unknown entry"]
         assert "unknown site 'nowhere'" in messages["site"]
         assert "outside the model's tensor" in messages["range"]
         assert "outside the model's tensor" in messages["name"]
-        assert "floating-point tensor" in messages["values"]
+        assert "floating-point numbers" in messages["values"]
         assert "not finite" in messages["inf"]
-        assert "unlike the model's tensor" in messages["carry"]
         assert "strategy" in messages["strategy"]
-        assert "place 0 of 3 holds rank 1 of 4" in messages["ranks"]
 
 
-def test_another_world_size_keeps_the_effect_on_the_average(played):
-    """What all ranks keep, divided by their number, is what it was; also back on more ranks."""
-    for ratio_two, ratio_four, kept, moving in played(resized)[:2]:
-        assert kept > 0
-        assert ratio_two < 1e-5
-        assert ratio_four < 1e-5
-        assert moving < 1e-5, "velocities are scaled likewise"
+def test_another_number_of_ranks_keeps_the_effect_on_the_average(played):
+    """4, 2, 3 and 4 ranks: what all of them keep, divided by their number, is what it was; velocities likewise."""
+    for results in played(resized)[:2]:
+        assert [size for size, *_ in results] == [2, 3, 4]
+        for _, owed, residuals, velocities in results:
+            assert owed > 0
+            assert residuals < 1e-6
+            assert velocities < 1e-6
+
+
+def test_a_model_that_has_changed_keeps_what_fits(played):
+    for dropped, distance, lost, carried in played(changed):
+        assert dropped[0] == "'6.weight' is [5, 40] float32 in the checkpoint, [7, 40] float32 in the model"
+        assert dropped[2] == "the strategy is for another model"
+        assert distance < 1e-6
+        assert lost == 0.0
+        assert carried > 0.0
+
+
+def test_what_several_ranks_hold_is_saved_once(played):
+    """The last step inside a node encodes the same sum on both nodes: half of the ranks save it, all keep it."""
+    for rank, (shared, equal) in enumerate(played(replicated)):
+        assert (shared > 0) is (rank < 2)
+        assert equal
 
 
 def test_a_given_strategy_wins_over_the_checkpoint(played):
@@ -104,35 +128,54 @@ def resumed(rank: int) -> dict[tuple[Any, str], list[str]]:
     for arm in ARMS:
         option, compressor, ranks_per_node = arm
         settings = {"ranks_per_node": ranks_per_node}
-        ddp = model()
+        ddp, folder = model(), shared_folder(rank)
         with registered(ddp, option, compressor, **settings) as state:
             go(ddp, rank, range(BREAK))
             weights = copy.deepcopy(ddp.module.state_dict())
+            # None of these copies anything before it is written, and training goes on meanwhile.
+            apart = dist.new_group()  # a save in the background needs a group that nobody else uses
+            under_way = dcp.async_save({"espresso": state}, checkpoint_id=folder / "async", process_group=apart)
             saved, gathered, pickled = state.state_dict(), state.gather_state_dict(), pickle.dumps(state)
             assert state.metrics()["espresso/residual_norm"] > 0
-            folder = [tempfile.mkdtemp() if rank == 0 else None]
-            dist.broadcast_object_list(folder)
-            dcp.save({"espresso": PerRank(state)}, checkpoint_id=folder[0])
+            dcp.save({"espresso": state}, checkpoint_id=folder / "sync")
             results[arm, "unbroken"] = go(ddp, rank, range(BREAK, END))
-        for how in ("after register", "before the first step", "pickle", "gathered", "dcp", "forgotten"):
+            under_way.result()
+            torch.save(saved, folder / f"rank{rank}.pt")
+        for how in (*(HOW if arm in WHOLE else BRIEF), "forgotten"):
             ddp = model()
             ddp.module.load_state_dict(weights)
-            if how in ("before the first step", "pickle"):
-                results[arm, how] = late(ddp, rank, arm, how, saved, pickled)
+            if how in ("before the first step", "pickle", "dcp, late"):
+                results[arm, how] = late(ddp, rank, arm, how, saved, pickled, folder)
                 continue
             with registered(ddp, option, compressor, **settings) as state:
-                if how == "dcp":
-                    dcp.load({"espresso": PerRank(state)}, checkpoint_id=folder[0])
+                if how.startswith("dcp"):
+                    dcp.load({"espresso": state}, checkpoint_id=folder / ("async" if "async" in how else "sync"))
+                elif how == "file":
+                    state.load_state_dict(torch.load(folder / f"rank{rank}.pt", weights_only=True))
                 elif how == "forgotten":
                     state.session.executor.restart(BREAK)
                 else:
                     state.load_state_dict(gathered if how == "gathered" else saved)
                 results[arm, how] = go(ddp, rank, range(BREAK, END))
+                assert state.metrics()["espresso/steps"] == END
     return results
 
 
+def shared_folder(rank: int) -> Path:
+    """A new folder, the same on all ranks."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    return Path(str(folder[0]))
+
+
 def late(
-    ddp: DistributedDataParallel, rank: int, arm: tuple[str, str, int], how: str, saved: Any, pickled: bytes
+    ddp: DistributedDataParallel,
+    rank: int,
+    arm: tuple[str, str, int],
+    how: str,
+    saved: Any,
+    pickled: bytes,
+    folder: Path,
 ) -> list[str]:
     """Resume a state that has not started: the model is bound and the groups are made afterwards."""
     from espresso.comm.hook import espresso_hook
@@ -143,7 +186,10 @@ def late(
     else:
         strategy = strategy_for(ddp, Cluster(4 // ranks_per_node, ranks_per_node), option, compressor)
         state = EspressoState(compressor, strategy, ranks_per_node=ranks_per_node, timeout_s=15.0)
-        state.load_state_dict(saved)
+        if how == "dcp, late":
+            dcp.load({"espresso": state}, checkpoint_id=folder / "sync")
+        else:
+            state.load_state_dict(saved)
     ddp.register_comm_hook(state.bind(ddp), espresso_hook)
     digests = go(ddp, rank, range(BREAK, END))
     state.close()
@@ -154,42 +200,46 @@ def refused(rank: int) -> tuple[dict[str, str], bool]:
     ddp = model()
     with registered(ddp, SHARDED, "efsignsgd") as state:
         go(ddp, rank, range(BREAK))
-        gathered = state.gather_state_dict()
-        mine = gathered["ranks"][rank]
+        mine = state.state_dict()
+        everybody: list[Any] = [None] * 4
+        dist.all_gather_object(everybody, mine)
+        first = next(iter(mine["parts"]))
 
         def changed(**entries: Any) -> dict[str, Any]:
-            return {**copy.deepcopy(mine), **entries}
+            return {**mine, **entries}
 
-        def row(**entries: Any) -> dict[str, Any]:
-            body = copy.deepcopy(mine)
-            body["residuals"][-1].update(entries)
-            return body
+        def row(tensor: str = "0.weight", site: str = "local", start: int = 0, values: Any = ONES) -> dict[str, Any]:
+            part = torch.from_numpy(PLAIN.pack([("residual", tensor, site, start, values)]))
+            return changed(parts={**mine["parts"], first: part})
 
-        name = mine["residuals"][0]["tensor"]
-        strategy = copy.deepcopy(mine["strategy"])
         bad = {
-            "another rank": gathered["ranks"][(rank + 1) % 4],
-            "another model": changed(model="0" * 64),
+            "another rank": everybody[(rank + 1) % 4],
+            "another model": changed(model=json.dumps([["0.weight", [60, 20], "float32"]])),
             "version": changed(version=99),
             "not ours": {"state": {}, "param_groups": []},
             "not a dictionary": 17,
-            "missing entry": {key: value for key, value in mine.items() if key != "carry"},
+            "missing entry": {key: value for key, value in mine.items() if key != "parts"},
             "unknown entry": changed(surplus=1),
             "site": row(site="nowhere"),
             "range": row(start=10**6),
             "name": row(tensor="nobody"),
             "values": row(values=[1.0, 2.0]),
-            "inf": row(values=torch.tensor([1.0, float("inf")])),
-            "carry": changed(carry={name: torch.ones(3)}),
-            "ranks": {**gathered, "ranks": gathered["ranks"][1:]},
+            "inf": row(values=np.array([1.0, np.inf], np.float32)),
         }
-        before = state.state_dict()
+        before = numbers(state)
         messages = {what: message_of(state, body) for what, body in bad.items()}
-        unchanged = same_bits(state.state_dict(), before)
+        unchanged = numbers(state) == before
+        strategy = json.loads(mine["strategy"])
+    other = wrap(mlp(20, 7, 30, 40, 5))
+    with registered(other, SHARDED, "efsignsgd") as state:
+        messages["a shape"] = message_of(state, mine)
     with registered(model(), strategy="auto") as state:
         strategy["tensors"][0]["option"] = "no such option"
-        messages["strategy"] = message_of(state, changed(strategy=strategy))
+        messages["strategy"] = message_of(state, changed(strategy=json.dumps(strategy)))
     return messages, unchanged
+
+
+ONES = np.ones(3, np.float32)
 
 
 def message_of(state: EspressoState, body: Any) -> str:
@@ -200,47 +250,81 @@ def message_of(state: EspressoState, body: Any) -> str:
     return "accepted"
 
 
-def same_bits(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    if left["step"] != right["step"] or len(left["residuals"]) != len(right["residuals"]):
-        return False
-    pairs = zip(left["residuals"], right["residuals"], strict=True)
-    return all(torch.equal(a["values"], b["values"]) and a["tensor"] == b["tensor"] for a, b in pairs)
+def numbers(state: EspressoState) -> list[Any]:
+    """All that a rank keeps, bit for bit."""
+    rows = Checkpoint.parse(state.state_dict()).rows()
+    return [state.state_dict()["step"], *((row.tensor, row.site, row.start, row.values.tobytes()) for row in rows)]
 
 
-def resized(rank: int) -> tuple[float, float, float, float]:
-    compressor = "dgc:ratio=0.05,momentum=0.75"
+def resized(rank: int) -> list[tuple[int, float, float, float]]:
+    """By the number of ranks: what was owed, how far that moved, and how far velocities did."""
+    compressor, folder = "dgc:ratio=0.05,momentum=0.75", shared_folder(rank)
+    results: list[tuple[int, float, float, float]] = []
+    before: list[Any] = [None]
+    for place, size in enumerate((4, 2, 3, 4)):
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            ddp = wrap(mlp(20, 60, 30, 40, 5), process_group=group)
+            option, ranks_per_node = (HIERARCHICAL, 2) if size == 4 else (SHARDED, 1)
+            with registered(ddp, option, compressor, ranks_per_node=ranks_per_node) as state:
+                if before[0] is not None:
+                    dcp.load({"espresso": state}, checkpoint_id=folder / str(place - 1), process_group=group)
+                    owed, *moved = (average(state, ddp, size, held) for held in (RESIDUAL, RESIDUAL, VELOCITY))
+                    off = [distance(now, then) for now, then in zip(moved, before[0], strict=True)]
+                    results.append((size, sum(float(v.abs().sum()) for v in owed.values()), *off))
+                go(ddp, rank, range(BREAK))
+                dcp.save({"espresso": state}, checkpoint_id=folder / str(place), process_group=group)
+                before = [tuple(average(state, ddp, size, held) for held in (RESIDUAL, VELOCITY))]
+        dist.broadcast_object_list(before)
+    return results
+
+
+def average(state: EspressoState, ddp: DistributedDataParallel, size: int, held: str) -> dict[str, torch.Tensor]:
+    return {name: values / size for name, values in kept_on_all_ranks(state, ddp, held).items()}
+
+
+def changed(rank: int) -> tuple[tuple[str, ...], float, float, float]:
+    """The same model with seven outputs instead of five."""
     ddp = model()
-    with registered(ddp, HIERARCHICAL, compressor, ranks_per_node=2) as state:
+    with registered(ddp, SHARDED, "efsignsgd") as state:
         go(ddp, rank, range(BREAK))
-        four = state.gather_state_dict()
-        wanted = {name: values / 4 for name, values in kept_on_all_ranks(state, ddp).items()}
-        moved = {n: v / 4 for n, v in kept_on_all_ranks(state, ddp, "velocities", "velocity_carry").items()}
-        assert sum(float(values.abs().sum()) for values in moved.values()) > 0
-    half = dist.new_group([0, 1])
-    to_two = to_four = moving = 0.0
-    box: list[Any] = [None]
-    if rank < 2:
-        smaller = wrap(mlp(20, 60, 30, 40, 5), find_unused_parameters=True, process_group=half)
-        with registered(smaller, SHARDED, compressor) as state:
-            state.load_state_dict(four)
-            moving = distance(kept_on_all_ranks(state, smaller, "velocities", "velocity_carry"), moved, 2)
-            to_two = distance(kept_on_all_ranks(state, smaller), wanted, 2)
-            train(smaller, range(2), lambda step: smaller(batch(rank, step, 20)).square().mean())
-            box = [(state.gather_state_dict(), kept_on_all_ranks(state, smaller))]
-    dist.broadcast_object_list(box)
-    two, kept_by_two = box[0]
+        saved, before = state.state_dict(), kept_on_all_ranks(state, ddp)
+    ddp = wrap(mlp(20, 60, 30, 40, 7))
+    with registered(ddp, SHARDED, "efsignsgd") as state:
+        dropped = state.load_state_dict(saved, strict=False)
+        now = kept_on_all_ranks(state, ddp)
+        same = {name: before[name] for name in now if not name.startswith("6.")}
+        lost = float(now["6.weight"].abs().sum())
+        return dropped, distance(now, same), lost, sum(float(values.abs().sum()) for values in same.values())
+
+
+def replicated(rank: int) -> tuple[int, bool]:
+    """Numbers of the shared site that a rank saves; whether a resumed job has all of them everywhere."""
+    option, name = "intra.reduce_scatter > inter.allreduce > comp > intra.allgather > dec", Site.INTRA_SECOND
     ddp = model()
-    with registered(ddp, HIERARCHICAL, compressor, ranks_per_node=2) as state:
-        state.load_state_dict(two)
-        wanted = {name: values / 2 for name, values in kept_by_two.items()}
-        to_four = distance(kept_on_all_ranks(state, ddp), wanted, 4)
-        go(ddp, rank, range(3))
-        assert agreed(ddp)
-    return to_two, to_four, sum(float(values.abs().sum()) for values in wanted.values()), moving
+    with registered(ddp, option, "efsignsgd", ranks_per_node=2) as state:
+        go(ddp, rank, range(BREAK))
+        saved = state.state_dict()
+        before = [(s.tensor, s.start, s.replica, s.read().tobytes()) for s in state.session.store.lend()]
+    ddp = model()
+    with registered(ddp, option, "efsignsgd", ranks_per_node=2) as state:
+        state.load_state_dict(saved)
+        after = [(s.tensor, s.start, s.replica, s.read().tobytes()) for s in state.session.store.lend()]
+        train(ddp, range(1), lambda step: ddp(batch(rank, step, 20)).square().mean())
+    shared = sum(row.values.size for row in Checkpoint.parse(saved).rows() if row.site is name)
+    return shared, joined(after) == joined(before)
 
 
-def distance(kept: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], num_ranks: int) -> float:
-    return max(float((kept[name] / num_ranks - values).abs().max()) for name, values in wanted.items())
+def joined(stretches: list[tuple[str, int, int, bytes]]) -> dict[tuple[str, int], bytes]:
+    """Numbers by tensor and replica, wherever they were cut."""
+    whole: dict[tuple[str, int], bytes] = {}
+    for tensor, _, replica, values in sorted(stretches):
+        whole[tensor, replica] = whole.get((tensor, replica), b"") + values
+    return whole
+
+
+def distance(kept: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    return max(float((kept[name] - values).abs().max()) for name, values in wanted.items())
 
 
 def given_strategy(rank: int) -> str:
@@ -275,5 +359,5 @@ def resumed_undecided(rank: int) -> int:
 
 @pytest.fixture(scope="module")
 def played() -> Played:
-    scenarios = (resumed, refused, resized, given_strategy, resumed_undecided)
+    scenarios = (resumed, refused, resized, changed, replicated, given_strategy, resumed_undecided)
     return Played(__name__, scenarios, 4, deadline_s=150)

@@ -381,6 +381,9 @@ def test_outputs_are_checked_before_the_work(
     both = (files["job"], files["strategy"])
     refused(espresso("simulate", *both, "--trace", nowhere), "does not exist")
     refused(espresso("simulate", *both, "--plot", tmp_path / "p.bmp"), ".png", status=2)
+    with monkeypatch.context() as without:
+        without.setattr("espresso.commands._common.find_spec", lambda name: None)
+        refused(espresso("simulate", *both, "--plot", tmp_path / "p.png"), "espresso-ddp[plot]")
     # Root may write everywhere, so a folder without permission has to be pretended.
     monkeypatch.setattr(_common.os, "access", lambda path, _: path != tmp_path)
     refused(espresso(*argv, tmp_path / "s.json"), "no permission")

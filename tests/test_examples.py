@@ -29,7 +29,7 @@ SMALL = {
 SAYS = {
     "ddp.py": r"steps 0 to 8: loss \d",
     "log_to_tensorboard.py": r"tensorboard --logdir build/tensorboard",
-    "clan.py": r"loss \d.*; [1-9]\d* residuals",
+    "clan.py": r"loss \d.*; [1-9]\d* kB of residuals",
     "parameter_servers.py": r"3 workers; .*; 1 tensors went through the server",
     "strategy_file.py": r"2 of 6 tensors compressed\n.*sent 1\d\.\d times less",
     "char_gpt.py": r"3 steps; held-out loss [2-5]\.",

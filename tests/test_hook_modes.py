@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +80,41 @@ def test_channels_last(played):
 
 def test_several_forwards_before_one_backward(played):
     check(played(two_forwards))
+
+
+def test_skipped_buckets(played):
+    check(played(skipped_buckets))
+
+
+def test_create_graph(played):
+    check(played(create_graph))
+
+
+def test_join_that_divides_otherwise_is_refused(played):
+    for error in played(dividing_otherwise):
+        assert "join(divide_by_initial_world_size=False)" in error
+
+
+def test_flush_sends_all_that_is_owed(played):
+    for owed, left, distance, moved, sent, raw in played(flushed):
+        assert owed > 0
+        assert left == 0
+        assert distance < 1e-5 * moved
+        assert 0 < sent < raw, "the step after it compresses again"
+
+
+def test_unregister_goes_back_to_plain_averaging(played):
+    for distance, moved, threads, after in played(unregistered):
+        assert distance < 1e-5 * moved
+        assert threads == []
+        assert after == "closed"
+
+
+def test_a_job_that_is_off_runs_as_it_is(played):
+    for equal, text, passed_on in played(switched_off):
+        assert equal
+        assert text == "off: ESPRESSO_DISABLE=1; gradients are averaged as by plain DDP"
+        assert passed_on
 
 
 def test_fp16_compress_wrapper_composes(played):
@@ -198,6 +236,43 @@ def frozen_and_ignored(rank: int) -> dict[str, list[str]]:
     return compare(model, step)
 
 
+def skipped_buckets(rank: int) -> dict[str, list[str]]:
+    """Of buckets without gradients the first come not, then the last, then those between."""
+
+    class Chosen(Branches):
+        def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+            return torch.stack([self.branches[number](x) for number in used]).sum(0)
+
+    model = Chosen()
+    model.branches = nn.ModuleList([mlp(20, 60, 30, 40, 5, seed=seed) for seed in range(3)])
+    model.trunk = nn.Identity()
+    turns = ([0, 1, 2], [0, 1, 2], [0], [0], [0], [2], [1, 2], [1], [0, 2], [0, 1, 2])
+
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        ddp(batch(rank, number, 20), turns[number]).square().mean().backward()
+
+    settings = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    return compare(model, step, len(turns), **settings)
+
+
+def create_graph(rank: int) -> dict[str, list[str]]:
+    class Squares(nn.Module):
+        """As PyTorch's own test has it: with layers plain DDP fails."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.linspace(1, 2, 3000))
+
+        def forward(self) -> torch.Tensor:
+            return (self.p.pow(2) * (1 + rank)).sum()
+
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        with warnings.catch_warnings(action="ignore"):  # of the circle of references
+            ddp().backward(create_graph=True)
+
+    return compare(Squares(), step)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -310,6 +385,83 @@ def uneven_conservation(rank: int) -> tuple[float, float, float]:
     return distance, moved, sum(float(values.abs().sum()) for values in kept.values())
 
 
+def dividing_otherwise(rank: int) -> str:
+    ddp = wrap(mlp(20, 30, 5))
+    with registered(ddp):
+        try:
+            with ddp.join(divide_by_initial_world_size=False):
+                ddp(batch(rank, 0, 20)).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def flushed(rank: int) -> tuple[float, float, float, float, float, float]:
+    """An inf comes between: the flush waits for a step that counts."""
+    plain, ours = wrap(IntegerNet()), wrap(IntegerNet())
+    with registered(ours, SHARDED, "efsignsgd") as state:
+        for ddp in (plain, ours):
+            train(ddp, range(6), lambda step, ddp=ddp: ddp(10 * step + rank))
+        owed = state.metrics()["espresso/residual_norm"]
+        state.flush()
+        ours.zero_grad()
+        (ours(0) * float("inf")).backward()
+        for ddp in (plain, ours):
+            train(ddp, range(6, 7), lambda step, ddp=ddp: ddp(10 * step + rank))
+        left, distance, moved = state.metrics()["espresso/residual_norm"], *apart(ours, plain)
+        train(ours, range(2), lambda step: ours(10 * step + rank))
+        metrics = state.metrics()
+        return owed, left, distance, moved, metrics["espresso/bytes_sent"], metrics["espresso/bytes_raw"]
+
+
+def unregistered(rank: int) -> tuple[float, float, list[str], str]:
+    before = {thread.ident for thread in threading.enumerate()}
+    plain, ours = wrap(IntegerNet()), wrap(IntegerNet())
+    with registered(ours, SHARDED, "efsignsgd") as state:
+        for ddp in (plain, ours):
+            train(ddp, range(6), lambda step, ddp=ddp: ddp(10 * step + rank))
+        state.unregister()
+        for ddp in (plain, ours):
+            train(ddp, range(6, 10), lambda step, ddp=ddp: ddp(10 * step + rank))
+        left = [t.name for t in threading.enumerate() if t.ident not in before and t.name.startswith("espresso")]
+        return *apart(ours, plain), left, repr(state).rpartition("; ")[2].rstrip(">")
+
+
+def apart(left: nn.Module, right: nn.Module) -> tuple[float, float]:
+    """The largest distance of two parameters, and the largest parameter."""
+    pairs = [(p.detach(), q.detach()) for p, q in zip(left.parameters(), right.parameters(), strict=True)]
+    return max(float((p - q).abs().max()) for p, q in pairs), max(float(q.abs().max()) for _, q in pairs)
+
+
+def switched_off(rank: int) -> tuple[bool, str, bool]:
+    """A checkpoint goes through a job that is off, and on after it."""
+    plain, ours, first = (wrap(mlp(20, 60, 30, 5)) for _ in range(3))
+    with registered(first, SHARDED, "efsignsgd") as state:
+        run(first, square_loss(rank), 3)
+        saved, kept = state.state_dict(), kept_on_all_ranks(state, first)
+    os.environ["ESPRESSO_DISABLE"] = "1"
+    try:
+        with registered(ours, SHARDED, "efsignsgd") as state:
+            state.load_state_dict(saved)
+            state.set_epoch(0)
+            state.flush()
+            with state.errors():
+                equal = run(ours, square_loss(rank), 3) == run(plain, square_loss(rank), 3)
+            state.check_replicas()
+            state.unregister()
+            text, passed = state.summary(), state.state_dict()
+            assert state.decided
+            assert state.rank == rank
+            assert set(state.metrics().values()) == {0.0}
+    finally:
+        del os.environ["ESPRESSO_DISABLE"]
+    again = wrap(mlp(20, 60, 30, 5))
+    with registered(again, SHARDED, "efsignsgd") as state:
+        state.load_state_dict(passed)
+        now = kept_on_all_ranks(state, again)
+    return equal, text, all(torch.equal(now[name], values) for name, values in kept.items())
+
+
 def square_loss(rank: int) -> Step:
     def step(ddp: DistributedDataParallel, number: int) -> None:
         ddp(batch(rank, number, 20)).square().mean().backward()
@@ -330,6 +482,12 @@ SCENARIOS = (
     wrapped_hook,
     uneven,
     uneven_conservation,
+    skipped_buckets,
+    create_graph,
+    flushed,
+    unregistered,
+    switched_off,
+    dividing_otherwise,
 )
 
 

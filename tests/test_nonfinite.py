@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from espresso.comm.memory import is_finite
+from espresso.live.checkpoint import Checkpoint
 from espresso.live.state import EspressoState
 from tests.ddp import (
     ALLGATHER,
@@ -131,16 +132,13 @@ def backward(
 
 def kept(state: EspressoState) -> dict[str, bytes]:
     """This rank's residuals and carry, dense, bit for bit: a change of plan moves them, and nothing else may."""
-    body = state.state_dict()
+    checkpoint = Checkpoint.parse(state.state_dict())
     kept: dict[str, torch.Tensor] = {}
-    for held, carried in (("residuals", "carry"), ("velocities", "velocity_carry")):
-        for row in body[held]:
-            here = kept.setdefault(f"{held} of {row['tensor']}", torch.zeros(20_000))
-            here[row["start"] :][: row["values"].numel()] += row["values"]
-        for name, values in body[carried].items():
-            kept.setdefault(f"{held} of {name}", torch.zeros(20_000))[: values.numel()] += values
-    for name, values in body["factors"].items():
-        kept[f"factors of {name}"] = values
+    for row in checkpoint.rows():
+        here = kept.setdefault(f"{row.held} of {row.tensor}", torch.zeros(20_000))
+        here[row.start :][: row.values.size] += torch.from_numpy(row.values)
+    for row in checkpoint.factors.rows("factors"):
+        kept[f"factors of {row.tensor}"] = torch.from_numpy(row.values)
     return {name: values.numpy().tobytes() for name, values in kept.items()}
 
 

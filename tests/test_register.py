@@ -1,13 +1,16 @@
 """What ``register`` and the first hook call refuse, by name, and that no rank hangs over it."""
 
+import copy
 import json
 import logging
+import pickle
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +19,8 @@ from torch import nn
 
 import espresso
 from espresso.comm.hook import espresso_hook
+from espresso.comm.messages import PLAIN
+from espresso.live.checkpoint import Checkpoint
 from espresso.live.state import EspressoState
 from espresso.strategies import Cluster, Device
 from tests.ddp import (
@@ -360,37 +365,53 @@ def bad_checkpoints(rank: int) -> tuple[dict[str, str], bool]:
     with registered(ddp, SHARDED, "efsignsgd") as state:
         steps(ddp, rank)
         state.set_epoch(3)
-        good = state.state_dict()
+        good = copy.deepcopy(pickle.loads(pickle.dumps(state.state_dict())))
+        before = kept(state)
 
         def loading(change: Callable[[dict[str, Any]], Any]) -> Callable[[], None]:
-            body = {**good, "epoch": 7, "residuals": [dict(row) for row in good["residuals"]]}
+            body = {**good, "epoch": 7, "parts": dict(good["parts"])}
             change(body)
             return lambda: state.load_state_dict(body)
 
-        meta = torch.empty(3, device="meta")
-        strategy = dict(good["strategy"])
+        def row(*values: Any) -> Callable[[], None]:
+            """A checkpoint with this row in the first part."""
+            message = torch.from_numpy(PLAIN.pack([tuple(values)]))
+            return loading(lambda body: body["parts"].update({first: message}))
+
+        first = next(iter(good["parts"]))
+        ones, meta = np.ones(3, np.float32), torch.empty(3, dtype=torch.uint8, device="meta")
+        strategy = json.loads(good["strategy"])
+        strategy["tensors"] = strategy["tensors"][1:]
         cases = {
             "version is a tensor": loading(lambda body: body.update(version=torch.ones(2))),
             "kind is a list": loading(lambda body: body.update(kind=[])),
-            "tensor is a list": loading(lambda body: body["residuals"][0].update(tensor=[])),
-            "site is a list": loading(lambda body: body["residuals"][0].update(site=[])),
-            "values on meta": loading(lambda body: body["residuals"][0].update(values=meta)),
-            "start is huge": loading(lambda body: body["residuals"][0].update(start=2**62)),
+            "tensor is a list": row("residual", [], None, 0, ones),
+            "site is a list": row("residual", "0.weight", [], 0, ones),
+            "start is huge": row("residual", "0.weight", None, 2**62, ones),
+            "a row that is a text": row("residual"),
+            "a held nothing": row("nothing", "0.weight", None, 0, ones),
+            "a part on meta": loading(lambda body: body["parts"].update({first: meta})),
+            "a part that is a text": loading(lambda body: body["parts"].update({first: "a"})),
+            "a part beyond the last": loading(lambda body: body["parts"].update({"840": body["parts"][first]})),
+            "parts is a list": loading(lambda body: body.update(parts=[])),
             "bool as a step": loading(lambda body: body.update(step=True)),
-            "carry of a number": loading(lambda body: body.update(carry={3: torch.ones(3)})),
-            "factors of nothing": loading(lambda body: body.update(factors={"nothing": torch.ones(3)})),
-            "a row that is a text": loading(lambda body: body.update(residuals=["a"])),
-            "strategy is a number": loading(lambda body: body.update(strategy=3)),
-            "strategy of another model": loading(
-                lambda body: body.update(strategy={**strategy, "tensors": strategy["tensors"][1:]})
+            "cluster of no nodes": loading(lambda body: body.update(cluster=[0, 1])),
+            "factors of nothing": loading(
+                lambda body: body.update(factors=torch.from_numpy(PLAIN.pack([("factor", "nothing", None, 0, ones)])))
             ),
+            "strategy is a number": loading(lambda body: body.update(strategy=3)),
+            "strategy of another model": loading(lambda body: body.update(strategy=json.dumps(strategy))),
             "model is None": loading(lambda body: body.update(model=None)),
+            "model is a number": loading(lambda body: body.update(model="3")),
         }
         messages = {what: message_of(action) for what, action in cases.items()}
         now = state.state_dict()
-        same = all(now[key] == good[key] for key in ("step", "epoch", "strategy", "model"))
-        values = zip(now["residuals"], good["residuals"], strict=True)
-        return messages, same and all(torch.equal(a["values"], b["values"]) for a, b in values)
+        return messages, kept(state) == before and all(now[key] == good[key] for key in ("step", "epoch", "strategy"))
+
+
+def kept(state: EspressoState) -> list[tuple[str, int, bytes]]:
+    rows = Checkpoint.parse(state.state_dict()).rows()
+    return [(row.tensor, row.start, row.values.tobytes()) for row in rows]
 
 
 def unwritable(rank: int) -> list[str]:

@@ -104,7 +104,10 @@ def test_foreign_imports_are_declared() -> None:
     """Ours are imported by their whole name: a bare ``comm`` would be a second copy of every module."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(item for name in ("cuda", "mpi") for item in extras[name])]
+    wanted = [
+        *project["dependencies"],
+        *(item for name in ("cuda", "mpi", "plot", "frameworks") for item in extras[name]),
+    ]
     declared = {re.split(r"[>=<\[]", item)[0] for item in wanted} | {"espresso", "cupy", "llvmlite"}
     wrong = []
     for room, path in _files():

@@ -22,6 +22,7 @@ import atexit, gc, json, os, sys
 gc.disable(); atexit.register(gc.freeze)  # not for the test: DDP loads what takes seconds to look through at the end
 import torch, torch.distributed as dist
 import espresso
+from espresso.live.checkpoint import Checkpoint
 from espresso.optim import scale_residuals
 from espresso.optim.exchange import TwoWay
 from espresso.strategies import CompressorSpec
@@ -45,13 +46,12 @@ for rate in rates:
     optimizer.step()
 state.check_replicas()
 kept = {"local": torch.zeros(9000), "server": torch.zeros(9000)}
-for body in state.gather_state_dict()["ranks"]:
-    for row in body["residuals"]:
-        kept[row["site"]][row["start"] : row["start"] + row["values"].numel()] += row["values"]
+for row in Checkpoint.parse(state.gather_state_dict()).rows():
+    kept[row.site.value][row.start : row.start + row.values.size] += torch.from_numpy(row.values)
 dist.all_reduce(moved)
 missing = (weight.detach().double() - start + moved).flatten() / rates[-1]
 off = float((missing - (kept["local"] + kept["server"]) / 2).abs().max())
-sites = {row["site"] for row in state.state_dict()["residuals"]}
+sites = {row.site.value for row in Checkpoint.parse(state.state_dict()).rows()}
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 body = {"env": [os.environ[name] for name in names], "world": dist.get_world_size(), "arguments": sys.argv[1:],
         "servers": state.cluster.num_servers, "colocated": state.cluster.colocated, "sites": sorted(sites),

@@ -110,6 +110,10 @@ class Averaging:
             self._averager.collects_early = True
             self._collect()
 
+    def seal(self) -> None:
+        self._fill_record(self._iteration.num_seen)
+        self._collect()
+
     def waiting_for(self) -> list[str]:
         iteration, known = self._iteration, self._averager.known
         return [self._label(i) for i in range(iteration.num_seen) if i not in iteration.complete and i in known]

@@ -148,6 +148,18 @@ class Executor:
             fail_open([future], settled)
         return future
 
+    def end(self) -> None:
+        """The backward pass has ended: no bucket comes any more. Called where a front cannot tell which is the last."""
+        iteration = self._iteration
+        if iteration is None or iteration.last_seen or self._failure.begun:
+            return
+        iteration.course.seal()
+        with self._lanes.lock:
+            iteration.last_seen = True
+            everything = len(iteration.complete) == iteration.num_seen
+        if everything:
+            self._all_done(iteration, None)
+
     def _begin(self, grad_scale: Callable[[], float | None]) -> None:
         self.conclude()
         if self._iteration is not None:
@@ -196,15 +208,18 @@ class Executor:
         if not everything:
             iteration.hand_over(index)
             return
+        self._all_done(iteration, index)
+
+    def _all_done(self, iteration: Iteration, index: int | None) -> None:
+        """Every bucket is averaged, this one last; None: all of them were handed over before that was known."""
         iteration.run.seal()
         if not self._side.judges_late:
             self._go_on(iteration, index, self._judge(iteration))
         elif iteration.record.assignment.deferred:
             self._lanes.submit("control", partial(self._judge_apart, iteration, index))
         else:
-            with self._lanes.lock:
-                self._unjudged, self._iteration = iteration, None
-            iteration.hand_over(index)
+            self._unjudged = iteration
+            self._complete(iteration, index)
 
     def _judge(self, iteration: Iteration) -> Callable[[], None] | None:
         """Commit or discard the residuals: the same decision everywhere, as the averages are the same."""
@@ -225,7 +240,7 @@ class Executor:
         if self._servers is not None:
             self._servers.settled(record.iteration, record.finite)
 
-    def _judge_apart(self, iteration: Iteration, index: int) -> None:
+    def _judge_apart(self, iteration: Iteration, index: int | None) -> None:
         """On the control thread, where the device may be waited for."""
         try:
             more = self._judge(iteration)
@@ -234,13 +249,15 @@ class Executor:
             return
         self._go_on(iteration, index, more)
 
-    def _go_on(self, iteration: Iteration, index: int, more: Callable[[], None] | None) -> None:
+    def _go_on(self, iteration: Iteration, index: int | None, more: Callable[[], None] | None) -> None:
         if more is None:
             self._complete(iteration, index)
+        elif index is None:  # no future holds backward up meanwhile
+            self._run_more(more, iteration, index)
         else:
             self._lanes.submit("control", partial(self._run_more, more, iteration, index))
 
-    def _run_more(self, more: Callable[[], None], iteration: Iteration, index: int) -> None:
+    def _run_more(self, more: Callable[[], None], iteration: Iteration, index: int | None) -> None:
         iteration.plans = True
         try:
             with iteration.run.aside():
@@ -250,10 +267,11 @@ class Executor:
             return
         self._complete(iteration, index)
 
-    def _complete(self, iteration: Iteration, index: int) -> None:
+    def _complete(self, iteration: Iteration, index: int | None) -> None:
         with self._lanes.lock:
             self._iteration = None
-        iteration.hand_over(index)
+        if index is not None:
+            iteration.hand_over(index)
 
     def conclude(self) -> None:
         """Judge an iteration that is launched but not judged yet: wait for the device, commit or discard residuals.

@@ -35,6 +35,10 @@ class Course(Protocol):
         """Somebody waits before the last bucket is there: complete what can be completed."""
         ...
 
+    def seal(self) -> None:
+        """No bucket comes any more; of those that came none was known to be the last."""
+        ...
+
     def waiting_for(self) -> list[str]:
         """What is under way or queued, in people's words; what is under way first."""
         ...

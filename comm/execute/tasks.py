@@ -76,6 +76,11 @@ class Tasks:
             self._unfinished |= {place[index]: node.bucket for index, node in nodes.items()}
             self._lanes.enqueue(nodes[index] for index in laid.order if index in nodes)
 
+    def seal(self) -> None:
+        """No bucket comes any more: what was held back for the last begins, what was planned after it does not."""
+        self.drop(self.iteration.num_seen)
+        self._open(self._held_back)
+
     def drop(self, first_bucket: int) -> None:
         """Take what has not begun of this bucket and all later ones off the lanes."""
         with self._lanes.lock:
@@ -93,7 +98,9 @@ class Tasks:
         for program in self._of_bucket[bucket.index]:
             program.bind(buffer, now)
         iteration.run.prepared(bucket.index)
-        opened = self._gates(bucket.index)
+        self._open(self._gates(bucket.index))
+
+    def _open(self, opened: list[int]) -> None:
         for index in opened:
             if self._num_open[index] == 0:
                 self._on_done(index)
@@ -141,6 +148,7 @@ class _Queued:
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
         self.waiting_for, self.place, self.is_finite = tasks.waiting_for, tasks.place, tasks.is_finite
+        self.seal = tasks.seal
 
     def hurry(self) -> None:
         """Nothing: buckets are completed as they come."""

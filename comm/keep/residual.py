@@ -17,13 +17,15 @@ gain * e, what the next iteration adds. Everything that leaves this file (``read
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from espresso.comm.memory import Memory
+from espresso.comm.memory import HostMemory, Memory
 from espresso.compressors import Segment, create
 from espresso.compressors.base import Decoding, Encoding, Feedback, Starts
 from espresso.strategies import Run, Site
@@ -42,6 +44,30 @@ def check_storage(storage: str) -> str:
     if storage not in STORAGES:
         raise ValueError(f"residual_dtype must be one of {', '.join(STORAGES)}, got {storage!r}")
     return storage
+
+
+class Loan:
+    """Numbers as they were when they were lent, on the host. Nothing is copied: as long as somebody holds the loan, who
+    lent them writes elsewhere.
+
+    Args:
+        kept: an array, or what ``unpack`` makes one of.
+        gain: what the numbers are multiplied by.
+    """
+
+    def __init__(self, kept: Array, unpack: Callable[[Array], Array] | None = None, gain: float = 1.0) -> None:
+        self.kept, self._unpack, self._gain = kept, unpack, gain
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a stretch of it can only be read with all of it."""
+        return self._unpack is not None
+
+    def read(self, start: int, numel: int) -> Array:
+        """A copy of a stretch. Any thread may ask."""
+        values = self.kept if self._unpack is None else self._unpack(self.kept)
+        found: Array = values[start : start + numel]
+        return found.copy() if self._gain == 1 else found / found.dtype.type(self._gain)
 
 
 class Residual:
@@ -69,6 +95,7 @@ class Residual:
         self.written = False
         self._transactional = transactional
         self._packer = None if storage == FULL else _Packer(memory, runs, starts, self.size, dtype, storage)
+        self._loan: Callable[[], Loan | None] = lambda: None
         self._old = self._room()
         self._new: Array | None = self._room() if transactional else None
         self.num_bytes = self._old.nbytes * (2 if transactional else 1)
@@ -104,6 +131,8 @@ class Residual:
     def settle(self) -> None:
         """The encoder has written everything."""
         if self._packer is not None:
+            if self._new is None:
+                self._take_back()
             self._packer.close(self._old if self._new is None else self._new)
         elif not self._transactional and self._new is not None:
             self.memory.let_go(self._old)
@@ -113,7 +142,7 @@ class Residual:
     def commit(self) -> None:
         """The iteration counts: what was written becomes what is kept, if it is not already."""
         if self.written and self._transactional and self._new is not None:
-            self._old, self._new = self._new, self._old
+            self._old, self._new = self._new, self._room() if self._is_lent() else self._old
         self.written = False
 
     def discard(self) -> None:
@@ -122,6 +151,25 @@ class Residual:
 
     # -- between iterations ----------------------------------------------------------------------
 
+    def lend(self) -> Loan:
+        """What is kept, as it is now: without a copy on the host, as one from a device."""
+        if not isinstance(self.memory, HostMemory):
+            return Loan(self.read(0, self.size))
+        held = self._loan()
+        if held is None or held.kept is not self._old:
+            held = Loan(self._old, None if self._packer is None else self._packer.unpacked, self.gain)
+            self._loan = weakref.ref(held)
+        return held
+
+    def _is_lent(self) -> bool:
+        held = self._loan()
+        return held is not None and held.kept is self._old
+
+    def _take_back(self) -> None:
+        """Before what is kept is changed in place."""
+        if self._is_lent():
+            self._old = self._old.copy()
+
     def read(self, start: int, numel: int) -> Array:
         """A copy of what is kept of a stretch, on the host."""
         values = self.memory.read(self.old, start, numel)
@@ -129,18 +177,21 @@ class Residual:
 
     def add(self, start: int, values: Array) -> None:
         """Add host numbers to what is kept of a stretch; one more rounding where it is packed."""
+        self._take_back()
         kept = self.old
         self.memory.add(kept, start, values if self.gain == 1 else values * values.dtype.type(self.gain))
         self.old = kept
 
     def scale(self, start: int, numel: int, factor: float) -> None:
         """Multiply what is kept of a stretch; the same."""
+        self._take_back()
         kept = self.old
         kept[start : start + numel] *= factor
         self.old = kept
 
     def clear(self) -> None:
         """Keep nothing."""
+        self._take_back()
         kept = self.old
         kept[:] = 0
         self.old = kept

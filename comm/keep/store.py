@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from espresso.comm.keep.residual import FULL, Residual, check_storage
+from espresso.comm.keep.residual import FULL, Loan, Residual, check_storage
 from espresso.comm.memory import HOST, Memory
 from espresso.compressors.base import Correction
 from espresso.strategies import Bucket, Run, Site
@@ -40,6 +41,33 @@ Address = tuple[str, Site]
 
 Piece = tuple[int, Array, int]
 """(first element within the tensor, values, replica number: only replica 0 carries)."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive numbers of a tensor that are kept, as they were when they were lent.
+
+    Attributes:
+        site: None for what is carried.
+        start: the first element within the tensor.
+        at: where they begin in the loan.
+    """
+
+    tensor: str
+    site: Site | None
+    start: int
+    numel: int
+    replica: int
+    loan: Loan
+    at: int = 0
+
+    def read(self) -> Array:
+        """A copy of the numbers."""
+        return self.loan.read(self.at, self.numel)
+
+    def cut(self, low: int, high: int) -> Stretch:
+        """From its element ``low`` to before ``high``."""
+        return replace(self, start=self.start + low, at=self.at + low, numel=high - low)
 
 
 class Remote(Protocol):
@@ -166,20 +194,39 @@ class ResidualStore:
         for tensor in self.carry.keys() & factors.keys():
             self.carry[tensor] *= factors[tensor]
         for (tensor, _), parts in self._waiting.items():
-            for _, values, _ in parts if tensor in factors else ():
-                values *= factors[tensor]
+            if tensor in factors:  # not in place: the arrays may be lent
+                parts[:] = [(start, values * factors[tensor], replica) for start, values, replica in parts]
         if self.remote is not None:
             self.remote.rescale(factors)
 
+    def lend(self) -> list[Stretch]:
+        """All residuals, those waiting for a plan and the servers' included, and what is carried, as they are now.
+
+        Nothing that is in use on the host is copied.
+        """
+        found = []
+        for residual in self._live:
+            loan = residual.lend()
+            for _, run, at in _stretches([residual]):
+                stretch = Stretch(run.tensor, residual.site, run.tensor_start, run.numel, residual.replica, loan, at)
+                found.append(stretch)
+        for kept in (self._waiting, {} if self.remote is None else self.remote.snapshot()):
+            for (tensor, site), parts in kept.items():
+                found += [Stretch(tensor, site, start, v.size, replica, Loan(v)) for start, v, replica in parts]
+        found += [Stretch(tensor, None, 0, v.size, 0, Loan(v.copy())) for tensor, v in self.carry.items()]
+        return found
+
     def snapshot(self) -> tuple[dict[Address, list[Piece]], dict[str, Array]]:
-        """Copies of all residuals, those still waiting for a plan included, and of what is carried."""
-        pieces = self._export(self._live)
-        for address, parts in self._waiting.items():
-            pieces.setdefault(address, []).extend(parts)
-        if self.remote is not None:
-            for address, parts in self.remote.snapshot().items():
-                pieces.setdefault(address, []).extend(parts)
-        return pieces, {tensor: values.copy() for tensor, values in self.carry.items()}
+        """Copies of all of that, by address, and of what is carried."""
+        pieces: dict[Address, list[Piece]] = {}
+        carry: dict[str, Array] = {}
+        for stretch in self.lend():
+            if stretch.site is None:
+                carry[stretch.tensor] = stretch.read()
+            else:
+                piece = (stretch.start, stretch.read(), stretch.replica)
+                pieces.setdefault((stretch.tensor, stretch.site), []).append(piece)
+        return pieces, carry
 
     def load(
         self, pieces: Mapping[Address, Sequence[Piece]], carry: Mapping[str, Array], numels: Mapping[str, int]

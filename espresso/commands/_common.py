@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
 
+from espresso.show.gantt import IMAGE_FORMATS
 from espresso.strategies import CompressorSpec
 
 if TYPE_CHECKING:
@@ -226,7 +228,8 @@ def check_output(path: Path | None, *endings: str) -> None:
     """Find out before the work, not after it, that a result cannot be written.
 
     Raises:
-        UserError: no such folder, a folder itself, no permission, or another ending than one of ``endings``.
+        UserError: no such folder, a folder itself, no permission, another ending than one of ``endings``, or nothing
+            to draw a picture with.
     """
     if path is None:
         return
@@ -239,3 +242,5 @@ def check_output(path: Path | None, *endings: str) -> None:
         raise UserError(f"{path}: the folder {folder} does not exist")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise UserError(f"{path}: no permission to write there")
+    if path.suffix.lower() in IMAGE_FORMATS and find_spec("matplotlib") is None:
+        raise UserError(f"{path}: pictures need Matplotlib: python -m pip install 'espresso-ddp[plot]'")

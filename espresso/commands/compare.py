@@ -18,6 +18,7 @@ from espresso.commands._common import (
     user_errors,
     working,
 )
+from espresso.show.gantt import IMAGE_FORMATS
 
 
 @user_errors
@@ -37,7 +38,7 @@ def compare(
     from espresso.show.report import prediction_table
 
     specs = parse_compressors(compressor)
-    check_output(plot, ".png", ".pdf", ".svg")
+    check_output(plot, *IMAGE_FORMATS)
     loaded = Job.load(job)
     with working(f"Predicting {loaded.model}") as progress:
         skip_blas()

@@ -1,36 +1,46 @@
 """What a job keeps between two runs, and its form in a checkpoint: read whole, checked whole, then taken over.
 
-A ``state_dict()`` is one rank's; loading another rank's is an error. A gathered one holds all ranks' and can be
-loaded by any number of ranks: a residual acts on the *average*, so with P' instead of P ranks it is scaled by P'/P, and
-the rank that takes it over adds it to its own contribution.
+Residuals are addends: every rank keeps its own, and their sum over ranks acts on the average. So a checkpoint is cut
+into ``NUM_PARTS`` parts, whatever the number of ranks; a rank saves those that are its own, and loads those that are::
+
+    version, kind, model, cluster, step, epoch, strategy, factors     the same on every rank
+    parts                                                            by number: addends of rank  number * P // NUM_PARTS
+
+That is what ``torch.distributed.checkpoint`` needs: names that are known before a file is opened, each saved by one
+rank. On the cluster that saved it a rank finds exactly what it kept. On another, what it finds becomes an addend of
+its own: P' ranks instead of P scale it by P'/P, which keeps its effect on the average. What several ranks hold alike is
+saved once.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from espresso.comm.keep.store import Address, Array, Piece
+from espresso.comm.errors import ProtocolError
+from espresso.comm.keep.store import Address, Array, Piece, Stretch
+from espresso.comm.messages import PLAIN
 from espresso.compressors.schedule import check_choices
-from espresso.strategies import Site, Strategy, StrategyError, TensorSpec
-from espresso.strategies.fields import shown
+from espresso.strategies import Cluster, Site, Strategy, StrategyError, TensorSpec
+from espresso.strategies.fields import parse, shown
 
-VERSION = 2
+VERSION = 3
+KIND = "espresso"
+NUM_PARTS = 840
+"""Divisible by every number of ranks up to 8, and by most that people use; no more ranks than that save parts."""
+
 MOST = 2**62
 """Counters of a checkpoint stay below this."""
 
-_RANK, _GATHERED = "espresso-rank", "espresso-gathered"
-_ROW_KEYS = {"tensor", "site", "start", "replica", "values"}
-_KEYS = {
-    "version", "kind", "rank", "num_ranks", "model", "step", "epoch", "strategy",
-    "residuals", "carry", "velocities", "velocity_carry", "factors",
-}  # fmt: skip
-_FLOATS = (torch.float16, torch.float32, torch.float64)
+RESIDUAL, VELOCITY, FACTOR = "residual", "velocity", "factor"
+
+_KEYS = {"version", "kind", "model", "cluster", "step", "epoch", "strategy", "factors", "parts"}
 
 
 class CheckpointError(ValueError):
@@ -39,7 +49,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Stored:
-    """What one store of a rank holds.
+    """What a store takes over.
 
     Attributes:
         pieces: by (tensor, site): (first element, values, replica).
@@ -49,120 +59,166 @@ class Stored:
     pieces: Mapping[Address, Sequence[Piece]] = field(default_factory=dict)
     carry: Mapping[str, Array] = field(default_factory=dict)
 
-    def to_dict(self, held: str, carried: str) -> dict[str, Any]:
-        """The two entries of a checkpoint."""
-        rows = [
-            {"tensor": name, "site": site.value, "start": start, "replica": replica, "values": torch.from_numpy(values)}
-            for (name, site), parts in self.pieces.items()
-            for start, values, replica in parts
-        ]
-        return {held: rows, carried: {name: torch.from_numpy(values) for name, values in self.carry.items()}}
 
-    @classmethod
-    def parse(cls, body: Mapping[str, Any], held: str, carried: str) -> Stored:
-        """Read the two entries, or raise CheckpointError."""
-        pieces: dict[Address, list[Piece]] = {}
-        for row in _entry(body, held, list):
-            if not isinstance(row, dict) or set(row) != _ROW_KEYS:
-                wanted = ", ".join(sorted(_ROW_KEYS))
-                raise CheckpointError(f"a residual should have the entries {wanted}: {shown(row)}")
-            name, what = _name(row["tensor"]), f"residual of {row['tensor']!r}"
-            sites = {site.value: site for site in Site}
-            if not isinstance(row["site"], str) or row["site"] not in sites:
-                raise CheckpointError(f"{what}: unknown site {shown(row['site'])}")
-            start, replica = (_count(row[entry], f"{what}: {entry}") for entry in ("start", "replica"))
-            pieces.setdefault((name, sites[row["site"]]), []).append((start, _values(what, row["values"]), replica))
-        return cls(pieces, _arrays(body, carried))
+@dataclass(frozen=True)
+class Row:
+    """Consecutive numbers of a tensor in a checkpoint.
 
-    def check_model(self, numels: Mapping[str, int], what: str) -> None:
-        """Whether all of it lies inside the model's tensors; else CheckpointError."""
-        for (name, _), parts in self.pieces.items():
-            end = max(start + values.size for start, values, _ in parts)
-            if end > numels.get(name, -1):
-                raise CheckpointError(f"residual of {name!r} ends at {end}, outside the model's tensor")
-        for name, values in self.carry.items():
-            if values.size != numels.get(name):
-                raise CheckpointError(f"{what} of {name!r} has {values.size} elements, unlike the model's tensor")
+    Attributes:
+        held: ``residual``, ``velocity`` or ``factor``.
+        site: None for what is carried.
+        start: the first element within the tensor.
+    """
+
+    held: str
+    tensor: str
+    site: Site | None
+    start: int
+    values: Array
+
+
+class Part:
+    """Rows of a checkpoint: what a rank keeps, or what was read. Nothing is copied before it is pickled; it is its own
+    copy.
+
+    Pickled it is a tensor of bytes: one message (:mod:`espresso.comm.messages`) of rows (held, tensor, site, start,
+    values).
+
+    Args:
+        kept: stretches, each with what it is: ``residual``, ``velocity`` or ``factor``.
+        read: or such a tensor.
+    """
+
+    def __init__(self, kept: Iterable[tuple[str, Stretch]] = (), read: Any = None) -> None:
+        self.kept, self._read = tuple(kept), read
+
+    def packed(self) -> torch.Tensor:
+        """Its bytes."""
+        if self._read is not None:
+            found: torch.Tensor = self._read
+            return found
+        rows = [(held, s.tensor, None if s.site is None else s.site.value, s.start, s.read()) for held, s in self.kept]
+        return torch.from_numpy(PLAIN.pack(rows))
+
+    def rows(self, what: str) -> list[Row]:
+        """What it holds.
+
+        Raises:
+            CheckpointError: it is malformed; ``what`` names it.
+        """
+        if self._read is None:
+            return [Row(held, s.tensor, s.site, s.start, s.read()) for held, s in self.kept]
+        rows = _message(self._read, what)
+        if not isinstance(rows, list):
+            raise CheckpointError(f"{what} should be a list of rows, got {shown(rows)}")
+        return [_row(row) for row in rows]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = torch.Tensor.__reduce_ex__
+        return reduced(self.packed(), protocol)
+
+    def __deepcopy__(self, memo: Any) -> Part:
+        return self
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank among those that save together."""
+
+    rank: int
+    num_ranks: int
+
+    @property
+    def parts(self) -> range:
+        """The numbers of its parts.
+
+        Raises:
+            CheckpointError: there are more ranks than parts.
+        """
+        if self.num_ranks > NUM_PARTS:
+            raise CheckpointError(f"checkpoints are cut into {NUM_PARTS} parts, which {self.num_ranks} ranks exceed")
+        first, end = (-(-rank * NUM_PARTS // self.num_ranks) for rank in (self.rank, self.rank + 1))
+        return range(first, end)
+
+
+def cut(stretches: Iterable[tuple[str, Stretch]], num_parts: int) -> list[Part]:
+    """Deal stretches out in order, equally much to each part. What is packed is not cut."""
+    kept = [(held, stretch) for held, stretch in stretches if stretch.numel and not stretch.replica]
+    total = sum(stretch.numel for _, stretch in kept)
+    shares: list[list[tuple[str, Stretch]]] = [[] for _ in range(num_parts)]
+    position = 0
+    for held, stretch in kept:
+        low = 0
+        while low < stretch.numel:
+            number = position * num_parts // total
+            left = -(-(number + 1) * total // num_parts) - position
+            size = stretch.numel - low if stretch.loan.is_packed else min(left, stretch.numel - low)
+            shares[number].append((held, stretch.cut(low, low + size)))
+            low, position = low + size, position + size
+    return [Part(share) for share in shares]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What one rank keeps.
+    """What a rank goes on with.
 
     Attributes:
-        model: a digest of the parameters' names, shapes and dtypes.
         step: the number of the next iteration.
         strategy: the one that was decided; None before.
         factors: of compressors of several rounds, by tensor; equal on all ranks.
+        dropped: what the checkpoint has and the model cannot take, in people's words.
     """
 
-    rank: int
-    num_ranks: int
-    model: str
     step: int = 0
     epoch: int | None = None
     strategy: Strategy | None = None
     residuals: Stored = Stored()
     velocities: Stored = Stored()
     factors: Mapping[str, Array] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Tensors and plain values."""
-        return {
-            "version": VERSION,
-            "kind": _RANK,
-            "rank": self.rank,
-            "num_ranks": self.num_ranks,
-            "model": self.model,
-            "step": self.step,
-            "epoch": self.epoch,
-            "strategy": None if self.strategy is None else self.strategy.to_json(),
-            **self.residuals.to_dict("residuals", "carry"),
-            **self.velocities.to_dict("velocities", "velocity_carry"),
-            "factors": {name: torch.from_numpy(values) for name, values in self.factors.items()},
-        }
-
-    @classmethod
-    def parse(cls, body: Any) -> Kept:
-        """Read one rank's checkpoint, or raise CheckpointError."""
-        _check_kind(body, (_RANK,))
-        if set(body) != _KEYS:
-            odd = min(map(shown, set(body) ^ _KEYS))
-            raise CheckpointError(f"the checkpoint has an unknown or missing entry {odd}")
-        return cls(
-            rank=_count(body["rank"], "entry 'rank'"),
-            num_ranks=_count(body["num_ranks"], "entry 'num_ranks'"),
-            model=_entry(body, "model", str),
-            step=_count(body["step"], "entry 'step'"),
-            epoch=None if body["epoch"] is None else _count(body["epoch"], "entry 'epoch'"),
-            strategy=_strategy(body["strategy"]),
-            residuals=Stored.parse(body, "residuals", "carry"),
-            velocities=Stored.parse(body, "velocities", "velocity_carry"),
-            factors=_arrays(body, "factors"),
-        )
-
-    def check_model(self, tensors: Sequence[TensorSpec]) -> None:
-        """Whether strategy, residuals and factors fit these tensors; else CheckpointError."""
-        numels = {tensor.name: tensor.numel for tensor in tensors}
-        self.residuals.check_model(numels, "carry")
-        self.velocities.check_model(numels, "velocity_carry")
-        for name, values in self.factors.items():
-            if values.size > numels.get(name, -1):
-                raise CheckpointError(f"factors of {name!r} have {values.size} elements, unlike the model's tensor")
-        try:
-            if self.strategy is not None:
-                self.strategy.check_model(tuple(tensors), self.strategy.cluster)
-                check_choices(self.strategy)
-        except ValueError as error:
-            raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One rank's, or all ranks'."""
+    """A checkpoint: one rank's parts, those of several, or all.
 
-    ranks: tuple[Kept, ...]
-    is_gathered: bool = False
+    Attributes:
+        model: the tensors whose gradients were averaged.
+        cluster: (nodes, ranks per node) of the job that saved it.
+        factors: as in :class:`Kept`.
+        parts: by number; each is read when it is taken over.
+    """
+
+    model: tuple[TensorSpec, ...]
+    cluster: tuple[int, int] = (1, 1)
+    step: int = 0
+    epoch: int | None = None
+    strategy: Strategy | None = None
+    factors: Part = field(default_factory=Part)
+    parts: Mapping[int, Part] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """That saved it."""
+        return self.cluster[0] * self.cluster[1]
+
+    def with_parts(self, numbers: Iterable[int]) -> Checkpoint:
+        """With these parts alone; those that it has not are empty."""
+        return replace(self, parts={number: self.parts.get(number, Part()) for number in numbers})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What :meth:`parse` reads: texts, numbers, and leaves that become tensors of bytes when they are pickled."""
+        return {
+            "version": VERSION,
+            "kind": KIND,
+            "model": json.dumps([[tensor.name, list(tensor.shape), tensor.dtype] for tensor in self.model]),
+            "cluster": list(self.cluster),
+            "step": self.step,
+            "epoch": self.epoch,
+            "strategy": None if self.strategy is None else json.dumps(self.strategy.to_json()),
+            "factors": self.factors,
+            "parts": {str(number): part for number, part in self.parts.items()},
+        }
 
     @classmethod
     def parse(cls, body: Any) -> Checkpoint:
@@ -171,86 +227,116 @@ class Checkpoint:
         Raises:
             CheckpointError: it is malformed, says what.
         """
-        _check_kind(body, (_RANK, _GATHERED))
-        if body["kind"] == _RANK:
-            return cls((Kept.parse(body),))
-        ranks = body.get("ranks")
-        if not isinstance(ranks, list) or not ranks:
-            raise CheckpointError("the gathered checkpoint holds no ranks")
-        found = tuple(map(Kept.parse, ranks))
-        for number, kept in enumerate(found):
-            if (kept.rank, kept.num_ranks) != (number, len(found)):
-                raise CheckpointError(f"place {number} of {len(found)} holds rank {kept.rank} of {kept.num_ranks}")
-        return cls(found, is_gathered=True)
+        if not isinstance(body, Mapping) or body.get("kind") != KIND:
+            raise CheckpointError(f"this is not an espresso state_dict (it has no kind {KIND!r})")
+        version = body.get("version")
+        if type(version) is not int or version != VERSION:
+            raise CheckpointError(f"checkpoint version {shown(version)} is not supported; this version reads {VERSION}")
+        if set(body) != _KEYS:
+            odd = min(map(shown, set(body) ^ _KEYS))
+            raise CheckpointError(f"the checkpoint has an unknown or missing entry {odd}")
+        return cls(
+            model=_tensors(body["model"]),
+            cluster=_cluster(body["cluster"]),
+            step=_count(body["step"], "entry 'step'"),
+            epoch=None if body["epoch"] is None else _count(body["epoch"], "entry 'epoch'"),
+            strategy=_strategy(body["strategy"]),
+            factors=_part(body["factors"]),
+            parts=_parts(body["parts"]),
+        )
 
-    def to_dict(self) -> dict[str, Any]:
-        """What :meth:`parse` reads."""
-        ranks = [kept.to_dict() for kept in self.ranks]
-        if not self.is_gathered:
-            return ranks[0]
-        return {"version": VERSION, "kind": _GATHERED, "model": self.ranks[0].model, "ranks": ranks}
+    def rows(self, numbers: Iterable[int] | None = None) -> list[Row]:
+        """What these parts hold; all of them, if None.
 
-    def of(self, rank: int, num_ranks: int, model: str, tensors: Sequence[TensorSpec]) -> Kept:
+        Raises:
+            CheckpointError: a part is malformed.
+        """
+        numbers = self.parts if numbers is None else numbers
+        return [row for number in numbers for row in self.parts[number].rows(f"part {number}")]
+
+    def of(self, place: Place, cluster: Cluster, tensors: Sequence[TensorSpec], *, strict: bool = True) -> Kept:
         """What a rank of a job takes over.
+
+        Args:
+            strict: refuse a checkpoint of another model; else keep what fits by name and shape.
 
         Raises:
             CheckpointError: another rank's, or of another model.
         """
-        for kept in self.ranks:
-            if kept.model != model:
-                raise CheckpointError("the checkpoint is of a model with other parameters (names, shapes or dtypes)")
-        first = self.ranks[0]
-        if not self.is_gathered and (first.rank, first.num_ranks) != (rank, num_ranks):
+        missing = [number for number in place.parts if number not in self.parts]
+        if missing:
+            owner = next(iter(self.parts), 0) * self.num_ranks // NUM_PARTS
             raise CheckpointError(
-                f"the checkpoint is of rank {first.rank} of {first.num_ranks}, this is rank {rank} of"
-                f" {num_ranks}; load this rank's own, or one made by gather_state_dict()"
+                f"the checkpoint is of rank {owner} of {self.num_ranks}, this is rank {place.rank} of"
+                f" {place.num_ranks}; load this rank's own, one made by gather_state_dict(), or with"
+                " torch.distributed.checkpoint"
             )
-        for kept in self.ranks:
-            kept.check_model(tensors)
-        if not self.is_gathered:
-            return first
-        if len(self.ranks) == num_ranks:
-            mine = self.ranks[rank]
-            residuals, velocities = mine.residuals, mine.velocities
-        else:
-            scale, dealt = num_ranks / len(self.ranks), self.ranks[rank::num_ranks]
-            residuals = _resized((kept.residuals for kept in dealt), scale)
-            velocities = _resized((kept.velocities for kept in dealt), scale)
+        dropped = self._differences(tensors)
+        if strict and dropped:
+            raise CheckpointError(
+                f"the checkpoint is of a model with other parameters (names, shapes or dtypes): {dropped[0]}"
+            )
+        there = {tensor.name: tensor.shape for tensor in self.model}
+        fitting = {tensor.name: tensor.numel for tensor in tensors if there.get(tensor.name) == tensor.shape}
+        rows, factors = self.rows(place.parts), self.factors.rows("entry 'factors'")
+        _check_rows(rows + factors, {tensor.name: tensor.numel for tensor in self.model})
+        rows = [row for row in rows if row.tensor in fitting]
+        if self.cluster != cluster.shape:  # an addend of this rank's own, scaled to keep the average
+            scale = cluster.num_ranks / self.num_ranks
+            rows = [
+                replace(row, site=row.site and Site.LOCAL, values=row.values * row.values.dtype.type(scale))
+                for row in rows
+            ]
         return Kept(
-            rank, num_ranks, model, first.step, first.epoch, first.strategy, residuals, velocities, first.factors
+            step=self.step,
+            epoch=self.epoch,
+            strategy=None if dropped else self.strategy,
+            residuals=_stored(rows, RESIDUAL, fitting),
+            velocities=_stored(rows, VELOCITY, fitting),
+            factors={row.tensor: row.values for row in factors if row.tensor in fitting},
+            dropped=tuple(dropped),
         )
 
+    def _differences(self, tensors: Sequence[TensorSpec]) -> list[str]:
+        """What the checkpoint's model has and this one has not, and what does not fit of the strategy."""
+        ours = {tensor.name: tensor for tensor in tensors}
+        found = []
+        for theirs in self.model:
+            mine = ours.get(theirs.name)
+            if mine is None:
+                found.append(f"{theirs.name!r} is not in the model")
+            elif (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                here, there = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (mine, theirs))
+                found.append(f"{theirs.name!r} is {there} in the checkpoint, {here} in the model")
+        known = {tensor.name for tensor in self.model}
+        new = [tensor.name for tensor in tensors if tensor.name not in known]
+        if new or found:
+            found.append(f"the strategy is for another model{f', without {new[0]!r}' if new else ''}")
+        elif self.strategy is not None:
+            try:
+                self.strategy.check_model(tuple(tensors), self.strategy.cluster)
+                check_choices(self.strategy)
+            except ValueError as error:
+                raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
+        return found
 
-def _resized(dealt: Iterable[Stored], scale: float) -> Stored:
-    """What other ranks answered for, as this rank's own contribution, scaled to keep the average."""
-    carry: dict[str, Array] = {}
+
+def _stored(rows: Iterable[Row], held: str, numels: Mapping[str, int]) -> Stored:
+    """Pieces by address; what is carried, in one array for each tensor."""
     pieces: dict[Address, list[Piece]] = {}
-    for stored in dealt:
-        for (name, _), parts in stored.pieces.items():
-            for start, values, replica in parts:
-                if replica == 0:
-                    pieces.setdefault((name, Site.LOCAL), []).append((start, values * values.dtype.type(scale), 0))
-        for name, values in stored.carry.items():
-            scaled = values * scale
-            carry[name] = carry[name] + scaled if name in carry else scaled
+    carry: dict[str, Array] = {}
+    for row in rows:
+        if row.held != held:
+            continue
+        if row.site is not None:
+            pieces.setdefault((row.tensor, row.site), []).append((row.start, row.values, 0))
+            continue
+        whole = carry.setdefault(row.tensor, np.zeros(numels[row.tensor], row.values.dtype))
+        whole[row.start : row.start + row.values.size] += row.values
     return Stored(pieces, carry)
 
 
 # -- reading entries ---------------------------------------------------------------------------------
-
-
-def _check_kind(body: Any, kinds: Sequence[str]) -> None:
-    if not isinstance(body, dict) or not isinstance(body.get("kind"), str) or body["kind"] not in kinds:
-        raise CheckpointError(f"this is not an espresso state_dict (it has no kind {' or '.join(map(repr, kinds))})")
-    version = body.get("version")
-    if type(version) is not int or version != VERSION:
-        raise CheckpointError(f"checkpoint version {shown(version)} is not supported; this version reads {VERSION}")
-
-
-def _entry(body: Mapping[str, Any], entry: str, kind: type) -> Any:
-    if not isinstance(body[entry], kind):
-        raise CheckpointError(f"entry {entry!r} should be {kind.__name__}, got {shown(body[entry])}")
-    return body[entry]
 
 
 def _count(value: Any, what: str) -> int:
@@ -259,35 +345,93 @@ def _count(value: Any, what: str) -> int:
     return value
 
 
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise CheckpointError(f"a tensor's name should be str, got {shown(value)}")
-    return value
+def _cluster(body: Any) -> tuple[int, int]:
+    if not isinstance(body, list | tuple) or len(body) != 2:
+        raise CheckpointError(f"entry 'cluster' should be nodes and ranks per node, got {shown(body)}")
+    nodes, per_node = (_count(value, "entry 'cluster'") for value in body)
+    if not nodes or not per_node:
+        raise CheckpointError(f"entry 'cluster' should be nodes and ranks per node, got {shown(body)}")
+    return nodes, per_node
 
 
-def _arrays(body: Mapping[str, Any], entry: str) -> dict[str, Array]:
-    return {_name(name): _values(f"{entry} of {name!r}", v) for name, v in _entry(body, entry, dict).items()}
+def _text(body: Any, entry: str) -> Any:
+    if not isinstance(body, str):
+        raise CheckpointError(f"entry {entry!r} should be a text, got {shown(body)}")
+    try:
+        return parse(body.encode())
+    except ValueError as error:
+        raise CheckpointError(f"entry {entry!r}: {error}") from error
 
 
-def _values(what: str, values: Any) -> Array:
-    """A copy of the numbers of a tensor."""
-    if not isinstance(values, torch.Tensor) or values.dim() != 1 or values.dtype not in _FLOATS:
-        raise CheckpointError(f"{what}: the values should be a floating-point tensor of one dimension")
-    if values.is_meta or values.layout is not torch.strided:
-        raise CheckpointError(f"{what}: the values are on the meta device or sparse; the checkpoint holds no numbers")
-    if values.numel() * values.element_size() > values.untyped_storage().nbytes():
-        raise CheckpointError(f"{what}: the tensor claims {values.numel()} numbers and does not hold them")
-    found: Array = values.detach().cpu().numpy().copy()
-    if not np.isfinite(found).all():
-        raise CheckpointError(f"{what}: the values are not finite; the checkpoint is damaged")
-    return found
+def _tensors(body: Any) -> tuple[TensorSpec, ...]:
+    rows = _text(body, "model")
+    try:
+        return tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in rows)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"entry 'model' is not a list of tensors ({error})") from error
 
 
 def _strategy(body: Any) -> Strategy | None:
     try:
-        return None if body is None else Strategy.from_json(body)
+        return None if body is None else Strategy.from_json(_text(body, "strategy"))
     except StrategyError as error:
         raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
+
+
+def _message(body: Any, what: str) -> Any:
+    if not isinstance(body, torch.Tensor) or body.dim() != 1 or body.dtype is not torch.uint8:
+        raise CheckpointError(f"{what} should be a tensor of bytes, got {shown(body)}")
+    if body.is_meta or body.layout is not torch.strided or body.numel() > body.untyped_storage().nbytes():
+        raise CheckpointError(f"{what} is a tensor that holds no bytes")
+    try:
+        return PLAIN.unpack(body.detach().cpu().contiguous().numpy())
+    except (ProtocolError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{what} is damaged ({error})") from error
+
+
+def _part(body: Any) -> Part:
+    return body if isinstance(body, Part) else Part(read=body)
+
+
+def _parts(body: Any) -> dict[int, Part]:
+    if not isinstance(body, Mapping):
+        raise CheckpointError(f"entry 'parts' should be a dictionary, got {shown(body)}")
+    found = {}
+    for name, part in body.items():
+        number = int(name) if isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) < 4 else -1
+        if not 0 <= number < NUM_PARTS:
+            raise CheckpointError(f"there is no part {shown(name)}; parts are '0' to '{NUM_PARTS - 1}'")
+        found[number] = _part(part)
+    return found
+
+
+_SITES: dict[Any, Site | None] = {None: None, **{site.value: site for site in Site}}
+
+
+def _row(row: Any) -> Row:
+    match row:
+        case ("residual" | "velocity" | "factor" as held, str(tensor), None | str() as site, start, values):
+            what = f"{held} of {tensor!r}"
+            if site not in _SITES:
+                raise CheckpointError(f"{what}: unknown site {shown(site)}")
+            return Row(held, tensor, _SITES[site], _count(start, f"{what}: start"), _values(what, values))
+    raise CheckpointError(f"a row should be (held, tensor, site, start, values): {shown(row)}")
+
+
+def _values(what: str, values: Any) -> Array:
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind != "f":
+        raise CheckpointError(f"{what}: the values should be floating-point numbers of one dimension")
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{what}: the values are not finite; the checkpoint is damaged")
+    return values
+
+
+def _check_rows(rows: Iterable[Row], numels: Mapping[str, int]) -> None:
+    for row in rows:
+        if row.start + row.values.size > numels.get(row.tensor, -1):
+            raise CheckpointError(
+                f"{row.held} of {row.tensor!r} ends at {row.start + row.values.size}, outside the model's tensor"
+            )
 
 
 # -- beside it ---------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link, connected
 from espresso.comm.witness import worded
-from espresso.compressors.schedule import Follower, Schedule, check_choices, translate
+from espresso.compressors.schedule import Follower, Schedule, check_choices
 from espresso.diagnosis.overlap import predicted_overlap
 from espresso.live.artifacts import Artifacts, ProfileMarks
-from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept, Stored, checksum
+from espresso.live.checkpoint import checksum
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.given import Given
@@ -116,6 +116,7 @@ class Session:
             self.recorder = Recorder(self.groups)
             self.search: OnlineSearch | None = None
             self._overlap_of: tuple[Strategy, float] | None = None
+            self._flushing: Assignment | None = None
             self.decider: Decider = self._make_decider()
             servers = None if client is None else self._link(client)
             self.executor: Executor = self.runtime.executor(
@@ -263,15 +264,21 @@ class Session:
         """What an iteration runs, by the compressors that are in force in it."""
         if self.follower.moves(iteration):
             self.decider.follow(self.follower.in_force)
-        return self.decider.assign(iteration)
+        return self._flushing or self.decider.assign(iteration)
 
     def after(self, record: Record) -> Work | None:
         """Take note of an iteration. What is returned runs while all ranks are inside the same hook call."""
         self.observer.take(record)
         self.recorder.take(record)
+        flushed = record.assignment is self._flushing
+        if flushed and record.finite:
+            self._flushing = None
         if not self.decider.decided:
             self._marks.mark(record.iteration + 1)
-        works = [self.decider.after(record), self.recorder.look if self.recorder.looks(record.iteration) else None]
+        works = [
+            None if flushed else self.decider.after(record),
+            self.recorder.look if self.recorder.looks(record.iteration) else None,
+        ]
         if self.decider.decided and self.artifacts.due(record, self.decider.strategy):
             job = None if self.search is None else self.search.job
             works.append(partial(self.artifacts.leave, record, self.decider.strategy, job))
@@ -283,11 +290,22 @@ class Session:
 
     # -- between two iterations ----------------------------------------------------------------------
 
+    @property
+    def flushes(self) -> bool:
+        """Whether what is owed goes with the next gradients."""
+        return self._flushing is not None
+
+    def flush(self) -> None:
+        """Send all that is owed in the next iteration that counts: it is uncompressed, and the decider skips it."""
+        plain = Strategy.uniform(self.model.tensors, self.groups.cluster, partition_bytes=0)
+        self._flushing = Assignment(plain)
+
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""
-        self._adopt(strategy, self._check(strategy), self.executor.next_step, self.follower.epoch)
+        self.adopt(strategy, self.check(strategy), self.executor.next_step, self.follower.epoch)
 
-    def _check(self, strategy: Strategy) -> Schedule:
+    def check(self, strategy: Strategy) -> Schedule:
+        """How a strategy's compressors change; ValueError if this job cannot run it."""
         strategy.check_model(self.model.tensors, self.groups.cluster)
         check_choices(strategy)
         schedule = Schedule(strategy.compressors)
@@ -299,7 +317,8 @@ class Session:
             )
         return schedule
 
-    def _adopt(self, strategy: Strategy, schedule: Schedule, step: int, epoch: int | None) -> None:
+    def adopt(self, strategy: Strategy, schedule: Schedule, step: int, epoch: int | None) -> None:
+        """Carry out a strategy that was checked, from ``step`` on."""
         self.codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self.model.tensors})
         self.follower = self.follower.following(schedule, step, epoch)
         self.decider = FixedPlanner(strategy, self.groups, self.follower.in_force)
@@ -325,67 +344,6 @@ class Session:
                 if value != everybody[0][name]:
                     raise DisagreementError(f"parameter {name!r} on rank {rank} differs from rank 0: replicas diverged")
 
-    # -- what is kept --------------------------------------------------------------------------------
-
-    def kept(self) -> Kept:
-        """Copies of all that this rank would go on with after a restart."""
-        self.executor.conclude()
-        return Kept(
-            rank=self.groups.rank,
-            num_ranks=self.groups.num_ranks,
-            model=self.model.digest,
-            step=self.executor.next_step,
-            epoch=self.follower.epoch,
-            strategy=self.decider.strategy if self.decider.decided else None,
-            residuals=Stored(*self.store.snapshot()),
-            velocities=Stored() if self.velocities is None else Stored(*self.velocities.snapshot()),
-            factors=self.factors.snapshot(),
-        )
-
-    def gathered(self) -> Checkpoint:
-        """All ranks', on every rank. Collective."""
-        ranks = self.groups.all_objects(self.kept().to_dict())
-        return Checkpoint(tuple(map(Kept.parse, ranks)), is_gathered=True)
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            CheckpointError: it does not fit this rank, model or job; nothing has changed then.
-        """
-        self.executor.conclude()
-        tensors = self.model.tensors
-        kept = checkpoint.of(self.groups.rank, self.groups.num_ranks, self.model.digest, tensors)
-        strategy = self._to_resume(kept)
-        try:
-            schedule = None if strategy is None else self._check(strategy)
-        except ValueError as error:
-            raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
-        if strategy is not None and schedule is not None:
-            self._adopt(strategy, schedule, kept.step, kept.epoch)
-        self.follower.epoch = kept.epoch
-        self.executor.restart(kept.step)
-        self.factors.load(dict(kept.factors))
-        numels = {tensor.name: tensor.numel for tensor in tensors}
-        for stored, store in ((kept.residuals, self.store), (kept.velocities, self.velocities)):
-            if store is not None:
-                store.load(stored.pieces, stored.carry, numels)
-
-    def _to_resume(self, kept: Kept) -> Strategy | None:
-        """What automatic mode had decided, unless the user gives a strategy now or the cluster is another.
-
-        It names the compressors that were in force then; the schedule is given now.
-        """
-        strategy = kept.strategy
-        if strategy is None or isinstance(self.given.strategy, Strategy):
-            return None
-        if strategy.cluster.shape != self.groups.cluster.shape:
-            return None
-        compressor = self.given.compressor
-        if self.follower.schedule.is_fixed:
-            return strategy
-        return translate(strategy, {s: compressor for s in strategy.compressors if s.name == compressor.name})
-
     # -- figures -------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
@@ -400,7 +358,7 @@ class Session:
             0 if velocities is None else velocities.num_bytes,
             self.predicted_us,
             self.observer.step_us,
-            self.observer.num_steps,
+            self.executor.next_step,
             self.observer.num_skipped,
             strategy.num_compressed,
             strategy.num_through_servers,

@@ -1,6 +1,4 @@
-"""DDP's state of a job, and ``register``: settings before the start, a session from then on.
-
-    state = espresso.register(ddp_model, compressor="dgc:ratio=0.01", strategy="auto")
+"""DDP's state of a job: settings before the start, a session from then on.
 
 One state serves one model. It is the ``state`` that DDP passes to ``espresso_hook``.
 """
@@ -8,39 +6,32 @@ One state serves one model. It is the ``state`` that DDP passes to ``espresso_ho
 from __future__ import annotations
 
 import atexit
-import io
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Unpack
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
 
-from espresso.comm.errors import EspressoError, UnsupportedModelError
-from espresso.comm.hook import DdpBuckets, espresso_hook
-from espresso.comm.witness import lost_peer
-from espresso.diagnosis.report import Diagnosis
-from espresso.live.checkpoint import Checkpoint, CheckpointError, Kept
+from espresso.comm.errors import EspressoError
+from espresso.comm.hook import Front
+from espresso.live import resume
+from espresso.live.checkpoint import NUM_PARTS, Checkpoint, CheckpointError
 from espresso.live.config import Config, Settings
 from espresso.live.given import AUTO, Given, StrategyLike
 from espresso.live.names import BoundModel
-from espresso.live.observe import diagnosed
-from espresso.live.recorder import KEPT_STEPS
 from espresso.live.script import LossScale, Scaler
-from espresso.live.session import METRICS, Session
-from espresso.live.summary import summary_of
-from espresso.model.job import Job
-from espresso.strategies import Cluster, CompressorSpec, Strategy
+from espresso.live.session import Session
+from espresso.live.view import View
+from espresso.strategies import CompressorSpec, Strategy
 
 _LIVE: weakref.WeakSet[EspressoState] = weakref.WeakSet()
 
 
-class EspressoState:
+class EspressoState(View):
     """What the hook is given: settings, the model's names, and the session once it has started.
 
     Args:
@@ -53,6 +44,9 @@ class EspressoState:
 
     The functions in ``before_exchange`` are called with every bucket and the loss scale before the bucket is
     exchanged; they may change the bucket's buffer, and must not wait.
+
+    A state that is off (``ESPRESSO_DISABLE=1``, or one process without DDP) averages as plain DDP does; a checkpoint
+    that it was given goes through it unchanged.
 
     The state may be built before the model is wrapped or the process group exists; names are bound by
     ``bind`` (``register`` does it), groups are made at the first call, by all ranks together.
@@ -78,10 +72,12 @@ class EspressoState:
         self._scale = LossScale(grad_scaler)
         self._epoch: int | None = None
         self._pending: Checkpoint | None = None
+        self._strict = True
         self._model: BoundModel | None = None
-        self._buckets = DdpBuckets({})
+        self._front: Front | None = None
         self._session: Session | None = None
-        self._closed = False
+        self._off = "ESPRESSO_DISABLE=1" if os.environ.get("ESPRESSO_DISABLE", "0") not in ("", "0") else ""
+        self._leaves = self._closed = False
         self._pid = os.getpid()
         self.before_exchange: list[Callable[[GradBucket, float], None]] = []
         _LIVE.add(self)
@@ -104,7 +100,12 @@ class EspressoState:
         strategy = self._given.strategy
         if isinstance(strategy, Strategy) and self._session is None:
             strategy.check_model(model.tensors, strategy.cluster)
-        self._model, self._buckets = model, DdpBuckets(model.names)
+        self._model, self._front = model, Front(module, model.names)
+        return self
+
+    def turn_off(self, why: str) -> EspressoState:
+        """Average as plain DDP does, from the start."""
+        self._off = why
         return self
 
     def start(self) -> EspressoState:
@@ -114,7 +115,7 @@ class EspressoState:
             DisagreementError: ranks differ in model, compressor, strategy or settings.
             StrategyError: the strategy was made for another model or cluster.
         """
-        if self._session is not None:
+        if self._session is not None or self._off:
             return self
         if self._model is None:
             raise EspressoError(
@@ -124,7 +125,7 @@ class EspressoState:
         session = Session(self.config, self._given, self._model, self._process_group, self._scale, self._epoch)
         if self._pending is not None:
             try:
-                session.load(self._pending)
+                resume.load(session, self._pending, strict=self._strict)
             except BaseException:
                 session.close()
                 raise
@@ -133,38 +134,27 @@ class EspressoState:
         weakref.finalize(self, session.abandon).atexit = False
         return self
 
-    @property
-    def session(self) -> Session:
-        """The job that was started.
-
-        Raises:
-            EspressoError: not yet.
-        """
-        if self._session is None:
-            raise EspressoError("the exchange has not started; call state.start() first, or train a step")
-        return self._session
-
     # -- the hook ------------------------------------------------------------------------------------
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What ``espresso_hook`` does."""
-        if not isinstance(bucket, GradBucket):
-            raise UnsupportedModelError(
-                f"the hook was given a {type(bucket).__name__} instead of a DDP bucket: torch.compile's own"
-                " gradient hooks are not supported; compile the module inside DDP instead of the DDP wrapper"
-            )
+        Front.check(bucket)
+        if self._off or (self._leaves and self._left(bucket)):
+            return Front.average(bucket, self._process_group)
         if self._closed or os.getpid() != self._pid:
             raise EspressoError("this espresso state is closed (or was inherited by a forked process)")
         session = self._session or self.start().session
-        index = bucket.index()
-        if index == 0:
+        front = self._front
+        assert front is not None
+        arrived = front.take(bucket, session.executor.end)
+        if arrived.index == 0:
             self._scale.begin()
         if self.before_exchange:
             scale = self._scale()
             for prepare in self.before_exchange:
                 prepare(bucket, 1.0 if scale is None else scale)
         return session.exchange(
-            index, bucket.buffer(), is_last=bucket.is_last(), describe=lambda: self._buckets.describe(bucket)
+            arrived.index, arrived.buffer, is_last=arrived.is_last, describe=lambda: front.describe(bucket, arrived)
         )
 
     def set_grad_scale(self, scale: float) -> None:
@@ -202,110 +192,36 @@ class EspressoState:
             ValueError: an unknown compressor, or another momentum than the job has.
             EspressoError: the state has not started.
         """
-        self.session.use(strategy)
+        if not self._off:
+            self.session.use(strategy)
 
-    # -- failure -------------------------------------------------------------------------------------
-
-    @property
-    def error(self) -> EspressoError | None:
-        """The first error of the exchange, if there was one."""
-        return None if self._session is None else self._session.executor.error
-
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Have a failed exchange raise its own error. DDP words it as "RuntimeError: Unable to cast …".
-
-        Put it around forward, backward and step. Without it ``backward()`` raises DDP's wording, and the
-        next ``optimizer.step()`` the original: gradients that were not averaged are never applied. A connection
-        that is lost in a collective of DDP's or yours becomes an error that says whose it was.
-
-        Example:
-            >>> with state.errors():                # doctest: +SKIP
-            ...     loss(ddp_model(batch)).backward()
-            ...     optimizer.step()
+    def flush(self) -> None:
+        """Send all that is owed with the next gradients, exactly: that step is not compressed. All ranks, between the
+        same two steps. A step with an inf or NaN does not count; then it is the one after it.
         """
-        try:
-            yield
-        except EspressoError:
-            raise
-        except RuntimeError as error:
-            if self.error is not None:
-                raise self.error from self.error.__cause__
-            if self._session is None or not lost_peer(str(error)):
-                raise
-            raise self._session.groups.witness.explain("a collective outside espresso", error) from error
+        if self._session is not None:
+            self._session.flush()
 
-    # -- what users look at --------------------------------------------------------------------------
+    def unregister(self) -> None:
+        """Go back to DDP's plain averaging. All ranks, between the same two steps.
 
-    @property
-    def decided(self) -> bool:
-        """Whether the strategy is settled (at once for a given one)."""
-        return self._session is not None and self._session.decider.decided
-
-    @property
-    def strategy(self) -> Strategy | None:
-        """The strategy in use; None before the first step."""
-        return None if self._session is None else self._session.decider.strategy
-
-    def summary(self) -> str:
-        """A few lines for people: what was decided, why, what it gains, sends and keeps. No communication.
-
-        Example:
-            >>> print(state.summary())   # doctest: +SKIP
-            job       2 nodes x 1 ranks; 4 tensors, 12.6 MB of gradients; step 61
-            decided   everything once: measured in alternated blocks: plain 212.0 ms, everything once 31.5 ms a step
-            strategy  2 of 4 tensors are compressed, 99.9% of the elements
-                      2 by efsignsgd:block=64: comp > flat.allgather > dec
-            gains     31.5 ms a step instead of 212.0, 6.73 times as fast, predicted 30.2
-            sends     492 kB a step and rank, plain 12.6 MB, 25.6 times less
-            keeps     25.2 MB of residuals
+        The next step sends what is owed, exactly; then threads and process groups end. DDP keeps the hook, which
+        averages as DDP does.
         """
-        if self._session is None:
-            return "not started: the exchange starts with state.start(), or with the first backward pass"
-        return summary_of(self._session)
+        self._leaves = True
+        self.flush()
 
-    def __repr__(self) -> str:
-        given = self._given.strategy
-        asked = AUTO if given is None else repr(given) if isinstance(given, Strategy) else "a function"
-        if self._closed:
-            now = "closed"
-        elif self._session is None:
-            now = "not started"
-        else:
-            now = self.verdict or "measuring"
-        return f"<EspressoState: {self.compressor}, strategy {asked}; {now}>"
+    def _left(self, bucket: GradBucket) -> bool:
+        """Whether what is owed has been sent, after :meth:`unregister`; the first to know closes the session."""
+        session = self._session
+        if session is not None and not self._closed and bucket.index() == 0:
+            session.executor.conclude()
+            if not session.flushes:
+                session.groups.barrier()  # others may still be told how the last step went
+                self.close()
+        return session is None or self._closed
 
-    @property
-    def verdict(self) -> str:
-        """What automatic mode decided and why, in one sentence; empty before that."""
-        verdict = None if self._session is None else self._session.decider.verdict
-        return "" if verdict is None else f"{verdict.name}: {verdict.reason}"
-
-    @property
-    def advice(self) -> str:
-        """What to set for a shorter iteration, DDP's bucket size for one (rank 0, automatic mode); else empty."""
-        search = None if self._session is None else self._session.search
-        return "" if search is None else search.advice
-
-    @property
-    def job(self) -> Job | None:
-        """The measured :class:`~espresso.model.job.Job` (after profiling), else None."""
-        search = None if self._session is None else self._session.search
-        return None if search is None else search.job
-
-    @property
-    def cluster(self) -> Cluster | None:
-        """The cluster this job runs on; None before ``start``."""
-        return None if self._session is None else self._session.groups.cluster
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the job.
-
-        Raises:
-            EspressoError: the state has not started.
-        """
-        return self.session.groups.rank
+    # -- names and residuals -------------------------------------------------------------------------
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The name of a bound model's parameter; None for any other tensor."""
@@ -319,74 +235,66 @@ class EspressoState:
         if self._session is not None:
             self._session.store.rescale(factors)
 
-    def metrics(self) -> dict[str, float]:
-        """Flat figures for any logger: bytes of the latest step, residual norm, predicted and measured step time."""
-        return dict.fromkeys(METRICS, 0.0) if self._session is None else self._session.metrics()
-
-    def record(self, path: str | os.PathLike[str], last: int = KEPT_STEPS) -> Path:
-        """Write what happened in this rank's last steps, for ``espresso diagnose``. No communication.
-
-        Args:
-            path: a file that ends in ``.json``, or a folder, in which every rank writes a file of its own.
-            last: so many steps, as far as they are kept.
-
-        Returns:
-            The file.
-
-        Raises:
-            EspressoError: the state has not started.
-            OSError: it cannot be written.
-        """
-        return self.session.recorder.write(path, last)
-
-    def diagnose(self) -> Diagnosis:
-        """What is slow in the last steps, and what would help: ``espresso diagnose`` inside a run. All ranks together.
-
-        Raises:
-            FlightError: too few steps so far.
-            EspressoError: the state has not started.
-        """
-        return diagnosed(self.session.groups, self.session.recorder)
-
-    def check_replicas(self) -> None:
-        """Compare all parameters between ranks, bit for bit. All ranks together.
-
-        Raises:
-            DisagreementError: names the rank and the first tensor that differs from rank 0.
-        """
-        if self._session is not None:
-            self._session.check_replicas()
+    def __repr__(self) -> str:
+        given = self._given.strategy
+        asked = AUTO if given is None else repr(given) if isinstance(given, Strategy) else "a function"
+        if self._closed or self._off:
+            now = "closed" if self._closed else f"off ({self._off})"
+        elif self._session is None:
+            now = "not started"
+        else:
+            now = self.verdict or "measuring"
+        return f"<EspressoState: {self.compressor}, strategy {asked}; {now}>"
 
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, counters and strategy. Per rank: save one file for each.
+        """This rank's residuals, counters and strategy: save one file for each rank.
 
-        For one file that any number of ranks can load, see :meth:`gather_state_dict`.
+        Or give the state itself to ``torch.distributed.checkpoint``, which saves it sharded, and loads it on any number
+        of ranks. Nothing is copied before it is written; training may go on meanwhile. For one file with everything see
+        :meth:`gather_state_dict`. Accelerate keeps what the first rank answers: it is given that form.
+
+        Example:
+            >>> dcp.save({"espresso": state}, checkpoint_id=path)   # doctest: +SKIP
         """
-        if self._session is not None:
-            return self._session.kept().to_dict()
-        if self._pending is not None:
-            return self._pending.to_dict()
-        return Kept(0, 0, "" if self._model is None else self._model.digest, epoch=self._epoch).to_dict()
+        if self._session is not None and sys._getframe(1).f_globals.get("__name__") == "accelerate.checkpointing":
+            return self.gather_state_dict()
+        return self._saved(resume.place(self._session, self._process_group).parts).to_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict()`` of the same rank, or from ``gather_state_dict()`` of any number of ranks.
+    def _saved(self, numbers: Iterable[int]) -> Checkpoint:
+        if self._session is not None:
+            return resume.saved(self._session)
+        tensors = () if self._model is None else self._model.tensors
+        return (self._pending or Checkpoint(tensors, epoch=self._epoch)).with_parts(numbers)
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> tuple[str, ...]:
+        """Go on from ``state_dict()`` of the same rank, or from a gathered or distributed one of any number of ranks.
+
+        All ranks together. On other numbers of ranks than saved it, the effect of what is owed on the average is kept.
+
+        Args:
+            strict: refuse the checkpoint of a model with other parameters; else keep what fits by name and shape.
+
+        Returns:
+            What was dropped, in words, which are logged too. Nothing yet, if the state has not started.
 
         Raises:
             CheckpointError: another rank's state, another model, or a malformed one; nothing is changed then.
         """
         checkpoint = Checkpoint.parse(state)
-        if self._session is None:
-            self._pending = checkpoint
-        else:
-            self._session.load(checkpoint)
+        if self._session is not None:
+            return resume.load(self._session, checkpoint, strict=strict)
+        self._pending, self._strict = checkpoint, strict
+        return ()
 
     def gather_state_dict(self) -> dict[str, Any]:
         """All ranks' residuals in one dictionary, the same on every rank. All ranks together."""
+        if self._off:
+            return self._saved(range(NUM_PARTS)).to_dict()
         if self._session is None:
             raise CheckpointError("nothing to gather before the first step; call state.start() or train a step")
-        return self._session.gathered().to_dict()
+        return resume.gathered(self._session).to_dict()
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups, threads and the model stay behind; settings, strategy and residuals travel."""
@@ -403,6 +311,12 @@ class EspressoState:
 
     # -- the end -------------------------------------------------------------------------------------
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Stop threads and free the process groups. Safe at any time, and more than once."""
         if self._closed or os.getpid() != self._pid:
@@ -410,81 +324,6 @@ class EspressoState:
         self._closed = True
         if self._session is not None:
             self._session.close()
-
-
-def register(
-    ddp_model: DistributedDataParallel,
-    compressor: str | CompressorSpec = "efsignsgd",
-    strategy: StrategyLike = AUTO,
-    process_group: dist.ProcessGroup | None = None,
-    grad_scaler: Scaler | None = None,
-    **config: Unpack[Settings],
-) -> EspressoState:
-    """Make a DDP model exchange its gradients through espresso. The one line. All ranks together.
-
-    Args: as for :class:`EspressoState`; ``process_group`` defaults to the one DDP was given.
-
-    Returns:
-        The state, already registered as DDP's communication hook.
-
-    Raises:
-        TypeError: not a DDP model, or an unknown setting.
-        UnsupportedModelError, StrategyError, DisagreementError, TopologyError: see there.
-
-    Example:
-        >>> state = espresso.register(ddp_model, compressor="dgc:ratio=0.01")   # doctest: +SKIP
-    """
-    if not isinstance(ddp_model, DistributedDataParallel):
-        raise TypeError(
-            f"espresso.register needs a DistributedDataParallel model, got {type(ddp_model).__name__};"
-            " wrap the model in DistributedDataParallel first"
-        )
-    hooks = getattr(ddp_model, "_comm_hooks", ())
-    if hooks:
-        raise UnsupportedModelError(
-            f"this model has a communication hook already ({hooks[0][0].__name__}), and DDP takes one for its life:"
-            " register once, or wrap the model in DistributedDataParallel anew"
-        )
-    group = ddp_model.process_group if process_group is None else process_group
-    state = EspressoState(compressor, strategy, group, grad_scaler, **config)
-    state.bind(ddp_model).start()
-    try:
-        ddp_model.register_comm_hook(state, espresso_hook)
-    except BaseException:
-        state.close()
-        raise
-    return state
-
-
-class PerRank:
-    """A state as ``torch.distributed.checkpoint`` wants it: one opaque entry per rank.
-
-    Example:
-        >>> dcp.save({"espresso": PerRank(state)}, checkpoint_id=path)   # doctest: +SKIP
-    """
-
-    def __init__(self, state: EspressoState) -> None:
-        self._state = state
-
-    def _key(self) -> str:
-        self._state.start()
-        return f"rank_{self._state.rank}"
-
-    def state_dict(self) -> dict[str, Any]:
-        key, buffer = self._key(), io.BytesIO()
-        torch.save(self._state.state_dict(), buffer)
-        return {key: buffer}
-
-    def load_state_dict(self, body: dict[str, Any]) -> None:
-        key = self._key()
-        if key not in body:
-            raise CheckpointError(f"the checkpoint has no entry {key!r}; it was saved by fewer ranks")
-        body[key].seek(0)
-        try:
-            found = torch.load(body[key], weights_only=True)
-        except Exception as error:  # of damaged bytes whatever reading them runs into
-            raise CheckpointError(f"the entry {key!r} cannot be read; it is damaged ({error})") from error
-        self._state.load_state_dict(found)
 
 
 @atexit.register

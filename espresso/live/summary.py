@@ -25,7 +25,7 @@ def summary_of(session: Session) -> str:
 def _job(session: Session) -> str:
     tensors = session.model.tensors
     size = sum(tensor.num_bytes for tensor in tensors)
-    steps = session.observer.num_steps
+    steps = session.executor.next_step
     return f"{session.groups.cluster}; {len(tensors)} tensors, {_bytes(size)} of gradients; step {steps}"
 
 

@@ -16,8 +16,9 @@ from torch.optim.optimizer import Optimizer
 from espresso.live.config import Settings
 from espresso.live.given import StrategyLike
 from espresso.live.names import named_gradients
+from espresso.live.register import register
 from espresso.live.script import Scaler
-from espresso.live.state import EspressoState, register
+from espresso.live.state import EspressoState
 from espresso.search.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Option, Strategy, TensorSpec
 from espresso.strategies.tree import two_way_option

@@ -1,0 +1,76 @@
+"""``register``: the one line that makes a DDP model exchange its gradients through espresso."""
+
+from __future__ import annotations
+
+import os
+from typing import Unpack
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from espresso.comm.errors import UnsupportedModelError
+from espresso.comm.hook import espresso_hook
+from espresso.live.config import Settings
+from espresso.live.given import AUTO, StrategyLike
+from espresso.live.script import Scaler
+from espresso.live.state import EspressoState
+from espresso.strategies import CompressorSpec
+
+
+def register(
+    ddp_model: torch.nn.Module,
+    compressor: str | CompressorSpec = "efsignsgd",
+    strategy: StrategyLike = AUTO,
+    process_group: dist.ProcessGroup | None = None,
+    grad_scaler: Scaler | None = None,
+    **config: Unpack[Settings],
+) -> EspressoState:
+    """Make a DDP model exchange its gradients through espresso. The one line. All ranks together.
+
+    Args: as for :class:`EspressoState`; ``process_group`` defaults to the one DDP was given.
+
+    In one process a model without DDP is fine too, and with ``ESPRESSO_DISABLE=1`` any model is: the script runs as it
+    is, the state is off.
+
+    Returns:
+        The state, already registered as DDP's communication hook.
+
+    Raises:
+        TypeError: not a DDP model, or an unknown setting.
+        UnsupportedModelError, StrategyError, DisagreementError, TopologyError: see there.
+
+    Example:
+        >>> state = espresso.register(ddp_model, compressor="dgc:ratio=0.01")   # doctest: +SKIP
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        if _is_alone():
+            return EspressoState(compressor, strategy, None, grad_scaler, **config).turn_off("one process without DDP")
+        raise TypeError(
+            f"espresso.register needs a DistributedDataParallel model, got {type(ddp_model).__name__};"
+            " wrap the model in DistributedDataParallel first"
+        )
+    hooks = getattr(ddp_model, "_comm_hooks", ())
+    if hooks:
+        raise UnsupportedModelError(
+            f"this model has a communication hook already ({hooks[0][0].__name__}), and DDP takes one for its life:"
+            " register once, or wrap the model in DistributedDataParallel anew"
+        )
+    group = ddp_model.process_group if process_group is None else process_group
+    state = EspressoState(compressor, strategy, group, grad_scaler, **config).bind(ddp_model)
+    if state.is_off:
+        return state
+    state.start()
+    try:
+        ddp_model.register_comm_hook(state, espresso_hook)
+    except BaseException:
+        state.close()
+        raise
+    return state
+
+
+def _is_alone() -> bool:
+    """Whether nobody else trains with this process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() == 1
+    return int(os.environ.get("WORLD_SIZE") or 1) == 1

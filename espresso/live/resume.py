@@ -1,0 +1,122 @@
+"""Between a started job and its checkpoints: what is saved, and how a job goes on from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from espresso.comm.groups import Groups
+from espresso.comm.keep.residual import Loan
+from espresso.comm.keep.store import Address, Piece, Stretch
+from espresso.compressors.schedule import translate
+from espresso.live.checkpoint import FACTOR, RESIDUAL, VELOCITY, Checkpoint, CheckpointError, Kept, Part, Place, cut
+from espresso.live.session import Session
+from espresso.strategies import Site, Strategy
+
+logger = logging.getLogger("espresso")
+
+
+def saved(session: Session) -> Checkpoint:
+    """This rank's part of a checkpoint, as everything is now. Nothing is copied yet, and nobody else is asked, but
+    parameter servers by the first worker.
+    """
+    session.executor.conclude()
+    stretches = [(RESIDUAL, stretch) for stretch in session.store.lend()]
+    if session.velocities is not None:
+        stretches += [(VELOCITY, stretch) for stretch in session.velocities.lend()]
+    numbers = place(session).parts
+    return Checkpoint(
+        model=session.model.tensors,
+        cluster=session.groups.cluster.shape,
+        step=session.executor.next_step,
+        epoch=session.follower.epoch,
+        strategy=session.decider.strategy if session.decider.decided else None,
+        factors=Part((FACTOR, Stretch(n, None, 0, v.size, 0, Loan(v))) for n, v in session.factors.snapshot().items()),
+        parts=dict(zip(numbers, cut(stretches, len(numbers)), strict=True)),
+    )
+
+
+def gathered(session: Session) -> Checkpoint:
+    """The whole checkpoint, on every rank. Collective."""
+    mine = saved(session)
+    everybody = session.groups.all_objects({number: part.packed() for number, part in mine.parts.items()})
+    return replace(mine, parts={number: Part(read=part) for theirs in everybody for number, part in theirs.items()})
+
+
+def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tuple[str, ...]:
+    """Go on from a checkpoint. All ranks together; returns what was dropped.
+
+    Raises:
+        CheckpointError: it does not fit this rank, model or job; nothing has changed then.
+    """
+    session.executor.conclude()
+    tensors, groups = session.model.tensors, session.groups
+    kept = checkpoint.of(place(session), groups.cluster, tensors, strict=strict)
+    strategy = _to_resume(session, kept)
+    try:
+        schedule = None if strategy is None else session.check(strategy)
+    except ValueError as error:
+        raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
+    residuals, velocities = kept.residuals.pieces, kept.velocities.pieces
+    if checkpoint.cluster == groups.cluster.shape and groups.cluster.is_hierarchical:
+        residuals, velocities = _with_replicas(groups, (residuals, velocities))
+    if strategy is not None and schedule is not None:
+        session.adopt(strategy, schedule, kept.step, kept.epoch)
+    session.follower.epoch = kept.epoch
+    session.executor.restart(kept.step)
+    session.factors.load(dict(kept.factors))
+    numels = {tensor.name: tensor.numel for tensor in tensors}
+    session.store.load(residuals, kept.residuals.carry, numels)
+    if session.velocities is not None:
+        session.velocities.load(velocities, kept.velocities.carry, numels)
+    if kept.dropped:
+        logger.warning("of the checkpoint was dropped: %s", "; ".join(kept.dropped))
+    return kept.dropped
+
+
+def place(session: Session | None, group: dist.ProcessGroup | None = None) -> Place:
+    """This rank's, in a job; before its start in the group that trains together, else alone."""
+    if session is not None:
+        return Place(session.groups.rank, session.groups.num_ranks)
+    if dist.is_available() and dist.is_initialized():
+        return Place(dist.get_rank(group), dist.get_world_size(group))
+    return Place(0, 1)
+
+
+Pieces = Mapping[Address, Sequence[Piece]]
+
+
+def _with_replicas(groups: Groups, stores: Sequence[Pieces]) -> list[Pieces]:
+    """Pieces of sites that all nodes keep alike were saved once, by the first node: the others get them from there."""
+    node, local = divmod(groups.rank, groups.cluster.ranks_per_node)
+    shared = [site for site in Site if site.replicas(groups.cluster) > 1]
+    mine = [
+        [(name, site.value, list(parts)) for (name, site), parts in pieces.items() if site in shared]
+        for pieces in stores
+    ]
+    theirs = groups.all_objects(mine)[local]
+    if node == 0:
+        return list(stores)
+    return [
+        {**pieces, **{(n, Site(s)): [(at, values, node) for at, values, _ in parts] for n, s, parts in rows}}
+        for pieces, rows in zip(stores, theirs, strict=True)
+    ]
+
+
+def _to_resume(session: Session, kept: Kept) -> Strategy | None:
+    """What automatic mode had decided, unless the user gives a strategy now or the cluster is another.
+
+    It names the compressors that were in force then; the schedule is given now.
+    """
+    strategy, given = kept.strategy, session.given
+    if strategy is None or isinstance(given.strategy, Strategy):
+        return None
+    if strategy.cluster.shape != session.groups.cluster.shape:
+        return None
+    compressor = given.compressor
+    if session.follower.schedule.is_fixed:
+        return strategy
+    return translate(strategy, {s: compressor for s in strategy.compressors if s.name == compressor.name})
