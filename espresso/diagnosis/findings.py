@@ -46,8 +46,11 @@ SLOW_CODER = 1.4
 WINDOWED = 0.3
 """Of the time in which connections send, waiting for a window."""
 
-MOSTLY = 0.7
-"""Of a worker's excess, for one of its phases to be named."""
+ALIKE = 0.3
+"""A worker whose one pass is slowed by less than this part of how the other is slowed is slow in the other alone."""
+
+COMPUTE = ("optimizer", "earlier", "forward", "loss", "backward")
+"""What a worker does on its own processor."""
 
 CAPS_MB = (1, 5, 10, 25, 50, 100)
 
@@ -141,16 +144,28 @@ class _Case:
             often = sum(turn.last == place for turn in self.run.turns) / len(self.run.turns)
             if often < OFTEN:
                 continue
-            gain = self.gain(lambda turn, place=place: _like_the_others(turn, place))  # type: ignore[misc]
             excess = {phase: self._excess(place, phase) for phase in ("input", "forward", "backward", "optimizer")}
-            total = sum(us for us in excess.values() if us > 0)
-            if not self.counts(gain) or total <= 0:
-                continue
-            kind = _kind_of_slow(excess, total)
-            remedy = _REMEDIES[kind].format(rank=self.run.flights[place].rank, host=self.run.hosts[place])
             said = ", ".join(f"{phase} {us / 1e3:+.1f} ms" for phase, us in excess.items())
             detail = f"last in {often:.0%} of the steps; against the others: {said}"
-            yield self._finding(kind, place, total * self.passes, gain, often, remedy, detail)
+            for kind, phases in (("slow_input", ("input",)), (self._slow_in(place), COMPUTE)):
+                gain = self.gain(lambda turn, p=place, which=phases: _like_the_others(turn, p, which))  # type: ignore[misc]
+                cost = sum(excess.get(phase, 0.0) for phase in phases) * self.passes
+                if self.counts(gain):
+                    remedy = _REMEDIES[kind].format(rank=self.run.flights[place].rank, host=self.run.hosts[place])
+                    yield self._finding(kind, place, cost, gain, often, remedy, detail)
+
+    def _slow_in(self, place: int) -> str:
+        """Whether a worker is slow in all it computes, or in one of the two passes."""
+        pace = {phase: median(self._paces(place, phase)) - 1 for phase in ("forward", "backward")}
+        if pace["forward"] < ALIKE * pace["backward"]:
+            return "slow_backward"
+        return "slow_forward" if pace["backward"] < ALIKE * pace["forward"] else "slow_worker"
+
+    def _paces(self, place: int, phase: str) -> list[float]:
+        """How many times as long as the others it takes, step by step."""
+        mine = [_phase(turn.parts[place], phase) for turn in self.run.turns]
+        others = [_others(turn, place, phase) for turn in self.run.turns]
+        return [a / b if b > 0 else 1.0 for a, b in zip(mine, others, strict=True)]
 
     def _excess(self, place: int, phase: str) -> float:
         return median(_phase(turn.parts[place], phase) - _others(turn, place, phase) for turn in self.run.turns)
@@ -266,7 +281,7 @@ class _Case:
         before = self.run.stretch.buckets
         if not self.is_plain or not any(self.costs.task_us):
             return
-        line, latency = fit(self.costs), max(self.costs.latency_us, default=0.0)
+        line, latency = fit(self.costs, self._us_per_byte()), max(self.costs.latency_us, default=0.0)
         found: list[tuple[float, int, int]] = []
         for cap in CAPS_MB:
             buckets, _ = rebucketed(self.turns[0], before, cap * (1 << 20))
@@ -286,6 +301,12 @@ class _Case:
             f"{len(before)} buckets of at most {largest:.2g} MB; {count} would do better: "
             + ("every exchange has a fixed cost" if is_small else "the first exchange begins late"),
         )  # fmt: skip
+
+    def _us_per_byte(self) -> float | None:
+        """What the bytes of a bucket take at the rate of the connections; None where that is not known."""
+        rates = [rate for rate in map(_rate, self.run.flights) if rate is not None]
+        ranks = self.run.num_ranks
+        return 2 * (ranks - 1) / ranks / min(rates) if rates else None
 
     def late_starts(self) -> Iterator[Finding]:
         """Exchanges that begin long after their bucket is there and the link is free."""
@@ -326,16 +347,6 @@ _REMEDIES = {
 }
 
 
-def _kind_of_slow(excess: dict[str, float], total: float) -> str:
-    for phase, kind in (("input", "slow_input"), ("forward", "slow_forward"), ("backward", "slow_backward")):
-        if excess[phase] > MOSTLY * total:
-            others = [us for other, us in excess.items() if other not in (phase, "input")]
-            # Backward is most of a step: one that is slow everywhere shows it in the others too.
-            if phase == "input" or sum(others) < (1 - MOSTLY) / 2 * total:
-                return kind
-    return "slow_worker"
-
-
 def _phase(part: Part, phase: str) -> float:
     return float(getattr(part, phase))
 
@@ -344,15 +355,13 @@ def _others(turn: Turn, place: int, phase: str) -> float:
     return median(_phase(part, phase) for at, part in enumerate(turn.parts) if at != place)
 
 
-def _like_the_others(turn: Turn, place: int) -> Turn:
-    """The turn in which a rank took as long as the others do."""
+def _like_the_others(turn: Turn, place: int, phases: Sequence[str]) -> Turn:
+    """The turn in which a rank took as long as the others do, in these phases."""
     mine = turn.parts[place]
-    changes = {
-        phase: min(getattr(mine, phase), _others(turn, place, phase))
-        for phase in ("optimizer", "input", "earlier", "forward", "loss")
-    }
-    part: Part = replace(mine, **changes)
-    return with_part(turn, place, part.with_backward(min(mine.backward, _others(turn, place, "backward"))))
+    now = {phase: min(_phase(mine, phase), _others(turn, place, phase)) for phase in phases}
+    backward = now.pop("backward", mine.backward)
+    part: Part = replace(mine, **now)
+    return with_part(turn, place, part.with_backward(backward))
 
 
 def _rate(flight: Flight) -> float | None:

@@ -21,8 +21,8 @@ MOST_REPLAYED = 32
 LEAST_LATENCY_US = 1000.0
 """A shorter latency is not told from how ranks wait for one another."""
 
-IN_FLIGHT = 8
-"""Exchanges of a link under way at once, as the executor has them."""
+IN_FLIGHT, LIBRARY_IN_FLIGHT = 8, 2
+"""Exchanges of a link under way at once: as the executor has them; all-reduces that Gloo runs by itself."""
 
 LINKS = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN, Lane.SERVER_IN, Lane.SERVER_OUT)
 
@@ -47,12 +47,14 @@ class Costs:
         task_us: of every task, of its lanes.
         latency_us: of every task, beyond that.
         coding_us: of every task that is no exchange, every rank's.
+        in_flight: exchanges of a link under way at once.
     """
 
     plan: Plan
     task_us: tuple[float, ...]
     latency_us: tuple[float, ...]
     coding_us: dict[int, tuple[float, ...]]
+    in_flight: int = LIBRARY_IN_FLIGHT
 
     @property
     def exchanges(self) -> list[int]:
@@ -86,10 +88,11 @@ def costs_of(run: Run) -> Costs:
     coding: dict[int, list[list[float]]] = {}
     starts: dict[int, list[float]] = {}
     latency = latency_of(run)
+    in_flight = LIBRARY_IN_FLIGHT if run.stretch.strategy.only_averages else IN_FLIGHT
     for ranks in run.spans():
         by_task = [{span.task: span for span in spans} for spans in ranks]
         begin = min(span.start_us for span in ranks[0])
-        freed: dict[Lane, float] = {}
+        freed: dict[Lane, list[float]] = {lane: [] for lane in Lane}
         together = [task for task in by_task[0] if all(task in spans for spans in by_task)]
         for task in sorted(together, key=lambda t: max(spans[t].start_us for spans in by_task)):
             spans = [each[task] for each in by_task]
@@ -101,10 +104,12 @@ def costs_of(run: Run) -> Costs:
                 continue
             lanes = laid.tasks[task].lanes
             start, end = max(span.start_us for span in spans), median(span.end_us for span in spans)
-            begins = max([start + latency, *(freed.get(lane, start) for lane in lanes)])
+            before = [ends for ends in (freed[lane] for lane in lanes) if ends]
+            begins = max([start + latency, *(ends[-1] for ends in before)])
+            begins = max([begins, *(ends[-in_flight] + latency for ends in before if len(ends) >= in_flight)])
             taken.setdefault(task, []).append(max(end - begins, 0.0))
             for lane in lanes:
-                freed[lane] = max(end, freed.get(lane, end))
+                freed[lane].append(max([end, *freed[lane][-1:]]))
     if not taken and not coding:
         return _from_outside(run)
     task_us = [median(taken.get(task.index, [0.0])) for task in laid.tasks]
@@ -114,7 +119,7 @@ def costs_of(run: Run) -> Costs:
     latencies = tuple(latency if task.step.kind is StepKind.COMMUNICATE else 0.0 for task in laid.tasks)
     place = {task: median(values) for task, values in starts.items()}
     order = _topological(laid, place)
-    return Costs(laid.with_order(order), tuple(task_us), latencies, coding_us)
+    return Costs(laid.with_order(order), tuple(task_us), latencies, coding_us, in_flight)
 
 
 def _topological(laid: Plan, place: dict[int, float]) -> list[int]:
@@ -200,7 +205,7 @@ def _forward(turn: Turn, broadcasts: bool) -> tuple[list[float], float, float]:
 
 
 def _ends(costs: Costs, ready: Sequence[float]) -> float:
-    widths = dict.fromkeys(LINKS, Width(1, IN_FLIGHT)) if any(costs.latency_us) else {}
+    widths = dict.fromkeys(LINKS, Width(1, costs.in_flight)) if any(costs.latency_us) else {}
     run = schedule_tasks(
         costs.plan, ready, costs.task_us, latency_us=costs.latency_us, widths=widths, order=costs.plan.order
     )
@@ -212,8 +217,12 @@ def with_part(turn: Turn, place: int, part: Part) -> Turn:
     return replace(turn, parts=(*turn.parts[:place], part, *turn.parts[place + 1 :]))
 
 
-def fit(costs: Costs) -> Line:
-    """A line through what plain exchanges took, over the bytes of their buckets."""
+def fit(costs: Costs, us_per_byte: float | None = None) -> Line:
+    """A line through what plain exchanges took, over the bytes of their buckets.
+
+    Args:
+        us_per_byte: its slope, where all buckets are of one size and tell none.
+    """
     rows = []
     for task in costs.plan.tasks:
         if task.step.kind is StepKind.COMMUNICATE and costs.task_us[task.index] > 0:
@@ -226,6 +235,8 @@ def fit(costs: Costs) -> Line:
     spread = sum((x - mean_x) ** 2 for x, _ in rows)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in rows) / spread if spread > (0.05 * mean_x) ** 2 else 0.0
     floor = min(y for _, y in rows)
+    if slope <= 0.0 and us_per_byte is not None:
+        slope = min(us_per_byte, 0.9 * mean_y / mean_x)
     if slope <= 0.0 or mean_y - slope * mean_x < 0.0:
         alpha = min(OUTSIDE_ALPHA_US, 0.5 * floor)
         return Line(alpha, (mean_y - alpha) / mean_x)

@@ -1,0 +1,399 @@
+"""Findings of runs whose cause is known: synthetic records, in which every moment follows from the cause."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from espresso.cli import app
+from espresso.diagnosis.findings import diagnose
+from espresso.diagnosis.replay import costs_of, replay
+from espresso.diagnosis.report import Diagnosis
+from espresso.diagnosis.turns import Run
+from espresso.flight.form import Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, Traffic
+from espresso.flight.kineto import flight_of, load_any
+from espresso.show.flight_events import flight_events
+from espresso.show.trace_events import trace_body
+from espresso.strategies import (
+    PLAIN,
+    Bucket,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Slot,
+    Strategy,
+    TensorSpec,
+    parse_option,
+)
+
+MS = 1000.0
+STEPS = 40
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank does in a step, in milliseconds."""
+
+    input: float = 2.0
+    forward: float = 20.0
+    backward: float = 40.0
+    optimizer: float = 2.0
+    coding: float = 3.0
+
+
+@dataclass(frozen=True)
+class World:
+    """A synthetic run."""
+
+    ranks: tuple[Rank, ...] = (Rank(), Rank(), Rank())
+    buckets: int = 8
+    tensors_a_bucket: int = 4
+    bucket_mb: float = 1.0
+    ms_a_mb: float = 3.0
+    alpha_ms: float = 0.1
+    latency_ms: float = 0.0
+    broadcast_ms: float = 0.0
+    passes: int = 1
+    compressed: bool = False
+    observed: bool = False
+    noise: float = 0.02
+    ahead_s: float = 0.0
+    traffic: Callable[[int], tuple[Traffic, ...]] = lambda rank: ()
+
+    def stretch(self) -> Stretch:
+        numel = round(self.bucket_mb * 250_000 / self.tensors_a_bucket)
+        names = [[f"t{b}.{i}" for i in range(self.tensors_a_bucket)] for b in range(self.buckets)]
+        tensors = [TensorSpec(name, (numel,)) for each in names for name in each]
+        choice = PLAIN
+        if self.compressed:
+            choice = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec.parse("efsignsgd"))
+        strategy = Strategy.uniform(tensors, Cluster(len(self.ranks), 1), choice, partition_bytes=0)
+        buckets = tuple(
+            Bucket(b, tuple(Slot(name, i * numel, numel) for i, name in enumerate(each)))
+            for b, each in enumerate(names)
+        )
+        return Stretch(strategy, buckets)
+
+    def flights(self) -> list[Flight]:
+        """Run it."""
+        draw = random.Random(7)
+        stretch = self.stretch()
+        steps: list[list[StepRecord]] = [[] for _ in self.ranks]
+        now = 1e6
+        for number in range(STEPS):
+            now = self._step(number, now, stretch, steps, draw)
+        return [
+            Flight(
+                rank, len(self.ranks), f"host{rank}", Cluster(len(self.ranks), 1), (stretch,), tuple(mine),
+                ticks=self._ticks(rank), traffic=self.traffic(rank), facts={"buffer_bytes": 4096},
+            )
+            for rank, mine in enumerate(steps)
+        ]  # fmt: skip
+
+    def _clock(self, rank: int, at: float) -> float:
+        return at + rank * self.ahead_s * 1e6
+
+    def _ticks(self, rank: int) -> tuple[Tick, ...]:
+        error = max(self.latency_ms * MS / (2 * max(len(self.ranks) - 1, 1)), 30.0)
+        return tuple(Tick(self._clock(rank, at), rank * self.ahead_s * 1e6, error) for at in (1e6, 9e6)) if rank else ()
+
+    def _step(
+        self, number: int, now: float, stretch: Stretch, steps: list[list[StepRecord]], draw: random.Random
+    ) -> float:
+        def took(ms: float) -> float:
+            return ms * MS * (1 + self.noise * draw.random())
+
+        stepped = number % self.passes == 0  # the step before ended with an optimizer
+        begun = [now + (took(rank.optimizer) if stepped and number else 0.0) for rank in self.ranks]
+        entered = [at + took(rank.input) for at, rank in zip(begun, self.ranks, strict=True)]
+        synced = max(entered) + self.broadcast_ms * MS
+        forward = [synced if self.broadcast_ms else at for at in entered]
+        backward = [at + took(rank.forward) for at, rank in zip(forward, self.ranks, strict=True)]
+        ready = [
+            [at + rank.backward * MS * (b + 1) / self.buckets for b in range(self.buckets)]
+            for at, rank in zip(backward, self.ranks, strict=True)
+        ]
+        spans: list[list[Span]] = [[] for _ in self.ranks]
+        free = [0.0] * len(self.ranks)
+        link = end = 0.0
+        ended: list[float] = []  # two are under way at once
+        task = 0
+        held = (self.alpha_ms + self.ms_a_mb * self.bucket_mb * (0.03 if self.compressed else 1.0)) * MS
+        for bucket in range(self.buckets):
+            starts = [mine[bucket] for mine in ready]
+            if self.compressed:
+                starts = [
+                    self._code(spans[r], task, at, free, r, self.ranks[r].coding * 0.7 / self.buckets)
+                    for r, at in enumerate(starts)
+                ]
+            at = max(max(starts), link, ended[-2] if len(ended) > 1 else 0.0)
+            link = at + held
+            end = link + self.latency_ms * MS
+            ended.append(end)
+            for r, mine in enumerate(spans):
+                mine.append(Span(task + self.compressed, starts[r], starts[r], end, 1000))
+            if self.compressed:
+                ends = [
+                    self._code(spans[r], task + 2, end, free, r, rank.coding * 0.3 / self.buckets)
+                    for r, rank in enumerate(self.ranks)
+                ]
+                end = max(ends)
+            task += 3 if self.compressed else 1
+        averaged = max(end, max(mine[-1] for mine in ready))
+        for r in range(len(self.ranks)):
+            if stepped and steps[r]:
+                before = steps[r][-1].script
+                before.optimizer_us = self._clock(r, now)
+                before.optimizer_end_us = self._clock(r, begun[r])
+            script = Script(
+                began_us=self._clock(r, begun[r]), input_us=entered[r] - begun[r], passes=1,
+                entered_us=self._clock(r, entered[r]), forward_us=self._clock(r, forward[r]),
+                forward_end_us=self._clock(r, backward[r]), backward_us=self._clock(r, backward[r]),
+                backward_end_us=self._clock(r, ready[r][-1]), averaged_us=self._clock(r, averaged),
+            )  # fmt: skip
+            moved = tuple(
+                s._replace(
+                    issue_us=self._clock(r, s.issue_us), start_us=self._clock(r, s.start_us),
+                    end_us=self._clock(r, s.end_us),
+                )
+                for s in sorted(spans[r], key=lambda span: span.start_us)
+            )  # fmt: skip
+            steps[r].append(
+                StepRecord(
+                    number, 0, script, tuple(self._clock(r, at) for at in ready[r]), self._clock(r, averaged),
+                    spans=() if self.observed else moved,
+                )
+            )  # fmt: skip
+        return averaged
+
+    @staticmethod
+    def _code(mine: list[Span], task: int, at: float, free: list[float], rank: int, ms: float) -> float:
+        start = max(at, free[rank])
+        free[rank] = start + ms * MS
+        mine.append(Span(task, at, start, free[rank], 0))
+        return free[rank]
+
+    @property
+    def step_us(self) -> float:
+        run = Run(self.flights())
+        values = sorted(turn.measured for turn in run.turns)
+        return values[len(values) // 2] * self.passes
+
+
+def sending(rates: Sequence[float], window: float = 0.0) -> Callable[[int], tuple[Traffic, ...]]:
+    """Connections that send at so many bytes a microsecond."""
+
+    def of(rank: int) -> tuple[Traffic, ...]:
+        busy = 1e8 / rates[rank]
+        return Traffic(1e6, 0, 0.0, 0.0, 90.0), Traffic(
+            9e6, 10**8, busy / (1 - window), busy / (1 - window) * window, 90.0
+        )
+
+    return of
+
+
+EVEN = (Rank(), Rank(), Rank())
+BASE = World()
+THIN = World(buckets=16, bucket_mb=0.1)
+SMALL = World(buckets=160, bucket_mb=0.05, tensors_a_bucket=1, alpha_ms=1.0, traffic=sending([444] * 3))
+CAUSES: dict[str, tuple[World, World, str, int | None]] = {
+    "slow input": (World((Rank(), Rank(input=27), Rank())), BASE, "slow_input", 1),
+    "slow worker": (
+        World((Rank(), Rank(), Rank(input=2, forward=32, backward=64, optimizer=3))), BASE, "slow_worker", 2
+    ),
+    "slow forward": (World((Rank(forward=45), Rank(), Rank())), BASE, "slow_forward", 0),
+    "slow backward": (World((Rank(backward=70), Rank(), Rank())), BASE, "slow_backward", 0),
+    "slow worker of two": (World((Rank(forward=35, backward=70), Rank())), World(EVEN[:2]), "slow_worker", 0),
+    "slow worker, from outside": (
+        World((Rank(), Rank(), Rank(forward=32, backward=64)), observed=True), World(observed=True), "slow_worker", 2
+    ),
+    "slow encoder": (
+        World((Rank(), Rank(coding=60), Rank()), compressed=True), World(compressed=True), "slow_encoder", 1
+    ),
+    "thin card": (World(ms_a_mb=15, traffic=sending((125, 25, 125))), BASE, "thin_card", 1),
+    "thin card, from outside": (
+        World(ms_a_mb=15, observed=True, traffic=sending((125, 25, 125))), World(observed=True), "thin_card", 1
+    ),
+    "latency": (replace(THIN, latency_ms=30), THIN, "latency_bound", None),
+    "one connection": (
+        World(ms_a_mb=20, traffic=sending((50, 50, 50), window=0.75)), World(ms_a_mb=5), "one_connection", None
+    ),
+    "buffer broadcast": (World(broadcast_ms=9), BASE, "buffer_broadcast", None),
+    "missing no_sync": (World(passes=4, ms_a_mb=12), World(passes=4, ms_a_mb=12), "missing_no_sync", None),
+    "small buckets": (
+        SMALL, World(alpha_ms=1.0), "buckets_too_small", None
+    ),
+    "large buckets": (
+        World(buckets=1, bucket_mb=8, tensors_a_bucket=32, ms_a_mb=6), World(ms_a_mb=6), "buckets_too_large", None
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_is_named_first_where_it_is_and_its_gain_is_right(name: str) -> None:
+    world, mended, kind, rank = CAUSES[name]
+    found = diagnose(world.flights())
+    assert not found.clean
+    first = found.findings[0]
+    assert (first.kind, first.rank) == (kind, rank), str(found)
+    assert first.host == (None if rank is None else f"host{rank}")
+    assert 0 < first.confidence <= 1
+    assert first.remedy
+    if kind != "missing_no_sync":
+        gain = found.step_us - mended.step_us
+        assert abs(first.gain_us - gain) <= max(0.15 * gain, 0.03 * found.step_us), (first.gain_us, gain, str(found))
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        World(),
+        World(EVEN[:2]),
+        World(ms_a_mb=30),
+        World(compressed=True),
+        World(observed=True),
+        World(ms_a_mb=0.1),
+        World(noise=0.2),
+        World(ahead_s=3.0),
+        World(traffic=sending((110, 125, 118))),
+        World((Rank(),)),
+    ],
+    ids=str,
+)
+def test_a_clean_run_is_clean(world: World) -> None:
+    found = diagnose(world.flights())
+    assert found.clean, str(found)
+    assert found.bound == ("network" if world.ms_a_mb > 10 else found.bound)
+    assert "Nothing to mend" in str(found)
+
+
+def test_shifted_clocks_change_nothing() -> None:
+    for change in ({}, {"compressed": True}):
+        here, apart = (diagnose(World(ahead_s=s, broadcast_ms=9, **change).flights()) for s in (0.0, 12.0))
+        assert [(f.kind, round(f.gain_us, -2)) for f in here.findings] == [
+            (f.kind, round(f.gain_us, -2)) for f in apart.findings
+        ]
+
+
+@pytest.mark.parametrize("world", [World(), World(ms_a_mb=20), World(compressed=True), World(noise=0.3)], ids=str)
+def test_recorded_steps_replay(world: World) -> None:
+    run = Run(world.flights())
+    costs = costs_of(run)
+    for turn in run.turns:
+        assert abs(replay(turn, costs) / turn.measured - 1) < 0.02
+
+
+def test_what_is_hidden_is_measured_and_predicted() -> None:
+    fast, slow = diagnose(World().flights()), diagnose(World(ms_a_mb=30).flights())
+    for found in (fast, slow):
+        assert found.overlap == pytest.approx(found.overlap_predicted, abs=0.02)
+    assert fast.overlap == pytest.approx(1 - 3.1 / 24.8, abs=0.02)
+    assert slow.overlap is not None
+    assert slow.overlap < 0.2
+
+
+def test_too_little_says_so() -> None:
+    flights = World().flights()
+    with pytest.raises(FlightError, match="too few steps"):
+        diagnose([flight.last(1) for flight in flights])
+    with pytest.raises(FlightError, match="no steps"):
+        diagnose([replace(flight, steps=()) for flight in flights])
+    assert diagnose(flights[:2]).num_ranks == 3  # a rank's file is missing
+
+
+# -- the command -----------------------------------------------------------------------------------------
+
+
+def saved(world: World, folder: Path) -> Diagnosis:
+    flights = world.flights()
+    for flight in flights:
+        flight.save(folder / f"flight-{flight.rank:05d}.json")
+    return diagnose(flights)
+
+
+def test_the_command_says_it_to_people_and_to_programs(tmp_path: Path) -> None:
+    found = saved(CAUSES["slow input"][0], tmp_path)
+    trace, plot = tmp_path / "out.trace", tmp_path / "out.png"
+    shown = CliRunner().invoke(app, ["diagnose", str(tmp_path), "--trace", str(trace), "--plot", str(plot)])
+    assert shown.exit_code == 0, shown.output
+    assert "1. slow input on rank 1, host host1" in shown.output
+    assert len(shown.output.splitlines()) < 24
+    assert plot.stat().st_size > 1000
+    body = json.loads(CliRunner().invoke(app, ["diagnose", str(tmp_path), "--json"]).stdout)
+    assert body["clean"] is False
+    assert set(body["findings"][0]) >= {"kind", "rank", "host", "cost_us", "gain_us", "confidence", "remedy"}
+    assert body["findings"][0]["gain_us"] == pytest.approx(found.findings[0].gain_us, rel=0.01)
+    wrong = CliRunner().invoke(app, ["diagnose", str(tmp_path / "nowhere")])
+    assert wrong.exit_code == 1
+    assert "error:" in wrong.output
+
+
+def test_all_ranks_are_in_one_trace_and_rows_nest() -> None:
+    body = trace_body([], flight_events(World(latency_ms=30, ahead_s=5.0).flights()))
+    names = [e["args"]["name"] for e in body["traceEvents"] if e["name"] == "process_name"]
+    assert names == [f"measured host{rank}.{rank}" for rank in range(3)]
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in body["traceEvents"]:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in rows.values():
+        spans.sort()
+        assert all(after[0] >= before[1] - 0.01 for before, after in pairwise(spans))
+    sent = [e for e in body["traceEvents"] if "allreduce" in e["name"]]
+    ends = [max(e["ts"] + e["dur"] for e in sent if e["pid"] == pid) for pid in (1, 2)]
+    assert abs(ends[0] - ends[1]) < 100
+
+
+# -- Kineto ------------------------------------------------------------------------------------------
+
+
+def kineto(world: World, rank: int) -> dict[str, Any]:
+    """What torch.profiler would have exported."""
+    events = []
+
+    def event(name: str, start: float, end: float, **args: Any) -> None:
+        events.append({"ph": "X", "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": 1, "args": args})
+
+    flight = world.flights()[rank]
+    for step in flight.steps:
+        script = step.script
+        end = script.optimizer_end_us or script.averaged_us
+        assert script.began_us is not None
+        assert end is not None
+        event(f"ProfilerStep#{step.number}", script.began_us, end)
+        event("DistributedDataParallel.forward", script.entered_us or 0, script.forward_end_us or 0)
+        event(
+            "autograd::engine::evaluate_function: AddmmBackward0", script.backward_us or 0, script.backward_end_us or 0
+        )
+        if script.optimizer_end_us is not None:
+            event("Optimizer.step#SGD.step", script.optimizer_us or 0, script.optimizer_end_us)
+        for span in step.spans:
+            event("gloo:all_reduce", span.start_us, span.end_us, **{"Input Dims": [[[250_000]]]})
+    return {"traceEvents": events, "distributedInfo": {"rank": rank, "world_size": len(world.ranks)}}
+
+
+def test_traces_of_the_profiler_are_diagnosed(tmp_path: Path) -> None:
+    world = replace(CAUSES["slow input"][0], ahead_s=8.0)
+    for rank in range(3):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(kineto(world, rank)))
+    found = diagnose(load_any(tmp_path))
+    assert (found.findings[0].kind, found.findings[0].rank) == ("slow_input", 1)
+    assert found.step_us == pytest.approx(world.step_us, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [[], {}, {"traceEvents": 3}, {"traceEvents": [1, {"ph": "X", "name": 2}]}],
+    ids=["list", "empty", "no", "odd"],
+)
+def test_what_is_no_trace_is_refused(body: Any) -> None:
+    with pytest.raises(FlightError):
+        flight_of(body)
