@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from espresso.diagnosis.replay import (
     Costs,
@@ -358,7 +359,7 @@ def _others(turn: Turn, place: int, phase: str) -> float:
 def _like_the_others(turn: Turn, place: int, phases: Sequence[str]) -> Turn:
     """The turn in which a rank took as long as the others do, in these phases."""
     mine = turn.parts[place]
-    now = {phase: min(_phase(mine, phase), _others(turn, place, phase)) for phase in phases}
+    now: dict[str, Any] = {phase: min(_phase(mine, phase), _others(turn, place, phase)) for phase in phases}
     backward = now.pop("backward", mine.backward)
     part: Part = replace(mine, **now)
     return with_part(turn, place, part.with_backward(backward))
