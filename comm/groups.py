@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -156,6 +156,41 @@ def break_off(group: Any, index: int, size: int) -> None:
                 return
 
 
+class Gathering:
+    """A gather, or a sum, that is under way: nobody waits for it until its rows are asked for."""
+
+    def __init__(
+        self,
+        mine: torch.Tensor,
+        member: Member,
+        explained: Callable[[str], AbstractContextManager[None]],
+        *,
+        adds: bool,
+    ) -> None:
+        self._rows = [mine] if adds else [torch.empty_like(mine) for _ in range(member.size)]
+        self._explained = explained
+        self._mine = mine  # until it is sent
+        with explained(_GATHERING):
+            if adds:
+                self._work = dist.all_reduce(mine, group=member.group, async_op=True)
+            else:
+                self._work = dist.all_gather(self._rows, mine, group=member.group, async_op=True)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`rows` would return at once."""
+        return bool(self._work.is_completed())
+
+    def rows(self) -> torch.Tensor:
+        """Everybody's tensor, stacked in rank order, or the one sum; waits at most for the groups' time-out."""
+        with self._explained(_GATHERING):
+            self._work.wait()
+        return torch.stack(self._rows)
+
+
+_GATHERING = "what the ranks tell each other on the way"
+
+
 class _Gone:
     """Stands where a process group was: ``None`` would mean the default one."""
 
@@ -292,6 +327,19 @@ class Groups:
         """The other rank whose address an error of Gloo names."""
         rank = rank_in(text, self._ends)
         return None if rank == self.rank else rank
+
+    def start_gather(self, mine: torch.Tensor) -> Gathering:
+        """Begin to gather everybody's tensor of one shape and type on the host. Does not block.
+
+        All ranks begin theirs between the same two iterations, or in the same hook call, as all control messages.
+        """
+        self._control_group()
+        return Gathering(mine, self.control, self._explained, adds=False)
+
+    def start_sum(self, mine: torch.Tensor) -> Gathering:
+        """Begin to add up everybody's tensor, in place; otherwise as :meth:`start_gather`."""
+        self._control_group()
+        return Gathering(mine, self.control, self._explained, adds=True)
 
     def barrier(self, *, patient: bool = False) -> None:
         """Wait for everybody; past the time-out only if ``patient``, and while all ranks answer."""

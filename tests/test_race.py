@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.exchange import make_buckets, reduce_bucket, strategy_of
 from espresso.comm.execute.executor import Record
+from espresso.live.history import History
 from espresso.live.planner import AutoPlanner, Candidate
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, parse_option, plan
 from tests.ddp import ALLGATHER
@@ -33,6 +34,8 @@ class OneRank:
 class Found:
     """A search that finds a new candidate each time."""
 
+    uncompressed_us = 10.0
+
     def __init__(self) -> None:
         self.names: list[str] = []
 
@@ -45,12 +48,16 @@ class Found:
     def follow(self, in_force: Any) -> bool:
         return True
 
+    def revise(self, change: Any) -> None:
+        raise AssertionError("nobody watches this job")
+
 
 def planner_of(search: Found, *, race_rounds: int, decide_by: int) -> AutoPlanner:
     """Three plain steps, two of profile; blocks of three."""
     return AutoPlanner(
         strategy_of(BUCKETS, TWO, PLAIN), OneRank(), search, warmup_steps=3, profile_steps=2, race_steps=3,
         race_rounds=race_rounds, decide_by=decide_by, on_profile=lambda _: None,
+        history=History(0),
     )  # fmt: skip
 
 

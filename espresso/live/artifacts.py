@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from espresso.comm.execute.executor import Record
 from espresso.comm.groups import Groups
 from espresso.model.job import Job
+from espresso.show.trace_events import write_history
 from espresso.strategies import DTYPES, Strategy
 
 logger = logging.getLogger("espresso")
@@ -65,6 +66,10 @@ class Artifacts:
         text = json.dumps(everybody, indent=0) + "\n"
         self._write("strategy.json", strategy.save)
         self._write("measured.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+    def history(self, rows: Sequence[dict[str, Any]]) -> None:
+        """``history.json``: what was decided when, as a trace that Perfetto opens."""
+        self._write("history.json", lambda path: write_history(path, rows))
 
     def _write(self, name: str, save: Callable[[Path], object]) -> None:
         if self._directory is None or self._groups.rank != 0:

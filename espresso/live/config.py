@@ -54,6 +54,7 @@ class Settings(TypedDict, total=False):
     race_steps: int
     race_rounds: int
     decide_by: int
+    adapt: bool
     steps_per_epoch: int | None
     check_every: int
     artifacts_dir: str | os.PathLike[str] | None
@@ -150,6 +151,8 @@ class Config:
         race_rounds: how often the blocks alternate.
         decide_by: iterations after which automatic mode has decided. Until the race it trains on plain averages, the
             better for what is learnt first; 0 races as soon as the job is measured.
+        adapt: watch the job once automatic mode has decided, and decide again when network, load or batch change
+            (``docs/how_it_decides.md``). False leaves what was decided as it is.
         steps_per_epoch: what compressors that warm up by epochs count with; None waits for ``state.set_epoch``.
         check_every: compare parameters between ranks every so many steps; 0 never.
         artifacts_dir: where strategy, job and measured intervals are written; None writes nothing. What cannot be
@@ -180,6 +183,7 @@ class Config:
     race_steps: int = field(default=5, metadata=_in(_whole(3, MOST_MEASURED)))
     race_rounds: int = field(default=2, metadata=_in(_whole(1, MOST_MEASURED)))
     decide_by: int = field(default=58, metadata=_in(_whole(0, MOST_STEPS)))
+    adapt: bool = field(default=False, metadata=_in(Range("True or False", (bool,))))
     steps_per_epoch: int | None = field(default=None, metadata=_in(_optional(_whole(1, MOST_STEPS))))
     check_every: int = field(default=0, metadata=_in(_whole(0, MOST_STEPS)))
     artifacts_dir: str | os.PathLike[str] | None = field(default=None, metadata=_in(_PATH))

@@ -16,11 +16,14 @@ from espresso.comm.groups import Groups
 from espresso.live.artifacts import Artifacts
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
+from espresso.live.fixed_planner import InForce
 from espresso.live.observer import Observation, Observer, combine
-from espresso.live.planner import Candidate, InForce
+from espresso.live.planner import Candidate
 from espresso.live.profiler import cores_per_rank, machine_facts, measure_compressor, measure_links
+from espresso.live.remeasure import up_to_date
 from espresso.live.runtime import Runtime
 from espresso.live.server_profile import measure_exchange, measure_processors
+from espresso.live.watch import Change
 from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.links import Links
@@ -64,12 +67,18 @@ class OnlineSearch:
         self.job: Job | None = None
         self.uncompressed_us = 0.0
         self.advice = ""
+        self._revised = False
 
     def follow(self, in_force: InForce) -> bool:
         """Search for the compressor in force, or for the one to come while nothing is."""
         found = in_force.get(self._given, self._given)
         before, self.compressor = self.compressor, self._given if found == NONE else found
         return self.compressor != before
+
+    def revise(self, change: Change) -> None:
+        """Measure again what changed in the running job. Collective; the next call searches with it."""
+        if self.job is not None:
+            self.job, self._revised = up_to_date(self.job, change, self._groups, self._runtime.place), True
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best."""
@@ -161,7 +170,8 @@ class OnlineSearch:
 
     def _search(self, job: Job) -> tuple[list[Candidate], float]:
         candidates, result = find_candidates(job, self.compressor, self._settings)
-        self._advise_bucket_size(job, result)
+        if not self._revised:
+            self._advise_bucket_size(job, result)
         logger.info(
             "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
             len(job.tensors),

@@ -8,88 +8,45 @@ and runs while every rank is inside the same hook call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
+
+import torch
 
 from espresso.comm.execute.executor import Assignment, Record
 from espresso.comm.groups import Groups
-from espresso.compressors.schedule import translate
-from espresso.strategies import Bucket, CompressorSpec, Strategy, plan
-from espresso.strategies.list_scheduling import list_order
+from espresso.live.fixed_planner import Exact, FixedPlanner, InForce, Verdict
+from espresso.live.history import Event, History
+from espresso.live.orderer import Orderer, Work
+from espresso.live.patience import Patience
+from espresso.live.race import Arm, Race
+from espresso.live.watch import TELLING, Change, Watch
+from espresso.strategies import Bucket, Strategy, plan
 
 logger = logging.getLogger("espresso")
 
-Work = Callable[[], None]
-
-InForce = Mapping[CompressorSpec, CompressorSpec]
-"""For every compressor as given the one that runs."""
-
-NOISE = 1.02
-"""Arms this close to the fastest count as equally fast."""
-
-
-def _num_compressions(strategy: Strategy) -> int:
-    """Lossy encodes a gradient goes through, over all tensors: the less, the closer to plain training."""
-    return sum(choice.option.num_compressions for choice in strategy.choices.values())
-
-
-class Orderer:
-    """Runs one strategy, in plain order until the bucket structure is known, then list-scheduled.
-
-    The durations are those of the tasks of one recorded iteration on rank 0, whose order all ranks take.
-    """
-
-    def __init__(self, strategy: Strategy, groups: Groups) -> None:
-        self.strategy = strategy
-        self._groups = groups
-        self._plain = Assignment(strategy, record=not strategy.only_averages)
-        self._planned: Assignment | None = None
-        self._last: tuple[Bucket, ...] = ()
-
-    @property
-    def assignment(self) -> Assignment:
-        return self._planned or self._plain
-
-    @property
-    def settled(self) -> bool:
-        """Whether there is nothing left to order."""
-        return self._planned is not None or self.strategy.only_averages
-
-    def note(self, record: Record) -> Work | None:
-        """Take note of an iteration of this strategy; returns the ordering when it is time for it."""
-        same, self._last = record.buckets == self._last, record.buckets
-        if self._planned is not None:
-            if record.buckets != self._planned.buckets:
-                logger.info("the bucket structure changed; back to plain order until it is stable again")
-                self._planned = None
-            return None
-        if not same or self.settled or not record.finite or record.assignment is not self._plain:
-            return None
-        return lambda: self._schedule(record)
-
-    def _schedule(self, record: Record) -> None:
-        order = None
-        laid = plan(self.strategy, record.buckets, host_copies=self._groups.host_copies)
-        if self._groups.rank == 0:
-            begin = record.ready_ns[0]
-            ready = [(ns - begin) / 1e3 for ns in record.ready_ns]
-            duration = [0.0] * len(laid.tasks)
-            for interval in record.intervals:
-                duration[interval.task] = (interval.end_ns - interval.start_ns) / 1e3
-            order = list_order(laid, ready, duration)
-        order = self._groups.from_rank_0(order)
-        self._planned = Assignment(self.strategy, order, record.buckets, record=True)
-
 
 class Search(Protocol):
-    """Finds candidates from the observed iterations; collective, rank 0 decides."""
+    """Finds candidates from the observed iterations; collective, rank 0 decides.
+
+    Attributes:
+        uncompressed_us: predicted for a plain iteration by the latest search.
+    """
+
+    uncompressed_us: float
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]: ...
 
     def follow(self, in_force: InForce) -> bool:
         """Whether this makes the compressor it searches for another one."""
+        ...
+
+    def revise(self, change: Change) -> None:
+        """Measure again what changed; collective. The next call searches with it."""
         ...
 
 
@@ -113,52 +70,23 @@ class Candidate:
         return Assignment(self.strategy, self.order, self.buckets, record=True)
 
 
-@dataclass
-class Verdict:
-    """What automatic mode decided, and why."""
+TRY_STEPS, TRY_ROUNDS, DROP = 3, 2, 1.25
+"""Of the race when something has changed: short blocks, and who is this much slower than the fastest has only one."""
 
-    name: str
-    reason: str
-    measured_us: dict[str, float] = field(default_factory=dict)
-    predicted_us: dict[str, float] = field(default_factory=dict)
-
-
-class FixedPlanner:
-    """Always the same strategy, but for compressors that change with step or epoch."""
-
-    def __init__(self, strategy: Strategy, groups: Groups, in_force: InForce | None = None) -> None:
-        self._given, self._groups = strategy, groups
-        self.verdict = Verdict("given", "the strategy was given")
-        self.follow(in_force or {})
-
-    def follow(self, in_force: InForce) -> None:
-        """Run the same options with these compressors, from the iteration on that is about to be assigned."""
-        self._orderer = Orderer(translate(self._given, in_force), self._groups)
-
-    @property
-    def decided(self) -> bool:
-        return True
-
-    @property
-    def strategy(self) -> Strategy:
-        return self._orderer.strategy
-
-    def assign(self, iteration: int) -> Assignment:
-        """What this iteration runs; must not block."""
-        return self._orderer.assignment
-
-    def after(self, record: Record) -> Work | None:
-        """Take note of an iteration; what is returned runs while every rank is inside the same hook call."""
-        return self._orderer.note(record)
+PLAIN_MAY = 1.5
+"""Plain is tried again up to this factor of the best prediction."""
 
 
 class AutoPlanner:
-    """Warm up, profile, search, race the best candidates against plain, keep the fastest.
+    """Warm up, profile, search, race the best candidates against plain, keep the fastest; again when something changes.
 
     ::
 
         iteration   0 ... w | w ... w+p      | w+p ... | ... decide_by                | then
         runs        plain   | plain, deferred| plain   | plain, A, B, B, A, plain ... | the winner
+
+        a change    | the same iteration           | the next ones                       | then
+        is found    | measure what changed, search | the new ones, and plain if it may win, and the winner | the best
 
     The race begins as late as it may: gradients change most in the first steps of a training, and what compression does
     to them stays in an optimizer's second moments for long (``docs/convergence.md``).
@@ -169,6 +97,8 @@ class AutoPlanner:
         decide_by: iterations after which the race should be over; it follows the profile at once where it is longer.
         on_profile: told True before the first profiled iteration and False after the last.
         profile_only: measure, and stay plain.
+        history: told what was decided, and why.
+        adapt: watch the job once it is decided, and decide again when something changes.
     """
 
     def __init__(
@@ -183,9 +113,11 @@ class AutoPlanner:
         race_rounds: int,
         decide_by: int,
         on_profile: Callable[[bool], None],
+        history: History,
         profile_only: bool = False,
+        adapt: bool = False,
     ) -> None:
-        self._groups, self._search, self._on_profile = groups, search, on_profile
+        self._groups, self._search, self._on_profile, self._history = groups, search, on_profile, history
         self._profile_steps, self._race_steps, self._race_rounds = profile_steps, race_steps, race_rounds
         self._profile_only, self._decide_by = profile_only, decide_by
         self._plain = Orderer(plain, groups)
@@ -195,15 +127,16 @@ class AutoPlanner:
         self._profile_from = warmup_steps
         self._first: int | None = None
         self._observed: list[Record] = []
-        self._race: list[tuple[str, Assignment]] = []
+        self._race: Race | None = None
+        self._turn: _Turn | None = None
         self._pause = 0
         self._candidates: list[Candidate] = []
-        self._steps_us: dict[str, list[float]] = {}
-        self._before: tuple[str, int] = ("", 0)
-        self._turn = 0
         self._restarts = 0
         self._again = False
         self.verdict: Verdict | None = None
+        self.watch = Watch(groups) if adapt and not profile_only else None
+        self._patience = Patience()
+        self._exact = Exact()
 
     @property
     def decided(self) -> bool:
@@ -211,7 +144,7 @@ class AutoPlanner:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy in use once decided, until then the plain one."""
+        """The strategy in use once decided, until then the plain one. One that is only tried is not in use."""
         return self._plain.strategy if self._winner is None else self._winner.strategy
 
     @property
@@ -219,10 +152,10 @@ class AutoPlanner:
         return tuple(self._candidates)
 
     def assign(self, iteration: int) -> Assignment:
+        if self._race is not None:  # plain comes first in the first one, also while it pauses
+            return self._race.assignment
         if self._winner is not None:
             return self._winning or self._winner.assignment
-        if self._race:  # plain comes first, also while it pauses
-            return self._race[self._turn][1]
         if self._again:
             return replace(self._plain.assignment, drain=False)
         # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
@@ -242,20 +175,34 @@ class AutoPlanner:
 
         The job is measured already; while it is not, the search to come will find the new compressor.
         """
-        if not self._search.follow(in_force) or (self._winner is None and not self._race):
+        if not self._search.follow(in_force) or (self._winner is None and self._race is None):
             return
         self._winner, self._winning, self.verdict = None, None, None
-        self._race, self._candidates, self._turn, self._pause = [], [], 0, 0
-        self._steps_us, self._before = {}, ("", 0)
+        self._race, self._turn, self._candidates, self._pause = None, None, [], 0
         self._again = True
+
+    def back_off(self, tensors: Collection[str], step: int) -> str:
+        """Leave these tensors exact from the next iteration on, in all that is tried later too; the new name."""
+        self._exact.add(tensors)
+        name = "plain" if self.verdict is None else self._exact.named(self.verdict.name)
+        strategy = self._plain.strategy if name == "plain" else self._exact.of(self.strategy)
+        if not strategy.num_compressed:
+            name, strategy = "plain", self._plain.strategy
+        self._race, self._turn, self._candidates, self._pause = None, None, [], 0
+        self._winner = self._plain if name == "plain" else Orderer(strategy, self._groups)
+        self._winning = None
+        self.verdict = Verdict(name, f"at step {step} tensors whose averages were out of their band were left exact")
+        if self.watch is not None:
+            self.watch.begin()
+        return name
 
     def after(self, record: Record) -> Work | None:
         if self._again:
-            return self._find_candidates
+            return partial(self._find_candidates, record.iteration)
+        if self._race is not None:
+            return self._after_race(self._race, record)
         if self._winner is not None:
-            return self._after_decision(record)
-        if self._race:
-            return self._after_race(record)
+            return self._after_decision(self._winner, record)
         if record.assignment is self._deferred:
             return self._after_profile(record)
         return None
@@ -276,70 +223,188 @@ class AutoPlanner:
         if len(self._observed) < self._profile_steps:
             return None
         self._on_profile(False)
-        return self._find_candidates
+        return partial(self._find_candidates, record.iteration)
 
-    def _find_candidates(self) -> None:
+    def _find_candidates(self, step: int) -> None:
         self._again = False
         self._say("automatic mode measures links and compressors, and searches; this step takes longer")
-        candidates = self._search(self._observed)
+        candidates = self._found()
         if self._profile_only:
-            self._decide("plain", "profile only: the job was measured, nothing is compressed")
+            self._decide(step, "plain", "profile only: the job was measured, nothing is compressed")
             return
         if not candidates:
-            self._decide("plain", "no strategy is predicted to be faster than plain allreduce")
+            self._decide(step, "plain", "no strategy is predicted to be faster than plain allreduce")
             return
         self._candidates = candidates
-        arms = [("plain", replace(self._plain.assignment, drain=False))] + [(c.name, c.assignment) for c in candidates]
-        for turn in range(self._race_rounds):
-            for name, assignment in arms if turn % 2 == 0 else reversed(arms):
-                self._race += [(name, assignment)] * self._race_steps
-        self._pause = max(0, self._pause - len(self._race))
-        names, steps = ", ".join(name for name, _ in arms), len(self._race)
+        arms = [Arm("plain", replace(self._plain.assignment, drain=False))]
+        arms += [Arm(c.name, c.assignment) for c in candidates]
+        self._race = Race(arms, block=self._race_steps, rounds=self._race_rounds)
+        self._pause = max(0, self._pause - self._race.num_steps)
+        names, steps = ", ".join(arm.name for arm in arms), self._race.num_steps
         self._say("automatic mode races %s in %d steps, after %d more plain ones", names, steps, self._pause)
+
+    def _found(self) -> list[Candidate]:
+        """What the search finds, less what has to stay exact."""
+        found = []
+        for candidate in self._search(self._observed):
+            strategy = self._exact.of(candidate.strategy)
+            if strategy is candidate.strategy:
+                found.append(candidate)
+            elif strategy.num_compressed:  # what was taken out of it changes its tasks
+                order = plan(strategy, candidate.buckets, host_copies=self._groups.host_copies).order
+                found.append(replace(candidate, strategy=strategy, order=order))
+        return found
 
     # -- racing ----------------------------------------------------------------------------------
 
-    def _after_race(self, record: Record) -> Work | None:
+    def _after_race(self, race: Race, record: Record) -> Work | None:
         if self._pause:
             self._pause -= 1
             return None
-        name, _ = self._race[self._turn]
-        before, self._before = self._before, (name, record.done_ns)
-        if before[0] == name and self._turn % self._race_steps > 0:
-            self._steps_us.setdefault(name, []).append((record.done_ns - before[1]) / 1e3)
-        self._turn += 1
-        if self._turn < len(self._race):
-            return None
-        self._turn -= 1
-        return self._judge
+        return partial(self._compare, race, record.iteration) if race.take(record) else None
 
-    def _judge(self) -> None:
-        """Compare the slowest rank's medians; of arms within the noise the one that compresses least wins."""
-        medians = {name: median(values) for name, values in self._steps_us.items()}
-        everybody = self._groups.all_objects(medians)
-        measured = {name: max(m[name] for m in everybody) for name in medians}
-        losses = {"plain": 0} | {c.name: _num_compressions(c.strategy) for c in self._candidates}
-        limit = min(measured.values()) * NOISE
-        best = min((n for n in measured if measured[n] <= limit), key=lambda n: (losses[n], measured[n]))
-        times = ", ".join(f"{name} {us / 1e3:.1f} ms" for name, us in measured.items())
+    def _compare(self, race: Race, step: int) -> None:
+        if not race.compare(self._groups):
+            return
+        if self._turn is not None:
+            self._end_turn(self._turn, race, step)
+            return
+        best = race.best()
         pays = "compression does not pay here" if best == "plain" else "measured in alternated blocks"
-        self._decide(best, f"{pays}: {times} a step", measured)
+        self._decide(step, best, f"{pays}: {_times(race)} a step", race)
 
-    def _decide(self, name: str, reason: str, measured: dict[str, float] | None = None) -> None:
+    def _decide(self, step: int, name: str, reason: str, race: Race | None = None) -> None:
+        self._adopt(name, reason, race)
+        self._note(step, Event.DECIDED, reason)
+
+    def _adopt(self, name: str, reason: str, race: Race | None) -> None:
+        """Have a raced strategy in use, or plain; and watch it."""
         chosen = next((c for c in self._candidates if c.name == name), None)
         self._winner = self._plain if chosen is None else Orderer(chosen.strategy, self._groups)
-        if chosen is not None:
-            self._winning = next(a for n, a in self._race if n == name)
+        self._winning = None
+        if chosen is not None and race is not None:
+            self._winning = next(arm.assignment for arm in race.arms if arm.name == name)
         predicted = {c.name: c.predicted_us for c in self._candidates}
-        self.verdict = Verdict(name, reason, measured or {}, predicted)
-        self._race = []
-        self._say("automatic mode decided: %s (%s)", name, reason)
+        self.verdict = Verdict(name, reason, {} if race is None else race.measured, predicted)
+        self._race = None
+        if self.watch is not None:
+            self.watch.begin(self.verdict.measured_us.get(name))
 
-    def _after_decision(self, record: Record) -> Work | None:
-        assert self._winner is not None
+    def _note(self, step: int, event: Event, reason: str, since_ns: int | None = None) -> None:
+        verdict = self.verdict
+        assert verdict is not None
+        predicted = verdict.predicted_us.get(verdict.name, self._search.uncompressed_us)
+        measured = verdict.measured_us.get(verdict.name, 0.0)
+        self._history.add(
+            step, event, reason, verdict.name, predicted_us=predicted, measured_us=measured, since_ns=since_ns
+        )
+
+    def _after_decision(self, winner: Orderer, record: Record) -> Work | None:
         if self._winning is not None and record.buckets != self._winning.buckets:
             self._winning = None
-        return None if self._winning is not None else self._winner.note(record)
+            if self.watch is not None:
+                self.watch.begin()
+        ordering = None if self._winning is not None else winner.note(record)
+        watch = self.watch
+        if watch is None or not watch.take(record):
+            return ordering
+        # On every rank alike something is to be looked at; most often it is there, and nothing has changed.
+        if not watch.is_ready:
+            return partial(self._look, watch, record.iteration)
+        change = self._worth_a_turn(watch.look(), record.iteration)
+        return ordering if change is None else partial(self._begin_turn, change, record.iteration)
+
+    # -- a turn: something has changed ---------------------------------------------------------------
+
+    def _worth_a_turn(self, change: Change | None, step: int) -> Change | None:
+        if change is None or self._patience.permits(change, step):
+            return change
+        if self.watch is not None:
+            self.watch.forgive()
+        return None
+
+    def _look(self, watch: Watch, step: int) -> None:
+        change = self._worth_a_turn(watch.look(), step)
+        if change is not None:
+            self._begin_turn(change, step)
+
+    def _begin_turn(self, change: Change, step: int) -> None:
+        """Measure what changed, search, and begin to try what was found."""
+        assert self.verdict is not None
+        assert self._winner is not None
+        began_ns = time.perf_counter_ns()
+        now = self.verdict.name
+        self._history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
+        with torch.profiler.record_function("espresso::measure and search again"):
+            self._search.revise(change)
+            found = self._found()
+        kept = self._winning or self._winner.assignment
+        fresh = [c for c in found if not _alike(c.strategy, kept.strategy)]
+        fresh = [replace(c, name=f"{c.name} at step {step}") if c.name == now else c for c in fresh]
+        best_us = min((c.predicted_us for c in found), default=0.0)
+        arms = [Arm(now, replace(kept, drain=kept.strategy.num_compressed > 0))]
+        arms += [Arm(c.name, c.assignment) for c in fresh]
+        if now != "plain" and (not found or self._search.uncompressed_us <= PLAIN_MAY * best_us):
+            arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
+        self._turn = _Turn(change, step, began_ns)
+        if len(arms) == 1:
+            self._end_turn(self._turn, None, step)
+            return
+        self._candidates = [c for c in self._candidates if c.name == now] + fresh
+        self._race = Race(arms, block=TRY_STEPS, rounds=TRY_ROUNDS, drop=DROP, known={now: change.step_us[1]})
+        self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
+
+    def _end_turn(self, turn: _Turn, race: Race | None, step: int) -> None:
+        verdict = self.verdict
+        assert verdict is not None
+        self._turn = None
+        before_us, ours = turn.change.step_us[0], verdict.name
+        measured = {ours: turn.change.step_us[1]} if race is None else race.measured
+        best = ours if race is None else race.best()
+        if race is not None and best != ours:
+            losses = {arm.name: arm.losses for arm in race.arms}
+            worth = Patience.is_worth(
+                measured[ours], measured[best], losses_less=losses[best] < losses[ours],
+                price_us=2 * race.excess_us, lasted=step - turn.change.since,
+            )  # fmt: skip
+            best = best if worth else ours
+        spent_us = (time.perf_counter_ns() - turn.began_ns) / 1e3 - (step - turn.step) * measured[best]
+        spent_us = float(self._groups.from_rank_0(max(spent_us, 0.0)))
+        was_real = best != ours or abs(math.log(measured[ours] / before_us)) > TELLING
+        self._patience.took(step, spent_us, measured[best], was_real=was_real)
+        times = "the search finds nothing else" if race is None else f"{_times(race)} a step"
+        if best != ours:
+            self._adopt(best, f"{turn.change}: {times}", race)
+            self._note(step, Event.SWITCHED, f"from {ours}: {times}", turn.began_ns)
+            return
+        self._race = None
+        self.verdict = replace(verdict, measured_us=verdict.measured_us | measured)
+        if self.watch is not None:
+            self.watch.begin(measured[ours])
+        self._note(step, Event.KEPT, times, turn.began_ns)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What is decided again.
+
+    Attributes:
+        step: in which it began.
+        began_ns: when.
+    """
+
+    change: Change
+    step: int
+    began_ns: int
+
+
+def _times(race: Race) -> str:
+    return ", ".join(f"{name} {us / 1e3:.1f} ms" for name, us in race.measured.items())
+
+
+def _alike(one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies run the same."""
+    return one.choices == other.choices and one.partition_bytes == other.partition_bytes
 
 
 Decider = FixedPlanner | AutoPlanner

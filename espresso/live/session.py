@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -35,18 +36,25 @@ from espresso.live.artifacts import Artifacts, ProfileMarks
 from espresso.live.checkpoint import checksum
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
+from espresso.live.fixed_planner import FixedPlanner
 from espresso.live.given import Given
+from espresso.live.guard import Guard
+from espresso.live.history import Event, History
 from espresso.live.marks import ScriptMarks, facts_of
 from espresso.live.names import BoundModel
 from espresso.live.observer import GradientClock, Observer
 from espresso.live.online_search import OnlineSearch
-from espresso.live.planner import AutoPlanner, Decider, FixedPlanner, Work
+from espresso.live.orderer import Work
+from espresso.live.planner import AutoPlanner, Decider
 from espresso.live.recorder import Recorder
 from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.script import LossScale, StepGuard
 from espresso.strategies import NONE, Bucket, Strategy
 
 logger = logging.getLogger("espresso")
+
+TOLD_S = 1.0
+"""For the last message of a rank that closes: the others begin theirs at the end of the same iteration."""
 
 METRICS = tuple(
     f"espresso/{name}"
@@ -77,6 +85,7 @@ class Session:
         search: automatic mode's; None where the strategy was given.
         observer: has seen every iteration.
         recorder: keeps the last of them.
+        history: what was decided when, and why.
 
     Raises:
         DisagreementError: ranks differ in model, compressor, strategy or a setting; it says in what.
@@ -114,10 +123,16 @@ class Session:
             self.artifacts = Artifacts(config.artifacts_dir, self.groups)
             self.observer = Observer(self._make_clock)
             self.recorder = Recorder(self.groups)
+            self.history = History(self.groups.rank, self.artifacts.history)
             self.search: OnlineSearch | None = None
             self._overlap_of: tuple[Strategy, float] | None = None
             self._flushing: Assignment | None = None
             self.decider: Decider = self._make_decider()
+            if isinstance(self.decider, FixedPlanner):
+                self._note_decided(0)
+            # Velocities are sums of another kind; on a GPU the average is gone before it is judged.
+            has_guard = config.adapt and rule is None and self.runtime.place.device.type == "cpu"
+            self.guard = Guard(self.groups, model.tensors, self.store) if has_guard else None
             servers = None if client is None else self._link(client)
             self.executor: Executor = self.runtime.executor(
                 self.codecs,
@@ -204,7 +219,9 @@ class Session:
             race_rounds=self.config.race_rounds,
             decide_by=self.config.decide_by,
             on_profile=self.observer.profile,
+            history=self.history,
             profile_only=profile_only,
+            adapt=self.config.adapt,
         )
 
     def _make_search(self) -> OnlineSearch:
@@ -256,6 +273,8 @@ class Session:
         self, index: int, buffer: torch.Tensor, *, is_last: bool, describe: Callable[[], Bucket]
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket's buffer over all ranks, in place. See :meth:`Executor.reduce`."""
+        if self.guard is not None:
+            describe = partial(self.guard.see, buffer, describe)  # what is compressed is described before it is
         return self.executor.reduce(index, buffer, is_last=is_last, grad_scale=self.scale, describe=describe)
 
     # -- called by the executor ----------------------------------------------------------------------
@@ -264,7 +283,10 @@ class Session:
         """What an iteration runs, by the compressors that are in force in it."""
         if self.follower.moves(iteration):
             self.decider.follow(self.follower.in_force)
-        return self._flushing or self.decider.assign(iteration)
+        assignment = self._flushing or self.decider.assign(iteration)
+        if self.guard is not None:
+            self.guard.begin(iteration, assignment, self.scale)
+        return assignment
 
     def after(self, record: Record) -> Work | None:
         """Take note of an iteration. What is returned runs while all ranks are inside the same hook call."""
@@ -279,6 +301,13 @@ class Session:
             None if flushed else self.decider.after(record),
             self.recorder.look if self.recorder.looks(record.iteration) else None,
         ]
+        if self.guard is not None and self.guard.end(record):
+            look = partial(self._look_at_averages, self.guard, record.iteration)
+            # Behind what the decider does on all ranks; what only waits on this rank changes nothing.
+            if self.guard.is_ready and works[0] is None:
+                look()
+            else:
+                works.append(look)
         if self.decider.decided and self.artifacts.due(record, self.decider.strategy):
             job = None if self.search is None else self.search.job
             works.append(partial(self.artifacts.leave, record, self.decider.strategy, job))
@@ -287,6 +316,20 @@ class Session:
             works.append(self.check_replicas)
         due = [work for work in works if work is not None]
         return partial(_run_all, due) if due else None
+
+    def _look_at_averages(self, guard: Guard, step: int) -> None:
+        """Have what the guard found out of its band go exact from the next iteration on, on all ranks alike."""
+        alarms = guard.look()
+        if alarms:
+            name = self.decider.back_off([tensor for alarm in alarms for tensor in alarm.tensors], step)
+            reason = "; ".join(alarm.reason for alarm in alarms)
+            logger.warning("step %d: %s; these tensors go exact from now on", step, reason)
+            self.history.add(step, Event.BACKED_OFF, reason, name, measured_us=self.observer.step_us)
+
+    def _note_decided(self, step: int) -> None:
+        verdict = self.decider.verdict
+        assert verdict is not None
+        self.history.add(step, Event.DECIDED, verdict.reason, verdict.name)
 
     # -- between two iterations ----------------------------------------------------------------------
 
@@ -322,6 +365,7 @@ class Session:
         self.codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self.model.tensors})
         self.follower = self.follower.following(schedule, step, epoch)
         self.decider = FixedPlanner(strategy, self.groups, self.follower.in_force)
+        self._note_decided(step)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins. All ranks together, between two steps."""
@@ -366,7 +410,9 @@ class Session:
             self.recorder.overlap() or 0.0,
             self._predicted_overlap(),
         )
-        return dict(zip(METRICS, map(float, figures), strict=True))
+        found = {} if self.guard is None else self.guard.figures
+        by_group = {f"espresso/{what}/{group}": value for group, row in found.items() for what, value in row.items()}
+        return dict(zip(METRICS, map(float, figures), strict=True)) | by_group
 
     @property
     def predicted_us(self) -> float:
@@ -397,9 +443,18 @@ class Session:
             self._script.detach()
         if self.executor.error is None:
             self.recorder.leave(self.config.artifacts_dir, "the job ended")
-        is_idle = self.executor.close()
+        was_told = self._told()
+        is_idle = self.executor.close() and was_told
         self.codecs.close()
         self.groups.close(wait=is_idle)
+
+    def _told(self) -> bool:
+        """Whether what the ranks tell each other on the way has arrived; it needs no answer, so it does at once."""
+        waiting = [each for each in (self.decider.watch, self.guard) if each is not None]
+        until = time.monotonic() + TOLD_S
+        while not all(each.is_ready for each in waiting) and time.monotonic() < until:
+            time.sleep(0.001)
+        return all(each.is_ready for each in waiting)
 
     def abandon(self) -> None:
         """Stop the threads of a job that nobody holds any more; any thread may find that, so none is waited for."""

@@ -55,7 +55,7 @@ def _kinds(strategy: Strategy) -> Iterator[str]:
 
 def _gains(session: Session) -> str:
     verdict = session.decider.verdict
-    if verdict is None or verdict.name not in verdict.measured_us or verdict.name == "plain":
+    if verdict is None or verdict.name == "plain" or not {verdict.name, "plain"} <= verdict.measured_us.keys():
         return ""
     ours, plain = verdict.measured_us[verdict.name], verdict.measured_us["plain"]
     predicted = f", predicted {session.predicted_us / 1e3:.1f}" if session.predicted_us else ""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -80,6 +81,16 @@ class View:
         """What automatic mode decided and why, in one sentence; empty before that."""
         verdict = None if self._session is None else self._session.decider.verdict
         return "" if verdict is None else f"{verdict.name}: {verdict.reason}"
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What was decided and when, one row for each event, the same on every rank; empty before the first.
+
+        A row has ``step``, ``event`` (``decided``, ``changed``, ``kept``, ``switched``, ``backed_off``), ``reason``,
+        ``strategy`` (the name of the one in use from then on), ``predicted_us`` and ``measured_us`` (of a step of it;
+        0: unknown), ``at_us`` (since the start) and ``took_us``.
+        """
+        return [] if self._session is None else [dict(row) for row in self._session.history.rows]
 
     @property
     def advice(self) -> str:

@@ -76,6 +76,30 @@ def _rows(events: Sequence[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
     return rows
 
 
+def write_history(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the events of a job (``state.history``) as spans on one lane: what led to each, and the strategy in use.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lanes = {"events": 1, "in use": 2}
+    spans: list[dict[str, Any]] = []
+
+    def span(lane: str, name: str, start_us: float, end_us: float, row: Mapping[str, Any]) -> None:
+        times = {"ts": round(start_us, 3), "dur": round(end_us - start_us, 3)}
+        spans.append({"ph": "X", "name": name, "cat": lane, **times, "pid": 1, "tid": lanes[lane], "args": dict(row)})
+
+    ends = [row["at_us"] + row["took_us"] for row in rows]
+    for row, end, until in zip(rows, ends, [*ends[1:], *ends[-1:]], strict=True):
+        span("events", f"{row['event']}: {row['reason']}", row["at_us"], end, row)
+        span("in use", row["strategy"], end, until, row)
+    save(
+        path,
+        {"traceEvents": _metadata(1, "espresso decides", list(lanes)) + spans, "displayTimeUnit": "ms"},
+        indent=None,
+    )
+
+
 def _measured_processes(events: Iterable[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
     """One process a rank; one a rank and iteration where there are several: each iteration starts at zero."""
     groups: dict[tuple[int, int], list[LaneEvent]] = {}

@@ -1,0 +1,89 @@
+"""A strategy that was given, and what deciders share: a verdict, and tensors that have to stay exact."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from espresso.comm.execute.executor import Assignment, Record
+from espresso.comm.groups import Groups
+from espresso.compressors.schedule import translate
+from espresso.live.orderer import Orderer, Work
+from espresso.live.watch import Watch
+from espresso.strategies import PLAIN, CompressorSpec, Strategy
+
+InForce = Mapping[CompressorSpec, CompressorSpec]
+"""For every compressor as given the one that runs."""
+
+
+@dataclass
+class Verdict:
+    """What automatic mode decided, and why."""
+
+    name: str
+    reason: str
+    measured_us: dict[str, float] = field(default_factory=dict)
+    predicted_us: dict[str, float] = field(default_factory=dict)
+
+
+class Exact:
+    """Tensors that stay exact, whatever is found: some after the first alarm of the guard, all after the second."""
+
+    def __init__(self) -> None:
+        self._tensors: set[str] = set()
+        self._alarms = 0
+
+    def add(self, tensors: Collection[str]) -> None:
+        """An alarm."""
+        self._tensors.update(tensors)
+        self._alarms += 1
+
+    def of(self, strategy: Strategy) -> Strategy:
+        """The strategy without their compression."""
+        names = strategy.choices if self._alarms > 1 else self._tensors & strategy.choices.keys()
+        return strategy.with_choices(dict.fromkeys(names, PLAIN)) if self._alarms else strategy
+
+    def named(self, name: str) -> str:
+        """What that is called."""
+        return "plain" if self._alarms > 1 else f"{name.partition(' without ')[0]} without {len(self._tensors)} tensors"
+
+
+class FixedPlanner:
+    """Always the same strategy, but for compressors that change with step or epoch. Nothing is watched."""
+
+    watch: Watch | None = None
+
+    def __init__(self, strategy: Strategy, groups: Groups, in_force: InForce | None = None) -> None:
+        self._given, self._groups = strategy, groups
+        self.verdict = Verdict("given", "the strategy was given")
+        self._exact = Exact()
+        self.follow(in_force or {})
+
+    def back_off(self, tensors: Collection[str], step: int) -> str:
+        """Leave these tensors exact from the next iteration on; returns the new name."""
+        self._exact.add(tensors)
+        self._given = self._exact.of(self._given)
+        self.verdict = Verdict(self._exact.named("given"), "tensors whose averages were out of their band are exact")
+        self.follow(self._in_force)
+        return self.verdict.name
+
+    def follow(self, in_force: InForce) -> None:
+        """Run the same options with these compressors, from the iteration on that is about to be assigned."""
+        self._in_force = in_force
+        self._orderer = Orderer(translate(self._given, in_force), self._groups)
+
+    @property
+    def decided(self) -> bool:
+        return True
+
+    @property
+    def strategy(self) -> Strategy:
+        return self._orderer.strategy
+
+    def assign(self, iteration: int) -> Assignment:
+        """What this iteration runs; must not block."""
+        return self._orderer.assignment
+
+    def after(self, record: Record) -> Work | None:
+        """Take note of an iteration; what is returned runs while every rank is inside the same hook call."""
+        return self._orderer.note(record)

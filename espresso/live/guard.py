@@ -1,0 +1,301 @@
+"""Is what is learnt from what the ranks computed? A sample of every compressed tensor, compared with the exact sum.
+
+Every ``EVERY`` steps, for a stretch of each compressed tensor (another one each time)::
+
+    before the exchange   g = this rank's gradient,  e = what it keeps          sketches: 8 numbers each
+    after it              a = the average,           e' = what it keeps
+    two steps later       the sketches of all ranks are added up: 26 numbers a tensor travel, nobody waits for them
+
+A *sketch* adds the stretch up in 8 groups with random signs: it is linear, and its norm estimates the stretch's. Two
+figures of a tensor come from it:
+
+* ``deviation``: how far the average of this one step is from the exact one, |N a - sum g| / |sum g|. Error feedback
+  sends the rest later, so this may be above 1 and all is well.
+* ``lost``: what was neither sent nor kept, |N a - sum (g + e - e')| / |sum g|. Error feedback loses nothing, at any
+  site, whatever the compressor: beyond rounding this is 0, so it needs no baseline, and a sound run raises no alarm.
+  An encoder that zeroes, halves or repeats what it sends shows at once, on however few of the ranks.
+
+A tensor that is out in ``CONFIRMED`` of the checks one after another is named, with its group, and goes exact.
+
+Not seen: an encoder that sends little and keeps all the rest. Nothing is lost then; ``residual_ratio`` (what is kept
+over the gradient) grows, and a tensor of which nothing at all is sent is named too, except by sparsifiers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from espresso.comm.execute.assignment import Assignment, Record
+from espresso.comm.groups import Gathering, Groups
+from espresso.comm.keep.residual import FULL
+from espresso.comm.keep.store import ResidualStore
+from espresso.compressors import create
+from espresso.strategies import Bucket, Choice, CompressorSpec, TensorSpec
+
+Array = npt.NDArray[Any]
+
+EVERY = 32
+"""Steps from one check to the next."""
+
+AGAIN = 2
+"""Steps until the next check after one that found something."""
+
+CONFIRMED = 2
+"""So many checks in a row must find a tensor out."""
+
+LAG = 1
+"""Steps until the sums of a check are looked at."""
+
+STRETCH = 1 << 14
+"""Elements of a tensor that are looked at, at most."""
+
+MOST_TENSORS = 64
+"""Looked at in one check; of more, others in the next."""
+
+SIZE = 8
+"""Numbers of a sketch."""
+
+BAND, LOSSY_BAND = 0.02, 0.15
+"""``lost`` above this is out: of compressors with error feedback, whose only loss is rounding, and of those without."""
+
+ROUNDING = {FULL: 0.0, "bf16": 2.0**-6, "int8": 2.0**-3}
+"""Residuals kept narrowly lose up to this part of themselves in a step."""
+
+NOTHING = 1e-6
+"""A tensor sends nothing if its part of what is owed is below this."""
+
+MOST_GROUPS = 16
+
+_WIDTH = 3 * SIZE + 2
+
+
+def group_names(tensors: Sequence[str]) -> dict[str, str]:
+    """The group of each tensor: its module, as deep as there are no more than ``MOST_GROUPS`` of them.
+
+    >>> group_names(["net.0.weight", "net.0.bias", "head"])
+    {'net.0.weight': 'net.0', 'net.0.bias': 'net.0', 'head': 'head'}
+    """
+    deepest = max((name.count(".") for name in tensors), default=0)
+    for depth in range(deepest, 0, -1):
+        found = {name: ".".join(name.split(".")[:-1][:depth]) or name for name in tensors}
+        if len(set(found.values())) <= MOST_GROUPS:
+            return found
+    return {name: name if len(tensors) <= MOST_GROUPS else name.split(".")[0] for name in tensors}
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A group of tensors whose average is not what it should be."""
+
+    group: str
+    tensors: tuple[str, ...]
+    reason: str
+
+
+@dataclass
+class _Check:
+    """One iteration that is looked at.
+
+    Attributes:
+        where: by tensor, the stretch.
+        buffers: by tensor, the numbers of its stretch in the bucket's buffer, before and after the exchange.
+    """
+
+    iteration: int
+    where: dict[str, tuple[int, int]]
+    choices: dict[str, Choice]
+    kept: dict[str, Array]
+    scale: float = 1.0
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    given: dict[str, tuple[Array, float]] = field(default_factory=dict)
+
+
+class Guard:
+    """Looks at an iteration now and then. All ranks make the same calls.
+
+    Args:
+        tensors: of the model.
+        store: what is kept.
+
+    Attributes:
+        figures: of each group, by name: ``deviation``, ``residual_ratio``, ``lost``, of its latest check.
+    """
+
+    def __init__(self, groups: Groups, tensors: Sequence[TensorSpec], store: ResidualStore) -> None:
+        self._groups, self._store = groups, store
+        self._numels = {tensor.name: tensor.numel for tensor in tensors}
+        self._group_of = group_names([tensor.name for tensor in tensors])
+        self._signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), STRETCH)
+        self._next = 1
+        self._turn = 0
+        self._check: _Check | None = None
+        self._averages: dict[str, Array] = {}
+        self._summing: tuple[_Check, Gathering] | None = None
+        self._out: dict[str, int] = {}
+        self.figures: dict[str, dict[str, float]] = {}
+
+    # -- around an iteration -------------------------------------------------------------------------
+
+    def begin(self, iteration: int, assignment: Assignment, scale: Callable[[], float | None]) -> None:
+        """An iteration begins; nothing is under way."""
+        self._check = None
+        if iteration < self._next or self._summing is not None or assignment.deferred:
+            return
+        choices = {
+            name: choice
+            for name, choice in assignment.strategy.choices.items()
+            if choice.option.is_compressed and not choice.option.uses_servers and self._numels[name]
+        }
+        if not choices:
+            return
+        names = list(choices)
+        first = (self._turn * MOST_TENSORS) % len(names)
+        names = (names[first:] + names[:first])[:MOST_TENSORS]
+        self._turn += 1
+        where = {name: self._stretch(name, iteration) for name in names}
+        check = _Check(iteration, where, {name: choices[name] for name in names}, {})
+        check.kept = {name: self._sketch(values, where[name]) for name, values in self._store.kept(where).items()}
+        check.scale = scale() or 1.0
+        self._check = check
+
+    def see(self, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Bucket:
+        """A bucket is about to be exchanged; what it holds."""
+        bucket, check = describe(), self._check
+        if check is None:
+            return bucket
+        for slot in bucket.slots:
+            if slot.tensor in check.where:
+                start, stop = check.where[slot.tensor]
+                numbers = buffer[slot.offset + start : slot.offset + stop]
+                check.buffers[slot.tensor] = numbers
+                values = _host(numbers)
+                check.given[slot.tensor] = (
+                    self._sketch(values, (start, stop)) / check.scale,
+                    _square(values) / check.scale**2,
+                )
+        return bucket
+
+    def end(self, record: Record) -> bool:
+        """The iteration is averaged and judged. Whether all ranks should call :meth:`look` in this hook call."""
+        check, self._check = self._check, None
+        if self._summing is not None:
+            return record.iteration >= self._summing[0].iteration + LAG
+        if check is None or not record.finite or check.buffers.keys() != check.where.keys():
+            return False
+        rows = np.zeros((len(check.where), _WIDTH))
+        kept = self._store.kept(check.where)
+        self._averages = {}
+        for row, (name, where) in zip(rows, check.where.items(), strict=True):
+            sketch, square = check.given[name]
+            self._averages[name] = (
+                self._sketch(_host(check.buffers[name]), where) / check.scale * self._groups.num_ranks
+            )
+            row[:SIZE], row[SIZE : 2 * SIZE] = sketch, check.kept[name]
+            row[2 * SIZE : 3 * SIZE] = self._sketch(kept[name], where)
+            row[3 * SIZE :] = square, _square(kept[name])
+        check.buffers = {}
+        self._summing = check, self._groups.start_sum(torch.from_numpy(rows))
+        self._next = record.iteration + EVERY
+        return False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`look` would return at once."""
+        return self._summing is None or self._summing[1].is_done
+
+    def look(self) -> list[Alarm]:
+        """Judge the latest check, the same on all ranks; may wait for its sums."""
+        if self._summing is None:
+            return []
+        (check, summing), self._summing = self._summing, None
+        rows = summing.rows()[0].numpy()
+        found: dict[str, str] = {}
+        of_group: dict[str, list[tuple[float, ...]]] = {}
+        for (name, choice), row in zip(check.choices.items(), rows, strict=True):
+            figures = _figures(row, self._averages[name])
+            of_group.setdefault(self._group_of[name], []).append(figures)
+            reason = _why_out(figures, choice.compressor, self._store.storage)
+            if reason:
+                found[name] = reason
+        for group, members in of_group.items():
+            lost, deviation, exact, square, kept, _ = (math.fsum(column) for column in zip(*members, strict=True))
+            self.figures[group] = {
+                "deviation": math.sqrt(deviation / exact) if exact else 0.0,
+                "residual_ratio": math.sqrt(kept / square) if square else 0.0,
+                "lost": math.sqrt(lost / exact) if exact else 0.0,
+            }
+        self._out = {name: self._out.get(name, 0) + 1 for name in found}
+        if found:
+            self._next = check.iteration + AGAIN
+        worst = {name: found[name] for name, times in self._out.items() if times >= CONFIRMED}
+        return self._alarms(worst)
+
+    def _alarms(self, reasons: Mapping[str, str]) -> list[Alarm]:
+        groups = dict.fromkeys(self._group_of[name] for name in reasons)
+        alarms = []
+        for group in groups:
+            name = next(name for name in reasons if self._group_of[name] == group)
+            members = tuple(other for other, theirs in self._group_of.items() if theirs == group)
+            alarms.append(Alarm(group, members, f"tensor group {group!r} ({name}): {reasons[name]}"))
+        return alarms
+
+    # -- sketches ------------------------------------------------------------------------------------
+
+    def _stretch(self, name: str, iteration: int) -> tuple[int, int]:
+        numel = self._numels[name]
+        length = min(numel, STRETCH)
+        # Another place each time, the same on every rank.
+        start = (iteration // 2 * 7919 * STRETCH // 16) % (numel - length + 1)
+        return start, start + length
+
+    def _sketch(self, values: Array, where: tuple[int, int]) -> Array:
+        length = where[1] - where[0]
+        signed = np.zeros(-(-length // SIZE) * SIZE)
+        signed[:length] = values
+        signed[:length] *= self._signs[:length]
+        found: Array = signed.reshape(-1, SIZE).sum(0)
+        return found
+
+
+def _host(numbers: torch.Tensor) -> Array:
+    found: Array = numbers.detach().to(torch.float64).numpy()
+    return found
+
+
+def _square(values: Array) -> float:
+    flat = values.reshape(-1).astype(np.float64)
+    return float(flat @ flat)
+
+
+def _figures(row: Array, average: Array) -> tuple[float, ...]:
+    """Squares of a tensor's stretch: lost, deviation, the exact sum, gradients, kept; and the part sent of the owed."""
+    given, before, after = row[:SIZE], row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE]
+    owed = given + before
+    sent = _square(average)
+    exact = max(_square(given), 1e-300)
+    part = sent / max(_square(owed), 1e-300) if row[3 * SIZE] else 1.0
+    return _square(average - (owed - after)), _square(average - given), exact, row[-2], row[-1], part
+
+
+def _why_out(figures: tuple[float, ...], compressor: CompressorSpec, storage: str) -> str:
+    """What is wrong with a tensor; empty if nothing is."""
+    lost, _, exact, square, kept, part = figures
+    if not square:
+        return ""
+    traits = create(compressor).traits
+    band = BAND if traits.error_feedback or traits.lossless else LOSSY_BAND
+    # Beside the sketch's own size: gradients of the ranks may cancel in the sum.
+    size = math.sqrt(max(exact, square))
+    out = math.sqrt(lost) / size
+    if out > band + ROUNDING[storage] * math.sqrt(kept / square):
+        return f"what was sent and kept is not what came in (off by {out:.0%} of the gradient)"
+    if part < NOTHING and not traits.masks and math.sqrt(kept / square) > 1:
+        return "nothing of it is sent"
+    return ""

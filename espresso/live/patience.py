@@ -1,0 +1,58 @@
+"""When it pays to look again, and to switch: the budgets of deciding while a job runs."""
+
+from __future__ import annotations
+
+import math
+
+from espresso.live.watch import Change
+
+QUIET_SHARE = 0.02
+"""Of the wall time: the most that turns which change nothing may take."""
+
+SEVERE = math.log(1.3)
+"""A change of this factor is looked into whatever earlier turns cost, at the pace of ``FIRST_REST``,"""
+
+FALSE_ALARMS = 2
+"""unless so many turns in a row found that nothing had changed."""
+
+FIRST_REST = 20
+"""Steps after a turn in which no other begins; doubled by every turn in a row that changed nothing."""
+
+MOST_DOUBLINGS = 8
+
+MUST_GAIN = 0.05
+"""Another strategy is taken for at least this part of a step, or if it is as fast and compresses less."""
+
+
+class Patience:
+    """Remembers what turns cost and brought. All ranks give it the same figures."""
+
+    def __init__(self) -> None:
+        self._rest_until = self._quiet_until = 0.0
+        self._idle_turns = 0
+
+    def permits(self, change: Change, step: int) -> bool:
+        """Whether a change is looked into: a severe one after a rest, any within the budget."""
+        at_once = change.severity >= SEVERE and self._idle_turns < FALSE_ALARMS
+        return step >= (self._rest_until if at_once else max(self._quiet_until, self._rest_until))
+
+    def took(self, step: int, cost_us: float, step_us: float, *, was_real: bool) -> None:
+        """A turn is over: what it cost beyond steps of the strategy that stays, and whether anything had changed."""
+        self._idle_turns = 0 if was_real else min(self._idle_turns + 1, MOST_DOUBLINGS)
+        self._rest_until = step + FIRST_REST * 2 ** max(self._idle_turns - 1, 0)
+        # What was spent is earned again before the next turn on a mere suspicion.
+        self._quiet_until = max(self._quiet_until, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
+
+    @staticmethod
+    def is_worth(ours_us: float, theirs_us: float, *, losses_less: bool, price_us: float, lasted: int) -> bool:
+        """Whether to switch: what it gains, while the condition lasts as long again, against what a switch costs.
+
+        Args:
+            losses_less: the other compresses less.
+            price_us: of switching, there and back.
+            lasted: steps since the change.
+        """
+        gain_us = ours_us - theirs_us
+        if losses_less and gain_us >= 0:
+            return True
+        return gain_us > MUST_GAIN * ours_us and gain_us * lasted > price_us

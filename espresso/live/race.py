@@ -1,0 +1,143 @@
+"""Strategies that are tried in turn, in short alternated blocks, on the live job.
+
+::
+
+    round 0   plain plain plain | A A A | B B B
+    round 1   B B B | A A A | plain plain plain          the first step of a block is not counted
+
+Between two rounds those that are far behind may drop out (``drop``); all ranks compare the slowest rank's medians.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from espresso.comm.execute.assignment import Assignment, Record
+from espresso.comm.groups import Groups
+from espresso.strategies import Strategy
+
+NOISE = 1.02
+"""Arms this close to the fastest count as equally fast."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """A strategy in a race."""
+
+    name: str
+    assignment: Assignment
+
+    @property
+    def losses(self) -> int:
+        """Lossy encodes a gradient goes through, over all tensors: the less, the closer to plain training."""
+        return num_compressions(self.assignment.strategy)
+
+
+def num_compressions(strategy: Strategy) -> int:
+    """Lossy encodes a gradient goes through, over all tensors."""
+    return sum(choice.option.num_compressions for choice in strategy.choices.values())
+
+
+class Race:
+    """Blocks of steps of several arms, and what they took.
+
+    Args:
+        arms: in the order of the first round.
+        block: steps of a block.
+        rounds: how often every arm that is not dropped has a block.
+        drop: after each round, arms above this factor of the fastest run no further.
+        known: step times of arms that were measured just before, in microseconds: they need no block in round 0.
+
+    Attributes:
+        measured: of every arm the slowest rank's median step, as far as compared.
+        excess_us: the most that the first step of a block took beyond the arm's median: what a switch costs.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        block: int,
+        rounds: int,
+        drop: float = math.inf,
+        known: Mapping[str, float] | None = None,
+    ) -> None:
+        self.arms, self._block, self._rounds, self._drop = tuple(arms), block, rounds, drop
+        self._known = dict(known or {})
+        self._running = list(arms)
+        self._round = 0
+        self._steps_us: dict[str, list[float]] = {}
+        self._first_us: dict[str, list[float]] = {}
+        self._before_ns: int | None = None
+        self.measured: dict[str, float] = {}
+        self.excess_us = 0.0
+        self._queue = self._lay_out([arm for arm in arms if arm.name not in self._known])
+        self._next = self._queue[0] if self._queue else self.arms[0]
+        self._place = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps still to come, if nothing drops out."""
+        later = self._rounds - self._round - 1
+        return (len(self._queue) + later * len(self._running) * self._block) if self._queue else 0
+
+    @property
+    def assignment(self) -> Assignment:
+        """What the next step runs."""
+        return self._next.assignment
+
+    def pause(self) -> None:
+        """The time until the next step is not a step of a race."""
+        self._before_ns = None
+
+    def take(self, record: Record) -> bool:
+        """Note a step. Whether a round is over that is to be compared: then all ranks call :meth:`compare`."""
+        arm = self._queue.popleft()
+        before, self._before_ns = self._before_ns, record.done_ns
+        place, self._place = self._place, self._place + 1
+        if before is not None:
+            counted = self._first_us if place % self._block == 0 else self._steps_us
+            counted.setdefault(arm.name, []).append((record.done_ns - before) / 1e3)
+        if not self._queue and self._drop == math.inf and self._round + 1 < self._rounds:
+            self._begin_round()  # nothing can drop out: go on
+        if self._queue:
+            self._next = self._queue[0]
+            return False
+        return True
+
+    def compare(self, groups: Groups) -> bool:
+        """Compare the slowest rank's medians. Collective. Whether the race is over."""
+        mine = self._known | {name: median(values) for name, values in self._steps_us.items()}
+        excess = max(
+            (median(first) - mine[name] for name, first in self._first_us.items() if name in mine), default=0.0
+        )
+        everybody = groups.all_objects((mine, excess))
+        self.measured = {name: max(theirs[name] for theirs, _ in everybody) for name in mine}
+        self.excess_us = max(0.0, *(theirs for _, theirs in everybody))
+        limit = min(self.measured.values()) * self._drop
+        self._running = [arm for arm in self._running if self.measured.get(arm.name, math.inf) <= limit]
+        if self._round + 1 >= self._rounds or len(self._running) == 1:
+            return True
+        self._begin_round()
+        self._next = self._queue[0]
+        self.pause()
+        return False
+
+    def best(self) -> str:
+        """Of arms within the noise of the fastest the one that compresses least."""
+        limit = min(self.measured.values()) * NOISE
+        losses = {arm.name: arm.losses for arm in self.arms}
+        near = [name for name, us in self.measured.items() if us <= limit]
+        return min(near, key=lambda name: (losses[name], self.measured[name]))
+
+    def _begin_round(self) -> None:
+        self._round += 1
+        self._queue = self._lay_out(self._running if self._round % 2 == 0 else self._running[::-1])
+        self._place = 0
+
+    def _lay_out(self, arms: Sequence[Arm]) -> deque[Arm]:
+        return deque(arm for arm in arms for _ in range(self._block))

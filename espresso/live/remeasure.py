@@ -1,0 +1,98 @@
+"""A measured job brought up to date: links by short probes, compute and encoders by what live steps told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from espresso.comm.groups import Groups
+from espresso.live.profiler import SLOW_US, Place, rising, time_shortly
+from espresso.live.watch import Cause, Change
+from espresso.model.job import Job
+from espresso.model.links import LinkCurve, Links, interpolate
+from espresso.strategies import Form, Routine, Scope
+
+PROBED = {Form.RAW: Routine.ALLREDUCE, Form.PAYLOAD: Routine.ALLGATHER}
+"""For each form the routine that stands for all of them: on one link they slow down together."""
+
+PROBE_SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
+"""Bytes of the whole array, until one takes ``SLOW_US``; the larger ones tell the rate behind a card's burst."""
+
+Probes = Mapping[tuple[Scope, Form], Sequence[tuple[float, float]]]
+"""(bytes, microseconds) of the probed routine."""
+
+
+def up_to_date(job: Job, change: Change, groups: Groups, place: Place) -> Job:
+    """The job with the costs of what changed measured again. Collective: all ranks call it together."""
+    compute = change.ratio(Cause.COMPUTE, Cause.JOB)
+    codec = change.ratio(Cause.ENCODERS)
+    if compute is not None:
+        job = _with_compute(job, compute)
+    # A core that somebody else uses slows encoders as well, whether or not any runs now.
+    others = change.ratio(Cause.COMPUTE) if codec is None else codec
+    if others is not None:
+        job = _with_codecs(job, others)
+    if change.ratio(Cause.LINK, Cause.STEP) is not None:
+        job = replace(job, costs=replace(job.costs, links=scaled_links(job.costs.links, probe(groups, place))))
+    return job
+
+
+def probe(groups: Groups, place: Place) -> Probes:
+    """Time one routine of each form on every scope. Collective; the same on all ranks."""
+    found: dict[tuple[Scope, Form], list[tuple[float, float]]] = {}
+    for scope, member in groups.scopes.items():
+        columns = groups.cluster.ranks_per_node if scope is Scope.INTER else 1
+        for form, routine in PROBED.items():
+            points = found.setdefault((scope, form), [])
+            for size in PROBE_SIZES if member.size > 1 else ():
+                points.append((float(size * columns), time_shortly(groups, scope, routine, form, size, place)))
+                if points[-1][1] > SLOW_US:
+                    break
+    return {key: rising(points) for key, points in found.items() if points}
+
+
+def scaled_links(links: Links, probes: Probes) -> Links:
+    """Every measured curve times what the probe of its scope and form says, size by size."""
+
+    def scaled(curve: LinkCurve) -> LinkCurve:
+        form = Form.RAW if curve.form is Form.RAW else Form.PAYLOAD
+        probed = probes.get((curve.scope, form))
+        stands_for = links.measured(PROBED[form], curve.scope, form)
+        if probed is None or stands_for is None:
+            return curve
+        ratios = [(size, us / max(interpolate(stands_for.alone, size), 1.0)) for size, us in probed]
+        alone = rising([(size, us * _at(ratios, size)) for size, us in curve.alone])
+        latency_us = min(curve.latency_us * _at(ratios, alone[0][0]), alone[0][1])
+        return replace(curve, points=tuple((size, us - latency_us) for size, us in alone), latency_us=latency_us)
+
+    return replace(links, curves=tuple(map(scaled, links.curves)))
+
+
+def _at(ratios: Sequence[tuple[float, float]], size: float) -> float:
+    """The ratio at a size: between two probes by the logarithm of the size, beyond them the nearest."""
+    below = max((each for each in ratios if each[0] <= size), default=ratios[0])
+    above = min((each for each in ratios if each[0] >= size), default=ratios[-1])
+    if above[0] <= below[0]:
+        return below[1]
+    part = math.log(size / below[0]) / math.log(above[0] / below[0])
+    return below[1] * math.exp(part * math.log(above[1] / below[1]))
+
+
+def _with_compute(job: Job, ratio: float) -> Job:
+    ready = job.bucket_ready_us
+    return replace(
+        job,
+        gaps_us=tuple(gap * ratio for gap in job.gaps_us),
+        bucket_ready_us=None if ready is None else tuple(at * ratio for at in ready),
+        forward_us=job.forward_us * ratio,
+        optimizer_us=job.optimizer_us * ratio,
+    )
+
+
+def _with_codecs(job: Job, ratio: float) -> Job:
+    compute = tuple(
+        replace(cost, points=tuple((x, us * ratio) for x, us in cost.points), launch_us=cost.launch_us * ratio)
+        for cost in job.costs.compute
+    )
+    return replace(job, costs=replace(job.costs, compute=compute))

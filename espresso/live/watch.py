@@ -1,0 +1,340 @@
+"""Whether a running job is still what its strategy was chosen for, and if not, what has changed.
+
+::
+
+    every step         vitals of this rank, from the executor's record            no communication
+    every window       their medians are gathered, and nobody waits for it        some numbers a rank
+    two steps later    all ranks test the same rows, so they agree without another word
+
+The test is a two-sided CUSUM of clipped scores, for each of a few streams (the slowest rank's step, the least wait for
+the link ...). A score is the distance of a window's logarithm from the baseline's median, in units of its spread, and
+the spread is at least ``LEAST_SPREAD``: what differs by less than a sixth is no change, however quiet the job.
+
+False alarms: a window's figure is the median of its steps, so that one disturbed step in four counts nothing, and one
+disturbed window cannot raise an alarm alone (``CLIP - SLACK < ALARM``), however far it is out. Of windows that are
+normal with the baseline's spread one in some 10^9 would; where a part p of them, at random, is out by any amount, one
+in ``1 / (5 p^2)`` does for each stream (p = 0.3 %: 22 000 windows). ``tests/test_watch.py`` counts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median, median_low
+from typing import NamedTuple
+
+import torch
+
+from espresso.comm.execute.assignment import Record
+from espresso.comm.groups import Gathering, Groups
+from espresso.strategies import Lane
+
+WINDOW = 4
+"""Steps of a window."""
+
+LONG_WINDOW, SHORT_STEP_US = 8, 10_000.0
+"""A window of steps shorter than this is longer: a gather costs some 50 us of a core."""
+
+LAG = 2
+"""Steps between a gather's beginning and the look at it: it travels beside a whole step."""
+
+LEAST_SPREAD, FIRST_SPREAD = 0.1, 0.3
+"""Of a logarithm: the least that the test takes for noise, and what it takes while a baseline has few windows."""
+
+SLACK, CLIP, ALARM = 1.5, 6.0, 6.0
+"""Of the CUSUM, in spreads."""
+
+SOUND = SLACK
+"""A window within so many spreads of the baseline may become a part of it."""
+
+FEW, MANY = 3, 8
+"""Windows of a baseline: before the spread is taken from them, and at most."""
+
+NEGLIGIBLE = 0.03
+"""A part of a step below which times count as equal."""
+
+TELLING = math.log(1.15)
+"""A part of the step that moved by less is not what changed."""
+
+RING = 256
+"""Windows that are kept."""
+
+
+class Cause(StrEnum):
+    """What changed."""
+
+    LINK = "link"
+    COMPUTE = "compute"
+    JOB = "job"
+    ENCODERS = "encoders"
+    STEP = "step"
+
+
+class Vitals(NamedTuple):
+    """One step of one rank, or the median of several, in microseconds.
+
+    Attributes:
+        step: from one averaged gradient to the next.
+        compute: from there to the last bucket's being ready: optimizer, forward, backward, data.
+        tail: from there to the end.
+        wire: all exchanges together; 0 where nothing is recorded of them (plain averages).
+        codec: all encoding and decoding together, likewise.
+    """
+
+    step: float
+    compute: float
+    tail: float
+    wire: float
+    codec: float
+
+
+_CODEC_LANES = (Lane.TRAINING, Lane.OFFLOAD, Lane.COPY)
+
+
+def vitals_of(record: Record, previous_ns: int) -> Vitals:
+    """Of a recorded iteration; ``previous_ns`` is when the one before it was done."""
+    wire = codec = 0
+    for run in () if record.whole else record.intervals:  # of whole buckets only some iterations have any
+        took = run.end_ns - run.start_ns
+        if run.lane in _CODEC_LANES:
+            codec += took
+        else:
+            wire += took
+    ready = record.ready_ns[-1]
+    times = (record.done_ns - previous_ns, ready - previous_ns, record.done_ns - ready, wire, codec)
+    return Vitals(*(max(ns, 0) / 1e3 for ns in times))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that changed.
+
+    Attributes:
+        ratio: of the time it takes now to that before.
+        ranks: whose; empty where it is not a rank's own.
+    """
+
+    cause: Cause
+    ratio: float
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        factor = self.ratio if self.ratio > 1 else 1 / self.ratio
+        word = f"{factor:.2g} times {'slower' if self.ratio > 1 else 'faster'}"
+        who = ", ".join(map(str, self.ranks))
+        what = {
+            Cause.LINK: "the link is",
+            Cause.COMPUTE: f"compute of rank{'s' if len(self.ranks) > 1 else ''} {who} is",
+            Cause.JOB: "the job's own compute (batch, accumulation) is",
+            Cause.ENCODERS: "encoding is",
+            Cause.STEP: "the step is",
+        }[self.cause]
+        return f"{what} {word}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the watch found, the same on every rank.
+
+    Attributes:
+        since: about the iteration in which it began.
+        step_us: of the slowest rank before and now.
+    """
+
+    findings: tuple[Finding, ...]
+    since: int
+    step_us: tuple[float, float]
+
+    @property
+    def severity(self) -> float:
+        """The largest logarithm of a ratio."""
+        return max(abs(math.log(each.ratio)) for each in self.findings)
+
+    def ratio(self, *causes: Cause) -> float | None:
+        """Of the first finding with one of these causes."""
+        return next((each.ratio for each in self.findings if each.cause in causes), None)
+
+    def __str__(self) -> str:
+        before, now = (us / 1e3 for us in self.step_us)
+        return f"{', '.join(map(str, self.findings))}; a step took {before:.1f} ms, now {now:.1f}"
+
+
+class Stream:
+    """A CUSUM over one figure's logarithms."""
+
+    def __init__(self, expected: float | None = None) -> None:
+        self._baseline: list[float] = [] if expected is None else [expected]
+        self._sums = [0.0, 0.0]
+
+    @property
+    def middle(self) -> float | None:
+        """The baseline's; None before the first window."""
+        return median(self._baseline) if self._baseline else None
+
+    def score(self, value: float) -> float:
+        """How far a window is out, in spreads."""
+        if not self._baseline:
+            return 0.0
+        middle = median(self._baseline)
+        spread = 1.4826 * median(abs(each - middle) for each in self._baseline)
+        least = LEAST_SPREAD if len(self._baseline) > FEW else FIRST_SPREAD
+        return max(-CLIP, min((value - middle) / min(max(spread, least), FIRST_SPREAD), CLIP))
+
+    def take(self, value: float) -> bool:
+        """Take a window; whether it raises the alarm."""
+        score = self.score(value)
+        self._sums = [max(total + sign * score - SLACK, 0.0) for total, sign in zip(self._sums, (1, -1), strict=True)]
+        return max(self._sums) >= ALARM
+
+    def learn(self, value: float) -> None:
+        """Take a sound window into the baseline."""
+        if len(self._baseline) < MANY:
+            self._baseline.append(value)
+
+    def forgive(self) -> None:
+        """Begin to sum anew."""
+        self._sums = [0.0, 0.0]
+
+
+_STREAMS = ("step", "slowest", "fastest", "tail", "wire", "codec")
+
+
+class Watch:
+    """Looks at every iteration of a decided job. All ranks make the same calls.
+
+    Attributes:
+        ring: the latest windows, each with its last iteration and every rank's medians.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self.ring: deque[tuple[int, tuple[Vitals, ...]]] = deque(maxlen=RING)
+        self.begin()
+
+    def begin(self, step_us: float | None = None) -> None:
+        """Watch a strategy from the next iteration on; ``step_us`` is what a step of it is known to take."""
+        self._streams = {name: Stream() for name in _STREAMS}
+        if step_us:
+            self._streams["step"] = Stream(math.log(step_us))
+        self._previous_ns: int | None = None
+        self._window: list[Vitals] = []
+        self._gathering: tuple[int, Gathering] | None = None
+        self._length = WINDOW
+        self._since: list[tuple[int, tuple[Vitals, ...]]] = []  # the latest windows of this strategy
+        self._before: list[tuple[Vitals, ...]] = []  # the sound ones
+
+    def take(self, record: Record) -> bool:
+        """Note an iteration. Whether there is a window to look at: then all ranks call :meth:`look`."""
+        previous, self._previous_ns = self._previous_ns, record.done_ns
+        if previous is None:
+            return False
+        self._window.append(vitals_of(record, previous))
+        if self._gathering is not None and len(self._window) == LAG:
+            return True
+        if len(self._window) == self._length:
+            mine = [median_low(column) for column in zip(*self._window, strict=True)]
+            self._window = []
+            self._gathering = record.iteration, self._groups.start_gather(torch.tensor(mine, dtype=torch.float64))
+        return False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`look` would return at once."""
+        return self._gathering is None or self._gathering[1].is_done
+
+    def look(self) -> Change | None:
+        """Test the window that was gathered; may wait for it."""
+        if self._gathering is None:
+            return None
+        (iteration, gathering), self._gathering = self._gathering, None
+        rows = tuple(Vitals(*row) for row in gathering.rows().tolist())
+        return self.test(iteration, rows)
+
+    def test(self, iteration: int, rows: tuple[Vitals, ...]) -> Change | None:
+        """Test a window, every rank's medians."""
+        self.ring.append((iteration, rows))
+        step_us = max(row.step for row in rows)
+        self._length = LONG_WINDOW if step_us < SHORT_STEP_US else WINDOW
+        values = _values(rows, self._floor(step_us))
+        scores = [self._streams[name].score(value) for name, value in values.items()]
+        alarms = [self._streams[name].take(value) for name, value in values.items()]
+        if all(abs(score) <= SOUND for score in scores):
+            for name, value in values.items():
+                self._streams[name].learn(value)
+            self._before = [*self._before, rows][:MANY]
+            self._since = []
+            return None
+        self._since = [*self._since[-3:], (iteration, rows)]
+        if not any(alarms):
+            return None
+        return self._explain()
+
+    def forgive(self) -> None:
+        """Nothing is done about what was found: go on against the same baseline."""
+        for stream in self._streams.values():
+            stream.forgive()
+
+    def _floor(self, step_us: float) -> float:
+        known = self._streams["step"].middle
+        return NEGLIGIBLE * (step_us if known is None else min(math.exp(known), step_us))
+
+    def _explain(self) -> Change:
+        now = _middle([rows for _, rows in self._since[-2:]])
+        known = self._streams["step"].middle
+        assert known is not None  # an alarm needs a baseline
+        before = _middle(self._before) if self._before else None
+        was = math.exp(known)
+        findings: list[Finding] = []
+        if before is not None:
+            floor = NEGLIGIBLE * min(was, max(row.step for row in now))
+            findings = list(_findings(before, now, floor))
+        step_us = max(row.step for row in now)
+        if not findings:
+            findings = [Finding(Cause.STEP, step_us / was)]
+        window = self._since[0][0] - self._length + 1
+        return Change(tuple(findings), window, (was, step_us))
+
+
+def _values(rows: Sequence[Vitals], floor: float) -> dict[str, float]:
+    """The streams' figures of a window."""
+    figures = (
+        max(row.step for row in rows),
+        max(row.compute for row in rows),
+        min(row.compute for row in rows),
+        # Whoever comes last waits for the link alone, the others for the last one too.
+        min(row.tail for row in rows),
+        min(row.wire for row in rows),
+        max(row.codec for row in rows),
+    )
+    return {name: math.log(max(value, floor)) for name, value in zip(_STREAMS, figures, strict=True)}
+
+
+def _middle(windows: Sequence[Sequence[Vitals]]) -> tuple[Vitals, ...]:
+    """Every rank's median over some windows."""
+    return tuple(Vitals(*(median(column) for column in zip(*rows, strict=True))) for rows in zip(*windows, strict=True))
+
+
+def _findings(before: Sequence[Vitals], now: Sequence[Vitals], floor: float) -> Sequence[Finding]:
+    """What moved between two times, every rank's medians."""
+
+    def ratio(old: float, new: float) -> float:
+        return max(new, floor) / max(old, floor)
+
+    found = []
+    on_wire = [min(row.wire or row.tail for row in rows) for rows in (before, now)]
+    moved = ratio(*on_wire)
+    if abs(math.log(moved)) > TELLING:
+        found.append(Finding(Cause.LINK, moved))
+    compute = [ratio(old.compute, new.compute) for old, new in zip(before, now, strict=True)]
+    others = [rank for rank, each in enumerate(compute) if abs(math.log(each)) > TELLING]
+    if others:
+        worst = max((compute[rank] for rank in others), key=lambda each: abs(math.log(each)))
+        alike = len(others) == len(compute) and max(compute) < 1.3 * min(compute)
+        found.append(Finding(Cause.JOB, worst) if alike else Finding(Cause.COMPUTE, worst, tuple(others)))
+    codec = ratio(*(max(row.codec for row in rows) for rows in (before, now)))
+    if abs(math.log(codec)) > TELLING and not others:
+        found.append(Finding(Cause.ENCODERS, codec))
+    return found

@@ -1,0 +1,151 @@
+"""The guard on what is learnt: an encoder that lies is noticed and its tensors named; sound runs raise no alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from espresso.compressors.base import Decoding, Encoding
+from espresso.cpu_offload.codec import HostCodec
+from espresso.live.guard import group_names
+from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, mlp, registered, wrap
+
+SABOTAGED_AT, NOTICED_WITHIN = 40, 100
+WIDTHS = (64, 128, 128, 8)
+
+Lie = Callable[[str, np.ndarray], np.ndarray]
+"""What a segment of a tensor is sent as instead of its numbers."""
+
+
+@contextmanager
+def lying(lie: Lie) -> Iterator[None]:
+    """Encoders keep their books as if they had sent what they should."""
+    encode = HostCodec.encode
+
+    def other(self: HostCodec, encoding: Encoding, payload: Any) -> bool:
+        finite = encode(self, encoding, payload)
+        layout = encoding.layout
+        starts = np.concatenate(([0], np.cumsum(layout.numels)[:-1])).astype(np.int64)
+        values = np.zeros(layout.num_elements, layout.dtype)
+        self.decode(Decoding(layout, values, starts, key=encoding.key), payload.reshape(1, -1))
+        for segment, at in zip(layout.segments, starts, strict=True):
+            part = slice(at, at + segment.numel)
+            values[part] = lie(segment.tensor, values[part].copy())
+        encode(self, Encoding(layout, values, starts, key=encoding.key), payload)
+        return finite
+
+    HostCodec.encode = other  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HostCodec.encode = encode  # type: ignore[method-assign]
+
+
+def zeroed(tensor: str, values: np.ndarray) -> np.ndarray:
+    return values * 0 if tensor == "2.weight" else values
+
+
+def halved(tensor: str, values: np.ndarray) -> np.ndarray:
+    return values / 2
+
+
+class Stale:
+    """The same numbers again and again."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, int], np.ndarray] = {}
+
+    def __call__(self, tensor: str, values: np.ndarray) -> np.ndarray:
+        return self._first.setdefault((tensor, values.size), values)
+
+
+def train(rank: int, lie: Lie | None, steps: int, option: str, compressor: str) -> dict[str, Any]:
+    """Steps that are sound, then ``steps`` with the lie, if there is one."""
+    ddp = wrap(mlp(*WIDTHS), bucket_cap_mb=0.03)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with registered(ddp, option, compressor, ranks_per_node=2, adapt=True) as state:
+
+        def step(number: int) -> None:
+            optimizer.zero_grad()
+            inputs = batch(rank, number % 8, WIDTHS[0], rows=8)
+            (ddp(inputs) - inputs[:, : WIDTHS[-1]].sin()).square().mean().backward()
+            optimizer.step()
+
+        for number in range(SABOTAGED_AT):
+            step(number)
+        before = list(state.history)
+        if lie is None:
+            for number in range(SABOTAGED_AT, steps):
+                step(number)
+        else:
+            with lying(lie):
+                for number in range(SABOTAGED_AT, SABOTAGED_AT + steps):
+                    step(number)
+        assert agreed(ddp)
+        return {"before": before, "history": state.history, "metrics": state.metrics(), "compressed": state.strategy}
+
+
+def sound(rank: int) -> list[dict[str, Any]]:
+    return [
+        train(rank, None, 140, ALLGATHER, "efsignsgd"),
+        train(rank, None, 140, SHARDED, "topk:ratio=0.02"),
+        train(rank, None, 140, HIERARCHICAL, "int8"),
+    ]
+
+
+def zero_a_tensor(rank: int) -> dict[str, Any]:
+    return train(rank, zeroed, NOTICED_WITHIN, ALLGATHER, "efsignsgd")
+
+
+def halve_on_one_rank(rank: int) -> dict[str, Any]:
+    return train(rank, halved if rank == 3 else lambda _, values: values, NOTICED_WITHIN, HIERARCHICAL, "efsignsgd")
+
+
+def stale_on_one_rank(rank: int) -> dict[str, Any]:
+    lie: Lie = Stale() if rank == 1 else lambda _, values: values
+    return train(rank, lie, NOTICED_WITHIN, SHARDED, "topk:ratio=0.05")
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    scenarios = (sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank)
+    return Played(__name__, scenarios, 4, deadline_s=180)
+
+
+def test_sound_runs_raise_no_alarm_and_say_how_far_they_are(played):
+    for runs in played(sound):
+        for run in runs:
+            assert [row["event"] for row in run["history"]] == ["decided"]
+            for group in ("0", "2", "4"):
+                assert run["metrics"][f"espresso/lost/{group}"] < 1e-3
+                assert run["metrics"][f"espresso/deviation/{group}"] > 1e-3
+                assert run["metrics"][f"espresso/residual_ratio/{group}"] > 1e-3
+
+
+@pytest.mark.parametrize("scenario", [zero_a_tensor, halve_on_one_rank, stale_on_one_rank])
+def test_a_lie_is_noticed_and_its_tensors_go_exact(played, scenario):
+    everybody = played(scenario)
+    for run in everybody:
+        assert [row["event"] for row in run["before"]] == ["decided"]
+        found = run["history"][1]
+        assert found["event"] == "backed_off"
+        assert SABOTAGED_AT < found["step"] <= SABOTAGED_AT + NOTICED_WITHIN
+        assert "tensor group '2'" in found["reason"]
+        assert [row["step"] for row in run["history"]] == [row["step"] for row in everybody[0]["history"]]
+        strategy = run["compressed"]
+        assert strategy.choices["2.weight"].compressor.name == "none"
+        # Only what was wrong goes exact, where anything else is right.
+        assert bool(strategy.num_compressed) is (scenario is zero_a_tensor)
+
+
+def test_groups_are_modules_as_deep_as_there_are_few_of_them():
+    names = [f"blocks.{block}.{part}.weight" for block in range(8) for part in ("attention", "mlp")] + ["head"]
+    assert set(group_names(names).values()) == {f"blocks.{block}" for block in range(8)} | {"head"}
+    assert group_names(["w", "b"]) == {"w": "w", "b": "b"}
+    many = [f"blocks.{block}.weight" for block in range(100)]
+    assert set(group_names(many).values()) == {"blocks"}

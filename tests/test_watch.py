@@ -1,0 +1,151 @@
+"""The watch over a decided job: what it takes for a change, what for noise, and what it says has changed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from espresso.live.history import History
+from espresso.live.patience import FALSE_ALARMS, FIRST_REST, Patience
+from espresso.live.watch import LONG_WINDOW, WINDOW, Cause, Change, Finding, Stream, Vitals, Watch
+
+STEP = Vitals(step=100e3, compute=60e3, tail=40e3, wire=30e3, codec=5e3)
+PLAIN = Vitals(step=100e3, compute=98e3, tail=2e3, wire=0.0, codec=0.0)
+
+
+class Nobody:
+    """Groups whose messages the test makes itself."""
+
+
+def noisy(random: np.random.Generator, vitals: Vitals, spread: float = 0.05) -> Vitals:
+    return Vitals(*(value * math.exp(spread * random.standard_normal()) for value in vitals))
+
+
+def watched(before: tuple[Vitals, ...], now: tuple[Vitals, ...], windows: int = 6, seed: int = 0) -> Change | None:
+    """What a watch says of some windows of one kind and then of another; and that it says nothing of the first."""
+    random, watch = np.random.default_rng(seed), Watch(Nobody())
+    for window in range(windows):
+        assert watch.test(window * WINDOW, tuple(noisy(random, row) for row in before)) is None
+    for window in range(windows, windows + 4):
+        change = watch.test(window * WINDOW, tuple(noisy(random, row) for row in now))
+        if change is not None:
+            return change
+    return None
+
+
+def scaled(vitals: Vitals, **factors: float) -> Vitals:
+    return vitals._replace(**{name: getattr(vitals, name) * factor for name, factor in factors.items()})
+
+
+@pytest.mark.parametrize(
+    ("now", "cause", "ranks"),
+    [
+        ((scaled(STEP, wire=3, tail=3, step=1.8),) * 2, Cause.LINK, ()),
+        ((scaled(STEP, wire=0.2, tail=0.5, step=0.8),) * 2, Cause.LINK, ()),
+        # A rank that is late makes the other wait; whoever comes last waits for the link alone.
+        ((scaled(STEP, compute=2, step=1.6), scaled(STEP, tail=2.5, wire=3, step=1.6)), Cause.COMPUTE, (0,)),
+        ((scaled(STEP, compute=2, step=1.6),) * 2, Cause.JOB, ()),
+        ((scaled(STEP, codec=6, tail=1.6, step=1.25),) * 2, Cause.ENCODERS, ()),
+    ],
+    ids=["slower link", "faster link", "one rank's core", "batch", "encoders"],
+)
+def test_it_says_what_has_changed(now, cause, ranks):
+    change = watched((STEP, STEP), now)
+    assert change is not None
+    assert change.findings[0].cause is cause
+    assert change.findings[0].ranks == ranks
+    assert cause.value in ("job",) or str(change)
+    assert change.since >= 5 * WINDOW
+
+
+def test_a_plain_job_sees_the_link_in_what_it_waits_at_the_end():
+    slow = PLAIN._replace(step=1000e3, tail=900e3)
+    change = watched((PLAIN, PLAIN), (slow, slow))
+    assert change is not None
+    assert [finding.cause for finding in change.findings] == [Cause.LINK]
+    assert change.findings[0].ratio > 100
+    assert "the link is" in str(change)
+    assert "slower" in str(change)
+
+
+def test_a_change_right_after_the_decision_is_measured_by_what_was_raced():
+    watch = Watch(Nobody())
+    watch.begin(20e3)
+    slow = PLAIN._replace(step=300e3, tail=280e3)
+    found = [watch.test(window * WINDOW, (slow, slow)) for window in range(3)]
+    change = next(each for each in found if each is not None)
+    assert change.step_us[0] == pytest.approx(20e3)
+    assert change.findings == (Finding(Cause.STEP, pytest.approx(15.0)),)
+
+
+def test_short_steps_have_longer_windows():
+    watch = Watch(Nobody())
+    assert watch._length == WINDOW
+    watch.test(4, (Vitals(2e3, 1e3, 1e3, 0.0, 0.0),))
+    assert watch._length == LONG_WINDOW
+
+
+def false_alarms(windows: int, disturbed: float, seed: int, spread: float = 0.1) -> int:
+    """Alarms of one stream on windows that are normal, but for a part that is anywhere."""
+    random, stream, alarms = np.random.default_rng(seed), Stream(), 0
+    values = spread * random.standard_normal(windows)
+    out = random.random(windows) < disturbed
+    values[out] += random.choice([-1, 1], out.sum()) * random.exponential(3.0, out.sum())
+    for value in values:
+        if stream.take(value):
+            alarms += 1
+            stream.forgive()
+        elif abs(stream.score(value)) < 1.5:
+            stream.learn(value)
+    return alarms
+
+
+def test_false_alarms_are_as_rare_as_stated():
+    """1 / (5 p^2) windows between two for a stream; none without disturbances."""
+    assert false_alarms(10_000, 0.0, 0) == 0
+    windows, p = 10_000, 0.03
+    found = sum(false_alarms(windows, p, seed) for seed in range(3))
+    assert 0 < found <= 3 * windows * 5 * p**2
+
+
+def test_a_small_difference_is_no_change_and_a_large_one_takes_two_windows():
+    stream = Stream()
+    for _ in range(8):
+        stream.learn(0.0)
+    assert not any(stream.take(math.log(1.15)) for _ in range(500))
+    assert [stream.take(math.log(3)) for _ in range(2)] == [False, True]
+
+
+def test_patience():
+    patience = Patience()
+    large = Change((Finding(Cause.LINK, 5.0),), 0, (1e5, 5e5))
+    small = Change((Finding(Cause.LINK, 1.2),), 0, (1e5, 1.1e5))
+    assert patience.permits(small, 0)
+    patience.took(10, cost_us=1e6, step_us=1e5, was_real=False)  # ten steps' worth: 500 steps to earn it again
+    assert not patience.permits(large, 10 + FIRST_REST - 1)
+    assert patience.permits(large, 10 + FIRST_REST)
+    assert not patience.permits(small, 500)
+    assert patience.permits(small, 510)
+    for step in range(FALSE_ALARMS):
+        patience.took(600 + step, cost_us=1e6, step_us=1e5, was_real=False)
+    assert not patience.permits(large, 1000)
+    assert Patience.is_worth(100.0, 90.0, losses_less=False, price_us=100.0, lasted=20)
+    assert not Patience.is_worth(100.0, 90.0, losses_less=False, price_us=300.0, lasted=20)
+    assert not Patience.is_worth(100.0, 97.0, losses_less=False, price_us=0.0, lasted=1000)
+    assert Patience.is_worth(100.0, 99.0, losses_less=True, price_us=0.0, lasted=0)
+
+
+def test_history_has_the_same_rows_everywhere_and_one_log_line_on_rank_0(caplog):
+    from espresso.live.history import Event
+
+    told: list[int] = []
+    with caplog.at_level("INFO", logger="espresso"):
+        for rank in (0, 1):
+            history = History(rank, lambda rows: told.append(len(rows)))
+            history.add(3, Event.BACKED_OFF, "why", "plain", measured_us=5.0)
+            assert {"step", "event", "reason", "strategy", "predicted_us", "measured_us"} <= history.rows[0].keys()
+            assert history.rows[0]["event"] == "backed_off"
+    assert [record.getMessage() for record in caplog.records] == ["step 3, backed off: why; in use: plain"]
+    assert told == [1]
