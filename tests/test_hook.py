@@ -86,6 +86,12 @@ def test_lossy_leaves_keep_replicas_equal_and_compress(played):
             assert residual > 0, case
 
 
+def test_several_offloaded_at_once_change_no_bit(played):
+    for one, three in played(offloaded):
+        assert one == three
+        assert len(set(one)) == len(STEPS), "parameters did not move"
+
+
 def test_lossy_training_conserves_the_gradient(played):
     """Sent plus kept is what came in: the parameters' path plus the residuals is plain SGD's path."""
     for distance, moved in played(conservation):
@@ -264,7 +270,18 @@ def max_distance(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True) if a.numel())
 
 
-SCENARIOS = (uncompressed, lossless, lossy, conservation, ridden, planned_order, profiled, odd_shapes)
+def offloaded(rank: int) -> list[list[str]]:
+    digests = []
+    for width in (1, 3):
+        ddp = wrap(mlp(20, 300, 25, 40, 12, 3))
+        option = "comp@offload > flat.allgather > dec@offload"
+        with registered(ddp, option, "topk:ratio=0.05", partition_bytes=2048, offload_width=width) as state:
+            digests.append(train(ddp, STEPS, lambda step, ddp=ddp: ddp(batch(rank, step, 20)).square().mean()))
+            assert state.session.codecs.offload_width == width
+    return digests
+
+
+SCENARIOS = (uncompressed, lossless, lossy, conservation, ridden, offloaded, planned_order, profiled, odd_shapes)
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ DEADLINE_S = 10.0
 class Stage:
     """Makes nodes, notes their starts and ends, and lets each end on command."""
 
-    def __init__(self) -> None:
+    def __init__(self, offload_width: int = 1) -> None:
         self.log: list[str] = []
         self.failures: list[tuple[BaseException, Node | None]] = []
-        self.lanes = Lanes(lambda error, node: self.failures.append((error, node)))
+        self.lanes = Lanes(lambda error, node: self.failures.append((error, node)), offload_width)
         self._release: dict[str, threading.Event] = {}
 
     def node(self, name: str, *lanes: Lane, bucket: int = 0, after: Node | None = None) -> Node:
@@ -174,6 +174,23 @@ def test_times_of_a_task_enclose_its_work(stage):
     stage.running("a")
     stage.end("a")
     assert before <= node.start_ns < node.start_ns + 20_000_000 <= node.end_ns <= time.perf_counter_ns()
+
+
+def test_a_wide_pool_has_several_under_way_in_their_order():
+    stage = Stage(offload_width=2)
+    first = stage.node("send", *INTER)
+    stage.lanes.enqueue([stage.node("a", Lane.OFFLOAD), stage.node("b", Lane.OFFLOAD), first])
+    stage.lanes.enqueue([stage.node("c", Lane.OFFLOAD, after=first), stage.node("d", Lane.OFFLOAD)])
+    stage.lanes.bucket_ready([0])
+    stage.running("a", "b", "send")
+    stage.end("b")
+    stage.running("a", "send")  # c is next, and waits for what it follows; d does not overtake it
+    stage.end("send")
+    stage.running("a", "c")
+    stage.end("a")
+    stage.running("c", "d")
+    stage.end("c", "d")
+    stage.lanes.close()
 
 
 # Failure

@@ -64,6 +64,7 @@ class Executor:
     Args:
         store, velocities, factors: what the job keeps; it survives changes of plan.
         seed: for shared random numbers.
+        offload_width: offloaded steps under way at the same time, at most.
         timeout_s: an iteration whose gradients are not averaged this long after its last event fails.
     """
 
@@ -80,6 +81,7 @@ class Executor:
         servers: Link | None = None,
         factors: FactorStore | None = None,
         side: Side | None = None,
+        offload_width: int = 1,
     ) -> None:
         self.planner, self.store, self.velocities = planner, store, velocities
         self.factors = FactorStore() if factors is None else factors
@@ -91,7 +93,7 @@ class Executor:
         )  # fmt: skip
         self._programs = Programs(context)
         self._averager = Averager(groups.scopes[Scope.FLAT])
-        self._lanes = Lanes(self._failed)
+        self._lanes = Lanes(self._failed, offload_width)
         self._groups, self._rank = groups, groups.rank
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None

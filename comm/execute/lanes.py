@@ -13,6 +13,7 @@ threads of their lane and may block there; nothing waits in a callback or in the
 
 Exchanges only have to *begin* in that order: one may begin while up to ``IN_FLIGHT`` ahead of it on its
 lanes are on the wire. What they send leaves one after the other, but a long way is travelled together.
+Offloaded steps likewise: so many as the pool is wide are under way at the same time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _THREAD_OF = {
 }
 
 
-_LINKS = ("intra", "inter")
+_LINKS, _POOL = ("intra", "inter"), "offload"
 
 LAUNCH: Literal["launch"] = "launch"
 """A queue that holds tasks to the total order beside their lanes: NCCL wants all launches in one order."""
@@ -117,14 +118,24 @@ class _Team:
                 self._num_jobs -= 1
 
 
-class Lanes:
-    """The scheduler. Thread-safe; ``on_failure`` is called once, with the first exception and its node."""
+def _lets_by(node: Node, lane: Queue) -> bool:
+    """Whether what is behind it on the lane may be under way beside it."""
+    return node.on_wire or (lane is Lane.OFFLOAD and node.started)
 
-    def __init__(self, on_failure: Callable[[BaseException, Node | None], None]) -> None:
+
+class Lanes:
+    """The scheduler. Thread-safe; ``on_failure`` is called once, with the first exception and its node.
+
+    Args:
+        offload_width: offloaded steps under way at the same time, at most.
+    """
+
+    def __init__(self, on_failure: Callable[[BaseException, Node | None], None], offload_width: int = 1) -> None:
         self.lock = threading.RLock()
         """Of the scheduler and of its owner: callbacks run in both directions."""
         self._queues: dict[Queue, deque[Node]] = {lane: deque() for lane in (*Lane, LAUNCH)}
         self._ready: set[int] = set()
+        self._offload_width = offload_width
         self._to_issue: deque[Node] = deque()
         self._issuing = threading.Lock()
         self._teams: dict[str, _Team] = {}
@@ -192,18 +203,19 @@ class Lanes:
 
     def _team(self, name: str) -> _Team:
         if name not in self._teams:
-            self._teams[name] = _Team(name, IN_FLIGHT if name in _LINKS else 1)
+            most = IN_FLIGHT if name in _LINKS else self._offload_width if name == _POOL else 1
+            self._teams[name] = _Team(name, most)
         return self._teams[name]
 
     def _pump(self) -> None:
         """Start every node whose turn has come; those to issue are queued until the lock is free."""
-        for queue in self._queues.values():
+        for lane, queue in self._queues.items():
             for node in queue:
                 if not node.started:
                     if not self._may_start(node):
                         break
                     self._start(node)
-                if not node.on_wire:
+                if not _lets_by(node, lane):
                     break
 
     def _start(self, node: Node) -> None:
@@ -223,11 +235,12 @@ class Lanes:
         )
 
     def _has_turn(self, node: Node, lane: Queue) -> bool:
-        """Whether nothing is ahead of it, or only what is on the wire, and it goes there too."""
+        """Whether nothing is ahead of it, or only what lets it by, and the lane has room for both."""
+        room = self._offload_width if lane is Lane.OFFLOAD else IN_FLIGHT if node.travels else 1
         for place, other in enumerate(self._queues[lane]):
             if other is node:
-                return place < IN_FLIGHT
-            if not (node.travels and other.on_wire):
+                return place < room
+            if not _lets_by(other, lane):
                 return False
         return False
 

@@ -16,16 +16,21 @@ from espresso.cpu_offload import WorkerPool, available_cores
 from espresso.cpu_offload.work import FUSED
 from espresso.strategies import CompressorSpec, Device
 
+MOST_AT_ONCE = 8
+"""Offloaded compressions, unless asked for: a sparsifier takes one thread for segments of up to 4 MB."""
+
 
 class HostCodecs:
     """In a CPU job the training device's codecs run on their lane's thread, the offloaded ones on the pool.
 
     Args:
         offload_threads: of the pool; None takes the cores this process may use.
+        offload_width: offloaded compressions at once; None takes one for each thread, and at most ``MOST_AT_ONCE``.
     """
 
-    def __init__(self, offload_threads: int | None = None) -> None:
+    def __init__(self, offload_threads: int | None = None, offload_width: int | None = None) -> None:
         self.pool = WorkerPool(available_cores() if offload_threads is None else offload_threads)
+        self.offload_width = offload_width or min(self.pool.num_threads, MOST_AT_ONCE)
         self._codecs: dict[tuple[CompressorSpec, Device], Codec] = {}
         self._lock = threading.Lock()
 
@@ -58,11 +63,13 @@ class DeviceCodecs(HostCodecs):
 
     Args:
         accelerator: where kernels run.
-        offload_threads: of the pool; None takes the cores this process may use.
+        offload_threads, offload_width: see :class:`HostCodecs`.
     """
 
-    def __init__(self, accelerator: Accelerator, offload_threads: int | None = None) -> None:
-        super().__init__(offload_threads)
+    def __init__(
+        self, accelerator: Accelerator, offload_threads: int | None = None, offload_width: int | None = None
+    ) -> None:
+        super().__init__(offload_threads, offload_width)
         self._accelerator = accelerator
 
     def _make(self, spec: CompressorSpec, device: Device) -> Codec:

@@ -48,6 +48,7 @@ class Settings(TypedDict, total=False):
     residual_dtype: ResidualDtype
     feedback_gain: float | None
     offload_threads: int | None
+    offload_width: int | None
     connections: int | None
     warmup_steps: int
     profile_steps: int
@@ -143,6 +144,7 @@ class Config:
             classical error feedback. Less damps its swing (``docs/convergence.md``); nothing is lost either way. None
             takes each compressor's own: 1/8 for signs and random-k, 1/4 for top-k and its kin, 1 for the others.
         offload_threads: threads of the host worker pool; None takes the cores this rank may use.
+        offload_width: compressions at once on that pool; None takes one for each of its threads, and at most 8.
         connections: of each link between nodes, over which exchanges go in turn (Gloo). None takes 4 where a round trip
             is longer than 5 ms, else 1.
         warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
@@ -177,6 +179,7 @@ class Config:
     residual_dtype: ResidualDtype = field(default="float32", metadata=_in(_one_of(STORAGES)))
     feedback_gain: float | None = field(default=None, metadata=_in(_optional(_real(1.0))))
     offload_threads: int | None = field(default=None, metadata=_in(_optional(_whole(1, 1024))))
+    offload_width: int | None = field(default=None, metadata=_in(_optional(_whole(1, 64))))
     connections: int | None = field(default=None, metadata=_in(_optional(_whole(1, 16))))
     warmup_steps: int = field(default=4, metadata=_in(_whole(3, MOST_MEASURED)))
     profile_steps: int = field(default=8, metadata=_in(_whole(1, MOST_MEASURED)))

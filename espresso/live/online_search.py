@@ -124,17 +124,21 @@ class OnlineSearch:
         runtime = self._runtime
         links = measure_links(self._groups, place=runtime.place)
         compute = self._measure_compressor(devices, largest)
-        pool = min(float(self._codecs.pool.num_threads), cores)
+        width = self._codecs.offload_width if Device.OFFLOAD in devices else 1
+        pool = min(float(self._codecs.pool.num_threads), cores) / width
         pushes, burnt = measure_exchange(self._groups)
         servers, on_servers = measure_processors(self._groups, self.compressor)
         contention = runtime.contention(Contention(cores, backward, pool, {**links.comm_cpu, **burnt}))
         curves = Links(curves=links.curves + pushes, in_flight=links.in_flight)
         copies = runtime.copy_cost(self._groups)
-        return CostModel(curves, compute + on_servers, copies, contention, servers=servers)
+        return CostModel(curves, compute + on_servers, copies, contention, servers=servers, offload_width=width)
 
     def _measure_compressor(self, devices: Sequence[Device], largest: int) -> tuple[ComputeCost, ...]:
         place = self._runtime.place
-        return measure_compressor(self._groups, self._codecs, self.compressor, devices, largest=largest, place=place)
+        return measure_compressor(
+            self._groups, self._codecs, self.compressor, devices, largest=largest, place=place,
+            offload_width=self._codecs.offload_width,
+        )  # fmt: skip
 
     def _with_compressor(self, job: Job) -> Job:
         """The job with the costs of a compressor that came into force since it was measured."""

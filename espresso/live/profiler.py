@@ -12,7 +12,9 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -295,11 +297,13 @@ def measure_compressor(
     largest: int,
     repeats: int = 5,
     place: Place | None = None,
+    offload_width: int = 1,
 ) -> tuple[ComputeCost, ...]:
     """Encode (with its residual) and decode times of one compressor, on all ranks at once.
 
     Args:
         largest: elements of the largest group; sizes beyond it are not measured.
+        offload_width: so many offloaded ones run at once, and so they are timed.
         place: where the training device's codecs work.
 
     Returns:
@@ -311,7 +315,8 @@ def measure_compressor(
         sizes = [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
         codec, here = codecs(spec, device), place if place and device is not Device.OFFLOAD else Place()
         rounds = codec.compressor.traits.rounds > 1
-        rows = [_time_codec(groups, codec, size, repeats, here) for size in sizes]
+        width = offload_width if device is Device.OFFLOAD else 1
+        rows = [_time_codec(groups, codec, size, repeats, here, width) for size in sizes]
         for op, column in zip(Op if rounds else COMMON_OPS, range(3), strict=False):
             launch = min(0.9 * rows[0][column], 50.0)
             points = [(float(size), max(row[column] - launch, 0.0)) for size, row in zip(sizes, rows, strict=True)]
@@ -322,18 +327,31 @@ def measure_compressor(
     return tuple(costs)
 
 
-def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int, place: Place) -> tuple[float, ...]:
-    """Microseconds of an encode, of the decode of a payload of every rank, and of a transform where there is one."""
+def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int, place: Place, width: int) -> tuple[float, ...]:
+    """Microseconds of an encode, of the decode of a payload of every rank, and of a transform where there is one.
+
+    Of ``width`` of them at once it is the time of all.
+    """
     side = max(math.isqrt(size), 1)
     shape = (side, side) if codec.compressor.traits.rounds > 1 else (size,)
     probe = Segment("probe", 0, math.prod(shape), shape)
-    steps = rehearse(codec, [probe], rows=groups.num_ranks, scale=1.0 / groups.num_ranks, here=place.here)
+    made = [
+        rehearse(codec, [probe], rows=groups.num_ranks, scale=1.0 / groups.num_ranks, here=place.here)
+        for _ in range(width)
+    ]
     times = []
-    for _ in range(repeats):
-        groups.barrier()
-        times.append([place.time_us(step) for step in steps])
+    with ThreadPoolExecutor(width) as others:
+        steps = made[0] if width == 1 else [partial(_at_once, others, each) for each in zip(*made, strict=True)]
+        for _ in range(repeats):
+            groups.barrier()
+            times.append([place.time_us(step) for step in steps])
     medians = tuple(median(column) for column in zip(*times, strict=True))
     return tuple(map(max, zip(*groups.all_objects(medians), strict=True)))
+
+
+def _at_once(threads: ThreadPoolExecutor, steps: Sequence[Step]) -> None:
+    for done in [threads.submit(step) for step in steps]:
+        done.result()
 
 
 # -- the machine -----------------------------------------------------------------------------------

@@ -35,9 +35,9 @@ class Runtime:
     def __init__(self) -> None:
         self.place = Place()
 
-    def codecs(self, offload_threads: int | None) -> HostCodecs:
+    def codecs(self, offload_threads: int | None, offload_width: int | None) -> HostCodecs:
         """Where codecs come from."""
-        return HostCodecs(offload_threads)
+        return HostCodecs(offload_threads, offload_width)
 
     def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
         """What carries plans out."""
@@ -97,8 +97,8 @@ class DeviceRuntime(Runtime):
         self.memory = DeviceMemory(accelerator)
         self.place = Place(accelerator.torch_device, self._settle, self._time, self.memory.here)
 
-    def codecs(self, offload_threads: int | None) -> HostCodecs:
-        return DeviceCodecs(self.accelerator, offload_threads)
+    def codecs(self, offload_threads: int | None, offload_width: int | None) -> HostCodecs:
+        return DeviceCodecs(self.accelerator, offload_threads, offload_width)
 
     def executor(self, codecs: HostCodecs, groups: Groups, planner: Any, **more: Any) -> Executor:
         assert isinstance(codecs, DeviceCodecs)

@@ -112,7 +112,7 @@ class Session:
             self._agree(epoch)
             schedule = self.given.schedule()
             self.follower = Follower(schedule, epoch, config.steps_per_epoch)
-            self.codecs: HostCodecs = self.runtime.codecs(config.offload_threads)
+            self.codecs: HostCodecs = self.runtime.codecs(config.offload_threads, config.offload_width)
             undo.callback(self.codecs.close)
             rule = schedule.correction
             # Momentum correction takes the whole of what was not sent, also at servers.
@@ -144,6 +144,7 @@ class Session:
                 velocities=self.velocities,
                 servers=servers,
                 factors=self.factors,
+                offload_width=self.codecs.offload_width,
             )
             undo.callback(self.executor.close)
             self.executor.on_failure(partial(self.recorder.leave, config.artifacts_dir, "the exchange failed"))
