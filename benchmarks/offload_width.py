@@ -10,6 +10,7 @@ with two threads for a sparsifier. The simulated counterpart is in ``tests/test_
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -31,6 +32,10 @@ LEAST = 1.5
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
+def _run(encode: Step) -> None:
+    encode()
+
+
 def row(encodes: list[Step], width: int) -> float:
     """Seconds until all encodes are done, on lanes of this width."""
     done = threading.Event()
@@ -40,13 +45,10 @@ def row(encodes: list[Step], width: int) -> float:
         failures.append(error)
         done.set()
 
-    def run(encode: Step) -> None:
-        encode()
-
     lanes = Lanes(failed, width)
     left = threading.Semaphore(0)
     nodes = [
-        Node((Lane.OFFLOAD,), 0, lambda encode=encode: run(encode), lambda: "encode", on_done=lambda _: left.release())
+        Node((Lane.OFFLOAD,), 0, partial(_run, encode), lambda: "encode", on_done=lambda _: left.release())
         for encode in encodes
     ]
     lanes.enqueue(nodes)
@@ -65,7 +67,8 @@ def measure(spec: str, threads: int, elements: int, partitions: int, rounds: int
     codecs = HostCodecs(threads)
     codec = codecs(CompressorSpec.parse(spec), Device.OFFLOAD)
     encodes = [rehearse(codec, [Segment(f"w{i}", 0, elements)])[0] for i in range(partitions)]
-    one, wide = [], []
+    one: list[float] = []
+    wide: list[float] = []
     for turn in range(rounds + 1):
         for width, times in ((1, one), (threads, wide)):
             took = row(encodes, width)
