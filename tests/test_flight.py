@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import espresso
 from espresso.flight.clocks import Clock, align, tick_of
@@ -212,6 +215,39 @@ def compressed(rank: int) -> list[tuple[list[str], int, int]]:
     return found
 
 
+def observed(rank: int, folder: str) -> dict[str, Any]:
+    ddp = wrap(mlp(20, 300, 5))
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    watch = espresso.observe(ddp, folder, ranks_per_node=1)
+    run(ddp, optimizer, 12, micro=2)
+    found = watch.diagnose()
+    steps = watch.recorder.steps()
+    watch.close()
+    watch.close()
+    for each in steps:
+        assert each.script.backward_us is not None
+        assert list(each.ready_us) == sorted(each.ready_us)
+        assert each.script.backward_us <= each.ready_us[0]
+        assert each.ready_us[-1] <= each.done_us
+    assert agreed(ddp)
+    return {"steps": len(steps), "found": found.to_json(), "passes": {each.script.passes for each in steps}}
+
+
+def asked(rank: int, folder: str) -> list[Any]:
+    """By a signal, and a diagnosis inside the run."""
+    ddp = wrap(mlp(20, 300, 5))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = signal.getsignal(signal.SIGUSR1)
+    with registered(ddp, artifacts_dir=folder, record_signal="SIGUSR1") as state:
+        run(ddp, optimizer, 12)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        written = json.loads(Path(folder, f"flight-{rank:05d}.json").read_text())
+        found, metrics = state.diagnose(), state.metrics()
+    assert signal.getsignal(signal.SIGUSR1) is before
+    return [written["facts"]["written"], found.num_steps, 0 <= metrics["espresso/overlap"] <= 1, str(found)]
+
+
 def failing(rank: int, folder: str) -> str:
     ddp = wrap(mlp(20, 30, 5))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -230,18 +266,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def played(folder: str) -> Played:
-    return Played(__name__, [plain_here, compressed, failing_here], 2, environment={"FLIGHTS": folder})
+    scenarios = [plain_here, compressed, observed_here, asked_here, failing_here]
+    return Played(__name__, scenarios, 2, environment={"FLIGHTS": folder})
 
 
 def plain_here(rank: int) -> dict[str, Any]:
-    import os
-
     return plain(rank, os.environ["FLIGHTS"] + "/plain")
 
 
-def failing_here(rank: int) -> str:
-    import os
+def observed_here(rank: int) -> dict[str, Any]:
+    return observed(rank, os.environ["FLIGHTS"] + "/observed")
 
+
+def asked_here(rank: int) -> list[Any]:
+    return asked(rank, os.environ["FLIGHTS"] + "/asked")
+
+
+def failing_here(rank: int) -> str:
     return failing(rank, os.environ["FLIGHTS"] + "/failing")
 
 
@@ -282,6 +323,25 @@ def test_a_compressed_job_is_recorded_task_by_task(played: Played) -> None:
         for steps, sent, bytes_sent in found:
             assert steps == ["comp", "dec", "flat.all_to_all", "flat.allgather"]
             assert sent == bytes_sent > 0
+
+
+def test_a_job_with_another_hook_is_observed(played: Played, folder: str) -> None:
+    for found in played(observed_here):
+        assert found["steps"] == 10  # DDP rebuilds its buckets in the second
+        assert found["passes"] == {2}
+        assert found["found"]["num_ranks"] == 2
+    first, second = load_run(f"{folder}/observed")
+    assert first.facts["observed"] is True
+    assert [len(stretch.buckets) > 1 for stretch in first.stretches] == [True]
+    assert [step.number for step in first.steps] == [step.number for step in second.steps]
+
+
+def test_a_running_job_tells_when_it_is_asked(played: Played) -> None:
+    for why, num_steps, has_overlap, text in played(asked_here):
+        assert why == "asked for by SIGUSR1"
+        assert num_steps >= 8
+        assert has_overlap
+        assert text.startswith("2 ranks")
 
 
 def test_an_error_leaves_a_record(played: Played) -> None:

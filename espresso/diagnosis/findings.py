@@ -88,7 +88,7 @@ class _Case:
         )  # fmt: skip
         found = [finding for rule in rules for finding in rule()]
         found.sort(key=lambda finding: -finding.gain_us * finding.confidence)
-        comm = self.costs.exchange_us
+        comm = self.costs.exchange_us + sum(max(each) for each in self.costs.coding_us.values())
         open_us = median(min(part.exposed for part in turn.parts) for turn in self.run.turns)
         predicted = median(exposed(turn, self.costs) for turn in self.turns)
         bound = "network" if open_us > HIDDEN_MS * self.step_us / self.passes else "compute"
@@ -258,7 +258,7 @@ class _Case:
                 "buffer_broadcast", None, cost, gain, 0.9,
                 "DistributedDataParallel(broadcast_buffers=False), if the buffers need not be equal while training"
                 " (batch norm's running means; or use SyncBatchNorm)",
-                f"{size} bytes of buffers are sent before every forward pass",
+                "buffers are sent before every forward pass" + (f", {size / 1e3:.0f} kB of them" if size > 1 else ""),
             )  # fmt: skip
 
     def accumulation(self) -> Iterator[Finding]:

@@ -1,4 +1,7 @@
-"""The part of all communication that other work hides: measured, and by the timeline (Flux's figure)."""
+"""The part of all communication that other work hides: measured, and by the timeline (Flux's figure).
+
+Compressing and decompressing are a part of it: whether backward hides them decides whether they pay.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from collections.abc import Iterable
 from espresso.flight.form import StepRecord
 from espresso.model.job import Job
 from espresso.model.timeline import list_schedule, simulate
-from espresso.strategies import StepKind, Strategy, plan
+from espresso.strategies import Strategy, plan
 
 
 def measured_overlap(step: StepRecord) -> float | None:
     """Of one rank's step; None where its exchanges, or the end of its backward pass, were not seen."""
     script = step.script
-    exchanged = [(span.start_us, span.end_us) for span in step.spans if span.num_bytes]
+    exchanged = [(span.start_us, span.end_us) for span in step.spans]
     if script.backward_end_us is None or not exchanged:
         return None
     end = script.backward_end_us if script.averaged_us is None else script.averaged_us
@@ -25,11 +28,7 @@ def predicted_overlap(job: Job, strategy: Strategy) -> float:
     """Of a job's iteration under a strategy."""
     laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
     timeline = simulate(list_schedule(laid, job), job)
-    exchanged = [
-        (timeline.start_us[task.index], timeline.end_us[task.index])
-        for task in laid.tasks
-        if task.step.kind is StepKind.COMMUNICATE
-    ]
+    exchanged = zip(timeline.start_us, timeline.end_us, strict=True)
     return _hidden(timeline.makespan_us - max(timeline.bucket_ready_us), _covered(exchanged))
 
 

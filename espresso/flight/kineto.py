@@ -129,7 +129,7 @@ def flight_of(body: Any, *, rank: int = 0, num_ranks: int = 1) -> Flight:
         )
     cluster = Cluster(num_ranks, 1)
     made = tuple(_stretch(shape, cluster) for shape in stretches)
-    host = body.get("hostName")
+    host = body.get("host_name")
     name = host if isinstance(host, str) and host else f"rank {rank}"
     return Flight(rank, num_ranks, name, cluster, made, tuple(steps), facts={"source": "kineto", "buffer_bytes": 1})
 
