@@ -46,12 +46,16 @@ def sent() -> Sent | None:
 
 
 def _rows() -> Iterator[tuple[int, int, int, int, int]]:
+    if socket.getdefaulttimeout() is not None:
+        return  # Python would put the library's sockets into another mode
     try:
-        entries = [int(entry.name) for entry in _FDS.iterdir() if os.readlink(entry).startswith("socket:[")]
+        numbers = [int(entry.name) for entry in _FDS.iterdir()]
     except OSError:
-        return  # no such system, or one was closed in this moment
-    for number in entries:
+        return  # no such system
+    for number in numbers:
         try:
+            if not os.readlink(_FDS / str(number)).startswith("socket:["):
+                continue
             with socket.socket(fileno=os.dup(number)) as connection:
                 if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
@@ -59,6 +63,6 @@ def _rows() -> Iterator[tuple[int, int, int, int, int]]:
                     continue  # on this host
                 data = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:
-            continue
+            continue  # closed in this moment, or it only listens
         if len(data) >= _INFO.size:
             yield _INFO.unpack_from(data)
