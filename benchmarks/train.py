@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -159,7 +159,13 @@ def finish(runners: list[Runner], workload: Workload, place: Place, progress: Pr
                 progress.report("training", runner.arm, runner.num_steps, runner.total_steps)
 
 
-def run_block(runner: Runner, workload: Workload, place: Place, num_steps: int) -> Block:
+class Trains(Protocol):
+    """What a block is run of."""
+
+    def step(self, workload: Workload, place: Place) -> float: ...
+
+
+def run_block(runner: Trains, workload: Workload, place: Place, num_steps: int) -> Block:
     """Run a block between barriers; durations and bytes are exchanged after it, outside the measured part."""
     dist.barrier()
     for _ in range(UNTIMED_STEPS):

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -26,6 +26,7 @@ from espresso.comm.bounded import within
 from espresso.comm.endpoints import Ends, local_ends, rank_in
 from espresso.comm.environment import build, check_builds, read_environment
 from espresso.comm.errors import DisagreementError, EspressoError, LostRankError, ProtocolError, TopologyError
+from espresso.comm.group_names import highest_number, named_after
 from espresso.comm.messages import PLAIN
 from espresso.comm.witness import Witness, worded
 from espresso.strategies import Cluster, Scope
@@ -210,6 +211,8 @@ class Groups:
         colocated: whether they share the ranks' machines.
         connections: of a link, over which exchanges go in turn; None takes ``FAR_CONNECTIONS`` where a round trip is
             longer than ``FAR_S``, else one. NCCL sees to its own.
+        beside: groups of the ranks that hold the other shards of what this rank has a share of; every one of them is
+            in a job like this one. None where every rank holds all of the model.
 
     Raises:
         TopologyError: uneven nodes, or ``ranks_per_node`` does not divide the number of ranks.
@@ -225,6 +228,7 @@ class Groups:
         num_servers: int = 0,
         colocated: bool = False,
         connections: int | None = None,
+        beside: Groups | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TopologyError("torch.distributed is not initialised; call init_process_group before espresso")
@@ -233,8 +237,10 @@ class Groups:
         self._whole_world = len(self._ranks) == dist.get_world_size()
         self._timeout = timedelta(seconds=timeout_s)
         self._made: list[Member] = []
+        self._number = 0
         self._ends: list[Ends] = []
         self.rank = self._ranks.index(dist.get_rank())
+        self.beside = beside
         self.timeout_s = timeout_s
         self.host_copies = host_copies
         self.backend: str = dist.get_backend(parent)
@@ -275,6 +281,11 @@ class Groups:
         return self._ranks
 
     @property
+    def speaks(self) -> bool:
+        """Whether this is the first rank of all, those of the jobs beside this one included."""
+        return self.rank == 0 and (self.beside is None or self.beside.rank == 0)
+
+    @property
     def num_ranks(self) -> int:
         return len(self._ranks)
 
@@ -292,6 +303,18 @@ class Groups:
             padded[: mine.numel()] = mine
             rows = gathered(padded, self.num_ranks, group)
         return [PLAIN.unpack(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """As :meth:`all_objects`, of the jobs beside this one too; the same list on all their ranks."""
+        mine = self.all_objects(value)
+        return mine if self.beside is None else [each for theirs in self.beside.all_objects(mine) for each in theirs]
+
+    def all_true(self, value: bool) -> bool:
+        """Whether it is true on every rank."""
+        flag = torch.tensor([int(value)])
+        with self._explained("the ranks' messages to each other"):
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._control_group())
+        return bool(flag.item())
 
     def from_rank_0(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank."""
@@ -379,6 +402,8 @@ class Groups:
         """Have all collectives under way in our groups end now, with an error. The groups are of no use after it."""
         for member in self._made:
             break_off(member.group, member.index, member.size)
+        if self.beside is not None:
+            self.beside.break_off()
 
     def close(self, *, wait: bool = True) -> None:
         """Destroy the groups, unless ``destroy_process_group`` was faster. The other ranks hear that this one leaves.
@@ -389,6 +414,8 @@ class Groups:
                 the process. Not where a collective is under way: they finish it first, or its time-out.
         """
         made, self._made = self._made, []
+        if self.beside is not None:
+            self.beside.close(wait=wait)
         self.witness.close()
         self.alarm.close()
         if dist.is_initialized():
@@ -410,11 +437,9 @@ class Groups:
     def _meet(self, parent: Any) -> tuple[Any, str]:
         """Find everybody through the job's store, apart from collectives: who does not come is named.
 
-        Every rank is given equally many groups, by groups of one: torch names a group that only its members make
-        after the number of groups a rank is in already; ranks that differ in it would wait for each other under
-        different names until the time-out.
+        With it they agree on a number that none of their groups was named after: see :func:`named_after`.
         """
-        store, mine = torch_groups._get_default_store(), len(torch_groups._world.pg_names)
+        store, mine = torch_groups._get_default_store(), highest_number()
         keys = [f"espresso/{parent.group_name}/{rank}" for rank in range(self.num_ranks)]
         missing: list[int] = []
         try:
@@ -437,10 +462,7 @@ class Groups:
             )
         cards = [PLAIN.unpack(np.frombuffer(bytes.fromhex(text), np.uint8)) for text in texts]
         self.alarm.meet([card for _, *card in cards])
-        if not self._whole_world:
-            for _ in range(max(count for count, *_ in cards) - mine):
-                alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-                self._made.append(Member(alone, (dist.get_rank(),), 0))
+        self._number = max(count for count, *_ in cards)
         return store, keys[self.rank]
 
     def _find_cluster(self, ranks_per_node: int | None, connections: int | None) -> Cluster:
@@ -492,12 +514,15 @@ class Groups:
         me, others = dist.get_rank(), tuple(self._new(ranks, backend) for _ in range(connections - 1))
         if not self._whole_world and me not in ranks:
             return Member(None, tuple(ranks), -1)
-        group = dist.new_group(
-            list(ranks),
-            timeout=self._timeout,
-            backend=backend,
-            use_local_synchronization=not self._whole_world,
-        )
+        if not self._whole_world:
+            self._number += 1
+        with nullcontext() if self._whole_world else named_after(self._number):
+            group = dist.new_group(
+                list(ranks),
+                timeout=self._timeout,
+                backend=backend,
+                use_local_synchronization=not self._whole_world,
+            )
         member = Member(group, tuple(ranks), ranks.index(me) if me in ranks else -1, others)
         if me in ranks:
             self._made.append(member)

@@ -91,7 +91,7 @@ class Front:
         assert everybody is not None
         return allreduce_hook(everybody, bucket)
 
-    def take(self, bucket: GradBucket, on_end: Callable[[], None]) -> Arrived:
+    def take(self, bucket: GradBucket, on_end: Callable[[], torch.futures.Future[torch.Tensor]]) -> Arrived:
         """The next bucket of a backward pass.
 
         Args:
@@ -115,9 +115,9 @@ class Front:
         self._latest, self._count = index, self._count + 1
         return Arrived(self._count - 1, buffer, is_last=False)
 
-    def _ended(self, on_end: Callable[[], None]) -> None:
+    def _ended(self, on_end: Callable[[], torch.futures.Future[torch.Tensor]]) -> None:
         self._count, self._latest = 0, -1
-        on_end()
+        on_end().wait()
 
     def describe(self, bucket: GradBucket, arrived: Arrived) -> Bucket:
         """What a bucket holds.

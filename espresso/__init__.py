@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from espresso import optim
+    from espresso import fsdp, optim
     from espresso.comm.errors import (
         DisagreementError,
         EspressoError,
@@ -56,6 +56,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "espresso_hook",
+    "fsdp",
     "observe",
     "optim",
     "parse_option",
@@ -79,8 +80,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Import a public name's module on first use (PEP 562) and remember the name here."""
-    if name == "optim":
-        return import_module("espresso.optim")
+    if name in ("fsdp", "optim"):
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -23,6 +23,7 @@ SMALL = {
     "clan.py": "--steps 8",
     "parameter_servers.py": "--steps 4",
     "strategy_file.py": "--steps 8",
+    "hsdp.py": "--steps 4 --width 16 --layers 1 --context 16",
     "char_gpt.py": "--steps 3 --width 16 --layers 1 --context 16 --accumulate 2",
 }
 
@@ -32,6 +33,7 @@ SAYS = {
     "clan.py": r"loss \d.*; [1-9]\d* kB of residuals",
     "parameter_servers.py": r"3 workers; .*; 1 tensors went through the server",
     "strategy_file.py": r"2 of 6 tensors compressed\n.*sent 1\d\.\d times less",
+    "hsdp.py": r"job       1 nodes x 2 ranks.*\n(.*\n)*steps 0 to 4: loss \d",
     "char_gpt.py": r"3 steps; held-out loss [2-5]\.",
 }
 
@@ -93,6 +95,8 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert found
     printed = "".join(run(name, command, tmp_path) for command in found)
     assert re.search(SAYS[name], printed), printed
+    if name == "hsdp.py":
+        assert re.search(r"steps 4 to 8: loss \d", run(name, found[0], tmp_path))
     if name == "ddp.py":  # once more, from the checkpoint
         assert re.search(r"steps 8 to 16: loss \d", run(name, found[0], tmp_path))
     if name == "log_to_tensorboard.py":

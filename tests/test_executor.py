@@ -209,6 +209,40 @@ def test_the_loss_scale_is_asked_for_once_an_iteration(text):
     assert POOL.run(run_asked, text) == [[1, 1]] * NUM_RANKS
 
 
+def run_ended(rank: int, text: str, deferred: bool) -> list[Any]:
+    """Three iterations whose last bucket is known only afterwards; the second has a bucket fewer than planned."""
+    exchange = Exchange(2)
+    buckets = make_buckets(*SIZES)
+    strategy = strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(text)))
+    order = plan(strategy, buckets).order
+    exchange.script.next = Assignment(strategy, order, tuple(buckets), deferred=deferred, record=True)
+    found = []
+    for given in (buckets, buckets[:2], buckets):
+        buffers = integers(given, rank, NUM_RANKS)
+        futures = [
+            reduce_bucket(exchange.executor, bucket, buffer, is_last=False, grad_scale=1.0)
+            for bucket, buffer in zip(given, buffers, strict=True)
+        ]
+        time.sleep(0.02 * rank)
+        exchange.executor.end().wait()
+        assert all(future.done() for future in futures)
+        record = exchange.record
+        found.append((digest(buffers), record.buckets, len(record.ready_ns), record.bytes_raw > 0))
+    nothing = exchange.executor.end().wait().numel()
+    exchange.close()
+    return [found, nothing]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("text", ["flat.allreduce", "flat.reduce_scatter > flat.allgather"])
+def test_an_iteration_may_end_after_its_last_bucket(text, deferred):
+    buckets = make_buckets(*SIZES)
+    expected = [(given, digest(exact_average(given, NUM_RANKS))) for given in (buckets, buckets[:2], buckets)]
+    for found, nothing in POOL.run(run_ended, text, deferred):
+        assert found == [(bits, tuple(given), len(given), True) for given, bits in expected]
+        assert nothing == 0
+
+
 def run_deferred(rank: int) -> tuple[bool, Any, str]:
     exchange = Exchange(2)
     buckets = make_buckets(*SIZES)

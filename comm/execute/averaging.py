@@ -105,14 +105,14 @@ class Averaging:
             self._collect()
         return self
 
+    def end(self) -> None:
+        self._fill_record(self._iteration.num_seen)
+        self._collect()
+
     def hurry(self) -> None:
         if not self._iteration.last_seen:
             self._averager.collects_early = True
             self._collect()
-
-    def seal(self) -> None:
-        self._fill_record(self._iteration.num_seen)
-        self._collect()
 
     def waiting_for(self) -> list[str]:
         iteration, known = self._iteration, self._averager.known

@@ -32,7 +32,7 @@ from espresso.comm.execute.assignment import Assignment, Interval, Planner, Reco
 from espresso.comm.execute.averaging import Averager, Averaging
 from espresso.comm.execute.failure import Failure, StalledError
 from espresso.comm.execute.host import HostSide
-from espresso.comm.execute.iteration import Course, Iteration, Side, fail_open
+from espresso.comm.execute.iteration import END, Course, Iteration, Side, fail_open
 from espresso.comm.execute.lanes import Lanes, Node
 from espresso.comm.execute.programs import Programs
 from espresso.comm.execute.tasks import Plain, Planned, Tasks
@@ -54,6 +54,9 @@ LISTEN_AFTER_S = 1.0
 HURRY_AFTER_S = 0.4
 """Somebody seems to wait for a bucket before the last is there."""
 
+DDP_FAILED = " DDP has no averaged gradient to convert"
+"""DDP puts "Unable to cast " before an error's text and " to Tensor" behind it."""
+
 SLACK_S = 2.0
 """The library's own time-outs come first: they know more."""
 
@@ -66,6 +69,9 @@ class Executor:
         seed: for shared random numbers.
         offload_width: offloaded steps under way at the same time, at most.
         timeout_s: an iteration whose gradients are not averaged this long after its last event fails.
+        failed: ends the text of the error of a failed exchange.
+        agree: whether an iteration was finite here and everywhere else, where its gradients are shards of larger
+            ones; it may wait for others. None where every rank of the groups sees the same averages.
     """
 
     def __init__(
@@ -82,7 +88,10 @@ class Executor:
         factors: FactorStore | None = None,
         side: Side | None = None,
         offload_width: int = 1,
+        failed: str = DDP_FAILED,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
+        self.agree = agree
         self.planner, self.store, self.velocities = planner, store, velocities
         self.factors = FactorStore() if factors is None else factors
         self._side: Side = HostSide() if side is None else side
@@ -98,7 +107,7 @@ class Executor:
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None
         self._count = self.step = 0
-        self._failure = Failure(groups.rank, groups.alarm, groups.witness, self._release)
+        self._failure = Failure(groups.rank, groups.alarm, groups.witness, self._release, failed)
         groups.alarm.report, groups.witness.servers = self._progress, servers
         self._stopped = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="espresso-watchdog", daemon=True)
@@ -150,17 +159,28 @@ class Executor:
             fail_open([future], settled)
         return future
 
-    def end(self) -> None:
-        """The backward pass has ended: no bucket comes any more. Called where a front cannot tell which is the last."""
-        iteration = self._iteration
-        if iteration is None or iteration.last_seen or self._failure.begun:
-            return
-        iteration.course.seal()
+    def end(self) -> torch.futures.Future[torch.Tensor]:
+        """Say that the iteration had its last bucket, where that is known only afterwards: ``is_last`` was never said.
+
+        Returns:
+            A future that completes when the iteration is over: every bucket averaged, residuals judged, plans made. It
+            fails as the buckets' do.
+        """
         with self._lanes.lock:
-            iteration.last_seen = True
-            everything = len(iteration.complete) == iteration.num_seen
-        if everything:
-            self._all_done(iteration, None)
+            iteration = self._iteration
+            future = None if iteration is None or iteration.last_seen else iteration.end()
+        if iteration is None or future is None:
+            future = torch.futures.Future()
+            if self.error is None:
+                future.set_result(torch.empty(0))
+            else:
+                fail_open([future], self.error)
+        elif not self._failure.begun:
+            iteration.course.end()
+            self._bucket_done(iteration, END)
+        elif (settled := self.error) is not None:
+            fail_open([future], settled)
+        return future
 
     def _begin(self, grad_scale: Callable[[], float | None]) -> None:
         self.conclude()
@@ -208,20 +228,18 @@ class Executor:
         with self._lanes.lock:
             everything = iteration.completes(index)
         if not everything:
-            iteration.hand_over(index)
+            if index != END:
+                iteration.hand_over(index)
             return
-        self._all_done(iteration, index)
-
-    def _all_done(self, iteration: Iteration, index: int | None) -> None:
-        """Every bucket is averaged, this one last; None: all of them were handed over before that was known."""
         iteration.run.seal()
-        if not self._side.judges_late:
+        if not self._side.judges_late and self.agree is None:
             self._go_on(iteration, index, self._judge(iteration))
-        elif iteration.record.assignment.deferred:
+        elif iteration.record.assignment.deferred or self.agree is not None:
             self._lanes.submit("control", partial(self._judge_apart, iteration, index))
         else:
-            self._unjudged = iteration
-            self._complete(iteration, index)
+            with self._lanes.lock:
+                self._unjudged, self._iteration = iteration, None
+            iteration.hand_over_last(index)
 
     def _judge(self, iteration: Iteration) -> Callable[[], None] | None:
         """Commit or discard the residuals: the same decision everywhere, as the averages are the same."""
@@ -232,7 +250,8 @@ class Executor:
 
     def _settle(self, iteration: Iteration) -> None:
         record = iteration.record
-        record.finite = iteration.run.read(record) and iteration.course.is_finite()
+        finite = iteration.run.read(record) and iteration.course.is_finite()
+        record.finite = finite if self.agree is None else self.agree(finite)
         record.done_ns = time.perf_counter_ns()
         for store in (self.store, self.velocities, self.factors):
             if store is not None and record.finite:
@@ -242,8 +261,8 @@ class Executor:
         if self._servers is not None:
             self._servers.settled(record.iteration, record.finite)
 
-    def _judge_apart(self, iteration: Iteration, index: int | None) -> None:
-        """On the control thread, where the device may be waited for."""
+    def _judge_apart(self, iteration: Iteration, index: int) -> None:
+        """On the control thread, where the device and other ranks may be waited for."""
         try:
             more = self._judge(iteration)
         except Exception as error:
@@ -251,15 +270,13 @@ class Executor:
             return
         self._go_on(iteration, index, more)
 
-    def _go_on(self, iteration: Iteration, index: int | None, more: Callable[[], None] | None) -> None:
+    def _go_on(self, iteration: Iteration, index: int, more: Callable[[], None] | None) -> None:
         if more is None:
             self._complete(iteration, index)
-        elif index is None:  # no future holds backward up meanwhile
-            self._run_more(more, iteration, index)
         else:
             self._lanes.submit("control", partial(self._run_more, more, iteration, index))
 
-    def _run_more(self, more: Callable[[], None], iteration: Iteration, index: int | None) -> None:
+    def _run_more(self, more: Callable[[], None], iteration: Iteration, index: int) -> None:
         iteration.plans = True
         try:
             with iteration.run.aside():
@@ -269,11 +286,10 @@ class Executor:
             return
         self._complete(iteration, index)
 
-    def _complete(self, iteration: Iteration, index: int | None) -> None:
+    def _complete(self, iteration: Iteration, index: int) -> None:
         with self._lanes.lock:
             self._iteration = None
-        if index is not None:
-            iteration.hand_over(index)
+        iteration.hand_over_last(index)
 
     def conclude(self) -> None:
         """Judge an iteration that is launched but not judged yet: wait for the device, commit or discard residuals.

@@ -37,13 +37,17 @@ class Failure:
         alarm: to tell the others.
         witness: knows whose failure it is.
         release: gives every open future the error.
+        ending: of the error's text, for what PyTorch puts behind it.
 
     Attributes:
         on_log: called once the error was told and logged: what is left for people is written down.
     """
 
-    def __init__(self, rank: int, alarm: Alarm, witness: Witness, release: Callable[[EspressoError], None]) -> None:
+    def __init__(
+        self, rank: int, alarm: Alarm, witness: Witness, release: Callable[[EspressoError], None], ending: str = ""
+    ) -> None:
         self._rank, self._alarm, self._witness, self._release = rank, alarm, witness, release
+        self._ending = ending
         self._settled = threading.Event()
         self.on_log: Callable[[], None] = lambda: None
         self.begun = False
@@ -78,8 +82,7 @@ class Failure:
         self._alarm.insist()
 
     def _settle(self, error: BaseException, where: str, what: str, hint: str) -> None:
-        # DDP puts "Unable to cast " before the text and " to Tensor" behind it.
-        text = f"espresso on rank {self._rank} failed in {where}: {what}.{hint} DDP has no averaged gradient to convert"
+        text = f"espresso on rank {self._rank} failed in {where}: {what}.{hint}{self._ending}"
         wrapped = EspressoError(text)
         wrapped.__cause__ = error
         self.error = wrapped

@@ -20,6 +20,9 @@ from espresso.comm.execute.host import HostPass, HostSide
 from espresso.comm.execute.programs import Future
 from espresso.strategies import Bucket
 
+END = -1
+"""Stands for the end of an iteration where a bucket's number would."""
+
 Pass = HostPass | DevicePass
 Side = HostSide | DeviceSide
 
@@ -31,12 +34,12 @@ class Course(Protocol):
         """Begin to average a bucket; returns the course for the buckets after it. Never blocks."""
         ...
 
-    def hurry(self) -> None:
-        """Somebody waits before the last bucket is there: complete what can be completed."""
+    def end(self) -> None:
+        """No bucket comes any more, as is known only now; ``last_seen`` says so already."""
         ...
 
-    def seal(self) -> None:
-        """No bucket comes any more; of those that came none was known to be the last."""
+    def hurry(self) -> None:
+        """Somebody waits before the last bucket is there: complete what can be completed."""
         ...
 
     def waiting_for(self) -> list[str]:
@@ -95,14 +98,29 @@ class Iteration:
         self.last_seen = is_last
         return future
 
+    def end(self) -> Future:
+        """No bucket comes any more. What stands for the end is averaged like an empty bucket."""
+        self.touch()
+        self.last_seen = True
+        future = self.futures[END] = self.run.new_future()
+        self.buffers[END] = torch.empty(0)
+        self.run.prepared(END)
+        return future
+
     def completes(self, index: int) -> bool:
         """Take note that a bucket is averaged; whether it was the iteration's last."""
         self.complete.add(index)
-        return self.last_seen and len(self.complete) == self.num_seen
+        return self.last_seen and len(self.complete) == len(self.futures)
 
     def hand_over(self, index: int) -> None:
         """Let DDP have a bucket."""
         self.run.hand_over(index, self.buffers[index], self.futures[index])
+
+    def hand_over_last(self, index: int) -> None:
+        """Let DDP have the bucket that was averaged last; whoever waits for the end has that too."""
+        for each in dict.fromkeys((index, END)):
+            if each in self.futures:
+                self.hand_over(each)
 
     def touch(self) -> None:
         """Something went on: the deadline begins anew."""

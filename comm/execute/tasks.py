@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -76,11 +76,6 @@ class Tasks:
             self._unfinished |= {place[index]: node.bucket for index, node in nodes.items()}
             self._lanes.enqueue(nodes[index] for index in laid.order if index in nodes)
 
-    def seal(self) -> None:
-        """No bucket comes any more: what was held back for the last begins, what was planned after it does not."""
-        self.drop(self.iteration.num_seen)
-        self._open(self._held_back)
-
     def drop(self, first_bucket: int) -> None:
         """Take what has not begun of this bucket and all later ones off the lanes."""
         with self._lanes.lock:
@@ -100,11 +95,10 @@ class Tasks:
         iteration.run.prepared(bucket.index)
         self._open(self._gates(bucket.index))
 
-    def _open(self, opened: list[int]) -> None:
-        for index in opened:
-            if self._num_open[index] == 0:
-                self._on_done(index)
-        self._lanes.bucket_ready(opened)
+    def end(self) -> None:
+        """No bucket comes any more: what was planned for others is dropped, what was held back begins."""
+        self.drop(self.iteration.num_seen)
+        self._open(self._held_back)
 
     def waiting_for(self) -> list[str]:
         return [node.label() for node in self._lanes.pending()]
@@ -123,6 +117,12 @@ class Tasks:
             return [bucket]
         self._held_back.append(bucket)
         return self._held_back if self.iteration.last_seen else []
+
+    def _open(self, buckets: Sequence[int]) -> None:
+        for index in buckets:
+            if self._num_open[index] == 0:
+                self._on_done(index)
+        self._lanes.bucket_ready(buckets)
 
     def _finish(self, program: PartitionProgram) -> None:
         drains = self.iteration.record.assignment.drain and not self._context.store.is_empty
@@ -148,7 +148,7 @@ class _Queued:
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
         self.waiting_for, self.place, self.is_finite = tasks.waiting_for, tasks.place, tasks.is_finite
-        self.seal = tasks.seal
+        self.end = tasks.end
 
     def hurry(self) -> None:
         """Nothing: buckets are completed as they come."""

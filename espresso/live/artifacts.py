@@ -40,7 +40,7 @@ class Artifacts:
         """``job.json`` here, and wherever ``espresso profile`` asked for it."""
         self._write("job.json", job.save)
         asked = os.environ.get(_JOB_PATH)
-        if asked:
+        if asked and self._groups.speaks:
             job.save(asked)
 
     def due(self, record: Record, strategy: Strategy) -> bool:
@@ -72,7 +72,7 @@ class Artifacts:
         self._write("history.json", lambda path: write_history(path, rows))
 
     def _write(self, name: str, save: Callable[[Path], object]) -> None:
-        if self._directory is None or self._groups.rank != 0:
+        if self._directory is None or not self._groups.speaks:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,10 @@ import hashlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.errors import UnsupportedModelError
@@ -23,12 +25,15 @@ class BoundModel:
         names: of the parameters whose gradients are averaged, by ``id``.
         tensors: the same, in the module's order.
         device: where they are.
+        shards: the ranks that hold the other shards of these parameters, this rank among them, where names and
+            tensors are those of a shard (FSDP); None where every rank holds all of each (DDP).
     """
 
     module: weakref.ref[torch.nn.Module]
     names: Mapping[int, str]
     tensors: tuple[TensorSpec, ...]
     device: torch.device
+    shards: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> BoundModel:
@@ -47,15 +52,18 @@ class BoundModel:
 
     @property
     def digest(self) -> str:
-        """A hash of names, shapes and dtypes."""
+        """A hash of names, shapes and dtypes, and of which shard they are of."""
         text = repr(sorted((t.name, t.shape, t.dtype) for t in self.tensors))
+        if self.shards is not None:
+            text += f" shard {self.shards.rank()} of {self.shards.size()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By name; none if the model is gone."""
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """By name, of shards what is here; none if the model is gone."""
         module = self.module()
-        return {} if module is None else named_gradients(module)
+        found: Mapping[str, Any] = {} if module is None else named_gradients(module)
+        return found if self.shards is None else {name: parameter.to_local() for name, parameter in found.items()}
 
 
 def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,18 @@ from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.links import Links
 from espresso.search.exactness import Automatic, racers, trade_for_exactness
-from espresso.strategies import NONE, RANK_DEVICES, Bucket, CompressorSpec, Device, Mode, Strategy, TensorSpec
+from espresso.strategies import (
+    NONE,
+    PLAIN,
+    RANK_DEVICES,
+    Bucket,
+    CompressorSpec,
+    Device,
+    Mode,
+    Strategy,
+    TensorSpec,
+    plan,
+)
 
 if TYPE_CHECKING:
     from espresso.search.result import SearchResult
@@ -81,7 +93,29 @@ class OnlineSearch:
             self.job, self._revised = up_to_date(self.job, change, self._groups, self._runtime.place), True
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]:
-        """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best."""
+        """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best.
+
+        Jobs beside each other measure at once, as they will run, and race what the first of them found.
+        """
+        found, beside = self._find(records), self._groups.beside
+        if beside is None:
+            return found
+        beside.barrier(patient=True)
+        told = beside.from_rank_0([(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found])
+        return [self._here(records[-1].buckets, *row) for row in told] if beside.rank else found
+
+    def _here(self, buckets: tuple[Bucket, ...], name: str, body: Any, order: tuple[int, ...], us: float) -> Candidate:
+        """A candidate that was found for another shard of the same tensors."""
+        found = Strategy.from_json(body)
+        tensors = tuple(self._tensors.values())
+        choices = {tensor.name: found.choices.get(tensor.name, PLAIN) for tensor in tensors}
+        strategy = Strategy(tensors, choices, found.cluster, found.partition_bytes)
+        laid = plan(strategy, buckets, host_copies=self._groups.host_copies)
+        with suppress(ValueError):  # this shard is cut into other partitions
+            laid = laid.with_order(order)
+        return Candidate(name, strategy, laid.order, buckets, us)
+
+    def _find(self, records: Sequence[Record]) -> list[Candidate]:
         if self.job is None:
             everybody = self._groups.all_objects(
                 [
@@ -189,6 +223,8 @@ class OnlineSearch:
         """Say which bucket size would be better: DDP fixes its own when it is made, so only the user can set it."""
         from espresso.search.search import advised_bucket_cap
 
+        if self._groups.beside is not None:
+            return  # buckets are modules
         found = advised_bucket_cap(job, self.compressor, result, ADVISED_CAPS_MB)
         if found is not None:
             self.advice = (

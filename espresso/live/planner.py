@@ -209,7 +209,7 @@ class AutoPlanner:
 
     def _say(self, text: str, *values: object) -> None:
         """Log progress, once for all ranks."""
-        if self._groups.rank == 0:
+        if self._groups.speaks:
             logger.info(text, *values)
 
     # -- profiling -------------------------------------------------------------------------------

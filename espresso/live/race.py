@@ -115,7 +115,7 @@ class Race:
         excess = max(
             (median(first) - mine[name] for name, first in self._first_us.items() if name in mine), default=0.0
         )
-        everybody = groups.all_objects((mine, excess))
+        everybody = groups.everywhere((mine, excess))
         self.measured = {name: max(theirs[name] for theirs, _ in everybody) for name in mine}
         self.excess_us = max(0.0, *(theirs for _, theirs in everybody))
         limit = min(self.measured.values()) * self._drop

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,7 @@ class Session:
                 servers=servers,
                 factors=self.factors,
                 offload_width=self.codecs.offload_width,
+                **self._front(),
             )
             undo.callback(self.executor.close)
             self.executor.on_failure(partial(self.recorder.leave, config.artifacts_dir, "the exchange failed"))
@@ -160,10 +162,12 @@ class Session:
     # -- the start -----------------------------------------------------------------------------------
 
     def _make_groups(self, process_group: dist.ProcessGroup | None, client: Client | None) -> Groups:
+        shards, timeout_s = self.model.shards, self.config.timeout_s
         return Groups(
             process_group,
             ranks_per_node=self.config.ranks_per_node,
-            timeout_s=self.config.timeout_s,
+            timeout_s=timeout_s,
+            beside=None if shards is None else Groups(shards, ranks_per_node=1, timeout_s=timeout_s),
             host_copies=self.runtime.host_copies,
             num_servers=0 if client is None else client.num_servers,
             colocated=client is not None and client.colocated,
@@ -194,11 +198,19 @@ class Session:
                         " start all ranks alike"
                     )
 
+    def _front(self) -> dict[str, Any]:
+        """What the executor does otherwise for shards: infs in one shard void the iteration in all of them."""
+        beside = self.groups.beside
+        if beside is None:
+            return {}
+        lossy = self.search is not None or self.decider.strategy.num_compressed > 0
+        return {"failed": "", "agree": beside.all_true if any(self.groups.everywhere(lossy)) else None}
+
     def _make_decider(self) -> Decider:
         strategy, tensors, groups = self.given.strategy, self.model.tensors, self.groups
         profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
         needed = self.config.warmup_steps + self.config.profile_steps
-        goes_first = groups.rank % groups.cluster.ranks_per_node == 0
+        goes_first = groups.rank % groups.cluster.ranks_per_node == 0 and (not groups.beside or not groups.beside.rank)
         self._marks = ProfileMarks(is_told=profile_only and goes_first, needed=needed, groups=groups)
         if isinstance(strategy, Strategy) and not profile_only:
             strategy.check_model(tensors, groups.cluster)
@@ -277,6 +289,10 @@ class Session:
         if self.guard is not None:
             describe = partial(self.guard.see, buffer, describe)  # what is compressed is described before it is
         return self.executor.reduce(index, buffer, is_last=is_last, grad_scale=self.scale, describe=describe)
+
+    def end(self) -> torch.futures.Future[torch.Tensor]:
+        """Say that the iteration had its last bucket, if none was said to be it. See :meth:`Executor.end`."""
+        return self.executor.end()
 
     # -- called by the executor ----------------------------------------------------------------------
 
@@ -367,6 +383,8 @@ class Session:
         self.follower = self.follower.following(schedule, step, epoch)
         self.decider = FixedPlanner(strategy, self.groups, self.follower.in_force)
         self._note_decided(step)
+        if self.groups.beside is not None:
+            self.executor.agree = self.groups.beside.all_true
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins. All ranks together, between two steps."""

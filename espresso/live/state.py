@@ -89,18 +89,19 @@ class EspressoState(View):
 
     # -- the start -----------------------------------------------------------------------------------
 
-    def bind(self, module: torch.nn.Module) -> EspressoState:
-        """Learn the parameters' names from the model (wrapped in DDP or not).
+    def bind(self, module: torch.nn.Module | BoundModel) -> EspressoState:
+        """Learn the parameters' names from the model (wrapped in DDP or not; or bound by another front).
 
         Raises:
             UnsupportedModelError: a parameter that cannot be exchanged, by name.
             StrategyError: the given strategy was made for another model.
         """
-        model = BoundModel.of(module)
+        model = module if isinstance(module, BoundModel) else BoundModel.of(module)
         strategy = self._given.strategy
         if isinstance(strategy, Strategy) and self._session is None:
             strategy.check_model(model.tensors, strategy.cluster)
-        self._model, self._front = model, Front(module, model.names)
+        self._model = model
+        self._front = None if isinstance(module, BoundModel) else Front(module, model.names)
         return self
 
     def turn_off(self, why: str) -> EspressoState:
@@ -134,6 +135,16 @@ class EspressoState(View):
         weakref.finalize(self, session.abandon).atexit = False
         return self
 
+    def running(self) -> Session:
+        """The job, started if it was not; what a front hands its buckets to.
+
+        Raises:
+            EspressoError: it was closed, or this process was forked off the one that trains.
+        """
+        if self._closed or os.getpid() != self._pid:
+            raise EspressoError("this espresso state is closed (or was inherited by a forked process)")
+        return self._session or self.start().session
+
     # -- the hook ------------------------------------------------------------------------------------
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -141,9 +152,7 @@ class EspressoState(View):
         Front.check(bucket)
         if self._off or (self._leaves and self._left(bucket)):
             return Front.average(bucket, self._process_group)
-        if self._closed or os.getpid() != self._pid:
-            raise EspressoError("this espresso state is closed (or was inherited by a forked process)")
-        session = self._session or self.start().session
+        session = self.running()
         front = self._front
         assert front is not None
         arrived = front.take(bucket, session.executor.end)

@@ -1,0 +1,92 @@
+"""``hybrid_shard``: lays a mesh of replicas and shards over the ranks, shards a model over it, and registers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Unpack
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from espresso.comm.environment import read_environment
+from espresso.comm.errors import TopologyError
+from espresso.fsdp.private import check_version
+from espresso.fsdp.registration import register
+from espresso.live.config import Settings
+from espresso.live.given import AUTO, StrategyLike
+from espresso.live.script import Scaler
+from espresso.live.state import EspressoState
+from espresso.strategies import CompressorSpec
+
+
+def hybrid_mesh(device_type: str, shards: int | None = None) -> DeviceMesh:
+    """A mesh with the dimensions ``"replicate"`` and ``"shard"`` over all ranks.
+
+    Args:
+        shards: ranks that share one copy of the model; None takes the ranks of a host.
+
+    Raises:
+        TopologyError: it does not divide the number of ranks.
+    """
+    world_size = dist.get_world_size()
+    if shards is None:
+        launch = read_environment()
+        shards = (launch.local_world_size if launch is not None else 0) or 1
+    if shards < 1 or world_size % shards:
+        raise TopologyError(f"shards={shards} does not divide the {world_size} ranks of this job")
+    return init_device_mesh(device_type, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def hybrid_shard(
+    model: torch.nn.Module,
+    blocks: Iterable[torch.nn.Module] = (),
+    *,
+    shards: int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    compressor: str | CompressorSpec = "efsignsgd",
+    strategy: StrategyLike = AUTO,
+    grad_scaler: Scaler | None = None,
+    **config: Unpack[Settings],
+) -> EspressoState:
+    """Shard a model inside every host, keep a replica of it on each, and average between them through espresso.
+
+    All ranks together. The first replica's parameters and buffers are sent to the others, as DDP does. Optimizers are
+    made afterwards: they hold the shards.
+
+    Args:
+        model: on the device where it is trained.
+        blocks: modules of it that are gathered and reduced on their own, as a transformer's blocks; what is in none of
+            them goes with the model itself.
+        shards: ranks that share one copy of the model; None takes the ranks of a host.
+        mp_policy, reshard_after_forward: as for ``fully_shard``.
+        compressor, strategy, grad_scaler, config: as for :class:`~espresso.live.state.EspressoState`.
+
+    Raises:
+        TopologyError: ``shards`` does not divide the number of ranks.
+        UnsupportedModelError: see :func:`register`.
+
+    Example:
+        >>> state = espresso.fsdp.hybrid_shard(model, blocks=model.blocks)   # doctest: +SKIP
+    """
+    check_version()
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    mesh = hybrid_mesh(device.type, shards)
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor, group=mesh["replicate"].get_group(), group_src=0)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    if dist.get_backend(mesh["shard"].get_group()) == "gloo":
+        sum_and_divide(model)
+    return register(model, mesh["replicate"], compressor, strategy, grad_scaler, **config)
+
+
+def sum_and_divide(model: torch.nn.Module) -> None:
+    """Have FSDP add up and divide: Gloo's reduce-scatter has no average."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)

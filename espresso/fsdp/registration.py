@@ -1,0 +1,130 @@
+"""``register``: a model that was given ``fully_shard``, and the group of its replicas, become a job."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from espresso.comm.errors import UnsupportedModelError
+from espresso.fsdp.front import Front
+from espresso.fsdp.private import Unit, units_of
+from espresso.live.config import Settings
+from espresso.live.given import AUTO, StrategyLike
+from espresso.live.names import BoundModel, dtype_name, named_gradients
+from espresso.live.script import Scaler
+from espresso.live.state import EspressoState
+from espresso.strategies import CompressorSpec, TensorSpec
+
+logger = logging.getLogger("espresso")
+
+
+def register(
+    model: torch.nn.Module,
+    replicate: DeviceMesh | dist.ProcessGroup,
+    compressor: str | CompressorSpec = "efsignsgd",
+    strategy: StrategyLike = AUTO,
+    grad_scaler: Scaler | None = None,
+    **config: Unpack[Settings],
+) -> EspressoState:
+    """Make a model that is sharded inside replicas average its gradients over the replicas through espresso.
+
+    All ranks together, once ``fully_shard`` was called on every module and the parameters have their values: FSDP
+    sums over the ``"shard"`` dimension, espresso averages over the ``"replicate"`` dimension.
+
+    Args:
+        model: modules of it were given ``fully_shard`` over the shard dimension alone.
+        replicate: the ranks that hold the same shard: the replica dimension of the mesh, or its group.
+        compressor, strategy, grad_scaler, config: as for :class:`~espresso.live.state.EspressoState`.
+
+    Returns:
+        The state. It averages at every ``backward()``, which returns when the gradients are averaged.
+
+    Raises:
+        TypeError: nothing in the model was given ``fully_shard``; an unknown setting.
+        ValueError: the replicas' ranks hold different shards.
+        UnsupportedModelError: a PyTorch that was not tried, native HSDP, ``replicate()`` and others, by name.
+        DisagreementError: the replicas' parameters differ, or their settings.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))   # doctest: +SKIP
+        >>> fully_shard(model, mesh=mesh["shard"])                                          # doctest: +SKIP
+        >>> state = espresso.fsdp.register(model, replicate=mesh["replicate"])              # doctest: +SKIP
+    """
+    _refuse_wrappers(model)
+    units = units_of(model)
+    group = _group_of(replicate)
+    bound = _bind(model, units)
+    _check_groups(group, bound.shards)
+    state = EspressoState(compressor, strategy, group, grad_scaler, **config)
+    if state.config.adapt:
+        raise ValueError(
+            "adapt=True is for DDP so far: jobs beside each other would decide again apart; leave it False"
+        )
+    state.bind(bound).start()
+    try:
+        state.check_replicas()
+        Front(state, units, dict(bound.names))
+    except BaseException:
+        state.close()
+        raise
+    return state
+
+
+def _refuse_wrappers(model: torch.nn.Module) -> None:
+    kind = type(model).__name__
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("this is a DistributedDataParallel model, without shards; use espresso.register")
+    if kind == "FullyShardedDataParallel":
+        raise TypeError(
+            "this is FSDP1 (FullyShardedDataParallel), whose hybrid strategies take no hook; use fully_shard"
+        )
+
+
+def _group_of(replicate: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    if isinstance(replicate, DeviceMesh):
+        if replicate.ndim != 1:
+            raise ValueError(f'replicate must be one dimension of the mesh, as mesh["replicate"], got {replicate}')
+        return replicate.get_group()
+    if not isinstance(replicate, dist.ProcessGroup):
+        raise TypeError(f"replicate must be a DeviceMesh or a process group, got {type(replicate).__name__}")
+    return replicate
+
+
+def _bind(model: torch.nn.Module, units: list[Unit]) -> BoundModel:
+    """Names and shards of the parameters that FSDP reduces."""
+    dtypes = {id(parameter): unit.reduce_dtype for unit in units for parameter in unit.parameters}
+    named = named_gradients(model)
+    names = {id(parameter): name for name, parameter in named.items() if id(parameter) in dtypes}
+    left = [name for name, parameter in named.items() if id(parameter) not in dtypes]
+    if left:
+        logger.warning("in no module that was given fully_shard, so nobody averages their gradients: %s", left[:5])
+    tensors = []
+    for name, parameter in named.items():
+        shard: Any = parameter.to_local() if id(parameter) in dtypes else None  # type: ignore[attr-defined]
+        if shard is not None and shard.numel():
+            tensors.append(TensorSpec(name, tuple(shard.shape), dtype_name(dtypes[id(parameter)])))
+    groups = {tuple(dist.get_process_group_ranks(unit.shards)) for unit in units}
+    if len(groups) > 1:
+        raise UnsupportedModelError(
+            f"the model's modules are sharded over different ranks ({', '.join(map(str, sorted(groups)))}), and one"
+            " exchange averages one mesh: give fully_shard the same mesh everywhere"
+        )
+    device = next((parameter.device for unit in units for parameter in unit.parameters), torch.device("cpu"))
+    return BoundModel(weakref.ref(model), names, tuple(tensors), device, units[0].shards)
+
+
+def _check_groups(replicas: dist.ProcessGroup, shards: dist.ProcessGroup | None) -> None:
+    """Whether they cross in this rank alone."""
+    assert shards is not None
+    across, along = dist.get_process_group_ranks(replicas), dist.get_process_group_ranks(shards)
+    if set(across) & set(along) != {dist.get_rank()}:
+        raise ValueError(
+            f"replicate has ranks {across}, and the model is sharded over ranks {along}: the two must meet in this rank"
+            f" ({dist.get_rank()}) alone, as the two dimensions of a mesh do"
+        )

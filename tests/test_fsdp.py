@@ -1,0 +1,466 @@
+"""HSDP: fully_shard inside a host, espresso between hosts; four ranks, two hosts, in one process start."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import espresso
+import espresso.fsdp
+from espresso.fsdp import private
+from espresso.fsdp.layout import sum_and_divide
+from espresso.live import online_search
+from espresso.live.planner import Candidate
+from espresso.live.state import EspressoState
+from espresso.model.job import Job
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option, plan
+from tests.ddp import ALLGATHER, Played
+
+VOCABULARY, WIDTH, ROWS = 37, 10, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 23), nn.Linear(23, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = inputs + self.down(torch.tanh(self.up(self.norm(inputs))))
+        return hidden
+
+
+class Tiny(nn.Module):
+    """A language model of odd sizes: 37 rows do not split in two, and one tensor is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.shift = nn.Parameter(torch.ones(3, WIDTH), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens) + self.shift[0]
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+class Rows(nn.Module):
+    """Gradients that are what it is called with, whatever the parameters are: five rows, three in one of two shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.zeros(5, 4)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (self.weight * rows).sum() + (self.other * rows[0].repeat(2)).sum()
+
+
+@cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, *, native: bool = False, **settings: Any) -> nn.Module:
+    """``fully_shard`` every block and the model, over both dimensions or over the shards alone."""
+    for module in (*getattr(model, "blocks", ()), model):
+        fully_shard(module, mesh=mesh() if native else mesh()["shard"], **settings)
+    sum_and_divide(model)
+    return model
+
+
+def tiny(seed: int = 0) -> Tiny:
+    torch.manual_seed(seed)
+    return Tiny()
+
+
+def uniform(option: str = "flat.allreduce", compressor: str = "none") -> Callable[..., Strategy]:
+    """A strategy's function: one choice for all tensors."""
+    parsed = parse_option(option)
+    choice = Choice(parsed, CompressorSpec.parse(compressor)) if parsed.is_compressed else PLAIN
+
+    def make(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:
+        return Strategy.uniform(tensors, cluster, choice, partition_bytes=0)
+
+    return make
+
+
+def registered(model: nn.Module, compressor: str = "efsignsgd", strategy: Any = None, **config: Any) -> EspressoState:
+    """Given efsignsgd by all-gather if nothing else is said."""
+    strategy = uniform(ALLGATHER, f"{compressor}:raw_below=1") if strategy is None else strategy
+    return espresso.fsdp.register(
+        model, mesh()["replicate"], compressor, strategy, timeout_s=15.0, offload_threads=1, **config
+    )
+
+
+def loss_of(model: nn.Module, rank: int, step: int, part: int = 0) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
+    tokens = torch.randint(VOCABULARY, (ROWS, 5), generator=draw)
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def digest(model: nn.Module) -> str:
+    """Of this rank's shards, bit for bit."""
+    sha = hashlib.sha256()
+    for parameter in model.parameters():
+        sha.update(parameter.to_local().detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())  # type: ignore[attr-defined]
+    return sha.hexdigest()
+
+
+def everybody(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def replicas_agree(model: nn.Module) -> bool:
+    first, second, third, fourth = everybody(digest(model))
+    return bool(first == third and second == fourth)
+
+
+# -- kinds of steps --------------------------------------------------------------------------------
+
+
+def plain(model: nn.Module, rank: int, step: int) -> None:
+    loss_of(model, rank, step).backward()
+
+
+def accumulated_unreduced(model: Any, rank: int, step: int) -> None:
+    for part in range(3):
+        model.set_requires_gradient_sync(part == 2)
+        loss_of(model, rank, step, part).backward()
+
+
+def accumulated_reduced(model: Any, rank: int, step: int) -> None:
+    for part in range(2):
+        loss_of(model, rank, step, part).backward()
+
+
+def held_back(model: Any, rank: int, step: int) -> None:
+    for part in range(3):
+        model.set_requires_all_reduce(part == 2)
+        loss_of(model, rank, step, part).backward()
+
+
+def clipped(model: nn.Module, rank: int, step: int) -> None:
+    loss_of(model, rank, step).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assert norm.full_tensor() > 0.05  # type: ignore[attr-defined]
+
+
+KINDS = (plain, plain, plain, accumulated_unreduced, accumulated_reduced, held_back, clipped, plain)
+
+
+def train(model: nn.Module, rank: int, kinds: Sequence[Callable[..., None]] = KINDS, **adam: Any) -> list[str]:
+    """One AdamW step of each kind; every other one keeps gradients as zeros instead of dropping them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **adam)
+    digests = []
+    for step, kind in enumerate(kinds):
+        kind(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        assert replicas_agree(model), f"after step {step}"
+        digests.append(digest(model))
+    return digests
+
+
+# -- scenarios -------------------------------------------------------------------------------------
+
+
+def exact(rank: int) -> dict[str, bool]:
+    """Whether ``none`` gives native HSDP's parameters after every step, bit for bit."""
+    half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
+    narrow = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    wide = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    same = {}
+    for name, settings in {"float32": {}, "half": half, "narrow": narrow, "wide": wide}.items():
+        native = train(shard(tiny(), native=True, **settings), rank)
+        model = shard(tiny(), **settings)
+        with registered(model, "none", uniform()).errors():
+            same[name] = train(model, rank) == native
+    return same
+
+
+def checkpointed(rank: int) -> bool:
+    """The same with activation checkpointing."""
+    digests = []
+    for native in (True, False):
+        model = tiny()
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block)
+        shard(model, native=native)
+        state = None if native else registered(model, "none", uniform())
+        digests.append(train(model, rank, [plain] * 3))
+        if state is not None:
+            state.close()
+    return digests[0] == digests[1]
+
+
+def signs(rank: int) -> dict[str, Any]:
+    """Every kind of step with one bit a number; replicas are compared after each."""
+    model = shard(tiny())
+    state = registered(model)
+    train(model, rank)
+    figures, text = state.metrics(), state.summary()
+    buckets = state.session.observer.last.buckets  # type: ignore[union-attr]
+    state.close()
+    return {"metrics": figures, "summary": text, "slots": [[slot.tensor for slot in b.slots] for b in buckets]}
+
+
+def conserved(rank: int) -> dict[str, Any]:
+    """What was sent and what is kept is what came in; padding is in no mean; infs on one shard alone change nothing."""
+    model = shard(Rows())
+    state = registered(model)
+    came, sent = torch.zeros(5, 4), torch.zeros(5, 4)
+    replica, found = rank // 2, {}
+    for step in range(6):
+        rows = (
+            torch.full((5, 4), 2.0) if step == 0 else torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        )
+        rows = rows * (1 + replica)
+        model.zero_grad()
+        if step == 3:  # an overflow, in the last rows, which the second shard holds
+            before = copy.deepcopy(state.state_dict()["residuals"])
+            rows[4, 0] = float("inf")
+            model(rows).backward()
+            assert not model.weight.grad.full_tensor().isfinite().all()
+            after = state.state_dict()["residuals"]
+            found["kept"] = all(torch.equal(a["values"], b["values"]) for a, b in zip(before, after, strict=True))
+            continue
+        model(rows).backward()
+        gradient = model.weight.grad.full_tensor()
+        if step == 0:
+            found["first"] = gradient.unique().tolist()
+        came, sent = came + rows / (1 + replica) * 1.5, sent + gradient
+    kept = torch.zeros(20)
+    start = 12 * (rank % 2)
+    for row in state.state_dict()["residuals"]:
+        if row["tensor"] == "weight":
+            kept[start + row["start"] : start + row["start"] + row["values"].numel()] += row["values"]
+    kept = torch.stack(everybody(kept)).sum(0).view(5, 4) / 2
+    found["error"] = float((came - sent - kept).abs().max())
+    found["skipped"] = state.metrics()["espresso/skipped_steps"]
+    state.close()
+    return found
+
+
+def resumed(rank: int) -> list[bool]:
+    """From a checkpoint on as without it; another shard's state is refused."""
+    digests, saved = [], {}
+    for part in range(3):  # whole, first half, second half
+        model = shard(tiny())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = registered(model)
+        if part == 2:
+            model.load_state_dict(saved["model"])
+            state.load_state_dict(saved["espresso"])
+        for step in range(3 if part == 2 else 0, 3 if part == 1 else 6):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = {"model": copy.deepcopy(model.state_dict()), "espresso": copy.deepcopy(state.state_dict())}
+        digests.append(digest(model))
+        if part == 1:
+            theirs = everybody(saved["espresso"])
+            with pytest.raises(espresso.CheckpointError, match="other parameters"):
+                state.load_state_dict(theirs[rank ^ 1])
+        state.close()
+    return [digests[0] == digests[2], digests[0] != digests[1]]
+
+
+def parts_of_a_batch(rank: int) -> list[bool]:
+    """A module that is called twice in a pass is reduced twice: as natively, and replicas stay equal."""
+    digests = []
+    for compressor in ("native", "none", "efsignsgd"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
+        native = compressor == "native"
+        fully_shard(model[0], mesh=mesh() if native else mesh()["shard"])
+        shard(model, native=native)
+        state = None if native else registered(model, compressor, uniform() if compressor == "none" else None)
+        for step in range(2):
+            inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(model(inputs)).square().sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            assert replicas_agree(model)
+        digests.append(digest(model))
+        if state is not None:
+            state.close()
+    return [digests[0] == digests[1], digests[1] != digests[2]]
+
+
+def automatic(rank: int) -> dict[str, Any]:
+    """Measured, searched, raced. Only the first shard's search finds something here, however small the model is."""
+    search = online_search.find_candidates
+
+    def find(job: Job, *more: Any) -> tuple[list[Candidate], Any]:
+        _, result = search(job, *more)
+        strategy = uniform(ALLGATHER, "efsignsgd:raw_below=1")(job.tensors, job.cluster)
+        buckets = job.buckets or ()
+        return [Candidate("signs", strategy, plan(strategy, buckets).order, buckets, 1.0)][rank % 2 :], result
+
+    online_search.find_candidates = find
+    torch.manual_seed(rank)  # the helper sends the first replica's weights to the others
+    model = Tiny()
+    short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
+    state = espresso.fsdp.hybrid_shard(
+        model, blocks=model.blocks, shards=2, compressor="efsignsgd", timeout_s=60.0, offload_threads=1, **short
+    )
+    before, sent = state.decided, set()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(40):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.add(state.metrics()["espresso/bytes_sent"])
+        if state.decided:
+            break
+    online_search.find_candidates = search
+    agree = replicas_agree(model)
+    found = {"before": before, "after": state.decided, "verdict": state.verdict, "advice": state.advice, "agree": agree}
+    state.close()
+    return found | {"sent": sorted(sent)}
+
+
+def refused(rank: int) -> dict[str, str]:
+    """The words of every refusal."""
+    from torch.distributed._composable.replicate import replicate as by_ddp
+    from torch.distributed._composable.replicate_with_fsdp import replicate as by_fsdp
+
+    def words(act: Callable[[], Any]) -> str:
+        try:
+            act().close()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+    once = shard(Rows())
+    state = registered(once)
+    eager = shard(Rows())
+    eager.weight.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[union-attr]
+    apart = Rows()
+    with torch.no_grad():
+        apart.weight.fill_(rank // 2)
+    found = {
+        "nothing": words(lambda: registered(Rows())),
+        "native": words(lambda: registered(shard(Rows(), native=True))),
+        "replicate_ddp": words(lambda: registered(by_ddp(Rows()))),
+        "replicate_fsdp": words(lambda: registered(by_fsdp(Rows(), mesh=mesh()["replicate"]))),
+        "ddp": words(lambda: registered(nn.parallel.DistributedDataParallel(Rows()))),
+        "twice": words(lambda: registered(once)),
+        "eager": words(lambda: registered(eager)),
+        "group": words(lambda: espresso.fsdp.register(shard(Rows()), mesh()["shard"])),
+        "mesh": words(lambda: espresso.fsdp.register(shard(Rows()), mesh())),
+        "apart": words(lambda: registered(shard(apart))),
+    }
+    state.close()
+    try:
+        once(torch.ones(5, 4)).backward()
+    except espresso.EspressoError as error:
+        found["closed"] = str(error)
+    return found
+
+
+SCENARIOS = (exact, checkpointed, signs, conserved, resumed, parts_of_a_batch, automatic, refused)
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(__name__, SCENARIOS, 4, ranks_per_node=2, deadline_s=150.0)
+
+
+def test_none_is_native_hsdp_bit_for_bit(played: Played) -> None:
+    for same in played(exact):
+        assert same == {"float32": True, "half": True, "narrow": True, "wide": True}
+    assert played(checkpointed) == [True] * 4
+
+
+def test_compressed_steps_of_every_kind_keep_replicas_equal(played: Played) -> None:
+    for found in played(signs):
+        figures = found["metrics"]
+        assert 0 < figures["espresso/bytes_sent"] < figures["espresso/bytes_raw"] / 6
+        assert figures["espresso/residual_norm"] > 0
+        assert figures["espresso/skipped_steps"] == 0
+        assert figures["espresso/steps"] == len(KINDS) + 1  # one is of two exchanges
+        assert "efsignsgd" in found["summary"]
+        # Backward goes from the last block to the first; the rest is the model's own.
+        blocks = [{name.rsplit(".", 2)[0] for name in names} for names in found["slots"]]
+        assert blocks[:2] == [{"blocks.1"}, {"blocks.0"}]
+        assert found["slots"][2] == ["embedding.weight", "head.weight", "head.bias"]
+
+
+def test_nothing_is_lost_and_padding_is_in_no_mean(played: Played) -> None:
+    for found in played(conserved):
+        assert found["first"] == [3.0]
+        assert found["error"] < 1e-5
+        assert found["kept"]
+        assert found["skipped"] == 1
+
+
+def test_resumes_as_if_uninterrupted(played: Played) -> None:
+    assert played(resumed) == [[True, True]] * 4
+
+
+def test_a_module_that_is_reduced_twice_in_a_pass(played: Played) -> None:
+    assert played(parts_of_a_batch) == [[True, True]] * 4
+
+
+def test_automatic_mode_decides(played: Played) -> None:
+    found = played(automatic)
+    assert [(each["before"], each["after"], each["agree"], each["advice"]) for each in found] == [
+        (False, True, True, "")
+    ] * 4
+    (verdict,) = {each["verdict"] for each in found}
+    assert re.search(r"plain [\d.]+ ms, signs [\d.]+ ms a step", verdict)
+    for each in found:
+        few, many = each["sent"]
+        assert 0 < few < many / 6, "signs were raced"
+
+
+def test_refusals_name_what_and_what_to_do(played: Played) -> None:
+    for found in played(refused):
+        assert found["nothing"].startswith(
+            "TypeError: espresso.fsdp.register needs modules that were given fully_shard"
+        )
+        assert 'mesh["shard"]' in found["native"]
+        assert "native HSDP" in found["native"]
+        assert "espresso.register" in found["replicate_ddp"]
+        assert "hybrid_shard(model, shards=1)" in found["replicate_fsdp"]
+        assert "use espresso.register" in found["ddp"]
+        assert "has an all-reduce hook already" in found["twice"]
+        assert "an optimizer in backward" in found["eager"]
+        assert "must meet in this rank" in found["group"]
+        assert "one dimension of the mesh" in found["mesh"]
+        assert found["apart"].startswith("DisagreementError: parameter 'weight' on rank 1 differs from rank 0")
+        assert "is closed" in found["closed"]
+
+
+def test_only_versions_that_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    private.check_version()
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(espresso.UnsupportedModelError, match=r"tried with torch 2\.13, and this is torch 2\.9\.1"):
+        private.check_version()
+
+
+def test_private_parts_of_pytorch_stay_in_one_file() -> None:
+    files = sorted(Path(espresso.fsdp.__file__).parent.glob("*.py"))
+    reach = {path.name: re.findall(r"(?<!self)\._[a-z]\w*", path.read_text()) for path in files}
+    assert {name for name, found in reach.items() if found} == {"private.py"}
