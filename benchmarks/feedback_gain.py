@@ -94,6 +94,7 @@ class Site:
         # A summable compressor's ranks draw alike.
         self._rank = -1 if self._codec.compressor.traits.summable else rank
         self._site = index
+        self.corrected = self.sent = self._old
 
     def send(self, gradient: Array, step: int) -> Array:
         """What arrives of the gradient."""
@@ -103,10 +104,25 @@ class Site:
         self._old, self._new = self._new, self._old
         arrived = np.empty_like(gradient)
         self._codec.decode(Decoding(self._layout, arrived, self._starts, key=key), self._payload)
+        self.corrected, self.sent = gradient + self._new, arrived  # buffers are swapped: new is what was kept before
+        return arrived
+
+    @property
+    def owed(self) -> Array:
+        """What was not sent yet."""
+        return self._old / np.float32(self._gain)
+
+    def bare(self, gradient: Array) -> Array:
+        """What would arrive of the gradient alone."""
+        payload, arrived = np.zeros_like(self._payload), np.empty_like(gradient)
+        key = DrawKey(seed=1, site=self._site, rank=self._rank)
+        self._codec.encode(Encoding(self._layout, gradient, self._starts, key=key), payload[0])
+        self._codec.decode(Decoding(self._layout, arrived, self._starts, key=key), payload)
         return arrived
 
 
-def _parts_of(case: str, seed: int) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer]:
+def parts_of(case: str, seed: int) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer]:
+    """Workload, model and optimizer of a case."""
     name, _, optimizer = case.partition("-")
     workload = build_workload(name, seed)
     if not optimizer:
@@ -120,7 +136,7 @@ def _parts_of(case: str, seed: int) -> tuple[Any, torch.nn.Module, torch.optim.O
 def train(job: Job) -> tuple[Job, float, float]:
     """Train and evaluate; test loss and accuracy."""
     torch.set_num_threads(1)
-    workload, model, optimizer = _parts_of(job.case, job.seed)
+    workload, model, optimizer = parts_of(job.case, job.seed)
     parameters = list(model.parameters())
     spec, _, twice = job.arm.partition(" ")
     sites = {

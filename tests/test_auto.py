@@ -6,88 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from espresso.live.config import Config
-from espresso.search.exactness import compress_once, leave_tensors, leave_vectors, refine_signs, send_at_least
-from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
 DECIDED_WITHIN = 60
 POISONED = (1, 6, 20, 29)
 """While warming up, profiling and racing."""
-
-
-def test_small_vectors_stay_exact_unless_there_is_nothing_else():
-    sign = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec("efsignsgd"))
-    shapes = {"w": (300, 300), "b": (300,), "scalar": (), "table": (90000,)}
-    strategy = Strategy.uniform([TensorSpec(n, s) for n, s in shapes.items()], Cluster(2, 1), sign)
-    left = leave_vectors(strategy, 16384)
-    assert {name for name, choice in left.choices.items() if choice == PLAIN} == {"b", "scalar"}
-    assert leave_vectors(strategy, 0).choices["b"] == sign
-    only = Strategy.uniform([TensorSpec("b", (300,))], Cluster(2, 1), sign)
-    assert leave_vectors(only, 16384) == only
-
-
-@pytest.mark.parametrize(
-    ("cluster", "twice"),
-    [
-        (Cluster(2, 1), "comp > flat.all_to_all > dec > comp > flat.allgather > dec"),
-        (
-            Cluster(2, 2),
-            "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather",
-        ),
-    ],
-)
-def test_a_sum_that_would_be_compressed_again_is_gathered_instead(cluster, twice):
-    spec = CompressorSpec("efsignsgd")
-    tensors = [TensorSpec("w", (300, 300)), TensorSpec("v", (300, 300))]
-    strategy = Strategy.uniform(tensors, cluster, Choice(parse_option(twice), spec)).with_choices({"v": PLAIN})
-    once = compress_once(strategy)
-    assert once.choices["w"].option.num_compressions == 1
-    assert once.choices["w"].compressor == spec
-    assert once.choices["v"] == PLAIN
-    assert compress_once(once) == once
-
-
-def test_small_tensors_are_left_whatever_their_shape_unless_nothing_would_be_compressed():
-    gather = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec.parse("efsignsgd"))
-    tree = Choice(parse_option("intra.reduce_scatter > inter.allreduce > intra.allgather"))
-    shapes = {"w": (10, 30), "b": (40,), "raw": (5, 5), "large": (20, 16)}
-    tensors = [TensorSpec(name, shape) for name, shape in shapes.items()]
-    strategy = Strategy.uniform(tensors, Cluster(2, 2), gather).with_choices({"raw": tree})
-    left = leave_tensors(strategy, 300).choices
-    assert left == {"w": PLAIN, "b": PLAIN, "raw": tree, "large": gather}
-    assert leave_tensors(strategy, 299).choices == {**left, "w": gather}
-    assert leave_tensors(strategy, 320) == strategy
-
-
-def test_only_sparsifiers_that_do_not_say_how_many_are_told_to_send_more():
-    gather = parse_option("comp > flat.allgather > dec")
-    given = ("topk", "dgc:ratio=0.02", "topk:least=5", "threshold", "efsignsgd")
-    choices = {f"t{i}": Choice(gather, CompressorSpec.parse(spec)) for i, spec in enumerate(given)}
-    tensors = [TensorSpec(name, (300, 300)) for name in (*choices, "raw")]
-    strategy = Strategy.uniform(tensors, Cluster(2, 1), PLAIN).with_choices(choices)
-    more = send_at_least(strategy, 100)
-    assert [str(more.choices[name].compressor) for name in choices] == [
-        "topk:least=100", "dgc:least=100,ratio=0.02", "topk:least=5", "threshold", "efsignsgd"
-    ]  # fmt: skip
-    assert all(more.choices[name].option == gather for name in choices)
-    assert more.choices["raw"] == PLAIN
-    assert send_at_least(strategy, 1) == strategy
-
-
-def test_only_signs_that_do_not_say_their_block_get_a_finer_one():
-    gather = parse_option("comp > flat.allgather > dec")
-    given = ("efsignsgd", "onebit:means=1", "efsignsgd:block=256", "int8", "topk")
-    choices = {f"t{i}": Choice(gather, CompressorSpec.parse(spec)) for i, spec in enumerate(given)}
-    tensors = [TensorSpec(name, (300, 300)) for name in choices]
-    strategy = Strategy.uniform(tensors, Cluster(2, 1), PLAIN).with_choices(choices)
-    finer = refine_signs(strategy, 64)
-    assert [str(finer.choices[name].compressor) for name in choices] == [
-        "efsignsgd:block=64", "onebit:block=64,means=1", "efsignsgd:block=256", "int8", "topk"
-    ]  # fmt: skip
-    assert refine_signs(strategy, 0) == strategy
-    with pytest.raises(ValueError, match="sign_block must be a multiple of 32 from 0 to 1048576, got 33"):
-        Config(sign_block=33)
 
 
 def test_decides_within_sixty_steps_and_learns(played):

@@ -28,7 +28,7 @@ def led_by(job):
     relaxation = relax(job, evaluator.units, leaves, (0,), evaluator.pricer)
     plain = evaluator.uniform(PLAIN)
     certificate = certify(relaxation, evaluator.makespan(plain))
-    return evaluator, guide(evaluator, relaxation, certificate, leaves, 8), plain
+    return evaluator, guide(evaluator, relaxation, certificate, 8), plain
 
 
 @given(jobs())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from espresso.model.bucket_caps import rebucketed
 from espresso.model.costs import Contention, CopyCost, CostModel
 from espresso.model.job import Job, JobError
 from espresso.model.links import AlphaBeta, Links
@@ -34,6 +33,7 @@ from espresso.strategies import (
     TensorSpec,
     parse_option,
 )
+from espresso.strategies.constraints import Constraints
 from tests.timeline_jobs import GATHER, HOST_GATHER, TOY, compute, jobs, make_job, tenth
 
 slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
@@ -339,13 +339,14 @@ def test_servers_are_chosen_where_they_pay():
 @pytest.mark.parametrize("exact", [0, 16384])
 def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact, tmp_path):
     from espresso.live.online_search import find_candidates
-    from espresso.search.exactness import SIMPLE, Automatic
+    from espresso.search.settle import SIMPLE
+    from espresso.search.terms import Terms
 
     live = live_job(exact)
-    raced, result = find_candidates(live, TOY, Automatic(**settings(exact)))
+    raced, result = find_candidates(live, [TOY], terms_of(exact))
     plain_us = result.uncompressed_us
     live.save(tmp_path / "job.json")
-    assert Automatic.of(Job.load(tmp_path / "job.json").meta) == Automatic(**settings(exact))
+    assert Terms.of(Job.load(tmp_path / "job.json").meta) == terms_of(exact)
     body = offline(tmp_path)
     taken = Strategy.load(tmp_path / "strategy.json")
     assert raced
@@ -353,21 +354,22 @@ def test_offline_the_search_of_a_live_job_takes_what_automatic_mode_took(exact, 
     assert (body["predicted_us"], body["uncompressed_us"]) == (raced[0].predicted_us, plain_us)
     listed = [row["name"] for row in body["alternatives"]]
     assert [row.name for row in raced] == listed[:2] + [name for name in listed[2:] if name == SIMPLE]
-    # The rules bind here: without them the search takes another strategy, a faster one.
-    alone = offline(tmp_path, "--no-gentle", "--no-bucket-caps")
+    # The terms bind here: without them the search takes another strategy, a faster one.
+    alone = offline(tmp_path, "--no-automatic", "--no-bucket-caps", "--all-kinds")
     assert (Strategy.load(tmp_path / "strategy.json") == taken) == (exact == 0)
-    assert alone["predicted_us"] <= body["predicted_us"]
+    assert alone["predicted_us"] <= body["predicted_us"] * (1 + 1e-9)
 
 
-def settings(exact):
-    """Of a run with vectors and tensors of so many elements exact, and with the rule for signs if any are."""
-    return {"exact_vectors": exact, "exact_tensors": exact, "sign_block": 64 if exact else 0}
+def terms_of(exact):
+    """Of a run with vectors of so many elements exact, and with time for exactness if any are."""
+    from espresso.search.terms import AUTOMATIC
+
+    constraints = replace(AUTOMATIC.constraints, exact_vectors=exact)
+    return replace(AUTOMATIC, constraints=constraints, for_exactness=0.2 if exact else 1e-9)
 
 
 def live_job(exact):
     """A job of two buckets with weights and biases, as automatic mode would have saved it."""
-    from espresso.search.exactness import Automatic
-
     shapes = ((300, 300), (9000,), (200, 300), (300,))
     tensors = tuple(TensorSpec(f"t{i}", shape) for i, shape in enumerate(shapes))
     slots = (
@@ -377,7 +379,7 @@ def live_job(exact):
     job = make_job([1] * 4, [0, 5, 90, 5], beta=30.0, costs=compute(2.0, 1.0))
     return replace(
         job, tensors=tensors, mode=Mode.DDP, buckets=(Bucket(0, slots[0]), Bucket(1, slots[1])),
-        bucket_ready_us=(5.0, 100.0), meta=Automatic(**settings(exact)).to_meta(),
+        bucket_ready_us=(5.0, 100.0), meta=terms_of(exact).to_meta(),
     )  # fmt: skip
 
 
@@ -421,17 +423,16 @@ def exchanges(row):
 
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_where_latency_rules_one_message_a_step_is_found(in_flight):
-    from espresso.search.exactness import leave_vectors, trade_for_exactness
+    from espresso.search.terms import AUTOMATIC
 
-    job = long_network(in_flight)
-    result = search(job, "dgc:ratio=0.01", bucket_caps=None)
-    job = job if result.bucket_cap_mb is None else rebucketed(job, result.bucket_cap_mb)
-    found = trade_for_exactness(job, result)
+    found = search(long_network(in_flight), "dgc:ratio=0.01", bucket_caps=None, terms=AUTOMATIC)
     if in_flight == 1:
         # The buckets joined, vectors in the payload: a single all-gather.
         assert [str(step) for step in exchanges(found.chosen)] == ["flat.allgather"]
     # Vectors in exchanges of their own wait for a round more, or are more to be under way.
-    apart = replace(found.chosen, strategy=leave_vectors(result.strategy, 16384))
+    riders = {n: PLAIN for n, c in found.strategy.choices.items() if c.compressor == NONE}
+    assert set(riders) == {"a", "c"}
+    apart = replace(found.chosen, strategy=found.strategy.with_choices(riders))
     delay = simulate(apart.plan, apart.job).iteration_us - found.predicted_us
     assert delay > (40_000 if in_flight == 1 else 10_000)
     # On a short network the same job has more exchanges.
@@ -439,45 +440,69 @@ def test_where_latency_rules_one_message_a_step_is_found(in_flight):
     assert len(exchanges(near.chosen)) > 1
 
 
-def test_exactness_is_traded_for_with_vectors_where_they_travel_soonest():
-    """What rides costs no rounds: an option of two exchanges is not given up for what its vectors would take apart."""
-    from espresso.search.exactness import trade_for_exactness
+def test_automatic_terms_in_a_job_are_checked_and_older_ones_read(tmp_path):
+    from espresso.search.terms import AUTOMATIC, Terms
 
-    job = rebucketed(long_network(4, nodes=6, scale=12), 100)
-    result = search(job, "dgc:ratio=0.01")
-    assert trade_for_exactness(job, result).predicted_us <= 1.2 * result.predicted_us
-
-
-def test_automatic_settings_in_a_job_are_checked_and_gentle_options_too(tmp_path):
-    from espresso.search.exactness import Automatic
-
-    assert Automatic.of({}) is None
-    assert Automatic.of(Automatic(7, 4096, 9, 11, 32).to_meta()) == Automatic(7, 4096, 9, 11, 32)
-    before = {"exact_vectors": 7, "partition_bytes": None}  # of a run without rules for small tensors
-    assert Automatic.of({"automatic": before}) == Automatic(7, least_sent=1, exact_tensors=0, sign_block=0)
-    wrong = (before | {"exact_vectors": -1}, before | {"least_sent": 0.5}, before | {"exact_tensors": "all"})
+    assert Terms.of({}) is None
+    asked = Terms(
+        2.5, 100.0, 0.1, True, "bf16", False, 4096, Constraints(7, ("a.*",), ("*x*",), ("offload",), 1, {"b": "fp16"})
+    )
+    assert Terms.of(json.loads(json.dumps(asked.to_meta()))) == asked
+    before = {"exact_vectors": 7, "partition_bytes": 4096, "least_sent": 9, "exact_tensors": 11, "sign_block": 32}
+    now = Terms.of({"automatic": before})
+    assert now == replace(AUTOMATIC, partition_bytes=4096, constraints=Constraints(exact_vectors=7))
+    wrong = (before | {"exact_vectors": -1}, {"error_budget": "all"}, {"constraints": {"devices": ["moon"]}})
     for body in ([], {"exact_vector": 1}, *wrong):
-        with pytest.raises(JobError, match="automatic"):
-            Automatic.of({"automatic": body})
+        with pytest.raises(JobError, match=r"automatic|exact_vectors|devices"):
+            Terms.of({"automatic": body})
 
 
-@pytest.mark.parametrize(("numel", "least"), [(90_000, 2048), (5000, 512), (1500, None)])
-def test_more_is_sent_where_three_quarters_of_what_is_saved_remain(numel, least):
-    from espresso.search.exactness import Automatic, trade_for_exactness
+@pytest.mark.parametrize(("alpha", "rides"), [(0.0, False), (5000.0, True)])
+def test_exact_vectors_ride_in_a_payload_of_their_bucket_where_rounds_cost(alpha, rides):
+    from espresso.search.terms import Terms
 
-    # Measured with the ratio alone, and priced so with more.
-    costs = compute(0.01, 0.01, name="topk:ratio=0.01")
-    job = make_job([numel] * 3, [0, 1, 1], beta=30.0, costs=costs)
-    result = search(job, "topk:ratio=0.01")
-    alone = trade_for_exactness(job, result, Automatic(exact_vectors=0, least_sent=1, exact_tensors=0))
-    found = trade_for_exactness(job, result, Automatic(exact_vectors=0, exact_tensors=0))
-    wanted = "topk:ratio=0.01" if least is None else f"topk:least={least},ratio=0.01"
-    assert {str(spec) for spec in found.strategy.compressors} == {wanted}
-    assert {str(spec) for spec in alone.strategy.compressors} == {"topk:ratio=0.01"}
-    lost, saved = found.predicted_us - alone.predicted_us, found.uncompressed_us - alone.predicted_us
-    assert saved > 0
-    assert (0 < lost <= 0.25 * saved) == (least is not None)
+    spec = "topk:ratio=0.01"
+    ranks = Cluster(8, 1)  # a payload goes to seven others, a sum round the ring
+    job = make_job([90_000, 9000], [0, 1], alpha=alpha, beta=3.0, costs=compute(0.01, 0.01, name=spec), cluster=ranks)
+    slots = (Slot("t0", 0, 90_000), Slot("t1", 90_000, 9000))
+    tensors = (replace(job.tensors[0], shape=(300, 300)), job.tensors[1])
+    job = replace(job, tensors=tensors, buckets=(Bucket(0, slots),), bucket_ready_us=(1.0,), mode=Mode.DDP)
+    found = search(job, spec, terms=Terms(constraints=Constraints(exact_vectors=10_000)))
+    assert found.strategy.choices["t1"].compressor == NONE
+    assert found.strategy.choices["t1"].option.carries_payloads is rides
+    assert len(found.plan.groups) == (1 if rides else 2)
     assert found.predicted_us == simulate(found.plan, job).iteration_us
+    assert found.lower_bound_us <= found.predicted_us
+
+
+def test_time_for_exactness_goes_where_most_is_owed_for_it():
+    """Finer signs, then exact tensors: whatever saves most of what is owed for its time, and no more than is left."""
+    from espresso.search.terms import Terms
+
+    spec = "efsignsgd:raw_below=64"
+    job = make_job([120_000, 2000, 3000, 120_000], [0, 1, 1, 1], beta=30.0, costs=compute(0.01, 0.01, name=spec))
+    found = [search(job, spec, terms=Terms(for_exactness=part)) for part in (0.0, 0.02, 0.2, 0.9)]
+    base, saved = found[0].predicted_us, found[0].uncompressed_us - found[0].predicted_us
+    for part, result in zip((0.0, 0.02, 0.2, 0.9), found, strict=True):
+        assert result.predicted_us <= base + part * saved + 1e-6
+        assert result.predicted_us == pytest.approx(simulate(result.plan, job).iteration_us)
+    owed = [result.error for result in found[1:]]
+    assert owed == sorted(owed, reverse=True)
+    assert owed[2] < owed[0]
+    assert [str(found[2].strategy.choices[f"t{i}"].compressor) for i in (1, 2)] == ["none", "none"], "small ones first"
+
+
+def test_a_sum_is_compressed_again_only_where_there_is_no_time_to_do_without():
+    from espresso.search.terms import Terms
+
+    job = make_job([200_000], [0], beta=30.0, costs=compute(0.01, 0.01), cluster=Cluster(8, 1))
+    fastest = search(job, TOY)
+    assert fastest.strategy.choices["t0"].option.num_compressions == 2
+    gentle = search(job, TOY, terms=Terms(for_exactness=0.3))
+    assert gentle.strategy.choices["t0"].option.num_compressions == 1
+    forbidden = search(job, TOY, terms=Terms(constraints=Constraints(most_compressions=1)))
+    assert forbidden.strategy.choices["t0"].option.num_compressions == 1
+    assert forbidden.lower_bound_us <= forbidden.predicted_us
 
 
 @pytest.mark.parametrize(
@@ -488,96 +513,29 @@ def test_more_is_sent_where_three_quarters_of_what_is_saved_remain(numel, least)
     ],
 )
 def test_a_simple_strategy_races_where_it_is_predicted_not_much_slower(name, option):
-    from espresso.search.exactness import SIMPLE, SIMPLE_MAY_TAKE, Automatic, racers, simplest, trade_for_exactness
+    from espresso.search.settle import SIMPLE, racers
+    from espresso.search.terms import AUTOMATIC
 
+    terms = replace(AUTOMATIC, constraints=Constraints(exact_vectors=1000))
     job = make_job([90_000, 90_000, 600], [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01, name=name))
-    result = search(job, name)
-    found = simplest(job, result)
-    assert {str(choice.option) for choice in found.strategy.choices.values()} == {option}
-    assert found.predicted_us == simulate(found.plan, job).iteration_us < SIMPLE_MAY_TAKE * result.predicted_us
-    # Behind two others that the search likes better it races all the same, as gentle as they are.
-    one = replace(found, name="one", predicted_us=1.0)
-    better = [
-        replace(one, name=n, strategy=one.strategy.with_choices({t: PLAIN})) for n, t in (("a", "t0"), ("b", "t1"))
-    ]
-    softened = trade_for_exactness(job, replace(result, alternatives=tuple(better)), Automatic(exact_vectors=1000))
-    racing = racers(replace(softened, alternatives=(*better, *softened.alternatives)))
-    assert [row.name for row in racing] == ["a", "b", SIMPLE]
-    assert [racing[2].strategy.choices[t.name].option.is_compressed for t in job.tensors] == [
-        True,
-        True,
-        False,
-    ]
+    found = search(job, name, terms=terms)
+    simple = [row for row in found.alternatives if len(set(row.strategy.choices.values()) - {PLAIN}) == 1]
+    assert any(str(row.strategy.choices["t0"].option) == option for row in simple)
+    assert all(row.strategy.choices["t2"].compressor == NONE for row in found.alternatives)
+    # Behind two others that the search likes better it races all the same.
+    one = replace(found.chosen, name="one")
+    rows = (one, replace(one, name="two"), replace(one, name="three"), replace(one, name=SIMPLE))
+    assert [row.name for row in racers(rows)] == ["one", "two", SIMPLE]
     # Where compression takes as long as the link does it is too slow.
     slow = make_job([90_000] * 3, [0, 1, 1], beta=1.0, costs=compute(2.0, 2.0, name=name))
-    assert simplest(slow, search(slow, name)) is None
+    assert all(row.name != SIMPLE for row in search(slow, name, terms=terms).alternatives)
 
 
-@pytest.mark.parametrize(("alpha", "rides"), [(0.0, False), (5000.0, True)])
-def test_exact_vectors_ride_in_a_payload_of_their_bucket_where_rounds_cost(alpha, rides):
-    from espresso.search.exactness import Automatic, trade_for_exactness
-
-    spec = "topk:ratio=0.01"
-    ranks = Cluster(8, 1)  # a payload goes to seven others, a sum round the ring
-    job = make_job([90_000, 9000], [0, 1], alpha=alpha, beta=3.0, costs=compute(0.01, 0.01, name=spec), cluster=ranks)
-    slots = (Slot("t0", 0, 90_000), Slot("t1", 90_000, 9000))
-    job = replace(job, buckets=(Bucket(0, slots),), bucket_ready_us=(1.0,), mode=Mode.DDP)
-    result = search(job, spec)
-    found = trade_for_exactness(job, result, Automatic(exact_vectors=10_000, least_sent=1, exact_tensors=0))
-    assert found.strategy.choices["t1"].compressor == NONE
-    assert found.strategy.choices["t1"].option.carries_payloads is rides
-    assert len(found.plan.groups) == (1 if rides else 2)
-    assert found.predicted_us == simulate(found.plan, job).iteration_us
-
-
-@pytest.mark.parametrize(("small", "exact"), [((2000, 3000), 2), ((2000, 100_000), 1), ((110_000, 110_000), 0)])
-def test_signs_are_finer_and_small_tensors_of_any_shape_exact_where_three_quarters_of_what_is_saved_remain(
-    small, exact
-):
-    from espresso.search.exactness import Automatic, trade_for_exactness
-
-    spec = "efsignsgd:raw_below=64"
-    costs = compute(0.01, 0.01, name=spec)
-    job = make_job([120_000, *small, 120_000], [0, 1, 1, 1], beta=30.0, costs=costs)
-    tensors = tuple(replace(tensor, shape=(tensor.numel // 10, 10)) for tensor in job.tensors)
-    short, job = replace(job, tensors=tensors), replace(job, tensors=tensors, forward_us=1e6)
-    result = search(job, spec)
-    alone = trade_for_exactness(job, result, Automatic(exact_tensors=0, sign_block=0))
-    # Where payloads are most of the step, a third more of them is too much.
-    hurried = trade_for_exactness(short, search(short, spec), Automatic(exact_tensors=0))
-    assert {str(c) for c in hurried.strategy.compressors} == {spec}
-    found = trade_for_exactness(job, result, Automatic(exact_tensors=119_999))
-    assert alone.strategy.num_compressed == 4
-    assert str(alone.strategy.choices["t0"].compressor) == spec
-    assert str(found.strategy.choices["t0"].compressor) == "efsignsgd:block=64,raw_below=64"
-    left = [t.numel for t in tensors if not found.strategy.choices[t.name].option.is_compressed]
-    assert left == list(small[:exact])
-    lost, saved = found.predicted_us - alone.predicted_us, found.uncompressed_us - alone.predicted_us
-    assert saved > 0
-    assert 0 < lost <= 0.25 * saved
-    assert trade_for_exactness(job, result, Automatic(exact_tensors=1999, sign_block=0)).strategy == alone.strategy
-    assert found.predicted_us == simulate(found.plan, job).iteration_us
-
-
-@pytest.mark.parametrize(("sizes", "finer"), [((900_000, 120_000), {"t1"}), ((1_200_000, 120_000), set())])
-def test_where_finer_signs_are_too_much_small_tensors_get_them_if_they_are_a_tenth(sizes, finer):
-    from espresso.search.exactness import Automatic, trade_for_exactness
-
-    spec = "efsignsgd:raw_below=64"
-    job = make_job([*sizes, 140_000], [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01, name=spec))
-    result = search(job, spec)
-    found = trade_for_exactness(job, result)
-    got = {name for name, choice in found.strategy.choices.items() if "block=64" in str(choice.compressor)}
-    assert got == finer
-    coarse = trade_for_exactness(job, result, Automatic(sign_block=0))
-    assert coarse.predicted_us <= found.predicted_us <= 1.05 * coarse.predicted_us
-
-
-def test_gentle_keeps_plain_where_nothing_gentle_beats_it():
-    from espresso.search.exactness import trade_for_exactness
+def test_automatic_mode_keeps_plain_where_nothing_beats_it():
+    from espresso.search.terms import AUTOMATIC
 
     job = make_job([100_000] * 4, [0, 5, 5, 5], beta=0.001, costs=compute(100.0, 100.0))
-    found = trade_for_exactness(job, search(job, TOY))
+    found = search(job, TOY, terms=AUTOMATIC)
     assert found.alternatives == ()
     assert found.strategy.num_compressed == 0
     assert found.predicted_us == found.uncompressed_us

@@ -118,7 +118,7 @@ def _train(work: Work, rank: int, tell: Callable[..., None], states: list[Any]) 
         artifacts_dir=work.artifacts_dir,
         offload_threads=1,
         decide_by=30,
-        exact_tensors=0,  # so that there is something to race on a slow network
+        for_exactness=0.0,  # so that there is something to race on a slow network
     )
     states.append(state)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)

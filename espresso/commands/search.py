@@ -24,9 +24,9 @@ from espresso.commands._common import (
 
 if TYPE_CHECKING:
     from espresso.model.job import Job
-    from espresso.search.exactness import Automatic
     from espresso.search.frontier import FrontierPoint
     from espresso.search.result import SearchResult
+    from espresso.search.terms import Terms
     from espresso.strategies import CompressorSpec
 
 
@@ -39,40 +39,72 @@ def search(
     ] = None,
     error_budget: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Most error a strategy may make (docs/search.md).", show_default=False),
+        typer.Option(min=0.0, help="Gradients that a strategy may owe (docs/search.md).", show_default=False),
+    ] = None,
+    residual_budget_mb: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Memory of all residuals of a rank, in MB.", show_default=False),
     ] = None,
     sensitivity: Annotated[
         Path | None,
-        typer.Option(help="File: each compressor's relative error per tensor.", show_default=False),
+        typer.Option(
+            help="File: what each compressor owes per tensor. By default as the job says.", show_default=False
+        ),
+    ] = None,
+    keep_exact: Annotated[
+        list[str] | None,
+        typer.Option(help="Tensors that are never compressed, by name (* and ?).", show_default=False),
+    ] = None,
+    exact_vectors: Annotated[
+        int | None,
+        typer.Option(min=0, help="Vectors of up to so many elements are never compressed.", show_default=False),
+    ] = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(help="Options that no tensor takes, by their text: '*all_to_all*'.", show_default=False),
+    ] = None,
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(help="Where compressions may run: training, offload. By default both.", show_default=False),
+    ] = None,
+    most_compressions: Annotated[
+        int | None,
+        typer.Option(min=0, help="That a tensor may go through; 1: no sum is compressed again.", show_default=False),
+    ] = None,
+    force: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=COMPRESSOR or 'NAME=COMPRESSOR via OPTION': what tensors take.", show_default=False),
+    ] = None,
+    all_kinds: Annotated[
+        bool | None,
+        typer.Option(
+            "--all-kinds", help="The fastest, with however many kinds of choices; else nearly as fast with the fewest."
+        ),
     ] = None,
     frontier: Annotated[
         int | None,
         typer.Option(min=2, help="Also print time against error, so many points.", show_default=False),
     ] = None,
+    memory_points: Annotated[int, typer.Option(min=1, help="With --frontier: budgets of memory for each point.")] = 1,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the frontier (png, pdf or svg).", show_default=False)
+    ] = None,
     old: Annotated[
         Path | None,
         typer.Option("--from", help="Replan: begin with this strategy, much faster.", show_default=False),
     ] = None,
-    gentle: Annotated[
+    automatic: Annotated[
         bool | None,
         typer.Option(
-            help="As automatic mode: small vectors stay exact, sums are compressed again only where that pays."
+            help="As automatic mode: small vectors stay exact, and a little of the time saved goes into owing less."
             " By default where the job was measured on a live run.",
-            show_default=False,
-        ),
-    ] = None,
-    exact_vectors: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="With --gentle: vectors of so many elements stay exact. By default as in the live run.",
             show_default=False,
         ),
     ] = None,
     bucket_caps: Annotated[
         bool | None,
         typer.Option(
-            help="DDP jobs: also search the bucket size to set. By default, but not with --gentle.",
+            help="DDP jobs: also search the bucket size to set. By default, but not with --automatic.",
             show_default=False,
         ),
     ] = None,
@@ -84,11 +116,20 @@ def search(
 
     specs = parse_compressors(compressor)
     check_output(output)
-    if old is not None and (error_budget is not None or sensitivity is not None or frontier is not None):
-        raise UserError("--from replans without an error budget; leave the other options out", ExitStatus.USAGE)
+    check_output(plot, ".png", ".pdf", ".svg")
+    if old is not None and frontier is not None:
+        raise UserError("--from replans one strategy; leave --frontier out", ExitStatus.USAGE)
+    if plot is not None and frontier is None:
+        raise UserError("--plot draws the frontier: give --frontier too", ExitStatus.USAGE)
     loaded = Job.load(job)
-    budgeted = error_budget is not None or sensitivity is not None or frontier is not None
-    manner = _gentleness(loaded, gentle, exact_vectors, budgeted)
+    limits = {
+        "exact_vectors": exact_vectors, "keep_exact": keep_exact, "forbid": forbid, "devices": devices,
+        "most_compressions": most_compressions, "force": None if force is None else dict(map(_forced, force)),
+    }  # fmt: skip
+    given = {
+        "error_budget": error_budget, "residual_budget_mb": residual_budget_mb, "all_kinds": all_kinds or None
+    }  # fmt: skip
+    terms = _terms(loaded, automatic, given, limits)
     points: list[FrontierPoint] = []
     # Loading compiles on the first call of all; the line that says so must be up by then.
     with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)") as progress:
@@ -97,57 +138,58 @@ def search(
         from espresso.search.search import replan
         from espresso.search.search import search as find
 
-        lost = None if sensitivity is None else Sensitivity.load(sensitivity)
+        owed = None if sensitivity is None else Sensitivity.load(sensitivity)
         if old is not None:
-            result = replan(loaded, Strategy.load(old), compressor=specs)
+            begun = Strategy.load(old)
+            asked = automatic is not None or any(value is not None for value in (*given.values(), *limits.values()))
+            result = replan(loaded, begun, compressor=specs, terms=terms if asked else None, sensitivity=owed)
         else:
-            sized = manner is None if bucket_caps is None else bucket_caps
+            sized = not terms.for_exactness if bucket_caps is None else bucket_caps
             result = find(
-                loaded, specs, progress=progress.update, bucket_caps=None if sized else (),
-                error_budget=error_budget, sensitivity=lost,
-                partitions=None if manner is None else manner.partitions,
+                loaded, specs, progress=progress.update, bucket_caps=None if sized else (), terms=terms,
+                sensitivity=owed, partitions=terms.partitions,
             )  # fmt: skip
-        if manner is not None:
-            from espresso.search.exactness import trade_for_exactness
-
-            result = trade_for_exactness(loaded, result, manner)
         if frontier is not None:
             from espresso.search.frontier import frontier as sweep
 
             progress.describe("time against error")
-            points = sweep(loaded, specs, sensitivity=lost, points=frontier)
+            points = sweep(
+                loaded, specs, sensitivity=owed, points=frontier, memory_points=memory_points, terms=terms
+            )  # fmt: skip
+    if plot is not None:
+        from espresso.show.frontier import write_frontier
+
+        write_frontier(plot, points, loaded.model)
+        say(f"picture written to {plot}")
     if output is not None:
         result.strategy.save(output)
     if json_output:
-        summary = _summary(loaded, specs, result, output) | _gentle_json(manner, result)
-        emit_json(summary | _frontier_json(points, frontier))
+        emit_json(_summary(loaded, specs, result, output) | _frontier_json(points, frontier))
         return
-    _print(loaded, result, points, manner)
+    _print(loaded, result, points)
     if output is not None:
         say(f"strategy written to {output}")
 
 
-def _gentleness(job: "Job", asked: bool | None, exact_vectors: int | None, budgeted: bool) -> "Automatic | None":
-    """With which settings automatic mode's rules hold; None: they do not, the search is the paper's."""
-    from espresso.search.exactness import Automatic
-
-    if budgeted and (asked or exact_vectors is not None):
-        raise UserError("--gentle and an error budget are two answers to one question; leave one out", ExitStatus.USAGE)
-    if asked is False and exact_vectors is not None:
-        raise UserError("--exact-vectors belongs to --gentle; leave one out", ExitStatus.USAGE)
-    live = Automatic.of(job.meta)
-    if budgeted or asked is False or (asked is None and exact_vectors is None and live is None):
-        return None
-    settings = live or Automatic()
-    return settings if exact_vectors is None else replace(settings, exact_vectors=exact_vectors)
+def _forced(text: str) -> tuple[str, str]:
+    pattern, equals, choice = text.partition("=")
+    if not equals or not pattern or not choice:
+        raise UserError(f"--force {text}: write NAME=COMPRESSOR", ExitStatus.USAGE)
+    parse_compressors([choice.partition(" via ")[0]])
+    return pattern, choice
 
 
-def _gentle_json(manner: "Automatic | None", result: "SearchResult") -> dict[str, Any]:
-    if manner is None:
-        return {"gentle": False}
-    rows = [{"name": row.name, "predicted_us": row.predicted_us} for row in result.alternatives]
-    settings = {name: getattr(manner, name) for name in ("exact_vectors", "exact_tensors", "least_sent", "sign_block")}
-    return {"gentle": True, **settings, "alternatives": rows}
+def _terms(job: "Job", automatic: bool | None, given: dict[str, Any], limits: dict[str, Any]) -> "Terms":
+    """What the search keeps to: a live run's own terms, automatic mode's, or few kinds alone; then what was asked."""
+    from espresso.search.terms import AUTOMATIC, Terms
+
+    live = Terms.of(job.meta)
+    terms = Terms(all_kinds=False)
+    if automatic or (automatic is None and live is not None):
+        terms = live or AUTOMATIC
+    asked = {name: value for name, value in limits.items() if value is not None}
+    said = {name: value for name, value in given.items() if value is not None}
+    return replace(terms, constraints=replace(terms.constraints, **asked), **said)
 
 
 def _summary(
@@ -156,9 +198,14 @@ def _summary(
     figures = (
         "predicted_us", "uncompressed_us", "upper_bound_us", "lower_bound_us", "gap", "search_ms", "algorithms_ms",
         "certificate_ms", "improve_ms", "num_tensors", "num_compressed", "num_offloaded", "num_candidates",
-        "offload_capped", "bucket_cap_mb", "error", "error_budget",
+        "offload_capped", "bucket_cap_mb", "error", "error_budget", "residual_bytes", "kinds_left_out",
+        "fewer_kinds_cost_us",
     )  # fmt: skip
     return {name: getattr(result, name) for name in figures} | {
+        "residual_budget_mb": result.terms.residual_budget_mb,
+        "automatic": result.terms.for_exactness > 0,
+        "constraints": result.terms.constraints.given,
+        "alternatives": [{"name": row.name, "predicted_us": row.predicted_us} for row in result.alternatives],
         "partition_bytes": result.strategy.partition_bytes,
         "bucket_caps": [asdict(row) for row in result.caps],
         "compressors": [str(spec) for spec in specs],
@@ -171,10 +218,11 @@ def _summary(
 def _frontier_json(points: "list[FrontierPoint]", asked: int | None) -> dict[str, Any]:
     if asked is None:
         return {}
-    return {"frontier": [{"error": p.error, "predicted_us": p.predicted_us} for p in points]}
+    rows = [{"error": p.error, "residual_bytes": p.residual_bytes, "predicted_us": p.predicted_us} for p in points]
+    return {"frontier": rows}
 
 
-def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]", manner: "Automatic | None") -> None:
+def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]") -> None:
     from espresso.show.comparison import CERTIFICATE, UPPER_BOUND
     from espresso.show.explain import explain
     from espresso.show.report import (
@@ -205,19 +253,14 @@ def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]", ma
     )
     for line in _remarks(result):
         console.print(line)
-    if manner is not None:
-        console.print(
-            f"as automatic mode: vectors of up to {manner.exact_vectors} elements stay exact; where there is time,"
-            f" tensors of up to {manner.exact_tensors} do too, top-k and DGC send at least {manner.least_sent} numbers"
-            f" of the others, {manner.sign_block or 256} signs share a mean; sums are compressed again only where"
-            " that pays (--no-gentle: the shortest iteration alone)"
-        )
     if points:
         console.print()
-        console.print(frontier_table([(p.error, p.predicted_us, p.result.num_compressed) for p in points]))
+        found = [(p.error, p.residual_bytes, p.predicted_us, p.result.num_compressed) for p in points]
+        console.print(frontier_table(found))
 
 
 def _remarks(result: "SearchResult") -> list[str]:
+    from espresso.search.terms import MB
     from espresso.show.report import human_us
 
     lines = []
@@ -229,10 +272,23 @@ def _remarks(result: "SearchResult") -> list[str]:
         )
     elif result.caps:
         lines.append("the job's own bucket size stays: no other gains 2 %")
-    if result.error is not None and result.error_budget is not None:
-        lines.append(f"error {result.error:.4g} of a budget of {result.error_budget:.4g}")
-    elif result.error is not None:
-        lines.append(f"error {result.error:.4g}")
+    terms = result.terms
+    if result.error is not None:
+        of = "" if terms.error_budget is None else f" of a budget of {terms.error_budget:.4g}"
+        lines.append(f"owes {result.error:.4g} gradients{of}")
+    if result.residual_bytes:
+        of = "" if terms.residual_budget_mb is None else f" of a budget of {terms.residual_budget_mb:.4g} MB"
+        lines.append(f"residuals take {result.residual_bytes / MB:.4g} MB on a rank{of}")
+    if result.kinds_left_out:
+        lines.append(
+            f"{result.kinds_left_out} kinds of choices were merged into others, which takes"
+            f" {human_us(max(result.fewer_kinds_cost_us, 0.0))} (--all-kinds: without)"
+        )
+    if terms.for_exactness:
+        lines.append(
+            f"as automatic mode: vectors of up to {terms.constraints.exact_vectors} elements stay exact,"
+            f" {terms.for_exactness:.0%} of the time saved may go into owing less (--no-automatic: the shortest alone)"
+        )
     if result.offload_capped:
         lines.append("Algorithm 2 had more combinations than its cap allows; it settled its groups one after the other")
     return lines

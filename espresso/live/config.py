@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_args
 
 from espresso.comm.keep.residual import STORAGES
-from espresso.search.exactness import EXACT_TENSORS, EXACT_VECTORS, LEAST_SENT, SIGN_BLOCK, Automatic
+from espresso.compressors import create
+from espresso.search.terms import AUTOMATIC, EXACT_VECTORS, FOR_EXACTNESS, Terms
+from espresso.strategies.constraints import Constraints
 
 logger = logging.getLogger("espresso")
 
@@ -23,6 +25,8 @@ LONGEST_S = 1e6
 
 MOST_ELEMENTS = 1 << 40
 MOST_STEPS = 10**9
+MOST_OWED = 1e6
+"""Gradients: more than any compressor keeps back."""
 MOST_MEASURED = 10_000
 """Steps in which automatic mode may measure or race: all of them train, but none with the winner."""
 
@@ -38,10 +42,16 @@ class Settings(TypedDict, total=False):
 
     timeout_s: float
     ranks_per_node: int | None
+    error_budget: float | None
+    residual_budget_mb: float | None
+    for_exactness: float
+    all_kinds: bool
     exact_vectors: int
-    exact_tensors: int
-    sign_block: int
-    least_sent: int
+    keep_exact: Sequence[str]
+    forbid: Sequence[str]
+    devices: Sequence[str]
+    most_compressions: int | None
+    force: Mapping[str, str]
     partition_bytes: int | None
     seed: int
     transactional: bool
@@ -98,6 +108,10 @@ def _real(high: float) -> Range:
     return Range(f"a number above 0 and up to {high:g}", (int, float), lambda value: 0 < value <= high)
 
 
+def _least_0(high: float) -> Range:
+    return Range(f"a number from 0 to {high:g}", (int, float), lambda value: 0 <= value <= high)
+
+
 def _one_of(names: Collection[str]) -> Range:
     return Range(f"one of {', '.join(names)}", (str,), lambda value: value in names)
 
@@ -107,6 +121,7 @@ def _optional(inner: Range) -> Range:
     return Range(f"{inner.wanted} or None", kinds, lambda value: value is None or inner.fits(value))
 
 
+_TEXTS = Range("a list of texts", (list, tuple), lambda value: all(isinstance(text, str) for text in value))
 _PATH = Range("a path or None", (str, os.PathLike, type(None)))
 
 
@@ -123,17 +138,20 @@ class Config:
             dies is noticed at once, through its closed connections; this is for one that hangs. Longer than
             the longest pause of a rank in which the others train on (an evaluation on rank 0, a checkpoint).
         ranks_per_node: overrides which ranks share a node; 1 leaves only the flat options.
+        error_budget: gradients that automatic mode's strategy may owe, once error feedback has settled: 2 means that
+            what is kept back is as large as two gradients (``docs/how_it_decides.md``). None: any number.
+        residual_budget_mb: the most that residuals may take on a rank, in millions of bytes. None: any.
+        for_exactness: of the time that compression saves this part may go into owing less. 0: none.
+        all_kinds: automatic mode takes the fastest strategy, however many kinds of choices it has; otherwise of those
+            that are nearly as fast the one with the fewest.
         exact_vectors: automatic mode leaves tensors of at most one dimension and this many elements uncompressed
             (biases, norms): there is next to nothing to save on them. 0 leaves none.
-        exact_tensors: tensors of any shape and at most this many elements too, as far as that keeps three quarters of
-            the time that compression saves, of the sizes in the model up to the largest with which it does. 0 leaves
-            none.
-        sign_block: automatic mode has so many elements of ``efsignsgd`` and ``onebit`` share a mean, where that adds
-            at most 2 % to a step, or 5 % in tensors of up to 131 072 elements alone, where they are a tenth of what is
-            compressed. 0: the compressor's own 256.
-        least_sent: automatic mode has top-k and DGC send at least this many numbers of a tensor, where that keeps
-            three quarters of the time that compression saves, else a half or a quarter as many. Small tensors hold
-            much of what training needs, and cost little. 1: the ratio alone.
+        keep_exact: names of tensors that automatic mode never compresses, with ``*`` and ``?``.
+        forbid: options that it never takes, by the text they have in strategy files, with ``*`` and ``?``
+            (``*all_to_all*``).
+        devices: where it may compress, ``training`` or ``offload``; empty: on both.
+        most_compressions: compressions that a tensor may go through; 1: no sum is compressed again.
+        force: name of tensors, with ``*`` and ``?``, to the compressor that they take, or ``compressor via option``.
         partition_bytes: groups above this size are cut and pipelined; None lets the search decide.
         seed: of the shared random numbers.
         transactional: keep residuals untouched by a non-finite iteration. False halves residual memory,
@@ -169,10 +187,16 @@ class Config:
 
     timeout_s: float = field(default=300.0, metadata=_in(_real(LONGEST_S)))
     ranks_per_node: int | None = field(default=None, metadata=_in(_optional(_whole(1, 1 << 16))))
+    error_budget: float | None = field(default=None, metadata=_in(_optional(_least_0(MOST_OWED))))
+    residual_budget_mb: float | None = field(default=None, metadata=_in(_optional(_least_0(MOST_ELEMENTS))))
+    for_exactness: float = field(default=FOR_EXACTNESS, metadata=_in(_least_0(1.0)))
+    all_kinds: bool = field(default=False, metadata=_in(Range("True or False", (bool,))))
     exact_vectors: int = field(default=EXACT_VECTORS, metadata=_in(_whole(0, MOST_ELEMENTS)))
-    exact_tensors: int = field(default=EXACT_TENSORS, metadata=_in(_whole(0, MOST_ELEMENTS)))
-    sign_block: int = field(default=SIGN_BLOCK, metadata=_in(_whole(0, 1 << 20, multiple=32)))
-    least_sent: int = field(default=LEAST_SENT, metadata=_in(_whole(1, MOST_ELEMENTS)))
+    keep_exact: Sequence[str] = field(default=(), metadata=_in(_TEXTS))
+    forbid: Sequence[str] = field(default=(), metadata=_in(_TEXTS))
+    devices: Sequence[str] = field(default=(), metadata=_in(_TEXTS))
+    most_compressions: int | None = field(default=None, metadata=_in(_optional(_whole(0, 16))))
+    force: Mapping[str, str] = field(default_factory=dict, metadata=_in(Range("a dictionary of texts", (Mapping,))))
     partition_bytes: int | None = field(default=None, metadata=_in(_optional(_whole(0, MOST_ELEMENTS))))
     seed: int = field(default=0, metadata=_in(_whole(0, (1 << 63) - 1)))
     transactional: bool = field(default=True, metadata=_in(Range("True or False", (bool,))))
@@ -195,10 +219,19 @@ class Config:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             RANGES[name].check(name, value)
+        for name in ("keep_exact", "forbid", "devices"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "force", dict(self.force))
+        for text in self.terms.constraints.forced():
+            create(text)
 
     def __repr__(self) -> str:
         """What differs from the defaults."""
-        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        changed = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if getattr(self, f.name) != (f.default if f.default is not MISSING else {})
+        ]
         return f"Config({', '.join(changed)})"
 
     @property
@@ -207,9 +240,11 @@ class Config:
         return {name: value for name, value in vars(self).items() if name != "artifacts_dir"}
 
     @property
-    def automatic(self) -> Automatic:
-        """The settings that the search depends on."""
-        return Automatic(**{each.name: getattr(self, each.name) for each in fields(Automatic)})
+    def terms(self) -> Terms:
+        """What automatic mode's search keeps to."""
+        shared = {each.name for each in fields(Terms)} & {each.name for each in fields(self)}
+        limits = Constraints(**{each.name: getattr(self, each.name) for each in fields(Constraints)})
+        return replace(AUTOMATIC, constraints=limits, **{name: getattr(self, name) for name in shared})
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> Config:

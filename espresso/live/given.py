@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,6 +14,14 @@ from espresso.strategies import Cluster, CompressorSpec, Strategy, TensorSpec
 
 AUTO = "auto"
 
+AUTO_COMPRESSORS = (
+    "fp16", "int8", "int4", "efsignsgd:block=64", "efsignsgd", "dgc:ratio=0.1", "dgc:ratio=0.01", "dgc:ratio=0.001",
+    "powersgd:rank=2,start_iter=0", "powersgd:rank=8,start_iter=0",
+)  # fmt: skip
+"""What ``compressor="auto"`` may mix, tensor by tensor, beside plain numbers. Kernels are compiled in this order."""
+
+CompressorLike = str | CompressorSpec | Sequence[str | CompressorSpec]
+
 Policy = Callable[[tuple[TensorSpec, ...], Cluster], Strategy]
 """Makes a strategy from the model's tensors and the cluster, once both are known."""
 
@@ -22,33 +30,41 @@ StrategyLike = str | os.PathLike[str] | Strategy | Policy
 
 @dataclass(frozen=True)
 class Given:
-    """A compressor and a strategy.
+    """Compressors and a strategy.
 
     Attributes:
-        compressor: what automatic mode may use.
+        compressors: what automatic mode may use, one at least.
         strategy: None is automatic mode.
     """
 
-    compressor: CompressorSpec
+    compressors: tuple[CompressorSpec, ...]
     strategy: Strategy | Policy | None = None
 
+    @property
+    def compressor(self) -> CompressorSpec:
+        """The first."""
+        return self.compressors[0]
+
+    @property
+    def named(self) -> str:
+        """The compressors in a line."""
+        return AUTO if tuple(map(str, self.compressors)) == AUTO_COMPRESSORS else "; ".join(map(str, self.compressors))
+
     @classmethod
-    def of(cls, compressor: str | CompressorSpec, strategy: StrategyLike) -> Given:
+    def of(cls, compressor: CompressorLike, strategy: StrategyLike) -> Given:
         """Read and check what can be checked before the model is known.
 
         Raises:
             TypeError: neither what a compressor nor what a strategy may be.
             ValueError, StrategyError, OSError: an unknown compressor or parameter, a file that is no strategy.
         """
-        spec = CompressorSpec.parse(compressor) if isinstance(compressor, str) else compressor
-        if not isinstance(spec, CompressorSpec):
-            raise TypeError(
-                f"compressor must be a text such as 'dgc:ratio=0.01' or a CompressorSpec, got {compressor!r:.80}"
-                f" ({type(compressor).__name__})"
-            )
-        registry.create(spec)
+        listed: Sequence[object] = AUTO_COMPRESSORS if compressor == AUTO else (compressor,)
+        if isinstance(compressor, Sequence) and not isinstance(compressor, str) and compressor:
+            listed = compressor
+        specs = tuple(dict.fromkeys(map(_spec, listed)))
         if strategy == AUTO:
-            return cls(spec)
+            cls(specs).schedule()
+            return cls(specs)
         given = _load(strategy) if isinstance(strategy, str | os.PathLike) else strategy
         if isinstance(given, Strategy):
             check_choices(given)
@@ -57,7 +73,7 @@ class Given:
                 f"strategy must be 'auto', a path, a Strategy, or a function of tensors and cluster that makes one, got"
                 f" {strategy!r:.80} ({type(strategy).__name__})"
             )
-        found = cls(spec, given)
+        found = cls(specs, given)
         found.schedule()
         return found
 
@@ -73,12 +89,12 @@ class Given:
         if not isinstance(made, Strategy):
             raise TypeError(f"the strategy's function must return a Strategy, got {made!r:.80} ({type(made).__name__})")
         check_choices(made)
-        return Given(self.compressor, made)
+        return Given(self.compressors, made)
 
     @property
     def specs(self) -> set[CompressorSpec]:
         """The compressors that may run."""
-        return set(self.strategy.compressors) if isinstance(self.strategy, Strategy) else {self.compressor}
+        return set(self.strategy.compressors) if isinstance(self.strategy, Strategy) else set(self.compressors)
 
     def schedule(self) -> Schedule:
         """How they change over a training."""
@@ -86,6 +102,17 @@ class Given:
 
     def __str__(self) -> str:
         return self.strategy.digest if isinstance(self.strategy, Strategy) else AUTO
+
+
+def _spec(compressor: object) -> CompressorSpec:
+    spec = CompressorSpec.parse(compressor) if isinstance(compressor, str) else compressor
+    if not isinstance(spec, CompressorSpec):
+        raise TypeError(
+            f"compressor must be a text such as 'dgc:ratio=0.01' or a CompressorSpec, got {compressor!r:.80}"
+            f" ({type(compressor).__name__}); several go in a list, and 'auto' leaves the choice to espresso"
+        )
+    registry.create(spec)
+    return spec
 
 
 def _load(path: str | os.PathLike[str]) -> Strategy:

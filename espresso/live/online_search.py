@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,21 +15,24 @@ import torch
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Record
 from espresso.comm.groups import Groups
+from espresso.compressors import create
 from espresso.live.artifacts import Artifacts
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import InForce
 from espresso.live.observer import Observation, Observer, combine
 from espresso.live.planner import Candidate
-from espresso.live.profiler import cores_per_rank, machine_facts, measure_compressor, measure_links
+from espresso.live.profiler import cores_per_rank, machine_facts, measure_compressors, measure_links
 from espresso.live.remeasure import up_to_date
 from espresso.live.runtime import Runtime
+from espresso.live.sampler import Sampler
 from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.live.watch import Change
 from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.links import Links
-from espresso.search.exactness import Automatic, racers, trade_for_exactness
+from espresso.search.settle import finer, racers
+from espresso.search.terms import MB, Terms
 from espresso.strategies import (
     NONE,
     PLAIN,
@@ -55,7 +59,7 @@ class OnlineSearch:
     """Measures links and compressors, builds the job, searches it on rank 0, and tells everybody.
 
     Attributes:
-        compressor: the one in force; a later call measures what has changed, and searches again.
+        compressors: those in force; a later call measures what has changed, and searches again.
         job: what was measured, on every rank; None before.
         uncompressed_us: predicted iteration time of the plain strategy.
         advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
@@ -65,27 +69,28 @@ class OnlineSearch:
         self,
         groups: Groups,
         codecs: HostCodecs,
-        compressor: CompressorSpec,
+        compressors: tuple[CompressorSpec, ...],
         tensors: tuple[TensorSpec, ...],
         config: Config,
         artifacts: Artifacts,
         observer: Observer,
+        sampler: Sampler,
         runtime: Runtime,
     ) -> None:
-        self._groups, self._codecs, self._given, self.compressor = groups, codecs, compressor, compressor
+        self._groups, self._codecs, self._given, self.compressors = groups, codecs, compressors, compressors
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._settings = config.automatic
-        self._artifacts, self._observer, self._runtime = artifacts, observer, runtime
+        self._terms, self._gain = config.terms, config.feedback_gain
+        self._artifacts, self._observer, self._sampler, self._runtime = artifacts, observer, sampler, runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0
         self.advice = ""
         self._revised = False
 
     def follow(self, in_force: InForce) -> bool:
-        """Search for the compressor in force, or for the one to come while nothing is."""
-        found = in_force.get(self._given, self._given)
-        before, self.compressor = self.compressor, self._given if found == NONE else found
-        return self.compressor != before
+        """Search for the compressors in force, or for those to come while nothing is."""
+        found = [(given, in_force.get(given, given)) for given in self._given]
+        before, self.compressors = self.compressors, tuple(given if now == NONE else now for given, now in found)
+        return self.compressors != before
 
     def revise(self, change: Change) -> None:
         """Measure again what changed in the running job. Collective; the next call searches with it."""
@@ -127,13 +132,14 @@ class OnlineSearch:
             costs = self._measure(max(bucket.numel for bucket in records[-1].buckets))
             job = self._make_job(records[-1].buckets, observed, costs)
         else:
-            job = self._with_compressor(self.job)
+            job = self._with_compressors(self.job)
         self.job = Job.from_json(self._groups.from_rank_0(job.to_json()))
         found: list[Candidate] = []
         told: Any = None
         failed: Exception | None = None
         if self._groups.rank == 0:
             try:
+                self.job = self._with_sensitivity(self.job)
                 self._artifacts.job(self.job)
                 found, self.uncompressed_us = self._search(self.job)
                 told = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found], self.uncompressed_us
@@ -157,32 +163,68 @@ class OnlineSearch:
             devices.append(Device.OFFLOAD)
         runtime = self._runtime
         links = measure_links(self._groups, place=runtime.place)
-        compute = self._measure_compressor(devices, largest)
+        compute = self._measure_compressors(self._wanted(), devices, largest)
         width = self._codecs.offload_width if Device.OFFLOAD in devices else 1
         pool = min(float(self._codecs.pool.num_threads), cores) / width
         pushes, burnt = measure_exchange(self._groups)
-        servers, on_servers = measure_processors(self._groups, self.compressor)
+        servers, on_servers = measure_processors(self._groups, self._wanted())
         contention = runtime.contention(Contention(cores, backward, pool, {**links.comm_cpu, **burnt}))
         curves = Links(curves=links.curves + pushes, in_flight=links.in_flight)
         copies = runtime.copy_cost(self._groups)
         return CostModel(curves, compute + on_servers, copies, contention, servers=servers, offload_width=width)
 
-    def _measure_compressor(self, devices: Sequence[Device], largest: int) -> tuple[ComputeCost, ...]:
-        place = self._runtime.place
-        return measure_compressor(
-            self._groups, self._codecs, self.compressor, devices, largest=largest, place=place,
+    def _wanted(self) -> tuple[CompressorSpec, ...]:
+        """Those to measure: in force, or forced; of several none that would send every tensor raw."""
+        forced = tuple(spec for spec in self._terms.constraints.forced() if spec != NONE)
+        return tuple(spec for spec in dict.fromkeys(self.compressors + forced) if self._suits(spec))
+
+    def _suits(self, spec: CompressorSpec) -> bool:
+        compressor: Any = create(spec)
+        several = compressor.traits.rounds > 1 and len(self.compressors) > 1
+        return not several or any(compressor.rank_of(tensor.shape) for tensor in self._tensors.values())
+
+    @property
+    def _offered(self) -> list[CompressorSpec]:
+        """Those that any tensor may take."""
+        return [spec for spec in self._wanted() if spec in self.compressors]
+
+    def _measure_compressors(
+        self, specs: Sequence[CompressorSpec], devices: Sequence[Device], largest: int
+    ) -> tuple[ComputeCost, ...]:
+        return measure_compressors(
+            self._groups, self._codecs, specs, devices, largest=largest, place=self._runtime.place,
             offload_width=self._codecs.offload_width,
         )  # fmt: skip
 
-    def _with_compressor(self, job: Job) -> Job:
-        """The job with the costs of a compressor that came into force since it was measured."""
+    def _with_compressors(self, job: Job) -> Job:
+        """The job with the costs of compressors that came into force since it was measured."""
         measured = {(cost.spec, cost.device) for cost in job.costs.compute}
         devices = [d for d in dict.fromkeys(cost.device for cost in job.costs.compute) if d in RANK_DEVICES]
-        if all((str(self.compressor), device) in measured for device in devices):
+        fresh = [spec for spec in self._wanted() if any((str(spec), device) not in measured for device in devices)]
+        if not fresh:
             return job
         largest = max(bucket.numel for bucket in job.laid_out)
-        more = self._measure_compressor(devices, largest)
+        more = self._measure_compressors(fresh, devices, largest)
         return replace(job, costs=replace(job.costs, compute=job.costs.compute + more))
+
+    def _with_sensitivity(self, job: Job) -> Job:
+        """The job with what compressors owe of the gradients that were sampled (rank 0)."""
+        from espresso.search.error_budget import measure_sensitivity
+        from espresso.search.search import SENSITIVITY
+
+        samples = self._sampler.samples()
+        if len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):
+            return job  # something was never finite: normal numbers stand in
+        wanted = self._wanted()
+        known = job.meta.get(SENSITIVITY, {}).get("owed", {})
+        fresh = [s for s in (*wanted, *(more for spec in wanted for more in finer(spec))) if str(s) not in known]
+        if not fresh:
+            return job
+        begin = time.perf_counter()
+        found = measure_sensitivity(samples, fresh, gain=self._gain)
+        logger.info("measured what %d compressors owe in %.1f s", len(found.owed), time.perf_counter() - begin)
+        body = found.to_json()
+        return replace(job, meta={**job.meta, SENSITIVITY: {**body, "owed": {**known, **body["owed"]}}})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])
@@ -203,19 +245,21 @@ class OnlineSearch:
             forward_us=max(seen.forward_us, 0.0),
             optimizer_us=max(seen.optimizer_us, 0.0),
             source="measured on the live job",
-            meta=machine_facts() | {"compressor": str(self.compressor)} | self._settings.to_meta(),
+            meta=machine_facts() | {"compressor": "; ".join(map(str, self.compressors))} | self._terms.to_meta(),
         )
 
     def _search(self, job: Job) -> tuple[list[Candidate], float]:
-        candidates, result = find_candidates(job, self.compressor, self._settings)
+        candidates, result = find_candidates(job, self._offered, self._terms)
         if not self._revised:
             self._advise_bucket_size(job, result)
         logger.info(
-            "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms",
+            "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms, which owes %s and keeps %.1f MB",
             len(job.tensors),
             result.search_ms,
             result.uncompressed_us / 1e3,
             result.predicted_us / 1e3,
+            "nobody knows what" if result.error is None else f"{result.error:.2g} gradients",
+            result.residual_bytes / MB,
         )
         return candidates, result.uncompressed_us
 
@@ -225,7 +269,7 @@ class OnlineSearch:
 
         if self._groups.beside is not None:
             return  # buckets are modules
-        found = advised_bucket_cap(job, self.compressor, result, ADVISED_CAPS_MB)
+        found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB)
         if found is not None:
             self.advice = (
                 f"DistributedDataParallel(bucket_cap_mb={found.bucket_cap_mb:g}) is predicted to take"
@@ -234,12 +278,14 @@ class OnlineSearch:
             logger.info("buckets: %s", self.advice)
 
 
-def find_candidates(job: Job, compressor: CompressorSpec, settings: Automatic) -> tuple[list[Candidate], SearchResult]:
+def find_candidates(
+    job: Job, compressors: Sequence[CompressorSpec], terms: Terms
+) -> tuple[list[Candidate], SearchResult]:
     """What races against plain on a live job, best first, and the search's own result."""
     from espresso.search.search import search  # compiles kernels: only rank 0 needs them
 
-    result = search(job, compressor, partitions=settings.partitions)
-    found = racers(trade_for_exactness(job, result, settings))
+    result = search(job, compressors, partitions=terms.partitions, terms=terms)
+    found = racers(result.alternatives)
     return [
         Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us) for row in found
     ], result

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -288,6 +288,56 @@ def _starter(member: Member, routine: Routine, form: Form, size: int, ring: bool
 # -- compressors -----------------------------------------------------------------------------------
 
 
+PROBED = (1 << 14, 1 << 20)
+"""Elements at which a compressor is measured whose kin was measured at all sizes."""
+
+
+def measure_compressors(
+    groups: Groups,
+    codecs: Codecs,
+    specs: Sequence[CompressorSpec],
+    devices: Sequence[Device],
+    *,
+    largest: int,
+    place: Place | None = None,
+    offload_width: int = 1,
+) -> tuple[ComputeCost, ...]:
+    """Costs of several compressors, on all ranks at once, at less than so many times the cost of one.
+
+    The first of each algorithm is measured as :func:`measure_compressor` does. Of its kin, the same algorithm with
+    other settings, two sizes on the first device say how much longer or shorter they take; between the sizes that
+    factor is interpolated, and it holds on the other devices too.
+    """
+    whole: dict[str, tuple[ComputeCost, ...]] = {}
+    found: list[ComputeCost] = []
+    for spec in specs:
+        first = whole.get(spec.name)
+        if first is None:
+            first = whole[spec.name] = measure_compressor(
+                groups, codecs, spec, devices, largest=largest, place=place, offload_width=offload_width
+            )
+            found += first
+            continue
+        sizes = [size for size in PROBED if size <= largest] or [max(largest, 1)]
+        probed = measure_compressor(groups, codecs, spec, devices[:1], largest=largest, place=place, sizes=sizes)
+        found += [_scaled(cost, str(spec), first, probed) for cost in first]
+    return tuple(found)
+
+
+def _scaled(cost: ComputeCost, spec: str, first: Sequence[ComputeCost], probed: Sequence[ComputeCost]) -> ComputeCost:
+    """The cost of a compressor whose kin has ``cost``."""
+    mine = next(one for one in probed if one.op is cost.op)
+    theirs = next(one for one in first if one.op is cost.op and one.device is mine.device)
+    sizes = [size for size, _ in mine.points]
+    factors = [mine.time_us(size) / max(theirs.time_us(size), 1e-3) for size in sizes]
+    logs = np.log([max(size, 1.0) for size in sizes])
+    points = []
+    for size, _ in cost.points:
+        factor = float(np.interp(math.log(max(size, 1.0)), logs, factors))
+        points.append((size, max(factor * cost.time_us(size) - cost.launch_us, 0.0)))
+    return replace(cost, spec=spec, points=tuple(points))
+
+
 def measure_compressor(
     groups: Groups,
     codecs: Codecs,
@@ -298,6 +348,7 @@ def measure_compressor(
     repeats: int = 5,
     place: Place | None = None,
     offload_width: int = 1,
+    sizes: Sequence[int] = (),
 ) -> tuple[ComputeCost, ...]:
     """Encode (with its residual) and decode times of one compressor, on all ranks at once.
 
@@ -305,14 +356,15 @@ def measure_compressor(
         largest: elements of the largest group; sizes beyond it are not measured.
         offload_width: so many offloaded ones run at once, and so they are timed.
         place: where the training device's codecs work.
+        sizes: to measure at; by default all.
 
     Returns:
         Costs whose points are (elements, us), the slowest rank's medians; decode per payload. Of compressors of several
         rounds sizes are those of a square matrix.
     """
     costs = []
+    sizes = sizes or [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
     for device in devices:
-        sizes = [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
         codec, here = codecs(spec, device), place if place and device is not Device.OFFLOAD else Place()
         rounds = codec.compressor.traits.rounds > 1
         width = offload_width if device is Device.OFFLOAD else 1

@@ -12,15 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from espresso.comm.errors import UnsupportedModelError
 from espresso.comm.hook import espresso_hook
 from espresso.live.config import Settings
-from espresso.live.given import AUTO, StrategyLike
+from espresso.live.given import AUTO, CompressorLike, StrategyLike
 from espresso.live.script import Scaler
 from espresso.live.state import EspressoState
-from espresso.strategies import CompressorSpec
 
 
 def register(
     ddp_model: torch.nn.Module,
-    compressor: str | CompressorSpec = "efsignsgd",
+    compressor: CompressorLike = "efsignsgd",
     strategy: StrategyLike = AUTO,
     process_group: dist.ProcessGroup | None = None,
     grad_scaler: Scaler | None = None,

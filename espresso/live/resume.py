@@ -116,7 +116,7 @@ def _to_resume(session: Session, kept: Kept) -> Strategy | None:
         return None
     if strategy.cluster.shape != session.groups.cluster.shape:
         return None
-    compressor = given.compressor
+    named = {spec.name: spec for spec in reversed(given.compressors)}
     if session.follower.schedule.is_fixed:
         return strategy
-    return translate(strategy, {s: compressor for s in strategy.compressors if s.name == compressor.name})
+    return translate(strategy, {s: named[s.name] for s in strategy.compressors if s.name in named})

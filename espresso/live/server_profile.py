@@ -103,21 +103,20 @@ def _time(groups: Groups, client: Client, size: int, count: int, repeats: int) -
 
 
 def measure_processors(
-    groups: Groups, spec: CompressorSpec | None
+    groups: Groups, specs: Sequence[CompressorSpec]
 ) -> tuple[ServerCosts | None, tuple[ComputeCost, ...]]:
-    """What a server's engine thread needs to add up and to run ``spec``. Collective; None without servers."""
+    """What a server's engine thread needs to add up and to run each of ``specs``. Collective; None without servers."""
     client = connected()
     if client is None:
         return None, ()
-    answer: Any = None
-    if groups.rank == 0:
-        answer = client.measure(spec, _SERVER_SIZES, groups.num_ranks, groups.timeout_s)
-    answer = groups.from_rank_0(answer)
-    servers = ServerCosts(answer["sum_us_per_kb"], client.engines)
-    if spec is None:
-        return servers, ()
-    rows = ((Op.ENCODE, answer["encode"]), (Op.DECODE, answer["decode"]))
-    return servers, tuple(
-        ComputeCost(str(spec), Device.SERVER, op, tuple((float(size), us) for size, us in points))
-        for op, points in rows
-    )
+    costs: list[ComputeCost] = []
+    servers: ServerCosts | None = None
+    for spec in specs or (None,):
+        answer: Any = None
+        if groups.rank == 0:
+            answer = client.measure(spec, _SERVER_SIZES, groups.num_ranks, groups.timeout_s)
+        answer = groups.from_rank_0(answer)
+        servers = servers or ServerCosts(answer["sum_us_per_kb"], client.engines)
+        for op, points in ((Op.ENCODE, answer["encode"]), (Op.DECODE, answer["decode"])) if spec else ():
+            costs.append(ComputeCost(str(spec), Device.SERVER, op, tuple((float(size), us) for size, us in points)))
+    return servers, tuple(costs)

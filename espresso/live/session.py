@@ -49,6 +49,7 @@ from espresso.live.orderer import Work
 from espresso.live.planner import AutoPlanner, Decider
 from espresso.live.recorder import Recorder
 from espresso.live.runtime import Runtime, runtime_of
+from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
 from espresso.strategies import NONE, Bucket, Strategy
 
@@ -85,6 +86,7 @@ class Session:
         decider: says which strategy each iteration runs.
         search: automatic mode's; None where the strategy was given.
         observer: has seen every iteration.
+        sampler: keeps numbers of the profiled iterations' gradients.
         recorder: keeps the last of them.
         history: what was decided when, and why.
 
@@ -123,6 +125,7 @@ class Session:
             self.factors = FactorStore()
             self.artifacts = Artifacts(config.artifacts_dir, self.groups)
             self.observer = Observer(self._make_clock)
+            self.sampler = Sampler(model.tensors, self.groups.rank)
             self.recorder = Recorder(self.groups)
             self.history = History(self.groups.rank, self.artifacts.history)
             self.search: OnlineSearch | None = None
@@ -183,7 +186,7 @@ class Session:
         """Every rank must have the same model, strategy and settings."""
         mine = {
             **{f"tensor {tensor.name!r}": (tensor.shape, tensor.dtype) for tensor in self.model.tensors},
-            "compressor": str(self.given.compressor),
+            "compressor": self.given.named,
             "strategy": str(self.given),
             **self.config.shared,
             "epoch": epoch,
@@ -231,21 +234,26 @@ class Session:
             race_steps=self.config.race_steps,
             race_rounds=self.config.race_rounds,
             decide_by=self.config.decide_by,
-            on_profile=self.observer.profile,
+            on_profile=self._profile,
             history=self.history,
             profile_only=profile_only,
             adapt=self.config.adapt,
         )
 
+    def _profile(self, begin: bool) -> None:
+        self.observer.profile(begin)
+        self.sampler.is_on = begin
+
     def _make_search(self) -> OnlineSearch:
         search = OnlineSearch(
             self.groups,
             self.codecs,
-            self.given.compressor,
+            self.given.compressors,
             self.model.tensors,
             self.config,
             self.artifacts,
             self.observer,
+            self.sampler,
             self.runtime,
         )
         search.follow(self.follower.in_force)
@@ -268,7 +276,7 @@ class Session:
 
     def _warm_up(self, servers: Link | None) -> None:
         """Compile the kernels this job may run, one rank of each host first, the others from its cache."""
-        specs = self.given.specs - {NONE}
+        specs = (self.given.specs | set(self.config.terms.constraints.forced())) - {NONE}
         dtypes = {tensor.dtype for tensor in self.model.tensors}
         launch = read_environment()  # ranks_per_node may say otherwise, but the cache belongs to the host
         per_node = self.groups.cluster.ranks_per_node
@@ -286,6 +294,8 @@ class Session:
         self, index: int, buffer: torch.Tensor, *, is_last: bool, describe: Callable[[], Bucket]
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket's buffer over all ranks, in place. See :meth:`Executor.reduce`."""
+        if self.sampler.is_on:
+            self.sampler.take(describe(), buffer)
         if self.guard is not None:
             describe = partial(self.guard.see, buffer, describe)  # what is compressed is described before it is
         return self.executor.reduce(index, buffer, is_last=is_last, grad_scale=self.scale, describe=describe)

@@ -21,7 +21,7 @@ from espresso.comm.hook import Front
 from espresso.live import resume
 from espresso.live.checkpoint import NUM_PARTS, Checkpoint, CheckpointError
 from espresso.live.config import Config, Settings
-from espresso.live.given import AUTO, Given, StrategyLike
+from espresso.live.given import AUTO, CompressorLike, Given, StrategyLike
 from espresso.live.names import BoundModel
 from espresso.live.script import LossScale, Scaler
 from espresso.live.session import Session
@@ -35,7 +35,8 @@ class EspressoState(View):
     """What the hook is given: settings, the model's names, and the session once it has started.
 
     Args:
-        compressor: spec of the compressor that automatic mode may use, ``name`` or ``name:key=value,…``.
+        compressor: spec of the compressor that automatic mode may use, ``name`` or ``name:key=value,…``; several in a
+            list, of which every tensor takes one or none; or ``"auto"`` for a list of espresso's own.
         strategy: ``"auto"`` measures, searches and races; a path or a ``Strategy`` is carried out as it is; a
             function of the model's tensors and the cluster makes one when the state starts.
         process_group: the ranks that train together; None means the world.
@@ -58,7 +59,7 @@ class EspressoState(View):
 
     def __init__(
         self,
-        compressor: str | CompressorSpec = "efsignsgd",
+        compressor: CompressorLike = "efsignsgd",
         strategy: StrategyLike = AUTO,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: Scaler | None = None,
@@ -84,8 +85,13 @@ class EspressoState(View):
 
     @property
     def compressor(self) -> CompressorSpec:
-        """The one that automatic mode may use."""
+        """The one that automatic mode may use; of several the first."""
         return self._given.compressor
+
+    @property
+    def compressors(self) -> tuple[CompressorSpec, ...]:
+        """All that automatic mode may use."""
+        return self._given.compressors
 
     # -- the start -----------------------------------------------------------------------------------
 
@@ -253,7 +259,7 @@ class EspressoState(View):
             now = "not started"
         else:
             now = self.verdict or "measuring"
-        return f"<EspressoState: {self.compressor}, strategy {asked}; {now}>"
+        return f"<EspressoState: {self._given.named}, strategy {asked}; {now}>"
 
     # -- checkpoints ---------------------------------------------------------------------------------
 
@@ -313,7 +319,7 @@ class EspressoState(View):
     def __setstate__(self, state: dict[str, Any]) -> None:
         given: Given = state["given"]
         strategy = AUTO if given.strategy is None else given.strategy
-        self.__init__(given.compressor, strategy)  # type: ignore[misc]
+        self.__init__(given.compressors, strategy)  # type: ignore[misc]
         self.config = state["config"]
         if state["state"] is not None:
             self.load_state_dict(state["state"])

@@ -17,10 +17,10 @@ every j, F >= r_j + (b(R - r_j) + sum_{u >= j} w(c_u)) / cores, with w the core 
 
 Weights y >= 0 on these lines that sum to one give D(y) = sum_k y_k rhs_k, minimised over each unit's
 candidates *on its own*: a bound for any weights (weak duality), which is why a solver's tolerance never
-matters. An error budget adds a price on error. :func:`espresso.search.bound_kernels.ascend` climbs D by entropic mirror
-ascent; its optimum is that of the linear program in which every unit may mix its candidates, which the tests
-solve with HiGHS. A giant that mixes is most of the gap, so :class:`Branching` splits the giants' candidates in
-two, again and again, always where the bound is least.
+matters. Budgets, of error and of memory, add a price on each. :func:`espresso.search.bound_kernels.ascend` climbs D
+by entropic mirror ascent; its optimum is that of the linear program in which every unit may mix its candidates,
+which the tests solve with HiGHS. A giant that mixes is most of the gap, so :class:`Branching` splits the giants'
+candidates in two, again and again, always where the bound is least.
 
 What the bound covers: every leaf of the tree, each compression on either device, every partition size asked
 for, scheduled first come first served as the timeline does.
@@ -29,6 +29,7 @@ for, scheduled first come first served as the timeline does.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -68,14 +69,14 @@ class Certificate:
         support: for every unit, row -> how often the ascent's minimum was there, lately: the fractions of the
             linear program's solution, about.
         rounds: iterations of the ascent.
-        error_price: the budget's multiplier, microseconds per unit of error.
+        paid: each budget's multiplier, microseconds per unit of what it bounds.
     """
 
     makespan_us: float
     weights: Reals
     support: Reals
     rounds: int
-    error_price: float = 0.0
+    paid: tuple[float, ...] = ()
 
 
 def right_hand_sides(relaxation: Relaxation, known: Reals | None = None) -> Reals:
@@ -103,12 +104,13 @@ def _is_giant(relaxation: Relaxation) -> npt.NDArray[np.bool_]:
     return flags
 
 
-def fees(relaxation: Relaxation, error_price: float) -> Reals:
-    """float64[units, kinds]: what a compressor's error costs a unit, its share of the budget given back."""
-    if not relaxation.has_budget:
-        return np.zeros_like(relaxation.errors)
-    share: Reals = error_price * (relaxation.errors - relaxation.budget / len(relaxation.errors))
-    return share
+def fees(relaxation: Relaxation, paid: Sequence[float]) -> Reals:
+    """float64[units, kinds]: what a kind's spending costs a unit, its share of the budgets given back."""
+    _, units, kinds = relaxation.spends.shape
+    total = np.zeros((units, kinds))
+    for price, spends, limit in zip(paid, relaxation.spends, relaxation.limits, strict=bool(paid)):
+        total += price * (spends - limit / units)
+    return total
 
 
 def prices(relaxation: Relaxation, weights: Reals, base: Reals | None = None) -> Reals:
@@ -132,7 +134,7 @@ def certify(
     rounds: int = 600,
     close: float = 1e-4,
     start: Reals | None = None,
-    error_price: float | None = None,
+    paid: tuple[float, ...] = (),
 ) -> Certificate:
     """The best bound that the ascent finds.
 
@@ -141,21 +143,21 @@ def certify(
         rounds: most iterations.
         close: good enough, as a fraction of ``above``.
         start: weights of an earlier certificate of the same units.
-        error_price: where to start with the budget's multiplier.
+        paid: where to start with the budgets' multipliers.
     """
     base = right_hand_sides(relaxation)
     weights = _first_weights(base) if start is None else start
     if not relaxation.has_budget:
-        return _ascend(relaxation, base, weights, above, rounds, close, 0.0)
-    return _priced(relaxation, base, weights, above, rounds, close, error_price)
+        return _ascend(relaxation, base, weights, above, rounds, close, ())
+    return _priced(relaxation, base, weights, above, rounds, close, paid or (0.0,) * len(relaxation.limits))
 
 
 def ascend_from(relaxation: Relaxation, near: Certificate, above: float, *, rounds: int) -> Certificate:
     """A bound from the weights of a similar relaxation (of the same units): short steps, few of them."""
     if relaxation.has_budget:
-        return certify(relaxation, above, rounds=rounds, start=near.weights, error_price=near.error_price)
+        return certify(relaxation, above, rounds=rounds, start=near.weights, paid=near.paid)
     reach = 0.3 * max(above - near.makespan_us, 1e-3 * above)
-    return _ascend(relaxation, right_hand_sides(relaxation), near.weights, above, rounds, 1e-4, 0.0, reach)
+    return _ascend(relaxation, right_hand_sides(relaxation), near.weights, above, rounds, 1e-4, (), reach)
 
 
 def _first_weights(base: Reals) -> Reals:
@@ -175,7 +177,7 @@ def _ascend(
     above: float,
     rounds: int,
     close: float,
-    error_price: float,
+    paid: tuple[float, ...],
     reach: float = 0.0,
 ) -> Certificate:
     weights = np.where(np.isfinite(base), np.maximum(start, 1e-9), 0.0)
@@ -189,12 +191,12 @@ def _ascend(
     )  # fmt: skip
     best, taken = ascend(
         weights, base, relaxation.rows, np.ascontiguousarray(relaxation.rows[:, :COSTS].T),
-        fees(relaxation, error_price), relaxation.kind_of, relaxation.first, relaxation.last, _is_giant(relaxation),
+        fees(relaxation, paid), relaxation.kind_of, relaxation.first, relaxation.last, _is_giant(relaxation),
         relaxation.cores, above, reach, rounds, close, best_weights, support, np.empty(units, dtype=np.int64),
         scratch,
     )  # fmt: skip
     bound = max(best, relaxation.backward_us) * (1.0 - ROUNDING)
-    return Certificate(min(bound, above), best_weights, support, taken, error_price)
+    return Certificate(min(bound, above), best_weights, support, taken, paid)
 
 
 def _priced(
@@ -204,22 +206,33 @@ def _priced(
     above: float,
     rounds: int,
     close: float,
-    first_price: float | None,
+    paid: tuple[float, ...],
 ) -> Certificate:
-    """As :func:`_ascend`, and the budget's multiplier by bisection: more where the fractions overspend."""
-    best = tried = _ascend(relaxation, base, start, above, rounds, close, first_price or 0.0)
-    low, high = 0.0, np.inf
-    price = best.error_price
+    """As :func:`_ascend`, and each budget's multiplier by bisection: more where the fractions overspend."""
+    best = _ascend(relaxation, base, start, above, rounds, close, paid)
+    # Of two budgets the first is looked at again: what the second asks for spends less of it too.
+    for which in (0,) if len(paid) == 1 else (0, 1, 0):
+        best = _bisected(relaxation, base, best, above, rounds, close, which)
+    return best
+
+
+def _bisected(
+    relaxation: Relaxation, base: Reals, best: Certificate, above: float, rounds: int, close: float, which: int
+) -> Certificate:
+    """The best bound over the multiplier of one budget, the other's fixed."""
+    tried, low, high = best, 0.0, np.inf
+    price = best.paid[which]
     for _ in range(14):
-        if _spent(relaxation, tried) > relaxation.budget:
+        if _spent(relaxation, tried, which) > relaxation.limits[which]:
             low = price
         else:
             high = price
             if price == 0.0:
                 break
-        scale = above / max(relaxation.errors.max(axis=1).sum(), 1e-30)
+        scale = above / max(relaxation.spends[which].max(axis=1).sum(), 1e-30)
         price = max(low * 4, scale / 64) if high == np.inf else (low + high) / 2
-        tried = _ascend(relaxation, base, best.weights, above, max(rounds // 4, 40), close, price)
+        paid = (*best.paid[:which], price, *best.paid[which + 1 :])
+        tried = _ascend(relaxation, base, best.weights, above, max(rounds // 4, 40), close, paid)
         if tried.makespan_us > best.makespan_us:
             best = tried
         if best.makespan_us >= above * (1 - close) or high - low < 1e-3 * high:
@@ -227,14 +240,14 @@ def _priced(
     return best
 
 
-def _spent(relaxation: Relaxation, certificate: Certificate) -> float:
-    """The error of the fractions."""
+def _spent(relaxation: Relaxation, certificate: Certificate, which: int) -> float:
+    """What the fractions spend of a budget."""
     total = 0.0
     for unit, (first, last) in enumerate(zip(relaxation.first, relaxation.last, strict=True)):
         share = certificate.support[unit, : last - first]
         if not share.any():
             continue  # the ascent was over before it began
-        total += float(share @ relaxation.errors[unit, relaxation.kind_of[first:last]]) / float(share.sum())
+        total += float(share @ relaxation.spends[which, unit, relaxation.kind_of[first:last]]) / float(share.sum())
     return total
 
 
@@ -313,7 +326,7 @@ class Branching:
         node = self._restricted(sets)
         base = right_hand_sides(node, self._base)
         reach = 0.3 * max(self._above - bound, 1e-3 * self._above)
-        found = _ascend(node, base, near.weights, self._above, rounds, 1e-4, near.error_price, reach)
+        found = _ascend(node, base, near.weights, self._above, rounds, 1e-4, near.paid, reach)
         if found.makespan_us >= self._above * (1 - 1e-4):
             return
         sets, found = self._affordable(sets, found, node, base)
@@ -328,7 +341,7 @@ class Branching:
         if found.makespan_us <= whole.backward_us:
             return sets, found  # not from the weights, which then say nothing of what is left
         paid = prices(node, found.weights, base)
-        kinds = fees(node, found.error_price)
+        kinds = fees(node, found.paid)
         support = found.support.copy()
         kept = []
         for unit, rows in zip(self._giants, sets, strict=True):

@@ -6,7 +6,7 @@ equal size share their candidates. Which leaves are offered is decided here, by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -31,6 +31,7 @@ from espresso.strategies import (
     compressed_options,
     options_for,
 )
+from espresso.strategies.constraints import FREE, Constraints
 from espresso.strategies.plan import partition_spans
 
 Wholes = npt.NDArray[np.int64]
@@ -43,13 +44,14 @@ Size = tuple[int, str, Stretches]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tensors of one bucket that share a choice."""
+    """Tensors of one bucket that share a choice; ``kind`` says what constraints ask of all of them."""
 
     bucket: int
     tensors: tuple[str, ...]
     numel: int
     dtype: str
     shapes: Shapes | None = None
+    kind: str = FREE
 
     @property
     def size(self) -> Size:
@@ -61,30 +63,52 @@ class Unit:
         return self.numel * DTYPES[self.dtype]
 
 
-def units_of(job: Job) -> tuple[Unit, ...]:
-    """One unit per tensor (paper) or per bucket (DDP), in the order in which they become ready."""
-    return tuple(unit_of(job, bucket, [slot.tensor for slot in bucket.slots]) for bucket in job.laid_out)
+Leaves = tuple[Choice, ...] | Mapping[str, tuple[Choice, ...]]
+"""What units may take: all the same, or by their kinds."""
 
 
-def units_for(job: Job, strategy: Strategy) -> tuple[Unit, ...]:
+def leaves_of(leaves: Leaves, unit: Unit) -> tuple[Choice, ...]:
+    """What a unit may take."""
+    return leaves if isinstance(leaves, tuple) else leaves[unit.kind]
+
+
+def units_of(job: Job, constraints: Constraints | None = None) -> tuple[Unit, ...]:
+    """One unit per tensor (paper) or per bucket (DDP), in the order in which they become ready.
+
+    Under constraints one for each kind of tensors in a bucket. Small vectors that stay exact are no unit where others
+    of their bucket are: they travel with them, or beside them, and cost next to nothing either way.
+    """
+    if constraints is None:
+        return tuple(unit_of(job, bucket, [slot.tensor for slot in bucket.slots]) for bucket in job.laid_out)
+    return _units_by(job, constraints, lambda name: "")
+
+
+def units_for(job: Job, strategy: Strategy, constraints: Constraints | None = None) -> tuple[Unit, ...]:
     """One unit per group of the plan: the tensors of a bucket to which a strategy gives the same choice."""
+    return _units_by(job, constraints or Constraints(), lambda name: strategy.choices[name])
+
+
+def _units_by(job: Job, constraints: Constraints, choice: Callable[[str], Hashable]) -> tuple[Unit, ...]:
+    specs = {tensor.name: tensor for tensor in job.tensors}
     units: list[Unit] = []
     for bucket in job.laid_out:
-        groups: dict[Choice, list[str]] = {}
-        for slot in bucket.slots:
-            groups.setdefault(strategy.choices[slot.tensor], []).append(slot.tensor)
-        units += [unit_of(job, bucket, names) for names in groups.values()]
+        names = [slot.tensor for slot in bucket.slots]
+        decided = [name for name in names if not constraints.is_dropped(specs[name])] or names
+        groups: dict[Hashable, list[str]] = {}
+        for name in decided:
+            groups.setdefault((constraints.kind_of(specs[name]), choice(name)), []).append(name)
+        units += [unit_of(job, bucket, members, constraints.kind_of(specs[members[0]])) for members in groups.values()]
     return tuple(units)
 
 
-def unit_of(job: Job, bucket: Bucket, names: Sequence[str]) -> Unit:
+def unit_of(job: Job, bucket: Bucket, names: Sequence[str], kind: str = FREE) -> Unit:
     """These tensors of a bucket as one unit."""
     numels = {slot.tensor: slot.numel for slot in bucket.slots}
     shapes = None
     if job.costs.has_rounds:
         of = {tensor.name: tensor.shape for tensor in job.tensors}
         shapes = tuple(of[name] for name in names)
-    return Unit(bucket.index, tuple(names), sum(numels[name] for name in names), bucket.dtype, shapes)
+    return Unit(bucket.index, tuple(names), sum(numels[name] for name in names), bucket.dtype, shapes, kind)
 
 
 @lru_cache(maxsize=256)
@@ -266,9 +290,9 @@ class Candidates:
             self._num_rows += sets.size
         return starts
 
-    def kinds(self, columns: Mapping[object, int]) -> Wholes:
-        """int64[candidates]: the column of each candidate's compressor; 0 for those without."""
-        return np.array([columns.get(choice.compressor, 0) for choice in self.choices], dtype=np.int64)
+    def kinds(self, kinds_of: Callable[[Iterable[Choice]], Wholes] | None) -> Wholes:
+        """int64[candidates]: the kind of each candidate's choice (:class:`espresso.search.budgets.Ledger`)."""
+        return np.zeros(len(self.choices), dtype=np.int64) if kinds_of is None else kinds_of(self.choices)
 
     def arrays(self) -> tuple[Wholes, Wholes, Wholes, Wholes, Reals, Reals]:
         """(count, full, tail, task_set, task_us, task_beside) as the kernels take them."""

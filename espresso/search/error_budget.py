@@ -1,11 +1,12 @@
-"""How much of the gradient a strategy loses, and a budget for it, so that compressors can be mixed.
+"""How much a compressor keeps back of a tensor's gradient, by simulating error feedback on a sample of it.
 
-The *relative error* of a compressor on a tensor is ``|x - decode(encode(x))| / |x|``. A strategy's error is the
-mean over tensors, each counted with its share of the model's elements; raw tensors lose nothing. It is one
-number per tensor and compressor, however many times the tensor's option compresses. A sensitivity file::
+*Owed* is ``|e| / |g|`` where error feedback has settled: how many of its gradients a tensor's residual is as large as.
+It says what the error of one step does not: signs lose 60 % of a gradient in every step and owe a few gradients, one
+number in a hundred loses less than twice that and owes ten. Of codecs without a residual it is what one step loses
+(:mod:`benchmarks.error_measures` has what it predicts of training). A sensitivity file::
 
     {"schema_version": 1, "kind": "espresso-sensitivity",
-     "relative_error": {"dgc:ratio=0.01": {"*": 0.93, "embedding.weight": 0.4}, "fp16": {"*": 0.0003}}}
+     "owed": {"dgc:ratio=0.01": {"*": 9.5, "embedding.weight": 4.0}, "fp16": {"*": 0.0003}}}
 
 with ``*`` for all tensors that are not named.
 """
@@ -21,43 +22,54 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors import Decoding, Encoding
+from espresso.compressors.base import Decoding, DrawKey, Encoding, Feedback, Segment
+from espresso.compressors.powersgd import matrix_of
 from espresso.model.links import JobError
-from espresso.search.candidates import Unit
-from espresso.strategies import NONE, Choice, CompressorSpec, TensorSpec, fields
+from espresso.strategies import NONE, CompressorSpec, TensorSpec, fields
 from espresso.strategies.fields import faults, number
 
 Reals = npt.NDArray[np.float64]
 EVERY = "*"
 KIND = "espresso-sensitivity"
-_SAMPLE = 1 << 16
+STEPS = 128
+"""Of error feedback that are played. Signs and quantizers settle within thirty; one number in a hundred nearly does."""
+SAMPLED_STEPS = 8
+"""Gradients of a sample: as many as automatic mode profiles."""
+ONE_STEP = 4
+"""Steps of codecs without a residual: each is like the other."""
+DRIFT = 0.1
+"""The part of a gradient that later steps have in common, of its norm. Early in a training it is most of it, and
+waits as residual until it is sent; with a tenth forecasts come near what is owed later (benchmarks.error_measures)."""
+RUNS = 8
+"""Stretches of a tensor that is too large to be sampled whole."""
+_NORMAL = (128, 128)
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Relative error by compressor and tensor name; ``*`` stands for tensors that are not named.
+    """Gradients owed by compressor and tensor name; ``*`` stands for tensors that are not named.
 
     Raises:
         JobError: an error that is negative or not finite.
     """
 
-    relative_error: Mapping[CompressorSpec, Mapping[str, float]]
+    owed: Mapping[CompressorSpec, Mapping[str, float]]
 
     def __post_init__(self) -> None:
         with faults(JobError):
-            for spec, rows in self.relative_error.items():
+            for spec, rows in self.owed.items():
                 for tensor, value in rows.items():
-                    number(value, f"relative error of '{spec}' on tensor {tensor!r}")
+                    number(value, f"what '{spec}' owes of tensor {tensor!r}")
 
     def of(self, spec: CompressorSpec, tensor: str) -> float:
-        """The error of a compressor on a tensor.
+        """Gradients that a compressor owes of a tensor.
 
         Raises:
             JobError: it is not known.
         """
         if spec == NONE:
             return 0.0
-        rows = self.relative_error.get(spec, {})
+        rows = self.owed.get(spec, {})
         value = rows.get(tensor, rows.get(EVERY))
         if value is None:
             raise JobError(
@@ -65,6 +77,10 @@ class Sensitivity:
                 f" name the tensor, or give {EVERY!r} for all that are not named"
             )
         return value
+
+    def knows(self, spec: CompressorSpec) -> bool:
+        """Whether anything is said of a compressor."""
+        return spec in self.owed
 
     @classmethod
     def from_json(cls, body: Any) -> Sensitivity:
@@ -76,11 +92,11 @@ class Sensitivity:
         with faults(JobError):
             found = fields.read_as(_File, fields.without_head(body, KIND), "the sensitivity")
         try:
-            return cls({CompressorSpec.parse(name): rows for name, rows in found.relative_error.items()})
+            return cls({CompressorSpec.parse(name): rows for name, rows in found.owed.items()})
         except JobError:
             raise
         except ValueError as error:
-            raise JobError(f"relative_error: {error}") from None
+            raise JobError(f"owed: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:
@@ -93,91 +109,214 @@ class Sensitivity:
         return fields.load(path, cls.from_json, JobError)
 
     def to_json(self) -> dict[str, Any]:
-        errors = {str(spec): dict(rows) for spec, rows in self.relative_error.items()}
-        return fields.head(KIND) | {"relative_error": errors}
+        errors = {str(spec): dict(rows) for spec, rows in self.owed.items()}
+        return fields.head(KIND) | {"owed": errors}
 
 
 @dataclass(frozen=True)
 class _File:
     """A sensitivity file, below its head."""
 
-    relative_error: Mapping[str, Mapping[str, float]]
+    owed: Mapping[str, Mapping[str, float]]
     note: str = ""
 
 
-def measure_sensitivity(
-    gradients: Mapping[str, npt.NDArray[np.float32]], specs: Iterable[CompressorSpec]
-) -> Sensitivity:
-    """Encode and decode gradients (1-D float32, not changed), and see what is lost.
+@dataclass(frozen=True)
+class Sample:
+    """Some numbers of a tensor's gradient in a few steps.
 
-    Raises:
-        ValueError: a gradient that is not finite, or not one-dimensional float32.
+    Attributes:
+        tensor: whole.
+        values: float32[steps, sampled], whole rows of a matrix where they fit.
     """
-    from espresso.compressors.base import Segment
-    from espresso.compressors.registry import create, host_codec
 
-    found: dict[CompressorSpec, dict[str, float]] = {}
-    for spec in specs:
-        compressor = create(spec)
-        codec = host_codec(compressor, None)
-        rows = found.setdefault(spec, {})
-        for name, gradient in gradients.items():
-            if gradient.ndim != 1 or gradient.dtype != np.float32 or not np.isfinite(gradient).all():
-                raise ValueError(f"gradient {name!r} must be 1-D, float32 and finite")
-            layout = compressor.layout((Segment(name, 0, len(gradient)),))
-            payload = np.zeros(layout.num_bytes, dtype=np.uint8)
-            back, starts = np.empty_like(gradient), np.zeros(1, dtype=np.int64)
-            codec.encode(Encoding(layout, gradient, starts), payload)
-            codec.decode(Decoding(layout, back, starts), payload[None])
-            norm = float(np.linalg.norm(gradient.astype(np.float64)))
-            lost = float(np.linalg.norm(gradient.astype(np.float64) - back))
-            rows[name] = lost / norm if norm else 0.0
-    return Sensitivity(found)
+    tensor: TensorSpec
+    values: npt.NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 2 or self.values.dtype != np.float32 or not np.isfinite(self.values).all():
+            raise ValueError(f"the sample of {self.tensor.name!r} must be 2-D (steps, numbers), float32 and finite")
 
 
-def normal_sensitivity(specs: Iterable[CompressorSpec]) -> Sensitivity:
-    """What the compressors lose of normally distributed numbers: where nothing better was measured."""
-    sample = np.random.default_rng(0).standard_normal(_SAMPLE).astype(np.float32)
-    return measure_sensitivity({EVERY: sample}, specs)
+def stretches_of(tensor: TensorSpec, most: int) -> tuple[tuple[int, int], ...]:
+    """(first element, elements) of what to sample: all of a tensor, or ``RUNS`` stretches of it, evenly spaced."""
+    numel = tensor.numel
+    if numel <= most:
+        return ((0, numel),)
+    columns = numel // tensor.shape[0]
+    each = most // RUNS
+    if columns <= each:
+        each -= each % columns
+    starts = [number * (numel - each) // (RUNS - 1) for number in range(RUNS)]
+    if columns <= each:
+        starts = [start - start % columns for start in starts]
+    return tuple((start, each) for start in starts)
 
 
-class ErrorTable:
-    """The errors of one job's tensors, and the budget.
+def measure_sensitivity(
+    samples: Sequence[Sample], specs: Iterable[CompressorSpec], *, gain: float | None = None, steps: int = STEPS
+) -> Sensitivity:
+    """Play error feedback on gradients like those sampled, and see what is owed at the end.
+
+    A step's gradient is the samples' scatter in new proportions, as many different ones as needed, with the heavy tails
+    and the sparsity of the tensor's own numbers, plus their mean, less what chance makes of it and ``DRIFT`` at most.
 
     Args:
-        budget: the most a strategy's error may be; infinity only reports errors.
-
-    Raises:
-        JobError: a budget below zero, or a sensitivity that is not known.
+        gain: of the feedback; None takes each compressor's own.
+        steps: that are played; sparsifiers of one in a thousand have not settled by then, and owe more.
     """
-
-    def __init__(
-        self,
-        sensitivity: Sensitivity,
-        tensors: Sequence[TensorSpec],
-        specs: Sequence[CompressorSpec],
-        budget: float = math.inf,
-    ) -> None:
-        if math.isnan(budget) or budget < 0:
-            raise JobError(f"an error budget is at least zero, got {budget!r}")
-        self.budget = budget
-        self.columns = {spec: column for column, spec in enumerate((NONE, *specs))}
-        total = sum(tensor.numel for tensor in tensors) or 1
-        self._of = {
-            tensor.name: np.array([tensor.numel / total * sensitivity.of(spec, tensor.name) for spec in self.columns])
-            for tensor in tensors
-        }
-
-    def of_units(self, units: Sequence[Unit]) -> Reals:
-        """float64[units, columns]: what each compressor adds to the error on each unit."""
-        return np.array([sum(self._of[name] for name in unit.tensors) for unit in units])
-
-    def of_choices(self, choices: Mapping[str, Choice]) -> float:
-        """The error of a strategy, by tensor name."""
-        return float(sum(self._of[name][self.columns[choice.compressor]] for name, choice in choices.items()))
-
-    def knows(self, spec: CompressorSpec) -> bool:
-        return spec in self.columns
+    made = _Gradients(samples, steps)
+    found = {
+        spec: dict(zip(made.names, _owed(made, spec, gain).tolist(), strict=True)) for spec in dict.fromkeys(specs)
+    }
+    return Sensitivity({spec: rows for spec, rows in found.items() if spec != NONE})
 
 
-__all__ = ["ErrorTable", "Sensitivity", "measure_sensitivity", "normal_sensitivity"]
+def normal_sensitivity(specs: Iterable[CompressorSpec], *, gain: float | None = None) -> Sensitivity:
+    """What compressors owe of independent normal numbers: where nothing better was measured."""
+    values = np.random.default_rng(0).standard_normal((SAMPLED_STEPS, *_NORMAL)).astype(np.float32)
+    sample = Sample(TensorSpec(EVERY, _NORMAL), values.reshape(SAMPLED_STEPS, -1))
+    return measure_sensitivity([sample], specs, gain=gain)
+
+
+class _Gradients:
+    """Gradients of all sampled tensors, one after the other in one array, step by step."""
+
+    def __init__(self, samples: Sequence[Sample], steps: int) -> None:
+        self.samples = samples
+        self.names = [sample.tensor.name for sample in samples]
+        self.numels = np.array([sample.values.shape[1] for sample in samples], np.int64)
+        self.starts = np.cumsum(self.numels) - self.numels
+        self.steps = steps
+        self._mean, self._scatter = (
+            np.concatenate(parts, axis=-1) for parts in zip(*map(_split, samples), strict=True)
+        )
+        self._mix = np.random.default_rng(0).standard_normal((steps, len(self._scatter))).astype(np.float32)
+
+    def step(self, number: int) -> npt.NDArray[np.float32]:
+        """float32[all numbers]."""
+        values: npt.NDArray[np.float32] = self._mean + self._mix[number] @ self._scatter
+        return values
+
+    def norms(self, values: npt.NDArray[np.float32]) -> Reals:
+        """float64[tensors]."""
+        squares = np.add.reduceat(np.square(values, dtype=np.float64), self.starts)
+        return np.asarray(np.sqrt(np.where(self.numels > 0, squares, 0.0)))
+
+
+def _split(sample: Sample) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """The mean of a sample, less what chance adds to it, and its scatter, so that a mix of that has its variance."""
+    values = sample.values
+    count = len(values)
+    mean = values.mean(axis=0)
+    if count == 1:
+        return mean, np.zeros_like(values)
+    scatter = (values - mean) / np.float32(math.sqrt(count - 1))
+    noise = float(np.square(scatter, dtype=np.float64).sum())
+    square = float(np.square(mean, dtype=np.float64).sum())
+    kept = math.sqrt(max(0.0, 1.0 - noise / count / square)) if square else 0.0
+    if noise:
+        kept = min(kept, DRIFT * math.sqrt(noise / square)) if square else 0.0
+    return mean * np.float32(kept), scatter
+
+
+def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None) -> Reals:
+    """float64[tensors]: the median over the last quarter of the steps."""
+    from espresso.compressors.registry import create
+
+    compressor = create(spec)
+    traits = compressor.traits
+    used = 1.0 if compressor.correction else (traits.feedback_gain if gain is None else gain)
+    play = _LowRank(made, compressor) if traits.rounds > 1 else _Coded(made, spec, used)
+    steps = made.steps if traits.error_feedback else ONE_STEP
+    rows = []
+    for step in range(steps):
+        gradient = made.step(step)
+        left = play.left(gradient, step)
+        if step >= steps * 3 // 4:
+            norms = made.norms(gradient)
+            rows.append(np.divide(made.norms(left), norms, out=np.zeros_like(norms), where=norms > 0))
+    return np.asarray(np.median(rows, axis=0))
+
+
+class _Coded:
+    """Error feedback around a codec, every sampled tensor a segment."""
+
+    def __init__(self, made: _Gradients, spec: CompressorSpec, gain: float) -> None:
+        from espresso.compressors.registry import create, host_codec
+
+        self._gain, self._parts = gain, []
+        self._old, self._new = (np.zeros(int(made.numels.sum()), np.float32) for _ in range(2))
+        alike: dict[CompressorSpec, list[int]] = {}
+        for index, sample in enumerate(made.samples):
+            alike.setdefault(_on_sample(spec, sample), []).append(index)
+        for used, members in alike.items():
+            codec = host_codec(create(used), None)
+            segments = [Segment(made.names[i], 0, int(made.numels[i])) for i in members]
+            layout = codec.compressor.layout(segments)
+            self._parts.append((codec, layout, made.starts[members], np.zeros(layout.num_bytes, np.uint8)))
+
+    def left(self, gradient: npt.NDArray[np.float32], step: int) -> npt.NDArray[np.float32]:
+        """What is kept after a step, or of codecs without a residual what is lost in it."""
+        keeps = True
+        for codec, layout, starts, payload in self._parts:
+            keeps = codec.compressor.traits.error_feedback
+            key = DrawKey(step=step)
+            feedback = Feedback(self._old, self._new, starts, self._gain) if keeps else None
+            codec.encode(Encoding(layout, gradient, starts, feedback=feedback, key=key), payload)
+            if not keeps:
+                codec.decode(Decoding(layout, self._new, starts, key=key), payload[None])
+        if not keeps:
+            return gradient - self._new
+        self._old, self._new = self._new, self._old
+        return self._old / np.float32(self._gain)
+
+
+def _on_sample(spec: CompressorSpec, sample: Sample) -> CompressorSpec:
+    """A sparsifier that sends a count of a tensor sends the same part of a sample of it."""
+    params = dict(spec.params)
+    count = max(int(params.get("least", 0)), int(params.get("k", 0)))
+    whole, sampled = sample.tensor.numel, sample.values.shape[1]
+    if not count or whole == sampled:
+        return spec
+    from espresso.compressors.registry import create
+
+    layout = create(spec).layout([Segment("", 0, whole)])
+    part = 1.0 if layout.raw[0] else float(layout.counts[0]) / whole
+    rest = [pair for pair in spec.params if pair[0] not in ("least", "k", "ratio")]
+    return CompressorSpec(spec.name, (*rest, ("ratio", part)))
+
+
+class _LowRank:
+    """PowerSGD on the rows of each matrix that were sampled; what it sends raw owes nothing."""
+
+    def __init__(self, made: _Gradients, compressor: Any) -> None:
+        self._spans: list[tuple[slice, int, int]] = []
+        self._made = made
+        for start, sample in zip(made.starts.tolist(), made.samples, strict=True):
+            rank, (_, columns) = compressor.rank_of(sample.tensor.shape), matrix_of(sample.tensor.shape)
+            rows = sample.values.shape[1] // max(columns, 1)
+            if rank and rows * columns == sample.values.shape[1]:
+                self._spans.append((slice(start, start + rows * columns), columns, min(rank, rows)))
+            elif rank:  # stretches of less than a row: nothing is known, and a rank of so many keeps most back
+                self._spans.append((slice(start, start + sample.values.shape[1]), 0, rank))
+        self._kept = np.zeros(int(made.numels.sum()), np.float32)
+        self._right: dict[int, npt.NDArray[np.float32]] = {}
+
+    def left(self, gradient: npt.NDArray[np.float32], step: int) -> npt.NDArray[np.float32]:
+        """What is kept after a step."""
+        for index, (span, columns, rank) in enumerate(self._spans):
+            whole = gradient[span] + self._kept[span]
+            if columns:
+                matrix = whole.reshape(-1, columns)
+                right = self._right.get(index)
+                if right is None:
+                    right = np.random.default_rng(index).standard_normal((columns, rank)).astype(np.float32)
+                left, _ = np.linalg.qr(matrix @ right)
+                self._right[index] = right = matrix.T @ left
+                whole = (matrix - left @ right.T).reshape(-1)
+            self._kept[span] = whole
+        return self._kept
+
+
+__all__ = ["Sample", "Sensitivity", "measure_sensitivity", "normal_sensitivity", "stretches_of"]

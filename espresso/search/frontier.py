@@ -1,28 +1,32 @@
-"""The frontier of time against error: what every budget buys, several compressors mixed."""
+"""The frontier of time against error and memory: what every budget buys, several compressors mixed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from espresso.model.job import Job
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.search.error_budget import Sensitivity, normal_sensitivity
 from espresso.search.result import SearchResult
 from espresso.search.search import search
+from espresso.search.terms import MB, Terms
 from espresso.strategies import CompressorSpec
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """The best strategy found within a budget.
+    """The best strategy found within budgets; infinity where there was none.
 
     Attributes:
-        error: what its strategy loses: at most the budget.
+        error: what its strategy owes: at most the budget.
+        residual_bytes: what its residuals take: at most the other budget.
     """
 
-    budget: float
+    error_budget: float
+    residual_budget: float
     error: float
+    residual_bytes: float
     predicted_us: float
     result: SearchResult
 
@@ -33,32 +37,52 @@ def frontier(
     *,
     sensitivity: Sensitivity | None = None,
     points: int = 8,
+    memory_points: int = 1,
+    terms: Terms | None = None,
     payload: PayloadBytes = payload_bytes,
 ) -> list[FrontierPoint]:
-    """Time against error, from the fastest strategy down to the uncompressed one, none worse in both than another.
+    """Time against error and memory, from the fastest strategy down to the uncompressed one.
 
-    Budgets are equal steps between the error of the fastest strategy without a budget and zero.
+    Budgets are equal steps between what the fastest strategy without a budget spends and zero; no point is worse than
+    another in everything.
+
+    Args:
+        points: budgets of error.
+        memory_points: budgets of memory for each of them; 1: none.
+        terms: what else holds, for every point.
     """
     known = sensitivity or normal_sensitivity(specs)
-    free = search(job, specs, sensitivity=known, payload=payload)
+    given = replace(terms or Terms(), error_budget=None, residual_budget_mb=None)
+    free = search(job, specs, sensitivity=known, terms=given, payload=payload)
     # The fastest may be a baseline with a compressor that nobody gave a sensitivity for.
-    most = float("inf") if free.error is None else free.error
-    found = [] if free.error is None else [FrontierPoint(most, most, free.predicted_us, free)]
-    if free.error is None:
-        most = max(max(rows.values(), default=0.0) for rows in known.relative_error.values())
-    for step in range(points - 2, -1, -1):
-        budget = most * step / (points - 1)
-        result = search(job, specs, error_budget=budget, sensitivity=known, payload=payload)
-        assert result.error is not None
-        found.append(FrontierPoint(budget, result.error, result.predicted_us, result))
+    most = max((max(rows.values(), default=0.0) for rows in known.owed.values()), default=0.0)
+    most = most if free.error is None else free.error
+    found = [] if free.error is None else [_point(free)]
+    for part in range(points - 2, -1, -1):
+        error = most * part / (points - 1)
+        for memory in range(memory_points, 0, -1):
+            limit = None if memory == memory_points else free.residual_bytes / MB * memory / memory_points
+            at = replace(given, error_budget=error, residual_budget_mb=limit)
+            found.append(_point(search(job, specs, sensitivity=known, terms=at, payload=payload)))
     return _undominated(found)
 
 
+def _point(result: SearchResult) -> FrontierPoint:
+    budgets = result.terms.budgets
+    assert result.error is not None
+    return FrontierPoint(
+        budgets.error, budgets.residual_bytes, result.error, result.residual_bytes, result.predicted_us, result
+    )  # fmt: skip
+
+
 def _undominated(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
-    """Largest error first; every further point is slower."""
+    """Fastest first; every further point owes or keeps less than all faster ones."""
     kept: list[FrontierPoint] = []
-    for point in sorted(points, key=lambda one: (one.predicted_us, one.error)):
-        if not kept or point.error < kept[-1].error - 1e-12:
+    for point in sorted(points, key=lambda one: (one.predicted_us, one.error, one.residual_bytes)):
+        slack = 1e-12
+        if not any(
+            one.error <= point.error + slack and one.residual_bytes <= point.residual_bytes + slack for one in kept
+        ):
             kept.append(point)
     return kept
 

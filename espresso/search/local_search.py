@@ -8,18 +8,18 @@ the best strategies known are then searched locally: single units in order of re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from espresso.search.bound_kernels import CHAIN, shortlist
 from espresso.search.bounds import Certificate, fees, prices
+from espresso.search.budgets import Ledger
 from espresso.search.candidates import Size
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search_kernels import Losses, blocks, spread, sweep
 from espresso.search.relaxation import Relaxation
-from espresso.strategies import Choice
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
@@ -91,8 +91,8 @@ class Guide:
         lists, price: see :mod:`espresso.search.local_search_kernels`.
         rounded: the strategy that the fractions round to, within the budget.
         members, starts: units by size, in order of release.
-        errors, budget: what a candidate's kind adds to the error, float64[units, kinds], and the most allowed.
-        kinds: compressor to column.
+        spends, limits: see :class:`espresso.search.relaxation.Relaxation`.
+        ledger: what they are of; None without budgets.
     """
 
     lists: Wholes
@@ -100,23 +100,22 @@ class Guide:
     rounded: Wholes
     members: Wholes
     starts: Wholes
-    errors: Reals
-    budget: float
-    kinds: dict[object, int] = field(default_factory=dict)
+    spends: Reals
+    limits: Reals
+    ledger: Ledger | None = None
 
 
 def guide(
     evaluator: Evaluator,
     relaxation: Relaxation,
     certificate: Certificate,
-    leaves: tuple[Choice, ...],
     depth: int,
 ) -> Guide:
     """Shortlists and a rounding from a certificate made at the evaluator's partition size."""
     units = evaluator.units
-    groups: dict[Size, list[int]] = {}
+    groups: dict[tuple[Size, str], list[int]] = {}
     for index, unit in enumerate(units):
-        groups.setdefault(unit.size, []).append(index)
+        groups.setdefault((unit.size, unit.kind), []).append(index)
     members = np.array([index for group in groups.values() for index in group], dtype=np.int64)
     starts = np.cumsum([0, *map(len, groups.values())]).astype(np.int64)
     first, last = relaxation.first, relaxation.last
@@ -124,45 +123,50 @@ def guide(
     picks = np.full((len(units), depth), -1, dtype=np.int64)
     price = np.full((len(units), depth), np.inf)
     shortlist(
-        prices(relaxation, certificate.weights), relaxation.rows, fees(relaxation, certificate.error_price),
+        prices(relaxation, certificate.weights), relaxation.rows, fees(relaxation, certificate.paid),
         relaxation.kind_of, first, last, picks, price,
     )  # fmt: skip
     rounded = np.zeros(len(units), dtype=np.int64)
     owed = np.empty(certificate.support.shape[1])
     spread(certificate.support, last - first, members, starts, owed, rounded)
     if relaxation.has_budget:
-        _keep_to_budget(relaxation, rounded)
+        _keep_to_budgets(relaxation, rounded)
     lists = np.full_like(picks, -1)
     strategy = np.zeros(len(units), dtype=np.int64)
-    for size, group in groups.items():
+    for (size, _), group in groups.items():
         mine = np.array(group)
         wanted = np.unique(np.append(picks[mine].ravel(), rounded[mine]))
         wanted = wanted[wanted >= 0]
         offset = int(first[mine[0]])
-        choices = [leaves[relaxation.origin[offset + int(row)][0]] for row in wanted]
+        choices = [relaxation.origin[offset + int(row)][0] for row in wanted]
         number: Wholes = np.full(int(last[mine[0]]) - offset + 1, -1, dtype=np.int64)
         number[wanted] = evaluator.candidates.many(size, choices)
         lists[mine] = number[picks[mine]]
         strategy[mine] = number[rounded[mine]]
     return Guide(
-        lists, price, strategy, members, starts, relaxation.errors, relaxation.budget, relaxation.kinds
+        lists, price, strategy, members, starts, relaxation.spends, relaxation.limits, relaxation.ledger
     )  # fmt: skip
 
 
-def _keep_to_budget(relaxation: Relaxation, rounded: Wholes) -> None:
-    """Give the units that lose most a row of the next lesser loss, until the budget is kept."""
-    errors, kind, first = relaxation.errors, relaxation.kind_of, relaxation.first
-    lost = np.array([errors[u, kind[first[u] + row]] for u, row in enumerate(rounded)])
-    while lost.sum() > relaxation.budget and lost.max() > 0.0:
-        unit = int(np.argmax(lost))
-        rows = np.arange(first[unit], relaxation.last[unit])
-        losses = errors[unit, kind[rows]]
-        lesser = rows[losses < lost[unit]]
-        # Of the rows that lose the most among those that lose less, the one with the shortest chain.
-        most = lesser[errors[unit, kind[lesser]] == errors[unit, kind[lesser]].max()]
-        pick = most[np.argmin(relaxation.rows[most, CHAIN])]
-        rounded[unit] = pick - first[unit]
-        lost[unit] = errors[unit, kind[pick]]
+def _keep_to_budgets(relaxation: Relaxation, rounded: Wholes) -> None:
+    """Give the units that spend most a row that spends less, until every budget is kept."""
+    kind, first, units = relaxation.kind_of, relaxation.first, np.arange(len(rounded))
+    for spends, limit in zip(relaxation.spends, relaxation.limits, strict=True):
+        spent = spends[units, kind[first + rounded]]
+        while spent.sum() > limit and spent.max() > 0.0:
+            unit = int(np.argmax(spent))
+            rows = np.arange(first[unit], relaxation.last[unit])
+            all_of = relaxation.spends[:, unit, kind[rows]]
+            own = all_of[:, rounded[unit]]
+            mine = spends[unit, kind[rows]]
+            lesser = rows[(mine < spent[unit]) & (all_of <= own[:, None]).all(axis=0)]
+            if not lesser.size:
+                spent[unit] = -spent[unit]  # it can do no better; the others may
+                continue
+            # Of the rows that spend the most among those that spend less, the one with the shortest chain.
+            most = lesser[spends[unit, kind[lesser]] == spends[unit, kind[lesser]].max()]
+            rounded[unit] = most[np.argmin(relaxation.rows[most, CHAIN])] - first[unit]
+            spent[unit] = spends[unit, kind[first[unit] + rounded[unit]]]
 
 
 class LocalSearch:
@@ -178,7 +182,8 @@ class LocalSearch:
         self._general, self._origin, self._cursor, self._scratch = arrays.states
         self._job = arrays.job
         self._losses: Losses = (
-            led.errors, evaluator.candidates.kinds(led.kinds), led.budget * (1 + 1e-12)
+            led.spends, evaluator.candidates.kinds(None if led.ledger is None else led.ledger.kinds_of),
+            led.limits * (1 + 1e-12),
         )  # fmt: skip
         self.spent = 0
 

@@ -6,7 +6,8 @@ plateau is crossed in the direction of the linear program. Arrays that all kerne
 
 - ``lists`` int64[units, k]: the candidates worth trying for each unit (-1 after the end);
 - ``price`` float64[units, k]: what they cost under the weights; ``paid`` float64[units]: what the present ones do;
-- ``losses`` = (errors float64[units, kinds], kind int64[candidates], budget): a move may not exceed the budget;
+- ``losses`` = (spends float64[budgets, units, kinds], kind int64[candidates], limits float64[budgets]): a move may not
+  exceed a budget;
 - ``job``: the evaluator's arrays (:class:`espresso.search.evaluator.KernelArrays`);
 - ``effort``: events that may be simulated. Every kernel returns (makespan, events simulated).
 """
@@ -32,7 +33,7 @@ from espresso.model.timeline_kernels import (
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
-Losses = tuple[Reals, Wholes, float]
+Losses = tuple[Reals, Wholes, Reals]
 BETTER = 1.0 - 1e-9
 """A time is shorter only by more than rounding."""
 _SAME = 1.0 + 1e-12
@@ -66,13 +67,23 @@ def _trial(
 
 
 @inner_kernel
-def total_loss(losses: Losses, choice: Wholes) -> float:
-    """The error of a whole strategy."""
-    errors, kind, _ = losses
-    total = 0.0
-    for unit in range(choice.shape[0]):
-        total += errors[unit, kind[choice[unit]]]
+def _total_spent(losses: Losses, choice: Wholes) -> Reals:
+    """float64[budgets]: what a whole strategy spends."""
+    spends, kind, _ = losses
+    total = np.zeros(spends.shape[0])
+    for budget in range(spends.shape[0]):
+        for unit in range(choice.shape[0]):
+            total[budget] += spends[budget, unit, kind[choice[unit]]]
     return total
+
+
+@inner_kernel
+def _fits(spent: Reals, change: Reals, limits: Reals) -> bool:
+    """Whether a change keeps to every budget, or spends no more of it than before."""
+    for budget in range(limits.shape[0]):
+        if change[budget] > 0.0 and spent[budget] + change[budget] > limits[budget]:
+            return False
+    return True
 
 
 @kernel
@@ -86,8 +97,9 @@ def sweep(
     """
     first_unit = job[1]
     buckets = first_unit.shape[0] - 1
-    errors, kind, budget = losses
-    lost = total_loss(losses, choice)
+    spends, kind, limits = losses
+    spent = _total_spent(losses, choice)
+    change = np.zeros(limits.shape[0])
     events = 0
     copy_state(origin, cursor)
     _total(general, choice, job)
@@ -102,8 +114,9 @@ def sweep(
                 candidate = lists[unit, k]
                 if candidate < 0:
                     break
-                change = errors[unit, kind[candidate]] - errors[unit, kind[chosen]]
-                if candidate == chosen or (change > 0.0 and lost + change > budget):
+                for budget in range(limits.shape[0]):
+                    change[budget] = spends[budget, unit, kind[candidate]] - spends[budget, unit, kind[chosen]]
+                if candidate == chosen or not _fits(spent, change, limits):
                     continue
                 cheaper = price[unit, k] < paid[unit]
                 choice[unit] = candidate
@@ -116,7 +129,8 @@ def sweep(
                     chosen = candidate
                     best = min(time, best)
                     paid[unit] = price[unit, k]
-                    lost += change
+                    for budget in range(limits.shape[0]):
+                        spent[budget] += change[budget]
             choice[unit] = chosen
             _exchange(general, present, chosen, job)
     return best, events
@@ -134,8 +148,9 @@ def blocks(
     int64[n, 4] holds stride, offset, and the window in eighths of the group. Tried candidates are those of
     the window's middle unit.
     """
-    errors, kind, budget = losses
-    lost = total_loss(losses, choice)
+    spends, kind, limits = losses
+    spent = _total_spent(losses, choice)
+    change = np.zeros(limits.shape[0])
     kept = np.empty_like(choice)
     paid_before = np.empty_like(paid)
     events = 0
@@ -157,22 +172,26 @@ def blocks(
                 copy_vector(choice, kept)
                 copy_vector(paid, paid_before)
                 changed = False
-                change = 0.0
+                for budget in range(limits.shape[0]):
+                    change[budget] = 0.0
                 for position in range(begin, end, stride):
                     unit = members[position]
                     if choice[unit] != candidate:
                         changed = True
-                        change += errors[unit, kind[candidate]] - errors[unit, kind[choice[unit]]]
+                        for budget in range(limits.shape[0]):
+                            old, new = kind[choice[unit]], kind[candidate]
+                            change[budget] += spends[budget, unit, new] - spends[budget, unit, old]
                         choice[unit] = candidate
                         paid[unit] = price[guide, k]
                 time = np.inf
-                if changed and (change <= 0.0 or lost + change <= budget):
+                if changed and _fits(spent, change, limits):
                     _total(general, choice, job)
                     time, taken = _trial(general, origin, scratch, choice, best * BETTER, job)
                     events += taken
                 if time < best * BETTER:
                     best = time
-                    lost += change
+                    for budget in range(limits.shape[0]):
+                        spent[budget] += change[budget]
                 else:
                     copy_vector(kept, choice)
                     copy_vector(paid_before, paid)

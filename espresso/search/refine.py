@@ -16,8 +16,10 @@ import numpy.typing as npt
 from espresso.model.job import Job
 from espresso.search.bound_kernels import CHAIN
 from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify
-from espresso.search.error_budget import ErrorTable
+from espresso.search.budgets import Ledger
+from espresso.search.candidates import Leaves
 from espresso.search.evaluator import Evaluator, evaluator_at
+from espresso.search.exchanges import exchange
 from espresso.search.local_search import Effort, Guide, LocalSearch, guide
 from espresso.search.relaxation import Relaxation, relax
 from espresso.strategies import Choice
@@ -73,26 +75,26 @@ def refine(
     job: Job,
     evaluator: Evaluator,
     starts: Sequence[Start],
-    leaves: tuple[Choice, ...],
+    leaves: Leaves,
     partitions: Sequence[int],
     *,
     effort: Effort | None = None,
     warm: dict[int, Certificate] | None = None,
-    errors: ErrorTable | None = None,
+    ledger: Ledger | None = None,
 ) -> Refined:
     """Certify and improve.
 
     Args:
         evaluator: gives the units and the pricer.
-        starts: strategies known (within the budget), the best of which the result is never above.
+        starts: strategies known (within the budgets), the best of which the result is never above.
         leaves: the whole space (:func:`espresso.search.candidates.every_choice`).
         warm: certificates of an earlier search of the same units.
-        errors: the budget, if there is one.
+        ledger: the budgets, if there are any.
     """
     effort = effort or Effort()
     began = time.perf_counter()
     best = min(starts, key=lambda start: start.makespan_us)
-    roots = _roots(job, evaluator, best.makespan_us, leaves, partitions, effort, warm or {}, errors)
+    roots = _roots(job, evaluator, best.makespan_us, leaves, partitions, effort, warm or {}, ledger)
     certified = time.perf_counter()
     certificates = {size: certificate for size, (_, certificate) in roots.items()}
     least = best.makespan_us * (1 - CLOSE)
@@ -122,18 +124,18 @@ def _roots(
     job: Job,
     evaluator: Evaluator,
     above: float,
-    leaves: tuple[Choice, ...],
+    leaves: Leaves,
     partitions: Sequence[int],
     effort: Effort,
     warm: dict[int, Certificate],
-    errors: ErrorTable | None,
+    ledger: Ledger | None,
 ) -> dict[int, tuple[Relaxation, Certificate]]:
     """The relaxation and its bound at every partition size; each ascent starts where the last one ended."""
     units = evaluator.units
     roots: dict[int, tuple[Relaxation, Certificate]] = {}
     near: Certificate | None = None
     for size in partitions:
-        relaxation = relax(job, units, leaves, (size,), evaluator.pricer, errors)
+        relaxation = relax(job, units, leaves, (size,), evaluator.pricer, ledger)
         old = warm.get(size)
         begin = old if old is not None and old.weights.shape[1] == len(units) else near
         if begin is None:
@@ -148,7 +150,7 @@ def _roots(
         relaxation, certificate = roots[least]
         again = certify(
             relaxation, above, rounds=effort.rounds(len(units)) // 3, start=certificate.weights,
-            error_price=certificate.error_price,
+            paid=certificate.paid,
         )  # fmt: skip
         if again.makespan_us > certificate.makespan_us:
             roots[least] = (relaxation, again)
@@ -158,26 +160,26 @@ def _roots(
 def certify_units(
     job: Job,
     evaluator: Evaluator,
-    leaves: tuple[Choice, ...],
+    leaves: Leaves,
     partitions: Sequence[int],
     above: float,
-    errors: ErrorTable | None = None,
+    ledger: Ledger | None = None,
 ) -> float:
     """The bound alone, for other units of the same job."""
-    roots = _roots(job, evaluator, above, leaves, partitions, Effort(), {}, errors)
+    roots = _roots(job, evaluator, above, leaves, partitions, Effort(), {}, ledger)
     return min(certificate.makespan_us for _, certificate in roots.values())
 
 
 def _searched(
     evaluator: Evaluator,
     starts: Sequence[Start],
-    leaves: tuple[Choice, ...],
+    leaves: Leaves,
     sizes: Sequence[int],
     roots: dict[int, tuple[Relaxation, Certificate]],
     effort: Effort,
 ) -> _Size | None:
     """Single units at the most promising sizes and from a further start, then blocks too on the best of them."""
-    rows = [_begin(evaluator_at(evaluator, size), starts, leaves, *roots[size], effort) for size in sizes]
+    rows = [_begin(evaluator_at(evaluator, size), starts, *roots[size], effort) for size in sizes]
     if not rows:
         return None
     rows = sorted(rows, key=lambda row: row.makespan_us)[: effort.sizes]
@@ -186,23 +188,23 @@ def _searched(
         left -= _sweep(row, left // 3)
     best = min(rows, key=lambda row: row.makespan_us)
     if effort.longer_chains:
-        other = _with_longer_chains(best, leaves, effort)
+        other = _with_longer_chains(best, effort)
         left -= _sweep(other, left // 3)
         best = min(best, other, key=lambda row: row.makespan_us)
     _descend(best, left, effort.descents)
+    best.makespan_us = exchange(best.evaluator, best.led, leaves, best.strategy, best.makespan_us)
     return best
 
 
 def _begin(
     here: Evaluator,
     starts: Sequence[Start],
-    leaves: tuple[Choice, ...],
     relaxation: Relaxation,
     certificate: Certificate,
     effort: Effort,
 ) -> _Size:
     """The better of the program's rounding and the best start of this size."""
-    led = guide(here, relaxation, certificate, leaves, effort.depth(len(here.units)))
+    led = guide(here, relaxation, certificate, effort.depth(len(here.units)))
     strategy, makespan = led.rounded, here.makespan(led.rounded)
     own = [start for start in starts if start.partition_bytes == here.partition_bytes]
     known = min(own, key=lambda start: start.makespan_us, default=None)
@@ -211,7 +213,7 @@ def _begin(
     return _Size(here, relaxation, certificate, led, strategy.copy(), makespan)
 
 
-def _with_longer_chains(row: _Size, leaves: tuple[Choice, ...], effort: Effort) -> _Size:
+def _with_longer_chains(row: _Size, effort: Effort) -> _Size:
     """Another start: the program's solution where chains are longer, as if units had to wait on the way."""
     units = len(row.strategy)
     costs = row.relaxation.rows.copy()
@@ -222,9 +224,9 @@ def _with_longer_chains(row: _Size, leaves: tuple[Choice, ...], effort: Effort) 
         row.makespan_us * effort.longer_chains,
         rounds=effort.rounds(units) // 3,
         start=row.certificate.weights,
-        error_price=row.certificate.error_price,
+        paid=row.certificate.paid,
     )
-    led = guide(row.evaluator, longer, certificate, leaves, effort.depth(units))
+    led = guide(row.evaluator, longer, certificate, effort.depth(units))
     start = led.rounded.copy()
     return _Size(row.evaluator, row.relaxation, row.certificate, led, start, row.evaluator.makespan(start))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
@@ -15,8 +15,8 @@ from espresso.model.payload_sizes import share_of_stretches
 from espresso.model.pricing import Pricer
 from espresso.model.timeline_kernels import NUM_LANES, limits_of
 from espresso.search.bound_kernels import COSTS, NUM_RESOURCES, WIDTH, join_partitions, leaf_features, pareto
-from espresso.search.candidates import Size, Unit
-from espresso.search.error_budget import ErrorTable
+from espresso.search.budgets import Ledger
+from espresso.search.candidates import Leaves, Size, Unit, leaves_of
 from espresso.strategies import DTYPES, Choice, CompressorSpec, Option
 from espresso.strategies.plan import partition_spans
 
@@ -36,16 +36,16 @@ class Relaxation:
         release_us: float64[units], undisturbed.
         backward_us: when the last is released.
         rows: float64[candidates, WIDTH], those of one size together.
-        kind_of: int64[candidates]: a row's compressor, as a column of ``errors``.
+        kind_of: int64[candidates]: a row's kind, as a column of ``spends``.
         first, last: int64[units]: each unit's candidates among ``rows``.
-        origin: for every row (index into the leaves, partition size).
+        origin: for every row (choice, partition size).
         cores: cores shared by everything, 0 under the paper's assumption.
         backward_cores: what backward demands.
         resources: how many bound the makespan (:mod:`espresso.search.bound_kernels`).
-        errors: float64[units, kinds]: what a compressor adds to the error; zeros without a budget.
-        budget: the most that errors may add up to.
+        spends: float64[budgets, units, kinds]: what a kind of choice spends of each budget; without one, empty.
+        limits: float64[budgets].
         giants: int64[few], in order of release.
-        kinds: compressor to column of ``errors``.
+        ledger: what the budgets are of; None without.
     """
 
     release_us: Reals
@@ -54,18 +54,18 @@ class Relaxation:
     kind_of: Wholes
     first: Wholes
     last: Wholes
-    origin: tuple[tuple[int, int], ...]
+    origin: tuple[tuple[Choice, int], ...]
     cores: float
     backward_cores: float
     resources: int
-    errors: Reals
-    budget: float
+    spends: Reals
+    limits: Reals
     giants: Wholes
-    kinds: dict[object, int] = field(default_factory=dict)
+    ledger: Ledger | None = None
 
     @property
     def has_budget(self) -> bool:
-        return self.budget < np.inf
+        return len(self.limits) > 0
 
 
 Undominated = tuple[Reals, list[tuple[int, int]]]
@@ -77,13 +77,13 @@ def undominated_leaves(
     leaves: tuple[Choice, ...],
     partitions: Sequence[int],
     *,
-    compressors_apart: bool = False,
+    kinds: Wholes | None = None,
 ) -> Undominated:
     """The rows of a size's leaves at every partition size, dominated ones dropped.
 
     Safe for the bound: it prices a candidate with weights that are never negative, so one that is no less in
     every cost never is a minimum alone. (It says nothing about list schedules: there a dominated candidate
-    can, rarely, finish earlier.) Under an error budget compressors differ in a cost that rows do not hold,
+    can, rarely, finish earlier.) Under a budget ``kinds`` int64[leaves] differ in a cost that rows do not hold,
     and are kept apart.
 
     Returns:
@@ -105,14 +105,23 @@ def undominated_leaves(
             full = tail if len(cuts) == 1 else _leaf_features(pricer, run, cuts[0][1], size)
             rows = np.empty((len(run.options), WIDTH))
             join_partitions(full, tail, len(cuts), rows)
-            kept = _undominated(rows)
-            blocks.append(rows[kept])
-            origin += [(run.start + index, limit) for index in kept.tolist()]
+            for members in _alike(run, kinds):
+                kept = members[_undominated(rows[members])]
+                blocks.append(rows[kept])
+                origin += [(run.start + index, limit) for index in kept.tolist()]
     rows = np.concatenate(blocks)
-    if compressors_apart or len(blocks) == 1:
+    if kinds is not None or len(blocks) == 1:
         return rows, origin
     kept = _undominated(rows)
     return rows[kept], [origin[index] for index in kept]
+
+
+def _alike(run: _Run, kinds: Wholes | None) -> list[Wholes]:
+    """The leaves of a run, those of one kind together."""
+    if kinds is None:
+        return [np.arange(len(run.options))]
+    mine = kinds[run.start : run.start + len(run.options)]
+    return [np.flatnonzero(mine == kind) for kind in np.unique(mine)]
 
 
 def _undominated(rows: Reals) -> Wholes:
@@ -157,14 +166,17 @@ def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Real
 
 
 def _remembered(
-    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partitions: tuple[int, ...], apart: bool
+    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partitions: tuple[int, ...], ledger: Ledger | None
 ) -> Undominated:
-    # The leaves are kept with the answer, so that their identity stays their own.
-    rows, names, _ = pricer.remember(
-        ("undominated", size, id(leaves), partitions, apart),
+    # Leaves and ledger are kept with the answer, so that their identities stay their own.
+    rows, names, *_ = pricer.remember(
+        ("undominated", size, id(leaves), partitions, id(ledger)),
         lambda: (
-            *undominated_leaves(pricer, size, leaves, partitions, compressors_apart=apart),
+            *undominated_leaves(
+                pricer, size, leaves, partitions, kinds=None if ledger is None else ledger.kinds_of(leaves)
+            ),
             leaves,
+            ledger,
         ),
     )
     return rows, names
@@ -173,32 +185,32 @@ def _remembered(
 def relax(
     job: Job,
     units: Sequence[Unit],
-    leaves: tuple[Choice, ...],
+    leaves: Leaves,
     partitions: Sequence[int],
     pricer: Pricer,
-    errors: ErrorTable | None = None,
+    ledger: Ledger | None = None,
 ) -> Relaxation:
     """The linear program of a job: see :mod:`espresso.search.bounds`."""
-    where: dict[Size, tuple[int, int]] = {}
+    where: dict[tuple[Size, str], tuple[int, int]] = {}
     blocks: list[Reals] = []
-    origin: list[tuple[int, int]] = []
+    origin: list[tuple[Choice, int]] = []
     total = 0
     for unit in units:
-        if unit.size not in where:
-            rows, names = _remembered(pricer, unit.size, leaves, tuple(partitions), errors is not None)
-            where[unit.size] = (total, total + len(rows))
+        if (unit.size, unit.kind) not in where:
+            mine = leaves_of(leaves, unit)
+            rows, names = _remembered(pricer, unit.size, mine, tuple(partitions), ledger)
+            where[unit.size, unit.kind] = (total, total + len(rows))
             blocks.append(rows)
-            origin += names
+            origin += [(mine[leaf], limit) for leaf, limit in names]
             total += len(rows)
-    spans = np.array([where[unit.size] for unit in units], dtype=np.int64)
+    spans = np.array([where[unit.size, unit.kind] for unit in units], dtype=np.int64)
     ready = np.array(job.ready_us)
     contention = job.costs.contention
     kinds = np.zeros(total, dtype=np.int64)
-    table = np.zeros((len(units), 1))
-    if errors is not None:
-        column = errors.columns
-        kinds = np.array([column[leaves[leaf].compressor] for leaf, _ in origin], dtype=np.int64)
-        table = errors.of_units(units)
+    spends, limits = np.zeros((0, len(units), 1)), np.zeros(0)
+    if ledger is not None:
+        kinds = ledger.kinds_of(choice for choice, _ in origin)
+        spends, limits = ledger.of_units(units), ledger.limits
     return Relaxation(
         ready[[unit.bucket for unit in units]],
         float(ready[-1]),
@@ -210,10 +222,10 @@ def relax(
         contention.cores or 0.0,
         contention.backward_cores,
         NUM_RESOURCES if job.costs.links.in_flight > 1 else NUM_LANES,
-        table,
-        np.inf if errors is None else errors.budget,
+        spends,
+        limits,
         _giants(units),
-        {} if errors is None else {spec: column for spec, column in errors.columns.items()},
+        ledger,
     )
 
 

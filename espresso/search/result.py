@@ -10,6 +10,7 @@ from espresso.model.job import Job
 from espresso.model.pricing import Pricer
 from espresso.model.timeline import list_schedule
 from espresso.search.bounds import Certificate
+from espresso.search.terms import Terms
 from espresso.strategies import Plan, Strategy, plan
 
 
@@ -63,7 +64,10 @@ class SearchResult:
         offload_capped: whether Algorithm 2's product was larger than its cap.
         caps: DDP's bucket sizes that were searched; empty where none were.
         bucket_cap_mb: the one to set; None: leave the buckets as they are.
-        error: of the strategy, and its budget; None without a sensitivity.
+        error: gradients that the strategy owes; None without a sensitivity.
+        residual_bytes: that its residuals take on a rank, on average.
+        terms: that it was searched under.
+        kinds_left_out, fewer_kinds_cost_us: how many kinds of choices were merged into others, and what that takes.
         certificates: by partition size; they make a later search of a similar job faster.
     """
 
@@ -82,8 +86,16 @@ class SearchResult:
     offload_capped: bool
     caps: tuple[CapRow, ...] = ()
     error: float | None = None
-    error_budget: float | None = None
+    residual_bytes: float = 0.0
+    terms: Terms = field(default_factory=Terms)
+    kinds_left_out: int = 0
+    fewer_kinds_cost_us: float = 0.0
     certificates: Mapping[int, Certificate] = field(default_factory=dict)
+
+    @property
+    def error_budget(self) -> float | None:
+        """Most that it might owe."""
+        return self.terms.error_budget
 
     @property
     def bucket_cap_mb(self) -> float | None:

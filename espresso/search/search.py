@@ -1,6 +1,6 @@
-"""The search: baselines, the paper's two algorithms, the certificate, improvement; partition and bucket sizes.
+"""The search: baselines, the paper's two algorithms, the certificate, improvement; partition and bucket sizes; terms.
 
-The result is never above the best baseline, and comes with its plan, whose order the executor follows.
+Without terms the result is never above the best baseline. It comes with its plan, whose order the executor follows.
 """
 
 from __future__ import annotations
@@ -21,24 +21,30 @@ from espresso.model.timeline import list_schedule
 from espresso.search.algorithms import MOST_GREEDY_UNITS, Progress, greedy, offload, upper_bound_us
 from espresso.search.baselines import simple_baselines
 from espresso.search.bounds import Certificate
+from espresso.search.budgets import Ledger
 from espresso.search.candidates import (
+    Unit,
     compressed_leaves,
     every_choice,
+    leaves_of,
     partition_sizes,
     raw_choices,
     units_for,
     units_of,
 )
-from espresso.search.error_budget import ErrorTable, Sensitivity, normal_sensitivity
+from espresso.search.error_budget import Sensitivity, normal_sensitivity
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
-from espresso.search.splitting import split_buckets
+from espresso.search.settle import MAX_CANDIDATES, Settler, finer, is_rider, kinds_of
+from espresso.search.splitting import NEAR, split_buckets
+from espresso.search.terms import Terms
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
+from espresso.strategies.constraints import FREE, Constraints
 
-CAP_GAIN = 0.98
-"""Another bucket size must gain this much, or the buckets stay as they are."""
+SENSITIVITY = "sensitivity"
+"""Of a job's meta: what compressors owe of its gradients, as it was measured."""
 PUBLISHED = "algorithms 1 and 2 as published"
 """From the uncompressed strategy; can end above a baseline."""
 GREEDY = "Espresso's greedy"
@@ -65,29 +71,46 @@ class _Found:
 
 @dataclass
 class _Space:
-    """What one search may choose: everything but the job's buckets."""
+    """What one search may choose: everything but the job's buckets.
+
+    Attributes:
+        every: by the kinds of units that constraints make.
+    """
 
     specs: tuple[CompressorSpec, ...]
     training: tuple[Choice, ...]
     offloaded: tuple[Choice, ...]
     raw: tuple[Choice, ...]
-    every: tuple[Choice, ...]
+    every: dict[str, tuple[Choice, ...]]
     payload: PayloadBytes
-    errors: ErrorTable | None
+    terms: Terms
+    ledger: Ledger
 
     @property
-    def budget(self) -> ErrorTable | None:
-        """The errors, if they bind."""
-        return self.errors if self.errors is not None and self.errors.budget < math.inf else None
+    def budgets(self) -> Ledger | None:
+        """What choices spend, if anything is bounded."""
+        return self.ledger if self.terms.budgets.binds else None
 
-    def allows(self, row: _Found) -> bool:
-        """Whether a strategy keeps to the budget."""
-        limit = self.budget
-        if limit is None:
-            return True
-        if not all(limit.knows(choice.compressor) for choice in row.choices):
-            return False
-        return limit.of_choices(row.by_tensor) <= limit.budget * (1 + 1e-9)
+    @property
+    def constraints(self) -> Constraints | None:
+        """If there are any."""
+        return None if self.terms.constraints == Constraints() else self.terms.constraints
+
+    def units(self, job: Job) -> tuple[Unit, ...]:
+        return units_of(job, self.constraints)
+
+    def fitted(self, row: _Found) -> _Found | None:
+        """The strategy with what its units may not take replaced, if it keeps to the budgets then."""
+        limits = self.constraints
+        if limits is not None:
+            choices = tuple(
+                choice if limits.allows(choice, unit.kind) else leaves_of(self.every, unit)[0]
+                for unit, choice in zip(row.evaluator.units, row.choices, strict=True)
+            )
+            if choices != row.choices:
+                makespan = row.evaluator.makespan(row.evaluator.encode(choices))
+                row = replace(row, choices=choices, makespan_us=makespan)
+        return row if self.ledger.allows(row.by_tensor) else None
 
 
 def _check_specs(
@@ -111,7 +134,7 @@ def search(
     progress: Progress | None = None,
     payload: PayloadBytes = payload_bytes,
     bucket_caps: Sequence[float] | None = (),
-    error_budget: float | None = None,
+    terms: Terms | None = None,
     sensitivity: Sensitivity | None = None,
 ) -> SearchResult:
     """Find a strategy for a job.
@@ -125,14 +148,15 @@ def search(
         progress: called with a phase and its fraction done.
         payload: for tests.
         bucket_caps: for DDP jobs, bucket sizes to search beside the job's own; None: those that fit the job.
-        error_budget: the most a strategy's error may be (:mod:`espresso.search.error_budget`).
-        sensitivity: what compressors lose; by default, with a budget, measured on normal numbers.
+        terms: budgets, constraints, few kinds; by default none, and time alone counts.
+        sensitivity: what compressors owe; by default as the job says, else of normal numbers where it is asked for.
 
     Raises:
-        JobError: the job has no costs for a compressor, or for a routine of the tree; a bad budget.
+        JobError: the job has no costs for a compressor, or for a routine of the tree; a bad budget; no strategy keeps
+            to the terms.
     """
     started = time.perf_counter()
-    space = _space(job, _check_specs(job, compressor), payload, error_budget, sensitivity)
+    space = _space(job, _check_specs(job, compressor), payload, terms or Terms(), sensitivity)
     caps: tuple[float, ...] = ()
     if job.mode is Mode.DDP:
         caps = caps_for(job) if bucket_caps is None else tuple(bucket_caps)
@@ -140,24 +164,23 @@ def search(
     results = []
     for number, one in enumerate(own):
         results.append(_search_buckets(one, space, effort, partitions, _part_of(progress, number, len(own))))
+    result = _with_caps(results, (None, *caps)) if caps else results[0]
+    result = _settled(result.chosen.job, space, result, effort)
     if progress is not None:
         progress("search", 1.0)
-    return replace(
-        _with_caps(results, (None, *caps)) if caps else results[0],
-        search_ms=(time.perf_counter() - started) * 1e3,
-    )
+    return replace(result, search_ms=(time.perf_counter() - started) * 1e3)
 
 
 def advised_bucket_cap(
-    job: Job, compressor: CompressorSpec, result: SearchResult, caps: Sequence[float] | None = None
+    job: Job, compressors: Sequence[CompressorSpec], result: SearchResult, caps: Sequence[float] | None = None
 ) -> CapRow | None:
     """A bucket size of DDP with which even a certified-only search (no improvement) beats ``result`` by 2 %."""
     best: CapRow | None = None
     for cap in caps_for(job) if caps is None else caps:
         other = rebucketed(job, cap)
-        found = search(other, compressor, effort=NO_EFFORT, partitions=(0,))
+        found = search(other, compressors, effort=NO_EFFORT, partitions=(0,))
         row = CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
-        if row.predicted_us < (result if best is None else best).predicted_us * (CAP_GAIN if best is None else 1):
+        if row.predicted_us < (result if best is None else best).predicted_us / (NEAR if best is None else 1):
             best = row
     return best
 
@@ -169,6 +192,8 @@ def replan(
     compressor: CompressorSpec | str | Sequence[CompressorSpec | str] | None = None,
     certificates: dict[int, Certificate] | None = None,
     payload: PayloadBytes = payload_bytes,
+    terms: Terms | None = None,
+    sensitivity: Sensitivity | None = None,
 ) -> SearchResult:
     """Search from an old strategy, for a job whose costs changed: much faster than from scratch.
 
@@ -178,6 +203,8 @@ def replan(
     Args:
         compressor: by default those that the old strategy uses.
         certificates: of the earlier search, if it is at hand.
+        terms: by default those that the old strategy's notes say it was searched under.
+        sensitivity: as for :func:`search`.
 
     Raises:
         JobError: as :func:`search`. StrategyError: the strategy is for another model or cluster.
@@ -185,46 +212,68 @@ def replan(
     started = time.perf_counter()
     old.check_model(job.tensors, job.cluster)
     used = dict.fromkeys(choice.compressor for choice in old.choices.values())
-    space = _space(job, _check_specs(job, tuple(used) if compressor is None else compressor), payload)
-    units = units_for(job, old)
+    terms = terms or Terms.of(old.notes) or Terms()
+    space = _space(
+        job, _check_specs(job, tuple(used) if compressor is None else compressor), payload, terms, sensitivity
+    )
+    units = units_for(job, old, space.constraints)
     evaluator = Evaluator(job, units, old.partition_bytes, pricer=shared_pricer(job.costs, job.cluster, payload))
     rows = [_found("uncompressed", evaluator, evaluator.uniform(PLAIN))]
     begun = evaluator.encode([old.choices[unit.tensors[0]] for unit in units])
     rows.append(_found("old strategy", evaluator, begun))
     algorithms_ms = (time.perf_counter() - started) * 1e3
+    space.ledger.kinds_of(choice for row in rows for choice in row.choices)
+    allowed = [fitted for row in rows if (fitted := space.fitted(row)) is not None]
     refined = refine(
-        job, evaluator, [Start(row.choices, old.partition_bytes, row.makespan_us) for row in rows],
-        space.every, (old.partition_bytes,), effort=REPLAN_EFFORT, warm=certificates,
+        job, evaluator, [Start(row.choices, old.partition_bytes, row.makespan_us) for row in allowed],
+        space.every, (old.partition_bytes,), effort=REPLAN_EFFORT, warm=certificates, ledger=space.budgets,
     )  # fmt: skip
-    rows.append(_found("replanned", refined.evaluator, refined.strategy))
+    allowed.append(_found("replanned", refined.evaluator, refined.strategy))
     baselines = {row.name: row.makespan_us for row in rows[:2]}
-    return _result(job, space, rows, baselines, False, started, refined.bound_us, refined, algorithms_ms)
+    plain_us = rows[0].makespan_us
+    result = _result(job, space, allowed, plain_us, baselines, False, started, refined.bound_us, refined, algorithms_ms)
+    return _settled(job, space, result, REPLAN_EFFORT, (old.partition_bytes,))
 
 
 def _space(
     job: Job,
     specs: tuple[CompressorSpec, ...],
     payload: PayloadBytes,
-    error_budget: float | None = None,
-    sensitivity: Sensitivity | None = None,
+    terms: Terms,
+    sensitivity: Sensitivity | None,
 ) -> _Space:
-    errors = None
-    if error_budget is not None or sensitivity is not None:
-        errors = ErrorTable(
-            sensitivity or normal_sensitivity(specs),
-            job.tensors,
-            specs,
-            math.inf if error_budget is None else error_budget,
-        )
+    forced = terms.constraints.forced()
+    offered = tuple(dict.fromkeys(specs + tuple(more for spec in specs for more in finer(spec))))
+    known = tuple(dict.fromkeys((*offered, *(spec for spec in forced if spec != NONE))))
+    if sensitivity is None and SENSITIVITY in job.meta:
+        sensitivity = Sensitivity.from_json(job.meta[SENSITIVITY])
+    asked = terms.error_budget is not None or terms.for_exactness > 0
+    if sensitivity is None and asked:
+        sensitivity = normal_sensitivity(known)
+    elif sensitivity is not None:
+        known = tuple(spec for spec in known if spec in specs or sensitivity.knows(spec))
+    ledger = Ledger(job.tensors, job.cluster, known, sensitivity, terms.budgets, terms.bytes_kept)
+    if terms.error_budget is not None:
+        # What owes less is worth its bytes only where that is bounded.
+        specs = tuple(spec for spec in offered if spec in known)
     training, offloaded = compressed_leaves(job, specs)
-    return _Space(specs, training, offloaded, raw_choices(job.cluster), every_choice(job, specs), payload, errors)
+    whole = every_choice(job, specs)
+    every = {FREE: whole}
+    for kind in {terms.constraints.kind_of(tensor) for tensor in job.tensors} | {FREE}:
+        mine = whole if kind == FREE else every_choice(job, _check_specs(job, forced)) + whole
+        every[kind] = tuple(dict.fromkeys(terms.constraints.of(mine, kind)))
+        if not every[kind]:
+            raise JobError(f"constraints: no option on {job.cluster} is what tensors are forced to ({kind!r})")
+    if every[FREE] == whole:
+        every[FREE] = whole  # the list that earlier searches have priced
+    return _Space(specs, training, offloaded, raw_choices(job.cluster), every, payload, terms, ledger)
 
 
 def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) -> SearchResult:
     """The best bucket size's result; the job's own buckets stay unless another gains something."""
     own = results[0]
     best = min(range(len(results)), key=lambda index: results[index].predicted_us)
-    if results[best].predicted_us > own.predicted_us * CAP_GAIN:
+    if results[best].predicted_us > own.predicted_us / NEAR:
         best = 0
     found = results[best]
     rows = tuple(
@@ -256,7 +305,7 @@ def _search_buckets(
 ) -> SearchResult:
     """The search at one bucketing."""
     started = time.perf_counter()
-    units = units_of(job)
+    units = space.units(job)
     effort = effort or Effort.for_units(len(units))
     sizes = tuple(partitions) if partitions is not None else partition_sizes(job, units)
     found: list[_Found] = []
@@ -273,23 +322,31 @@ def _search_buckets(
             baselines[row.name] = min(row.makespan_us, baselines.get(row.name, math.inf))
         found += rows
     algorithms_ms = (time.perf_counter() - started) * 1e3
-    allowed = [row for row in found if space.allows(row)]
+    space.ledger.kinds_of(choice for row in found for choice in row.choices)
+    allowed = [fitted for row in found if (fitted := space.fitted(row)) is not None]
+    if not allowed:
+        raise JobError("no strategy that the search knows keeps to the budgets with what tensors are forced to")
     refined = refine(
         job, found[0].evaluator,
         [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in allowed],
-        space.every, sizes, effort=effort, errors=space.budget,
+        space.every, sizes, effort=effort, ledger=space.budgets,
     )  # fmt: skip
     bound = refined.bound_us
     if effort.events:
         allowed.append(_found("improved", refined.evaluator, refined.strategy))
-        # A split would have to watch the budget as well; whole buckets do.
-        if job.mode is Mode.DDP and space.budget is None:
+        if job.mode is Mode.DDP:
             both = space.raw + space.training + space.offloaded
-            evaluator, split = split_buckets(job, refined.evaluator, refined.strategy, both)
+            offered = {
+                kind: tuple(c for c in leaves if c in set(both)) or leaves for kind, leaves in space.every.items()
+            }
+            evaluator, split = split_buckets(
+                job, refined.evaluator, refined.strategy, offered, ledger=space.budgets
+            )  # fmt: skip
             if evaluator is not refined.evaluator:
                 allowed.append(_found("buckets split", evaluator, split))
-                bound = min(bound, certify_units(job, evaluator, space.every, sizes, bound))
-    return _result(job, space, allowed, baselines, capped, started, bound, refined, algorithms_ms)
+                bound = min(bound, certify_units(job, evaluator, space.every, sizes, bound, space.budgets))
+    plain_us = min(row.makespan_us for row in found if row.name == "uncompressed")
+    return _result(job, space, allowed, plain_us, baselines, capped, started, bound, refined, algorithms_ms)
 
 
 def _known(evaluator: Evaluator, space: _Space, progress: Progress | None) -> tuple[list[_Found], bool]:
@@ -335,6 +392,7 @@ def _result(
     job: Job,
     space: _Space,
     found: list[_Found],
+    plain_us: float,
     baselines: dict[str, float],
     capped: bool,
     started: float,
@@ -343,7 +401,6 @@ def _result(
     algorithms_ms: float,
 ) -> SearchResult:
     beside = job.forward_us + job.optimizer_us
-    plain = next(row for row in found if row.name == "uncompressed")
     # Stable: of times equal but for rounding the one found first, so plain wins ties.
     ranked = sorted(found, key=lambda row: float(f"{row.makespan_us:.9e}"))
     chosen = _ranked(job, ranked[0])
@@ -353,11 +410,10 @@ def _result(
         job, space.specs, best.units, space.payload, partition_bytes=best.partition_bytes,
         start=ranked[0].choices,
     )  # fmt: skip
-    known = space.errors is not None and all(space.errors.knows(c.compressor) for c in ranked[0].choices)
     return SearchResult(
         chosen=chosen,
         predicted_us=chosen.predicted_us,
-        uncompressed_us=plain.makespan_us + beside,
+        uncompressed_us=plain_us + beside,
         upper_bound_us=min(bound, chosen.predicted_us),
         lower_bound_us=min(lower + beside, chosen.predicted_us),
         search_ms=(time.perf_counter() - started) * 1e3,
@@ -366,12 +422,82 @@ def _result(
         improve_ms=refined.improve_ms,
         alternatives=tuple(alternatives),
         baselines={name: makespan + beside for name, makespan in baselines.items()},
-        num_candidates=len(space.every),
+        num_candidates=len(space.every[FREE]),
         offload_capped=capped,
-        error=space.errors.of_choices(ranked[0].by_tensor) if space.errors is not None and known else None,
-        error_budget=None if space.budget is None else space.budget.budget,
+        error=space.ledger.error(ranked[0].by_tensor),
+        residual_bytes=space.ledger.spent(ranked[0].by_tensor)[1],
+        terms=space.terms,
         certificates=refined.certificates,
     )
+
+
+def _settled(
+    job: Job, space: _Space, result: SearchResult, effort: Effort | None, sizes: tuple[int, ...] | None = None
+) -> SearchResult:
+    """The result as its terms ask for: as exact as there is time for, of few kinds, certified as it is then.
+
+    ``alternatives`` are then what may race, best first, none that is not below plain; ``chosen`` is the first of them.
+    """
+    terms = space.terms
+    if terms.all_kinds and not terms.for_exactness and space.constraints is None:
+        return result
+    settler = Settler(job, terms, space.ledger)
+    plain = _plain(job, space, result)
+    plain = replace(plain, predicted_us=settler.priced(plain).predicted_us)
+    settler.plain_us = plain.predicted_us
+    cap = result.strategy.bucket_cap_mb
+    rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
+    if terms.for_exactness and (simple := settler.simplest(result)) is not None:
+        rows = [*rows[:MAX_CANDIDATES], simple]
+    settled = [settler.settled(row) for row in rows if row.strategy.num_compressed or terms.constraints.force]
+    settled.sort(key=lambda one: one.row.predicted_us)
+    kept, seen = [], []
+    for one in settled:
+        if one.row.strategy not in seen and (one.row.predicted_us < plain.predicted_us or terms.constraints.force):
+            seen.append(one.row.strategy)
+            kept.append(one)
+    chosen = kept[0].row if kept else plain
+    spent = space.ledger.spent(chosen.strategy.choices)
+    bound = min(result.lower_bound_us, _bound_of(job, space, chosen, effort, sizes), chosen.predicted_us)
+    return replace(
+        result,
+        chosen=chosen,
+        predicted_us=chosen.predicted_us,
+        uncompressed_us=plain.predicted_us,
+        lower_bound_us=bound,
+        upper_bound_us=min(result.upper_bound_us, chosen.predicted_us),
+        alternatives=tuple(one.row for one in kept),
+        error=space.ledger.error(chosen.strategy.choices),
+        residual_bytes=spent[1],
+        kinds_left_out=kept[0].kinds_before - len(kinds_of(chosen.strategy)) if kept else 0,
+        fewer_kinds_cost_us=chosen.predicted_us - kept[0].before_us if kept else 0.0,
+    )
+
+
+def _plain(job: Job, space: _Space, result: SearchResult) -> Ranked:
+    """Every tensor raw, but for those that are forced to something else."""
+    choices = {t.name: space.every[space.terms.constraints.kind_of(t)][0] for t in job.tensors}
+    notes = {"predicted_us": result.uncompressed_us, "mode": job.mode.value, "found_by": "uncompressed"}
+    strategy = Strategy(job.tensors, choices, job.cluster, notes=notes)
+    return replace(
+        result.chosen, name="uncompressed", strategy=strategy, job=job, predicted_us=result.uncompressed_us
+    )  # fmt: skip
+
+
+def _bound_of(job: Job, space: _Space, row: Ranked, effort: Effort | None, sizes: tuple[int, ...] | None) -> float:
+    """Certified over the groups that a strategy has, without what rides in payloads of others."""
+    strategy = row.strategy
+    units = tuple(
+        unit for unit in units_for(job, strategy, space.constraints)
+        if not is_rider(strategy.choices[unit.tensors[0]])
+    )  # fmt: skip
+    if not units:
+        return job.forward_us + job.backward_us + job.optimizer_us
+    tried = sizes or partition_sizes(job, units)
+    evaluator = Evaluator(job, units, tried[0], pricer=row.pricer)
+    above = row.predicted_us - job.forward_us - job.optimizer_us
+    found = certify_units(job, evaluator, space.every, tried, above, space.budgets)
+    return found + job.forward_us + job.optimizer_us
 
 
 def _distinct(ranked: Sequence[_Found], most: int = 4) -> list[_Found]:
@@ -397,7 +523,8 @@ def lay_out(job: Job, strategy: Strategy, *, payload: PayloadBytes = payload_byt
 def _ranked(job: Job, row: _Found) -> Ranked:
     predicted = job.forward_us + row.makespan_us + job.optimizer_us
     notes = {"predicted_us": predicted, "mode": job.mode.value, "found_by": row.name}
-    strategy = Strategy(job.tensors, row.by_tensor, job.cluster, row.evaluator.partition_bytes, notes=notes)
+    choices = {**dict.fromkeys((tensor.name for tensor in job.tensors), PLAIN), **row.by_tensor}
+    strategy = Strategy(job.tensors, choices, job.cluster, row.evaluator.partition_bytes, notes=notes)
     return Ranked(row.name, strategy, predicted, job, row.evaluator.pricer)
 
 

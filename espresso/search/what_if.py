@@ -11,8 +11,8 @@ from typing import Any
 
 from espresso.model.job import Job
 from espresso.model.what_if import FARTHEST, Change, changed, extrapolates, own_gbit
-from espresso.search.exactness import Automatic, trade_for_exactness
 from espresso.search.search import search
+from espresso.search.terms import Terms
 from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy
 
 PAYS = 1.02
@@ -111,10 +111,8 @@ def predict(job: Job, specs: Sequence[CompressorSpec], change: Change) -> Predic
         RangeError, JobError: see :func:`espresso.model.what_if.changed`.
     """
     other = changed(job, change)
-    manner = Automatic.of(job.meta)
-    result = search(other, specs, partitions=None if manner is None else manner.partitions)
-    if manner is not None:
-        result = trade_for_exactness(other, result, manner)
+    terms = Terms.of(job.meta) or Terms()
+    result = search(other, specs, partitions=terms.partitions, terms=terms)
     known = other.cluster.num_nodes > 1
     return Prediction(
         other.cluster,

@@ -30,13 +30,13 @@ _NUMERIC = {
 _SCOPES = {Scope.FLAT: "to all ranks", Scope.INTRA: "inside the node", Scope.INTER: "between nodes"}
 
 
-def frontier_table(points: Sequence[tuple[float, float, int]]) -> Table:
-    """Rows of (error, predicted iteration in us, compressed tensors)."""
-    table = Table(title="time against error", title_justify="left")
-    for name in ("error", "predicted iteration", "tensors compressed"):
+def frontier_table(points: Sequence[tuple[float, float, float, int]]) -> Table:
+    """Rows of (gradients owed, bytes of residuals, predicted iteration in us, compressed tensors)."""
+    table = Table(title="time against error and memory", title_justify="left")
+    for name in ("gradients owed", "residuals", "predicted iteration", "tensors compressed"):
         table.add_column(name, justify="right")
-    for error, us, count in points:
-        table.add_row(f"{error:.4f}", human_us(us), str(count))
+    for error, kept, us, count in points:
+        table.add_row(f"{error:.4f}", human_bytes(kept), human_us(us), str(count))
     return table
 
 

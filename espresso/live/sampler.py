@@ -1,0 +1,51 @@
+"""Some numbers of profiled iterations' gradients, from which it is measured what compressors keep back of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from espresso.search.error_budget import RUNS, SAMPLED_STEPS, Sample, stretches_of
+from espresso.strategies import Bucket, TensorSpec
+
+MOST_SAMPLED = 1 << 17
+"""Elements of a whole model: measuring ten compressors on as many takes a second or two of one core."""
+
+LEAST_SAMPLED = 64 * RUNS
+"""Of a tensor, if it has as many."""
+
+
+class Sampler:
+    """Takes the same elements of every tensor in each iteration while it is on; only on rank 0, which decides.
+
+    Attributes:
+        is_on: whether iterations are to be sampled.
+    """
+
+    def __init__(self, tensors: Sequence[TensorSpec], rank: int) -> None:
+        most = max(MOST_SAMPLED // max(len(tensors), 1), LEAST_SAMPLED)
+        self._tensors = {tensor.name: tensor for tensor in tensors if tensor.numel}
+        self._where = {name: stretches_of(tensor, most) for name, tensor in self._tensors.items()}
+        self._taken: dict[str, list[torch.Tensor]] = {name: [] for name in self._tensors}
+        self._rank, self.is_on = rank, False
+
+    def take(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Copy what is sampled of a bucket, before it is exchanged."""
+        for slot in bucket.slots if self._rank == 0 else ():
+            taken = self._taken.get(slot.tensor)
+            if taken is None:
+                continue
+            here = buffer[slot.offset : slot.offset + slot.numel].detach()
+            taken.append(torch.cat([here[start : start + numel] for start, numel in self._where[slot.tensor]]))
+            del taken[:-SAMPLED_STEPS]
+
+    def samples(self) -> list[Sample]:
+        """What was taken, on the host; iterations with an inf or NaN in them are left out."""
+        here = [[values.to("cpu", torch.float32).numpy() for values in taken] for taken in self._taken.values()]
+        steps = [rows for rows in zip(*here, strict=False) if all(np.isfinite(values).all() for values in rows)]
+        if not steps:
+            return []
+        by_tensor = zip(self._tensors.values(), zip(*steps, strict=True), strict=True)
+        return [Sample(tensor, np.stack(rows)) for tensor, rows in by_tensor]

@@ -1,0 +1,221 @@
+"""What a strategy may cost beside time, and what each choice costs of it: error, and memory for residuals.
+
+Both add up over tensors, so that the search and its bound can put a price on them:
+
+- error: a strategy owes ``sqrt(sum over tensors of share x compressions x owed²)`` gradients, ``share`` being a
+  tensor's part of the model's elements and ``owed`` how many of its gradients a compressor keeps back
+  (:mod:`espresso.search.error_budget`). Raw tensors owe nothing; a sum that is compressed again owes twice.
+- memory: the bytes of all residuals of a rank, on average over ranks: elements kept at every site of an option, times
+  what an element takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.model.links import JobError
+from espresso.model.payload_sizes import create_compressor
+from espresso.search.candidates import Unit
+from espresso.search.error_budget import Sensitivity
+from espresso.strategies import NONE, Choice, Cluster, CompressorSpec, Option, Plan, Routine, Scope, TensorSpec, trace
+from espresso.strategies.fields import number
+from espresso.strategies.flow import SHARD_ALIGN, Site, place
+
+Reals = npt.NDArray[np.float64]
+Wholes = npt.NDArray[np.int64]
+
+ALIGNED = 16
+"""Elements to which the executor rounds every stretch of a residual up."""
+
+ROUNDING = 1e-9
+"""Sums round; a budget gives this much of itself."""
+
+BYTES_KEPT = {"float32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
+"""Of an element of a residual, by how it is stored; twice as many where steps can be undone."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The most that a strategy may cost.
+
+    Attributes:
+        error: gradients that it may owe.
+        residual_bytes: of all residuals of a rank.
+    """
+
+    error: float = math.inf
+    residual_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("error", "residual_bytes"):
+            value = getattr(self, name)
+            if math.isnan(value) or value < 0:
+                raise JobError(
+                    f"{'an error' if name == 'error' else 'a memory'} budget is at least zero, got {value!r}"
+                )
+
+    @property
+    def binds(self) -> bool:
+        """Whether any of them can be exceeded."""
+        return min(self.error, self.residual_bytes) < math.inf
+
+
+Kind = tuple[CompressorSpec, int, float]
+"""(compressor, compressions, elements kept over elements): choices of a kind spend alike."""
+
+_RAW: Kind = (NONE, 0, 0.0)
+
+
+class Ledger:
+    """What the choices of one job's tensors spend.
+
+    Args:
+        sensitivity: what compressors owe; None: error is not known, and may not be bounded.
+        bytes_kept: of an element of a residual.
+
+    Attributes:
+        limits: float64[budgets], of those that bind: of error its square.
+
+    Raises:
+        JobError: an error budget without a sensitivity, or a compressor that it does not know.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        cluster: Cluster,
+        specs: Sequence[CompressorSpec],
+        sensitivity: Sensitivity | None,
+        budgets: Budgets,
+        bytes_kept: float,
+    ) -> None:
+        if sensitivity is None and budgets.error < math.inf:
+            raise JobError("an error budget needs to know what compressors owe: give a sensitivity")
+        self.budgets, self._cluster, self._bytes_kept = budgets, cluster, bytes_kept
+        self._numel = {tensor.name: tensor.numel for tensor in tensors}
+        self._known = {NONE, *specs} if sensitivity is not None else set()
+        total = sum(self._numel.values()) or 1
+        self._squares: dict[CompressorSpec, dict[str, float]] = {} if sensitivity is None else {
+            spec: {n: size / total * sensitivity.of(spec, n) ** 2 if size else 0.0 for n, size in self._numel.items()}
+            for spec in specs
+        }  # fmt: skip
+        self._kinds: dict[Kind, int] = {_RAW: 0}
+        self.limits = np.array([v for v in (budgets.error**2, budgets.residual_bytes) if v < math.inf])
+
+    @property
+    def num_kinds(self) -> int:
+        return len(self._kinds)
+
+    def kind(self, choice: Choice) -> int:
+        """The number of a choice's kind; a new one where there is none."""
+        found = _RAW
+        if choice.compressor != NONE:
+            kept = _kept_share(choice.option, self._cluster) if _keeps(choice.compressor) else 0.0
+            found = (choice.compressor, choice.option.num_compressions, kept)
+        return self._kinds.setdefault(found, len(self._kinds))
+
+    def kinds_of(self, choices: Iterable[Choice]) -> Wholes:
+        """int64[choices]."""
+        return np.array([self.kind(choice) for choice in choices], dtype=np.int64)
+
+    def of_units(self, units: Sequence[Unit]) -> Reals:
+        """float64[budgets that bind, units, kinds]: what each kind spends on each unit."""
+        columns = [[self._spends(kind, unit.tensors) for kind in self._kinds] for unit in units]
+        bind = [
+            which for which, limit in enumerate((self.budgets.error, self.budgets.residual_bytes)) if limit < math.inf
+        ]
+        whole = np.array(columns).reshape(len(units), len(self._kinds), 2)
+        return np.ascontiguousarray(np.moveaxis(whole[:, :, bind], 2, 0))
+
+    def _spends(self, kind: Kind, tensors: Sequence[str]) -> tuple[float, float]:
+        spec, compressions, kept = kind
+        if spec == NONE:
+            return 0.0, 0.0
+        squares = self._squares.get(spec)
+        # Of what nobody gave a sensitivity for more than any budget.
+        owed = math.inf if squares is None else compressions * sum(squares[name] for name in tensors)
+        return owed, kept * self._bytes_kept * sum(self._numel[name] for name in tensors)
+
+    def knows(self, choices: Iterable[Choice]) -> bool:
+        """Whether it is known what all of these owe."""
+        return {choice.compressor for choice in choices} <= self._known
+
+    def spent(self, choices: Mapping[str, Choice]) -> tuple[float, float]:
+        """(squared error, bytes) of a strategy, by tensor name."""
+        by_kind: dict[Kind, list[str]] = {}
+        kinds = list(self._kinds)
+        for name, choice in choices.items():
+            number = self.kind(choice)
+            if number >= len(kinds):
+                kinds = list(self._kinds)
+            by_kind.setdefault(kinds[number], []).append(name)
+        rows = [self._spends(kind, names) for kind, names in by_kind.items()]
+        return sum(row[0] for row in rows), sum(row[1] for row in rows)
+
+    def error(self, choices: Mapping[str, Choice]) -> float | None:
+        """Gradients that a strategy owes; None where that is not known."""
+        return math.sqrt(self.spent(choices)[0]) if self.knows(choices.values()) else None
+
+    def allows(self, choices: Mapping[str, Choice]) -> bool:
+        """Whether a strategy keeps to the budgets."""
+        squared, num_bytes = self.spent(choices)
+        slack = 1 + ROUNDING
+        fits = num_bytes <= self.budgets.residual_bytes * slack
+        return fits and (self.budgets.error == math.inf or squared <= self.budgets.error**2 * slack)
+
+
+def bytes_kept(storage: str, transactional: bool) -> float:
+    """What an element of a residual takes."""
+    return BYTES_KEPT[storage] * (2 if transactional else 1)
+
+
+@lru_cache(maxsize=256)
+def _keeps(spec: CompressorSpec) -> bool:
+    return create_compressor(spec).traits.error_feedback
+
+
+@lru_cache(maxsize=1 << 14)
+def _kept_share(option: Option, cluster: Cluster) -> float:
+    """Elements that ranks keep at all sites of an option, over those of a tensor, on average over the ranks."""
+    whole = SHARD_ALIGN * cluster.num_ranks**2
+    share, active = 0.0, 1.0
+    for flow in trace(option, cluster, whole, 0, 0):
+        if flow.site not in (None, Site.SERVER):
+            share += active * (flow.before.region[1] - flow.before.region[0]) / whole
+        routine, scope = flow.step.routine, flow.step.scope or Scope.FLAT
+        # Between a rooted first step and its second one rank of the group has work.
+        if routine in (Routine.REDUCE, Routine.GATHER):
+            active /= place(scope, cluster, 0, 0)[0]
+        elif routine is Routine.BROADCAST:
+            active *= place(scope, cluster, 0, 0)[0]
+    return share
+
+
+def residual_bytes(plan: Plan, rank: int, bytes_each: float) -> float:
+    """What a rank's residuals will take under a plan, as the executor lays them out.
+
+    Args:
+        bytes_each: of an element (:func:`bytes_kept`), checked to be a number.
+    """
+    number(bytes_each, "bytes_each")
+    elements = 0
+    for part in plan.partitions:
+        group = plan.groups[part.group]
+        if group.choice.compressor == NONE or not _keeps(group.choice.compressor):
+            continue
+        for flow in plan.flows(part.index, rank):
+            if flow.site in (None, Site.SERVER) or not flow.before.active:
+                continue
+            start, stop = flow.before.region
+            runs = group.segments(part.start + start, part.start + stop)
+            elements += sum(-(-run.numel // ALIGNED) * ALIGNED for run in runs)
+    return elements * bytes_each
+
+
+__all__ = ["Budgets", "Ledger", "bytes_kept", "residual_bytes"]

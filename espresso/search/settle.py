@@ -1,0 +1,248 @@
+"""From the fastest strategies to those that are run: as exact as there is time for, and of few kinds.
+
+::
+
+    fastest within the budgets ──> 1 exact tensors travel where they do soonest
+                                   2 what there is time for is spent on owing less
+                                   3 of what is nearly as fast the fewest kinds of choices
+
+All of it keeps to the budgets and constraints, and moves tensor by tensor: every step is priced on the timeline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from espresso.model.job import Job
+from espresso.model.payload_sizes import create_compressor
+from espresso.model.timeline import simulate
+from espresso.search.budgets import Ledger
+from espresso.search.result import Ranked
+from espresso.search.splitting import NEAR
+from espresso.search.terms import Terms
+from espresso.strategies import NONE, PLAIN, Bucket, Choice, CompressorSpec, Device, Strategy, parse_option
+
+if TYPE_CHECKING:
+    from espresso.search.result import SearchResult
+
+FINER: Mapping[str, tuple[int, ...]] = {"block": (64,), "least": (512, 2048)}
+"""Settings that send a little more for a closer result, by the parameter that a compressor's traits name."""
+
+SIMPLE_MAY_TAKE = 1.5
+"""A strategy of one simple option is worth trying up to this factor of the best prediction: on cores that several
+workers share, predictions are furthest off for strategies of many steps (benchmarks/results/prediction_*)."""
+
+SIMPLE = "everything once"
+"""What that strategy is called."""
+
+MAX_CANDIDATES = 2
+"""Of the others, so many race against plain: more would take too many steps."""
+
+MOST_TARGETS = 4
+"""Kinds that one kind is merged into at most: those that hold most."""
+
+_ONCE_FLAT = "comp > flat.allgather > dec"
+_SUMMED_FLAT = "comp > flat.allreduce > dec"
+_ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
+
+
+def finer(spec: CompressorSpec) -> tuple[CompressorSpec, ...]:
+    """The compressor with settings by which it owes less, where its spec leaves them open."""
+    key = create_compressor(spec).traits.finer
+    if not key or any(said in (key, "k") for said, _ in spec.params):
+        return ()
+    return tuple(CompressorSpec(spec.name, (*spec.params, (key, value))) for value in FINER[key])
+
+
+def is_rider(choice: Choice) -> bool:
+    """Whether a tensor travels as plain numbers in a payload of others."""
+    return choice.compressor == NONE and choice.option.carries_payloads
+
+
+def kinds_of(strategy: Strategy) -> Counter[Choice]:
+    """Every kind of choice with the elements that have it. What rides is of its carrier's."""
+    counts: Counter[Choice] = Counter()
+    for tensor in strategy.tensors:
+        choice = strategy.choices[tensor.name]
+        if not is_rider(choice):
+            counts[choice] += tensor.numel
+    return counts
+
+
+def in_payloads(strategy: Strategy, buckets: Iterable[Bucket]) -> Strategy:
+    """The strategy with what is summed apart raw in a payload of its bucket: so many exchanges fewer a step."""
+    changes: dict[str, Choice] = {}
+    for bucket in buckets:
+        choices = {slot.tensor: strategy.choices[slot.tensor] for slot in bucket.slots}
+        payloads = Counter(choice.option for choice in choices.values() if choice.option.carries_payloads)
+        for option, _ in payloads.most_common(1):
+            changes |= {name: Choice(option, NONE) for name, choice in choices.items() if choice == PLAIN}
+    return strategy.with_choices(changes) if changes else strategy
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A strategy that may run, and what having few kinds costs it.
+
+    Attributes:
+        kinds_before, before_us: with all kinds.
+    """
+
+    row: Ranked
+    kinds_before: int
+    before_us: float
+
+
+class Settler:
+    """Prices and changes strategies of one job under the same terms."""
+
+    def __init__(self, job: Job, terms: Terms, ledger: Ledger) -> None:
+        self._job, self._terms, self._ledger = job, terms, ledger
+        self._numel = {tensor.name: tensor.numel for tensor in job.tensors}
+        self._asked = {tensor.name: terms.constraints.kind_of(tensor) for tensor in job.tensors}
+        self.plain_us = 0.0
+
+    def settled(self, row: Ranked) -> Settled:
+        """The strategy as it may run."""
+        row = self.priced(row)
+        saved = max(self.plain_us - row.predicted_us, 0.0)
+        row = self._exacter(row, row.predicted_us + self._terms.for_exactness * saved)
+        before = row
+        if not self._terms.all_kinds:
+            row = self._fewer(row, row.predicted_us * NEAR)
+        return Settled(row, len(kinds_of(before.strategy)), before.predicted_us)
+
+    def priced(self, row: Ranked, strategy: Strategy | None = None) -> Ranked:
+        """The row with what its strategy takes, exact tensors where they travel soonest."""
+        given = self._apart(row.strategy if strategy is None else strategy)
+        riding = self._riding(given)
+        ways = (given,) if riding == given else (given, riding)
+        return min((self._simulated(replace(row, strategy=way)) for way in ways), key=lambda one: one.predicted_us)
+
+    def _riding(self, strategy: Strategy) -> Strategy:
+        riding = in_payloads(strategy, self._job.laid_out)
+        forbidden = [n for n, c in riding.choices.items() if is_rider(c) and not self._may(n, c)]
+        return riding.with_choices(dict.fromkeys(forbidden, PLAIN)) if forbidden else riding
+
+    def _apart(self, strategy: Strategy) -> Strategy:
+        riders = {name: PLAIN for name, choice in strategy.choices.items() if is_rider(choice)}
+        return strategy.with_choices(riders) if riders else strategy
+
+    def _simulated(self, row: Ranked) -> Ranked:
+        predicted = simulate(row.plan, row.job, pricer=row.pricer).iteration_us
+        notes = {**row.strategy.notes, "predicted_us": predicted, "found_by": row.name}
+        return replace(row, strategy=replace(row.strategy, notes=notes), predicted_us=predicted)
+
+    def _may(self, name: str, choice: Choice) -> bool:
+        return self._terms.constraints.allows(choice, self._asked[name])
+
+    # -- 2 exactness ---------------------------------------------------------------------------------
+
+    def _exacter(self, row: Ranked, limit_us: float) -> Ranked:
+        """What saves most of what is owed for its time first, as long as there is time."""
+        moves = []
+        for changes, gain in self._moves(row.strategy):
+            tried = self.priced(row, row.strategy.with_choices(changes))
+            if tried.predicted_us <= limit_us:
+                moves.append((max(tried.predicted_us - row.predicted_us, 0.0) / gain, changes))
+        for _, changes in sorted(moves, key=lambda move: move[0]):
+            now = row.strategy.choices
+            better = {n: c for n, c in changes.items() if self._owes(n, c) < self._owes(n, now[n])}
+            if not better:
+                continue
+            tried = self.priced(row, row.strategy.with_choices(better))
+            if tried.predicted_us <= limit_us and self._ledger.allows(tried.strategy.choices):
+                row = tried
+        return row
+
+    def _moves(self, strategy: Strategy) -> Iterator[tuple[dict[str, Choice], float]]:
+        """Choices with which tensors of one kind and about one size owe less, and by how much."""
+        alike: dict[tuple[Choice, int], list[str]] = {}
+        for name, choice in strategy.choices.items():
+            if choice.compressor != NONE:
+                alike.setdefault((choice, self._numel[name].bit_length()), []).append(name)
+        for (choice, _), names in alike.items():
+            for other in self._closer(choice, strategy):
+                changes = {n: other for n in names if self._may(n, other)}
+                gain = sum(self._owes(n, choice) - self._owes(n, other) for n in changes)
+                if gain > 0:
+                    yield changes, gain
+
+    def _closer(self, choice: Choice, strategy: Strategy) -> list[Choice]:
+        found = [Choice(choice.option, spec) for spec in finer(choice.compressor)]
+        found = [one for one in found if self._ledger.knows([one])]
+        if choice.option.num_compressions > 1 and choice.option.num_rounds == 1:
+            once = parse_option(_ONCE_HIERARCHICAL if strategy.cluster.is_hierarchical else _ONCE_FLAT)
+            devices = self._job.costs.devices(choice.compressor)
+            found += [Choice(once.on_device(d), one.compressor) for one in (choice, *found) for d in devices]
+        return [*found, PLAIN]
+
+    def _owes(self, name: str, choice: Choice) -> float:
+        return self._ledger.spent({name: choice})[0]
+
+    # -- 3 few kinds ---------------------------------------------------------------------------------
+
+    def _fewer(self, row: Ranked, limit_us: float) -> Ranked:
+        """Kinds are merged into others, the smallest first, while the step takes no longer and no more is owed."""
+        owed = self._ledger.spent(row.strategy.choices)[0] * NEAR**2
+        while (merged := self._merged(row, limit_us, owed)) is not None:
+            row = merged
+        return row
+
+    def _merged(self, row: Ranked, limit_us: float, owed: float) -> Ranked | None:
+        kinds = kinds_of(row.strategy)
+        for kind, _ in reversed(kinds.most_common()):
+            names = [name for name, choice in row.strategy.choices.items() if choice == kind]
+            tried = []
+            for other in [target for target, _ in kinds.most_common() if target != kind][:MOST_TARGETS]:
+                if not all(self._may(name, other) for name in names):
+                    continue
+                changed = row.strategy.with_choices(dict.fromkeys(names, other))
+                known = self._ledger.knows(changed.choices.values())
+                if self._ledger.allows(changed.choices) and (
+                    not known or self._ledger.spent(changed.choices)[0] <= owed
+                ):
+                    tried.append(self.priced(row, changed))
+            best = min(tried, key=lambda one: one.predicted_us, default=None)
+            if best is not None and best.predicted_us <= limit_us:
+                return best
+        return None
+
+    # -- the simple strategy -------------------------------------------------------------------------
+
+    def simplest(self, result: SearchResult) -> Ranked | None:
+        """Everything compressed once by the compressor that holds most, and exchanged in one routine.
+
+        Returns:
+            The strategy, or None where its prediction or a budget rules it out, where the search compressed nothing,
+            or where that compressor takes several rounds.
+        """
+        strategy = result.chosen.strategy
+        used = Counter(
+            {spec: sum(self._numel[n] for n, c in strategy.choices.items() if c.compressor == spec)
+             for spec in strategy.compressors - {NONE}}
+        )  # fmt: skip
+        if not used:
+            return None
+        spec = max(sorted(used, key=str), key=lambda one: used[one])
+        traits = create_compressor(spec).traits
+        if traits.rounds > 1 or Device.TRAINING not in self._job.costs.devices(spec):
+            return None
+        choice = Choice(parse_option(_SUMMED_FLAT if traits.summable else _ONCE_FLAT), spec)
+        changes = {name: choice if self._may(name, choice) else c for name, c in strategy.choices.items()}
+        row = replace(result.chosen, name=SIMPLE, strategy=self._apart(strategy).with_choices(changes), job=self._job)
+        if not self._ledger.allows(row.strategy.choices):
+            return None
+        row = self.priced(row)
+        return row if row.predicted_us < SIMPLE_MAY_TAKE * result.predicted_us else None
+
+
+def racers(rows: Sequence[Ranked]) -> tuple[Ranked, ...]:
+    """Those of a search's alternatives that race against plain: the best two, and the simple one."""
+    return tuple(row for place, row in enumerate(rows) if place < MAX_CANDIDATES or row.name == SIMPLE)
+
+
+__all__ = ["SIMPLE", "SIMPLE_MAY_TAKE", "Settled", "Settler", "finer", "in_payloads", "kinds_of", "racers"]

@@ -1,0 +1,109 @@
+"""What a strategy must meet beside being fast: budgets, constraints, and how many kinds of choices it may have.
+
+A job that was measured on a live run says with which terms it was searched, so that ``espresso search job.json``
+arrives at what that run took into its race. ``Terms()`` asks for nothing: the shortest predicted iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from espresso.model.links import JobError
+from espresso.search.budgets import BYTES_KEPT, Budgets, bytes_kept
+from espresso.strategies.constraints import Constraints
+from espresso.strategies.fields import as_json, faults, number, read_as, whole
+
+EXACT_VECTORS = 16384
+"""Vectors of at most this many elements stay exact unless the user says otherwise: biases and the weights of norms are
+a thousandth of a model's bytes, and an error in one of them moves every unit of a layer alike."""
+
+FOR_EXACTNESS = 0.05
+"""Of the time that compression saves this part may buy exactness. A twentieth lets the small models of
+docs/convergence.md send ``least=2048`` numbers of a tensor at 100 Mb/s, and is within what predictions are off by."""
+
+MB = 1e6
+_KEY = "automatic"
+_GONE = ("least_sent", "exact_tensors", "sign_block")
+"""Rules of earlier versions, in the jobs that they wrote: budgets took their place."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a search keeps to.
+
+    Attributes:
+        error_budget: gradients that a strategy may owe (:mod:`espresso.search.budgets`); None: any number.
+        residual_budget_mb: memory of all residuals of a rank, in millions of bytes; None: any.
+        for_exactness: the part of the time saved by compression that may go into owing less.
+        all_kinds: whether strategies that are nearly as fast with fewer kinds of choices are left aside.
+        residual_dtype, transactional: how residuals are kept (:class:`espresso.live.config.Config`).
+        partition_bytes: the one partition size that is searched; None: those that fit the job.
+        constraints: the user's own limits.
+    """
+
+    error_budget: float | None = None
+    residual_budget_mb: float | None = None
+    for_exactness: float = 0.0
+    all_kinds: bool = True
+    residual_dtype: str = "float32"
+    transactional: bool = True
+    partition_bytes: int | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+
+    def __post_init__(self) -> None:
+        with faults(JobError):
+            number(self.for_exactness, "for_exactness")
+            for name in ("error_budget", "residual_budget_mb"):
+                if getattr(self, name) is not None:
+                    number(getattr(self, name), name)
+            if self.partition_bytes is not None:
+                whole(self.partition_bytes, "partition_bytes")
+        if self.residual_dtype not in BYTES_KEPT:
+            raise JobError(f"residual_dtype must be one of {', '.join(BYTES_KEPT)}, got {self.residual_dtype!r:.80}")
+
+    @property
+    def budgets(self) -> Budgets:
+        return Budgets(
+            math.inf if self.error_budget is None else self.error_budget,
+            math.inf if self.residual_budget_mb is None else self.residual_budget_mb * MB,
+        )
+
+    @property
+    def bytes_kept(self) -> float:
+        """Of an element of a residual."""
+        return bytes_kept(self.residual_dtype, self.transactional)
+
+    @property
+    def partitions(self) -> tuple[int, ...] | None:
+        """What :func:`espresso.search.search.search` takes."""
+        return None if self.partition_bytes is None else (self.partition_bytes,)
+
+    def to_meta(self) -> dict[str, Any]:
+        """An entry for ``Job.meta`` and for a strategy's notes."""
+        return {_KEY: as_json(self)}
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> Terms | None:
+        """The terms in a job's meta or a strategy's notes; None where there are none.
+
+        Raises:
+            JobError: the entry is none of ours.
+        """
+        body = meta.get(_KEY)
+        if body is None:
+            return None
+        if isinstance(body, dict) and "exact_vectors" in body:  # of a version with rules
+            rest = {name: value for name, value in body.items() if name not in (*_GONE, "exact_vectors")}
+            constraints = {"exact_vectors": body["exact_vectors"]}
+            body = {"constraints": constraints, "for_exactness": FOR_EXACTNESS, "all_kinds": False, **rest}
+        with faults(JobError):
+            return read_as(cls, body, f"meta.{_KEY}")
+
+
+AUTOMATIC = Terms(for_exactness=FOR_EXACTNESS, all_kinds=False, constraints=Constraints(exact_vectors=EXACT_VECTORS))
+"""Automatic mode's, unless the user says otherwise."""
+
+__all__ = ["AUTOMATIC", "EXACT_VECTORS", "FOR_EXACTNESS", "Terms"]

@@ -1,0 +1,368 @@
+"""Budgets of error and memory, constraints, few kinds: they hold, and the best within them is found."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from espresso.model.links import JobError
+from espresso.model.presets import job_from_trace
+from espresso.model.pricing import Pricer
+from espresso.search.bounds import certify
+from espresso.search.budgets import Budgets, Ledger, residual_bytes
+from espresso.search.candidates import every_choice, units_of
+from espresso.search.error_budget import Sample, Sensitivity, measure_sensitivity, normal_sensitivity, stretches_of
+from espresso.search.evaluator import Evaluator
+from espresso.search.frontier import frontier
+from espresso.search.relaxation import relax
+from espresso.search.search import replan, search
+from espresso.search.settle import finer, kinds_of
+from espresso.search.splitting import NEAR
+from espresso.search.terms import AUTOMATIC, MB, Terms
+from espresso.strategies import (
+    NONE,
+    PLAIN,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Device,
+    FormError,
+    Strategy,
+    TensorSpec,
+    options_for,
+    parse_option,
+    plan,
+)
+from espresso.strategies.constraints import Constraints
+from tests.timeline_jobs import CLUSTERS, TOY, compute, jobs, make_job, tenth
+
+slow_ok = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+FP16 = CompressorSpec("fp16")
+BOTH = compute(1.0, 1.0) + compute(0.5, 0.5, name="fp16")
+LOSSES = Sensitivity({TOY: {"*": 0.8, "t0": 0.2}, FP16: {"*": 0.01}})
+
+
+def two_sizes(spec, elements, dtype, segments):
+    """Half the bytes for fp16, a tenth for the other."""
+    return 2 * elements if spec == FP16 else tenth(spec, elements, dtype, segments)
+
+
+def mixed_job(count=6):
+    return make_job([40_000] * count, [0, *[5] * (count - 1)], beta=20.0, costs=BOTH)
+
+
+def ledger_of(job, specs, sensitivity, error=np.inf, residual=np.inf):
+    return Ledger(job.tensors, job.cluster, specs, sensitivity, Budgets(error, residual), 8.0)
+
+
+def test_the_budget_holds_and_buys_time():
+    job = mixed_job()
+    budgets = (0.0, 0.005, 0.3, 0.6, 1.5)
+    terms = [Terms(error_budget=b) for b in budgets]
+    found = [search(job, [TOY, FP16], terms=t, sensitivity=LOSSES, payload=two_sizes) for t in terms]
+    for budget, result in zip(budgets, found, strict=True):
+        ledger = ledger_of(job, (TOY, FP16), LOSSES)
+        assert result.error == pytest.approx(ledger.error(result.strategy.choices))
+        assert result.error <= budget + 1e-9
+        assert result.lower_bound_us <= result.predicted_us
+    times = [result.predicted_us for result in found]
+    assert times == sorted(times, reverse=True)
+    assert found[0].num_compressed == 0
+    kinds = {choice.compressor for choice in found[2].strategy.choices.values()}
+    assert {TOY, FP16} <= kinds, "a middling budget mixes"
+    # The tensor that the strong compressor hurts least gets it first.
+    assert found[2].strategy.choices["t0"].compressor == TOY
+    free = search(job, [TOY, FP16], payload=two_sizes)
+    assert found[-1].predicted_us == pytest.approx(free.predicted_us, rel=1e-2)
+
+
+def test_memory_has_a_price_too():
+    job = mixed_job()
+    whole = 8 * sum(tensor.numel for tensor in job.tensors)
+    times = []
+    for part in (0.0, 0.4, 1.0):
+        terms = Terms(residual_budget_mb=part * whole / MB)
+        result = search(job, [TOY, FP16], terms=terms, payload=two_sizes)
+        assert result.residual_bytes <= part * whole * (1 + 1e-9)
+        assert result.lower_bound_us <= result.predicted_us
+        times.append(result.predicted_us)
+        # What casts send is exact enough to keep nothing.
+        assert {c.compressor for c in result.strategy.choices.values()} & {TOY, FP16}
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[2]
+    narrow = Terms(residual_budget_mb=0.4 * whole / MB, residual_dtype="bf16", transactional=False)
+    assert search(job, [TOY, FP16], terms=narrow, payload=two_sizes).predicted_us <= times[1]
+
+
+def test_without_a_budget_nothing_changes():
+    job = mixed_job(3)
+    plain = search(job, [TOY, FP16], payload=two_sizes)
+    told = search(job, [TOY, FP16], sensitivity=LOSSES, payload=two_sizes)
+    assert told.strategy == plain.strategy
+    assert told.error_budget is None
+    assert told.error > 0.0
+
+
+def brute_force(job, few, ledger):
+    """The least makespan of all strategies within the budgets."""
+    units = units_of(job)
+    evaluator = Evaluator(job, units, 0, tenth)
+    numbers = [[evaluator.candidates.number(unit.size, leaf) for leaf in few] for unit in units]
+    best = np.inf
+    for row in itertools.product(*numbers):
+        chosen = evaluator.decode(np.array(row))
+        by_tensor = {name: c for unit, c in zip(units, chosen, strict=True) for name in unit.tensors}
+        if ledger.allows(by_tensor):
+            best = min(best, evaluator.makespan(np.array(row)))
+    return best
+
+
+@given(jobs(most=3), st.floats(0.0, 0.8), st.floats(0.0, 1.0), st.data())
+@slow_ok
+def test_the_bound_under_both_budgets_is_below_brute_force(job, error, part, data):
+    leaves = every_choice(job, (TOY,))
+    few = (PLAIN, *data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=5, unique=True)))
+    few = tuple(dict.fromkeys(few))
+    losses = Sensitivity({TOY: {"*": 0.7, "t1": 0.3}})
+    ledger = ledger_of(job, (TOY,), losses, error, part * 8 * sum(t.numel for t in job.tensors))
+    best = brute_force(job, few, ledger)
+    relaxation = relax(job, units_of(job), few, (0,), Pricer(job.costs, job.cluster, tenth), ledger)
+    assert certify(relaxation, 1.5 * best, rounds=100).makespan_us <= best * (1 + 1e-12)
+
+
+def leaves_in(job):
+    """A few leaves of different character, as constraints can ask for them: everything but them is forbidden."""
+    gather, twice = "comp > flat.allgather > dec", "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
+    return tuple(Choice(parse_option(text), TOY) for text in (gather, twice))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_jobs_end_within_two_percent_of_brute_force_under_both_budgets(seed):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(3, 6))
+    sizes, gaps = rng.choice([5000, 20_000, 60_000], count), rng.integers(0, 400, count)
+    beta, costs = float(rng.uniform(1, 12)), compute(float(rng.uniform(0.5, 3)), float(rng.uniform(0.5, 3)))
+    job = make_job(sizes.tolist(), [0, *gaps[1:].tolist()], alpha=20.0, beta=beta, costs=costs, cluster=Cluster(4, 1))
+    losses = Sensitivity({TOY: {t.name: float(rng.uniform(0.2, 1.5)) for t in job.tensors}})
+    whole = 8 * sum(sizes)
+    error, memory = float(rng.uniform(0.1, 1.2)), float(rng.uniform(0.2, 1.2)) * whole
+    few = (PLAIN, Choice(parse_option("flat.reduce_scatter > flat.allgather")), *leaves_in(job))
+    best = brute_force(job, few, ledger_of(job, (TOY,), losses, error, memory))
+    allowed = [str(choice.option) for choice in few]
+    forbidden = tuple(str(c.option) for c in every_choice(job, (TOY,)) if str(c.option) not in allowed)
+    terms = Terms(error, memory / MB, constraints=Constraints(forbid=forbidden))
+    result = search(job, TOY, terms=terms, sensitivity=losses, partitions=(0,), payload=tenth)
+    assert result.error <= error * (1 + 1e-9)
+    assert result.residual_bytes <= memory * (1 + 1e-9)
+    assert result.lower_bound_us <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= result.predicted_us <= 1.02 * best
+
+
+def test_what_options_keep_is_what_the_executor_will_allocate():
+    """On average over ranks, for every shape of leaf, to within what stretches are rounded up."""
+    tensors = [TensorSpec("a", (300, 200)), TensorSpec("b", (123_457,))]
+    for cluster in CLUSTERS[:5]:
+        for option in options_for(cluster):
+            if not option.is_compressed or any(step.device is Device.OFFLOAD for step in option.steps):
+                continue
+            strategy = Strategy.uniform(tensors, cluster, Choice(option, TOY), partition_bytes=65_536)
+            ledger = Ledger(tensors, cluster, (TOY,), None, Budgets(), 8.0)
+            laid = plan(strategy, job_buckets(tensors))
+            exact = [residual_bytes(laid, rank, 8.0) for rank in range(cluster.num_ranks)]
+            assert np.mean(exact) == pytest.approx(ledger.spent(strategy.choices)[1], rel=0.02), option
+
+
+def job_buckets(tensors):
+    from benchmarks.exchange import make_buckets
+
+    return make_buckets({tensor.name: tensor.numel for tensor in tensors})
+
+
+def test_the_frontier_trades_time_for_error_and_memory():
+    points = frontier(mixed_job(4), [TOY, FP16], sensitivity=LOSSES, points=4, payload=two_sizes)
+    assert len(points) >= 3
+    for faster, slower in itertools.pairwise(points):
+        assert slower.error < faster.error
+        assert slower.predicted_us >= faster.predicted_us
+    assert points[-1].error == 0.0
+    both = frontier(
+        mixed_job(4), [TOY, FP16], sensitivity=LOSSES, points=3, memory_points=3, payload=two_sizes
+    )  # fmt: skip
+    for one, other in itertools.permutations(both, 2):
+        better = (
+            (one.predicted_us, one.error, one.residual_bytes),
+            (other.predicted_us, other.error, other.residual_bytes),
+        )
+        assert not all(a <= b for a, b in zip(*better, strict=True))
+
+
+# -- constraints -----------------------------------------------------------------------------------
+
+
+def test_what_is_forbidden_is_not_chosen_and_the_certificate_says_so():
+    job = job_from_trace("lstm", 4, 2, "pcie-25g")
+    free = search(job, "efsignsgd")
+    used = {str(choice.option) for choice in free.strategy.choices.values() if choice.option.is_compressed}
+    cases = {
+        "options": Constraints(forbid=("*all_to_all*", "*intra.*")),
+        "devices": Constraints(devices=("training",)),
+        "second compressions": Constraints(most_compressions=1),
+        "any compression": Constraints(most_compressions=0),
+        "by name": Constraints(keep_exact=("*weight*",)),
+    }
+    assert any("all_to_all" in text or "intra." in text for text in used)
+    for name, limits in cases.items():
+        found = search(job, "efsignsgd", terms=Terms(constraints=limits))
+        for tensor in job.tensors:
+            choice = found.strategy.choices[tensor.name]
+            assert limits.allows(choice, limits.kind_of(tensor)), name
+        assert found.lower_bound_us <= found.predicted_us, name
+    assert found.num_compressed == 0 or not any(
+        "weight" in n for n, c in found.strategy.choices.items() if c.compressor != NONE
+    )
+
+
+def test_tensors_take_what_they_are_forced_to():
+    job = mixed_job(4)
+    force = {"t[01]": "fp16 via comp > flat.allreduce > dec", "t2": "efsignsgd", "t?": "none via flat.allreduce"}
+    found = search(job, TOY, terms=Terms(constraints=Constraints(force=force)), payload=two_sizes)
+    choices = found.strategy.choices
+    assert str(choices["t0"].option) == "comp > flat.allreduce > dec"
+    assert [str(choices[f"t{i}"].compressor) for i in range(4)] == ["fp16", "fp16", "efsignsgd", "none"]
+    assert found.lower_bound_us <= found.predicted_us
+    again = replan(job, found.strategy, terms=Terms(constraints=Constraints(force=force)), payload=two_sizes)
+    assert str(again.strategy.choices["t2"].compressor) == "efsignsgd"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"devices": ("gpu",)}, "'gpu' is not one of training, offload"),
+        ({"keep_exact": "embedding"}, "keep_exact is a list of texts"),
+        ({"force": {"a": "fp16 via flat.telepathy"}}, r"force\['a'\]"),
+        ({"most_compressions": -1}, "most_compressions"),
+    ],
+)
+def test_constraints_that_are_none_are_refused(wrong, says):
+    with pytest.raises(FormError, match=says):
+        Constraints(**wrong)
+
+
+# -- few kinds -------------------------------------------------------------------------------------
+
+
+def test_of_what_is_nearly_as_fast_the_fewest_kinds_are_taken():
+    job = job_from_trace("bert_base", 8, 8, "pcie-25g")
+    whole = search(job, "efsignsgd", terms=Terms(all_kinds=True))
+    few = search(job, "efsignsgd", terms=Terms(all_kinds=False))
+    before, after = len(kinds_of(whole.strategy)), len(kinds_of(few.strategy))
+    assert after < before
+    assert few.predicted_us <= NEAR * whole.predicted_us * (1 + 1e-9)
+    assert few.kinds_left_out >= before - after
+    assert few.lower_bound_us <= few.predicted_us
+    assert few.fewer_kinds_cost_us <= few.predicted_us - whole.predicted_us + 1e-6
+
+
+# -- what compressors owe --------------------------------------------------------------------------
+
+
+def test_measured_errors_are_what_feedback_keeps():
+    rng = np.random.default_rng(1)
+    wide = rng.standard_normal((8, 4096)).astype(np.float32)
+    same = np.broadcast_to(wide[:1], wide.shape).copy()
+    samples = [Sample(TensorSpec(name, (64, 64)), values) for name, values in {"noise": wide, "same": same}.items()]
+    specs = [CompressorSpec.parse(text) for text in ("topk:ratio=0.1", "topk:ratio=0.01", "int8", "fp16")]
+    found = measure_sensitivity(samples, specs)
+    tenths, hundredths, int8, fp16 = (found.of(spec, "noise") for spec in specs)
+    assert 1.0 < tenths < hundredths
+    assert int8 < 0.02
+    assert fp16 < 1e-3
+    # What is the same in every step adds up while it waits.
+    assert found.of(specs[1], "same") > 1.5 * hundredths
+    classical = measure_sensitivity(samples, specs[:1], gain=1.0)
+    assert classical.of(specs[0], "noise") != pytest.approx(tenths, rel=0.01), "the gain counts"
+    assert normal_sensitivity([FP16]).of(FP16, "anything") < 1e-3
+
+
+def test_forecasts_from_eight_gradients_are_what_a_long_run_owes():
+    """Predicted within a quarter of measured, where gradients of very different sizes scatter."""
+    from benchmarks.feedback_gain import Site
+
+    rng = np.random.default_rng(0)
+    scale = np.exp(rng.standard_normal(4096)).astype(np.float32)
+
+    def gradient():
+        return (scale * rng.standard_normal(4096)).astype(np.float32)
+
+    sample = Sample(TensorSpec("w", (64, 64)), np.stack([gradient() for _ in range(8)]))
+    for text in ("efsignsgd:block=64", "topk:ratio=0.1", "int4"):
+        spec = CompressorSpec.parse(text)
+        said = measure_sensitivity([sample], [spec]).of(spec, "w")
+        site, owed = Site(text, 4096, finer_gain(spec), 0, 0), []
+        for step in range(200):
+            g = gradient()
+            site.send(g, step)
+            if step >= 150:
+                owed.append(np.linalg.norm(site.owed) / np.linalg.norm(g))
+        assert said == pytest.approx(np.median(owed), rel=0.25), text
+
+
+def finer_gain(spec):
+    from espresso.compressors import create
+
+    return create(spec).traits.feedback_gain
+
+
+def test_a_count_is_scaled_to_the_part_of_a_tensor_that_is_sampled():
+    values = np.random.default_rng(2).standard_normal((8, 4096)).astype(np.float32)
+    sample = Sample(TensorSpec("w", (1024, 64)), values)
+    spec, same = CompressorSpec.parse("topk:least=6554,ratio=0.001"), CompressorSpec.parse("topk:ratio=0.1")
+    found = measure_sensitivity([sample], [spec, same])
+    assert found.of(spec, "w") == pytest.approx(found.of(same, "w"), rel=1e-3)
+
+
+def test_samples_are_whole_rows_of_large_tensors():
+    assert stretches_of(TensorSpec("b", (100,)), 512) == ((0, 100),)
+    rows = stretches_of(TensorSpec("w", (1000, 60)), 4096)
+    assert len(rows) == 8
+    assert all(start % 60 == 0 and numel % 60 == 0 and start + numel <= 60_000 for start, numel in rows)
+    wide = stretches_of(TensorSpec("w", (10, 100_000)), 4096)
+    assert all(numel == 512 for _, numel in wide)
+
+
+def test_finer_settings_leave_alone_what_a_spec_says():
+    assert [str(s) for s in finer(CompressorSpec.parse("efsignsgd"))] == ["efsignsgd:block=64"]
+    assert [str(s) for s in finer(CompressorSpec.parse("topk"))] == ["topk:least=512", "topk:least=2048"]
+    assert finer(CompressorSpec.parse("efsignsgd:block=256")) == ()
+    assert finer(CompressorSpec.parse("topk:k=100")) == ()
+    assert finer(CompressorSpec.parse("int8")) == ()
+
+
+def test_a_budget_takes_finer_settings_where_they_owe_less():
+    job = make_job([60_000] * 3, [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01))
+    coarse, fine = CompressorSpec.parse("efsignsgd"), CompressorSpec.parse("efsignsgd:block=64")
+    losses = Sensitivity({coarse: {"*": 1.0}, fine: {"*": 0.5}})
+    found = search(job, TOY, terms=replace(AUTOMATIC, error_budget=0.6, for_exactness=0.0), sensitivity=losses)
+    assert {choice.compressor for choice in found.strategy.choices.values()} == {fine}
+    assert found.error == pytest.approx(0.5)
+
+
+def test_files_and_their_faults(tmp_path):
+    path = tmp_path / "sensitivity.json"
+    path.write_text(json.dumps(LOSSES.to_json()))
+    assert Sensitivity.load(path).of(TOY, "t0") == 0.2
+    with pytest.raises(JobError, match="does not say what 'topk'"):
+        LOSSES.of(CompressorSpec("topk"), "t0")
+    path.write_text(json.dumps(LOSSES.to_json() | {"kind": "espresso-job"}))
+    with pytest.raises(JobError, match="this is a job file, and a sensitivity file is wanted"):
+        Sensitivity.load(path)
+    with pytest.raises(JobError, match="error budget is at least zero"):
+        Budgets(-1.0)
+    with pytest.raises(JobError, match="give a sensitivity"):
+        ledger_of(mixed_job(2), (TOY,), None, 1.0)
+    with pytest.raises(JobError, match="must be finite"):
+        Sensitivity({TOY: {"*": -0.5}})
