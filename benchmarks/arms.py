@@ -3,6 +3,7 @@
 | arm                          | meaning                                                             |
 | ---------------------------- | ------------------------------------------------------------------- |
 | ``none``                     | communicates nothing: the compute-only bound (replicas drift apart) |
+| ``barrier``                  | as ``none``, and ranks meet once a step: they wait for one another  |
 | ``plain``                    | DDP as it is                                                        |
 | ``fp16``                     | PyTorch's own hook (its bf16 twin refuses to run without CUDA)      |
 | ``powersgd:rank=1``          | PyTorch's own hook, from its second step on                         |
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-KINDS = ("none", "plain", "fp16", "powersgd", "bare", "espresso", "servers")
+KINDS = ("none", "barrier", "plain", "fp16", "powersgd", "bare", "espresso", "servers")
 
 
 class Decider(Protocol):
@@ -64,7 +65,12 @@ class Arm:
     @property
     def keeps_replicas_equal(self) -> bool:
         """Whether the arm averages gradients at all."""
-        return self.kind not in ("none", "bare")
+        return self.kind not in ("none", "barrier", "bare")
+
+    def meet(self) -> None:
+        """At the end of a step: where the arm says so, ranks wait for one another."""
+        if self.kind == "barrier":
+            dist.barrier()
 
     def attach(self, model: DistributedDataParallel, artifacts_dir: Path | None = None) -> Decider | None:
         """Register the arm on ``model``; returns Espresso's state for its own arms.
@@ -73,7 +79,7 @@ class Arm:
             model: no hook is registered on it yet.
             artifacts_dir: where an automatic arm leaves its strategy and its job.
         """
-        if self.kind == "none":
+        if self.kind in ("none", "barrier"):
             model.register_comm_hook(None, communicate_nothing)
         elif self.kind == "fp16":
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)

@@ -135,7 +135,7 @@ def work(arms: Sequence[str], blocks: int, steps: int, seed: int, out: Path) -> 
                 runner.step(workload, place)
         for done in range(blocks):
             for runner in runners[done % len(runners) :] + runners[: done % len(runners)]:
-                runner.blocks.append(run_block(runner, workload, place, steps))
+                runner.blocks.append(run_block(partial(runner.step, workload, place), place, steps))
         rows = [row_of(runner, place) for runner in runners]
         for runner in runners:
             if runner.state is not None:

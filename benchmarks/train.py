@@ -14,16 +14,18 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import torch
 import torch.distributed as dist
 import typer
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.arms import Arm, Decider, parse_arms
@@ -78,11 +80,26 @@ class Block:
         return statistics.median(self.step_s)
 
 
+class Steps(Protocol):
+    """An arm that is trained step by step, side by side with others."""
+
+    arm: Arm
+    num_steps: int
+    num_steps_to_decide: int
+
+    def step(self, place: Place) -> float:
+        """Train one step; returns its duration in seconds on this rank."""
+
+    def has_decided(self) -> bool:
+        """Whether all that decides for itself has decided on every rank (a collective)."""
+
+
 @dataclass
 class Runner:
     """One arm with its model and what was measured of it."""
 
     arm: Arm
+    workload: Workload
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     state: Decider | None
@@ -92,15 +109,16 @@ class Runner:
     train_loss: float = float("nan")
     blocks: list[Block] = field(default_factory=list)
 
-    def step(self, workload: Workload, place: Place) -> float:
+    def step(self, place: Place) -> float:
         """Train one step; returns its duration in seconds on this rank."""
         self._decay()
-        inputs, targets = workload.batch(self.num_steps, place.rank, place.world_size)
+        inputs, targets = self.workload.batch(self.num_steps, place.rank, place.world_size)
         start = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = workload.loss(self.model(inputs), targets)
+        loss = self.workload.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
+        self.arm.meet()
         elapsed_s = time.perf_counter() - start
         self.num_steps += 1
         self.train_loss = loss.item()
@@ -134,45 +152,39 @@ class Progress:
                 file.write(json.dumps({"phase": phase, "arm": arm.name, "done": done, "total": total}) + "\n")
 
 
-def warm_up(runners: list[Runner], workload: Workload, place: Place, num_steps: int, progress: Progress) -> None:
+def warm_up(runners: Sequence[Steps], place: Place, num_steps: int, progress: Progress) -> None:
     """Let automatic arms decide, then bring every arm to the same number of steps, ``num_steps`` at least."""
     for runner in runners:
         while not runner.has_decided():
             if runner.num_steps == MAX_STEPS_TO_DECIDE:
                 raise RuntimeError(f"{runner.arm.name} had not decided after {MAX_STEPS_TO_DECIDE} steps")
-            runner.step(workload, place)
+            runner.step(place)
             runner.num_steps_to_decide = runner.num_steps
             progress.report("warm-up", runner.arm, runner.num_steps, MAX_STEPS_TO_DECIDE)
     total = max(num_steps, *(runner.num_steps for runner in runners))
     for runner in runners:
         while runner.num_steps < total:
-            runner.step(workload, place)
+            runner.step(place)
             progress.report("warm-up", runner.arm, runner.num_steps, total)
 
 
-def finish(runners: list[Runner], workload: Workload, place: Place, progress: Progress) -> None:
+def finish(runners: list[Runner], place: Place, progress: Progress) -> None:
     """Bring every arm that exchanges gradients to the end of its schedule."""
     for runner in runners:
         if runner.arm.keeps_replicas_equal and runner.total_steps is not None:
             while runner.num_steps < runner.total_steps:
-                runner.step(workload, place)
+                runner.step(place)
                 progress.report("training", runner.arm, runner.num_steps, runner.total_steps)
 
 
-class Trains(Protocol):
-    """What a block is run of."""
-
-    def step(self, workload: Workload, place: Place) -> float: ...
-
-
-def run_block(runner: Trains, workload: Workload, place: Place, num_steps: int) -> Block:
+def run_block(step: Callable[[], float], place: Place, num_steps: int) -> Block:
     """Run a block between barriers; durations and bytes are exchanged after it, outside the measured part."""
     dist.barrier()
     for _ in range(UNTIMED_STEPS):
-        runner.step(workload, place)
+        step()
     dist.barrier()
     before = place.tx_bytes()
-    elapsed = torch.tensor([runner.step(workload, place) for _ in range(num_steps)], dtype=torch.float64)
+    elapsed = torch.tensor([step() for _ in range(num_steps)], dtype=torch.float64)
     dist.barrier()
     sent = torch.tensor([place.tx_bytes() - before], dtype=torch.float64)
     slowest = elapsed.clone()
@@ -185,12 +197,11 @@ def run_block(runner: Trains, workload: Workload, place: Place, num_steps: int) 
     return Block((elapsed / place.world_size).tolist(), slowest.tolist(), bytes_per_step)
 
 
-def replicas_are_equal(runner: Runner) -> bool | None:
-    """Whether all ranks hold the same parameters, bit for bit (a collective); None if it does not try to."""
-    if not runner.arm.keeps_replicas_equal:
+def replicas_are_equal(arm: Arm, models: Sequence[nn.Module]) -> bool | None:
+    """Whether all ranks hold the same parameters, bit for bit (a collective); None if the arm does not try to."""
+    if not arm.keeps_replicas_equal:
         return None
-    model = runner.model
-    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).view(torch.int32)
+    flat = torch.cat([p.detach().flatten() for model in models for p in model.parameters()]).view(torch.int32)
     low = torch.stack([flat.long().sum(), flat[::7].long().sum(), flat[1::11].long().sum()])
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)
@@ -198,9 +209,9 @@ def replicas_are_equal(runner: Runner) -> bool | None:
     return bool((low == high).all())
 
 
-def summarize(runner: Runner, runners: list[Runner], workload: Workload) -> dict[str, Any]:
+def summarize(runner: Runner, runners: list[Runner]) -> dict[str, Any]:
     """The arm's row of the result."""
-    evaluation = workload.evaluate(runner.model.module)
+    evaluation = runner.workload.evaluate(runner.model.module)
     by_kind = {
         other.arm.kind: other
         for other in runners
@@ -247,7 +258,7 @@ def make_runners(
     for arm in arms:
         model = DistributedDataParallel(workload.make_model())
         state = arm.attach(model, artifacts_dir)
-        runners.append(Runner(arm, model, workload.make_optimizer(model), state, total_steps))
+        runners.append(Runner(arm, workload, model, workload.make_optimizer(model), state, total_steps))
     return runners
 
 
@@ -275,15 +286,15 @@ def main(
     progress = Progress(progress_path if place.rank == 0 else None)
     with process_group(timeout_s):
         runners = make_runners(parsed, workload, artifacts_dir, total_steps)
-        warm_up(runners, workload, place, warmup_steps, progress)
+        warm_up(runners, place, warmup_steps, progress)
         for done in range(blocks):
             # Rotated, so that no arm always follows the same one.
             for runner in runners[done % len(runners) :] + runners[: done % len(runners)]:
-                runner.blocks.append(run_block(runner, workload, place, steps_per_block))
+                runner.blocks.append(run_block(partial(runner.step, place), place, steps_per_block))
                 progress.report("timing", runner.arm, done + 1, blocks)
-        finish(runners, workload, place, progress)
-        equal = [replicas_are_equal(runner) for runner in runners]
-        rows = [summarize(runner, runners, workload) for runner in runners] if place.rank == 0 else []
+        finish(runners, place, progress)
+        equal = [replicas_are_equal(runner.arm, [runner.model]) for runner in runners]
+        rows = [summarize(runner, runners) for runner in runners] if place.rank == 0 else []
         dist.barrier()
         for runner in runners:
             if runner.state is not None:

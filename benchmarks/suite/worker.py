@@ -1,0 +1,138 @@
+"""What every rank of the suite does: time arms side by side, or train one arm to its end."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.arms import Arm, Decider, parse_arms
+from benchmarks.ratios import paired_ratio
+from benchmarks.suite.tasks import Task, build_task
+from benchmarks.train import Block, Place, Progress, process_group, replicas_are_equal, run_block, warm_up
+
+
+@dataclass
+class Trainee:
+    """One arm on all models of a task; what :mod:`benchmarks.train` needs of a runner."""
+
+    arm: Arm
+    task: Task
+    models: list[DistributedDataParallel]
+    optimizers: list[torch.optim.Optimizer]
+    states: list[Decider | None]
+    num_steps: int = 0
+    num_steps_to_decide: int = 0
+    blocks: list[Block] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, arm: Arm, task: Task) -> Trainee:
+        """Wrap the task's models and attach the arm to each."""
+        models = [DistributedDataParallel(model) for model in task.make_models()]
+        optimizers = [task.make_optimizer(model) for model in models]
+        return cls(arm, task, models, optimizers, [arm.attach(model) for model in models])
+
+    def step(self, place: Place) -> float:
+        """Train one step; returns its duration in seconds on this rank."""
+        began = time.perf_counter()
+        self.task.step(self.models, self.optimizers, self.num_steps, place.rank, place.world_size)
+        self.arm.meet()
+        self.num_steps += 1
+        return time.perf_counter() - began
+
+    def has_decided(self) -> bool:
+        """Whether every model's state has decided on every rank (a collective)."""
+        mine = all(state is None or state.decided for state in self.states)
+        flag = torch.tensor(int(mine))
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag.item())
+
+    def modules(self) -> list[nn.Module]:
+        """The bare models."""
+        return [model.module for model in self.models]
+
+    def close(self) -> None:
+        """End the states' threads."""
+        for state in self.states:
+            if state is not None:
+                state.close()
+
+
+def time_arms(task: Task, arms: Sequence[Arm], place: Place, blocks: int, steps: int) -> list[dict[str, Any]]:
+    """Step times of all arms, alternated in blocks; ratios to computing alone and to computing with a barrier."""
+    trainees = [Trainee.start(arm, task) for arm in arms]
+    warm_up(trainees, place, 4, Progress(None))
+    for done in range(blocks):
+        turn = done % len(trainees)
+        for trainee in trainees[turn:] + trainees[:turn]:
+            trainee.blocks.append(run_block(partial(trainee.step, place), place, steps))
+    rows = []
+    times = {one.arm.kind: [block.median_step_s for block in one.blocks] for one in trainees}
+    for one in trainees:
+        mine = [block.median_step_s for block in one.blocks]
+        rows.append(
+            {
+                "task": task.name,
+                "arm": one.arm.name,
+                "step_ms": 1e3 * statistics.median(mine),
+                "mb_per_step_per_host": statistics.fmean(block.tx_bytes_per_step for block in one.blocks) / 1e6,
+                **{f"time_over_{kind}": paired_ratio(mine, times[kind]).value for kind in BOUNDS},
+                "parameters": sum(p.numel() for model in one.models for p in model.parameters()),
+                "steps_to_decide": one.num_steps_to_decide,
+                "replicas_equal": replicas_are_equal(one.arm, one.modules()),
+            }
+        )
+    for one in trainees:
+        one.close()
+    return rows
+
+
+BOUNDS = ("none", "barrier", "plain")
+
+
+def train_to_end(task: Task, arm: Arm, place: Place, steps: int) -> dict[str, Any]:
+    """Train one arm alone in this process: its metric, and the largest memory any rank had."""
+    trainee = Trainee.start(arm, task)
+    while trainee.num_steps < steps:
+        trainee.step(place)
+    peak = torch.tensor(peak_mib())
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    equal = replicas_are_equal(arm, trainee.modules())
+    found = {"metric": task.metric(trainee.modules()), "peak_mib": float(peak), "replicas_equal": equal}
+    dist.barrier()
+    trainee.close()
+    return found
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had at a time."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def work(name: str, arms: str, seed: int, blocks: int, steps: int, out: Path, *, to_end: bool, tiny: bool) -> None:
+    """A rank's whole life; rank 0 writes what was found."""
+    torch.set_num_threads(1)
+    place, parsed, task = Place.from_env(None), parse_arms(arms), build_task(name, seed, tiny=tiny)
+    with process_group(300.0):
+        found: Any = (
+            train_to_end(task, parsed[0], place, steps) if to_end else time_arms(task, parsed, place, blocks, steps)
+        )
+        if place.rank == 0:
+            out.write_text(json.dumps(found))
+        dist.barrier()
+
+
+__all__ = ["BOUNDS", "Trainee", "time_arms", "train_to_end", "work"]
