@@ -2,6 +2,9 @@
 
     python -m benchmarks.prediction --model mlp --workers 1
     python -m benchmarks.prediction --rate 100mbit,1gbit --rtt-ms 0,5,20,50,100     # near and far, one table
+    python -m benchmarks.prediction --rate 1gbit --job-path job.json                # and then, from that job alone:
+    python -m benchmarks.prediction --rate 100mbit,300mbit --carried job.json       # as espresso what-if does it
+    python -m benchmarks.prediction --hosts 4 --carried job.json
 
 On the demo's emulated network the job is measured once (gaps, links, what compressors cost), as automatic mode
 does it; nothing that is measured later flows back. Then every strategy of the list is carried out by the live
@@ -212,12 +215,32 @@ def _strategies(job: Any) -> list[tuple[str, Any, float]]:
     return shared[0]
 
 
-def measure(model: str, seed: int, rounds: int, steps: int, bucket_cap_mb: float) -> tuple[list[Row], Any]:
-    """Profile, predict, then run everything, alternated. Every rank calls it."""
+def _carried(path: Path, network: str) -> Any:
+    """A job that was measured elsewhere, on this network and so many hosts (:mod:`espresso.model.what_if`).
+
+    Args:
+        network: rate and round trip, with a space between.
+    """
+    from espresso.model.job import Job
+    from espresso.model.what_if import Change, changed, parse_gbit
+
+    job, (rate, rtt_ms) = Job.load(path), network.split()
+    nodes = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
+    far = float(rtt_ms) or None
+    return changed(job, Change(num_nodes=nodes, inter_gbit=parse_gbit(rate), rtt_ms=far))
+
+
+def measure(
+    model: str, seed: int, rounds: int, steps: int, bucket_cap_mb: float, carried: Path | None, network: str
+) -> tuple[list[Row], Any]:
+    """Profile or carry over, predict, then run everything, alternated. Every rank calls it."""
     import espresso
 
     workload = build_workload(model, seed)
-    job = _with_costs(_profile(_Trainee(workload, bucket_cap_mb)), ["fp16", "dgc:ratio=0.01"])
+    if carried is None:
+        job = _with_costs(_profile(_Trainee(workload, bucket_cap_mb)), ["fp16", "dgc:ratio=0.01"])
+    else:
+        job = _carried(carried, network)
     found = _strategies(job)
     trainees, states = [], []
     for _, strategy, _ in found:
@@ -318,16 +341,26 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Default: benchmarks/results.")] = None,
     job_path: Annotated[Path | None, typer.Option(help="Leave the job there, with all costs.")] = None,
+    hosts: Annotated[int, typer.Option(help="Emulated hosts.")] = 2,
+    carried: Annotated[
+        Path | None, typer.Option(help="Predict from this job, measured elsewhere, and only run.")
+    ] = None,
+    network_asked: Annotated[str, typer.Option("--network", hidden=True)] = "",
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Predict, then measure, and compare."""
-    config = {"model": model, "workers": workers, "rounds": rounds, "steps": steps, "bucket_cap_mb": bucket_cap_mb}
+    config = {
+        "model": model, "workers": workers, "rounds": rounds, "steps": steps, "bucket_cap_mb": bucket_cap_mb,
+        "hosts": hosts,
+    }  # fmt: skip
     if worker is not None:
-        _as_worker(worker, model, seed, rounds, steps, bucket_cap_mb, job_path)
+        _as_worker(worker, model, seed, rounds, steps, bucket_cap_mb, job_path, carried, network_asked)
         return
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     console = results.console(120)
-    target = json_path or results.RESULTS_DIR / f"prediction_{model}_{rate}_{workers}{_suffix(rtt_ms)}.json"
+    target = (
+        json_path or results.RESULTS_DIR / f"prediction_{model}_{rate}_{workers}{_suffix(rtt_ms, hosts, carried)}.json"
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     raw = target.with_suffix(".raw")
     argv = [sys.executable, "-m", "benchmarks.prediction", "--worker", str(raw), "--seed", str(seed)]
@@ -335,27 +368,31 @@ def main(
         argv += [f"--{key.replace('_', '-')}", str(value)]
     if job_path is not None:
         argv += ["--job-path", str(job_path.resolve())]
+    if carried is not None:
+        argv += ["--carried", str(carried.resolve())]
     cells = []
     for one_rate in rate.split(","):
         for rtt in map(float, rtt_ms.split(",")):
-            with open_network(2, one_rate, distance=Distance(rtt) if rtt else None) as network:
+            with open_network(hosts, one_rate, distance=Distance(rtt) if rtt else None) as network:
                 described = describe(network)
                 env = {"PYTHONPATH": str(ROOT)}
-                run_workers(network, argv, workers_per_host=workers, pin=True, deadline_s=1800, env=env)
+                own = [*argv, "--network", f"{one_rate} {rtt:g}"]
+                run_workers(network, own, workers_per_host=workers, pin=True, deadline_s=1800, env=env)
             rows = tuple(Row(**row) for row in json.loads(raw.read_text()))
             raw.unlink()
             cell = Cell(one_rate, rtt, described, rows)
-            console.print(table_of(rows, cell.score, f"{model}, 2 hosts x {workers}, {described}"))
+            console.print(table_of(rows, cell.score, f"{model}, {hosts} hosts x {workers}, {described}"))
             cells.append(cell)
             results.write(target, results.record(config, seed, [cell.record() for cell in cells]))
     if len(cells) > 1:
-        console.print(matrix_of(cells, f"{model}, 2 hosts x {workers}"))
+        console.print(matrix_of(cells, f"{model}, {hosts} hosts x {workers}"))
     if not all(cell.passes for cell in cells):
         raise typer.Exit(1)
 
 
-def _suffix(rtt_ms: str) -> str:
-    return "" if rtt_ms == "0" else f"_{rtt_ms}ms"
+def _suffix(rtt_ms: str, hosts: int, carried: Path | None) -> str:
+    parts = [f"{rtt_ms}ms"] * (rtt_ms != "0") + [f"{hosts}hosts"] * (hosts != 2) + ["carried"] * (carried is not None)
+    return "".join(f"_{part}" for part in parts)
 
 
 def describe(network: Network) -> str:
@@ -371,11 +408,19 @@ def describe(network: Network) -> str:
 
 
 def _as_worker(
-    out: Path, model: str, seed: int, rounds: int, steps: int, bucket_cap_mb: float, job_path: Path | None
+    out: Path,
+    model: str,
+    seed: int,
+    rounds: int,
+    steps: int,
+    bucket_cap_mb: float,
+    job_path: Path | None,
+    carried: Path | None,
+    network: str,
 ) -> None:
     torch.set_num_threads(1)
     with process_group(120.0):
-        rows, job = measure(model, seed, rounds, steps, bucket_cap_mb)
+        rows, job = measure(model, seed, rounds, steps, bucket_cap_mb, carried, network)
         if dist.get_rank() == 0:
             out.write_text(json.dumps([asdict(row) for row in rows]))
             if job_path is not None:

@@ -38,6 +38,7 @@ class Prediction:
         best_us: the best strategy; ``strategy`` is it.
         lower_bound_us: certified.
         far: how many times from what was measured, by what.
+        search_ms: wall time of the search.
     """
 
     cluster: Cluster
@@ -49,6 +50,7 @@ class Prediction:
     lower_bound_us: float
     strategy: Strategy
     far: dict[str, float]
+    search_ms: float
 
     @property
     def gain(self) -> float:
@@ -88,6 +90,7 @@ class Prediction:
             "option": str(choice.option),
             "compressor": str(choice.compressor),
             "extrapolates": self.far,
+            "search_ms": self.search_ms,
         }
 
 
@@ -124,6 +127,7 @@ def predict(job: Job, specs: Sequence[CompressorSpec], change: Change) -> Predic
         result.lower_bound_us,
         result.strategy,
         extrapolates(job, change),
+        result.search_ms,
     )
 
 
