@@ -1,4 +1,4 @@
-"""The search on every published trace, cluster preset and compressor, at scale, and beside the paper's tables.
+"""The search on every published trace, cluster preset and compressor, and at scale.
 
     python -m benchmarks.search                 # everything
     python -m benchmarks.search --only scale    # any of the sections
@@ -29,7 +29,7 @@ from rich.progress import track
 from benchmarks import search_evidence, search_speed
 from benchmarks.search_models import MODELS, model_job, random_model_job
 from espresso.model.job import Job
-from espresso.model.presets import cluster_names, job_from_trace, published_costs, trace_names
+from espresso.model.presets import cluster_names, job_from_trace, trace_names
 from espresso.search.result import SearchResult
 from espresso.search.search import GREEDY, PUBLISHED, search
 from espresso.strategies import TensorSpec
@@ -46,18 +46,6 @@ GAP_SECTIONS = {
     "models": "Models without a trace here, their backward time shared out by a rule:",
     "random": "Random jobs:",
 }
-POLICIES = {"fp32": "uncompressed", "byteps-compress": "BytePS-Compress", "hitopkcomm": "HiTopKComm",
-            "hipress": "HiPress"}  # fmt: skip
-
-ASSUMPTIONS = (
-    "Backward times are the published traces of one V100; forward and optimizer time are not in them and count"
-    " as zero, so F is backward and communication.",
-    "Compressor times are the published GPU and host figures; sparsifiers keep 1 %.",
-    "Links are the testbeds' nominal rates at 80 %, latencies 20 us (intra) and 50 us (inter): assumptions.",
-    "Host copies cost 10 us and 0.1 us/KB per rank; on PCIe-only machines they share the intra link.",
-    "Nothing is fused: 'uncompressed' is a flat allreduce per tensor (the paper's fp32 is BytePS).",
-    "The other systems are their papers' policies on our timeline, not their implementations.",
-)
 
 
 def traces() -> list[dict[str, Any]]:
@@ -161,29 +149,6 @@ def options() -> list[dict[str, Any]]:
     return rows
 
 
-def paper() -> list[dict[str, Any]]:
-    """The published relative speed-ups beside ours, on the same models and clusters."""
-    rows = []
-    for row in track(published_costs()["paper"]["speedups_64_gpus"], "paper", console=Console(stderr=True)):
-        ratio = "" if row["compressor"] == "efsignsgd" else ":ratio=0.01"
-        job = job_from_trace(row["model"], *SHAPE, row["cluster"])
-        result = search(job, row["compressor"] + ratio)
-        for system, published in row["espresso_over"].items():
-            other = result.baselines[POLICIES[system]]
-            rows.append(
-                {
-                    "model": row["model"],
-                    "cluster": row["cluster"],
-                    "compressor": row["compressor"],
-                    "over": system,
-                    "published": published,
-                    "ours": other / result.predicted_us,
-                    "ours_published_algorithms": other / result.baselines[PUBLISHED],
-                }
-            )
-    return rows
-
-
 def facts() -> dict[str, Any]:
     """Hardware, versions, date."""
     model = platform.processor() or platform.machine()
@@ -262,16 +227,6 @@ def markdown(body: dict[str, Any]) -> str:
         ]
     if "speed" in body:
         out += search_speed.markdown(body["speed"][0])
-    if "paper" in body:
-        out += ["", "Espresso over other systems: published, and simulated here.", "",
-                "| model | cluster | compressor | over | published | ours | Alg. 1+2 | ours / published |",
-                "|" + " --- |" * 8]  # fmt: skip
-        out += [
-            f"| {r['model']} | {r['cluster']} | {r['compressor']} | {r['over']} | {r['published']:.2f} |"
-            f" {r['ours']:.2f} | {r['ours_published_algorithms']:.2f} | {r['ours'] / r['published']:.2f} |"
-            for r in body["paper"]
-        ]
-        out += ["", "Assumptions:", "", *(f"- {text}" for text in ASSUMPTIONS)]
     return "\n".join(out) + "\n"
 
 
@@ -337,7 +292,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "random": random_jobs,
         "scale": scale,
         "options": options,
-        "paper": paper,
         "speed": search_speed.speed,
     }
     parser.add_argument(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.model.job import Job
-from espresso.model.presets import job_from_trace
+from espresso.model.presets import ClusterPreset, job_from_trace
 from espresso.strategies import TensorSpec
 
 Row = tuple[str, int, float]
@@ -98,7 +98,7 @@ MODELS: dict[str, Callable[[], list[Row]]] = {
 }
 
 
-def model_job(name: str, preset: str, num_nodes: int = 8, ranks_per_node: int = 8) -> Job:
+def model_job(name: str, preset: str | ClusterPreset, num_nodes: int = 8, ranks_per_node: int = 8) -> Job:
     """One of :data:`MODELS`, with the published compressor costs, on a cluster preset."""
     rows = MODELS[name]()[::-1]
     work = np.array([row[2] for row in rows])
@@ -127,7 +127,7 @@ def _job(
     name: str,
     rows: Sequence[tuple[str, int]],
     gaps: npt.NDArray[np.float64],
-    preset: str,
+    preset: str | ClusterPreset,
     nodes: int,
     ranks: int,
 ) -> Job:

@@ -102,7 +102,18 @@ def byteps_pipeline(hierarchical: bool) -> Option:
     )
 
 
-def byteps_compress(evaluator: Evaluator, spec: CompressorSpec) -> tuple[Evaluator, list[Choice]]:
+def byteps_raw_pipeline(hierarchical: bool) -> Option:
+    """What BytePS does with a tensor that it does not compress: the same ways, with raw numbers."""
+    return _pipeline(
+        hierarchical,
+        "intra.reduce > inter.reduce_scatter > inter.allgather > intra.broadcast",
+        "flat.reduce_scatter > flat.allgather",
+    )
+
+
+def byteps_compress(
+    evaluator: Evaluator, spec: CompressorSpec, raw_below_bytes: int = BYTEPS_RAW_BELOW_BYTES
+) -> tuple[Evaluator, list[Choice]]:
     """BytePS-Compress (Zhong et al. 2021, "Compressed Communication for Distributed Training").
 
     Its definition, from the system's own documents and source (BytePS, ``docs/gradient-compression.md``, and in
@@ -114,14 +125,8 @@ def byteps_compress(evaluator: Evaluator, spec: CompressorSpec) -> tuple[Evaluat
     """
     device = Device.OFFLOAD if Device.OFFLOAD in _devices(evaluator, spec) else Device.TRAINING
     option = byteps_pipeline(evaluator.job.cluster.is_hierarchical).on_device(device)
-    small = Choice(
-        _pipeline(
-            evaluator.job.cluster.is_hierarchical,
-            "intra.reduce > inter.reduce_scatter > inter.allgather > intra.broadcast",
-            "flat.reduce_scatter > flat.allgather",
-        )
-    )
-    choices = [Choice(option, spec) if unit.num_bytes >= BYTEPS_RAW_BELOW_BYTES else small for unit in evaluator.units]
+    small = Choice(byteps_raw_pipeline(evaluator.job.cluster.is_hierarchical))
+    choices = [Choice(option, spec) if unit.num_bytes >= raw_below_bytes else small for unit in evaluator.units]
     return evaluator_at(evaluator, BYTEPS_PARTITION_BYTES), choices
 
 
@@ -240,10 +245,12 @@ def myopic(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> list[Choice
 
 
 __all__ = [
+    "BYTEPS_PARTITION_BYTES",
     "FP16",
     "Baseline",
     "all_to_all_all_to_all",
     "byteps_compress",
+    "byteps_raw_pipeline",
     "hipress",
     "hitopkcomm",
     "inter_all_to_all",
