@@ -60,10 +60,12 @@ class Rows:
 class OneRank:
     """What a planner asks of groups."""
 
-    rank, host_copies = 0, False
+    rank, host_copies, speaks, beside = 0, False, True, None
 
     def all_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    everywhere = all_objects
 
     def from_rank_0(self, value: Any) -> Any:
         return value
@@ -145,7 +147,7 @@ def run(world: World, planner: AutoPlanner, steps: range, at: dict[int, Callable
 def planner_of(world: World, *, adapt: bool = True) -> AutoPlanner:
     return AutoPlanner(
         strategy_of(BUCKETS, TWO, PLAIN), OneRank(), world, warmup_steps=3, profile_steps=2, race_steps=3,
-        race_rounds=2, decide_by=20, on_profile=lambda _: None, history=History(0), adapt=adapt,
+        race_rounds=2, decide_by=20, on_profile=lambda _: None, history=History(True), adapt=adapt,
     )  # fmt: skip
 
 
@@ -265,7 +267,7 @@ def test_the_history_is_a_trace(tmp_path):
 
     from espresso.live.history import Event
 
-    history = History(0)
+    history = History(True)
     history.add(60, Event.DECIDED, "measured", "signs", measured_us=5.0)
     history.add(90, Event.SWITCHED, "the link is slower", "plain", since_ns=time.perf_counter_ns() - 1000)
     write_history(tmp_path / "history.json", history.rows)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks import convergence, overhead, prediction, results, speed
+from benchmarks import convergence, overhead, prediction, results, speed, weather
 from benchmarks.convergence import Run
 from benchmarks.prediction import Row
 from espresso.live.profiler import rising
@@ -110,3 +110,30 @@ def test_a_result_says_where_and_how_it_was_made(tmp_path):
 def test_measured_curves_never_fall():
     points = [(1.0, 9.0), (2.0, 4.0), (3.0, 5.0), (4.0, 5.0), (5.0, 20.0)]
     assert rising(points) == ((1.0, 4.0), (2.0, 4.0), (3.0, 5.0), (4.0, 5.0), (5.0, 20.0))
+
+
+def test_weather_reads_its_schedule_and_judges_phases_and_windows():
+    first, second = weather.parse_schedule("10gbit/100 50mbit/100,load=1,batch=4,rtt=20")
+    assert first == weather.Phase("10gbit", 100)
+    assert second == weather.Phase("50mbit", 100, load=1, batch=4, rtt_ms=20.0)
+    for wrong in ("50mbit", "50mbit/x", "50mbit/5,wind=3"):
+        with pytest.raises(ValueError, match="a phase is"):
+            weather.parse_schedule(wrong)
+    for widths, schedule in weather.CHANGES.values():
+        assert len(weather.parse_schedule(schedule)) >= 2
+        assert widths.startswith("64,")
+    # Forty steps to find out, then 5 % above a fresh decision; plain is ten times slower there.
+    step_s = {
+        "adapt": [0.010] * 100 + [0.1] * 40 + [0.021] * 60,
+        "fresh": [0.010] * 100 + [0.020] * 100,
+        "plain": [0.010] * 100 + [0.2] * 100,
+    }
+    found = weather.verdicts((first, second), step_s)
+    assert found["of_fresh"] == pytest.approx(1.05)
+    assert found["of_known"] == pytest.approx((0.4 + 4.0 + 1.26) / 2.4)
+    assert found["of_plain"] < 1
+    events = [{"event": "switched", "step": 140}, {"event": "changed", "step": 120}]
+    picture = weather.draw((first, second), step_s, events)
+    assert picture.count("<polyline") == 3
+    assert "50mbit + load x4" in picture
+    assert picture.count(">switched<") == 1

@@ -22,10 +22,12 @@ TWO = Cluster(2, 1)
 class OneRank:
     """What a planner asks of groups."""
 
-    rank = 0
+    rank, speaks, beside = 0, True, None
 
     def all_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    everywhere = all_objects
 
     def from_rank_0(self, value: Any) -> Any:
         return value
@@ -57,7 +59,7 @@ def planner_of(search: Found, *, race_rounds: int, decide_by: int) -> AutoPlanne
     return AutoPlanner(
         strategy_of(BUCKETS, TWO, PLAIN), OneRank(), search, warmup_steps=3, profile_steps=2, race_steps=3,
         race_rounds=race_rounds, decide_by=decide_by, on_profile=lambda _: None,
-        history=History(0),
+        history=History(True),
     )  # fmt: skip
 
 

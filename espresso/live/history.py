@@ -25,11 +25,12 @@ class History:
     """The events of a job.
 
     Args:
-        on_event: called on rank 0 with all rows after every event; may write them to a file.
+        speaks: whether this is rank 0.
+        on_event: called there with all rows after every event; may write them to a file.
     """
 
-    def __init__(self, rank: int, on_event: Callable[[Sequence[dict[str, Any]]], None] = lambda rows: None) -> None:
-        self._rank, self._on_event = rank, on_event
+    def __init__(self, speaks: bool, on_event: Callable[[Sequence[dict[str, Any]]], None] = lambda rows: None) -> None:
+        self._speaks, self._on_event = speaks, on_event
         self._began_ns = time.perf_counter_ns()
         self.rows: list[dict[str, Any]] = []
 
@@ -65,6 +66,6 @@ class History:
                 "took_us": (now_ns - begun) / 1e3,
             }
         )
-        if self._rank == 0:
+        if self._speaks:
             logger.info("step %d, %s: %s; in use: %s", step, event.value.replace("_", " "), reason, strategy)
             self._on_event(self.rows)

@@ -23,7 +23,7 @@ from espresso.live.fixed_planner import InForce
 from espresso.live.observer import Observation, Observer, combine
 from espresso.live.planner import Candidate
 from espresso.live.profiler import cores_per_rank, machine_facts, measure_compressors, measure_links
-from espresso.live.remeasure import up_to_date
+from espresso.live.remeasure import Remeasured
 from espresso.live.runtime import Runtime
 from espresso.live.sampler import Sampler
 from espresso.live.server_profile import measure_exchange, measure_processors
@@ -84,7 +84,7 @@ class OnlineSearch:
         self.job: Job | None = None
         self.uncompressed_us = 0.0
         self.advice = ""
-        self._revised = False
+        self._revised: Remeasured | None = None
 
     def follow(self, in_force: InForce) -> bool:
         """Search for the compressors in force, or for those to come while nothing is."""
@@ -95,7 +95,8 @@ class OnlineSearch:
     def revise(self, change: Change) -> None:
         """Measure again what changed in the running job. Collective; the next call searches with it."""
         if self.job is not None:
-            self.job, self._revised = up_to_date(self.job, change, self._groups, self._runtime.place), True
+            self._revised = self._revised or Remeasured(self.job, change)
+            self.job = self._revised.job(self.job, change, self._groups, self._runtime.place)
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best.
@@ -250,7 +251,7 @@ class OnlineSearch:
 
     def _search(self, job: Job) -> tuple[list[Candidate], float]:
         candidates, result = find_candidates(job, self._offered, self._terms)
-        if not self._revised:
+        if self._revised is None:
             self._advise_bucket_size(job, result)
         logger.info(
             "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms, which owes %s and keeps %.1f MB",

@@ -10,13 +10,16 @@ QUIET_SHARE = 0.02
 """Of the wall time: the most that turns which change nothing may take."""
 
 SEVERE = math.log(1.3)
-"""A change of this factor is looked into whatever earlier turns cost, at the pace of ``FIRST_REST``,"""
+"""A change of this factor is looked into whatever earlier turns cost, after a ``REST``,"""
 
 FALSE_ALARMS = 2
 """unless so many turns in a row found that nothing had changed."""
 
-FIRST_REST = 20
-"""Steps after a turn in which no other begins; doubled by every turn in a row that changed nothing."""
+REST = 10
+"""Steps after a turn in which no other begins, doubled by every turn of late,"""
+
+FORGET = 100
+"""of which one is forgotten after so many steps."""
 
 MOST_DOUBLINGS = 8
 
@@ -29,7 +32,8 @@ class Patience:
 
     def __init__(self) -> None:
         self._rest_until = self._quiet_until = 0.0
-        self._idle_turns = 0
+        self._idle_turns = self._turns_of_late = 0
+        self._last = 0
 
     def permits(self, change: Change, step: int) -> bool:
         """Whether a change is looked into: a severe one after a rest, any within the budget."""
@@ -38,21 +42,28 @@ class Patience:
 
     def took(self, step: int, cost_us: float, step_us: float, *, was_real: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether anything had changed."""
-        self._idle_turns = 0 if was_real else min(self._idle_turns + 1, MOST_DOUBLINGS)
-        self._rest_until = step + FIRST_REST * 2 ** max(self._idle_turns - 1, 0)
+        self._idle_turns = 0 if was_real else self._idle_turns + 1
+        forgotten = (step - self._last) // FORGET
+        self._turns_of_late = min(max(self._turns_of_late - forgotten, 0) + 1, MOST_DOUBLINGS)
+        self._last = step
+        self._rest_until = step + REST * 2**self._turns_of_late
         # What was spent is earned again before the next turn on a mere suspicion.
         self._quiet_until = max(self._quiet_until, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
 
     @staticmethod
-    def is_worth(ours_us: float, theirs_us: float, *, losses_less: bool, price_us: float, lasted: int) -> bool:
+    def is_worth(
+        ours_us: float, theirs_us: float, *, losses_less: bool, noise: float, price_us: float, lasted: int
+    ) -> bool:
         """Whether to switch: what it gains, while the condition lasts as long again, against what a switch costs.
 
         Args:
             losses_less: the other compresses less.
+            noise: the least factor, as a logarithm, that the race could tell.
             price_us: of switching, there and back.
             lasted: steps since the change.
         """
         gain_us = ours_us - theirs_us
         if losses_less and gain_us >= 0:
             return True
-        return gain_us > MUST_GAIN * ours_us and gain_us * lasted > price_us
+        clear = gain_us > MUST_GAIN * ours_us and math.log(ours_us / theirs_us) > noise
+        return clear and gain_us * lasted > price_us

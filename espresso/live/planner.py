@@ -73,6 +73,9 @@ class Candidate:
 TRY_STEPS, TRY_ROUNDS, DROP = 3, 2, 1.25
 """Of the race when something has changed: short blocks, and who is this much slower than the fastest has only one."""
 
+FAR_BEHIND = 2.0
+"""The strategy in use needs no first block where its steps take this many times the best prediction."""
+
 PLAIN_MAY = 1.5
 """Plain is tried again up to this factor of the best prediction."""
 
@@ -339,19 +342,26 @@ class AutoPlanner:
             self._search.revise(change)
             found = self._found()
         kept = self._winning or self._winner.assignment
-        fresh = [c for c in found if not _alike(c.strategy, kept.strategy)]
+        told = self._groups.everywhere(
+            ([_alike(c.strategy, kept.strategy) for c in found], self._search.uncompressed_us)
+        )
+        fresh = [c for c, *alike in zip(found, *(theirs for theirs, _ in told), strict=True) if not all(alike)]
+        plain_us = max(us for _, us in told)
         fresh = [replace(c, name=f"{c.name} at step {step}") if c.name == now else c for c in fresh]
         best_us = min((c.predicted_us for c in found), default=0.0)
         arms = [Arm(now, replace(kept, drain=kept.strategy.num_compressed > 0))]
         arms += [Arm(c.name, c.assignment) for c in fresh]
-        if now != "plain" and (not found or self._search.uncompressed_us <= PLAIN_MAY * best_us):
+        if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
         self._turn = _Turn(change, step, began_ns)
         if len(arms) == 1:
             self._end_turn(self._turn, None, step)
             return
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
-        self._race = Race(arms, block=TRY_STEPS, rounds=TRY_ROUNDS, drop=DROP, known={now: change.step_us[1]})
+        # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind.
+        far_behind = change.step_us[1] > FAR_BEHIND * best_us > 0
+        known = {now: change.step_us[1]} if far_behind else None
+        self._race = Race(arms, block=TRY_STEPS, rounds=TRY_ROUNDS, drop=DROP, known=known)
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
 
     def _end_turn(self, turn: _Turn, race: Race | None, step: int) -> None:
@@ -364,12 +374,12 @@ class AutoPlanner:
         if race is not None and best != ours:
             losses = {arm.name: arm.losses for arm in race.arms}
             worth = Patience.is_worth(
-                measured[ours], measured[best], losses_less=losses[best] < losses[ours],
+                measured[ours], measured[best], losses_less=losses[best] < losses[ours], noise=race.noise,
                 price_us=2 * race.excess_us, lasted=step - turn.change.since,
             )  # fmt: skip
             best = best if worth else ours
         spent_us = (time.perf_counter_ns() - turn.began_ns) / 1e3 - (step - turn.step) * measured[best]
-        spent_us = float(self._groups.from_rank_0(max(spent_us, 0.0)))
+        spent_us = max(0.0, *self._groups.everywhere(spent_us))
         was_real = best != ours or abs(math.log(measured[ours] / before_us)) > TELLING
         self._patience.took(step, spent_us, measured[best], was_real=was_real)
         times = "the search finds nothing else" if race is None else f"{_times(race)} a step"

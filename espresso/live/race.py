@@ -23,6 +23,9 @@ from espresso.strategies import Strategy
 NOISE = 1.02
 """Arms this close to the fastest count as equally fast."""
 
+SMALL_SAMPLE = 1.3
+"""By so much two to four steps look closer to their own median than they are to the true one."""
+
 
 @dataclass(frozen=True, eq=False)
 class Arm:
@@ -55,6 +58,7 @@ class Race:
     Attributes:
         measured: of every arm the slowest rank's median step, as far as compared.
         excess_us: the most that the first step of a block took beyond the arm's median: what a switch costs.
+        noise: a difference between two arms, as a logarithm, that the spread of their steps makes one time in twenty.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class Race:
         self._first_us: dict[str, list[float]] = {}
         self._before_ns: int | None = None
         self.measured: dict[str, float] = {}
-        self.excess_us = 0.0
+        self.excess_us = self.noise = 0.0
         self._queue = self._lay_out([arm for arm in arms if arm.name not in self._known])
         self._next = self._queue[0] if self._queue else self.arms[0]
         self._place = 0
@@ -115,9 +119,10 @@ class Race:
         excess = max(
             (median(first) - mine[name] for name, first in self._first_us.items() if name in mine), default=0.0
         )
-        everybody = groups.everywhere((mine, excess))
-        self.measured = {name: max(theirs[name] for theirs, _ in everybody) for name in mine}
-        self.excess_us = max(0.0, *(theirs for _, theirs in everybody))
+        everybody = groups.everywhere((mine, excess, self._noise()))
+        self.measured = {name: max(theirs[name] for theirs, _, _ in everybody) for name in mine}
+        self.excess_us = max(0.0, *(theirs for _, theirs, _ in everybody))
+        self.noise = max(theirs for _, _, theirs in everybody)
         limit = min(self.measured.values()) * self._drop
         self._running = [arm for arm in self._running if self.measured.get(arm.name, math.inf) <= limit]
         if self._round + 1 >= self._rounds or len(self._running) == 1:
@@ -133,6 +138,20 @@ class Race:
         losses = {arm.name: arm.losses for arm in self.arms}
         near = [name for name, us in self.measured.items() if us <= limit]
         return min(near, key=lambda name: (losses[name], self.measured[name]))
+
+    def _noise(self) -> float:
+        """Twice the standard error of the difference of two arms' medians, from the steps of all arms together."""
+        apart = [
+            abs(math.log(us / median(values)))
+            for values in self._steps_us.values() if len(values) > 1
+            for us in values
+        ]  # fmt: skip
+        if not apart:
+            return 0.0
+        # Of so few steps an arm's own median lies among them, and makes them look closer than they are.
+        spread = 1.4826 * SMALL_SAMPLE * median(apart)
+        fewest = min(len(values) for values in self._steps_us.values())
+        return 2.0 * 1.2533 * spread * math.sqrt(2.0 / fewest)
 
     def _begin_round(self) -> None:
         self._round += 1

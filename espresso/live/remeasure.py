@@ -9,6 +9,7 @@ from dataclasses import replace
 from espresso.comm.groups import Groups
 from espresso.live.profiler import SLOW_US, Place, rising, time_shortly
 from espresso.live.watch import Cause, Change
+from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
 from espresso.model.links import LinkCurve, Links, interpolate
 from espresso.strategies import Form, Routine, Scope
@@ -23,19 +24,37 @@ Probes = Mapping[tuple[Scope, Form], Sequence[tuple[float, float]]]
 """(bytes, microseconds) of the probed routine."""
 
 
-def up_to_date(job: Job, change: Change, groups: Groups, place: Place) -> Job:
-    """The job with the costs of what changed measured again. Collective: all ranks call it together."""
-    compute = change.ratio(Cause.COMPUTE, Cause.JOB)
-    codec = change.ratio(Cause.ENCODERS)
-    if compute is not None:
-        job = _with_compute(job, compute)
-    # A core that somebody else uses slows encoders as well, whether or not any runs now.
-    others = change.ratio(Cause.COMPUTE) if codec is None else codec
-    if others is not None:
-        job = _with_codecs(job, others)
-    if change.ratio(Cause.LINK, Cause.STEP) is not None:
-        job = replace(job, costs=replace(job.costs, links=scaled_links(job.costs.links, probe(groups, place))))
-    return job
+MOST_CODEC = 4.0
+"""Encoders are not taken for more than so many times slower, or faster, than they were measured."""
+
+
+class Remeasured:
+    """Keeps a job up to date.
+
+    Compute is scaled from the job as it was measured first, by what live steps took then and take now: factors of one
+    change after another would pile up their noise.
+    """
+
+    def __init__(self, job: Job, change: Change) -> None:
+        self._first, self._first_compute_us = job, change.compute_us[0]
+        self._codec = 1.0
+
+    def job(self, job: Job, change: Change, groups: Groups, place: Place) -> Job:
+        """The job with the costs of what changed measured again. Collective: all ranks call it together."""
+        compute = change.ratio(Cause.COMPUTE, Cause.JOB)
+        scale = change.compute_us[1] / self._first_compute_us
+        if compute is not None:
+            job = _with_compute(job, self._first, scale)
+        codec = change.ratio(Cause.ENCODERS)
+        if codec is not None:
+            self._codec = max(1 / MOST_CODEC, min(self._codec * codec, MOST_CODEC))
+        elif change.ratio(Cause.COMPUTE) is not None:
+            # A core that somebody else uses slows encoders as well, whether or not any runs now.
+            self._codec = max(1.0, min(scale, MOST_CODEC))
+        job = _with_codecs(job, self._first, self._codec)
+        if change.ratio(Cause.LINK, Cause.STEP) is not None:
+            job = replace(job, costs=replace(job.costs, links=scaled_links(job.costs.links, probe(groups, place))))
+        return job
 
 
 def probe(groups: Groups, place: Place) -> Probes:
@@ -79,20 +98,24 @@ def _at(ratios: Sequence[tuple[float, float]], size: float) -> float:
     return below[1] * math.exp(part * math.log(above[1] / below[1]))
 
 
-def _with_compute(job: Job, ratio: float) -> Job:
-    ready = job.bucket_ready_us
+def _with_compute(job: Job, first: Job, ratio: float) -> Job:
+    ready = first.bucket_ready_us
     return replace(
         job,
-        gaps_us=tuple(gap * ratio for gap in job.gaps_us),
+        gaps_us=tuple(gap * ratio for gap in first.gaps_us),
         bucket_ready_us=None if ready is None else tuple(at * ratio for at in ready),
-        forward_us=job.forward_us * ratio,
-        optimizer_us=job.optimizer_us * ratio,
+        forward_us=first.forward_us * ratio,
+        optimizer_us=first.optimizer_us * ratio,
     )
 
 
-def _with_codecs(job: Job, ratio: float) -> Job:
-    compute = tuple(
-        replace(cost, points=tuple((x, us * ratio) for x, us in cost.points), launch_us=cost.launch_us * ratio)
-        for cost in job.costs.compute
-    )
-    return replace(job, costs=replace(job.costs, compute=compute))
+def _with_codecs(job: Job, first: Job, ratio: float) -> Job:
+    known = {(cost.spec, cost.device, cost.op): cost for cost in first.costs.compute}
+
+    def scaled(cost: ComputeCost) -> ComputeCost:
+        was = known.get((cost.spec, cost.device, cost.op))
+        if was is None:  # measured since then
+            return cost
+        return replace(cost, points=tuple((x, us * ratio) for x, us in was.points), launch_us=was.launch_us * ratio)
+
+    return replace(job, costs=replace(job.costs, compute=tuple(map(scaled, job.costs.compute))))

@@ -127,16 +127,17 @@ class Session:
             self.observer = Observer(self._make_clock)
             self.sampler = Sampler(model.tensors, self.groups.rank)
             self.recorder = Recorder(self.groups)
-            self.history = History(self.groups.rank, self.artifacts.history)
+            self.history = History(self.groups.speaks, self.artifacts.history)
             self.search: OnlineSearch | None = None
             self._overlap_of: tuple[Strategy, float] | None = None
             self._flushing: Assignment | None = None
             self.decider: Decider = self._make_decider()
             if isinstance(self.decider, FixedPlanner):
                 self._note_decided(0)
-            # Velocities are sums of another kind; on a GPU the average is gone before it is judged.
-            has_guard = config.adapt and rule is None and self.runtime.place.device.type == "cpu"
-            self.guard = Guard(self.groups, model.tensors, self.store) if has_guard else None
+            # Velocities are sums of another kind; on a GPU the average is gone before it is judged; shards would have
+            # to back off together.
+            is_seen = rule is None and self.runtime.place.device.type == "cpu" and self.groups.beside is None
+            self.guard = Guard(self.groups, model.tensors, self.store) if config.adapt and is_seen else None
             servers = None if client is None else self._link(client)
             self.executor: Executor = self.runtime.executor(
                 self.codecs,

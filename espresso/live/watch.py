@@ -41,16 +41,13 @@ LONG_WINDOW, SHORT_STEP_US = 8, 10_000.0
 LAG = 2
 """Steps between a gather's beginning and the look at it: it travels beside a whole step."""
 
-LEAST_SPREAD, FIRST_SPREAD = 0.1, 0.3
-"""Of a logarithm: the least that the test takes for noise, and what it takes while a baseline has few windows."""
+LEAST_SPREAD, FIRST_SPREAD, MOST_SPREAD = 0.1, 0.3, 0.6
+"""Of a logarithm: the least that the test takes for noise, what it takes while a baseline has few windows, the most."""
 
 SLACK, CLIP, ALARM = 1.5, 6.0, 6.0
 """Of the CUSUM, in spreads."""
 
-SOUND = SLACK
-"""A window within so many spreads of the baseline may become a part of it."""
-
-FEW, MANY = 3, 8
+FEW, MANY = 4, 16
 """Windows of a baseline: before the spread is taken from them, and at most."""
 
 NEGLIGIBLE = 0.03
@@ -142,11 +139,13 @@ class Change:
     Attributes:
         since: about the iteration in which it began.
         step_us: of the slowest rank before and now.
+        compute_us: likewise.
     """
 
     findings: tuple[Finding, ...]
     since: int
     step_us: tuple[float, float]
+    compute_us: tuple[float, ...] = (1.0, 1.0)
 
     @property
     def severity(self) -> float:
@@ -181,7 +180,12 @@ class Stream:
         middle = median(self._baseline)
         spread = 1.4826 * median(abs(each - middle) for each in self._baseline)
         least = LEAST_SPREAD if len(self._baseline) > FEW else FIRST_SPREAD
-        return max(-CLIP, min((value - middle) / min(max(spread, least), FIRST_SPREAD), CLIP))
+        return max(-CLIP, min((value - middle) / min(max(spread, least), MOST_SPREAD), CLIP))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing adds up."""
+        return not any(self._sums)
 
     def take(self, value: float) -> bool:
         """Take a window; whether it raises the alarm."""
@@ -190,7 +194,7 @@ class Stream:
         return max(self._sums) >= ALARM
 
     def learn(self, value: float) -> None:
-        """Take a sound window into the baseline."""
+        """Take a window into the baseline."""
         if len(self._baseline) < MANY:
             self._baseline.append(value)
 
@@ -223,8 +227,9 @@ class Watch:
         self._window: list[Vitals] = []
         self._gathering: tuple[int, Gathering] | None = None
         self._length = WINDOW
-        self._since: list[tuple[int, tuple[Vitals, ...]]] = []  # the latest windows of this strategy
-        self._before: list[tuple[Vitals, ...]] = []  # the sound ones
+        self._before: list[tuple[Vitals, ...]] = []  # the windows of the baseline
+        # What is out of the way, and then back, is noise, and belongs to the baseline as well.
+        self._pending: list[tuple[int, dict[str, float], tuple[Vitals, ...]]] = []
 
     def take(self, record: Record) -> bool:
         """Note an iteration. Whether there is a window to look at: then all ranks call :meth:`look`."""
@@ -242,16 +247,18 @@ class Watch:
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`look` would return at once."""
-        return self._gathering is None or self._gathering[1].is_done
+        """Whether :meth:`look` would return at once. It never does where other shards of the job have to agree."""
+        return self._gathering is None or (self._groups.beside is None and self._gathering[1].is_done)
 
     def look(self) -> Change | None:
         """Test the window that was gathered; may wait for it."""
         if self._gathering is None:
             return None
         (iteration, gathering), self._gathering = self._gathering, None
-        rows = tuple(Vitals(*row) for row in gathering.rows().tolist())
-        return self.test(iteration, rows)
+        rows, beside = gathering.rows().tolist(), self._groups.beside
+        if beside is not None:
+            rows = [row for theirs in beside.all_objects(rows) for row in theirs]
+        return self.test(iteration, tuple(Vitals(*row) for row in rows))
 
     def test(self, iteration: int, rows: tuple[Vitals, ...]) -> Change | None:
         """Test a window, every rank's medians."""
@@ -259,21 +266,21 @@ class Watch:
         step_us = max(row.step for row in rows)
         self._length = LONG_WINDOW if step_us < SHORT_STEP_US else WINDOW
         values = _values(rows, self._floor(step_us))
-        scores = [self._streams[name].score(value) for name, value in values.items()]
         alarms = [self._streams[name].take(value) for name, value in values.items()]
-        if all(abs(score) <= SOUND for score in scores):
-            for name, value in values.items():
-                self._streams[name].learn(value)
-            self._before = [*self._before, rows][:MANY]
-            self._since = []
-            return None
-        self._since = [*self._since[-3:], (iteration, rows)]
-        if not any(alarms):
-            return None
-        return self._explain()
+        self._pending = [*self._pending[1 - MANY :], (iteration, values, rows)]
+        if any(alarms):
+            return self._explain()
+        if all(stream.is_quiet for stream in self._streams.values()):
+            for _, known, theirs in self._pending:
+                self._before = [*self._before, theirs][:MANY]
+                for name, value in known.items():
+                    self._streams[name].learn(value)
+            self._pending = []
+        return None
 
     def forgive(self) -> None:
         """Nothing is done about what was found: go on against the same baseline."""
+        self._pending = []
         for stream in self._streams.values():
             stream.forgive()
 
@@ -282,7 +289,7 @@ class Watch:
         return NEGLIGIBLE * (step_us if known is None else min(math.exp(known), step_us))
 
     def _explain(self) -> Change:
-        now = _middle([rows for _, rows in self._since[-2:]])
+        now = _middle([rows for _, _, rows in self._pending[-2:]])
         known = self._streams["step"].middle
         assert known is not None  # an alarm needs a baseline
         before = _middle(self._before) if self._before else None
@@ -294,8 +301,8 @@ class Watch:
         step_us = max(row.step for row in now)
         if not findings:
             findings = [Finding(Cause.STEP, step_us / was)]
-        window = self._since[0][0] - self._length + 1
-        return Change(tuple(findings), window, (was, step_us))
+        compute_us = tuple(max(row.compute for row in rows) for rows in (before or now, now))
+        return Change(tuple(findings), self._pending[0][0] - self._length + 1, (was, step_us), compute_us)
 
 
 def _values(rows: Sequence[Vitals], floor: float) -> dict[str, float]:

@@ -1,0 +1,437 @@
+"""Weather: the network, the load and the batch change under a running job; who copes?
+
+    python -m benchmarks.weather                          # the whole schedule, all arms, minutes
+    python -m benchmarks.weather --change slower --arms plain,frozen,adapt
+
+Every arm is a job of its own under the same schedule of phases, on two emulated hosts:
+
+| arm      | meaning                                                                                             |
+| -------- | --------------------------------------------------------------------------------------------------- |
+| plain    | DDP as it is                                                                                        |
+| frozen   | automatic mode, ``adapt=False``: the strategy of step 60 for ever                                   |
+| adapt    | automatic mode, ``adapt=True``                                                                      |
+| fixed:N  | one strategy throughout, ``FIXED`` lists them; the fastest is the best fixed strategy in hindsight  |
+| fresh    | a new job in each phase, whose steps count once it has decided: the best of each phase known before |
+
+A phase is written ``rate/steps`` with more after commas: ``50mbit/150,load=0,batch=4,rtt=20``. ``load=HOST`` has a
+competitor on that host's core. The step before a phase waits until the network is as it should be.
+"""
+
+# No `from __future__ import annotations` here: typer reads the annotations.
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import pairwise
+from math import log10
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from benchmarks import results
+from benchmarks.emulated import Distance, Network, open_network, run_workers
+from benchmarks.emulated.launch import cores_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = results.RESULTS_DIR / "weather.svg"
+WITHIN = 40
+"""Steps after a change in which the adaptive job may look for a better strategy."""
+
+OF_FRESH, OF_KNOWN, OF_PLAIN = 1.15, 1.10, 1.05
+"""The bars: a phase's steps beyond those over a fresh decision's; all of the time over the best of each phase known in
+advance; any ``PLAIN_WINDOW`` steps over plain's."""
+
+PLAIN_WINDOW = 200
+UNLIMITED = "10gbit"
+DEADLINE_S = 3600.0
+
+FIXED = {
+    "signs once": ("comp > flat.allgather > dec", "efsignsgd"),
+    "signs twice": ("comp > flat.all_to_all > dec > comp > flat.allgather > dec", "efsignsgd"),
+    "half": ("comp > flat.allreduce > dec", "fp16"),
+}
+
+CHANGES = {
+    "plain slower": ("64,512,512,512,10", f"{UNLIMITED}/100 50mbit/120"),
+    "slower": ("64,2048,2048,2048,10", f"{UNLIMITED}/100 200mbit/120"),
+    "tenth": ("64,2048,2048,2048,10", "1gbit/100 100mbit/120"),
+    "faster": ("64,2048,2048,2048,10", f"100mbit/100 {UNLIMITED}/120"),
+    "load": ("64,2048,2048,2048,10", "1gbit/100 1gbit/300,load=0 1gbit/120"),
+}
+"""Single changes: the model's widths, and the schedule."""
+
+SCHEDULE = (
+    f"{UNLIMITED}/260 50mbit/200 200mbit/200 1gbit/300 1gbit/300,load=0 {UNLIMITED}/200,batch=4 100mbit/200,batch=4"
+    f" 100mbit/200 {UNLIMITED}/260"
+)
+WIDTHS = "64,1024,1024,1024,10"
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of steps under one weather.
+
+    Attributes:
+        rate: each host's egress limit.
+        load: the host whose core has a competitor; None for none.
+        batch: so many times the batch.
+        rtt_ms: round trip; only where some phase has one.
+    """
+
+    rate: str
+    steps: int
+    load: int | None = None
+    batch: int = 1
+    rtt_ms: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "Phase":
+        """``rate/steps,key=value…``; ValueError if it is anything else."""
+        head, *more = text.split(",")
+        rate, _, steps = head.partition("/")
+        values = dict(part.partition("=")[::2] for part in more)
+        unknown = values.keys() - {"load", "batch", "rtt"}
+        if not steps.isdigit() or unknown:
+            raise ValueError(f"a phase is rate/steps,load=HOST,batch=TIMES,rtt=MS, got {text!r}")
+        load = int(values["load"]) if "load" in values else None
+        return cls(rate, int(steps), load, int(values.get("batch", 1)), float(values.get("rtt", 0.0)))
+
+
+def parse_schedule(text: str) -> tuple[Phase, ...]:
+    """Phases separated by blanks."""
+    return tuple(Phase.parse(part) for part in text.split())
+
+
+# -- a rank of one arm -----------------------------------------------------------------------------
+
+
+def wait_for(phase: int, folder: Path, rank: int) -> None:
+    """Say that a phase may begin, and wait until the network is its own. All ranks."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if rank == 0:
+        (folder / f"ask{phase}").touch()
+        while not (folder / f"go{phase}").exists():
+            time.sleep(0.005)
+    dist.barrier()
+
+
+def work(arm: str, widths: str, schedule: str, folder: Path) -> None:
+    """Train through the schedule; rank 0 writes every step's time."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import espresso
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    rank = dist.get_rank()
+    if rank == 0:
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+    sizes = [int(width) for width in widths.split(",")]
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        layers: list[Any] = []
+        for before, after in pairwise(sizes):
+            layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
+        return DistributedDataParallel(torch.nn.Sequential(*layers[:-1]))
+
+    def attach(ddp: Any) -> Any:
+        if arm == "plain":
+            return None
+        if arm.startswith("fixed:"):
+            return espresso.register(ddp, strategy=lambda t, c: fixed_strategy(arm.partition(":")[2], t, c))
+        return espresso.register(ddp, timeout_s=300.0, adapt=arm == "adapt")
+
+    ddp = model()
+    state = attach(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    number, step_s, events = 0, [], []
+
+    def step(times: int) -> float:
+        nonlocal number
+        draw = torch.Generator().manual_seed(number * 100 + rank)
+        inputs = torch.randn(16 * times, sizes[0], generator=draw)
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss: Any = torch.nn.functional.cross_entropy(ddp(inputs), (inputs.sum(1) > 0).long())
+        loss.backward()
+        optimizer.step()
+        number += 1
+        return time.perf_counter() - begin
+
+    for index, phase in enumerate(parse_schedule(schedule)):
+        wait_for(index, folder, rank)
+        if arm == "fresh":
+            if state is not None:
+                state.close()
+            ddp = model()
+            state = attach(ddp)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+            for _ in range(62):
+                step(phase.batch)
+        step_s += [step(phase.batch) for _ in range(phase.steps)]
+        if state is not None and arm == "fresh":
+            events.append({"step": len(step_s) - phase.steps, "event": "decided", "strategy": state.verdict})
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, step_s)
+    if state is not None and arm != "fresh":
+        events = state.history
+    if state is not None:
+        state.close()
+    if rank == 0:
+        slowest = [max(each) for each in zip(*everybody, strict=True)]
+        (folder / "result.json").write_text(json.dumps({"step_s": slowest, "events": events}))
+    dist.destroy_process_group()
+
+
+def fixed_strategy(name: str, tensors: Any, cluster: Any) -> Any:
+    """One of ``FIXED`` for matrices; vectors stay exact."""
+    from espresso.strategies import Choice, CompressorSpec, Strategy, options_for, parse_option
+
+    option, spec = FIXED[name]
+    summable = {str(each): each for each in options_for(cluster, summable=True) if each.is_summable}
+    parsed = summable[option] if spec == "fp16" else parse_option(option)
+    large = {t.name: Choice(parsed, CompressorSpec.parse(spec)) for t in tensors if len(t.shape) > 1}
+    return Strategy.uniform(tensors, cluster).with_choices(large)
+
+
+# -- the weather -----------------------------------------------------------------------------------
+
+
+class Weather:
+    """Makes the network what each phase asks for, as the workers come to it."""
+
+    def __init__(self, network: Network, phases: Sequence[Phase], folder: Path) -> None:
+        self._network, self._phases, self._folder = network, phases, folder
+        self._next = 0
+        self._competitor: subprocess.Popen[bytes] | None = None
+
+    def look(self) -> None:
+        """Called every so often while the workers run."""
+        if self._next < len(self._phases) and (self._folder / f"ask{self._next}").exists():
+            self._become(self._phases[self._next])
+            (self._folder / f"go{self._next}").touch()
+            self._next += 1
+
+    def end(self) -> None:
+        """End the competitor, if there is one."""
+        if self._competitor is not None:
+            self._competitor.kill()
+            self._competitor.wait()
+            self._competitor = None
+
+    def _become(self, phase: Phase) -> None:
+        if self._network.rate_bps is not None:
+            rtt_ms = None if self._network.distance is None else phase.rtt_ms
+            self._network.change(rate=phase.rate, rtt_ms=rtt_ms)
+        self.end()
+        if phase.load is not None:
+            core = min(cores_of(self._network.hosts[phase.load]))
+            busy = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+            self._competitor = subprocess.Popen([sys.executable, "-c", busy])
+
+
+def run_arm(arm: str, widths: str, schedule: str, folder: Path) -> dict[str, Any]:
+    """One job through the schedule."""
+    phases = parse_schedule(schedule)
+    folder.mkdir(parents=True)
+    distance = Distance(phases[0].rtt_ms) if any(phase.rtt_ms for phase in phases) else None
+    argv = [sys.executable, "-m", "benchmarks.weather", "--work", arm, "--widths", widths]
+    argv += ["--schedule", schedule, "--folder", str(folder)]
+    with open_network(2, phases[0].rate, distance=distance) as network, _ended(Weather(network, phases, folder)) as now:
+        env = {"PYTHONPATH": str(ROOT)}
+        run_workers(network, argv, pin=True, deadline_s=DEADLINE_S, env=env, log_dir=folder, on_poll=now.look)
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+@contextmanager
+def _ended(weather: Weather) -> Iterator[Weather]:
+    try:
+        yield weather
+    finally:
+        weather.end()
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm in one phase: milliseconds a step, over its first ``WITHIN`` steps, and beyond those."""
+
+    phase: int
+    arm: str
+    first_ms: float
+    later_ms: float
+
+
+def rows_of(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Medians by phase."""
+    rows, begin = [], 0
+    for index, phase in enumerate(phases):
+        for arm, times in step_s.items():
+            mine = times[begin : begin + phase.steps]
+            first, later = mine[:WITHIN], mine[WITHIN:] or mine
+            rows.append(Row(index, arm, 1e3 * statistics.median(first), 1e3 * statistics.median(later)))
+        begin += phase.steps
+    return rows
+
+
+def verdicts(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The figures that the bars are about, as far as the arms were run; automatic mode's first 60 steps are left out.
+
+    Returns:
+        ``of_fresh``: the worst phase after the first, beyond its first steps. ``of_known``: all of the time.
+        ``of_plain``: the worst window.
+    """
+    found: dict[str, float] = {}
+    ours = step_s.get("adapt")
+    if ours is None:
+        return found
+    if "fresh" in step_s:
+        by_arm = {(row.phase, row.arm): row.later_ms for row in rows_of(phases, step_s)}
+        later = range(1, len(phases))
+        found["of_fresh"] = max((by_arm[i, "adapt"] / by_arm[i, "fresh"] for i in later), default=1.0)
+        found["of_known"] = sum(ours[60:]) / sum(step_s["fresh"][60:])
+    if "plain" in step_s:
+        plain = step_s["plain"]
+        starts = range(60, max(len(ours) - PLAIN_WINDOW, 60) + 1)
+        windows = [(sum(ours[i : i + PLAIN_WINDOW]), sum(plain[i : i + PLAIN_WINDOW])) for i in starts]
+        found["of_plain"] = max(a / b for a, b in windows if b)
+    return found
+
+
+def table_of(phases: Sequence[Phase], rows: Sequence[Row], title: str) -> Table:
+    """Milliseconds a step by phase; beyond the first ``WITHIN`` steps."""
+    table = Table(title=title, title_justify="left")
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    for header in ("phase", *arms):
+        table.add_column(header, justify="left" if header == "phase" else "right")
+    for index, phase in enumerate(phases):
+        mine = {row.arm: f"{row.later_ms:.1f}" for row in rows if row.phase == index}
+        more = "".join(
+            f", {what}"
+            for what in (
+                f"load on host {phase.load}" if phase.load is not None else "",
+                f"batch x{phase.batch}" if phase.batch > 1 else "",
+                f"{phase.rtt_ms:g} ms" if phase.rtt_ms else "",
+            )
+            if what
+        )
+        table.add_row(f"{phase.rate}{more}", *(mine[arm] for arm in arms))
+    return table
+
+
+COLOURS = {"plain": "#b8bec6", "frozen": "#d29922", "adapt": "#1f6feb", "fresh": "#2da44e"}
+WIDTH, HEIGHT, LEFT, TOP = 900, 320, 60, 30
+
+
+def draw(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]], events: Sequence[Mapping[str, Any]]) -> str:
+    """Step time over steps as SVG, the time's axis logarithmic, with phases and the adaptive job's events."""
+    total = sum(phase.steps for phase in phases)
+    values = [1e3 * each for times in step_s.values() for each in times]
+    low, high = log10(min(values)), log10(max(values))
+    across = (WIDTH - LEFT - 10) / max(total, 1)
+
+    def y(ms: float) -> float:
+        return TOP + (HEIGHT - TOP - 40) * (1 - (log10(ms) - low) / max(high - low, 1e-9))
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+    ]
+    begin = 0
+    for phase in phases:
+        x = LEFT + begin * across
+        lines.append(f'<path d="M{x:.1f} {TOP}V{HEIGHT - 40}" stroke="#d0d7de"/>')
+        load = " + load" if phase.load is not None else ""
+        batch = f" x{phase.batch}" if phase.batch > 1 else ""
+        lines.append(f'<text x="{x + 3:.1f}" y="{HEIGHT - 26}">{phase.rate}{load}{batch}</text>')
+        begin += phase.steps
+    for power in range(int(low) - 1, int(high) + 2):
+        if low <= power <= high:
+            lines.append(f'<text x="4" y="{y(10.0**power) + 4:.1f}">{10.0**power:g} ms</text>')
+    for place, (arm, times) in enumerate(step_s.items()):
+        smooth = [statistics.median(times[max(i - 2, 0) : i + 3]) for i in range(len(times))]
+        points = " ".join(f"{LEFT + i * across:.1f},{y(1e3 * each):.1f}" for i, each in enumerate(smooth))
+        colour = COLOURS.get(arm, "#8250df")
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        lines.append(f'<text x="{LEFT + 110 * place}" y="14" fill="{colour}">{arm}</text>')
+    for row in events:
+        if row["event"] in ("decided", "switched", "kept", "backed_off"):
+            x = LEFT + row["step"] * across
+            lines.append(f'<path d="M{x:.1f} {TOP}V{HEIGHT - 40}" stroke="#1f6feb" stroke-dasharray="2 3"/>')
+            lines.append(f'<text x="{x + 2:.1f}" y="{TOP - 3}" font-size="9">{row["event"]}</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+@app.command()
+def main(
+    schedule: Annotated[str, typer.Option(help="Phases, separated by blanks.")] = "",
+    change: Annotated[str, typer.Option(help=f"One change alone: {', '.join(CHANGES)}.")] = "",
+    widths: Annotated[str, typer.Option(help="Of the layers of the MLP.")] = "",
+    arms: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(
+        ["plain", "frozen", "adapt", "fresh", *(f"fixed:{name}" for name in FIXED)]
+    ),
+    json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "weather.json",
+    picture: Annotated[Path, typer.Option(help="Where the picture goes.")] = PICTURE,
+    folder: Annotated[Path, typer.Option(help="For logs; made anew.")] = Path("weather"),
+    work_arm: Annotated[str, typer.Option("--work", hidden=True)] = "",
+) -> None:
+    """Run every arm through the schedule; a table by phase, the bars, and a picture."""
+    given = CHANGES.get(change)
+    if change and given is None:
+        raise typer.BadParameter(f"no change is called {change!r}; there are {', '.join(CHANGES)}")
+    widths = widths or (given[0] if given else WIDTHS)
+    schedule = schedule or (given[1] if given else SCHEDULE)
+    if work_arm:
+        work(work_arm, widths, schedule, folder)
+        return
+    try:
+        phases = parse_schedule(schedule)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    names = arms.split(",")
+    console = results.console(160)
+    base = folder / time.strftime("%H%M%S")
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        found[name] = run_arm(name, widths, schedule, base / name.replace(":", "_").replace(" ", "_"))
+        console.print(f"{name}: {sum(found[name]['step_s']):.1f} s in {len(found[name]['step_s'])} steps")
+    step_s = {name: body["step_s"] for name, body in found.items()}
+    rows = rows_of(phases, step_s)
+    console.print(table_of(phases, rows, f"ms a step beyond a phase's first {WITHIN}, MLP {widths}"))
+    for row in found.get("adapt", {}).get("events", ()):
+        console.print(f"  step {row['step']:>5} {row['event']}: {row['strategy']} ({row['reason']})")
+    bars = verdicts(phases, step_s)
+    limits = {"of_fresh": OF_FRESH, "of_known": OF_KNOWN, "of_plain": OF_PLAIN}
+    for name, value in bars.items():
+        console.print(f"  {name}: {value:.2f}, bar {limits[name]:.2f}, {'pass' if value <= limits[name] else 'MISS'}")
+    config = {"schedule": schedule, "widths": widths, "cores": sorted(os.sched_getaffinity(0))}
+    body = results.record(config, 0, [asdict(row) for row in rows]) | {"bars": bars}
+    results.write(json_path, body | {"events": {name: each["events"] for name, each in found.items()}})
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture.write_text(draw(phases, step_s, found.get("adapt", {}).get("events", ())))
+    if any(value > limits[name] for name, value in bars.items()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()
