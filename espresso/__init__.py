@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from espresso.comm.hook import espresso_hook
     from espresso.live.checkpoint import CheckpointError
     from espresso.live.config import Config
-    from espresso.live.observe import Observation, observe
+    from espresso.live.observe import ObservedJob, observe
     from espresso.live.register import register
     from espresso.live.state import EspressoState
     from espresso.strategies import (
@@ -46,7 +46,7 @@ __all__ = [
     "DisagreementError",
     "EspressoError",
     "EspressoState",
-    "Observation",
+    "ObservedJob",
     "PeerError",
     "ProtocolError",
     "Strategy",
@@ -70,7 +70,7 @@ _HOMES = {
     "comm.hook": ("espresso_hook",),
     "live.checkpoint": ("CheckpointError",),
     "live.config": ("Config",),
-    "live.observe": ("Observation", "observe"),
+    "live.observe": ("ObservedJob", "observe"),
     "live.register": ("register",),
     "live.state": ("EspressoState",),
     "strategies": ("Choice", "Cluster", "CompressorSpec", "Strategy", "StrategyError", "TensorSpec", "parse_option"),

@@ -64,6 +64,7 @@ class World:
     passes: int = 1
     compressed: bool = False
     observed: bool = False
+    late: bool = False
     noise: float = 0.02
     ahead_s: float = 0.0
     traffic: Callable[[int], tuple[Traffic, ...]] = lambda rank: ()
@@ -128,7 +129,7 @@ class World:
         task = 0
         held = (self.alpha_ms + self.ms_a_mb * self.bucket_mb * (0.03 if self.compressed else 1.0)) * MS
         for bucket in range(self.buckets):
-            starts = [mine[bucket] for mine in ready]
+            starts = [mine[-1] if self.late else mine[bucket] for mine in ready]
             if self.compressed:
                 starts = [
                     self._code(spans[r], task, at, free, r, self.ranks[r].coding * 0.7 / self.buckets)
@@ -139,7 +140,8 @@ class World:
             end = link + self.latency_ms * MS
             ended.append(end)
             for r, mine in enumerate(spans):
-                mine.append(Span(task + self.compressed, starts[r], starts[r], end, 1000))
+                issued = ready[r][bucket] if self.late else starts[r]
+                mine.append(Span(task + self.compressed, issued, starts[r], end, 1000))
             if self.compressed:
                 ends = [
                     self._code(spans[r], task + 2, end, free, r, rank.coding * 0.3 / self.buckets)
@@ -226,6 +228,7 @@ CAUSES: dict[str, tuple[World, World, str, int | None]] = {
     "one connection": (
         World(ms_a_mb=20, traffic=sending((50, 50, 50), window=0.75)), World(ms_a_mb=5), "one_connection", None
     ),
+    "late starts": (World(late=True, ms_a_mb=4), World(ms_a_mb=4), "unused_overlap", None),
     "buffer broadcast": (World(broadcast_ms=9), BASE, "buffer_broadcast", None),
     "missing no_sync": (World(passes=4, ms_a_mb=12), World(passes=4, ms_a_mb=12), "missing_no_sync", None),
     "small buckets": (
@@ -298,6 +301,18 @@ def test_what_is_hidden_is_measured_and_predicted() -> None:
     assert fast.overlap == pytest.approx(1 - 3.1 / 24.8, abs=0.02)
     assert slow.overlap is not None
     assert slow.overlap < 0.2
+
+
+def test_steps_of_which_only_the_exchange_was_seen() -> None:
+    """The module was gone when the recorder looked for it, or the job ran on a GPU."""
+    worlds = {"": World(), "slow_worker": World((Rank(), Rank(forward=40, backward=80)))}
+    for kind, world in worlds.items():
+        flights = [
+            replace(flight, steps=tuple(replace(step, script=Script()) for step in flight.steps))
+            for flight in world.flights()
+        ]
+        found = diagnose(flights)
+        assert [finding.kind for finding in found.findings] == ([kind] if kind else []), str(found)
 
 
 def test_too_little_says_so() -> None:

@@ -158,6 +158,8 @@ class _Case:
     def _slow_in(self, place: int) -> str:
         """Whether a worker is slow in all it computes, or in one of the two passes."""
         pace = {phase: median(self._paces(place, phase)) - 1 for phase in ("forward", "backward")}
+        if not any(part.forward for turn in self.run.turns for part in turn.parts):
+            return "slow_worker"  # nobody saw its passes apart
         if pace["forward"] < ALIKE * pace["backward"]:
             return "slow_backward"
         return "slow_forward" if pace["backward"] < ALIKE * pace["forward"] else "slow_worker"

@@ -12,7 +12,7 @@ from itertools import accumulate
 from statistics import median
 
 from espresso.diagnosis.turns import Part, Run, Turn
-from espresso.strategies import DTYPES, Bucket, Lane, Plan, Slot, StepKind, Strategy, plan
+from espresso.strategies import DTYPES, Bucket, Lane, Plan, Routine, Slot, StepKind, Strategy, plan
 from espresso.strategies.list_scheduling import Width, schedule_tasks
 
 MOST_REPLAYED = 32
@@ -87,7 +87,7 @@ def costs_of(run: Run) -> Costs:
     taken: dict[int, list[float]] = {}
     coding: dict[int, list[list[float]]] = {}
     starts: dict[int, list[float]] = {}
-    latency = latency_of(run)
+    latencies = _latencies(run)
     in_flight = LIBRARY_IN_FLIGHT if run.stretch.strategy.only_averages else IN_FLIGHT
     for ranks in run.spans():
         by_task = [{span.task: span for span in spans} for spans in ranks]
@@ -103,6 +103,7 @@ def costs_of(run: Run) -> Costs:
                     row.append(span.duration_us)
                 continue
             lanes = laid.tasks[task].lanes
+            latency = latencies[task]
             start, end = max(span.start_us for span in spans), median(span.end_us for span in spans)
             before = [ends for ends in (freed[lane] for lane in lanes) if ends]
             begins = max([start + latency, *(ends[-1] for ends in before)])
@@ -116,7 +117,6 @@ def costs_of(run: Run) -> Costs:
     coding_us = {task: tuple(median(row) for row in rows) for task, rows in coding.items()}
     for task, each in coding_us.items():
         task_us[task] = max(each)
-    latencies = tuple(latency if task.step.kind is StepKind.COMMUNICATE else 0.0 for task in laid.tasks)
     place = {task: median(values) for task, values in starts.items()}
     order = _topological(laid, place)
     return Costs(laid.with_order(order), tuple(task_us), latencies, coding_us, in_flight)
@@ -131,20 +131,16 @@ def _topological(laid: Plan, place: dict[int, float]) -> list[int]:
     return sorted(at, key=lambda task: (at[task], task))
 
 
-def latency_of(run: Run) -> float:
-    """What an exchange spends on the way: rounds of an allreduce, by the least round trip that anybody saw."""
-    trips = [2 * tick.error_us for flight in run.flights for tick in flight.ticks]
-    trips += [look.rtt_us for flight in run.flights for look in flight.traffic if look.rtt_us > 0]
-    if not trips:
-        return 0.0
-    # Of different hosts the farthest counts, of one pair the least.
-    least = max(min(values) for values in _by_rank(run)) if _by_rank(run) else min(trips)
-    return least / 2 * 2 * (run.num_ranks - 1) if least > LEAST_LATENCY_US else 0.0
-
-
-def _by_rank(run: Run) -> list[list[float]]:
+def _latencies(run: Run) -> tuple[float, ...]:
+    """What every task spends on the way: its rounds, by the round trip between the ranks that are farthest apart."""
     rows = [[2 * tick.error_us for tick in flight.ticks] for flight in run.flights]
-    return [row for row in rows if row]
+    rows += [[look.rtt_us for look in flight.traffic if look.rtt_us > 0] for flight in run.flights]
+    # (The least that a pair saw is the way alone, without queues.)
+    trip = max((min(row) for row in rows if row), default=0.0)
+    if trip < LEAST_LATENCY_US:
+        return (0.0,) * len(run.stretch.plan.tasks)
+    rounds = {Routine.ALLREDUCE: 2 * (run.num_ranks - 1), None: 0}
+    return tuple(trip / 2 * rounds.get(task.step.routine, 1) for task in run.stretch.plan.tasks)
 
 
 def _from_outside(run: Run) -> Costs:

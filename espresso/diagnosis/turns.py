@@ -123,7 +123,7 @@ class Run:
         numbers = [n for n, step in self._steps[0].items() if step.stretch == wanted and n <= newest]
         numbers = [n for n in numbers if all(n in steps and steps[n].finite for steps in self._steps)]
         numbers = numbers[min(WARM_STEPS, len(numbers) // 4) :]
-        self.turns = tuple(turn for a, b in pairwise(numbers[-MOST_TURNS:]) if b == a + 1 for turn in self._turn(a, b))
+        self.turns = tuple(self._turn(a, b) for a, b in pairwise(numbers[-MOST_TURNS:]) if b == a + 1)
         if not self.turns:
             raise FlightError("too few steps were recorded by all ranks to say anything; train a dozen or more")
         self._numbers = [turn.number for turn in self.turns]
@@ -156,27 +156,30 @@ class Run:
     def _least_spans(self, step: StepRecord) -> int:
         return len(step.ready_us)
 
-    def _turn(self, before: int, number: int) -> Iterator[Turn]:
+    def _turn(self, before: int, number: int) -> Turn:
         parts, entered, forward = [], [], []
         for flight, steps in zip(self.flights, self._steps, strict=True):
-            part = part_of(steps[before], steps[number])
-            if part is None:
-                return
             script, clock = steps[number].script, self.clocks[flight.rank]
             entered.append(clock.common(script.entered_us or 0.0))
-            forward.append(clock.common(script.forward_us or 0.0))
-            parts.append(part)
-        yield Turn(number, tuple(parts), max(max(forward) - max(entered), 0.0))
+            forward.append(clock.common(script.forward_us or script.entered_us or 0.0))
+            parts.append(part_of(steps[before], steps[number], self.stretch.host_copies))
+        return Turn(number, tuple(parts), max(max(forward) - max(entered), 0.0))
 
 
-def part_of(before: StepRecord, step: StepRecord) -> Part | None:
-    """What a rank did from one step's averages to the next's; None where it did not see enough of itself."""
+def part_of(before: StepRecord, step: StepRecord, on_device: bool = False) -> Part:
+    """What a rank did from one step's averages to the next's.
+
+    Where nobody saw the script, and on a GPU, whose host runs ahead, all up to the last gradient counts as backward.
+    """
     script, earlier = step.script, before.script
+    ended = earlier.optimizer_end_us
+    if on_device or script.entered_us is None or script.forward_us is None or script.forward_end_us is None:
+        ready = tuple(max(at - before.done_us, 0.0) for at in step.ready_us)
+        last = max(ready)
+        exposed = max(step.done_us - before.done_us - last, 0.0)
+        return Part(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ready, last, exposed, stepped=ended is not None)
     averaged_before = earlier.averaged_us or before.done_us
     averaged = script.averaged_us or step.done_us
-    if script.entered_us is None or script.forward_us is None or script.forward_end_us is None:
-        return None
-    ended = earlier.optimizer_end_us
     optimizer = 0.0 if ended is None else max(ended - averaged_before, 0.0)
     begin = script.forward_end_us if script.backward_us is None else script.backward_us
     last = max(step.ready_us)

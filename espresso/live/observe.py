@@ -29,13 +29,13 @@ from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.recorder import KEPT_STEPS, Recorder
 from espresso.strategies import Bucket, Slot, Strategy
 
-_LIVE: weakref.WeakSet[Observation] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[ObservedJob] = weakref.WeakSet()
 
 BUCKETS_KNOWN = "rebuilt_per_bucket_param_indices"
 """Where DDP's log says which parameters its buckets hold, once it has rebuilt them."""
 
 
-class Observation:
+class ObservedJob:
     """A job that is watched. Made by all ranks together; see :func:`observe`."""
 
     def __init__(
@@ -141,7 +141,7 @@ def observe(
     *,
     ranks_per_node: int | None = None,
     timeout_s: float = 300.0,
-) -> Observation:
+) -> ObservedJob:
     """Record a DDP job without changing what it exchanges: with DDP's own all-reduce, or with any hook. All ranks.
 
     Args:
@@ -163,7 +163,7 @@ def observe(
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"espresso.observe needs a DistributedDataParallel model, got {type(ddp_model).__name__}")
-    return Observation(ddp_model, artifacts_dir, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+    return ObservedJob(ddp_model, artifacts_dir, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
 
 
 def diagnosed(groups: Groups, recorder: Recorder) -> Diagnosis:
