@@ -51,6 +51,7 @@ class Averager:
     known: dict[int, tuple[int, Bucket]] = field(default_factory=dict)
     collects_early: bool = False
     look_every: int = 1
+    may_look: bool = True
     _began: tuple[int, int] = (-1, 0)
 
     def looks(self, iteration: int) -> bool:
@@ -63,7 +64,7 @@ class Averager:
                 self.look_every *= 2
             elif wanted < self.look_every / 2 and self.look_every > 1:
                 self.look_every //= 2
-        return iteration % self.look_every == 0
+        return self.may_look and iteration % self.look_every == 0
 
 
 class Averaging:

@@ -373,6 +373,10 @@ class Executor:
         """Go on counting from ``step`` (a resumed job draws the same random numbers)."""
         self._count = step
 
+    def look_at_exchanges(self, looks: bool) -> None:
+        """Whether ends of exchanges that the library makes by itself are looked at, in some iterations."""
+        self._averager.may_look = looks
+
     def on_failure(self, leave: Callable[[], None]) -> None:
         """Have ``leave`` called once, after the first error was told to everybody and logged."""
         self._failure.on_log = leave

@@ -113,13 +113,20 @@ def costs_of(run: Run) -> Costs:
                 freed[lane].append(max([end, *freed[lane][-1:]]))
     if not taken and not coding:
         return _from_outside(run)
-    task_us = [median(taken.get(task.index, [0.0])) for task in laid.tasks]
-    coding_us = {task: tuple(median(row) for row in rows) for task, rows in coding.items()}
+    task_us = [_typical(taken.get(task.index, [0.0])) for task in laid.tasks]
+    coding_us = {task: tuple(map(_typical, rows)) for task, rows in coding.items()}
     for task, each in coding_us.items():
         task_us[task] = max(each)
     place = {task: median(values) for task, values in starts.items()}
     order = _topological(laid, place)
     return Costs(laid.with_order(order), tuple(task_us), latencies, coding_us, in_flight)
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The mean of all but a tenth at either end: medians of many tasks would not add up to the median of a step."""
+    cut = len(values) // 10
+    kept = sorted(values)[cut : len(values) - cut]
+    return sum(kept) / len(kept)
 
 
 def _topological(laid: Plan, place: dict[int, float]) -> list[int]:

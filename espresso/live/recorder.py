@@ -70,7 +70,7 @@ class Recorder:
         self.traffic: deque[Traffic] = deque(maxlen=KEPT_LOOKS)
         self._kept: deque[tuple[Record, Script]] = deque(maxlen=KEPT_STEPS)
         self._num_intervals = 0
-        self._exchanged = False
+        self._exchanged = self._stopped = False
         self._lock = threading.Lock()  # of the ring: readers come from other threads
         self._stretches: list[tuple[Strategy, tuple[Bucket, ...], bool, Stretch]] = []
 
@@ -95,6 +95,8 @@ class Recorder:
 
     def take(self, record: Record) -> None:
         """An iteration is exchanged: it is in the ring from now on. What the script does next is added to it."""
+        if self._stopped:
+            return
         with self._lock:
             if len(self._kept) == KEPT_STEPS:
                 self._num_intervals -= len(self._kept[0][0].intervals)
@@ -103,6 +105,10 @@ class Recorder:
             while self._num_intervals > KEPT_INTERVALS and len(self._kept) > 1:
                 self._num_intervals -= len(self._kept.popleft()[0].intervals)
         self._exchanged = True
+
+    def stop(self) -> None:
+        """Keep nothing from now on."""
+        self._stopped = True
 
     def skip(self) -> None:
         """An iteration is exchanged that nobody wants to keep."""

@@ -41,13 +41,13 @@ from espresso.live.fixed_planner import FixedPlanner
 from espresso.live.given import Given
 from espresso.live.guard import Guard
 from espresso.live.history import Event, History
-from espresso.live.marks import ScriptMarks, facts_of
 from espresso.live.names import BoundModel
 from espresso.live.observer import GradientClock, Observer
 from espresso.live.online_search import OnlineSearch
 from espresso.live.orderer import Work
 from espresso.live.planner import AutoPlanner, Decider
 from espresso.live.recorder import Recorder
+from espresso.live.recording import Recording
 from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
@@ -87,7 +87,7 @@ class Session:
         search: automatic mode's; None where the strategy was given.
         observer: has seen every iteration.
         sampler: keeps numbers of the profiled iterations' gradients.
-        recorder: keeps the last of them.
+        recorder, recording: keep the last of them.
         history: what was decided when, and why.
 
     Raises:
@@ -153,14 +153,9 @@ class Session:
                 **self._front(),
             )
             undo.callback(self.executor.close)
-            self.executor.on_failure(partial(self.recorder.leave, config.artifacts_dir, "the exchange failed"))
             self._warm_up(servers)  # last: who dies or hangs meanwhile is named
-            self.recorder.look()
+            self.recording = Recording(self.recorder, self.executor, model, config)
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
-            self._script = self._watch_script()
-            self._unlisten: Callable[[], None] = lambda: None
-            if config.record_signal is not None:
-                self._unlisten = self.recorder.listen(config.record_signal, config.artifacts_dir)
             undo.pop_all()
 
     # -- the start -----------------------------------------------------------------------------------
@@ -263,13 +258,6 @@ class Session:
     def _make_clock(self) -> GradientClock | None:
         module = self.model.module()
         return None if module is None else self.runtime.clock(module, self.model.names, self.executor)
-
-    def _watch_script(self) -> ScriptMarks | None:
-        module = self.model.module()
-        if module is None:
-            return None
-        self.recorder.facts |= facts_of(module)
-        return ScriptMarks(module, self.model.names, self.recorder)
 
     def _link(self, client: Client) -> Link:
         namespace = self.groups.from_rank_0(client.new_namespace())
@@ -468,11 +456,7 @@ class Session:
         """Stop threads and free the process groups."""
         self.observer.detach()
         self._guard.remove()
-        self._unlisten()
-        if self._script is not None:
-            self._script.detach()
-        if self.executor.error is None:
-            self.recorder.leave(self.config.artifacts_dir, "the job ended")
+        self.recording.end()
         was_told = self._told()
         is_idle = self.executor.close() and was_told
         self.codecs.close()

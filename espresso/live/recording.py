@@ -1,0 +1,50 @@
+"""What a session records with: its ring, the script's marks, the signal that has it written, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from espresso.comm.execute.executor import Executor
+from espresso.live.config import Config
+from espresso.live.marks import ScriptMarks, facts_of
+from espresso.live.names import BoundModel
+from espresso.live.recorder import Recorder
+
+
+class Recording:
+    """The flight recorder of a session at work.
+
+    Args:
+        recorder: its ring.
+        executor: an error of it has the ring written.
+    """
+
+    def __init__(self, recorder: Recorder, executor: Executor, model: BoundModel, config: Config) -> None:
+        self._recorder, self._executor, self._folder = recorder, executor, config.artifacts_dir
+        executor.on_failure(lambda: recorder.leave(self._folder, "the exchange failed"))
+        recorder.look()
+        module = model.module()
+        self._marks = None if module is None else ScriptMarks(module, model.names, recorder)
+        recorder.facts |= {} if module is None else facts_of(module)
+        name = config.record_signal
+        self._unlisten: Callable[[], None] | None = None
+        if name is not None:
+            self._unlisten = recorder.listen(name, config.artifacts_dir)
+
+    def stop(self) -> None:
+        """Keep no more steps and look at no more exchanges; a benchmark compares with that."""
+        self._detach()
+        self._recorder.stop()
+        self._executor.look_at_exchanges(False)
+
+    def end(self) -> None:
+        """The job ends: write the ring, unless an error has."""
+        if self._unlisten is not None:
+            self._unlisten()
+        self._detach()
+        if self._executor.error is None:
+            self._recorder.leave(self._folder, "the job ended")
+
+    def _detach(self) -> None:
+        if self._marks is not None:
+            self._marks.detach()
