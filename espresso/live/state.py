@@ -6,6 +6,7 @@ One state serves one model. It is the ``state`` that DDP passes to ``espresso_ho
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import weakref
@@ -27,6 +28,8 @@ from espresso.live.script import LossScale, Scaler
 from espresso.live.session import Session
 from espresso.live.view import View
 from espresso.strategies import CompressorSpec, Strategy
+
+logger = logging.getLogger("espresso")
 
 _LIVE: weakref.WeakSet[EspressoState] = weakref.WeakSet()
 
@@ -344,4 +347,10 @@ class EspressoState(View):
 @atexit.register
 def _close_all() -> None:
     for state in list(_LIVE):
+        if state._model is None and not state.is_off and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            logger.warning(
+                "%r was never given a model, so gradients were averaged without it: call espresso.register. (Lightning"
+                " ignores ddp_comm_hook on the CPU; espresso.integrations.lightning does not)",
+                state,
+            )
         state.close()

@@ -1,0 +1,4 @@
+"""Training frameworks: thin adapters, each imported only by who uses its framework.
+
+May import: live.
+"""

@@ -1,0 +1,144 @@
+"""Lightning: a callback for any trainer with a DDP strategy, or a strategy. One of them is enough::
+
+    Trainer(strategy="ddp", callbacks=[EspressoCallback(compressor="efsignsgd")])
+    Trainer(strategy=EspressoStrategy(compressor="efsignsgd"))
+
+Both register the model that Lightning wraps, write metrics to the trainer's loggers, and put all ranks' residuals into
+Lightning's checkpoints, which any number of ranks can go on from. In one process the trainer runs as it is.
+
+``DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…)`` is not enough: Lightning ignores it on the CPU without a word, and on
+a GPU does not tell the state which model it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from espresso.live.config import RANGES
+from espresso.live.given import AUTO, StrategyLike
+from espresso.live.register import register
+from espresso.live.state import EspressoState
+from espresso.strategies import CompressorSpec
+
+ENTRY = "espresso"
+"""Of a checkpoint."""
+
+
+class _Exchange:
+    """What both adapters do: register, save, load, log."""
+
+    def __init__(self, compressor: str | CompressorSpec, strategy: StrategyLike, settings: Mapping[str, Any]) -> None:
+        self._given = (compressor, strategy, dict(settings))
+        self._loaded: dict[str, Any] | None = None
+        self.state: EspressoState | None = None
+
+    def register(self, model: torch.nn.Module | None, scaler: Any) -> None:
+        assert model is not None
+        if self.state is not None:  # of an earlier fit; checkpoints may be saved after its end
+            self.state.close()
+        compressor, strategy, settings = self._given
+        self.state = register(model, compressor, strategy, None, scaler, **settings)
+        self.load(self._loaded)
+
+    def load(self, body: dict[str, Any] | None) -> None:
+        self._loaded = body
+        if body is not None and self.state is not None:
+            self.state.load_state_dict(body)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        if self.state is not None:
+            checkpoint[ENTRY] = self.state.gather_state_dict()
+
+    def log(self, trainer: Trainer) -> None:
+        every: int = getattr(trainer, "log_every_n_steps", 1)
+        if self.state is not None and every and trainer.global_step % every == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(self.state.metrics(), step=trainer.global_step)
+
+
+def _scaler(trainer: Trainer) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+class EspressoCallback(Callback):
+    """Registers the trainer's DDP model when training starts.
+
+    Args: as for :func:`espresso.register`; a precision plugin's ``GradScaler`` is found.
+
+    Attributes:
+        state: the :class:`~espresso.EspressoState`; None before training starts.
+
+    Example:
+        >>> trainer = Trainer(strategy="ddp", callbacks=[EspressoCallback("dgc:ratio=0.01")])   # doctest: +SKIP
+    """
+
+    def __init__(
+        self, compressor: str | CompressorSpec = "efsignsgd", strategy: StrategyLike = AUTO, **settings: Any
+    ) -> None:
+        self._exchange = _Exchange(compressor, strategy, settings)
+
+    @property
+    def state(self) -> EspressoState | None:
+        return self._exchange.state
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._exchange.register(trainer.strategy.model, _scaler(trainer))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._exchange.log(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._exchange.save(checkpoint)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._exchange.load(checkpoint.get(ENTRY))
+
+
+class EspressoStrategy(DDPStrategy):
+    """DDP whose gradients are exchanged through espresso.
+
+    Args:
+        compressor, strategy: as for :func:`espresso.register`.
+        **keywords: its settings; what is none of them goes to Lightning's ``DDPStrategy``.
+
+    Attributes:
+        espresso: the :class:`~espresso.EspressoState`; None before training starts.
+
+    Example:
+        >>> trainer = Trainer(devices=2, strategy=EspressoStrategy("dgc:ratio=0.01"))   # doctest: +SKIP
+    """
+
+    def __init__(
+        self, compressor: str | CompressorSpec = "efsignsgd", strategy: StrategyLike = AUTO, **keywords: Any
+    ) -> None:
+        super().__init__(**{name: value for name, value in keywords.items() if name not in RANGES})
+        self._exchange = _Exchange(compressor, strategy, {n: v for n, v in keywords.items() if n in RANGES})
+
+    @property
+    def espresso(self) -> EspressoState | None:
+        return self._exchange.state
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self._exchange.register(self.model, getattr(self.precision_plugin, "scaler", None))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        done = super().optimizer_step(*args, **kwargs)
+        if self.lightning_module is not None:
+            self._exchange.log(self.lightning_module.trainer)
+        return done
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if "optimizer_states" in checkpoint:  # not where only weights are asked for
+            self._exchange.save(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        self._exchange.load(checkpoint.get(ENTRY))
+        return checkpoint

@@ -1,0 +1,113 @@
+"""Hugging Face's Trainer: ``Trainer(…, callbacks=[EspressoCallback(compressor="efsignsgd")])``.
+
+The callback registers the model that the trainer wraps in DDP at its first forward pass, adds metrics to what the
+trainer logs, saves residuals sharded beside each of the trainer's checkpoints, and goes on from them on any number of
+ranks. In one process the trainer runs as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from espresso.live.given import AUTO, StrategyLike
+from espresso.live.register import register
+from espresso.live.state import EspressoState
+from espresso.strategies import CompressorSpec
+
+logger = logging.getLogger("espresso")
+
+FOLDER = "espresso"
+"""In the folder of a trainer's checkpoint."""
+
+
+class EspressoCallback(TrainerCallback):
+    """Registers the trainer's DDP model.
+
+    Args:
+        compressor, strategy, **settings: as for :func:`espresso.register`.
+        resume_from: the checkpoint that training goes on from, where that is not in ``output_dir``.
+
+    Attributes:
+        state: the :class:`~espresso.EspressoState`; None before the first forward pass.
+
+    Example:
+        >>> trainer = Trainer(model, args, callbacks=[EspressoCallback("dgc:ratio=0.01")])   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        compressor: str | CompressorSpec = "efsignsgd",
+        strategy: StrategyLike = AUTO,
+        resume_from: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self._given = (compressor, strategy, settings)
+        self._resume_from = resume_from
+        self._look: Any = None
+        self.state: EspressoState | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait for the wrapped model: a trainer does not show it to callbacks."""
+        inner = kwargs["model"]
+
+        def look(module: torch.nn.Module, _: Any) -> None:
+            if isinstance(module, DistributedDataParallel) and module.module is inner:
+                self._look.remove()
+                self._start(module, args, state)
+
+        self._forget()
+        self.state = None
+        if args.world_size == 1:
+            self._start(inner, args, state)
+        else:
+            self._look = register_module_forward_pre_hook(look)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.state is not None and not self.state.is_off:
+            # All ranks; each saves what is its own.
+            save({FOLDER: self.state}, checkpoint_id=self._folder(args, state))
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.state is not None:
+            figures = self.state.metrics()
+            kwargs.get("logs", {}).update(figures)
+            if state.log_history:
+                state.log_history[-1].update(figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._forget()
+
+    def _start(self, model: torch.nn.Module, args: TrainingArguments, state: TrainerState) -> None:
+        compressor, strategy, settings = self._given
+        self.state = register(model, compressor, strategy, **settings)
+        if not state.global_step or self.state.is_off:
+            return
+        folder = self._folder(args, state) if self._resume_from is None else Path(self._resume_from) / FOLDER
+        if folder.exists():
+            load({FOLDER: self.state}, checkpoint_id=folder)
+        else:
+            logger.warning("training goes on at step %d without residuals: no %s", state.global_step, folder)
+
+    @staticmethod
+    def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+        return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / FOLDER
+
+    def _forget(self) -> None:
+        if self._look is not None:
+            self._look.remove()
+            self._look = None
+        if self.state is not None:
+            self.state.close()
