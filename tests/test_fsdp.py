@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -268,25 +270,31 @@ def conserved(rank: int) -> dict[str, Any]:
 def resumed(rank: int) -> list[bool]:
     """From a checkpoint on as without it; another shard's state is refused."""
     digests, saved = [], {}
-    for part in range(3):  # whole, first half, second half
+    folder = everybody(tempfile.mkdtemp())[0]
+    for part in range(4):  # whole, first half, second half, and once more from torch's own checkpoint
         model = shard(tiny())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state = registered(model)
         if part == 2:
-            model.load_state_dict(saved["model"])
+            half = saved["model"]
+            model.load_state_dict(half)
             state.load_state_dict(saved["espresso"])
-        for step in range(3 if part == 2 else 0, 3 if part == 1 else 6):
+        if part == 3:
+            model.load_state_dict(half)
+            dcp.load({"espresso": state}, checkpoint_id=folder)
+        for step in range(3 if part >= 2 else 0, 3 if part == 1 else 6):
             loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
         saved = {"model": copy.deepcopy(model.state_dict()), "espresso": copy.deepcopy(state.state_dict())}
         digests.append(digest(model))
         if part == 1:
+            dcp.save({"espresso": state}, checkpoint_id=folder)
             theirs = everybody(saved["espresso"])
             with pytest.raises(espresso.CheckpointError, match="other parameters"):
                 state.load_state_dict(theirs[rank ^ 1])
         state.close()
-    return [digests[0] == digests[2], digests[0] != digests[1]]
+    return [digests[0] == digests[2] == digests[3], digests[0] != digests[1]]
 
 
 def parts_of_a_batch(rank: int) -> list[bool]:

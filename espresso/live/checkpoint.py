@@ -187,6 +187,8 @@ class Checkpoint:
         cluster: (nodes, ranks per node) of the job that saved it.
         factors: as in :class:`Kept`.
         parts: by number; each is read when it is taken over.
+        shard: which one of the model these are the tensors of, in words; empty if they are all. Shards are saved under
+            names of their own.
     """
 
     model: tuple[TensorSpec, ...]
@@ -196,6 +198,7 @@ class Checkpoint:
     strategy: Strategy | None = None
     factors: Part = field(default_factory=Part)
     parts: Mapping[int, Part] = field(default_factory=dict)
+    shard: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -208,7 +211,7 @@ class Checkpoint:
 
     def to_dict(self) -> dict[str, Any]:
         """What :meth:`parse` reads: texts, numbers, and leaves that become tensors of bytes when they are pickled."""
-        return {
+        body = {
             "version": VERSION,
             "kind": KIND,
             "model": json.dumps([[tensor.name, list(tensor.shape), tensor.dtype] for tensor in self.model]),
@@ -219,14 +222,22 @@ class Checkpoint:
             "factors": self.factors,
             "parts": {str(number): part for number, part in self.parts.items()},
         }
+        return {self.shard: body} if self.shard else body
 
     @classmethod
-    def parse(cls, body: Any) -> Checkpoint:
-        """Read a ``state_dict()`` or a gathered one.
+    def parse(cls, body: Any, shard: str = "") -> Checkpoint:
+        """Read a ``state_dict()`` or a gathered one, of this shard.
 
         Raises:
             CheckpointError: it is malformed, says what.
         """
+        if isinstance(body, Mapping) and body and all(str(name).startswith("shard ") for name in body):
+            if shard not in body:
+                here, there = shard or "the whole", next(iter(body))
+                raise CheckpointError(f"the checkpoint is of a model with other parameters: {there}, this is {here}")
+            body = body[shard]
+        elif shard:
+            raise CheckpointError(f"the checkpoint is of a model with other parameters: the whole, this is {shard}")
         if not isinstance(body, Mapping) or body.get("kind") != KIND:
             raise CheckpointError(f"this is not an espresso state_dict (it has no kind {KIND!r})")
         version = body.get("version")
@@ -243,6 +254,7 @@ class Checkpoint:
             strategy=_strategy(body["strategy"]),
             factors=_part(body["factors"]),
             parts=_parts(body["parts"]),
+            shard=shard,
         )
 
     def rows(self, numbers: Iterable[int] | None = None) -> list[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,12 +50,9 @@ class BoundModel:
         )
 
     @property
-    def digest(self) -> str:
-        """A hash of names, shapes and dtypes, and of which shard they are of."""
-        text = repr(sorted((t.name, t.shape, t.dtype) for t in self.tensors))
-        if self.shards is not None:
-            text += f" shard {self.shards.rank()} of {self.shards.size()}"
-        return hashlib.sha256(text.encode()).hexdigest()
+    def shard(self) -> str:
+        """Which shard of the parameters this is; empty if it is all of them."""
+        return "" if self.shards is None else f"shard {self.shards.rank()} of {self.shards.size()}"
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:

@@ -36,6 +36,7 @@ def saved(session: Session) -> Checkpoint:
         strategy=session.decider.strategy if session.decider.decided else None,
         factors=Part((FACTOR, Stretch(n, None, 0, v.size, 0, Loan(v))) for n, v in session.factors.snapshot().items()),
         parts=dict(zip(numbers, cut(stretches, len(numbers)), strict=True)),
+        shard=session.model.shard,
     )
 
 

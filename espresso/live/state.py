@@ -111,6 +111,8 @@ class EspressoState(View):
             strategy.check_model(model.tensors, strategy.cluster)
         self._model = model
         self._front = None if isinstance(module, BoundModel) else Front(module, model.names)
+        if self._front is None:
+            self._off = ""  # nobody else averages what another front hands over
         return self
 
     def turn_off(self, why: str) -> EspressoState:
@@ -226,6 +228,8 @@ class EspressoState(View):
         The next step sends what is owed, exactly; then threads and process groups end. DDP keeps the hook, which
         averages as DDP does.
         """
+        if self._model is not None and self._model.shards is not None:
+            raise EspressoError("nobody else averages the replicas of an FSDP model: it cannot be unregistered")
         self._leaves = True
         self.flush()
 
@@ -283,8 +287,9 @@ class EspressoState(View):
     def _saved(self, numbers: Iterable[int]) -> Checkpoint:
         if self._session is not None:
             return resume.saved(self._session)
-        tensors = () if self._model is None else self._model.tensors
-        return (self._pending or Checkpoint(tensors, epoch=self._epoch)).with_parts(numbers)
+        model = self._model
+        fresh = Checkpoint(model.tensors, epoch=self._epoch, shard=model.shard) if model else Checkpoint(())
+        return (self._pending or fresh).with_parts(numbers)
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> tuple[str, ...]:
         """Go on from ``state_dict()`` of the same rank, or from a gathered or distributed one of any number of ranks.
@@ -300,7 +305,7 @@ class EspressoState(View):
         Raises:
             CheckpointError: another rank's state, another model, or a malformed one; nothing is changed then.
         """
-        checkpoint = Checkpoint.parse(state)
+        checkpoint = Checkpoint.parse(state, "" if self._model is None else self._model.shard)
         if self._session is not None:
             return resume.load(self._session, checkpoint, strict=strict)
         self._pending, self._strict = checkpoint, strict
