@@ -203,6 +203,12 @@ class Strategy:
         """A copy in which the named tensors have other choices."""
         return replace(self, choices={**self.choices, **changes})
 
+    def over(self, tensors: Iterable[TensorSpec]) -> Strategy:
+        """The same choices for tensors of these names: shards of them, or the whole. What is new is not compressed."""
+        tensors = tuple(tensors)
+        choices = {tensor.name: self.choices.get(tensor.name, PLAIN) for tensor in tensors}
+        return replace(self, tensors=tensors, choices=choices)
+
     def check_model(self, tensors: Iterable[TensorSpec], cluster: Cluster) -> None:
         """Check that this strategy was made for these tensors on this cluster.
 

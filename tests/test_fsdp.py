@@ -74,14 +74,14 @@ class Rows(nn.Module):
 
 
 @cache
-def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def mesh(shards: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (4 // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: nn.Module, *, native: bool = False, **settings: Any) -> nn.Module:
+def shard(model: nn.Module, shards: int = 2, *, native: bool = False, **settings: Any) -> nn.Module:
     """``fully_shard`` every block and the model, over both dimensions or over the shards alone."""
     for module in (*getattr(model, "blocks", ()), model):
-        fully_shard(module, mesh=mesh() if native else mesh()["shard"], **settings)
+        fully_shard(module, mesh=mesh(shards) if native else mesh(shards)["shard"], **settings)
     sum_and_divide(model)
     return model
 
@@ -102,11 +102,13 @@ def uniform(option: str = "flat.allreduce", compressor: str = "none") -> Callabl
     return make
 
 
-def registered(model: nn.Module, compressor: str = "efsignsgd", strategy: Any = None, **config: Any) -> EspressoState:
+def registered(
+    model: nn.Module, compressor: str = "efsignsgd", strategy: Any = None, *, shards: int = 2, **config: Any
+) -> EspressoState:
     """Given efsignsgd by all-gather if nothing else is said."""
     strategy = uniform(ALLGATHER, f"{compressor}:raw_below=1") if strategy is None else strategy
     return espresso.fsdp.register(
-        model, mesh()["replicate"], compressor, strategy, timeout_s=15.0, offload_threads=1, **config
+        model, mesh(shards)["replicate"], compressor, strategy, timeout_s=15.0, offload_threads=1, **config
     )
 
 
@@ -291,10 +293,53 @@ def resumed(rank: int) -> list[bool]:
         if part == 1:
             dcp.save({"espresso": state}, checkpoint_id=folder)
             theirs = everybody(saved["espresso"])
-            with pytest.raises(espresso.CheckpointError, match="other parameters"):
+            with pytest.raises(espresso.CheckpointError, match="is of rank"):
                 state.load_state_dict(theirs[rank ^ 1])
         state.close()
     return [digests[0] == digests[2] == digests[3], digests[0] != digests[1]]
+
+
+def owed(state: EspressoState) -> dict[str, torch.Tensor]:
+    """The part of the average that was not sent yet, of whole tensors; on every rank."""
+    shards, groups = state.session.model.shards, state.session.groups
+    assert shards is not None
+    total = {tensor.name: torch.zeros(tensor.numel, dtype=torch.float64) for tensor in shards.wholes}
+    pieces, carry = state.session.store.snapshot()
+    rows = [(name, at, torch.from_numpy(values)) for (name, _), held in pieces.items() for at, values, _ in held]
+    for mine in everybody(
+        [(n, shards.starts[n] + at, v) for n, at, v in rows]
+        + [(n, shards.starts[n], torch.from_numpy(v)) for n, v in carry.items()]
+    ):
+        for name, at, values in mine:
+            total[name][at : at + values.numel()] += values / groups.num_ranks
+    return total
+
+
+def distributed_checkpoint(rank: int) -> dict[str, Any]:
+    """Saved by 2 replicas of 2 shards; loaded by as many, by 4 replicas of 1, by 1 replica of 4."""
+    (folder, *_) = everybody(tempfile.mkdtemp())
+    model = shard(tiny())
+    state = registered(model)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        model.zero_grad()
+    dcp.save({"espresso": state}, checkpoint_id=folder)
+    there, digests, found = owed(state), [], {"owed": max(float(values.abs().max()) for values in owed(state).values())}
+    for shards in (2, 2, 4, 1):
+        if shards != 2 or digests:
+            model = shard(tiny(), shards)
+            state = registered(model, shards=shards)
+            dcp.load({"espresso": state}, checkpoint_id=folder)
+            here = owed(state)
+            found[f"{4 // shards}x{shards}"] = max(float((here[name] - there[name]).abs().max()) for name in there)
+        if shards == 2:
+            loss_of(model, rank, 3).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.0 if parameter.grad is None else 0.1 * parameter.grad
+            digests.append((digest(model), state.session.executor.next_step))
+        state.close()
+    return found | {"same": digests[0] == digests[1]}
 
 
 def parts_of_a_batch(rank: int) -> list[bool]:
@@ -393,7 +438,17 @@ def refused(rank: int) -> dict[str, str]:
     return found
 
 
-SCENARIOS = (exact, checkpointed, signs, conserved, resumed, parts_of_a_batch, automatic, refused)
+SCENARIOS = (
+    exact,
+    checkpointed,
+    signs,
+    conserved,
+    resumed,
+    distributed_checkpoint,
+    parts_of_a_batch,
+    automatic,
+    refused,
+)
 
 
 @pytest.fixture(scope="module")
@@ -431,6 +486,15 @@ def test_nothing_is_lost_and_padding_is_in_no_mean(played: Played) -> None:
 
 def test_resumes_as_if_uninterrupted(played: Played) -> None:
     assert played(resumed) == [[True, True]] * 4
+
+
+def test_what_is_owed_survives_other_shards_and_replicas(played: Played) -> None:
+    for found in played(distributed_checkpoint):
+        assert found["same"]
+        assert found["owed"] > 1e-4
+        assert found["2x2"] == 0.0
+        assert found["4x1"] < 1e-6
+        assert found["1x4"] < 1e-6
 
 
 def test_a_module_that_is_reduced_twice_in_a_pass(played: Played) -> None:

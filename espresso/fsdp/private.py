@@ -143,6 +143,11 @@ def _check(where: str, group: Any) -> None:
             raise UnsupportedModelError(
                 f"{where} has parameters that are sharded twice (tensor parallel and FSDP), which was never tried"
             )
+        if each.fsdp_placement.dim:
+            raise UnsupportedModelError(
+                f"{where} has parameters that are sharded along another dimension than the first, whose shards are no"
+                " stretches of the whole tensor"
+            )
         if each.offload_to_cpu and group.device.type != "cpu":
             raise UnsupportedModelError(f"{where} offloads its gradients to the CPU (CPUOffloadPolicy); leave them")
         if getattr(each.sharded_param, "_post_accumulate_grad_hooks", None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from typing import Any, Unpack
 
@@ -18,6 +19,7 @@ from espresso.live.config import Settings
 from espresso.live.given import AUTO, StrategyLike
 from espresso.live.names import BoundModel, dtype_name, named_gradients
 from espresso.live.script import Scaler
+from espresso.live.shards import Shards
 from espresso.live.state import EspressoState
 from espresso.strategies import CompressorSpec, TensorSpec
 
@@ -60,7 +62,7 @@ def register(
     units = units_of(model)
     group = _group_of(replicate)
     bound = _bind(model, units)
-    _check_groups(group, bound.shards)
+    _check_groups(group, units[0].shards)
     state = EspressoState(compressor, strategy, group, grad_scaler, **config)
     if state.config.adapt:
         raise ValueError(
@@ -98,30 +100,37 @@ def _group_of(replicate: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _bind(model: torch.nn.Module, units: list[Unit]) -> BoundModel:
     """Names and shards of the parameters that FSDP reduces."""
-    dtypes = {id(parameter): unit.reduce_dtype for unit in units for parameter in unit.parameters}
-    named = named_gradients(model)
-    names = {id(parameter): name for name, parameter in named.items() if id(parameter) in dtypes}
+    dtypes = {id(parameter): dtype_name(unit.reduce_dtype) for unit in units for parameter in unit.parameters}
+    named: dict[str, Any] = dict(named_gradients(model))
     left = [name for name, parameter in named.items() if id(parameter) not in dtypes]
     if left:
         logger.warning("in no module that was given fully_shard, so nobody averages their gradients: %s", left[:5])
-    tensors = []
-    for name, parameter in named.items():
-        shard: Any = parameter.to_local() if id(parameter) in dtypes else None  # type: ignore[attr-defined]
-        if shard is not None and shard.numel():
-            tensors.append(TensorSpec(name, tuple(shard.shape), dtype_name(dtypes[id(parameter)])))
+    sharded = {name: parameter for name, parameter in named.items() if id(parameter) in dtypes}
     groups = {tuple(dist.get_process_group_ranks(unit.shards)) for unit in units}
     if len(groups) > 1:
         raise UnsupportedModelError(
             f"the model's modules are sharded over different ranks ({', '.join(map(str, sorted(groups)))}), and one"
             " exchange averages one mesh: give fully_shard the same mesh everywhere"
         )
-    device = next((parameter.device for unit in units for parameter in unit.parameters), torch.device("cpu"))
-    return BoundModel(weakref.ref(model), names, tuple(tensors), device, units[0].shards)
+    wholes = tuple(TensorSpec(name, tuple(p.shape), dtypes[id(p)]) for name, p in sharded.items())
+    here = {name: parameter for name, parameter in sharded.items() if parameter.to_local().numel()}
+    return BoundModel(
+        weakref.ref(model),
+        {id(parameter): name for name, parameter in here.items()},
+        tuple(TensorSpec(name, tuple(p.to_local().shape), dtypes[id(p)]) for name, p in here.items()),
+        next((parameter.to_local().device for parameter in sharded.values()), torch.device("cpu")),
+        Shards(units[0].shards, wholes, {name: _start(parameter, units[0].shards) for name, parameter in here.items()}),
+    )
 
 
-def _check_groups(replicas: dist.ProcessGroup, shards: dist.ProcessGroup | None) -> None:
+def _start(parameter: Any, shards: dist.ProcessGroup) -> int:
+    """The first element of this rank's shard in the whole tensor: each has as many rows, the last ones what is left."""
+    rows = -(-parameter.shape[0] // shards.size())
+    return int(shards.rank() * rows * math.prod(parameter.shape[1:]))
+
+
+def _check_groups(replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
     """Whether they cross in this rank alone."""
-    assert shards is not None
     across, along = dist.get_process_group_ranks(replicas), dist.get_process_group_ranks(shards)
     if set(across) & set(along) != {dist.get_rank()}:
         raise ValueError(

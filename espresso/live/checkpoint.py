@@ -3,8 +3,8 @@
 Residuals are addends: every rank keeps its own, and their sum over ranks acts on the average. So a checkpoint is cut
 into ``NUM_PARTS`` parts, whatever the number of ranks; a rank saves those that are its own, and loads those that are::
 
-    version, kind, model, cluster, step, epoch, strategy, factors     the same on every rank
-    parts                                                            by number: addends of rank  number * P // NUM_PARTS
+    version, kind, model, cluster, shards, step, epoch, strategy, factors   the same on every rank
+    parts                                                                   by number: of rank  number * P // NUM_PARTS
 
 That is what ``torch.distributed.checkpoint`` needs: names that are known before a file is opened, each saved by one
 rank. On the cluster that saved it a rank finds exactly what it kept. On another, what it finds becomes an addend of
@@ -18,7 +18,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ MOST = 2**62
 
 RESIDUAL, VELOCITY, FACTOR = "residual", "velocity", "factor"
 
-_KEYS = {"version", "kind", "model", "cluster", "step", "epoch", "strategy", "factors", "parts"}
+_KEYS = {"version", "kind", "model", "cluster", "shards", "step", "epoch", "strategy", "factors", "parts"}
 
 
 class CheckpointError(ValueError):
@@ -111,7 +111,7 @@ class Part:
         rows = _message(self._read, what)
         if not isinstance(rows, list):
             raise CheckpointError(f"{what} should be a list of rows, got {shown(rows)}")
-        return [_row(row) for row in rows]
+        return [row_of(row) for row in rows]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = torch.Tensor.__reduce_ex__
@@ -158,6 +158,25 @@ def cut(stretches: Iterable[tuple[str, Stretch]], num_parts: int) -> list[Part]:
     return [Part(share) for share in shares]
 
 
+class Sharing(Protocol):
+    """What a rank's shards are of; see :mod:`espresso.live.shards`."""
+
+    @property
+    def num_shards(self) -> int: ...
+
+    @property
+    def numels(self) -> dict[str, int]:
+        """Elements of the shards that are here."""
+        ...
+
+    def mine(self, rows: Sequence[Row], *, is_same: bool) -> list[Row]:
+        """Of rows of whole tensors in this rank's parts what is here, as rows of shards; ``is_same``: all of them are.
+
+        Else all ranks together.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Kept:
     """What a rank goes on with.
@@ -185,24 +204,24 @@ class Checkpoint:
     Attributes:
         model: the tensors whose gradients were averaged.
         cluster: (nodes, ranks per node) of the job that saved it.
+        num_shards: that the model was cut into; so many such jobs saved it together. Rows are addressed within whole
+            tensors.
         factors: as in :class:`Kept`.
         parts: by number; each is read when it is taken over.
-        shard: which one of the model these are the tensors of, in words; empty if they are all. Shards are saved under
-            names of their own.
     """
 
     model: tuple[TensorSpec, ...]
     cluster: tuple[int, int] = (1, 1)
+    num_shards: int = 1
     step: int = 0
     epoch: int | None = None
     strategy: Strategy | None = None
     factors: Part = field(default_factory=Part)
     parts: Mapping[int, Part] = field(default_factory=dict)
-    shard: str = ""
 
     @property
     def num_ranks(self) -> int:
-        """That saved it."""
+        """Whose gradients were averaged."""
         return self.cluster[0] * self.cluster[1]
 
     def with_parts(self, numbers: Iterable[int]) -> Checkpoint:
@@ -211,33 +230,26 @@ class Checkpoint:
 
     def to_dict(self) -> dict[str, Any]:
         """What :meth:`parse` reads: texts, numbers, and leaves that become tensors of bytes when they are pickled."""
-        body = {
+        return {
             "version": VERSION,
             "kind": KIND,
             "model": json.dumps([[tensor.name, list(tensor.shape), tensor.dtype] for tensor in self.model]),
             "cluster": list(self.cluster),
+            "shards": self.num_shards,
             "step": self.step,
             "epoch": self.epoch,
             "strategy": None if self.strategy is None else json.dumps(self.strategy.to_json()),
             "factors": self.factors,
             "parts": {str(number): part for number, part in self.parts.items()},
         }
-        return {self.shard: body} if self.shard else body
 
     @classmethod
-    def parse(cls, body: Any, shard: str = "") -> Checkpoint:
-        """Read a ``state_dict()`` or a gathered one, of this shard.
+    def parse(cls, body: Any) -> Checkpoint:
+        """Read a ``state_dict()`` or a gathered one.
 
         Raises:
             CheckpointError: it is malformed, says what.
         """
-        if isinstance(body, Mapping) and body and all(str(name).startswith("shard ") for name in body):
-            if shard not in body:
-                here, there = shard or "the whole", next(iter(body))
-                raise CheckpointError(f"the checkpoint is of a model with other parameters: {there}, this is {here}")
-            body = body[shard]
-        elif shard:
-            raise CheckpointError(f"the checkpoint is of a model with other parameters: the whole, this is {shard}")
         if not isinstance(body, Mapping) or body.get("kind") != KIND:
             raise CheckpointError(f"this is not an espresso state_dict (it has no kind {KIND!r})")
         version = body.get("version")
@@ -249,12 +261,12 @@ class Checkpoint:
         return cls(
             model=_tensors(body["model"]),
             cluster=_cluster(body["cluster"]),
+            num_shards=_count(body["shards"], "entry 'shards'"),
             step=_count(body["step"], "entry 'step'"),
             epoch=None if body["epoch"] is None else _count(body["epoch"], "entry 'epoch'"),
             strategy=_strategy(body["strategy"]),
             factors=_part(body["factors"]),
             parts=_parts(body["parts"]),
-            shard=shard,
         )
 
     def rows(self, numbers: Iterable[int] | None = None) -> list[Row]:
@@ -266,10 +278,20 @@ class Checkpoint:
         numbers = self.parts if numbers is None else numbers
         return [row for number in numbers for row in self.parts[number].rows(f"part {number}")]
 
-    def of(self, place: Place, cluster: Cluster, tensors: Sequence[TensorSpec], *, strict: bool = True) -> Kept:
+    def of(
+        self,
+        place: Place,
+        cluster: Cluster,
+        tensors: Sequence[TensorSpec],
+        *,
+        strict: bool = True,
+        shards: Sharing | None = None,
+    ) -> Kept:
         """What a rank of a job takes over.
 
         Args:
+            tensors: of the model, whole.
+            shards: which of these rows are this rank's, where it has shards of the tensors.
             strict: refuse a checkpoint of another model; else keep what fits by name and shape.
 
         Raises:
@@ -277,9 +299,10 @@ class Checkpoint:
         """
         missing = [number for number in place.parts if number not in self.parts]
         if missing:
-            owner = next(iter(self.parts), 0) * self.num_ranks // NUM_PARTS
+            num_savers = self.num_ranks * self.num_shards
+            owner = next(iter(self.parts), 0) * num_savers // NUM_PARTS
             raise CheckpointError(
-                f"the checkpoint is of rank {owner} of {self.num_ranks}, this is rank {place.rank} of"
+                f"the checkpoint is of rank {owner} of {num_savers}, this is rank {place.rank} of"
                 f" {place.num_ranks}; load this rank's own, one made by gather_state_dict(), or with"
                 " torch.distributed.checkpoint"
             )
@@ -290,22 +313,27 @@ class Checkpoint:
             )
         there = {tensor.name: tensor.shape for tensor in self.model}
         fitting = {tensor.name: tensor.numel for tensor in tensors if there.get(tensor.name) == tensor.shape}
-        rows, factors = self.rows(place.parts), self.factors.rows("entry 'factors'")
-        _check_rows(rows + factors, {tensor.name: tensor.numel for tensor in self.model})
-        rows = [row for row in rows if row.tensor in fitting]
-        if self.cluster != cluster.shape:  # an addend of this rank's own, scaled to keep the average
+        rows, shared = self.rows(place.parts), self.factors.rows("entry 'factors'")
+        _check_rows(rows + shared, {tensor.name: tensor.numel for tensor in self.model})
+        cut_alike = self.num_shards == (1 if shards is None else shards.num_shards)
+        is_same = self.cluster == cluster.shape and cut_alike
+        factors = _in_one([*shared, *(row for row in rows if row.held == FACTOR and is_same)] if cut_alike else [])
+        rows = [row for row in rows if row.tensor in fitting and row.held != FACTOR]
+        if not is_same:  # an addend of this rank's own, scaled to keep the average
             scale = cluster.num_ranks / self.num_ranks
             rows = [
                 replace(row, site=row.site and Site.LOCAL, values=row.values * row.values.dtype.type(scale))
                 for row in rows
             ]
+        if shards is not None:
+            rows, fitting = shards.mine(rows, is_same=is_same), shards.numels
         return Kept(
             step=self.step,
             epoch=self.epoch,
             strategy=None if dropped else self.strategy,
             residuals=_stored(rows, RESIDUAL, fitting),
             velocities=_stored(rows, VELOCITY, fitting),
-            factors={row.tensor: row.values for row in factors if row.tensor in fitting},
+            factors={name: values for name, values in factors.items() if name in fitting},
             dropped=tuple(dropped),
         )
 
@@ -331,6 +359,14 @@ class Checkpoint:
             except ValueError as error:
                 raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
         return found
+
+
+def _in_one(rows: Iterable[Row]) -> dict[str, Array]:
+    """Numbers of each tensor, of which a checkpoint may have cut some."""
+    found: dict[str, Array] = {}
+    for row in sorted(rows, key=lambda row: row.start):
+        found[row.tensor] = np.concatenate([found[row.tensor], row.values]) if row.tensor in found else row.values
+    return found
 
 
 def _stored(rows: Iterable[Row], held: str, numels: Mapping[str, int]) -> Stored:
@@ -420,7 +456,8 @@ def _parts(body: Any) -> dict[int, Part]:
 _SITES: dict[Any, Site | None] = {None: None, **{site.value: site for site in Site}}
 
 
-def _row(row: Any) -> Row:
+def row_of(row: Any) -> Row:
+    """Read a row, or raise CheckpointError."""
     match row:
         case ("residual" | "velocity" | "factor" as held, str(tensor), None | str() as site, start, values):
             what = f"{held} of {tensor!r}"

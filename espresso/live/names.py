@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.errors import UnsupportedModelError
+from espresso.live.shards import Shards
 from espresso.strategies import DTYPES, TensorSpec
 
 
@@ -24,15 +24,14 @@ class BoundModel:
         names: of the parameters whose gradients are averaged, by ``id``.
         tensors: the same, in the module's order.
         device: where they are.
-        shards: the ranks that hold the other shards of these parameters, this rank among them, where names and
-            tensors are those of a shard (FSDP); None where every rank holds all of each (DDP).
+        shards: what they are shards of (FSDP); None where every rank holds all of each (DDP).
     """
 
     module: weakref.ref[torch.nn.Module]
     names: Mapping[int, str]
     tensors: tuple[TensorSpec, ...]
     device: torch.device
-    shards: dist.ProcessGroup | None = None
+    shards: Shards | None = None
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> BoundModel:
@@ -50,9 +49,9 @@ class BoundModel:
         )
 
     @property
-    def shard(self) -> str:
-        """Which shard of the parameters this is; empty if it is all of them."""
-        return "" if self.shards is None else f"shard {self.shards.rank()} of {self.shards.size()}"
+    def wholes(self) -> tuple[TensorSpec, ...]:
+        """The whole tensors, of all the model."""
+        return self.tensors if self.shards is None else self.shards.wholes
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:

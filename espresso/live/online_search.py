@@ -35,7 +35,6 @@ from espresso.search.settle import finer, racers
 from espresso.search.terms import MB, Terms
 from espresso.strategies import (
     NONE,
-    PLAIN,
     RANK_DEVICES,
     Bucket,
     CompressorSpec,
@@ -112,10 +111,7 @@ class OnlineSearch:
 
     def _here(self, buckets: tuple[Bucket, ...], name: str, body: Any, order: tuple[int, ...], us: float) -> Candidate:
         """A candidate that was found for another shard of the same tensors."""
-        found = Strategy.from_json(body)
-        tensors = tuple(self._tensors.values())
-        choices = {tensor.name: found.choices.get(tensor.name, PLAIN) for tensor in tensors}
-        strategy = Strategy(tensors, choices, found.cluster, found.partition_bytes)
+        strategy = Strategy.from_json(body).over(self._tensors.values())
         laid = plan(strategy, buckets, host_copies=self._groups.host_copies)
         with suppress(ValueError):  # this shard is cut into other partitions
             laid = laid.with_order(order)

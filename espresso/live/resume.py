@@ -14,6 +14,7 @@ from espresso.comm.keep.store import Address, Piece, Stretch
 from espresso.compressors.schedule import translate
 from espresso.live.checkpoint import FACTOR, RESIDUAL, VELOCITY, Checkpoint, CheckpointError, Kept, Part, Place, cut
 from espresso.live.session import Session
+from espresso.live.shards import Taker
 from espresso.strategies import Site, Strategy
 
 logger = logging.getLogger("espresso")
@@ -27,23 +28,28 @@ def saved(session: Session) -> Checkpoint:
     stretches = [(RESIDUAL, stretch) for stretch in session.store.lend()]
     if session.velocities is not None:
         stretches += [(VELOCITY, stretch) for stretch in session.velocities.lend()]
-    numbers = place(session).parts
+    numbers, shards = place(session).parts, session.model.shards
+    strategy = session.decider.strategy if session.decider.decided else None
+    factors = [(FACTOR, Stretch(n, None, 0, v.size, 0, Loan(v))) for n, v in session.factors.snapshot().items()]
+    if shards is not None:  # factors too are each shard's own
+        stretches = [(held, shards.whole(held, stretch)) for held, stretch in stretches + factors]
+        factors, strategy = [], strategy and strategy.over(shards.wholes)
     return Checkpoint(
-        model=session.model.tensors,
+        model=session.model.wholes,
         cluster=session.groups.cluster.shape,
+        num_shards=1 if session.groups.beside is None else session.groups.beside.num_ranks,
         step=session.executor.next_step,
         epoch=session.follower.epoch,
-        strategy=session.decider.strategy if session.decider.decided else None,
-        factors=Part((FACTOR, Stretch(n, None, 0, v.size, 0, Loan(v))) for n, v in session.factors.snapshot().items()),
+        strategy=strategy,
+        factors=Part(factors),
         parts=dict(zip(numbers, cut(stretches, len(numbers)), strict=True)),
-        shard=session.model.shard,
     )
 
 
 def gathered(session: Session) -> Checkpoint:
     """The whole checkpoint, on every rank. Collective."""
     mine = saved(session)
-    everybody = session.groups.all_objects({number: part.packed() for number, part in mine.parts.items()})
+    everybody = session.groups.everywhere({number: part.packed() for number, part in mine.parts.items()})
     return replace(mine, parts={number: Part(read=part) for theirs in everybody for number, part in theirs.items()})
 
 
@@ -54,8 +60,10 @@ def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tu
         CheckpointError: it does not fit this rank, model or job; nothing has changed then.
     """
     session.executor.conclude()
-    tensors, groups = session.model.tensors, session.groups
-    kept = checkpoint.of(place(session), groups.cluster, tensors, strict=strict)
+    tensors, groups, shards = session.model.tensors, session.groups, session.model.shards
+    numels = {tensor.name: tensor.numel for tensor in tensors}
+    taker = None if shards is None or groups.beside is None else Taker(shards, groups.beside, numels)
+    kept = checkpoint.of(place(session), groups.cluster, session.model.wholes, strict=strict, shards=taker)
     strategy = _to_resume(session, kept)
     try:
         schedule = None if strategy is None else session.check(strategy)
@@ -69,7 +77,6 @@ def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     session.follower.epoch = kept.epoch
     session.executor.restart(kept.step)
     session.factors.load(dict(kept.factors))
-    numels = {tensor.name: tensor.numel for tensor in tensors}
     session.store.load(residuals, kept.residuals.carry, numels)
     if session.velocities is not None:
         session.velocities.load(velocities, kept.velocities.carry, numels)
@@ -81,7 +88,10 @@ def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tu
 def place(session: Session | None, group: dist.ProcessGroup | None = None) -> Place:
     """This rank's, in a job; before its start in the group that trains together, else alone."""
     if session is not None:
-        return Place(session.groups.rank, session.groups.num_ranks)
+        groups, beside = session.groups, session.groups.beside
+        if beside is None:
+            return Place(groups.rank, groups.num_ranks)
+        return Place(groups.rank * beside.num_ranks + beside.rank, groups.num_ranks * beside.num_ranks)
     if dist.is_available() and dist.is_initialized():
         return Place(dist.get_rank(group), dist.get_world_size(group))
     return Place(0, 1)
@@ -115,6 +125,8 @@ def _to_resume(session: Session, kept: Kept) -> Strategy | None:
     strategy, given = kept.strategy, session.given
     if strategy is None or isinstance(given.strategy, Strategy):
         return None
+    if session.model.shards is not None:
+        strategy = strategy.over(session.model.tensors)
     if strategy.cluster.shape != session.groups.cluster.shape:
         return None
     named = {spec.name: spec for spec in reversed(given.compressors)}

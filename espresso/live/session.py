@@ -166,7 +166,7 @@ class Session:
             process_group,
             ranks_per_node=self.config.ranks_per_node,
             timeout_s=timeout_s,
-            beside=None if shards is None else Groups(shards, ranks_per_node=1, timeout_s=timeout_s),
+            beside=None if shards is None else Groups(shards.group, ranks_per_node=1, timeout_s=timeout_s),
             host_copies=self.runtime.host_copies,
             num_servers=0 if client is None else client.num_servers,
             colocated=client is not None and client.colocated,

@@ -287,9 +287,8 @@ class EspressoState(View):
     def _saved(self, numbers: Iterable[int]) -> Checkpoint:
         if self._session is not None:
             return resume.saved(self._session)
-        model = self._model
-        fresh = Checkpoint(model.tensors, epoch=self._epoch, shard=model.shard) if model else Checkpoint(())
-        return (self._pending or fresh).with_parts(numbers)
+        tensors = () if self._model is None else self._model.wholes
+        return (self._pending or Checkpoint(tensors, epoch=self._epoch)).with_parts(numbers)
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> tuple[str, ...]:
         """Go on from ``state_dict()`` of the same rank, or from a gathered or distributed one of any number of ranks.
@@ -305,7 +304,7 @@ class EspressoState(View):
         Raises:
             CheckpointError: another rank's state, another model, or a malformed one; nothing is changed then.
         """
-        checkpoint = Checkpoint.parse(state, "" if self._model is None else self._model.shard)
+        checkpoint = Checkpoint.parse(state)
         if self._session is not None:
             return resume.load(self._session, checkpoint, strict=strict)
         self._pending, self._strict = checkpoint, strict

@@ -1,0 +1,70 @@
+"""Shards of tensors: where a rank's belong in the whole, and what of a checkpoint is a rank's.
+
+In a checkpoint everything is addressed within whole tensors, so that it is the same for every way of sharding them,
+none included. A rank that loads one saved over other shards finds rows of others' shards in its parts: the ranks that
+share a copy of the model pass them on to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from espresso.comm.groups import Groups
+from espresso.comm.keep.store import Stretch
+from espresso.live.checkpoint import FACTOR, Row, row_of
+from espresso.strategies import TensorSpec
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What this rank's tensors are shards of.
+
+    Attributes:
+        group: the ranks that hold one copy of the model together, this one among them.
+        wholes: all tensors of the model, also those of which nothing is here.
+        starts: of the tensors that are here, the first element in the whole.
+    """
+
+    group: dist.ProcessGroup
+    wholes: tuple[TensorSpec, ...]
+    starts: Mapping[str, int]
+
+    def whole(self, held: str, stretch: Stretch) -> Stretch:
+        """A stretch of a shard as one of the whole tensor; a factor is addressed by itself."""
+        return stretch if held == FACTOR else replace(stretch, start=stretch.start + self.starts[stretch.tensor])
+
+
+@dataclass(frozen=True)
+class Taker:
+    """Finds what of a checkpoint is a rank's. See :class:`~espresso.live.checkpoint.Sharing`.
+
+    Attributes:
+        beside: the groups of the ranks that hold one copy of the model together.
+        numels: of the shards that are here.
+    """
+
+    shards: Shards
+    beside: Groups
+    numels: dict[str, int]
+
+    @property
+    def num_shards(self) -> int:
+        return self.beside.num_ranks
+
+    def mine(self, rows: Sequence[Row], *, is_same: bool) -> list[Row]:
+        return [mine for row in (rows if is_same else self._everybody(rows)) for mine in self._cut(row)]
+
+    def _everybody(self, rows: Sequence[Row]) -> list[Row]:
+        """Those that any rank which holds a part of this copy found."""
+        plain = [(r.held, r.tensor, None if r.site is None else r.site.value, r.start, r.values) for r in rows]
+        return [row_of(row) for theirs in self.beside.all_objects(plain) for row in theirs]
+
+    def _cut(self, row: Row) -> list[Row]:
+        first = self.shards.starts.get(row.tensor, 0)
+        low, high = max(row.start, first), min(row.start + row.values.size, first + self.numels.get(row.tensor, 0))
+        if low >= high:
+            return []
+        return [replace(row, start=low - first, values=row.values[low - row.start : high - row.start])]
