@@ -204,20 +204,20 @@ class Checkpoint:
     Attributes:
         model: the tensors whose gradients were averaged.
         cluster: (nodes, ranks per node) of the job that saved it.
-        num_shards: that the model was cut into; so many such jobs saved it together. Rows are addressed within whole
-            tensors.
         factors: as in :class:`Kept`.
         parts: by number; each is read when it is taken over.
+        num_shards: that the model was cut into; so many such jobs saved it together. Rows are addressed within whole
+            tensors.
     """
 
     model: tuple[TensorSpec, ...]
     cluster: tuple[int, int] = (1, 1)
-    num_shards: int = 1
     step: int = 0
     epoch: int | None = None
     strategy: Strategy | None = None
     factors: Part = field(default_factory=Part)
     parts: Mapping[int, Part] = field(default_factory=dict)
+    num_shards: int = 1
 
     @property
     def num_ranks(self) -> int:
