@@ -2,10 +2,11 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from benchmarks import convergence, overhead, prediction, results, speed, weather
+from benchmarks import convergence, diagnose, overhead, prediction, results, speed, weather
 from benchmarks.convergence import Run
 from benchmarks.prediction import Row
 from espresso.live.profiler import rising
@@ -65,6 +66,18 @@ def test_only_automatic_arms_are_judged_against_their_bars(of_compute, of_plain,
 
 def test_the_rate_of_an_open_interval_is_open():
     assert speed.Rate.from_times({"value": 2.0, "low": 0.0, "high": math.inf}) == speed.Rate(0.5, 0.0, math.inf)
+
+
+def test_a_predicted_gain_is_right_within_a_part_of_it_or_of_a_step():
+    row = diagnose.Row("slow input", "slow_input on rank 1", "slow_input on rank 1", True, step_ms=200.0, gain_ms=40.0)
+    assert [replace(row, predicted_ms=ms).gain_is_right for ms in (33.0, 35.0, 46.0, 47.0)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert {case.mended().kinds for case in diagnose.CASES} == {()}
+    assert [case.rank for case in diagnose.CASES if case.name in ("thin card", "added latency")] == [1, None]
 
 
 def test_overhead_is_judged_by_the_end_of_its_interval():

@@ -12,6 +12,7 @@ from itertools import accumulate
 from statistics import median
 
 from espresso.diagnosis.turns import Part, Run, Turn
+from espresso.flight.form import Span
 from espresso.strategies import DTYPES, Bucket, Lane, Plan, Routine, Slot, StepKind, Strategy, plan
 from espresso.strategies.list_scheduling import Width, schedule_tasks
 
@@ -21,8 +22,8 @@ MOST_REPLAYED = 32
 LEAST_LATENCY_US = 1000.0
 """A shorter latency is not told from how ranks wait for one another."""
 
-IN_FLIGHT, LIBRARY_IN_FLIGHT = 8, 2
-"""Exchanges of a link under way at once: as the executor has them; all-reduces that Gloo runs by itself."""
+IN_FLIGHT = (2, 4, 8)
+"""Exchanges of a link under way at once: as many as explain the steps best, where latency makes it matter."""
 
 LINKS = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN, Lane.SERVER_IN, Lane.SERVER_OUT)
 
@@ -54,7 +55,7 @@ class Costs:
     task_us: tuple[float, ...]
     latency_us: tuple[float, ...]
     coding_us: dict[int, tuple[float, ...]]
-    in_flight: int = LIBRARY_IN_FLIGHT
+    in_flight: int = IN_FLIGHT[0]
 
     @property
     def exchanges(self) -> list[int]:
@@ -83,43 +84,69 @@ class Costs:
 
 def costs_of(run: Run) -> Costs:
     """What the tasks took: of an exchange what it held its link, first come, first served, once all ranks had begun."""
+    latencies = _latencies(run)
+    if not any(latencies):
+        return _measured(run, latencies, IN_FLIGHT[0])
+
+    def error(costs: Costs) -> float:
+        return abs(median(replay(turn, costs) - turn.measured for turn in sample(run.turns)))
+
+    return min((_measured(run, latencies, width) for width in IN_FLIGHT), key=error)
+
+
+def _measured(run: Run, latencies: Sequence[float], in_flight: int) -> Costs:
     laid = run.stretch.plan
     taken: dict[int, list[float]] = {}
     coding: dict[int, list[list[float]]] = {}
     starts: dict[int, list[float]] = {}
-    latencies = _latencies(run)
-    in_flight = LIBRARY_IN_FLIGHT if run.stretch.strategy.only_averages else IN_FLIGHT
     for ranks in run.spans():
-        by_task = [{span.task: span for span in spans} for spans in ranks]
-        begin = min(span.start_us for span in ranks[0])
-        freed: dict[Lane, list[float]] = {lane: [] for lane in Lane}
-        together = [task for task in by_task[0] if all(task in spans for spans in by_task)]
-        for task in sorted(together, key=lambda t: max(spans[t].start_us for spans in by_task)):
-            spans = [each[task] for each in by_task]
+        begin = min(span.start_us for spans in ranks for span in spans)
+        link = _Link(latencies, in_flight)
+        for task, spans in _in_order(ranks):
             starts.setdefault(task, []).append(max(span.start_us for span in spans) - begin)
-            if laid.tasks[task].step.kind is not StepKind.COMMUNICATE:
-                rows = coding.setdefault(task, [[] for _ in spans])
-                for row, span in zip(rows, spans, strict=True):
+            if laid.tasks[task].step.kind is StepKind.COMMUNICATE:
+                taken.setdefault(task, []).append(link.held_us(task, laid.tasks[task].lanes, spans))
+            elif len(spans) == len(ranks):
+                for row, span in zip(coding.setdefault(task, [[] for _ in spans]), spans, strict=True):
                     row.append(span.duration_us)
-                continue
-            lanes = laid.tasks[task].lanes
-            latency = latencies[task]
-            start, end = max(span.start_us for span in spans), median(span.end_us for span in spans)
-            before = [ends for ends in (freed[lane] for lane in lanes) if ends]
-            begins = max([start + latency, *(ends[-1] for ends in before)])
-            begins = max([begins, *(ends[-in_flight] + latency for ends in before if len(ends) >= in_flight)])
-            taken.setdefault(task, []).append(max(end - begins, 0.0))
-            for lane in lanes:
-                freed[lane].append(max([end, *freed[lane][-1:]]))
+            else:  # only some ranks do it: roots
+                taken.setdefault(task, []).append(max(span.duration_us for span in spans))
     if not taken and not coding:
         return _from_outside(run)
-    task_us = [_typical(taken.get(task.index, [0.0])) for task in laid.tasks]
     coding_us = {task: tuple(map(_typical, rows)) for task, rows in coding.items()}
-    for task, each in coding_us.items():
-        task_us[task] = max(each)
-    place = {task: median(values) for task, values in starts.items()}
-    order = _topological(laid, place)
-    return Costs(laid.with_order(order), tuple(task_us), latencies, coding_us, in_flight)
+    task_us = [
+        max(coding_us[task.index]) if task.index in coding_us else _typical(taken.get(task.index, [0.0]))
+        for task in laid.tasks
+    ]
+    order = _topological(laid, {task: median(values) for task, values in starts.items()})
+    return Costs(laid.with_order(order), tuple(task_us), tuple(latencies), coding_us, in_flight)
+
+
+def _in_order(ranks: Sequence[Sequence[Span]]) -> list[tuple[int, list[Span]]]:
+    """Every task with the spans of the ranks that take part in it, as the last of them began."""
+    by_task: dict[int, list[Span]] = {}
+    for spans in ranks:
+        for span in spans:
+            by_task.setdefault(span.task, []).append(span)
+    return sorted(by_task.items(), key=lambda row: max(span.start_us for span in row[1]))
+
+
+class _Link:
+    """First come, first served: what an exchange held its lanes, from when it had them to when its data were there."""
+
+    def __init__(self, latencies: Sequence[float], in_flight: int) -> None:
+        self._latencies, self._in_flight = latencies, in_flight
+        self._ends: dict[Lane, list[float]] = {lane: [] for lane in Lane}
+
+    def held_us(self, task: int, lanes: Sequence[Lane], spans: Sequence[Span]) -> float:
+        latency = self._latencies[task]
+        start, end = max(span.start_us for span in spans), median(span.end_us for span in spans)
+        before = [ends for ends in (self._ends[lane] for lane in lanes) if ends]
+        begins = max([start + latency, *(ends[-1] for ends in before)])
+        full = [ends[-self._in_flight] + latency for ends in before if len(ends) >= self._in_flight]
+        for lane in lanes:
+            self._ends[lane].append(max([end, *self._ends[lane][-1:]]))
+        return max(end - max([begins, *full]), 0.0)
 
 
 def _typical(values: Sequence[float]) -> float:
