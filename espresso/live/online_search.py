@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("espresso")
 
-ADVISED_CAPS_MB = (5, 25, 100)
+ADVISED_CAPS_MB = (1, 5, 25, 100)
 """Bucket sizes that automatic mode looks at: few, since all ranks wait for it."""
 
 
@@ -62,6 +62,7 @@ class OnlineSearch:
         job: what was measured, on every rank; None before.
         uncompressed_us: predicted iteration time of the plain strategy.
         advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
+        bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class OnlineSearch:
         self.job: Job | None = None
         self.uncompressed_us = 0.0
         self.advice = ""
+        self.bucket_cap_mb: float | None = None
         self._revised: Remeasured | None = None
 
     def follow(self, in_force: InForce) -> bool:
@@ -118,7 +120,7 @@ class OnlineSearch:
         return Candidate(name, strategy, laid.order, buckets, us)
 
     def _find(self, records: Sequence[Record]) -> list[Candidate]:
-        if self.job is None:
+        if self.job is None or (records and records[-1].buckets != self.job.buckets):
             everybody = self._groups.all_objects(
                 [
                     (dict(seen.tensor_ready_us), seen.bucket_ready_us, seen.forward_us, seen.optimizer_us)
@@ -126,7 +128,8 @@ class OnlineSearch:
                 ]
             )
             observed = combine([[Observation(*seen) for seen in theirs] for theirs in everybody])
-            costs = self._measure(max(bucket.numel for bucket in records[-1].buckets))
+            largest = max(bucket.numel for bucket in records[-1].buckets)
+            costs = self._measure(largest) if self.job is None else self.job.costs
             job = self._make_job(records[-1].buckets, observed, costs)
         else:
             job = self._with_compressors(self.job)
@@ -139,7 +142,8 @@ class OnlineSearch:
                 self.job = self._with_sensitivity(self.job)
                 self._artifacts.job(self.job)
                 found, self.uncompressed_us = self._search(self.job)
-                told = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found], self.uncompressed_us
+                rows = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found]
+                told = rows, self.uncompressed_us, self.bucket_cap_mb
             except Exception as error:  # every rank must hear of it, or they wait for the answer
                 failed, told = error, f"{type(error).__name__}: {error}"
         self._groups.barrier(patient=True)
@@ -148,7 +152,7 @@ class OnlineSearch:
             raise EspressoError(f"the search failed on rank 0 ({told})") from failed
         if self._groups.rank == 0:
             return found
-        rows, self.uncompressed_us = told
+        rows, self.uncompressed_us, self.bucket_cap_mb = told
         buckets = self.job.buckets or ()
         return [Candidate(name, Strategy.from_json(body), order, buckets, us) for name, body, order, us in rows]
 
@@ -261,12 +265,13 @@ class OnlineSearch:
         return candidates, result.uncompressed_us
 
     def _advise_bucket_size(self, job: Job, result: SearchResult) -> None:
-        """Say which bucket size would be better: DDP fixes its own when it is made, so only the user can set it."""
+        """Say which bucket size would be better."""
         from espresso.search.search import advised_bucket_cap
 
         if self._groups.beside is not None:
             return  # buckets are modules
         found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB)
+        self.advice, self.bucket_cap_mb = "", None if found is None else found.bucket_cap_mb
         if found is not None:
             self.advice = (
                 f"DistributedDataParallel(bucket_cap_mb={found.bucket_cap_mb:g}) is predicted to take"

@@ -35,9 +35,11 @@ class Search(Protocol):
 
     Attributes:
         uncompressed_us: predicted for a plain iteration by the latest search.
+        bucket_cap_mb: a bucket size that the search would rather have; None where it is content.
     """
 
     uncompressed_us: float
+    bucket_cap_mb: float | None
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]: ...
 
@@ -76,6 +78,9 @@ TRY_STEPS, TRY_ROUNDS, DROP = 3, 2, 1.25
 FAR_BEHIND = 2.0
 """The strategy in use needs no first block where its steps take this many times the best prediction."""
 
+LAID_ANEW, MEASURED_ANEW = 2, 3
+"""Steps after buckets were laid anew until DDP has ordered them by use, and in which they are looked at."""
+
 PLAIN_MAY = 1.5
 """Plain is tried again up to this factor of the best prediction."""
 
@@ -99,6 +104,7 @@ class AutoPlanner:
         search: see :class:`Search`; called once, after the profiled iterations.
         decide_by: iterations after which the race should be over; it follows the profile at once where it is longer.
         on_profile: told True before the first profiled iteration and False after the last.
+        lay_buckets: has the framework lay its buckets anew, of a size in MiB; whether it will.
         profile_only: measure, and stay plain.
         history: told what was decided, and why.
         adapt: watch the job once it is decided, and decide again when something changes.
@@ -117,12 +123,15 @@ class AutoPlanner:
         decide_by: int,
         on_profile: Callable[[bool], None],
         history: History,
+        lay_buckets: Callable[[float], bool] | None = None,
         profile_only: bool = False,
         adapt: bool = False,
     ) -> None:
         self._groups, self._search, self._on_profile, self._history = groups, search, on_profile, history
         self._profile_steps, self._race_steps, self._race_rounds = profile_steps, race_steps, race_rounds
         self._profile_only, self._decide_by = profile_only, decide_by
+        self._lay_buckets = None if profile_only else lay_buckets
+        self._cap_mb: float | None = None
         self._plain = Orderer(plain, groups)
         self._deferred = Assignment(plain, deferred=True)
         self._winner: Orderer | None = None
@@ -232,6 +241,8 @@ class AutoPlanner:
         self._again = False
         self._say("automatic mode measures links and compressors, and searches; this step takes longer")
         candidates = self._found()
+        if self._is_laid_anew(step):
+            return
         if self._profile_only:
             self._decide(step, "plain", "profile only: the job was measured, nothing is compressed")
             return
@@ -246,13 +257,28 @@ class AutoPlanner:
         names, steps = ", ".join(arm.name for arm in arms), self._race.num_steps
         self._say("automatic mode races %s in %d steps, after %d more plain ones", names, steps, self._pause)
 
+    def _is_laid_anew(self, step: int) -> bool:
+        """Whether the buckets will be of the size that the search would rather have: then they are looked at first."""
+        lay, self._lay_buckets = self._lay_buckets, None  # once in a job
+        cap = None if lay is None or self._first is None else self._search.bucket_cap_mb
+        if lay is None or cap is None or not lay(cap):
+            return False
+        assert self._first is not None
+        self._say("automatic mode has DDP's buckets laid anew, of %g MB", cap)
+        self._observed.clear()
+        self._cap_mb = cap
+        self._plain = Orderer(replace(self._plain.strategy, bucket_cap_mb=cap), self._groups)
+        self._profile_from, self._profile_steps = step + 1 - self._first + LAID_ANEW, MEASURED_ANEW
+        return True
+
     def _found(self) -> list[Candidate]:
         """What the search finds, less what has to stay exact."""
         found = []
         for candidate in self._search(self._observed):
-            strategy = self._exact.of(candidate.strategy)
-            if strategy is candidate.strategy:
-                found.append(candidate)
+            asked = replace(candidate.strategy, bucket_cap_mb=self._cap_mb)  # whoever goes on with it needs them too
+            strategy = self._exact.of(asked)
+            if strategy is asked:
+                found.append(replace(candidate, strategy=asked))
             elif strategy.num_compressed:  # what was taken out of it changes its tasks
                 order = plan(strategy, candidate.buckets, host_copies=self._groups.host_copies).order
                 found.append(replace(candidate, strategy=strategy, order=order))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from espresso.comm.ddp_buckets import BucketLayout
 from espresso.comm.errors import UnsupportedModelError
 from espresso.comm.hook import espresso_hook
 from espresso.live.config import Settings
@@ -65,6 +66,8 @@ def register(
     except BaseException:
         state.close()
         raise
+    state.session.lay_buckets = BucketLayout(ddp_model, state, espresso_hook)
+    state.session.lay_buckets_as_asked()
     return state
 
 

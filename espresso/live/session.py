@@ -89,6 +89,7 @@ class Session:
         sampler: keeps numbers of the profiled iterations' gradients.
         recorder, recording: keep the last of them.
         history: what was decided when, and why.
+        lay_buckets: has the front lay its buckets anew, of a size in MiB; whether it will.
 
     Raises:
         DisagreementError: ranks differ in model, compressor, strategy or a setting; it says in what.
@@ -105,6 +106,7 @@ class Session:
         epoch: int | None,
     ) -> None:
         self.config, self.model, self.scale = config, model, scale
+        self.lay_buckets: Callable[[float], bool] = lambda cap: False
         self.runtime: Runtime = runtime_of(model.device)
         client = connected()
         with ExitStack() as undo:
@@ -231,6 +233,7 @@ class Session:
             race_rounds=self.config.race_rounds,
             decide_by=self.config.decide_by,
             on_profile=self._profile,
+            lay_buckets=lambda cap: self.lay_buckets(cap),
             history=self.history,
             profile_only=profile_only,
             adapt=self.config.adapt,
@@ -376,11 +379,18 @@ class Session:
             )
         return schedule
 
+    def lay_buckets_as_asked(self) -> None:
+        """Have the buckets that the strategy in use was found for, where it says so."""
+        cap = self.decider.strategy.bucket_cap_mb
+        if cap is not None:
+            self.lay_buckets(cap)
+
     def adopt(self, strategy: Strategy, schedule: Schedule, step: int, epoch: int | None) -> None:
         """Carry out a strategy that was checked, from ``step`` on."""
         self.codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self.model.tensors})
         self.follower = self.follower.following(schedule, step, epoch)
         self.decider = FixedPlanner(strategy, self.groups, self.follower.in_force)
+        self.lay_buckets_as_asked()
         self._note_decided(step)
         if self.groups.beside is not None:
             self.executor.agree = self.groups.beside.all_true

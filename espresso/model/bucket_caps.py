@@ -1,8 +1,8 @@
 """DDP's bucket size as a dimension of the search: the same job in the buckets that another ``bucket_cap_mb`` gives.
 
 ``DistributedDataParallel(bucket_cap_mb=cap)`` fills a bucket per dtype, in the order in which gradients became ready
-in the first iteration, until it holds at least cap MiB. A bucket is handed over with its last gradient. Buckets
-are fixed when DDP is made, so a running job cannot change them; the search says which cap to set.
+in the first iteration, until it holds at least cap MiB. A bucket is handed over with its last gradient. DDP fixes its
+buckets when it is made; automatic mode has it lay them anew (``comm/ddp_buckets.py``), where it can.
 """
 
 from __future__ import annotations

@@ -1,0 +1,139 @@
+"""DDP's buckets, laid anew in a running job: real DDP, on two ranks."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import espresso
+from espresso.comm.ddp_buckets import BucketLayout
+from espresso.comm.hook import espresso_hook
+from tests.ddp import Played, batch, mlp, registered, sgd
+
+WIDE = (300, 900, 900, 900, 7)
+"""Layers of 1 and 3 MB: DDP takes the first of them alone, then all."""
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> bool:
+    pairs = list(zip(ours, theirs, strict=True))
+    return all((a is None) == (b is None) and (a is None or b is None or torch.equal(a, b)) for a, b in pairs)
+
+
+class Halves(nn.Module):
+    """Uses one half of itself or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([mlp(300, 900, 900, 7), mlp(300, 900, 900, 7)])
+        self.turn = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.turn += 1
+        return self.halves[self.turn % 2](inputs)
+
+
+CASES: dict[str, tuple[type[nn.Module] | None, dict[str, Any]]] = {
+    "as it comes": (None, {}),
+    "views": (None, {"gradient_as_bucket_view": True}),
+    "unused parameters": (Halves, {"find_unused_parameters": True}),
+}
+
+
+def laid_anew(rank: int) -> dict[str, tuple[list[bool], list[int]]]:
+    found = {}
+    for name, (kind, flags) in CASES.items():
+        model = mlp(*WIDE) if kind is None else kind()
+        plain = DistributedDataParallel(copy.deepcopy(model), **flags)
+        ddp = DistributedDataParallel(model, **flags)
+        equal, counts = [], []
+        with registered(ddp) as state:
+            layout = BucketLayout(ddp, state, espresso_hook)
+            for step in range(8):
+                if step == 3:
+                    assert layout(1.0)
+                for each in (ddp, plain):
+                    each.zero_grad(set_to_none=step % 2 == 0)
+                    if step in (3, 5):  # gradients that are there already, of a step without an exchange
+                        with each.no_sync():
+                            each(batch(rank, 100 + step, 300)).square().mean().backward()
+                    each(batch(rank, step, 300)).square().mean().backward()
+                equal.append(same(gradients(ddp), gradients(plain)))
+                for each in (ddp, plain):
+                    sgd(each)
+                last = state.session.observer.last
+                assert last is not None
+                counts.append(len(last.buckets))
+        found[name] = equal, counts
+    return found
+
+
+def refused(rank: int) -> list[bool]:
+    found = []
+    for flags in ({"bucket_cap_mb": 3}, {"static_graph": True}):
+        ddp = DistributedDataParallel(mlp(20, 5), **flags)
+        with registered(ddp) as state:
+            found.append(BucketLayout(ddp, state, espresso_hook)(1.0))
+    return found
+
+
+def by_itself(rank: int) -> tuple[int, int, bool]:
+    """Automatic mode, told by its search that smaller buckets are better."""
+    ddp = DistributedDataParallel(mlp(*WIDE))
+    state = espresso.register(ddp, "efsignsgd", profile_steps=3, race_steps=3, race_rounds=1, decide_by=0, timeout_s=60)
+    search = state.session.search
+    assert search is not None
+    finds = search._search
+
+    def wants_smaller(job):
+        answer = finds(job)
+        search.bucket_cap_mb = 1.0
+        return answer
+
+    search._search = wants_smaller
+    counts, steps = [], 0
+    while not state.decided:
+        steps += 1
+        assert steps < 60
+        ddp.zero_grad()
+        ddp(batch(rank, steps, 300)).square().mean().backward()
+        sgd(ddp)
+        counts.append(len(state.session.observer.last.buckets))
+    job, strategy = state.job, state.strategy
+    assert strategy is not None
+    assert strategy.bucket_cap_mb == 1.0  # whoever resumes lays them alike
+    state.check_replicas()
+    state.close()
+    return counts[2], counts[-1], job is not None and len(job.buckets) == counts[-1]
+
+
+SCENARIOS = (laid_anew, refused, by_itself)
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(__name__, SCENARIOS, 2)
+
+
+def test_gradients_stay_ddps_bit_for_bit(played):
+    for found in played(laid_anew):
+        for name, (equal, counts) in found.items():
+            assert equal == [True] * 8, name
+            assert counts[-1] > counts[2], (name, counts)
+            assert counts[5:] == [counts[-1]] * 3, (name, counts)
+
+
+def test_a_size_that_was_given_and_a_static_graph_stay(played):
+    assert played(refused) == [[False, False]] * 2
+
+
+def test_automatic_mode_decides_for_the_new_buckets(played):
+    for before, after, is_of_job in played(by_itself):
+        assert after > before
+        assert is_of_job
