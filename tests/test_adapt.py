@@ -144,10 +144,10 @@ def run(world: World, planner: AutoPlanner, steps: range, at: dict[int, Callable
     return now_ns
 
 
-def planner_of(world: World, *, adapt: bool = True) -> AutoPlanner:
+def planner_of(world: World, *, adapt: bool = True, decide_by: int = 20) -> AutoPlanner:
     return AutoPlanner(
         strategy_of(BUCKETS, TWO, PLAIN), OneRank(), world, warmup_steps=3, profile_steps=2, race_steps=3,
-        race_rounds=2, decide_by=20, on_profile=lambda _: None, history=History(True), adapt=adapt,
+        race_rounds=2, decide_by=decide_by, on_profile=lambda _: None, history=History(True), adapt=adapt,
     )  # fmt: skip
 
 
@@ -155,14 +155,15 @@ def rows_of(planner: AutoPlanner) -> list[tuple[int, str, str]]:
     return [(row["step"], row["event"], row["strategy"]) for row in planner._history.rows]
 
 
+@pytest.mark.parametrize("decide_by", [0, 20, 58])
 @pytest.mark.parametrize(
     ("before_us", "after_us", "first", "then"),
     [(1_000, 400_000, "plain", "signs"), (60_000, 500, "signs", "plain"), (20_000, 200_000, "signs", "signs")],
     ids=["a fast network slows down", "a slow one gets fast", "the right one stays"],
 )
-def test_a_change_of_the_network_is_decided_anew_within_forty_steps(before_us, after_us, first, then):
+def test_a_change_of_the_network_is_decided_anew_within_forty_steps(before_us, after_us, first, then, decide_by):
     world = World(plain_us=before_us)
-    planner = planner_of(world)
+    planner = planner_of(world, decide_by=decide_by)
 
     def change() -> None:
         world.plain_us = after_us

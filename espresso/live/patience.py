@@ -28,17 +28,21 @@ MUST_GAIN = 0.05
 
 
 class Patience:
-    """Remembers what turns cost and brought. All ranks give it the same figures."""
+    """Remembers what turns cost and brought. All ranks give it the same figures.
+
+    Attributes:
+        rest_until: the step before which no turn begins.
+    """
 
     def __init__(self) -> None:
-        self._rest_until = self._quiet_until = 0.0
+        self.rest_until, self._quiet_until = 0, 0.0
         self._idle_turns = self._turns_of_late = 0
         self._last = 0
 
     def permits(self, change: Change, step: int) -> bool:
         """Whether a change is looked into: a severe one after a rest, any within the budget."""
         at_once = change.severity >= SEVERE and self._idle_turns < FALSE_ALARMS
-        return step >= (self._rest_until if at_once else max(self._quiet_until, self._rest_until))
+        return step >= (self.rest_until if at_once else max(self._quiet_until, self.rest_until))
 
     def took(self, step: int, cost_us: float, step_us: float, *, was_real: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether anything had changed."""
@@ -46,7 +50,7 @@ class Patience:
         forgotten = (step - self._last) // FORGET
         self._turns_of_late = min(max(self._turns_of_late - forgotten, 0) + 1, MOST_DOUBLINGS)
         self._last = step
-        self._rest_until = step + REST * 2**self._turns_of_late
+        self.rest_until = step + REST * 2**self._turns_of_late
         # What was spent is earned again before the next turn on a mere suspicion.
         self._quiet_until = max(self._quiet_until, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
 

@@ -72,14 +72,20 @@ class Candidate:
         return Assignment(self.strategy, self.order, self.buckets, record=True)
 
 
-TRY_STEPS, TRY_ROUNDS, DROP = 3, 2, 1.25
+TRY_STEPS, TRY_ROUNDS, DROP = 4, 2, 1.25
 """Of the race when something has changed: short blocks, and who is this much slower than the fastest has only one."""
+
+SETTLE = 2
+"""Steps of an arm's first block that do not count: what is new to a job fills caches and touches its buffers."""
 
 FAR_BEHIND = 2.0
 """The strategy in use needs no first block where its steps take this many times the best prediction."""
 
 LAID_ANEW, MEASURED_ANEW = 2, 3
 """Steps after buckets were laid anew until DDP has ordered them by use, and in which they are looked at."""
+
+PROMISE, MOST_RETRIES = 0.8, 2
+"""What is predicted to take this part of the strategy in use, and did not in the race, is tried again, so often."""
 
 PLAIN_MAY = 1.5
 """Plain is tried again up to this factor of the best prediction."""
@@ -149,6 +155,8 @@ class AutoPlanner:
         self.watch = Watch(groups) if adapt and not profile_only else None
         self._patience = Patience()
         self._exact = Exact()
+        self._retry: tuple[Change, int] | None = None
+        self._retries = 0
 
     @property
     def decided(self) -> bool:
@@ -190,7 +198,7 @@ class AutoPlanner:
         if not self._search.follow(in_force) or (self._winner is None and self._race is None):
             return
         self._winner, self._winning, self.verdict = None, None, None
-        self._race, self._turn, self._candidates, self._pause = None, None, [], 0
+        self._race, self._turn, self._retry, self._candidates, self._pause = None, None, None, [], 0
         self._again = True
 
     def back_off(self, tensors: Collection[str], step: int) -> str:
@@ -200,7 +208,7 @@ class AutoPlanner:
         strategy = self._plain.strategy if name == "plain" else self._exact.of(self.strategy)
         if not strategy.num_compressed:
             name, strategy = "plain", self._plain.strategy
-        self._race, self._turn, self._candidates, self._pause = None, None, [], 0
+        self._race, self._turn, self._retry, self._candidates, self._pause = None, None, None, [], 0
         self._winner = self._plain if name == "plain" else Orderer(strategy, self._groups)
         self._winning = None
         self.verdict = Verdict(name, f"at step {step} tensors whose averages were out of their band were left exact")
@@ -346,7 +354,12 @@ class AutoPlanner:
     # -- a turn: something has changed ---------------------------------------------------------------
 
     def _worth_a_turn(self, change: Change | None, step: int) -> Change | None:
-        if change is None or self._patience.permits(change, step):
+        """What to begin a turn for: a change, or one that promised more than its race found."""
+        if change is None:
+            again, at = self._retry or (None, 0)
+            return again if step >= at else None
+        if self._patience.permits(change, step):
+            self._retries = 0
             return change
         if self.watch is not None:
             self.watch.forgive()
@@ -361,7 +374,7 @@ class AutoPlanner:
         """Measure what changed, search, and begin to try what was found."""
         assert self.verdict is not None
         assert self._winner is not None
-        began_ns = time.perf_counter_ns()
+        began_ns, self._retry = time.perf_counter_ns(), None
         now = self.verdict.name
         self._history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
         with torch.profiler.record_function("espresso::measure and search again"):
@@ -379,7 +392,7 @@ class AutoPlanner:
         arms += [Arm(c.name, c.assignment) for c in fresh]
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
-        self._turn = _Turn(change, step, began_ns)
+        self._turn = _Turn(change, step, began_ns, best_us)
         if len(arms) == 1:
             self._end_turn(self._turn, None, step)
             return
@@ -387,7 +400,8 @@ class AutoPlanner:
         # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind.
         far_behind = change.step_us[1] > FAR_BEHIND * best_us > 0
         known = {now: change.step_us[1]} if far_behind else None
-        self._race = Race(arms, block=TRY_STEPS, rounds=TRY_ROUNDS, drop=DROP, known=known)
+        self._race = Race(arms, block=TRY_STEPS, rounds=TRY_ROUNDS, drop=DROP, settle=SETTLE, known=known)
+        self._pause = 0
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
 
     def _end_turn(self, turn: _Turn, race: Race | None, step: int) -> None:
@@ -414,6 +428,9 @@ class AutoPlanner:
             self._note(step, Event.SWITCHED, f"from {ours}: {times}", turn.began_ns)
             return
         self._race = None
+        if race is not None and 0 < turn.promised_us < PROMISE * measured[ours] and self._retries < MOST_RETRIES:
+            self._retries += 1
+            self._retry = turn.change, self._patience.rest_until
         self.verdict = replace(verdict, measured_us=verdict.measured_us | measured)
         if self.watch is not None:
             self.watch.begin(measured[ours])
@@ -427,11 +444,13 @@ class _Turn:
     Attributes:
         step: in which it began.
         began_ns: when.
+        promised_us: the best prediction; 0 without any.
     """
 
     change: Change
     step: int
     began_ns: int
+    promised_us: float
 
 
 def _times(race: Race) -> str:

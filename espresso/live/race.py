@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.groups import Groups
@@ -53,6 +53,7 @@ class Race:
         block: steps of a block.
         rounds: how often every arm that is not dropped has a block.
         drop: after each round, arms above this factor of the fastest run no further.
+        settle: steps of an arm's first block that do not count.
         known: step times of arms that were measured just before, in microseconds: they need no block in round 0.
 
     Attributes:
@@ -68,10 +69,11 @@ class Race:
         block: int,
         rounds: int,
         drop: float = math.inf,
+        settle: int = 1,
         known: Mapping[str, float] | None = None,
     ) -> None:
         self.arms, self._block, self._rounds, self._drop = tuple(arms), block, rounds, drop
-        self._known = dict(known or {})
+        self._known, self._settle = dict(known or {}), settle
         self._running = list(arms)
         self._round = 0
         self._steps_us: dict[str, list[float]] = {}
@@ -82,6 +84,7 @@ class Race:
         self._queue = self._lay_out([arm for arm in arms if arm.name not in self._known])
         self._next = self._queue[0] if self._queue else self.arms[0]
         self._place = 0
+        self._seen: set[str] = set()
 
     @property
     def num_steps(self) -> int:
@@ -104,8 +107,11 @@ class Race:
         before, self._before_ns = self._before_ns, record.done_ns
         place, self._place = self._place, self._place + 1
         if before is not None:
-            counted = self._first_us if place % self._block == 0 else self._steps_us
+            settles = 1 if arm.name in self._seen else self._settle
+            counted = self._first_us if place % self._block < settles else self._steps_us
             counted.setdefault(arm.name, []).append((record.done_ns - before) / 1e3)
+        if self._place % self._block == 0:
+            self._seen.add(arm.name)
         if not self._queue and self._drop == math.inf and self._round + 1 < self._rounds:
             self._begin_round()  # nothing can drop out: go on
         if self._queue:
@@ -115,7 +121,8 @@ class Race:
 
     def compare(self, groups: Groups) -> bool:
         """Compare the slowest rank's medians. Collective. Whether the race is over."""
-        mine = self._known | {name: median(values) for name, values in self._steps_us.items()}
+        # Of few steps the lower median: what disturbs one makes it longer.
+        mine = self._known | {name: median_low(values) for name, values in self._steps_us.items()}
         excess = max(
             (median(first) - mine[name] for name, first in self._first_us.items() if name in mine), default=0.0
         )

@@ -289,7 +289,7 @@ class Watch:
         return NEGLIGIBLE * (step_us if known is None else min(math.exp(known), step_us))
 
     def _explain(self) -> Change:
-        now = _middle([rows for _, _, rows in self._pending[-2:]])
+        now = self._pending[-1][2]  # the one before it may lie across the change
         known = self._streams["step"].middle
         assert known is not None  # an alarm needs a baseline
         before = _middle(self._before) if self._before else None
