@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from espresso.comm.groups import Member
+from espresso.comm.member import Member
 
 # The name changed between the versions of torch we support.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

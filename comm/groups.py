@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the process groups of every scope.
+"""The process groups of every scope.
 
 Every scope has groups of its own, the flat one included, made in the same order on every rank. DDP's
 group and the default one are never used: DDP runs collectives there by itself, at moments of its own.
@@ -6,14 +6,11 @@ group and the default one are never used: DDP runs collectives there by itself, 
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,93 +21,21 @@ import torch.distributed.distributed_c10d as torch_groups
 from espresso.comm.alarm import START_S, Alarm
 from espresso.comm.bounded import within
 from espresso.comm.endpoints import Ends, local_ends, rank_in
-from espresso.comm.environment import build, check_builds, read_environment
+from espresso.comm.environment import build, check_builds
 from espresso.comm.errors import DisagreementError, EspressoError, LostRankError, ProtocolError, TopologyError
 from espresso.comm.group_names import highest_number, named_after
+from espresso.comm.member import Gathering, Member, break_off, gathered
 from espresso.comm.messages import PLAIN
+from espresso.comm.nodes import cluster_from_nodes, compact, node_key
 from espresso.comm.witness import Witness, worded
 from espresso.strategies import Cluster, Scope
-
-NodeKey = tuple[Any, ...]
 
 LETS_GO_OF_PYTHON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 """Whether a process group that goes waits for its threads without Python's lock; where it keeps it, they dead-lock."""
 
 
-def node_key() -> NodeKey:
-    """What identifies this process's node: host name, network namespace, and the launcher's node number.
-
-    Two ranks share a node when all three are equal. The namespace tells emulated hosts and containers
-    apart, the launcher's number several torchrun agents on one host.
-    """
-    try:
-        namespace = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        namespace = 0
-    launch = read_environment()
-    return socket.gethostname(), namespace, None if launch is None else launch.node
-
-
-def cluster_from_nodes(keys: Sequence[NodeKey]) -> Cluster:
-    """The cluster that ranks with these node keys (in rank order) form.
-
-    Raises:
-        TopologyError: nodes of unequal size, or a node whose ranks are not consecutive.
-    """
-    nodes: dict[NodeKey, list[int]] = {}
-    for rank, key in enumerate(keys):
-        nodes.setdefault(key, []).append(rank)
-    sizes = sorted({len(ranks) for ranks in nodes.values()})
-    described = "; ".join(f"{key[0]}: ranks {_compact(ranks)}" for key, ranks in nodes.items())
-    remedy = "Pass ranks_per_node=1 to treat every rank as a node of its own: all flat options still work"
-    if len(sizes) > 1:
-        raise TopologyError(f"nodes have different numbers of ranks ({described}). {remedy}.")
-    for ranks in nodes.values():
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
-            raise TopologyError(
-                f"the ranks of a node are not consecutive ({described}). Start them node by node"
-                f" (mpirun --map-by slot), or: {remedy}."
-            )
-    return Cluster(len(nodes), sizes[0])
-
-
-def _compact(ranks: Sequence[int]) -> str:
-    return ",".join(map(str, ranks[:8])) + (",…" if len(ranks) > 8 else "")
-
-
-@dataclass(frozen=True)
-class Member:
-    """A process group seen from one rank: the group, its global ranks in order, this rank's place.
-
-    Attributes:
-        others: the same ranks over connections of their own.
-    """
-
-    group: Any
-    ranks: tuple[int, ...]
-    index: int
-    others: tuple[Member, ...] = ()
-
-    def connection(self, number: int) -> Member:
-        """Which one the exchange with this number takes; the numbers are the same on all ranks."""
-        place = number % (len(self.others) + 1)
-        return self.others[place - 1] if place else self
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @cached_property
-    def is_gloo(self) -> bool:
-        """Whether its transfers take host memory only."""
-        return bool(dist.get_backend(self.group) == "gloo")
-
-
 _SLACK_S = 2.0
 """For the groups' own time-outs to come first."""
-
-_UNUSED_TAG = 1
-"""Of messages from rank to rank; collectives of ours that are made of such use 0."""
 
 CLOSED = "espresso is closed: its process groups are gone"
 
@@ -130,66 +55,11 @@ MAX_MESSAGE_BYTES = 1 << 36
 """Of one rank's control message; a gathered checkpoint is the largest."""
 
 
-def gathered(mine: torch.Tensor, num_ranks: int, group: Any) -> list[torch.Tensor]:
-    """Everybody's tensor of one shape and type."""
-    everybody = [torch.empty_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(everybody, mine, group=group)
-    return everybody
-
-
 def _checked_size(size: torch.Tensor) -> int:
     """The length of a control message, as its sender announced it."""
     if not 0 < int(size) <= MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a rank announced a control message of {int(size)} bytes")
     return int(size)
-
-
-def break_off(group: Any, index: int, size: int) -> None:
-    """Have everything under way in a group end now, with an error.
-
-    Gloo has no call for that, but a wait that times out closes all connections of its group.
-    """
-    for step in range(1, size):
-        try:
-            group.recv([torch.empty(1)], (index + step) % size, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-        except Exception as error:  # a connection that is closed already says so, and leaves the others open
-            if "Timed out" in str(error):
-                return
-
-
-class Gathering:
-    """A gather, or a sum, that is under way: nobody waits for it until its rows are asked for."""
-
-    def __init__(
-        self,
-        mine: torch.Tensor,
-        member: Member,
-        explained: Callable[[str], AbstractContextManager[None]],
-        *,
-        adds: bool,
-    ) -> None:
-        self._rows = [mine] if adds else [torch.empty_like(mine) for _ in range(member.size)]
-        self._explained = explained
-        self._mine = mine  # until it is sent
-        with explained(_GATHERING):
-            if adds:
-                self._work = dist.all_reduce(mine, group=member.group, async_op=True)
-            else:
-                self._work = dist.all_gather(self._rows, mine, group=member.group, async_op=True)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether :meth:`rows` would return at once."""
-        return bool(self._work.is_completed())
-
-    def rows(self) -> torch.Tensor:
-        """Everybody's tensor, stacked in rank order, or the one sum; waits at most for the groups' time-out."""
-        with self._explained(_GATHERING):
-            self._work.wait()
-        return torch.stack(self._rows)
-
-
-_GATHERING = "what the ranks tell each other on the way"
 
 
 class _Gone:
@@ -458,7 +328,7 @@ class Groups:
                 time.sleep(_STORE_S)
             ranks = "rank" if len(missing) == 1 else "ranks"
             raise LostRankError(
-                f"{ranks} {_compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"
+                f"{ranks} {compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"
             )
         cards = [PLAIN.unpack(np.frombuffer(bytes.fromhex(text), np.uint8)) for text in texts]
         self.alarm.meet([card for _, *card in cards])

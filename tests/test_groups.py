@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from benchmarks.rank_pool import POOL
 from espresso.comm.errors import TopologyError
-from espresso.comm.groups import Groups, cluster_from_nodes, node_key
+from espresso.comm.groups import Groups
+from espresso.comm.nodes import cluster_from_nodes, node_key
 from espresso.live import profiler
 from espresso.live.profiler import Place, measure_links
 from espresso.strategies import Cluster, Scope

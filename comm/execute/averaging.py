@@ -20,7 +20,7 @@ from espresso.comm.errors import EspressoError
 from espresso.comm.execute.assignment import Interval
 from espresso.comm.execute.iteration import Iteration
 from espresso.comm.execute.programs import described
-from espresso.comm.groups import Member
+from espresso.comm.member import Member
 from espresso.comm.memory import is_finite
 from espresso.comm.witness import worded
 from espresso.strategies import DTYPES, Bucket, Lane

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 from espresso.comm.environment import Launch, build, export_worker, local_address, read_environment
 from espresso.comm.errors import TopologyError
-from espresso.comm.groups import node_key
 from espresso.comm.memory import Codecs
+from espresso.comm.nodes import node_key
 from espresso.comm.parameter_server import connect
 from espresso.comm.parameter_server.board import Board, Fact, MpiMail, StoreMail, check_alike
 from espresso.comm.parameter_server.client import Client

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from espresso.comm.errors import EspressoError
-from espresso.comm.groups import break_off
+from espresso.comm.member import break_off
 from espresso.comm.messages import Bytes
 
 FOREVER = timedelta(days=365)

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from espresso.comm.groups import Member
 from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
+from espresso.comm.member import Member
 from espresso.comm.memory import HOST, Array, Codecs, Memory
 from espresso.comm.parameter_server import Link
 from espresso.compressors.base import Codec, DrawKey, Segment, Starts, Traits

@@ -15,7 +15,7 @@ import torch
 
 from espresso.comm import collectives
 from espresso.comm.collectives import Rest
-from espresso.comm.groups import Member
+from espresso.comm.member import Member
 from espresso.comm.memory import Memory
 from espresso.comm.program.held import Action, Compiled, Matrices, Numbers, Payload, Vector
 from espresso.comm.program.part import Part

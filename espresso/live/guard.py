@@ -33,9 +33,10 @@ import numpy.typing as npt
 import torch
 
 from espresso.comm.execute.assignment import Assignment, Record
-from espresso.comm.groups import Gathering, Groups
+from espresso.comm.groups import Groups
 from espresso.comm.keep.residual import FULL
 from espresso.comm.keep.store import ResidualStore
+from espresso.comm.member import Gathering
 from espresso.compressors import create
 from espresso.strategies import Bucket, Choice, CompressorSpec, TensorSpec
 

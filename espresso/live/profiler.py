@@ -24,7 +24,8 @@ import torch
 from espresso.comm import collectives
 from espresso.comm.collectives import Rest
 from espresso.comm.execute.lanes import IN_FLIGHT
-from espresso.comm.groups import Groups, Member
+from espresso.comm.groups import Groups
+from espresso.comm.member import Member
 from espresso.comm.program import Codecs
 from espresso.compressors.base import Codec, Segment
 from espresso.compressors.rehearsal import Here, Step, rehearse

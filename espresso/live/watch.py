@@ -29,7 +29,8 @@ from typing import NamedTuple
 import torch
 
 from espresso.comm.execute.assignment import Record
-from espresso.comm.groups import Gathering, Groups
+from espresso.comm.groups import Groups
+from espresso.comm.member import Gathering
 from espresso.strategies import Lane
 
 WINDOW = 4
