@@ -120,6 +120,13 @@ def test_every_published_figure_has_its_rows(rows):
     assert len(series) == len(CASES) * 2 * 4 * 6
 
 
+def test_the_committed_rows_are_what_the_code_says(rows):
+    for entry in speed_ups():
+        if entry.case is LSTM:
+            row = next(row for row in rows if row["row"] == f"lstm, {entry.system} over {entry.over}")
+            assert row["ours"] == pytest.approx(times(LSTM).over(entry.system, entry.over), rel=0.02)
+
+
 def test_a_named_cause_moves_its_row_toward_what_was_published(rows):
     for row in rows:
         if row["published"] is None or not row["ratio"]:

@@ -116,6 +116,27 @@ def test_a_core_that_is_busy_bounds_the_rate():
     assert fast.costs.links.curves[0].points[-1][1] >= least
 
 
+def test_what_a_core_adds_beside_the_wire_does_not_go_with_the_rate():
+    """Routines that copy for 2 us a KB before they send, and one that does not: on another network as there."""
+
+    def copying(gbit: float) -> Job:
+        job = measured_job(gbit=gbit)
+        curves, busy = [], {}
+        for curve in job.costs.links.curves:
+            slow = 0.0 if curve.routine is Routine.ALLREDUCE else 2e-3
+            points = tuple((size, us + slow * size) for size, us in curve.points)
+            curves.append(replace(curve, points=points))
+            size, us = points[-1]
+            busy[f"flat.{curve.routine.value}"] = slow * size / us
+        contention = replace(job.costs.contention, comm_cpu=busy)
+        return job.with_costs(replace(job.costs, links=Links(curves=tuple(curves)), contention=contention))
+
+    slower, there = changed(copying(1.0), Change(inter_gbit=0.2)), copying(0.2)
+    for carried, measured in zip(slower.costs.links.curves, there.costs.links.curves, strict=True):
+        assert carried.points[-1][1] == pytest.approx(measured.points[-1][1], rel=0.02)
+    assert slower.costs.contention.comm_cpu == pytest.approx(there.costs.contention.comm_cpu, rel=0.03)
+
+
 def test_half_a_core_by_two_probes_is_what_would_be_measured_there():
     whole, half = Probe("cpu", 1, 10.0, 90.0), Probe("cpu", 1, 5.0, 45.0)
     other = changed(measured_job(), Change(here=whole, there=half))

@@ -4,11 +4,13 @@ Every change is one of costs; tensors, space and timeline stay. What was *stated
 latency holds for any number of machines: the formulas of :mod:`espresso.model.links` say what it costs. What was
 *measured* is carried over, routine by routine, and no further than :data:`FARTHEST` says::
 
-    us(S) = overhead + rest(S)       overhead: of its messages, which a network's rate does not change
-    us'(S) = overhead * m'/m + max(rest(S) * b'/b * R/R', busy * us(S) * b'/b)
+    us(S) = overhead + rest(S)                              overhead: of its messages; no rate changes it
+    extra(S) = min(rest(S) - b S / R, busy * us(S))         work of a core that the wire does not hide: no rate either
+    us'(S) = overhead * m'/m + b'/b * max((rest(S) - extra(S)) * R/R' + extra(S), busy * us(S))
 
-m are its messages and b its bytes on one link in the old and the new shape, R the rate of the link between machines,
-and busy the share of its time in which it burnt a core: faster than that core it does not get on any network.
+m are its messages and b its bytes on one link in the old and the new shape, R the rate of the link between machines
+(that of the fastest routine), and busy the share of its time in which it burnt a core: faster than that core it does
+not get on any network. What else keeps a routine below R, such as waiting in its pattern, goes with the rate.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass, replace
 from espresso.model.costs import ComputeCost, CostModel
 from espresso.model.job import SHARES, Job
 from espresso.model.links import (
+    KB,
     AlphaBeta,
     JobError,
     LinkCurve,
@@ -168,8 +171,7 @@ def scaled(job: Job, *, compute: float = 1.0, compression: float = 1.0, link: fl
     busy = {key: cores * compression for key, cores in costs.contention.comm_cpu.items()}
     crossing = _crossing(job.cluster)
     curves = tuple(
-        _carried(curve, job.cluster, job.cluster, link, 0.0) if curve.scope in crossing else curve
-        for curve in links.curves
+        _carried(curve, job.cluster, job.cluster, link) if curve.scope in crossing else curve for curve in links.curves
     )
     inter = links.inter
     if inter is not None:
@@ -273,7 +275,7 @@ def _check_scopes(job: Job, cluster: Cluster) -> None:
 
 def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
     costs, links = job.costs, job.costs.links
-    ratio, inter = 1.0, links.inter
+    ratio, inter, own_beta = 1.0, links.inter, 0.0
     if change.inter_gbit is not None:
         if cluster.num_nodes == 1:
             raise JobError("one machine has no network between machines to change")
@@ -281,6 +283,7 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
             own = own_gbit(job)
             _check_far(own, change.inter_gbit, "rate", "Gb/s between machines")
             ratio = own / change.inter_gbit
+            own_beta = 8.0 / (own * reached_share(job))
         if inter is not None:
             inter = replace(inter, beta_us_per_kb=8.0 / (change.inter_gbit * reached_share(job)))
     late_us = None if change.rtt_ms is None else 500.0 * change.rtt_ms
@@ -292,7 +295,7 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
         key = f"{curve.scope.value}.{curve.routine.value}"
         crosses = curve.scope in crossing
         share = costs.contention.comm_cpu.get(key, costs.contention.comm_cpu.get(curve.scope.value, 0.0))
-        made = _carried(curve, job.cluster, cluster, ratio if crosses else 1.0, share)
+        made = _carried(curve, job.cluster, cluster, ratio if crosses else 1.0, share, own_beta)
         if key in busy:
             busy[key] = share * _share_of_time(curve, made, job.cluster, cluster)
         if crosses and late_us is not None:
@@ -325,17 +328,25 @@ def _beta(curve: LinkCurve, cluster: Cluster) -> float:
     return fit_line(curve.alone, 1, _on(curve, cluster)[1]).beta_us_per_kb or float("inf")
 
 
-def _carried(curve: LinkCurve, old: Cluster, new: Cluster, ratio: float, busy: float) -> LinkCurve:
-    """The curve in another shape, at a rate ``ratio`` times slower; the formula is at the top of this page."""
+def _carried(
+    curve: LinkCurve, old: Cluster, new: Cluster, ratio: float, busy: float = 0.0, beta_us_per_kb: float = 0.0
+) -> LinkCurve:
+    """The curve in another shape, at a rate ``ratio`` times slower; the formula is at the top of this page.
+
+    Args:
+        busy: cores that the routine burns while it is under way.
+        beta_us_per_kb: of the link, as its fastest routine has it.
+    """
     (old_messages, old_share), (messages, share) = _on(curve, old), _on(curve, new)
     if (old, ratio) == (new, 1.0) or not old_messages or not messages:
         return curve
     overhead = min(fit_line(curve.points, 1, 1.0).alpha_us, *(us for _, us in curve.points))
     points = []
     for num_bytes, us in curve.points:
-        more = share / old_share
-        rest = max((us - overhead) * more * ratio, min(busy, 1.0) * (us - overhead) * more)
-        points.append((num_bytes, overhead * messages / old_messages + rest))
+        rest, work = us - overhead, min(busy, 1.0) * us
+        extra = min(max(rest - beta_us_per_kb * old_share * num_bytes / KB, 0.0), work)
+        rest = max((rest - extra) * ratio + extra, min(work, rest))
+        points.append((num_bytes, overhead * messages / old_messages + rest * share / old_share))
     return replace(curve, points=tuple(points))
 
 
