@@ -110,16 +110,16 @@ class Case:
 CODED = Job(compressor="efsignsgd")
 CASES = (
     Case("thin card", ("thin_card",), Job(at=1), rates={1: "200mbit"}),
-    Case("thin card, host 0", ("thin_card",), Job(at=0), rates={0: "300mbit"}),
-    Case("thin card, observed", ("thin_card",), Job(at=1, observed=True), rates={1: "200mbit"}),
+    Case("thin card at host 0", ("thin_card",), Job(at=0), rates={0: "300mbit"}),
+    Case("thin card observed", ("thin_card",), Job(at=1, observed=True), rates={1: "200mbit"}),
     Case("competitor", ("slow_worker", "slow_backward"), Job(at=1), competitors=1),
     Case("two competitors", ("slow_worker", "slow_backward"), Job(at=0), competitors=2),
-    Case("competitor, observed", ("slow_worker", "slow_backward"), Job(at=1, observed=True), competitors=1),
+    Case("competitor observed", ("slow_worker", "slow_backward"), Job(at=1, observed=True), competitors=1),
     Case("slow input", ("slow_input",), Job(at=0, input_ms=40)),
-    Case("slow input, host 1", ("slow_input",), Job(at=1, input_ms=25)),
+    Case("slow input at host 1", ("slow_input",), Job(at=1, input_ms=25)),
     Case("slow backward", ("slow_backward",), Job(at=1, backward_ms=30)),
     Case("slow encoder", ("slow_encoder",), replace(CODED, at=1, encode_ms=12)),
-    Case("slow encoder, host 0", ("slow_encoder",), replace(CODED, at=0, encode_ms=20)),
+    Case("slow encoder at host 0", ("slow_encoder",), replace(CODED, at=0, encode_ms=20)),
     Case("added latency", ("latency_bound",), Job(width=128, bucket_cap_mb=0.1), rtt_ms=20),
     Case("buffer broadcast", ("buffer_broadcast",), Job(norms=60), twin=Job(norms=60, broadcasts=False)),
     Case("missing no_sync", ("missing_no_sync",), Job(passes=4, no_sync=False, steps=80), twin=Job(passes=4)),
@@ -130,10 +130,10 @@ CASES = (
 )  # fmt: skip
 CLEAN = (
     Case("clean", (), Job()),
-    Case("clean, observed", (), Job(observed=True)),
-    Case("clean, compressed", (), CODED),
-    Case("clean, fast network", (), Job(), rate="10gbit"),
-    Case("clean, slow network", (), Job(), rate="300mbit"),
+    Case("clean observed", (), Job(observed=True)),
+    Case("clean compressed", (), CODED),
+    Case("clean fast network", (), Job(), rate="10gbit"),
+    Case("clean slow network", (), Job(), rate="300mbit"),
 )
 
 

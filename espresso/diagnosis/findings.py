@@ -41,13 +41,16 @@ OFTEN = 0.7
 SLOW_CARD = 0.7
 """Of the others' rate."""
 
+CARD_SHARE = 0.08
+"""Of a step, for a thin card: a peer that is late makes a connection look slow too."""
+
 SLOW_CODER = 1.4
 """Times the others' compression."""
 
 WINDOWED = 0.3
 """Of the time in which connections send, waiting for a window."""
 
-ALIKE = 0.3
+ALIKE = 0.5
 """A worker whose one pass is slowed by less than this part of how the other is slowed is slow in the other alone."""
 
 COMPUTE = ("optimizer", "earlier", "forward", "loss", "backward")
@@ -148,12 +151,22 @@ class _Case:
             excess = {phase: self._excess(place, phase) for phase in ("input", "forward", "backward", "optimizer")}
             said = ", ".join(f"{phase} {us / 1e3:+.1f} ms" for phase, us in excess.items())
             detail = f"last in {often:.0%} of the steps; against the others: {said}"
-            for kind, phases in (("slow_input", ("input",)), (self._slow_in(place), COMPUTE)):
+            for kind, phases in self._suspects(place):
                 gain = self.gain(lambda turn, p=place, which=phases: _like_the_others(turn, p, which))  # type: ignore[misc]
                 cost = sum(excess.get(phase, 0.0) for phase in phases) * self.passes
                 if self.counts(gain):
                     remedy = _REMEDIES[kind].format(rank=self.run.flights[place].rank, host=self.run.hosts[place])
                     yield self._finding(kind, place, cost, gain, often, remedy, detail)
+
+    def _suspects(self, place: int) -> list[tuple[str, tuple[str, ...]]]:
+        """Kinds of slowness, and the phases that each would mend."""
+        compute = self._slow_in(place)
+        late = ("input",)
+        gain = self.gain(lambda turn: _like_the_others(turn, place, late))
+        if compute == "slow_backward" and self.counts(gain):
+            # Who comes late exchanges while it computes, and its backward pass shares the cores with that.
+            return [("slow_input", (*late, "backward"))]
+        return [("slow_input", late), (compute, COMPUTE)]
 
     def _slow_in(self, place: int) -> str:
         """Whether a worker is slow in all it computes, or in one of the two passes."""
@@ -211,7 +224,7 @@ class _Case:
                 continue
             factor = mine / median(others)
             gain = self.gain(lambda turn: turn, self.costs.scaled(factor))
-            if self.counts(gain):
+            if self.counts(gain, CARD_SHARE):
                 yield self._finding(
                     "thin_card", places[0], self.costs.exchange_us * (1 - factor) * self.passes, gain, 1 - factor / 2,
                     f"look at the network card, cable, switch port and rate limits of {host}: all others wait for it",
