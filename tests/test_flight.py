@@ -19,6 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import espresso
 from espresso.comm.connections import sent
+from espresso.comm.execute import averaging
+from espresso.comm.execute.averaging import Averager
+from espresso.comm.groups import Member
 from espresso.flight.clocks import Clock, align, tick_of
 from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
 from espresso.strategies import Bucket, Cluster, Slot, Strategy, TensorSpec
@@ -370,3 +373,18 @@ def test_a_running_job_tells_when_it_is_asked(played: Played) -> None:
 
 def test_an_error_leaves_a_record(played: Played) -> None:
     assert played(failing_here) == ["the exchange failed"] * 2
+
+
+def test_exchanges_are_looked_at_as_seldom_as_their_number_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look costs 15 us a bucket, and may take a fifth of a per cent."""
+    for num_buckets, step_ms, every in ((1, 100, 1), (40, 20, 16), (40, 0.5, 64)):
+        averager: Any = Averager(Member(None, (0, 1), 0), dict.fromkeys(range(num_buckets), (0, None)))
+        clock = [0]
+        monkeypatch.setattr(averaging.time, "perf_counter_ns", lambda: clock[0])  # noqa: B023
+        looked = []
+        for iteration in range(256):
+            clock[0] += int(1e6 * step_ms)
+            if iteration == 130:
+                clock[0] += int(60e9)  # an evaluation
+            looked.append(averager.looks(iteration))
+        assert looked[128:] == [iteration % every == 0 for iteration in range(128, 256)], (num_buckets, step_ms)

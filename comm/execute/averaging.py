@@ -50,16 +50,20 @@ class Averager:
     member: Member
     known: dict[int, tuple[int, Bucket]] = field(default_factory=dict)
     collects_early: bool = False
-    look_every: int = 1
+    look_every: int = 16
     may_look: bool = True
     _began: tuple[int, int] = (-1, 0)
+    _step_ns: int = 0
 
     def looks(self, iteration: int) -> bool:
         """Whether this iteration looks at the end of every exchange."""
         now, (before, began) = time.perf_counter_ns(), self._began
         self._began = iteration, now
         if before == iteration - 1 and self.known:
-            wanted = LOOK_NS * len(self.known) / (LOOK_SHARE * max(now - began, 1))
+            took = now - began
+            # A pause between two steps (an evaluation, a checkpoint) makes no step longer.
+            self._step_ns = min(took, self._step_ns + self._step_ns // 4) if self._step_ns else took
+            wanted = LOOK_NS * len(self.known) / (LOOK_SHARE * max(self._step_ns, 1))
             if wanted > 2 * self.look_every and self.look_every < MOST_EVERY:
                 self.look_every *= 2
             elif wanted < self.look_every / 2 and self.look_every > 1:
