@@ -45,6 +45,7 @@ from espresso.strategies.strategy import (
 from espresso.strategies.tree import (
     compressed_options,
     flat_options,
+    halved_options,
     hierarchical_options,
     options_for,
     parse_option,
@@ -91,6 +92,7 @@ __all__ = [
     "cut",
     "fingerprint",
     "flat_options",
+    "halved_options",
     "hierarchical_options",
     "options_for",
     "paper_buckets",

@@ -216,13 +216,32 @@ def server_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) -> t
     return tuple(map(Option, leaves))
 
 
-def two_way_option(cluster: Cluster) -> Option:
-    """Compressed to the servers and back, on the training device: BytePS-Compress as a leaf."""
+@cache
+def halved_options(devices: tuple[Device, ...] = _BOTH) -> tuple[Option, ...]:
+    """The extension: two-way between nodes, as BytePS-Compress, where numbers inside a node travel as fp16.
+
+    Sixteen with both devices, one with one. What fp16 rounds away is kept nowhere, so the search leaves them out.
+    """
+    first = (communicate(Routine.REDUCE_SCATTER, Scope.INTRA, Phase.FIRST, Form.HALF),)
+    shuffle = (communicate(Routine.ALL_TO_ALL, Scope.INTER, Phase.FIRST, Form.PAYLOAD),)
+    comps, decs = [(compress(device),) for device in devices], [(decompress(device),) for device in devices]
+    gather, back = _second(Routine.ALLGATHER, Scope.INTER, Form.PAYLOAD), _second(Routine.ALLGATHER, Scope.INTRA)
+    return tuple(map(Option, _product([first], comps, [shuffle], decs, comps, [gather], decs, [back])))
+
+
+def two_way_option(cluster: Cluster, *, halves: bool = False) -> Option:
+    """Compressed both ways, on the training device: BytePS-Compress as a leaf, through servers where there are any.
+
+    Args:
+        halves: whether numbers inside a node travel as fp16.
+    """
+    there, back = "comp > {0}.push > dec@server", "comp@server > {0}.pull > dec"
+    if not cluster.num_servers:
+        there, back = "comp > {0}.all_to_all > dec", "comp > {0}.allgather > dec"
     if not cluster.is_hierarchical:
-        return parse_option("comp > flat.push > dec@server > comp@server > flat.pull > dec")
-    return parse_option(
-        "intra.reduce_scatter > comp > inter.push > dec@server > comp@server > inter.pull > dec > intra.allgather"
-    )
+        return parse_option(f"{there} > {back}".format("flat"))
+    inside = "intra.reduce_scatter:fp16" if halves else "intra.reduce_scatter"
+    return parse_option(f"{inside} > {there} > {back} > intra.allgather".format("inter"))
 
 
 def _through_servers(scope: Scope, devices: tuple[Device, ...]) -> list[Tail]:
@@ -266,9 +285,8 @@ def _common_by_id() -> dict[str, Option]:
 
 @cache
 def _by_id() -> dict[str, Option]:
-    every = (
-        flat_options() + hierarchical_options() + summable_options(True) + round_options(True) + server_options(True)
-    )
+    every = flat_options() + hierarchical_options() + halved_options()
+    every += summable_options(True) + round_options(True) + server_options(True)
     return {str(option): option for option in every}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from espresso.strategies import NONE, Choice, Cluster, parse_option, plan
+from espresso.strategies import NONE, Choice, Cluster, halved_options, parse_option, plan
 from tests.ddp import (
     ALLGATHER,
     ALLREDUCE,
@@ -43,6 +43,7 @@ LOSSLESS = (
     (SHARDED, "none", 1, 1024),
     (HIERARCHICAL, "none", 2, 0),
     (ROOTED, "none", 2, 0),
+    (str(halved_options()[0]), "none", 2, 0),
     ("comp > flat.allreduce > dec", "fp16", 1, 0),
 )
 

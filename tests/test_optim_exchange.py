@@ -77,6 +77,9 @@ def test_the_two_way_strategy():
             "intra.reduce_scatter > comp > inter.all_to_all > dec > comp > inter.allgather > dec > intra.allgather",
         ),
     ):
+        halved = TwoWay(CompressorSpec("int8"), halves=True).option(cluster)
+        assert str(halved).replace(":fp16", "") == option
+        assert (":fp16" in str(halved)) == cluster.is_hierarchical
         strategy = policy(tensors, cluster)
         assert str(strategy.choices["big"].option) == option
         assert str(strategy.choices["big"].compressor) == "int8"

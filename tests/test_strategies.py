@@ -34,6 +34,7 @@ from espresso.strategies import (
     compressed_options,
     cut,
     flat_options,
+    halved_options,
     hierarchical_options,
     options_for,
     parse_option,
@@ -78,6 +79,13 @@ def test_the_summable_extension_is_counted_apart():
     assert len(summable_options(hierarchical=True)) == 36
     assert len(options_for(Cluster(8, 8), summable=True)) == 4341 + 36
     assert all(leaf.is_summable and leaf.num_compressions == 1 for leaf in summable_options(hierarchical=True))
+
+
+def test_leaves_with_fp16_inside_a_node_are_counted_apart():
+    assert len(halved_options(TRAINING)) == 1
+    assert len(halved_options()) == 16
+    assert not set(halved_options()) & set(options_for(Cluster(8, 8)))
+    assert all(parse_option(str(leaf)) == leaf for leaf in halved_options())
 
 
 def test_the_parameter_server_leaves_are_counted_apart():

@@ -19,7 +19,7 @@ from espresso.live.names import named_gradients
 from espresso.live.register import register
 from espresso.live.script import Scaler
 from espresso.live.state import EspressoState
-from espresso.search.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES, inter_all_to_all
+from espresso.search.baselines import BYTEPS_PARTITION_BYTES, BYTEPS_RAW_BELOW_BYTES
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Option, Strategy, TensorSpec
 from espresso.strategies.tree import two_way_option
 
@@ -56,6 +56,7 @@ class TwoWay:
         compressor: of both directions.
         raw_below_bytes: smaller tensors travel uncompressed.
         partition_bytes: larger groups are cut and pipelined.
+        halves: whether gradients are summed inside a node as fp16 numbers, which are added up as they were.
 
     Example:
         >>> str(TwoWay(CompressorSpec("int8")).option(Cluster(2, 1)))
@@ -65,6 +66,7 @@ class TwoWay:
     compressor: CompressorSpec
     raw_below_bytes: int = RAW_BELOW_BYTES
     partition_bytes: int = BYTEPS_PARTITION_BYTES
+    halves: bool = False
 
     def __post_init__(self) -> None:
         if self.raw_below_bytes < 0:
@@ -72,9 +74,7 @@ class TwoWay:
 
     def option(self, cluster: Cluster) -> Option:
         """The leaf of the decision tree that does it on this cluster."""
-        if cluster.num_servers:
-            return two_way_option(cluster)
-        return inter_all_to_all(cluster.is_hierarchical)
+        return two_way_option(cluster, halves=self.halves)
 
     def __call__(self, tensors: Iterable[TensorSpec], cluster: Cluster) -> Strategy:
         """The strategy for a model on a cluster; on one rank, where nothing is exchanged, the plain one."""
