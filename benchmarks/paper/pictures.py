@@ -101,12 +101,12 @@ def _bandwidth(rows: Rows) -> Any:
     for case in CASES:
         points = [(int(n.split()[1]), v) for n, v in found.items() if n.startswith(f"{case.model}, ")]
         left.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{case.model}, {case.compressor}")
-    left.set(xscale="log", xlabel="Gb/s between machines", ylabel="throughput over FP32")
+    left.set(xscale="log", yscale="log", xlabel="Gb/s between machines", ylabel="throughput over FP32")
     left.axhline(1, color="grey", linewidth=0.8)
     left.legend(fontsize=7)
     for name in dict.fromkeys(row.split(", ")[0] for row in benefit):
         points = [(int(row.split()[1]), value) for row, value in benefit.items() if row.startswith(f"{name}, ")]
         right.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-    right.set(xscale="log", yscale="log", xlabel="elements", ylabel="communication saved over compression spent")
+    right.set(xscale="log", yscale="log", xlabel="elements", ylabel="saved over spent")
     right.legend(fontsize=7)
     return figure

@@ -4,13 +4,13 @@ Every change is one of costs; tensors, space and timeline stay. What was *stated
 latency holds for any number of machines: the formulas of :mod:`espresso.model.links` say what it costs. What was
 *measured* is carried over, routine by routine, and no further than :data:`FARTHEST` says::
 
-    us(S) = overhead + rest(S)                              overhead: of its messages; no rate changes it
-    extra(S) = min(rest(S) - b S / R, busy * us(S))         work of a core that the wire does not hide: no rate either
+    us(S) = overhead + rest(S)                  overhead: of its messages; no rate changes it
+    extra(S) = rest(S) - b S / R                what is not the wire: processors, waiting; no rate changes that either
     us'(S) = overhead * m'/m + b'/b * max((rest(S) - extra(S)) * R/R' + extra(S), busy * us(S))
 
-m are its messages and b its bytes on one link in the old and the new shape, R the rate of the link between machines
-(that of the fastest routine), and busy the share of its time in which it burnt a core: faster than that core it does
-not get on any network. What else keeps a routine below R, such as waiting in its pattern, goes with the rate.
+m are its messages and b its bytes on one link in the old and the new shape, R the rate of the link between machines, by
+the fastest routine, and busy the share of its time in which it burnt a core: faster than that core it does not get on
+any network. Of rooted routines b is the most that a link may carry, so there only work of a core counts as extra.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from espresso.model.costs import ComputeCost, CostModel
 from espresso.model.job import SHARES, Job
 from espresso.model.links import (
     KB,
+    RING_PASSES,
     AlphaBeta,
     JobError,
     LinkCurve,
     Links,
-    fit_line,
     group_size,
     num_rounds,
     on_link,
@@ -117,8 +117,7 @@ def own_gbit(job: Job) -> float:
     Raises:
         JobError: the job knows nothing of links between machines.
     """
-    crossing = _crossing(job.cluster)
-    best = min((_beta(curve, job.cluster) for curve in job.costs.links.curves if curve.scope in crossing), default=0.0)
+    best = _own_beta(job)
     if not best and job.costs.links.inter is not None:
         best = job.costs.links.inter.beta_us_per_kb
     if job.cluster.num_nodes == 1 and not job.costs.links.inter:
@@ -169,9 +168,10 @@ def scaled(job: Job, *, compute: float = 1.0, compression: float = 1.0, link: fl
     """The job with its times multiplied: see :class:`espresso.model.job.Host` for which is which."""
     costs, links = job.costs, job.costs.links
     busy = {key: cores * compression for key, cores in costs.contention.comm_cpu.items()}
-    crossing = _crossing(job.cluster)
+    crossing, own_beta = _crossing(job.cluster), _own_beta(job)
     curves = tuple(
-        _carried(curve, job.cluster, job.cluster, link) if curve.scope in crossing else curve for curve in links.curves
+        _carried(curve, job.cluster, job.cluster, link, beta_us_per_kb=own_beta) if curve.scope in crossing else curve
+        for curve in links.curves
     )
     inter = links.inter
     if inter is not None:
@@ -280,10 +280,9 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
         if cluster.num_nodes == 1:
             raise JobError("one machine has no network between machines to change")
         if links.curves:
-            own = own_gbit(job)
+            own, own_beta = own_gbit(job), _own_beta(job)
             _check_far(own, change.inter_gbit, "rate", "Gb/s between machines")
             ratio = own / change.inter_gbit
-            own_beta = 8.0 / (own * reached_share(job))
         if inter is not None:
             inter = replace(inter, beta_us_per_kb=8.0 / (change.inter_gbit * reached_share(job)))
     late_us = None if change.rtt_ms is None else 500.0 * change.rtt_ms
@@ -324,8 +323,20 @@ def _on(curve: LinkCurve, cluster: Cluster) -> tuple[float, float]:
 
 
 def _beta(curve: LinkCurve, cluster: Cluster) -> float:
-    """Microseconds per 1000 bytes on the link; infinite where the time does not grow with the bytes."""
-    return fit_line(curve.alone, 1, _on(curve, cluster)[1]).beta_us_per_kb or float("inf")
+    """Microseconds per 1000 bytes on the link, from the least to the largest size: what a card lets through in bursts
+    after a rest bends the curve between them.
+    """
+    (least, least_us), (most, most_us) = curve.points[0], curve.points[-1]
+    if len(curve.points) == 1:
+        least, least_us = 0.0, 0.0
+    return (most_us - least_us) / (_on(curve, cluster)[1] * (most - least) / KB) or float("inf")
+
+
+def _own_beta(job: Job) -> float:
+    """Of the network between machines, by its fastest routine whose bytes on a link are exact; 0 without one."""
+    crossing = _crossing(job.cluster)
+    rings = [curve for curve in job.costs.links.curves if curve.scope in crossing and curve.routine in RING_PASSES]
+    return min((_beta(curve, job.cluster) for curve in rings), default=0.0)
 
 
 def _carried(
@@ -340,11 +351,13 @@ def _carried(
     (old_messages, old_share), (messages, share) = _on(curve, old), _on(curve, new)
     if (old, ratio) == (new, 1.0) or not old_messages or not messages:
         return curve
-    overhead = min(fit_line(curve.points, 1, 1.0).alpha_us, *(us for _, us in curve.points))
+    (least, least_us), exact = curve.points[0], curve.routine in RING_PASSES
+    overhead = max(least_us - beta_us_per_kb * old_share * least / KB, 0.0)
     points = []
     for num_bytes, us in curve.points:
         rest, work = us - overhead, min(busy, 1.0) * us
-        extra = min(max(rest - beta_us_per_kb * old_share * num_bytes / KB, 0.0), work)
+        extra = max(rest - beta_us_per_kb * old_share * num_bytes / KB, 0.0)
+        extra = extra if exact else min(extra, work)
         rest = max((rest - extra) * ratio + extra, min(work, rest))
         points.append((num_bytes, overhead * messages / old_messages + rest * share / old_share))
     return replace(curve, points=tuple(points))
