@@ -10,7 +10,8 @@ what any hook costs, since only plain DDP divides by the number of ranks while i
 
     python -m benchmarks.overhead --recorder
 
-What the flight recorder costs: our hook with it against our hook without.
+What the flight recorder costs: our hook with it against our hook without. ``--watch``: the same of the watch of
+``adapt=True``.
 """
 
 import gc
@@ -44,6 +45,7 @@ BAR = 1.03
 ARMS = ("plain", "espresso", "torch's allreduce hook", "torch's C++ hook")
 RECORDER_BAR = 1.005
 RECORDER_ARMS = ("espresso, no recorder", "espresso")
+WATCH_ARMS = ("espresso, no watch", "espresso")
 """The first is what the others are compared with."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -112,6 +114,7 @@ class _Job:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.states: list[Any] = []
         self.num_buckets = 0
+        self._watch = WATCH_ARMS[0] in order
         for arm in order:
             model = DistributedDataParallel(make(), bucket_cap_mb=case.bucket_cap_mb)
             self._attach(arm, model)
@@ -123,11 +126,12 @@ class _Job:
         from espresso.live.names import named_gradients, tensor_specs
         from espresso.strategies import Cluster, Strategy
 
-        if arm in RECORDER_ARMS:
+        if arm in (*RECORDER_ARMS, *WATCH_ARMS):
             tensors = tensor_specs(named_gradients(model))
             plain = Strategy.uniform(tensors, Cluster(dist.get_world_size(), 1))
-            self.states.append(espresso.register(model, strategy=plain, ranks_per_node=1))
-            if arm != "espresso":
+            watched = self._watch and arm == "espresso"
+            self.states.append(espresso.register(model, strategy=plain, ranks_per_node=1, adapt=watched))
+            if arm == RECORDER_ARMS[0]:
                 self.states[-1].session.recording.stop()
         elif arm == "torch's allreduce hook":
             model.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -188,7 +192,7 @@ def _rotated(arms: Sequence[str], turn: int) -> Sequence[str]:
 def summarize(case: Case, num_buckets: int, times: dict[str, list[float]]) -> list[Result]:
     """One row per arm, each against the first."""
     base = next(iter(times))
-    bar = RECORDER_BAR if base in RECORDER_ARMS else BAR
+    bar = RECORDER_BAR if base in (RECORDER_ARMS[0], WATCH_ARMS[0]) else BAR
     return [
         Result(
             case.model,
@@ -225,6 +229,7 @@ def main(
     models: Annotated[str, typer.Option(help="Comma-separated: mlp, gpt, deep.")] = "mlp,gpt,deep",
     quick: Annotated[bool, typer.Option(help="A quarter of the rounds.")] = False,
     recorder: Annotated[bool, typer.Option("--recorder", help="With the flight recorder against without.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="With the watch of adapt=True against without.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "overhead.json",
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -234,13 +239,14 @@ def main(
     if quick:
         chosen = [replace(c, rounds=max(1, c.rounds // 4)) for c in chosen]
     if worker is not None:
-        _as_worker(worker, chosen, seed, RECORDER_ARMS if recorder else ARMS)
+        _as_worker(worker, chosen, seed, RECORDER_ARMS if recorder else WATCH_ARMS if watch else ARMS)
         return
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     raw = json_path.with_suffix(".raw")
     network = Network(tuple(Host(i, None, "127.0.0.1", "lo") for i in range(2)), None, "asked for loopback")
     argv = [sys.executable, "-m", "benchmarks.overhead", "--models", models, "--seed", str(seed)]
     argv += ["--worker", str(raw), *(["--quick"] if quick else []), *(["--recorder"] if recorder else [])]
+    argv += ["--watch"] if watch else []
     json_path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with termination_raises():

@@ -17,7 +17,7 @@ import torch
 from benchmarks.exchange import make_buckets, strategy_of
 from espresso.comm import collectives
 from espresso.comm.execute.assignment import Interval, Record
-from espresso.live.fixed_planner import Exact
+from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner, Candidate
 from espresso.live.remeasure import scaled_links
@@ -117,7 +117,7 @@ class World:
 
     # -- the job --
 
-    def record(self, step: int, planner: AutoPlanner, now_ns: float) -> Record:
+    def record(self, step: int, planner: AutoPlanner | FixedPlanner, now_ns: float) -> Record:
         assignment = planner.assign(step)
         jitter = np.exp(self.noise * self.random.standard_normal(2))
         compute, exchange = COMPUTE_US * self.compute * jitter[0], self.exchange_us(assignment.strategy) * jitter[1]
@@ -133,7 +133,9 @@ class World:
         return record
 
 
-def run(world: World, planner: AutoPlanner, steps: range, at: dict[int, Callable[[], None]], now_ns: int = 0) -> int:
+def run(
+    world: World, planner: AutoPlanner | FixedPlanner, steps: range, at: dict[int, Callable[[], None]], now_ns: int = 0
+) -> int:
     for step in steps:
         at.get(step, lambda: None)()
         record = world.record(step, planner, now_ns)
@@ -236,6 +238,49 @@ def test_tensors_that_have_to_stay_exact_do_whatever_is_found():
     assert not planner.strategy.num_compressed
 
 
+def test_what_is_only_tried_is_not_in_use():
+    world = World()
+    planner = planner_of(world)
+    ran = set()
+    now = run(world, planner, range(100), {})
+    world.plain_us = 400_000
+    for step in range(100, 140):
+        before = planner.verdict.name
+        ran.add((before, planner.assign(step).strategy.num_compressed > 0))
+        assert planner.decided
+        assert (planner.strategy.num_compressed > 0) is (before == "signs")
+        now = run(world, planner, range(step, step + 1), {}, now)
+    assert ("plain", True) in ran  # tried, while plain was in use
+    assert planner.verdict.name == "signs"
+
+
+def test_a_resumed_job_goes_on_until_something_changes_and_is_measured_then():
+    world = World(plain_us=200_000)
+    planner = planner_of(world)
+    planner.resume(SIGNS)
+    assert planner.decided
+    now = run(world, planner, range(100, 200), {})
+    assert rows_of(planner) == []
+    assert world.searches == 0
+    world.plain_us = 500
+    run(world, planner, range(200, 300), {}, now)
+    rows = rows_of(planner)
+    assert [(event, name) for _, event, name in rows] == [("changed", "resumed"), ("decided", "plain")]
+    assert rows[1][0] <= 200 + WITHIN
+
+
+def test_a_given_strategy_is_watched_and_stays():
+    world = World(plain_us=20_000)
+    history = History(True)
+    planner = FixedPlanner(SIGNS, OneRank(), history=history)
+    planner._orderer._planned = Candidate("", SIGNS, plan(SIGNS, BUCKETS).order, BUCKETS, 0.0).assignment
+    run(world, planner, range(100), {40: lambda: setattr(world, "plain_us", 2_000_000)})
+    assert [(row["event"], row["strategy"]) for row in history.rows] == [("changed", "given")]
+    assert 40 < history.rows[0]["step"] <= 40 + WITHIN
+    assert "the link is" in history.rows[0]["reason"]
+    assert planner.strategy is SIGNS
+
+
 def test_the_second_alarm_makes_everything_exact():
     exact = Exact()
     assert exact.of(SIGNS) is SIGNS
@@ -281,7 +326,7 @@ def test_the_history_is_a_trace(tmp_path):
 
 
 def slowed(rank: int) -> dict[str, Any]:
-    """Automatic mode on a fast network, which then sends 20 MB a second and no more."""
+    """Automatic mode on a fast network, which then sends 5 MB a second and no more."""
     allreduce, exchange = collectives.allreduce_async, collectives._exchange
     us_per_byte = [0.0]
 
@@ -310,7 +355,7 @@ def slowed(rank: int) -> dict[str, Any]:
                 optimizer.step()
                 events = [row["event"] for row in state.history]
                 if "decided" in events and not changed_at and step > 60:
-                    changed_at, us_per_byte[0] = step, 0.05
+                    changed_at, us_per_byte[0] = step, 0.2
                 if changed_at and ("switched" in events or step > changed_at + 100):
                     last = last or step
                     if step > last + 5:
@@ -336,7 +381,7 @@ def test_ranks_decide_anew_together(played):
     if decided["strategy"] != "plain":  # a busy machine: the fast network did not look fast
         pytest.skip("plain was not chosen on this machine at this moment")
     later = [row for row in rows if row["step"] > changed_at]
-    assert [row["event"] for row in later][:2] == ["changed", "switched"]
+    assert [row["event"] for row in later][:2] == ["changed", "switched"], rows
     assert "the link is" in later[0]["reason"]
     assert later[1]["step"] <= changed_at + WITHIN
     assert later[1]["measured_us"] < later[0]["measured_us"] / 2

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from espresso.comm.execute.executor import Assignment, Record
 from espresso.comm.groups import Groups
 from espresso.compressors.schedule import translate
+from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
 from espresso.live.watch import Watch
 from espresso.strategies import PLAIN, CompressorSpec, Strategy
@@ -49,12 +51,17 @@ class Exact:
 
 
 class FixedPlanner:
-    """Always the same strategy, but for compressors that change with step or epoch. Nothing is watched."""
+    """Always the same strategy, but for compressors that change with step or epoch.
 
-    watch: Watch | None = None
+    Args:
+        history: where it is told what has changed, if anything is watched; the strategy stays.
+    """
 
-    def __init__(self, strategy: Strategy, groups: Groups, in_force: InForce | None = None) -> None:
-        self._given, self._groups = strategy, groups
+    def __init__(
+        self, strategy: Strategy, groups: Groups, in_force: InForce | None = None, *, history: History | None = None
+    ) -> None:
+        self._given, self._groups, self._history = strategy, groups, history
+        self.watch = None if history is None else Watch(groups)
         self.verdict = Verdict("given", "the strategy was given")
         self._exact = Exact()
         self.follow(in_force or {})
@@ -86,4 +93,20 @@ class FixedPlanner:
 
     def after(self, record: Record) -> Work | None:
         """Take note of an iteration; what is returned runs while every rank is inside the same hook call."""
-        return self._orderer.note(record)
+        was_settled, ordering = self._orderer.settled, self._orderer.note(record)
+        watch = self.watch
+        if watch is None or not was_settled or not watch.take(record):
+            return ordering
+        if not watch.is_ready:
+            return partial(self._look, watch, record.iteration, ordering)
+        self._look(watch, record.iteration)
+        return ordering
+
+    def _look(self, watch: Watch, step: int, ordering: Work | None = None) -> None:
+        change = watch.look()
+        if change is not None and self._history is not None:
+            reason = f"{change}; the strategy was given, and stays"
+            self._history.add(step, Event.CHANGED, reason, self.verdict.name, measured_us=change.step_us[1])
+            watch.begin(change.step_us[1])
+        if ordering is not None:
+            ordering()

@@ -24,6 +24,19 @@ from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
 from espresso.live.patience import Patience
 from espresso.live.race import Arm, Race
+from espresso.live.turns import (
+    DROP,
+    FAR_BEHIND,
+    MOST_RETRIES,
+    PLAIN_MAY,
+    PROMISE,
+    SETTLE,
+    TRY_ROUNDS,
+    TRY_STEPS,
+    Turn,
+    alike,
+    times_of,
+)
 from espresso.live.watch import TELLING, Change, Watch
 from espresso.strategies import Bucket, Strategy, plan
 
@@ -72,23 +85,8 @@ class Candidate:
         return Assignment(self.strategy, self.order, self.buckets, record=True)
 
 
-TRY_STEPS, TRY_ROUNDS, DROP = 4, 2, 1.25
-"""Of the race when something has changed: short blocks, and who is this much slower than the fastest has only one."""
-
-SETTLE = 2
-"""Steps of an arm's first block that do not count: what is new to a job fills caches and touches its buffers."""
-
-FAR_BEHIND = 2.0
-"""The strategy in use needs no first block where its steps take this many times the best prediction."""
-
 LAID_ANEW, MEASURED_ANEW = 2, 3
 """Steps after buckets were laid anew until DDP has ordered them by use, and in which they are looked at."""
-
-PROMISE, MOST_RETRIES = 0.8, 2
-"""What is predicted to take this part of the strategy in use, and did not in the race, is tried again, so often."""
-
-PLAIN_MAY = 1.5
-"""Plain is tried again up to this factor of the best prediction."""
 
 
 class AutoPlanner:
@@ -146,7 +144,7 @@ class AutoPlanner:
         self._first: int | None = None
         self._observed: list[Record] = []
         self._race: Race | None = None
-        self._turn: _Turn | None = None
+        self._turn: Turn | None = None
         self._pause = 0
         self._candidates: list[Candidate] = []
         self._restarts = 0
@@ -200,6 +198,13 @@ class AutoPlanner:
         self._winner, self._winning, self.verdict = None, None, None
         self._race, self._turn, self._retry, self._candidates, self._pause = None, None, None, [], 0
         self._again = True
+
+    def resume(self, strategy: Strategy) -> None:
+        """Go on with what was decided before a restart, until something changes: then the job is measured."""
+        self._winner, self._winning = Orderer(strategy, self._groups), None
+        self.verdict = Verdict("resumed", "the strategy of the checkpoint")
+        if self.watch is not None:
+            self.watch.begin()
 
     def back_off(self, tensors: Collection[str], step: int) -> str:
         """Leave these tensors exact from the next iteration on, in all that is tried later too; the new name."""
@@ -308,7 +313,7 @@ class AutoPlanner:
             return
         best = race.best()
         pays = "compression does not pay here" if best == "plain" else "measured in alternated blocks"
-        self._decide(step, best, f"{pays}: {_times(race)} a step", race)
+        self._decide(step, best, f"{pays}: {times_of(race)} a step", race)
 
     def _decide(self, step: int, name: str, reason: str, race: Race | None = None) -> None:
         self._adopt(name, reason, race)
@@ -377,14 +382,18 @@ class AutoPlanner:
         began_ns, self._retry = time.perf_counter_ns(), None
         now = self.verdict.name
         self._history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
+        if not self._observed:  # a resumed job, which was never measured here
+            self._winner = self._winning = self.verdict = self._first = None
+            self._profile_from, self._decide_by = 0, 0
+            return
         with torch.profiler.record_function("espresso::measure and search again"):
             self._search.revise(change)
             found = self._found()
         kept = self._winning or self._winner.assignment
         told = self._groups.everywhere(
-            ([_alike(c.strategy, kept.strategy) for c in found], self._search.uncompressed_us)
+            ([alike(c.strategy, kept.strategy) for c in found], self._search.uncompressed_us)
         )
-        fresh = [c for c, *alike in zip(found, *(theirs for theirs, _ in told), strict=True) if not all(alike)]
+        fresh = [c for c, *same in zip(found, *(theirs for theirs, _ in told), strict=True) if not all(same)]
         plain_us = max(us for _, us in told)
         fresh = [replace(c, name=f"{c.name} at step {step}") if c.name == now else c for c in fresh]
         best_us = min((c.predicted_us for c in found), default=0.0)
@@ -392,7 +401,7 @@ class AutoPlanner:
         arms += [Arm(c.name, c.assignment) for c in fresh]
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
-        self._turn = _Turn(change, step, began_ns, best_us)
+        self._turn = Turn(change, step, began_ns, best_us)
         if len(arms) == 1:
             self._end_turn(self._turn, None, step)
             return
@@ -404,7 +413,7 @@ class AutoPlanner:
         self._pause = 0
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
 
-    def _end_turn(self, turn: _Turn, race: Race | None, step: int) -> None:
+    def _end_turn(self, turn: Turn, race: Race | None, step: int) -> None:
         verdict = self.verdict
         assert verdict is not None
         self._turn = None
@@ -422,7 +431,7 @@ class AutoPlanner:
         spent_us = max(0.0, *self._groups.everywhere(spent_us))
         was_real = best != ours or abs(math.log(measured[ours] / before_us)) > TELLING
         self._patience.took(step, spent_us, measured[best], was_real=was_real)
-        times = "the search finds nothing else" if race is None else f"{_times(race)} a step"
+        times = "the search finds nothing else" if race is None else f"{times_of(race)} a step"
         if best != ours:
             self._adopt(best, f"{turn.change}: {times}", race)
             self._note(step, Event.SWITCHED, f"from {ours}: {times}", turn.began_ns)
@@ -435,31 +444,6 @@ class AutoPlanner:
         if self.watch is not None:
             self.watch.begin(measured[ours])
         self._note(step, Event.KEPT, times, turn.began_ns)
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """What is decided again.
-
-    Attributes:
-        step: in which it began.
-        began_ns: when.
-        promised_us: the best prediction; 0 without any.
-    """
-
-    change: Change
-    step: int
-    began_ns: int
-    promised_us: float
-
-
-def _times(race: Race) -> str:
-    return ", ".join(f"{name} {us / 1e3:.1f} ms" for name, us in race.measured.items())
-
-
-def _alike(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies run the same."""
-    return one.choices == other.choices and one.partition_bytes == other.partition_bytes
 
 
 Decider = FixedPlanner | AutoPlanner

@@ -73,7 +73,7 @@ def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     if checkpoint.cluster == groups.cluster.shape and groups.cluster.is_hierarchical:
         residuals, velocities = _with_replicas(groups, (residuals, velocities))
     if strategy is not None and schedule is not None:
-        session.adopt(strategy, schedule, kept.step, kept.epoch)
+        session.adopt(strategy, schedule, kept.step, kept.epoch, decides_on=True)
     session.follower.epoch = kept.epoch
     session.executor.restart(kept.step)
     session.factors.load(dict(kept.factors))

@@ -215,7 +215,7 @@ class Session:
         self._marks = ProfileMarks(is_told=profile_only and goes_first, needed=needed, groups=groups)
         if isinstance(strategy, Strategy) and not profile_only:
             strategy.check_model(tensors, groups.cluster)
-            return FixedPlanner(strategy, groups, self.follower.in_force)
+            return FixedPlanner(strategy, groups, self.follower.in_force, history=self._watched)
         plain = Strategy.uniform(tensors, groups.cluster, partition_bytes=0)
         if groups.num_ranks == 1 and not profile_only:
             logger.info("one rank: there is nothing to exchange, gradients stay as they are")
@@ -385,11 +385,21 @@ class Session:
         if cap is not None:
             self.lay_buckets(cap)
 
-    def adopt(self, strategy: Strategy, schedule: Schedule, step: int, epoch: int | None) -> None:
-        """Carry out a strategy that was checked, from ``step`` on."""
+    @property
+    def _watched(self) -> History | None:
+        """Where it is told what changed, if that is to be watched."""
+        return self.history if self.config.adapt else None
+
+    def adopt(
+        self, strategy: Strategy, schedule: Schedule, step: int, epoch: int | None, *, decides_on: bool = False
+    ) -> None:
+        """Carry out a strategy that was checked, from ``step`` on; if it ``decides_on``, until something changes."""
         self.codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self.model.tensors})
         self.follower = self.follower.following(schedule, step, epoch)
-        self.decider = FixedPlanner(strategy, self.groups, self.follower.in_force)
+        if decides_on and schedule.is_fixed and isinstance(self.decider, AutoPlanner) and self.config.adapt:
+            self.decider.resume(strategy)
+        else:
+            self.decider = FixedPlanner(strategy, self.groups, self.follower.in_force, history=self._watched)
         self.lay_buckets_as_asked()
         self._note_decided(step)
         if self.groups.beside is not None:

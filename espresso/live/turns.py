@@ -1,0 +1,49 @@
+"""A turn of deciding again, after a change: its figures, and what the planner remembers of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from espresso.live.race import Race
+from espresso.live.watch import Change
+from espresso.strategies import Strategy
+
+TRY_STEPS, TRY_ROUNDS, DROP = 4, 2, 1.25
+"""Of the race when something has changed: short blocks, and who is this much slower than the fastest has only one."""
+
+SETTLE = 2
+"""Steps of an arm's first block that do not count: what is new to a job fills caches and touches its buffers."""
+
+FAR_BEHIND = 2.0
+"""The strategy in use needs no first block where its steps take this many times the best prediction."""
+
+PROMISE, MOST_RETRIES = 0.8, 2
+"""What is predicted to take this part of the strategy in use, and did not in the race, is tried again, so often."""
+
+PLAIN_MAY = 1.5
+"""Plain is tried again up to this factor of the best prediction."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is decided again.
+
+    Attributes:
+        step: in which it began.
+        began_ns: when.
+        promised_us: the best prediction; 0 without any.
+    """
+
+    change: Change
+    step: int
+    began_ns: int
+    promised_us: float
+
+
+def times_of(race: Race) -> str:
+    return ", ".join(f"{name} {us / 1e3:.1f} ms" for name, us in race.measured.items())
+
+
+def alike(one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies run the same."""
+    return one.choices == other.choices and one.partition_bytes == other.partition_bytes
