@@ -97,6 +97,8 @@ class Constraints:
 
     def of(self, choices: Iterable[Choice], kind: str) -> tuple[Choice, ...]:
         """Those that tensors of a kind may take, in their order."""
+        if kind == FREE and not self.forbid and not self.devices and self.most_compressions is None:
+            return tuple(choices)
         return tuple(choice for choice in choices if self.allows(choice, kind))
 
     def forced(self) -> tuple[CompressorSpec, ...]:

@@ -26,6 +26,21 @@ def test_decides_within_sixty_steps_and_learns(played):
         assert result["digest"] == everybody[0]["digest"]
 
 
+def test_of_several_compressors_tensors_take_what_the_terms_allow(played):
+    everybody = played(decide_among)
+    for result in everybody:
+        assert result["named"] == "int8; efsignsgd; powersgd:rank=1"
+        assert result["raced"], "nothing was raced"
+        for choices in result["raced"]:
+            assert choices["0.weight"] == "none"
+            assert choices["4.weight"] == "fp16"
+            assert choices["2.bias"] == "none"
+        assert result["owed"] == sorted(result["owed"])
+        assert 0 < result["error"] <= 4.0
+        assert result["residual"] <= 1e6
+        assert result == everybody[0] | {"owed": result["owed"]} or result["owed"] == []
+
+
 def test_inf_batches_while_measuring_and_racing(played):
     """With a grad scaler: skipped everywhere, and the decision still comes."""
     for decided_at, finite in played(decide_with_overflow):
@@ -73,6 +88,30 @@ def decide(rank: int) -> dict[str, object]:
         }
 
 
+def decide_among(rank: int) -> dict[str, object]:
+    """Until the search is done; what races is then known to all ranks."""
+    ddp = wrap(mlp(64, 512, 512, 8), bucket_cap_mb=0.5)
+    settings = {
+        "force": {"4.weight": "fp16 via comp > flat.allreduce > dec"}, "most_compressions": 1, "decide_by": 0,
+        "residual_budget_mb": 1.0, "for_exactness": 0.0, "keep_exact": ["0.w*"], "ranks_per_node": 2,
+    }  # fmt: skip
+    specs = ["int8", "efsignsgd", "powersgd:rank=1"]
+    with registered(ddp, compressor=specs, strategy="auto", timeout_s=60.0, **settings) as state:
+        step = 0
+        while not (candidates := state.session.decider.candidates) and step < 30:
+            ddp(batch(rank, step, 64, rows=16)).square().mean().backward()
+            step += 1
+        job = state.job
+        assert job is not None
+        owed = [] if rank else [sum(rows.values()) for rows in job.meta["sensitivity"]["owed"].values()][:2]
+        raced = [{name: str(c.compressor) for name, c in one.strategy.choices.items()} for one in candidates]
+        notes = candidates[0].strategy.notes if candidates else {}
+        return {
+            "named": "; ".join(map(str, state.compressors)), "raced": raced, "owed": owed,
+            "error": notes.get("gradients_owed", -1), "residual": 1e6 * notes.get("residual_mb", 9.0),
+        }  # fmt: skip
+
+
 def decide_with_overflow(rank: int) -> tuple[int, bool]:
     ddp = wrap(mlp(64, 256, 256, 8), bucket_cap_mb=0.1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
@@ -111,4 +150,4 @@ def alone(rank: int) -> tuple[bool, bool]:
 
 @pytest.fixture(scope="module")
 def played() -> Played:
-    return Played(__name__, (decide, decide_with_overflow, alone), 4, deadline_s=150)
+    return Played(__name__, (decide, decide_among, decide_with_overflow, alone), 4, deadline_s=150)

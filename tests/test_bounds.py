@@ -193,7 +193,7 @@ def test_pareto_keeps_the_first_of_equals():
     rows = np.zeros((4, WIDTH))
     rows[:, :2] = [[1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [2.0, 2.0]]
     front = np.empty(4, dtype=np.int64)
-    size = pareto(rows, np.argsort(rows.sum(axis=1), kind="stable"), front)
+    size = pareto(rows, np.zeros((len(rows), 0)), np.argsort(rows.sum(axis=1), kind="stable"), front)
     assert sorted(front[:size]) == [0, 2]
 
 

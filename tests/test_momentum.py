@@ -443,7 +443,7 @@ def warm_up_automatic(rank: int) -> list[tuple[float, str]]:
             assert search is not None
             assert verdict is not None
             verdicts.append(verdict)
-            ratio = dict(search.compressor.params).get("ratio", 0.01)
+            ratio = dict(search.compressors[0].params).get("ratio", 0.01)
             results.append((ratio, verdict.reason))
         costs = [] if state.job is None else [cost.spec for cost in state.job.costs.compute]
         assert any("ratio=0.1" in spec for spec in costs)

@@ -40,6 +40,8 @@ def explain(
         f" {loaded.num_offloaded} on the offload pool; {cut}"
     )
     for key, value in loaded.notes.items():
+        if isinstance(value, dict):
+            continue  # the terms it was searched under are for programs
         shown = f"{value:.1f}" if isinstance(value, float) else value
         console.print(f"{key}: {shown}", markup=False)
     for number, group in enumerate(groups, start=1):

@@ -32,7 +32,7 @@ from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.links import Links
 from espresso.search.settle import finer, racers
-from espresso.search.terms import MB, Terms
+from espresso.search.terms import HARMLESS, MB, Terms
 from espresso.strategies import (
     NONE,
     RANK_DEVICES,
@@ -80,6 +80,8 @@ class OnlineSearch:
         self._groups, self._codecs, self._given, self.compressors = groups, codecs, compressors, compressors
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._terms, self._gain = config.terms, config.feedback_gain
+        if self._terms.error_budget is None and len(compressors) > 1:
+            self._terms = replace(self._terms, error_budget=HARMLESS)
         self._artifacts, self._observer, self._sampler, self._runtime = artifacts, observer, sampler, runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0

@@ -74,7 +74,11 @@ def _keeps(session: Session) -> str:
     kept = [(session.store.num_bytes, "residuals")]
     if session.velocities is not None:
         kept.append((session.velocities.num_bytes, "velocities"))
-    return " and ".join(f"{_bytes(size)} of {what}" for size, what in kept if size) or "nothing"
+    said = " and ".join(f"{_bytes(size)} of {what}" for size, what in kept if size) or "nothing"
+    notes = session.decider.strategy.notes
+    owed, forecast = notes.get("gradients_owed"), notes.get("residual_mb")
+    said += f", {forecast:.3g} MB forecast" if forecast else ""
+    return said + (f"; owes about {owed:.2g} gradients" if owed else "")
 
 
 def _bytes(size: float) -> str:

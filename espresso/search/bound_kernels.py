@@ -123,12 +123,12 @@ def join_partitions(full: Reals, tail: Reals, count: int, out: Reals) -> None:
 
 
 @kernel
-def pareto(rows: Reals, order: Wholes, front: Wholes) -> int:
+def pareto(rows: Reals, spends: Reals, order: Wholes, front: Wholes) -> int:
     """Rows that no other row matches or beats in every cost, of equal ones the first in ``order``: how many.
 
-    They come first in ``front`` int64[rows], in no order.
+    They come first in ``front`` int64[rows], in no order. ``spends`` float64[rows, any] are costs beside the rows'.
 
-    ``order`` sorts by the sum of costs, so that a dominating row always comes first. A row that goes leaves the
+    ``order`` sorts by the sum of all costs, so that a dominating row always comes first. A row that goes leaves the
     lesser of its heads and tails with the one that beats it, whose line then speaks for both.
     """
     size = 0
@@ -141,6 +141,8 @@ def pareto(rows: Reals, order: Wholes, front: Wholes) -> int:
                 if rows[j, k] > rows[i, k]:
                     worse = True
                     break
+            for k in range(spends.shape[1]):
+                worse = worse or spends[j, k] > spends[i, k]
             if not worse:
                 dominated = True
                 for k in range(HEADS, WIDTH):

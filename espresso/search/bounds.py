@@ -55,6 +55,7 @@ ROUNDING = 1e-9
 """Sums round; the bound gives this much of itself away, so that it never exceeds the optimum by rounding."""
 NODE_ROUNDS = 30
 ROOT_ROUNDS = 60
+BISECTIONS = 8
 NODE_OVERHEAD = 40_000
 """What a node takes beside its ascent, in multiplications: most of a small job's."""
 
@@ -154,10 +155,8 @@ def certify(
 
 def ascend_from(relaxation: Relaxation, near: Certificate, above: float, *, rounds: int) -> Certificate:
     """A bound from the weights of a similar relaxation (of the same units): short steps, few of them."""
-    if relaxation.has_budget:
-        return certify(relaxation, above, rounds=rounds, start=near.weights, paid=near.paid)
     reach = 0.3 * max(above - near.makespan_us, 1e-3 * above)
-    return _ascend(relaxation, right_hand_sides(relaxation), near.weights, above, rounds, 1e-4, (), reach)
+    return _ascend(relaxation, right_hand_sides(relaxation), near.weights, above, rounds, 1e-4, near.paid, reach)
 
 
 def _first_weights(base: Reals) -> Reals:
@@ -222,7 +221,7 @@ def _bisected(
     """The best bound over the multiplier of one budget, the other's fixed."""
     tried, low, high = best, 0.0, np.inf
     price = best.paid[which]
-    for _ in range(14):
+    for _ in range(BISECTIONS):
         if _spent(relaxation, tried, which) > relaxation.limits[which]:
             low = price
         else:

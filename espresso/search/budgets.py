@@ -33,6 +33,7 @@ Wholes = npt.NDArray[np.int64]
 ALIGNED = 16
 """Elements to which the executor rounds every stretch of a residual up."""
 
+UNKNOWN = 1e15
 ROUNDING = 1e-9
 """Sums round; a budget gives this much of itself."""
 
@@ -106,6 +107,7 @@ class Ledger:
             for spec in specs
         }  # fmt: skip
         self._kinds: dict[Kind, int] = {_RAW: 0}
+        self._of_choice: dict[int, tuple[Choice, int]] = {}
         self.limits = np.array([v for v in (budgets.error**2, budgets.residual_bytes) if v < math.inf])
 
     @property
@@ -114,6 +116,13 @@ class Ledger:
 
     def kind(self, choice: Choice) -> int:
         """The number of a choice's kind; a new one where there is none."""
+        known = self._of_choice.get(id(choice))
+        if known is None:
+            # The choice is kept, so that its identity stays its own: hashing one walks all its steps.
+            known = self._of_choice[id(choice)] = choice, self._number(choice)
+        return known[1]
+
+    def _number(self, choice: Choice) -> int:
         found = _RAW
         if choice.compressor != NONE:
             kept = _kept_share(choice.option, self._cluster) if _keeps(choice.compressor) else 0.0
@@ -124,6 +133,12 @@ class Ledger:
         """int64[choices]."""
         return np.array([self.kind(choice) for choice in choices], dtype=np.int64)
 
+    def shares_of(self, choices: Iterable[Choice]) -> Reals:
+        """float64[choices, 2]: what orders the choices of one compressor in error and in memory."""
+        numbers = self.kinds_of(choices)
+        kinds = list(self._kinds)
+        return np.array([kinds[number][1:] for number in numbers], dtype=np.float64).reshape(-1, 2)
+
     def of_units(self, units: Sequence[Unit]) -> Reals:
         """float64[budgets that bind, units, kinds]: what each kind spends on each unit."""
         columns = [[self._spends(kind, unit.tensors) for kind in self._kinds] for unit in units]
@@ -131,6 +146,8 @@ class Ledger:
             which for which, limit in enumerate((self.budgets.error, self.budgets.residual_bytes)) if limit < math.inf
         ]
         whole = np.array(columns).reshape(len(units), len(self._kinds), 2)
+        # Of what nobody gave a sensitivity for more than any budget, and still a number.
+        whole = np.where(np.isinf(whole), UNKNOWN, whole)
         return np.ascontiguousarray(np.moveaxis(whole[:, :, bind], 2, 0))
 
     def _spends(self, kind: Kind, tensors: Sequence[str]) -> tuple[float, float]:

@@ -77,14 +77,14 @@ def undominated_leaves(
     leaves: tuple[Choice, ...],
     partitions: Sequence[int],
     *,
-    kinds: Wholes | None = None,
+    spends: Reals | None = None,
 ) -> Undominated:
     """The rows of a size's leaves at every partition size, dominated ones dropped.
 
     Safe for the bound: it prices a candidate with weights that are never negative, so one that is no less in
     every cost never is a minimum alone. (It says nothing about list schedules: there a dominated candidate
-    can, rarely, finish earlier.) Under a budget ``kinds`` int64[leaves] differ in a cost that rows do not hold,
-    and are kept apart.
+    can, rarely, finish earlier.) Under a budget ``spends`` float64[leaves, any] are further costs, to be compared
+    between leaves of one compressor; those of different compressors are kept apart.
 
     Returns:
         float64[kept, WIDTH] and for every row its (index into ``leaves``, partition size).
@@ -105,29 +105,21 @@ def undominated_leaves(
             full = tail if len(cuts) == 1 else _leaf_features(pricer, run, cuts[0][1], size)
             rows = np.empty((len(run.options), WIDTH))
             join_partitions(full, tail, len(cuts), rows)
-            for members in _alike(run, kinds):
-                kept = members[_undominated(rows[members])]
-                blocks.append(rows[kept])
-                origin += [(run.start + index, limit) for index in kept.tolist()]
+            kept = _undominated(rows, None if spends is None else spends[run.start : run.start + len(rows)])
+            blocks.append(rows[kept])
+            origin += [(run.start + index, limit) for index in kept.tolist()]
     rows = np.concatenate(blocks)
-    if kinds is not None or len(blocks) == 1:
+    if spends is not None or len(blocks) == 1:
         return rows, origin
     kept = _undominated(rows)
     return rows[kept], [origin[index] for index in kept]
 
 
-def _alike(run: _Run, kinds: Wholes | None) -> list[Wholes]:
-    """The leaves of a run, those of one kind together."""
-    if kinds is None:
-        return [np.arange(len(run.options))]
-    mine = kinds[run.start : run.start + len(run.options)]
-    return [np.flatnonzero(mine == kind) for kind in np.unique(mine)]
-
-
-def _undominated(rows: Reals) -> Wholes:
-    order = np.argsort(rows[:, :COSTS].sum(axis=1), kind="stable")
+def _undominated(rows: Reals, spends: Reals | None = None) -> Wholes:
+    more = np.zeros((len(rows), 0)) if spends is None else np.ascontiguousarray(spends)
+    order = np.argsort(rows[:, :COSTS].sum(axis=1) + more.sum(axis=1), kind="stable")
     front = np.empty(len(rows), dtype=np.int64)
-    return np.sort(front[: pareto(rows, order, front)])
+    return np.sort(front[: pareto(rows, more, order, front)])
 
 
 @dataclass(frozen=True)
@@ -173,7 +165,7 @@ def _remembered(
         ("undominated", size, id(leaves), partitions, id(ledger)),
         lambda: (
             *undominated_leaves(
-                pricer, size, leaves, partitions, kinds=None if ledger is None else ledger.kinds_of(leaves)
+                pricer, size, leaves, partitions, spends=None if ledger is None else ledger.shares_of(leaves)
             ),
             leaves,
             ledger,

@@ -39,10 +39,12 @@ from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
 from espresso.search.settle import MAX_CANDIDATES, Settler, finer, is_rider, kinds_of
 from espresso.search.splitting import NEAR, split_buckets
-from espresso.search.terms import Terms
+from espresso.search.terms import MB, Terms
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
 from espresso.strategies.constraints import FREE, Constraints
 
+OWED, RESIDUAL_MB = "gradients_owed", "residual_mb"
+"""Of a strategy's notes: what it is forecast to owe and to keep on a rank."""
 SENSITIVITY = "sensitivity"
 """Of a job's meta: what compressors owe of its gradients, as it was measured."""
 PUBLISHED = "algorithms 1 and 2 as published"
@@ -456,6 +458,7 @@ def _settled(
         if one.row.strategy not in seen and (one.row.predicted_us < plain.predicted_us or terms.constraints.force):
             seen.append(one.row.strategy)
             kept.append(one)
+    kept = [replace(one, row=_noted(space, one.row)) for one in kept]
     chosen = kept[0].row if kept else plain
     spent = space.ledger.spent(chosen.strategy.choices)
     bound = min(result.lower_bound_us, _bound_of(job, space, chosen, effort, sizes), chosen.predicted_us)
@@ -472,6 +475,15 @@ def _settled(
         kinds_left_out=kept[0].kinds_before - len(kinds_of(chosen.strategy)) if kept else 0,
         fewer_kinds_cost_us=chosen.predicted_us - kept[0].before_us if kept else 0.0,
     )
+
+
+def _noted(space: _Space, row: Ranked) -> Ranked:
+    """The row with what its strategy owes and keeps in its notes, and what it was asked to keep to."""
+    spent, owed = space.ledger.spent(row.strategy.choices), space.ledger.error(row.strategy.choices)
+    notes = {**row.strategy.notes, RESIDUAL_MB: spent[1] / MB, **space.terms.to_meta()}
+    if owed is not None:
+        notes[OWED] = owed
+    return replace(row, strategy=replace(row.strategy, notes=notes))
 
 
 def _plain(job: Job, space: _Space, result: SearchResult) -> Ranked:
@@ -491,8 +503,8 @@ def _bound_of(job: Job, space: _Space, row: Ranked, effort: Effort | None, sizes
         unit for unit in units_for(job, strategy, space.constraints)
         if not is_rider(strategy.choices[unit.tensors[0]])
     )  # fmt: skip
-    if not units:
-        return job.forward_us + job.backward_us + job.optimizer_us
+    if not units or units == space.units(job):
+        return math.inf  # what was certified already says it
     tried = sizes or partition_sizes(job, units)
     evaluator = Evaluator(job, units, tried[0], pricer=row.pricer)
     above = row.predicted_us - job.forward_us - job.optimizer_us

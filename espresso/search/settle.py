@@ -20,10 +20,12 @@ from espresso.model.job import Job
 from espresso.model.payload_sizes import create_compressor
 from espresso.model.timeline import simulate
 from espresso.search.budgets import Ledger
+from espresso.search.candidates import units_of
+from espresso.search.evaluator import Evaluator
 from espresso.search.result import Ranked
 from espresso.search.splitting import NEAR
 from espresso.search.terms import Terms
-from espresso.strategies import NONE, PLAIN, Bucket, Choice, CompressorSpec, Device, Strategy, parse_option
+from espresso.strategies import NONE, PLAIN, Bucket, Choice, CompressorSpec, Device, Mode, Strategy, parse_option
 
 if TYPE_CHECKING:
     from espresso.search.result import SearchResult
@@ -103,6 +105,7 @@ class Settler:
         self._job, self._terms, self._ledger = job, terms, ledger
         self._numel = {tensor.name: tensor.numel for tensor in job.tensors}
         self._asked = {tensor.name: terms.constraints.kind_of(tensor) for tensor in job.tensors}
+        self._units, self._evaluators = units_of(job), dict[int, Evaluator]()
         self.plain_us = 0.0
 
     def settled(self, row: Ranked) -> Settled:
@@ -132,9 +135,21 @@ class Settler:
         return strategy.with_choices(riders) if riders else strategy
 
     def _simulated(self, row: Ranked) -> Ranked:
-        predicted = simulate(row.plan, row.job, pricer=row.pricer).iteration_us
+        if self._job.mode is Mode.PAPER:
+            predicted = self._evaluated(row)
+        else:
+            predicted = simulate(row.plan, row.job, pricer=row.pricer).iteration_us
         notes = {**row.strategy.notes, "predicted_us": predicted, "found_by": row.name}
         return replace(row, strategy=replace(row.strategy, notes=notes), predicted_us=predicted)
+
+    def _evaluated(self, row: Ranked) -> float:
+        """Where every tensor is a unit, kernels price a strategy without a plan."""
+        size = row.strategy.partition_bytes
+        evaluator = self._evaluators.get(size)
+        if evaluator is None:
+            evaluator = self._evaluators[size] = Evaluator(self._job, self._units, size, pricer=row.pricer)
+        choices = [row.strategy.choices[unit.tensors[0]] for unit in self._units]
+        return self._job.forward_us + evaluator.makespan(evaluator.encode(choices)) + self._job.optimizer_us
 
     def _may(self, name: str, choice: Choice) -> bool:
         return self._terms.constraints.allows(choice, self._asked[name])
