@@ -105,6 +105,8 @@ def test_files_of_two_runs_do_not_mix(tmp_path: Path) -> None:
     flight().save(tmp_path / "flight-00001.json")
     with pytest.raises(FlightError, match="two of the flight records are rank 0's"):
         load_run(tmp_path)
+    flight(0, facts={"group": [1, 3]}).save(tmp_path / "flight-00001.json")
+    assert load_run(tmp_path) == [flight()]
     flight(1, num_ranks=3).save(tmp_path / "flight-00001.json")
     with pytest.raises(FlightError, match="of runs with 2 and 3 ranks"):
         load_run(tmp_path)

@@ -222,7 +222,7 @@ class _Case:
             others = [rate for place, rate in enumerate(known) if place not in places]
             if not others or mine > SLOW_CARD * median(others):
                 continue
-            factor = mine / median(others)
+            factor = mine / max(others)
             gain = self.gain(lambda turn: turn, self.costs.scaled(factor))
             if self.counts(gain, CARD_SHARE):
                 yield self._finding(

@@ -189,8 +189,8 @@ class Flight:
         stretches, steps: oldest first.
         ticks: looks at rank 0's clock, oldest first; none on rank 0.
         traffic: of its connections, now and then.
-        facts: bytes of DDP's buffers (``buffer_bytes``), ``bucket_cap_mb``, whether the exchange was observed from
-            outside (``observed``), and what else is known.
+        facts: the ranks in the world that train together (``group``), bytes of DDP's buffers (``buffer_bytes``),
+            ``bucket_cap_mb``, whether the exchange was observed from outside (``observed``), and what else is known.
     """
 
     rank: int
@@ -292,6 +292,8 @@ class Flight:
 def load_run(folder: str | Path) -> list[Flight]:
     """The flight records of all ranks in a folder, in rank order.
 
+    Where ranks train in several groups (a module's shards, each with its replicas) they are those of the first group.
+
     Raises:
         FlightError: none there, one is malformed, or they are not those of one run.
         OSError: the folder or a file cannot be read.
@@ -302,6 +304,8 @@ def load_run(folder: str | Path) -> list[Flight]:
     if len(paths) > MOST_RANKS:
         raise FlightError(f"{folder}: holds {len(paths)} flight records; at most {MOST_RANKS} are read")
     flights = [Flight.load(path) for path in paths]
+    first = flights[0].facts.get("group")
+    flights = [flight for flight in flights if flight.facts.get("group") == first]
     check_run(flights)
     return sorted(flights, key=lambda flight: flight.rank)
 

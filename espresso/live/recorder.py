@@ -64,7 +64,7 @@ class Recorder:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {"group": list(groups.ranks)}
         self.script = Script()
         self.ticks: deque[Tick] = deque(maxlen=KEPT_LOOKS)
         self.traffic: deque[Traffic] = deque(maxlen=KEPT_LOOKS)
@@ -174,7 +174,7 @@ class Recorder:
         there = Path(path)
         if there.suffix != ".json":
             there.mkdir(parents=True, exist_ok=True)
-            there /= NAME.format(rank=self._groups.rank)
+            there /= NAME.format(rank=self._groups.ranks[self._groups.rank])
         self.flight(last).save(there)
         return there
 
