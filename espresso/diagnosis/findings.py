@@ -25,6 +25,7 @@ from espresso.diagnosis.replay import (
 from espresso.diagnosis.report import Diagnosis, Finding
 from espresso.diagnosis.turns import Part, Run, Turn
 from espresso.flight.form import Flight
+from espresso.strategies import Bucket
 
 LEAST_SHARE = 0.05
 """Of a step: a smaller gain is no finding."""
@@ -33,7 +34,11 @@ LEAST_GAIN_US = 300.0
 """Nor is one of less than this: waking a thread takes as long."""
 
 BUCKET_SHARE = 0.12
-"""Of a step, for another bucket size: what exchanges of another size take is extrapolated."""
+"""Of a step, for smaller buckets: what smaller exchanges take, and how cores are shared with them, is extrapolated."""
+
+FEW_CORES = 2.0
+"""A rank with fewer carries out exchanges on the core of its backward pass: half of an exchange's fixed cost is its own
+work, half is its peers'."""
 
 OFTEN = 0.7
 """Of the steps, a worker must be the last to be counted as slow: of two equal ones each is, in half of them."""
@@ -263,7 +268,7 @@ class _Case:
 
     def broadcasts(self) -> Iterator[Finding]:
         """Buffers that DDP broadcasts before every forward pass."""
-        size = max((int(flight.facts.get("buffer_bytes", 0)) for flight in self.run.flights), default=0)
+        size = max(flight.fact("buffer_bytes", 0) for flight in self.run.flights)
         if not size:
             return
         gain = self.gain(lambda turn: turn, broadcasts=False)
@@ -304,12 +309,13 @@ class _Case:
             if len(buckets) == len(before):
                 continue
             costs = plain_costs(self.run.stretch.strategy, buckets, line, latency)
-            gain = self.gain(lambda turn, cap=cap: rebucketed(turn, before, cap * (1 << 20))[1], costs)  # type: ignore[misc]
+            freed = self._freed_us(line.alpha_us, len(before) - len(buckets))
+            gain = self.gain(lambda turn, c=cap, us=freed: _with_cap(turn, before, c, us), costs)  # type: ignore[misc]
             found.append((gain, -cap, len(buckets)))
         gain, cap, count = max(found, default=(0.0, -1, 0))
-        if not self.counts(gain, BUCKET_SHARE):
-            return
         is_small = count < len(before)
+        if not self.counts(gain, LEAST_SHARE if is_small else BUCKET_SHARE):
+            return
         largest = max(map(bucket_bytes, before)) / 1e6
         yield self._finding(
             "buckets_too_small" if is_small else "buckets_too_large", None, gain, gain, 0.7,
@@ -317,6 +323,11 @@ class _Case:
             f"{len(before)} buckets of at most {largest:.2g} MB; {count} would do better: "
             + ("every exchange has a fixed cost" if is_small else "the first exchange begins late"),
         )  # fmt: skip
+
+    def _freed_us(self, alpha_us: float, fewer: int) -> float:
+        """What a backward pass is shorter with so many exchanges fewer, where they take its core."""
+        cores = min(flight.fact("cores", FEW_CORES) for flight in self.run.flights)
+        return 0.5 * alpha_us * max(fewer, 0) if cores < FEW_CORES else 0.0
 
     def _us_per_byte(self) -> float | None:
         """What the bytes of a bucket take at the rate of the connections; None where that is not known."""
@@ -378,6 +389,12 @@ def _like_the_others(turn: Turn, place: int, phases: Sequence[str]) -> Turn:
     backward = now.pop("backward", mine.backward)
     part: Part = replace(mine, **now)
     return with_part(turn, place, part.with_backward(backward))
+
+
+def _with_cap(turn: Turn, before: Sequence[Bucket], cap_mb: int, freed_us: float) -> Turn:
+    """The turn with other buckets, and a backward pass that is shorter by so much."""
+    parts = tuple(part.with_backward(max(part.backward - freed_us, 0.5 * part.backward)) for part in turn.parts)
+    return rebucketed(replace(turn, parts=parts), before, cap_mb * (1 << 20))[1]
 
 
 def _rate(flight: Flight) -> float | None:

@@ -189,8 +189,9 @@ class Flight:
         stretches, steps: oldest first.
         ticks: looks at rank 0's clock, oldest first; none on rank 0.
         traffic: of its connections, now and then.
-        facts: the ranks in the world that train together (``group``), bytes of DDP's buffers (``buffer_bytes``),
-            ``bucket_cap_mb``, whether the exchange was observed from outside (``observed``), and what else is known.
+        facts: the ranks in the world that train together (``group``), cores of a rank (``cores``), bytes of DDP's
+            buffers (``buffer_bytes``), ``bucket_cap_mb``, whether the exchange was observed from outside
+            (``observed``), and what else is known.
     """
 
     rank: int
@@ -228,6 +229,11 @@ class Flight:
     def of(self, step: StepRecord) -> Stretch:
         """What a step ran."""
         return self.stretches[step.stretch]
+
+    def fact(self, name: str, default: float) -> float:
+        """A number among the facts."""
+        found = self.facts.get(name)
+        return float(found) if isinstance(found, int | float) else default
 
     def last(self, count: int) -> Flight:
         """With the newest steps only."""

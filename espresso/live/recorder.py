@@ -64,7 +64,8 @@ class Recorder:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self.facts: dict[str, Any] = {"group": list(groups.ranks)}
+        cores = len(os.sched_getaffinity(0)) / groups.cluster.ranks_per_node
+        self.facts: dict[str, Any] = {"group": list(groups.ranks), "cores": cores}
         self.script = Script()
         self.ticks: deque[Tick] = deque(maxlen=KEPT_LOOKS)
         self.traffic: deque[Traffic] = deque(maxlen=KEPT_LOOKS)
