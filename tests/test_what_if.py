@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from espresso.cli import app
+from espresso.live.observer import Observation, hosts_of
 from espresso.model.costs import ComputeCost, Contention, CostModel, Op
 from espresso.model.job import Host, Job
 from espresso.model.links import JobError, LinkCurve, Links, routine_cost
@@ -229,6 +230,16 @@ def test_a_slow_host_repaired_is_the_even_cluster():
     assert plain_us(repaired(job, "good")) == pytest.approx(plain_us(job))
     with pytest.raises(JobError, match="no host 'bad' beside others; the job has thin, good"):
         repaired(job, "bad")
+
+
+def seen(backward_us: float) -> list[Observation]:
+    return [Observation({"a": 0.0, "b": backward_us}, (backward_us,), 1000.0, 500.0)] * 3
+
+
+def test_a_live_job_names_the_machine_that_computes_slowly():
+    hosts = hosts_of([seen(4000.0), seen(4100.0), seen(9000.0), seen(8000.0)], 2)
+    assert [(host.name, host.compute) for host in hosts] == [("node 0", 0.51), ("node 1", 1.0)]
+    assert hosts_of([seen(4000.0), seen(4300.0)], 1) == ()
 
 
 def test_an_uneven_job_is_written_and_read_and_its_faults_are_named():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from espresso.comm.execute.assignment import Record
+from espresso.model.job import Host
 
 RECENT_STEPS = 20
 """Steps whose median is the step time that is reported."""
@@ -68,6 +69,23 @@ class Observation:
     bucket_ready_us: tuple[float, ...]
     forward_us: float
     optimizer_us: float
+
+
+ALIKE = 0.9
+"""Machines whose computing takes this share of the slowest one's are taken for alike: medians scatter by so much."""
+
+
+def hosts_of(per_rank: Sequence[Sequence[Observation]], ranks_per_node: int) -> tuple[Host, ...]:
+    """Each machine's share of the slowest one's forward and backward; none where all are alike.
+
+    Ranks wait for one another at the exchange, which is in neither.
+    """
+    each = [max(m.tensor_ready_us.values(), default=0.0) + m.forward_us for m in map(_median, per_rank)]
+    nodes = [max(each[first : first + ranks_per_node]) for first in range(0, len(each), ranks_per_node)]
+    slowest = max(nodes)
+    if slowest <= 0 or min(nodes) >= ALIKE * slowest:
+        return ()
+    return tuple(Host(f"node {n}", compute=max(us, 0.01 * slowest) / slowest) for n, us in enumerate(nodes))
 
 
 def combine(per_rank: Sequence[Sequence[Observation]]) -> Observation:

@@ -20,7 +20,7 @@ from espresso.live.artifacts import Artifacts
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import InForce
-from espresso.live.observer import Observation, Observer, combine
+from espresso.live.observer import Observation, Observer, combine, hosts_of
 from espresso.live.planner import Candidate
 from espresso.live.profiler import cores_per_rank, machine_facts, measure_compressors, measure_links
 from espresso.live.remeasure import Remeasured
@@ -129,10 +129,11 @@ class OnlineSearch:
                     for seen in self._observer.observations[-len(records) :]
                 ]
             )
-            observed = combine([[Observation(*seen) for seen in theirs] for theirs in everybody])
+            per_rank = [[Observation(*seen) for seen in theirs] for theirs in everybody]
+            observed, hosts = combine(per_rank), hosts_of(per_rank, self._groups.cluster.ranks_per_node)
             largest = max(bucket.numel for bucket in records[-1].buckets)
             costs = self._measure(largest) if self.job is None else self.job.costs
-            job = self._make_job(records[-1].buckets, observed, costs)
+            job = replace(self._make_job(records[-1].buckets, observed, costs), hosts=hosts)
         else:
             job = self._with_compressors(self.job)
         self.job = Job.from_json(self._groups.from_rank_0(job.to_json()))
