@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 
 import espresso
 import espresso.fsdp
@@ -366,6 +370,82 @@ def parts_of_a_batch(rank: int) -> list[bool]:
     return [digests[0] == digests[1], digests[1] != digests[2]]
 
 
+def scaled(rank: int) -> list[Any]:
+    """A loss scale with an overflow on one rank: every rank skips that step, as natively."""
+    found = []
+    for compressor in ("native", "none", "efsignsgd"):
+        model = shard(tiny(), native=compressor == "native")
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        given = {"strategy": uniform()} if compressor == "none" else {}
+        state = None if compressor == "native" else registered(model, compressor, grad_scaler=scaler, **given)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss = loss_of(model, rank, step) * (float("inf") if (rank, step) == (3, 1) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append((digest(model), scaler.get_scale(), replicas_agree(model)))
+        if state is not None:
+            assert state.metrics()["espresso/skipped_steps"] == 1
+            state.close()
+    return found
+
+
+def several_groups(rank: int) -> bool:
+    """A module whose parameters FSDP reduces in two groups, and a strategy that was made for whole tensors."""
+    digests = []
+    for native in (True, False):
+        model = tiny()
+        other = DeviceMesh.from_group(mesh()["shard"].get_group(), "cpu")
+        info = FSDPMeshInfo(other, shard_mesh_dim=0)
+        apart = {id(parameter) for name, parameter in model.named_parameters() if name.endswith("norm.weight")}
+
+        def place(parameter: nn.Parameter, apart: set[int] = apart, info: Any = info) -> Any:
+            return ShardPlacementResult(Shard(0), info) if id(parameter) in apart else None
+
+        tensors = [TensorSpec(n, tuple(p.shape)) for n, p in model.named_parameters()]
+        shard(model, shard_placement_fn=None if native else place, native=native)
+        state = None if native else registered(model, "none", uniform()(tensors, Cluster(2, 1)))
+        digests.append(train(model, rank, [plain] * 2))
+        if state is not None:
+            assert len(state.session.observer.last.buckets) == 5  # type: ignore[union-attr]
+            state.close()
+    return digests[0] == digests[1]
+
+
+def switched_off(rank: int) -> list[Any]:
+    """``ESPRESSO_DISABLE=1``: native HSDP."""
+    native = train(shard(tiny(), native=True), rank, [plain] * 2)
+    os.environ["ESPRESSO_DISABLE"] = "1"
+    model = shard(tiny())
+    state = registered(model)
+    del os.environ["ESPRESSO_DISABLE"]
+    return [train(model, rank, [plain] * 2) == native, state.summary()]
+
+
+def broken(rank: int) -> dict[str, Any]:
+    """The network between two replicas of one shard breaks: every rank hears of it, in words, long before a time-out."""
+    model = shard(tiny())
+    state = registered(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, rank, 0).backward()
+    if rank == 2:
+        state.session.groups.break_off()
+    start, found = time.monotonic(), {}
+    try:
+        loss_of(model, rank, 1).backward()
+    except espresso.EspressoError as error:
+        found["backward"] = str(error)
+    found["seconds"] = time.monotonic() - start
+    try:
+        optimizer.step()
+    except espresso.EspressoError as error:
+        found["step"] = str(error)
+    state.close()
+    return found
+
+
 def automatic(rank: int) -> dict[str, Any]:
     """Measured, searched, raced. Only the first shard's search finds something here, however small the model is."""
     search = online_search.find_candidates
@@ -439,6 +519,10 @@ def refused(rank: int) -> dict[str, str]:
 
 
 SCENARIOS = (
+    several_groups,
+    switched_off,
+    scaled,
+    broken,
     exact,
     checkpointed,
     signs,
@@ -460,6 +544,30 @@ def test_none_is_native_hsdp_bit_for_bit(played: Played) -> None:
     for same in played(exact):
         assert same == {"float32": True, "half": True, "narrow": True, "wide": True}
     assert played(checkpointed) == [True] * 4
+
+
+def test_several_groups_of_a_module(played: Played) -> None:
+    assert played(several_groups) == [True] * 4
+
+
+def test_switched_off_it_is_native_hsdp(played: Played) -> None:
+    for same, summary in played(switched_off):
+        assert same
+        assert summary.startswith("off: ESPRESSO_DISABLE=1")
+
+
+def test_an_overflow_in_one_shard_skips_the_step_on_every_rank(played: Played) -> None:
+    for native, none, compressed in played(scaled):
+        assert native == none
+        assert native[1:] == compressed[1:] == (512.0, True)
+
+
+def test_a_failure_reaches_every_rank(played: Played) -> None:
+    for rank, found in enumerate(played(broken)):
+        assert re.match(rf"espresso on rank {rank // 2} failed in iteration 1", found["backward"]), found
+        assert "DDP" not in found["backward"]
+        assert found["step"] == found["backward"]
+        assert found["seconds"] < 12
 
 
 def test_compressed_steps_of_every_kind_keep_replicas_equal(played: Played) -> None:

@@ -331,6 +331,10 @@ class Executor:
         with self._lanes.lock:
             futures = [] if self._iteration is None else list(self._iteration.futures.values())
         fail_open(futures, error)
+        beside = self._groups.beside
+        if beside is not None:  # they wait for this rank's verdict
+            beside.alarm.announce(str(error))
+            beside.witness.apart(beside.break_off)
 
     def _progress(self) -> Progress:
         iteration = self._iteration

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -16,12 +18,12 @@ from espresso.comm.errors import UnsupportedModelError
 from espresso.fsdp.front import Front
 from espresso.fsdp.private import Unit, units_of
 from espresso.live.config import Settings
-from espresso.live.given import AUTO, StrategyLike
+from espresso.live.given import AUTO, Given, StrategyLike
 from espresso.live.names import BoundModel, dtype_name, named_gradients
 from espresso.live.script import Scaler
 from espresso.live.shards import Shards
 from espresso.live.state import EspressoState
-from espresso.strategies import CompressorSpec, TensorSpec
+from espresso.strategies import Cluster, CompressorSpec, Strategy, StrategyError, TensorSpec
 
 logger = logging.getLogger("espresso")
 
@@ -63,11 +65,11 @@ def register(
     group = _group_of(replicate)
     bound = _bind(model, units)
     _check_groups(group, units[0].shards)
-    state = EspressoState(compressor, strategy, group, grad_scaler, **config)
-    if state.config.adapt:
-        raise ValueError(
-            "adapt=True is for DDP so far: jobs beside each other would decide again apart; leave it False"
-        )
+    state = EspressoState(compressor, _of_shards(compressor, strategy), group, grad_scaler, **config)
+    if state.is_off:
+        for unit in units:
+            unit.hook(partial(_average, group))
+        return state
     state.bind(bound).start()
     try:
         state.check_replicas()
@@ -127,6 +129,33 @@ def _start(parameter: Any, shards: dist.ProcessGroup) -> int:
     """The first element of this rank's shard in the whole tensor: each has as many rows, the last ones what is left."""
     rows = -(-parameter.shape[0] // shards.size())
     return int(shards.rank() * rows * math.prod(parameter.shape[1:]))
+
+
+def _of_shards(compressor: str | CompressorSpec, strategy: StrategyLike) -> StrategyLike:
+    """A strategy that was made for whole tensors, or for those of another shard, as a function of those that are here.
+
+    Raises:
+        StrategyError: when it is asked for, a tensor that the strategy does not know.
+    """
+    given = Given.of(compressor, strategy).strategy
+    if not isinstance(given, Strategy):
+        return strategy
+
+    def make(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:
+        unknown = [tensor.name for tensor in tensors if tensor.name not in given.choices]
+        if unknown:
+            raise StrategyError(
+                f"tensor {unknown[0]!r} of the model is not in the strategy; search again for this model"
+            )
+        return given.over(tensors)
+
+    return make
+
+
+def _average(group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+    """As native HSDP does, where espresso is off."""
+    dist.all_reduce(flat, group=group)
+    flat.div_(group.size())
 
 
 def _check_groups(replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:

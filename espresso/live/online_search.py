@@ -110,8 +110,9 @@ class OnlineSearch:
         if beside is None:
             return found
         beside.barrier(patient=True)
-        told = beside.from_rank_0([(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found])
-        return [self._here(records[-1].buckets, *row) for row in told] if beside.rank else found
+        mine = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found]
+        rows, self.uncompressed_us = beside.from_rank_0((mine, self.uncompressed_us))
+        return [self._here(records[-1].buckets, *row) for row in rows] if beside.rank else found
 
     def _here(self, buckets: tuple[Bucket, ...], name: str, body: Any, order: tuple[int, ...], us: float) -> Candidate:
         """A candidate that was found for another shard of the same tensors."""

@@ -46,9 +46,10 @@ def register(
     if not isinstance(ddp_model, DistributedDataParallel):
         if _is_alone():
             return EspressoState(compressor, strategy, None, grad_scaler, **config).turn_off("one process without DDP")
+        is_sharded = any(each.__name__ == "FSDPModule" for each in type(ddp_model).__mro__)
+        remedy = "use espresso.fsdp.register" if is_sharded else "wrap the model in DistributedDataParallel first"
         raise TypeError(
-            f"espresso.register needs a DistributedDataParallel model, got {type(ddp_model).__name__};"
-            " wrap the model in DistributedDataParallel first"
+            f"espresso.register needs a DistributedDataParallel model, got {type(ddp_model).__name__}; {remedy}"
         )
     hooks = getattr(ddp_model, "_comm_hooks", ())
     if hooks:
