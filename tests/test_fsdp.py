@@ -425,7 +425,7 @@ def switched_off(rank: int) -> list[Any]:
 
 
 def broken(rank: int) -> dict[str, Any]:
-    """The network between two replicas of one shard breaks: every rank hears of it, in words, long before a time-out."""
+    """The network between two replicas of one shard breaks: every rank hears of it, long before a time-out."""
     model = shard(tiny())
     state = registered(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,6 +15,7 @@ own hooks once its gradient is in place. Where nothing is cast, gradients are vi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,6 +69,7 @@ class Front:
         self._buckets: dict[tuple[int, tuple[int, ...], torch.dtype], Bucket] = {}
         self._held_back: dict[Unit, torch.Tensor] = {}
         self._backward: int | None = None
+        self._error: EspressoError | None = None
         self._forget()
         for unit in units:
             unit.hook(partial(self._arrive, unit))
@@ -91,7 +93,7 @@ class Front:
         if unit in self._seen:
             # A module that is called with parts of a batch comes for each. A tensor has one residual, which must be
             # settled before it is used again.
-            self._finish()
+            self._guarded(self._finish)
         for parameter in unit.parameters:
             if parameter.grad is not None:
                 self._accumulated[parameter] = parameter.grad
@@ -131,7 +133,7 @@ class Front:
             for _, each, _ in arrival.gradients:
                 each.grad = None
         else:
-            self._start(arrival)
+            self._guarded(partial(self._start, arrival))
 
     def _start(self, arrival: Arrival) -> None:
         session, index = self._state.running(), len(self._under_way)
@@ -140,6 +142,14 @@ class Front:
         describe = partial(self._describe, index, arrival)
         average = session.exchange(index, arrival.flat, is_last=False, describe=describe)
         self._under_way.append((arrival, average))
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Keep an error for the end of backward: until then the ranks of this copy wait for each other in FSDP."""
+        if self._error is None:
+            try:
+                act()
+            except EspressoError as error:
+                self._error = error
 
     def _describe(self, index: int, arrival: Arrival) -> Bucket:
         """What a flat gradient holds; padding is in no slot."""
@@ -158,7 +168,11 @@ class Front:
     def _leave(self) -> None:
         """Backward has ended."""
         self._backward = None
-        self._finish()
+        self._guarded(self._finish)
+        error, self._error = self._error, None
+        if error is not None:
+            self._forget()
+            raise error
 
     @torch.no_grad()
     def _finish(self) -> None:

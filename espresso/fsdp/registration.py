@@ -144,9 +144,7 @@ def _of_shards(compressor: str | CompressorSpec, strategy: StrategyLike) -> Stra
     def make(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:
         unknown = [tensor.name for tensor in tensors if tensor.name not in given.choices]
         if unknown:
-            raise StrategyError(
-                f"tensor {unknown[0]!r} of the model is not in the strategy; search again for this model"
-            )
+            raise StrategyError(f"tensor {unknown[0]!r} of the model is not in the strategy; search again for it")
         return given.over(tensors)
 
     return make
