@@ -31,6 +31,7 @@ from espresso.fsdp.layout import sum_and_divide
 from espresso.live import online_search
 from espresso.live.planner import Candidate
 from espresso.live.state import EspressoState
+from espresso.live.watch import Cause, Change, Finding, Vitals, Watch
 from espresso.model.job import Job
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option, plan
 from tests.ddp import ALLGATHER, Played
@@ -480,6 +481,34 @@ def automatic(rank: int) -> dict[str, Any]:
     return found | {"sent": sorted(sent)}
 
 
+def decides_again(rank: int) -> list[tuple[int, str, str]]:
+    """What is told of a change is the same in all shards, and so is what they do about it."""
+    test, seen = Watch.test, []
+
+    def changed(self: Watch, iteration: int, rows: tuple[Vitals, ...]) -> Change | None:
+        test(self, iteration, rows)
+        seen.append(len(rows))
+        slower = Change((Finding(Cause.LINK, 3.0),), iteration - 8, (1e4, 3e4))
+        return slower if len(seen) == 3 else None
+
+    Watch.test = changed  # type: ignore[method-assign]
+    torch.manual_seed(rank)
+    model = Tiny()
+    short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
+    state = espresso.fsdp.hybrid_shard(
+        model, blocks=model.blocks, shards=2, timeout_s=60.0, offload_threads=1, adapt=True, **short
+    )
+    for step in range(60):
+        loss_of(model, rank, step).backward()
+        model.zero_grad()
+    Watch.test = test  # type: ignore[method-assign]
+    assert set(seen) == {4}
+    assert replicas_agree(model)
+    history = [(row["step"], row["event"], row["strategy"]) for row in state.history]
+    state.close()
+    return history
+
+
 def refused(rank: int) -> dict[str, str]:
     """The words of every refusal."""
     from torch.distributed._composable.replicate import replicate as by_ddp
@@ -532,6 +561,7 @@ SCENARIOS = (
     distributed_checkpoint,
     parts_of_a_batch,
     automatic,
+    decides_again,
     refused,
 )
 
@@ -620,6 +650,14 @@ def test_automatic_mode_decides(played: Played) -> None:
     for each in found:
         few, many = each["sent"]
         assert 0 < few < many / 6, "signs were raced"
+
+
+def test_shards_decide_again_together(played: Played) -> None:
+    histories = played(decides_again)
+    assert histories == [histories[0]] * 4
+    events = [event for _, event, _ in histories[0]]
+    assert events[:2] == ["decided", "changed"]
+    assert events[2] in ("kept", "switched")
 
 
 def test_refusals_name_what_and_what_to_do(played: Played) -> None:

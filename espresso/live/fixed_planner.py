@@ -93,9 +93,8 @@ class FixedPlanner:
 
     def after(self, record: Record) -> Work | None:
         """Take note of an iteration; what is returned runs while every rank is inside the same hook call."""
-        was_settled, ordering = self._orderer.settled, self._orderer.note(record)
-        watch = self.watch
-        if watch is None or not was_settled or not watch.take(record):
+        ordering, watch = self._orderer.note(record), self.watch
+        if watch is None or not watch.take(record):
             return ordering
         if not watch.is_ready:
             return partial(self._look, watch, record.iteration, ordering)

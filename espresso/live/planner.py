@@ -344,7 +344,7 @@ class AutoPlanner:
     def _after_decision(self, winner: Orderer, record: Record) -> Work | None:
         if self._winning is not None and record.buckets != self._winning.buckets:
             self._winning = None
-            if self.watch is not None:
+            if self.watch is not None and self._groups.beside is None:  # other shards may not have noticed
                 self.watch.begin()
         ordering = None if self._winning is not None else winner.note(record)
         watch = self.watch
