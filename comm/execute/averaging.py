@@ -28,8 +28,8 @@ from espresso.strategies import DTYPES, Bucket, Lane
 LOOK_NS = 15_000
 """What a look at one exchange's end takes: a callback, where else the ends of all are found at once."""
 
-LOOK_SHARE = 0.002
-"""Of a step that looks may take, over many steps."""
+LOOK_SHARE = 0.001
+"""Of a step that looks may take, over many steps; twice as much before they become rarer."""
 
 MOST_EVERY = 64
 
