@@ -44,6 +44,10 @@ class GradientClock:
             handle.remove()
         self._handles.clear()
 
+    def __reduce__(self) -> tuple[type[GradientClock], tuple[torch.nn.Module, dict[int, str]]]:
+        """A copy of a model is not measured: its clock is attached to nothing."""
+        return GradientClock, (torch.nn.Module(), {})
+
     def _forward(self, *_: Any) -> None:
         self.forward_ns = time.perf_counter_ns()
 

@@ -321,7 +321,10 @@ class EspressoState(View):
     def __getstate__(self) -> dict[str, Any]:
         """Groups, threads and the model stay behind; settings, strategy and residuals travel."""
         saved = None if self._session is None and self._pending is None else self.state_dict()
-        return {"given": self._given, "config": self.config, "state": saved}
+        given, is_local = self._given, "<" in getattr(self._given.strategy, "__qualname__", "")
+        if is_local and self._session is not None:  # a function that has no name to find it by: what it made
+            given = self._session.given
+        return {"given": given, "config": self.config, "state": saved}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         given: Given = state["given"]
