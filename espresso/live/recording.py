@@ -33,18 +33,19 @@ class Recording:
 
     def stop(self) -> None:
         """Keep no more steps and look at no more exchanges; a benchmark compares with that."""
-        self._detach()
+        self.detach()
         self._recorder.stop()
         self._executor.look_at_exchanges(False)
 
     def end(self) -> None:
         """The job ends: write the ring, unless an error has."""
-        if self._unlisten is not None:
-            self._unlisten()
-        self._detach()
+        self.detach()
         if self._executor.error is None:
             self._recorder.leave(self._folder, "the job ended")
 
-    def _detach(self) -> None:
+    def detach(self) -> None:
+        """Take all hooks off, and the signal."""
+        if self._unlisten is not None:
+            self._unlisten()
         if self._marks is not None:
             self._marks.detach()

@@ -493,6 +493,7 @@ class Session:
     def abandon(self) -> None:
         """Stop the threads of a job that nobody holds any more; any thread may find that, so none is waited for."""
         self._guard.remove()
+        self.recording.detach()
         self.executor.close()
         for end in (self.codecs.close, self.groups.alarm.close):
             threading.Thread(target=end, name="espresso-end", daemon=True).start()
