@@ -12,8 +12,9 @@ import torch
 
 from espresso.compressors.base import Decoding, Encoding
 from espresso.cpu_offload.codec import HostCodec
-from espresso.live.guard import group_names
+from espresso.live.guard import _why_out, group_names
 from espresso.live.state import EspressoState
+from espresso.strategies import CompressorSpec
 from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, mlp, registered, wrap
 
 SABOTAGED_AT, NOTICED_WITHIN = 40, 100
@@ -147,6 +148,26 @@ def test_a_lie_is_noticed_and_its_tensors_go_exact(played, scenario):
         assert strategy.choices["2.weight"].compressor.name == "none"
         # Only what was wrong goes exact, where anything else is right.
         assert bool(strategy.num_compressed) is (scenario is zero_a_tensor)
+
+
+@pytest.mark.parametrize(
+    ("spec", "storage", "lost", "part", "kept", "says"),
+    [
+        ("efsignsgd", "float32", 0.0, 0.5, 9.0, ""),
+        ("efsignsgd", "float32", 0.03, 0.5, 9.0, "what was sent and kept is not what came in"),
+        ("efsignsgd", "bf16", 0.03, 0.5, 9.0, ""),  # rounding of what is kept
+        ("fp16", "float32", 0.03, 0.5, 0.0, ""),
+        ("efsignsgd", "float32", 0.0, 0.0, 9.0, "nothing of it is sent"),
+        ("threshold", "float32", 0.0, 0.0, 9.0, ""),
+        ("topk", "float32", 0.0, 0.0, 9.0, ""),
+        ("efsignsgd", "float32", 0.0, 0.0, 0.5, ""),
+    ],
+)
+def test_what_is_out_of_its_band(spec, storage, lost, part, kept, says):
+    """By squares, of a gradient of norm 1."""
+    reason = _why_out((lost**2, 1.0, 1.0, 1.0, kept**2, part), CompressorSpec.parse(spec), storage)
+    assert reason.startswith(says)
+    assert bool(reason) is bool(says)
 
 
 def test_groups_are_modules_as_deep_as_there_are_few_of_them():

@@ -11,6 +11,7 @@ from espresso.comm.groups import Groups
 from espresso.compressors.schedule import translate
 from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
+from espresso.live.patience import Patience
 from espresso.live.watch import Watch
 from espresso.strategies import PLAIN, CompressorSpec, Strategy
 
@@ -63,7 +64,7 @@ class FixedPlanner:
         self._given, self._groups, self._history = strategy, groups, history
         self.watch = None if history is None else Watch(groups)
         self.verdict = Verdict("given", "the strategy was given")
-        self._exact = Exact()
+        self._exact, self._patience = Exact(), Patience()
         self.follow(in_force or {})
 
     def back_off(self, tensors: Collection[str], step: int) -> str:
@@ -103,7 +104,10 @@ class FixedPlanner:
 
     def _look(self, watch: Watch, step: int, ordering: Work | None = None) -> None:
         change = watch.look()
-        if change is not None and self._history is not None:
+        if change is not None and not self._patience.permits(change, step):
+            watch.forgive()
+        elif change is not None and self._history is not None:
+            self._patience.took(step, 0.0, change.step_us[1], was_real=True)
             reason = f"{change}; the strategy was given, and stays"
             self._history.add(step, Event.CHANGED, reason, self.verdict.name, measured_us=change.step_us[1])
             watch.begin(change.step_us[1])

@@ -297,6 +297,8 @@ def _why_out(figures: tuple[float, ...], compressor: CompressorSpec, storage: st
     out = math.sqrt(lost) / size
     if out > band + ROUNDING[storage] * math.sqrt(kept / square):
         return f"what was sent and kept is not what came in (off by {out:.0%} of the gradient)"
-    if part < NOTHING and not traits.masks and math.sqrt(kept / square) > 1:
+    # Of a stretch sparsifiers may well send nothing.
+    is_sparse = traits.masks or traits.finer == "least" or not traits.exact_size
+    if part < NOTHING and not is_sparse and math.sqrt(kept / square) > 1:
         return "nothing of it is sent"
     return ""

@@ -11,6 +11,10 @@ from typing import Any
 logger = logging.getLogger("espresso")
 
 
+MOST_ROWS = 1000
+"""The latest events are kept; a log has them all."""
+
+
 class Event(StrEnum):
     """What happened."""
 
@@ -66,6 +70,7 @@ class History:
                 "took_us": (now_ns - begun) / 1e3,
             }
         )
+        del self.rows[:-MOST_ROWS]
         if self._speaks:
             logger.info("step %d, %s: %s; in use: %s", step, event.value.replace("_", " "), reason, strategy)
             self._on_event(self.rows)
