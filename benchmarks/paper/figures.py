@@ -316,6 +316,17 @@ def figure_16() -> Iterator[Row]:
         yield explained("figure 16", f"{model}, {name}", published, ours, causes_of(ESPRESSO, FP32), "over FP32")
 
 
+def other_models() -> Iterator[Row]:
+    """Models that the papers name and publish no trace of, by the rule of :mod:`benchmarks.search_models`, 64 GPUs."""
+    for model in ("resnet50", "bert_large"):
+        for cluster in (NVLINK, PCIE):
+            found = times(Case("other", model, "dgc", cluster), Setting(frozenset({Cause.FORWARD})))
+            for system in (FP32, BYTEPS_COMPRESS, HITOPKCOMM, HIPRESS, OURS, UPPER):
+                yield beside(
+                    "other models", f"{model}, dgc, {cluster}, {system}", None, found.scaling(system), "scaling factor"
+                )
+
+
 def sweep() -> Iterator[Row]:
     """Our gain over FP32 from 1 to 200 Gb/s between machines, where the paper has two points."""
     for case in CASES:
@@ -370,6 +381,7 @@ FIGURES: dict[str, Callable[[], Iterator[Row]]] = {
     "figure-14": figure_14,
     "figure-15": figure_15,
     "figure-16": figure_16,
+    "other-models": other_models,
     "sweep": sweep,
     "byteps-compress": byteps_paper,
 }
