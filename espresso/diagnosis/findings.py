@@ -63,7 +63,7 @@ COMPUTE = ("optimizer", "earlier", "forward", "loss", "backward")
 
 CAPS_MB = (1, 5, 10, 25, 50, 100)
 
-HIDDEN_MS = 0.05
+HIDDEN_SHARE = 0.05
 """Of a step: exposed communication below it leaves a step bound by compute."""
 
 
@@ -99,7 +99,7 @@ class _Case:
         comm = self.costs.exchange_us + sum(max(each) for each in self.costs.coding_us.values())
         open_us = median(min(part.exposed for part in turn.parts) for turn in self.run.turns)
         predicted = median(exposed(turn, self.costs) for turn in self.turns)
-        bound = "network" if open_us > HIDDEN_MS * self.step_us / self.passes else "compute"
+        bound = "network" if open_us > HIDDEN_SHARE * self.step_us / self.passes else "compute"
         return Diagnosis(
             tuple(found),
             self.step_us,
@@ -363,8 +363,8 @@ class _Case:
 
 
 _REMEDIES = {
-    "slow_input": "rank {rank} on {host} waits for its input: more DataLoader workers, pin_memory, prefetch, a faster"
-    " disk; or less augmentation on that host",
+    "slow_input": "rank {rank} on {host} comes late to its forward pass: more DataLoader workers, pin_memory, prefetch,"
+    " a faster disk, less augmentation there; or it does between steps what the others do not (logging, checkpoints)",
     "slow_forward": "look at what rank {rank} on {host} does in forward that the others do not: longer sequences,"
     " host-side work, a slower device",
     "slow_backward": "look at what rank {rank} on {host} does in backward that the others do not: a slower device,"
