@@ -38,6 +38,8 @@ def test_of_several_compressors_tensors_take_what_the_terms_allow(played):
         assert result["owed"] == sorted(result["owed"])
         assert 0 < result["error"] <= 4.0
         assert result["residual"] <= 1e6
+        assert result["kept"] == pytest.approx(result["residual"], rel=0.02), "forecast and allocated"
+        assert result["forecast"]
         assert result == everybody[0] | {"owed": result["owed"]} or result["owed"] == []
 
 
@@ -106,9 +108,14 @@ def decide_among(rank: int) -> dict[str, object]:
         owed = [] if rank else [sum(rows.values()) for rows in job.meta["sensitivity"]["owed"].values()][:2]
         raced = [{name: str(c.compressor) for name, c in one.strategy.choices.items()} for one in candidates]
         notes = candidates[0].strategy.notes if candidates else {}
+        for _ in range(3 if candidates else 0):
+            state.use(candidates[0].strategy)
+            ddp(batch(rank, step, 64, rows=16)).square().mean().backward()
+        summary = state.summary()
         return {
             "named": "; ".join(map(str, state.compressors)), "raced": raced, "owed": owed,
             "error": notes.get("gradients_owed", -1), "residual": 1e6 * notes.get("residual_mb", 9.0),
+            "kept": state.metrics()["espresso/residual_bytes"], "forecast": "owes about" in summary,
         }  # fmt: skip
 
 

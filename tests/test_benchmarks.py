@@ -150,3 +150,22 @@ def test_weather_reads_its_schedule_and_judges_phases_and_windows():
     assert picture.count("<polyline") == 3
     assert "50mbit + load x4" in picture
     assert picture.count(">switched<") == 1
+
+
+def test_rank_correlations_and_what_a_dossier_says_of_its_runs():
+    from benchmarks import dossier, error_measures
+
+    assert error_measures.spearman([1, 2, 3, 4], [10, 20, 30, 40]) == 1.0
+    assert error_measures.spearman([1, 2, 3, 4], [4, 4, 1, 1]) == pytest.approx(-0.894, abs=1e-3)
+    curves = {"plain": (1.0, 0.5, 0.2), "ours": (1.0, 0.4, 0.1), dossier.CONTROL: (1.0, 0.9, 0.8)}
+    metrics = {"plain": 0.9, "ours": 0.91, dossier.CONTROL: 0.5}
+    runs = [
+        dossier.Run("mlp-sgd", arm, seed, tuple((10 * i, float(i), loss) for i, loss in enumerate(curve, 1)),
+                    metrics[arm] + 0.01 * seed, False, "")
+        for arm, curve in curves.items() for seed in (0, 1)
+    ]  # fmt: skip
+    plain, ours, control = dossier.judge(runs)
+    assert (plain.inside, ours.inside, control.inside) == (True, True, False)
+    assert (ours.steps_to_target, ours.seconds_to_target, control.steps_to_target) == (30, 3.0, None)
+    assert plain.metric_95 == pytest.approx(12.71 * 0.01 / 2)
+    assert ours.step_ms == pytest.approx(100.0)

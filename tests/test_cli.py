@@ -606,3 +606,42 @@ def test_links_under_torchrun_prints_once(tmp_path: Path) -> None:
         "-o", tmp_path / "job.json",
     )  # fmt: skip
     assert made.exit_code == 0, made.stderr
+
+
+def test_search_within_budgets_and_constraints(tmp_path: Path) -> None:
+    from espresso.model.presets import job_from_trace
+
+    job, strategy, picture = tmp_path / "job.json", tmp_path / "strategy.json", tmp_path / "frontier.png"
+    job_from_trace("lstm", 2, 1, "pcie-25g").save(job)
+    names = [tensor.name for tensor in job_from_trace("lstm", 2, 1, "pcie-25g").tensors]
+    limits = ["--keep-exact", names[0], "--force", f"{names[1]}=fp16", "--forbid", "*all_to_all*"]
+    limits += ["--devices", "training", "--most-compressions", "1"]
+    budgets = ["--error-budget", "2.5", "--residual-budget-mb", "400"]
+    body = printed(espresso("search", job, "-c", "auto", *limits, *budgets, "-o", strategy, "--json"))
+    found = Strategy.load(strategy)
+    assert found.choices[names[0]].compressor.name == "none"
+    assert str(found.choices[names[1]].compressor) == "fp16"
+    assert {"dgc", "efsignsgd", "fp16"} <= set(body["compressors"])
+    for name in names:
+        assert "all_to_all" not in str(found.choices[name].option)
+        assert found.choices[name].option.num_compressions <= 1
+        assert not found.choices[name].option.uses_offload
+    assert 0 < body["error"] <= body["error_budget"] == 2.5
+    assert 0 < body["residual_bytes"] <= 4e8
+    assert body["constraints"]["keep_exact"] == [names[0]]
+    assert body["lower_bound_us"] <= body["predicted_us"]
+    # What was asked is in the file, and replanning keeps to it.
+    again = printed(espresso("search", job, "-c", "efsignsgd", "-c", "fp16", "--from", strategy, "--json"))
+    assert again["constraints"] == body["constraints"]
+    assert again["error_budget"] == 2.5
+    told = espresso("explain", strategy)
+    assert "gradients_owed: " in told.output
+    assert "residual_mb: " in told.output
+    drawn = espresso(
+        "search", job, "-c", "efsignsgd", "--frontier", "3", "--memory-points", "2", "--plot", picture
+    )  # fmt: skip
+    assert "residuals" in drawn.output
+    assert picture.stat().st_size > 1000
+    refused(espresso("search", job, "-c", "efsignsgd", "--plot", picture), "--frontier", status=2)
+    refused(espresso("search", job, "-c", "efsignsgd", "--force", "head"), "NAME=COMPRESSOR", status=2)
+    refused(espresso("search", job, "-c", "efsignsgd", "--devices", "moon"), "'moon' is not one of")

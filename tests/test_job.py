@@ -405,3 +405,22 @@ def test_measured_links_make_a_cluster_file(tmp_path):
     assert loaded.inter.latency_us == pytest.approx(1500.0)
     assert loaded.intra == loaded.inter
     assert "intra was not there to measure" in loaded.note
+
+
+def test_compressors_of_one_algorithm_share_what_is_measured():
+    from espresso.live.profiler import _scaled
+    from espresso.model.costs import ComputeCost, Op
+    from espresso.strategies import Device
+
+    sizes = (1e3, 1e4, 1e5, 1e6)
+
+    def cost(device, factor, at=sizes):
+        return ComputeCost("a", device, Op.ENCODE, tuple((n, factor * n / 100) for n in at), launch_us=10.0)
+
+    first = [cost(Device.TRAINING, 1.0), cost(Device.OFFLOAD, 0.5)]
+    probed = [cost(Device.TRAINING, 3.0, (1e4, 1e6))]
+    training, offload = (_scaled(one, "a:b=1", first, probed) for one in first)
+    assert training.spec == "a:b=1"
+    assert [training.time_us(n) for n in (1e4, 1e6)] == pytest.approx([probed[0].time_us(n) for n in (1e4, 1e6)])
+    assert offload.time_us(1e6) == pytest.approx(first[1].time_us(1e6) * probed[0].time_us(1e6) / first[0].time_us(1e6))
+    assert training.time_us(1e5) == pytest.approx(3 * first[0].time_us(1e5), rel=0.05)

@@ -22,6 +22,11 @@ from espresso.strategies import CompressorSpec
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
+    from espresso.model.job import Job
+
+AUTO = "auto"
+"""In place of a compressor."""
+
 PROGRESS_AFTER_S = 2.0
 """Work shorter than this shows no progress bar."""
 
@@ -43,7 +48,7 @@ CompressorOption = Annotated[
         "--compressor",
         "-c",
         help="efsignsgd, dgc:ratio=0.01, ... (docs/choosing.md lists all). Given more than once, every tensor takes one"
-        " of them.",
+        " of them; auto: one of those that the job has costs for.",
         show_default=False,
     ),
 ]
@@ -195,12 +200,26 @@ def parse_compressors(texts: Sequence[str]) -> tuple[CompressorSpec, ...]:
 
     specs = []
     for text in texts:
+        if text == AUTO:
+            continue
         try:
             specs.append(CompressorSpec.parse(text))
             create(specs[-1])
         except (ValueError, TypeError) as error:
             raise UserError(f"--compressor {text}: {error}", ExitStatus.USAGE) from None
     return tuple(specs)
+
+
+def compressors_of(texts: Sequence[str], job: "Job") -> tuple[CompressorSpec, ...]:
+    """As :func:`parse_compressors`; with ``auto`` also all that the job has costs for.
+
+    Raises:
+        UserError: as there.
+    """
+    specs = parse_compressors(texts)
+    if AUTO in texts:
+        specs += tuple(CompressorSpec.parse(cost.spec) for cost in job.costs.compute)
+    return tuple(dict.fromkeys(specs))
 
 
 def skip_blas() -> None:

@@ -10,6 +10,7 @@ from espresso.commands._common import (
     JobFile,
     JsonFlag,
     check_output,
+    compressors_of,
     emit_json,
     out,
     parse_compressors,
@@ -37,9 +38,10 @@ def compare(
     from espresso.model.job import Job
     from espresso.show.report import prediction_table
 
-    specs = parse_compressors(compressor)
+    parse_compressors(compressor)
     check_output(plot, *IMAGE_FORMATS)
     loaded = Job.load(job)
+    specs = compressors_of(compressor, loaded)
     with working(f"Predicting {loaded.model}") as progress:
         skip_blas()
         from espresso.search.ablation import ablate

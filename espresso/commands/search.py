@@ -13,6 +13,7 @@ from espresso.commands._common import (
     JsonFlag,
     UserError,
     check_output,
+    compressors_of,
     emit_json,
     out,
     parse_compressors,
@@ -114,7 +115,7 @@ def search(
     from espresso.model.job import Job
     from espresso.strategies import Strategy
 
-    specs = parse_compressors(compressor)
+    parse_compressors(compressor)
     check_output(output)
     check_output(plot, ".png", ".pdf", ".svg")
     if old is not None and frontier is not None:
@@ -122,6 +123,7 @@ def search(
     if plot is not None and frontier is None:
         raise UserError("--plot draws the frontier: give --frontier too", ExitStatus.USAGE)
     loaded = Job.load(job)
+    specs = compressors_of(compressor, loaded)
     limits = {
         "exact_vectors": exact_vectors, "keep_exact": keep_exact, "forbid": forbid, "devices": devices,
         "most_compressions": most_compressions, "force": None if force is None else dict(map(_forced, force)),
