@@ -122,12 +122,15 @@ def test_a_small_difference_is_no_change_and_a_large_one_takes_two_windows():
 
 def test_patience():
     patience = Patience()
-    large = Change((Finding(Cause.LINK, 5.0),), 0, (1e5, 5e5))
+    large = Change((Finding(Cause.LINK, 5.0),), 0, (1e5, 1.5e5))
+    drastic = Change((Finding(Cause.LINK, 5.0),), 0, (1e5, 5e5))
     small = Change((Finding(Cause.LINK, 1.2),), 0, (1e5, 1.1e5))
     assert patience.permits(small, 0)
     patience.took(10, cost_us=1e6, step_us=1e5, was_real=False)  # ten steps' worth: 500 steps to earn it again
     assert not patience.permits(large, 10 + 2 * REST - 1)
     assert patience.permits(large, 10 + 2 * REST)
+    assert not patience.permits(drastic, 10 + REST - 1)
+    assert patience.permits(drastic, 10 + REST)
     assert not patience.permits(small, 500)
     assert patience.permits(small, 510)
     for step in range(FALSE_ALARMS):

@@ -15,6 +15,9 @@ SEVERE = math.log(1.3)
 FALSE_ALARMS = 2
 """unless so many turns in a row found that nothing had changed."""
 
+DRASTIC = 2.0
+"""Steps that take so many times longer wait for no more than one ``REST``."""
+
 REST = 10
 """Steps after a turn in which no other begins, doubled by every turn of late,"""
 
@@ -42,6 +45,9 @@ class Patience:
     def permits(self, change: Change, step: int) -> bool:
         """Whether a change is looked into: a severe one after a rest, any within the budget."""
         at_once = change.severity >= SEVERE and self._idle_turns < FALSE_ALARMS
+        before_us, now_us = change.step_us
+        if at_once and now_us >= DRASTIC * before_us:
+            return step >= min(self.rest_until, self._last + REST)
         return step >= (self.rest_until if at_once else max(self._quiet_until, self.rest_until))
 
     def took(self, step: int, cost_us: float, step_us: float, *, was_real: bool) -> None:
