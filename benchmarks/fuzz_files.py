@@ -22,12 +22,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from espresso.diagnosis.findings import diagnose
+from espresso.flight.form import Flight, Script, Span, StepRecord, Stretch, Tick, Traffic
 from espresso.model.costs import ComputeCost, Contention, CopyCost, CostModel, Op
 from espresso.model.job import Job
 from espresso.model.links import AlphaBeta, LinkCurve, Links
 from espresso.model.presets import job_from_trace, load_cluster
 from espresso.search.error_budget import Sensitivity
+from espresso.show.flight_events import flight_events
 from espresso.show.lane_events import load_measured
+from espresso.show.trace_events import trace_body
 from espresso.strategies import (
     PLAIN,
     Bucket,
@@ -137,6 +141,28 @@ def sound_strategy() -> Strategy:
     return Strategy(TENSORS, choices, Cluster(2, 1), 1 << 16, 25.0, {"made": "by hand", "n": [1, {"x": 2.5}]})
 
 
+def _flight() -> Flight:
+    slots = (Slot("head.bias", 0, 512), Slot("head.weight", 512, 65536))
+    stretch = Stretch(sound_strategy(), (Bucket(0, slots),))
+    spans = tuple(
+        Span(task.index, 80.0 + task.index, 80.5 + task.index, 81.0 + task.index, 8) for task in stretch.plan.tasks
+    )
+    steps = tuple(
+        StepRecord(
+            n, 0, Script(0.0, 1.0, 0.0, 1, 5.0, 6.0, 20.0, 21.0, 80.0, 95.0, 96.0, 99.0), (80.0,), 94.0, spans=spans
+        )
+        for n in range(3)
+    )
+    looks = (Traffic(1.0, 5, 1.0, 0.5, 9.0), Traffic(2.0, 50, 9.0, 0.7, 9.0))
+    return Flight(0, 2, "here", Cluster(2, 1), (stretch,), steps, (Tick(1.0, 2.0, 3.0),), looks, {"cores": 1})
+
+
+def _diagnosed(path: Path) -> str:
+    flight = Flight.load(path)
+    trace_body([], flight_events([flight]))
+    return str(diagnose([flight]))
+
+
 @cache
 def kinds() -> dict[str, Kind]:
     """Every kind of file that a user can give."""
@@ -161,6 +187,7 @@ def kinds() -> dict[str, Kind]:
         ),
         "sensitivity": Kind(Sensitivity(losses).to_json(), Sensitivity.load),
         "trace": Kind(trace, lambda path: job_from_trace(path, 2, 2, "pcie-25g")),
+        "flight record": Kind(_flight().to_json(), _diagnosed),
         "measured": Kind([row, {**row, "compressed": True, "host": "h"}], load_measured),
     }
 
