@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import espresso.fsdp
 from benchmarks import results
 from benchmarks.emulated import Distance, open_network, run_workers
-from benchmarks.models import Workload, build_workload
+from benchmarks.models import Gpt, Workload, build_workload
 from benchmarks.prediction import describe
 from benchmarks.ratios import paired_ratio
 from benchmarks.train import MAX_STEPS_TO_DECIDE, Block, Place, process_group, run_block
@@ -99,9 +99,11 @@ def plain(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:
     return Strategy.uniform(tensors, cluster, partition_bytes=0)
 
 
-def make_runner(arm: str, workload: Workload, mesh: DeviceMesh) -> Runner:
+def make_runner(arm: str, workload: Workload, mesh: DeviceMesh, layers: int) -> Runner:
     """An arm's model, sharded; its state where it has one."""
-    model = workload.make_model()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Gpt(num_layers=layers)
     for module in (*model.get_submodule("blocks").children(), model):
         fully_shard(module, mesh=mesh if arm == "native" else mesh["shard"])
     sum_and_divide(model)
@@ -117,14 +119,14 @@ def make_runner(arm: str, workload: Workload, mesh: DeviceMesh) -> Runner:
     return Runner(arm, model, workload.make_optimizer(model), state)
 
 
-def work(arms: Sequence[str], blocks: int, steps: int, seed: int, out: Path) -> None:
+def work(arms: Sequence[str], layers: int, blocks: int, steps: int, seed: int, out: Path) -> None:
     """One rank: train all arms, and leave the figures in ``out``."""
     torch.set_num_threads(1)
     place = Place.from_env(None)
     workload = build_workload("gpt", seed)
     with process_group(300.0):
         mesh = hybrid_mesh("cpu", SHARDS)
-        runners = [make_runner(arm, workload, mesh) for arm in arms]
+        runners = [make_runner(arm, workload, mesh, layers) for arm in arms]
         for runner in runners:
             while not runner.has_decided() and runner.num_steps < MAX_STEPS_TO_DECIDE:
                 runner.step(workload, place)
@@ -202,6 +204,7 @@ def main(
     rates: Annotated[str, typer.Option(help="Between the hosts, comma-separated.")] = "1gbit,200mbit",
     compressor: Annotated[str, typer.Option(help="Of automatic mode.")] = "efsignsgd",
     rtt_ms: Annotated[float, typer.Option(help="Round trip between the hosts; 0 is one local network.")] = 0.0,
+    layers: Annotated[int, typer.Option(help="Of the GPT, 1.8 million parameters each.")] = 6,
     blocks: Annotated[int, typer.Option(help="Rounds; each runs one block of every arm.")] = 6,
     steps_per_block: Annotated[int, typer.Option("--steps-per-block", "--steps")] = 4,
     quick: Annotated[bool, typer.Option(help="Two rounds of two steps.")] = False,
@@ -213,12 +216,12 @@ def main(
     arms = ("free", "native", "none", f"espresso:{compressor}")
     blocks, steps_per_block = (2, 2) if quick else (blocks, steps_per_block)
     if worker is not None:
-        work(arms, blocks, steps_per_block, seed, worker)
+        work(arms, layers, blocks, steps_per_block, seed, worker)
         return
     console, measured, networks = results.console(150), [], {}
     raw = json_path.with_suffix(".raw")
     argv = [sys.executable, "-m", "benchmarks.hsdp", "--compressor", compressor, "--seed", str(seed)]
-    argv += ["--blocks", str(blocks), "--steps", str(steps_per_block), "--worker", str(raw)]
+    argv += ["--layers", str(layers), "--blocks", str(blocks), "--steps", str(steps_per_block), "--worker", str(raw)]
     for rate in rates.split(","):
         with open_network(2, rate, distance=Distance(rtt_ms) if rtt_ms else None) as network:
             networks[rate] = describe(network)
@@ -232,7 +235,14 @@ def main(
         console.print(
             f"  {rows[-1]['arm']} decided after {rows[-1]['num_steps_to_decide']} steps: {rows[-1]['verdict']}"
         )
-        config = {"arms": arms, "networks": networks, "blocks": blocks, "steps": steps_per_block, "rtt_ms": rtt_ms}
+        config = {
+            "arms": arms,
+            "networks": networks,
+            "layers": layers,
+            "blocks": blocks,
+            "steps": steps_per_block,
+            "rtt_ms": rtt_ms,
+        }
         results.write(json_path, results.record(config, seed, measured))
     if not all(met for row in measured for met in row["bars"].values()):
         raise typer.Exit(1)
