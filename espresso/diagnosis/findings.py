@@ -55,7 +55,7 @@ SLOW_CODER = 1.4
 WINDOWED = 0.3
 """Of the time in which connections send, waiting for a window."""
 
-ALIKE = 0.5
+ALIKE = 0.3
 """A worker whose one pass is slowed by less than this part of how the other is slowed is slow in the other alone."""
 
 COMPUTE = ("optimizer", "earlier", "forward", "loss", "backward")
