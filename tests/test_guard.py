@@ -93,15 +93,17 @@ def train(rank: int, lie: Lie | None, steps: int, option: str, compressor: str) 
             with lying(lie):
                 for number in range(SABOTAGED_AT, SABOTAGED_AT + steps):
                     step(number)
+                    if len(told(state)) > len(before):
+                        break
         assert agreed(ddp)
         return {"before": before, "history": told(state), "metrics": state.metrics(), "compressed": state.strategy}
 
 
 def sound(rank: int) -> list[dict[str, Any]]:
     return [
-        train(rank, None, 140, ALLGATHER, "efsignsgd"),
-        train(rank, None, 140, SHARDED, "topk:ratio=0.02"),
-        train(rank, None, 140, HIERARCHICAL, "int8"),
+        train(rank, None, 100, ALLGATHER, "efsignsgd"),
+        train(rank, None, 100, SHARDED, "topk:ratio=0.02"),
+        train(rank, None, 100, HIERARCHICAL, "int8"),
     ]
 
 
