@@ -236,9 +236,16 @@ def signs(rank: int) -> dict[str, Any]:
     state = registered(model)
     train(model, rank)
     figures, text = state.metrics(), state.summary()
-    buckets = state.session.observer.last.buckets  # type: ignore[union-attr]
+    last = state.session.observer.last
+    assert last is not None
+    begins = min(interval.start_ns for interval in last.intervals)
     state.close()
-    return {"metrics": figures, "summary": text, "slots": [[slot.tensor for slot in b.slots] for b in buckets]}
+    return {
+        "metrics": figures,
+        "summary": text,
+        "slots": [[slot.tensor for slot in bucket.slots] for bucket in last.buckets],
+        "overlaps": begins < last.ready_ns[-1],
+    }
 
 
 def conserved(rank: int) -> dict[str, Any]:
@@ -609,6 +616,7 @@ def test_compressed_steps_of_every_kind_keep_replicas_equal(played: Played) -> N
         assert figures["espresso/skipped_steps"] == 0
         assert figures["espresso/steps"] == len(KINDS) + 1  # one is of two exchanges
         assert "efsignsgd" in found["summary"]
+        assert found["overlaps"], "the first exchange begins while backward goes on"
         # Backward goes from the last block to the first; the rest is the model's own.
         blocks = [{name.rsplit(".", 2)[0] for name in names} for names in found["slots"]]
         assert blocks[:2] == [{"blocks.1"}, {"blocks.0"}]
