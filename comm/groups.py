@@ -109,6 +109,7 @@ class Groups:
         self._made: list[Member] = []
         self._number = 0
         self._ends: list[Ends] = []
+        self._pairs: Any = None
         self.rank = self._ranks.index(dist.get_rank())
         self.beside = beside
         self.timeout_s = timeout_s
@@ -200,7 +201,7 @@ class Groups:
 
     def round_trips(self, clock: Callable[[], float], count: int = 8) -> list[tuple[float, float, float]]:
         """Ask rank 0 for the time: (sent, its answer, back) by every rank's ``clock``. Collective; none on rank 0."""
-        group, now, trips = self._control_group(), torch.zeros(1, dtype=torch.float64), []
+        group, now, trips = self._group_for_pairs(), torch.zeros(1, dtype=torch.float64), []
         with self._explained("the ranks' look at rank 0's clock"):
             if self.rank:
                 for _ in range(count):
@@ -215,6 +216,17 @@ class Groups:
                     now[0] = clock()
                     group.send([now], peer, 0).wait()
         return []
+
+    def _group_for_pairs(self) -> Any:
+        """For messages from rank to rank. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares how many operations every rank of
+        a group has begun, these included, before each collective: there they have a group of their own.
+        """
+        level: Any = dist
+        if level.get_debug_level() != level.DebugLevel.DETAIL:
+            return self._control_group()
+        if self._pairs is None:
+            self._pairs = self._new(self._ranks, "gloo").group
+        return self._pairs
 
     def rank_in(self, text: str) -> int | None:
         """The other rank whose address an error of Gloo names."""

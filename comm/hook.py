@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,14 +97,7 @@ class Front:
         Args:
             on_end: called when the pass has ended, where DDP does not say which bucket is the last.
 
-        Raises:
-            UnsupportedModelError: the average that DDP was asked for is another than that over all ranks.
         """
-        if getattr(self._module(), "_divide_by_initial_world_size", True) is False:
-            raise UnsupportedModelError(
-                "join(divide_by_initial_world_size=False) divides by the ranks that still have inputs, and DDP does"
-                " not tell hooks how many; leave it at True, or train without espresso"
-            )
         buffer, index = bucket.buffer().detach(), bucket.index()
         if not self._skips:
             return Arrived(index, buffer, bucket.is_last())
@@ -114,6 +107,21 @@ class Front:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, on_end))
         self._latest, self._count = index, self._count + 1
         return Arrived(self._count - 1, buffer, is_last=False)
+
+    @property
+    def averages_over_some(self) -> bool:
+        """Whether the average is to be over the ranks that still have inputs: join(divide_by_initial_world_size=False).
+
+        DDP does not tell hooks how many those are.
+        """
+        module: Any = self._module()
+        is_joining = module is not None and getattr(getattr(module, "_join_config", None), "enable", False)
+        return bool(is_joining) and not module._divide_by_initial_world_size
+
+    @staticmethod
+    def has_inputs() -> bool:
+        """Whether this rank is in a backward pass of its own; where it joined, DDP calls the hook outside of one."""
+        return bool(torch._C._current_graph_task_id() != -1)
 
     def _ended(self, on_end: Callable[[], torch.futures.Future[torch.Tensor]]) -> None:
         self._count, self._latest = 0, -1

@@ -11,6 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Self, Unpack
 
 import torch
@@ -82,6 +83,7 @@ class EspressoState(View):
         self._session: Session | None = None
         self._off = "ESPRESSO_DISABLE=1" if os.environ.get("ESPRESSO_DISABLE", "0") not in ("", "0") else ""
         self._leaves = self._closed = False
+        self._over = 1.0
         self._pid = os.getpid()
         self.before_exchange: list[Callable[[GradBucket, float], None]] = []
         _LIVE.add(self)
@@ -173,9 +175,12 @@ class EspressoState(View):
             scale = self._scale()
             for prepare in self.before_exchange:
                 prepare(bucket, 1.0 if scale is None else scale)
-        return session.exchange(
+        if front.averages_over_some and arrived.index == 0:
+            self._over = session.groups.num_ranks / max(sum(session.groups.all_objects(front.has_inputs())), 1)
+        future = session.exchange(
             arrived.index, arrived.buffer, is_last=arrived.is_last, describe=lambda: front.describe(bucket, arrived)
         )
+        return future.then(partial(_times, self._over)) if front.averages_over_some else future
 
     def set_grad_scale(self, scale: float) -> None:
         """Tell the loss scale by hand, where no ``GradScaler`` was given; valid from the next backward pass.
@@ -349,6 +354,11 @@ class EspressoState(View):
         self._closed = True
         if self._session is not None:
             self._session.close()
+
+
+def _times(factor: float, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    """An average over all ranks as one over some."""
+    return future.value().mul_(factor)
 
 
 @atexit.register
