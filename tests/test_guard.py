@@ -14,7 +14,7 @@ from espresso.compressors.base import Decoding, Encoding
 from espresso.cpu_offload.codec import HostCodec
 from espresso.live.guard import _why_out, group_names
 from espresso.live.state import EspressoState
-from espresso.strategies import CompressorSpec
+from espresso.strategies import PLAIN, CompressorSpec
 from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, mlp, registered, wrap
 
 SABOTAGED_AT, NOTICED_WITHIN = 40, 100
@@ -148,8 +148,8 @@ def test_a_lie_is_noticed_and_its_tensors_go_exact(played, scenario):
         assert [row["step"] for row in run["history"]] == [row["step"] for row in everybody[0]["history"]]
         strategy = run["compressed"]
         assert strategy.choices["2.weight"].compressor.name == "none"
-        # Only what was wrong goes exact, where anything else is right.
-        assert bool(strategy.num_compressed) is (scenario is zero_a_tensor)
+        if scenario is zero_a_tensor:  # only what was wrong goes exact
+            assert {name for name, choice in strategy.choices.items() if choice == PLAIN} == {"2.weight", "2.bias"}
 
 
 @pytest.mark.parametrize(
