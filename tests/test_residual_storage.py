@@ -153,3 +153,56 @@ def test_the_executor_keeps_narrow_residuals_at_every_site(storage: str, allowed
     check_replicas(ledgers)
     assert 0 < imbalance(ledgers) < allowed
     assert imbalance(ledgers, residuals=0.0) > 5 * allowed
+
+
+@pytest.mark.parametrize("storage", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("transactional", [True, False])
+@pytest.mark.parametrize("gain", [1.0, 0.25])
+def test_what_is_lent_stays_as_it_was(storage: str, transactional: bool, gain: float) -> None:
+    """Whatever happens to the residual meanwhile: iterations, pieces that are added, another scale, an end."""
+    store = ResidualStore(transactional=transactional, storage=storage, gain=gain)
+    residual = store.new_residual(Site.LOCAL, RUNS, np.float32, 0)
+    store.adopt([residual], {"a": 1000, "b": 306})
+    residual.old = numbers(residual.old.size, np.float32)
+
+    def iterate() -> None:
+        residual.feedback(np.array(residual.starts)).new[:] = 3.0
+        residual.settle()
+        store.commit()
+
+    changes = (
+        iterate,
+        lambda: (iterate(), iterate(), iterate()),
+        lambda: residual.add(0, np.ones(5, np.float32)),
+        lambda: store.rescale({"a": 0.5}),
+        lambda: store.load({}, {}, {}),
+    )
+    for change in changes:
+        lent = store.lend()
+        before = [stretch.read().tobytes() for stretch in lent]
+        change()
+        assert [stretch.read().tobytes() for stretch in lent] == before
+        assert [stretch.read().tobytes() for stretch in store.lend()] != before
+        residual.old = numbers(residual.old.size, np.float32, 9)
+
+
+def test_lending_copies_nothing_and_costs_a_buffer_only_as_long_as_it_is_held() -> None:
+    store = ResidualStore()
+    residual = store.new_residual(Site.LOCAL, RUNS, np.float32, 0)
+    store.adopt([residual], {"a": 1000, "b": 306})
+    buffers = {id(residual._old), id(residual._new)}
+    lent = store.lend()
+    assert {id(stretch.loan.kept) for stretch in lent} == {id(residual._old)}
+    for _ in range(3):
+        residual.feedback(np.array(residual.starts)).new[:] = 3.0
+        residual.settle()
+        store.commit()
+    assert len({id(residual._old), id(residual._new)} & buffers) == 1, "the one that is lent is in no use"
+    del lent
+    buffers = {id(residual._old), id(residual._new)}
+    store.lend()
+    for _ in range(3):
+        residual.feedback(np.array(residual.starts)).new[:] = 3.0
+        residual.settle()
+        store.commit()
+    assert {id(residual._old), id(residual._new)} == buffers
