@@ -116,7 +116,7 @@ class Groups:
         self.host_copies = host_copies
         self.backend: str = dist.get_backend(parent)
         self.alarm = Alarm(self.rank)
-        self.witness = Witness(self.rank, self.alarm, self.rank_in)
+        self.witness = Witness(self.rank, self.alarm, self.rank_in, self._ranks)
 
         what = "making process groups"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from espresso.comm.alarm import Alarm, Answer, Progress
@@ -57,13 +57,16 @@ class Witness:
         rank: this rank.
         alarm: to ask and to tell the others.
         rank_in: the rank whose address an error names.
+        names: what people call the ranks: by their numbers in the world, where these are some of it.
 
     Attributes:
         servers: parameter servers, where the job has some.
     """
 
-    def __init__(self, rank: int, alarm: Alarm, rank_in: Callable[[str], int | None]) -> None:
-        self._rank, self._alarm, self._rank_in = rank, alarm, rank_in
+    def __init__(
+        self, rank: int, alarm: Alarm, rank_in: Callable[[str], int | None], names: Sequence[int] = ()
+    ) -> None:
+        self._rank, self._alarm, self._rank_in, self._names = rank, alarm, rank_in, names
         self._threads: list[threading.Thread] = []
         self.servers: Servers | None = None
 
@@ -127,25 +130,32 @@ class Witness:
         A rank that failed said of what. Who says nothing at all died or hangs. Who only said that it leaves may have
         had to, because of another.
         """
+        name, told = self._name, None if lost is None else self._name(lost)
         failed = self._alarm.failed() | {rank: answer.failure for rank, answer in answers.items() if answer.failure}
         silent = [rank for rank in self._alarm.silent(answers) if rank != lost]
         left = [rank for rank in self._alarm.left() if rank not in failed]
         if lost in failed:
-            hint = f" That is rank {lost}, which failed first: {_ended(failed[lost])}"
+            hint = f" That is rank {told}, which failed first: {_ended(failed[lost])}"
         elif lost in answers:
-            hint = f" That is rank {lost}, which fails too."
+            hint = f" That is rank {told}, which fails too."
         elif lost in left:
-            hint = f" That is rank {lost}, which left."
+            hint = f" That is rank {told}, which left."
         else:
-            hint = "" if lost is None else f" That is rank {lost}: it died, or left because of an error of its own."
+            hint = "" if lost is None else f" That is rank {told}: it died, or left because of an error of its own."
         if silent:
-            return f"{hint} {_ranks(silent)} not answer: stopped, dead, or not to be reached from rank {self._rank}."
+            here = name(self._rank)
+            return (
+                f"{hint} {_ranks(map(name, silent))} not answer: stopped, dead, or not to be reached from rank {here}."
+            )
         first = next((rank for rank in failed if rank != lost), None)
         if first is not None and lost not in failed:
-            return f"{hint} Rank {first} failed first: {_ended(failed[first])}"
+            return f"{hint} Rank {name(first)} failed first: {_ended(failed[first])}"
         if left and (lost is None or lost in left):
-            return f" That is rank {left[0]}: it left, at its end or because of an error of its own."
+            return f" That is rank {name(left[0])}: it left, at its end or because of an error of its own."
         return hint or self._behind({rank: answer.progress for rank, answer in answers.items()})
+
+    def _name(self, rank: int) -> int:
+        return self._names[rank] if self._names else rank
 
     def _behind(self, progress: Mapping[int, Progress]) -> str:
         """Everybody lives: who has come least far?"""
@@ -153,7 +163,7 @@ class Witness:
         least = min(progress.values(), default=mine)
         if least >= mine:
             return " Another rank died, hangs or left: look for the first error in the other ranks' logs."
-        ranks = _ranks([rank for rank, theirs in progress.items() if theirs == least], "is", "are")
+        ranks = _ranks([self._name(rank) for rank, theirs in progress.items() if theirs == least], "is", "are")
         if least.iteration < mine.iteration or not least.num_buckets:
             return f" {ranks} behind: iteration {mine.iteration} has not begun there."
         if least.num_buckets < mine.num_buckets:
@@ -162,9 +172,10 @@ class Witness:
         return f" {ranks} behind, with all buckets of iteration {mine.iteration}: a task hangs there."
 
 
-def _ranks(ranks: Collection[int], one: str = "does", many: str = "do") -> str:
-    names = ", ".join(map(str, sorted(ranks)))
-    return f"Rank {names} {one}" if len(ranks) == 1 else f"Ranks {names} {many}"
+def _ranks(ranks: Iterable[int], one: str = "does", many: str = "do") -> str:
+    names = sorted(ranks)
+    told = ", ".join(map(str, names))
+    return f"Rank {told} {one}" if len(names) == 1 else f"Ranks {told} {many}"
 
 
 def _ended(text: str) -> str:

@@ -103,11 +103,11 @@ class Executor:
         self._programs = Programs(context)
         self._averager = Averager(groups.scopes[Scope.FLAT])
         self._lanes = Lanes(self._failed, offload_width)
-        self._groups, self._rank = groups, groups.rank
+        self._groups, self._rank = groups, groups.ranks[groups.rank]
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None
         self._count = self.step = 0
-        self._failure = Failure(groups.rank, groups.alarm, groups.witness, self._release, failed)
+        self._failure = Failure(self._rank, groups.alarm, groups.witness, self._release, failed)
         groups.alarm.report, groups.witness.servers = self._progress, servers
         self._stopped = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="espresso-watchdog", daemon=True)
@@ -356,7 +356,9 @@ class Executor:
             rank, text = next(iter(heard.items()))
             pending = iteration.course.waiting_for()
             waiting = f"; this rank waited for {pending[0]}" if pending else ""
-            self._lanes.fail(PeerError(f"rank {rank} failed first: {text.strip().rstrip('.')}{waiting}"))
+            self._lanes.fail(
+                PeerError(f"rank {self._groups.ranks[rank]} failed first: {text.strip().rstrip('.')}{waiting}")
+            )
         elif waited > self._timeout_s + SLACK_S and not iteration.plans:
             pending = iteration.course.waiting_for()
             what = "; ".join(list(dict.fromkeys(pending))[:3]) or "the next bucket from backward"
