@@ -31,6 +31,7 @@ from espresso.strategies import (
     CompressorSpec,
     Device,
     FormError,
+    Routine,
     Strategy,
     TensorSpec,
     options_for,
@@ -163,7 +164,8 @@ def test_small_jobs_end_within_two_percent_of_brute_force_under_both_budgets(see
 
 
 def test_what_options_keep_is_what_the_executor_will_allocate():
-    """On average over ranks, for every shape of leaf, to within what stretches are rounded up."""
+    """On the rank that keeps most, for every shape of leaf, to within what stretches are rounded up; of rooted ones at
+    most so much, since roots rotate over partitions."""
     tensors = [TensorSpec("a", (300, 200)), TensorSpec("b", (123_457,))]
     for cluster in CLUSTERS[:5]:
         for option in options_for(cluster):
@@ -173,7 +175,10 @@ def test_what_options_keep_is_what_the_executor_will_allocate():
             ledger = Ledger(tensors, cluster, (TOY,), None, Budgets(), 8.0)
             laid = plan(strategy, job_buckets(tensors))
             exact = [residual_bytes(laid, rank, 8.0) for rank in range(cluster.num_ranks)]
-            assert np.mean(exact) == pytest.approx(ledger.spent(strategy.choices)[1], rel=0.02), option
+            forecast = ledger.spent(strategy.choices)[1]
+            assert max(exact) <= forecast * 1.02, option
+            if not any(step.routine in (Routine.REDUCE, Routine.GATHER) for step in option.steps):
+                assert max(exact) == pytest.approx(forecast, rel=0.02), option
 
 
 def job_buckets(tensors):

@@ -215,7 +215,7 @@ class OnlineSearch:
     def _with_sensitivity(self, job: Job) -> Job:
         """The job with what compressors owe of the gradients that were sampled (rank 0)."""
         from espresso.search.error_budget import measure_sensitivity
-        from espresso.search.search import SENSITIVITY
+        from espresso.search.space import SENSITIVITY
 
         samples = self._sampler.samples()
         if len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):

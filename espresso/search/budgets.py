@@ -5,8 +5,8 @@ Both add up over tensors, so that the search and its bound can put a price on th
 - error: a strategy owes ``sqrt(sum over tensors of share x compressions x owed²)`` gradients, ``share`` being a
   tensor's part of the model's elements and ``owed`` how many of its gradients a compressor keeps back
   (:mod:`espresso.search.error_budget`). Raw tensors owe nothing; a sum that is compressed again owes twice.
-- memory: the bytes of all residuals of a rank, on average over ranks: elements kept at every site of an option, times
-  what an element takes.
+- memory: the bytes of all residuals of a rank, of rooted steps the root's: elements kept at every site of an option,
+  times what an element takes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from espresso.model.links import JobError
 from espresso.model.payload_sizes import create_compressor
 from espresso.search.candidates import Unit
 from espresso.search.error_budget import Sensitivity
-from espresso.strategies import NONE, Choice, Cluster, CompressorSpec, Option, Plan, Routine, Scope, TensorSpec, trace
+from espresso.strategies import NONE, Choice, Cluster, CompressorSpec, Option, Plan, TensorSpec, trace
 from espresso.strategies.fields import number
-from espresso.strategies.flow import SHARD_ALIGN, Site, place
+from espresso.strategies.flow import SHARD_ALIGN, Site
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
@@ -199,19 +199,10 @@ def _keeps(spec: CompressorSpec) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def _kept_share(option: Option, cluster: Cluster) -> float:
-    """Elements that ranks keep at all sites of an option, over those of a tensor, on average over the ranks."""
+    """Elements that a rank keeps at all sites of an option, over those of a tensor; of rooted steps the root."""
     whole = SHARD_ALIGN * cluster.num_ranks**2
-    share, active = 0.0, 1.0
-    for flow in trace(option, cluster, whole, 0, 0):
-        if flow.site not in (None, Site.SERVER):
-            share += active * (flow.before.region[1] - flow.before.region[0]) / whole
-        routine, scope = flow.step.routine, flow.step.scope or Scope.FLAT
-        # Between a rooted first step and its second one rank of the group has work.
-        if routine in (Routine.REDUCE, Routine.GATHER):
-            active /= place(scope, cluster, 0, 0)[0]
-        elif routine is Routine.BROADCAST:
-            active *= place(scope, cluster, 0, 0)[0]
-    return share
+    flows = [flow for flow in trace(option, cluster, whole, 0, 0) if flow.site not in (None, Site.SERVER)]
+    return sum(flow.before.region[1] - flow.before.region[0] for flow in flows) / whole
 
 
 def residual_bytes(plan: Plan, rank: int, bytes_each: float) -> float:

@@ -65,7 +65,7 @@ class SearchResult:
         caps: DDP's bucket sizes that were searched; empty where none were.
         bucket_cap_mb: the one to set; None: leave the buckets as they are.
         error: gradients that the strategy owes; None without a sensitivity.
-        residual_bytes: that its residuals take on a rank, on average.
+        residual_bytes: that its residuals take on a rank, at most.
         terms: that it was searched under.
         kinds_left_out, fewer_kinds_cost_us: how many kinds of choices were merged into others, and what that takes.
         certificates: by partition size; they make a later search of a similar job faster.

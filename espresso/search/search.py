@@ -21,32 +21,28 @@ from espresso.model.timeline import list_schedule
 from espresso.search.algorithms import MOST_GREEDY_UNITS, Progress, greedy, offload, upper_bound_us
 from espresso.search.baselines import simple_baselines
 from espresso.search.bounds import Certificate
-from espresso.search.budgets import Ledger
+from espresso.search.budgets import residual_bytes
 from espresso.search.candidates import (
-    Unit,
-    compressed_leaves,
-    every_choice,
     leaves_of,
     partition_sizes,
-    raw_choices,
     units_for,
-    units_of,
 )
-from espresso.search.error_budget import Sensitivity, normal_sensitivity
+from espresso.search.error_budget import Sensitivity
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
-from espresso.search.settle import MAX_CANDIDATES, Settler, finer, is_rider, kinds_of
+from espresso.search.settle import MAX_CANDIDATES, Settler, is_rider, kinds_of
+from espresso.search.space import Space, check_specs, space_of
 from espresso.search.splitting import NEAR, split_buckets
 from espresso.search.terms import MB, Terms
-from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
-from espresso.strategies.constraints import FREE, Constraints
+from espresso.strategies import PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
+from espresso.strategies.constraints import FREE
 
 OWED, RESIDUAL_MB = "gradients_owed", "residual_mb"
 """Of a strategy's notes: what it is forecast to owe and to keep on a rank."""
-SENSITIVITY = "sensitivity"
-"""Of a job's meta: what compressors owe of its gradients, as it was measured."""
+MOST_LOOKED_AT = 16
+"""Ranks whose residuals are laid out for that; the largest counts."""
 PUBLISHED = "algorithms 1 and 2 as published"
 """From the uncompressed strategy; can end above a baseline."""
 GREEDY = "Espresso's greedy"
@@ -69,62 +65,6 @@ class _Found:
             for unit, choice in zip(self.evaluator.units, self.choices, strict=True)
             for name in unit.tensors
         }
-
-
-@dataclass
-class _Space:
-    """What one search may choose: everything but the job's buckets.
-
-    Attributes:
-        every: by the kinds of units that constraints make.
-    """
-
-    specs: tuple[CompressorSpec, ...]
-    training: tuple[Choice, ...]
-    offloaded: tuple[Choice, ...]
-    raw: tuple[Choice, ...]
-    every: dict[str, tuple[Choice, ...]]
-    payload: PayloadBytes
-    terms: Terms
-    ledger: Ledger
-
-    @property
-    def budgets(self) -> Ledger | None:
-        """What choices spend, if anything is bounded."""
-        return self.ledger if self.terms.budgets.binds else None
-
-    @property
-    def constraints(self) -> Constraints | None:
-        """If there are any."""
-        return None if self.terms.constraints == Constraints() else self.terms.constraints
-
-    def units(self, job: Job) -> tuple[Unit, ...]:
-        return units_of(job, self.constraints)
-
-    def fitted(self, row: _Found) -> _Found | None:
-        """The strategy with what its units may not take replaced, if it keeps to the budgets then."""
-        limits = self.constraints
-        if limits is not None:
-            choices = tuple(
-                choice if limits.allows(choice, unit.kind) else leaves_of(self.every, unit)[0]
-                for unit, choice in zip(row.evaluator.units, row.choices, strict=True)
-            )
-            if choices != row.choices:
-                makespan = row.evaluator.makespan(row.evaluator.encode(choices))
-                row = replace(row, choices=choices, makespan_us=makespan)
-        return row if self.ledger.allows(row.by_tensor) else None
-
-
-def _check_specs(
-    job: Job, compressor: CompressorSpec | str | Sequence[CompressorSpec | str]
-) -> tuple[CompressorSpec, ...]:
-    given = (compressor,) if isinstance(compressor, CompressorSpec | str) else tuple(compressor)
-    specs = tuple(spec if isinstance(spec, CompressorSpec) else CompressorSpec.parse(spec) for spec in given)
-    for spec in specs:
-        if spec != NONE and not job.costs.devices(spec):
-            known = sorted({cost.spec for cost in job.costs.compute}) or ["none at all"]
-            raise JobError(f"the job has no costs for compressor '{spec}'; it has {', '.join(known)}")
-    return tuple(dict.fromkeys(spec for spec in specs if spec != NONE))
 
 
 def search(
@@ -158,7 +98,7 @@ def search(
             to the terms.
     """
     started = time.perf_counter()
-    space = _space(job, _check_specs(job, compressor), payload, terms or Terms(), sensitivity)
+    space = space_of(job, check_specs(job, compressor), payload, terms or Terms(), sensitivity)
     caps: tuple[float, ...] = ()
     if job.mode is Mode.DDP:
         caps = caps_for(job) if bucket_caps is None else tuple(bucket_caps)
@@ -215,8 +155,8 @@ def replan(
     old.check_model(job.tensors, job.cluster)
     used = dict.fromkeys(choice.compressor for choice in old.choices.values())
     terms = terms or Terms.of(old.notes) or Terms()
-    space = _space(
-        job, _check_specs(job, tuple(used) if compressor is None else compressor), payload, terms, sensitivity
+    space = space_of(
+        job, check_specs(job, tuple(used) if compressor is None else compressor), payload, terms, sensitivity
     )
     units = units_for(job, old, space.constraints)
     evaluator = Evaluator(job, units, old.partition_bytes, pricer=shared_pricer(job.costs, job.cluster, payload))
@@ -225,7 +165,7 @@ def replan(
     rows.append(_found("old strategy", evaluator, begun))
     algorithms_ms = (time.perf_counter() - started) * 1e3
     space.ledger.kinds_of(choice for row in rows for choice in row.choices)
-    allowed = [fitted for row in rows if (fitted := space.fitted(row)) is not None]
+    allowed = [fitted for row in rows if (fitted := _fitted(space, row)) is not None]
     refined = refine(
         job, evaluator, [Start(row.choices, old.partition_bytes, row.makespan_us) for row in allowed],
         space.every, (old.partition_bytes,), effort=REPLAN_EFFORT, warm=certificates, ledger=space.budgets,
@@ -235,40 +175,6 @@ def replan(
     plain_us = rows[0].makespan_us
     result = _result(job, space, allowed, plain_us, baselines, False, started, refined.bound_us, refined, algorithms_ms)
     return _settled(job, space, result, REPLAN_EFFORT, (old.partition_bytes,))
-
-
-def _space(
-    job: Job,
-    specs: tuple[CompressorSpec, ...],
-    payload: PayloadBytes,
-    terms: Terms,
-    sensitivity: Sensitivity | None,
-) -> _Space:
-    forced = terms.constraints.forced()
-    offered = tuple(dict.fromkeys(specs + tuple(more for spec in specs for more in finer(spec))))
-    known = tuple(dict.fromkeys((*offered, *(spec for spec in forced if spec != NONE))))
-    if sensitivity is None and SENSITIVITY in job.meta:
-        sensitivity = Sensitivity.from_json(job.meta[SENSITIVITY])
-    asked = terms.error_budget is not None or terms.for_exactness > 0
-    if sensitivity is None and asked:
-        sensitivity = normal_sensitivity(known)
-    elif sensitivity is not None:
-        known = tuple(spec for spec in known if spec in specs or sensitivity.knows(spec))
-    ledger = Ledger(job.tensors, job.cluster, known, sensitivity, terms.budgets, terms.bytes_kept)
-    if terms.error_budget is not None:
-        # What owes less is worth its bytes only where that is bounded.
-        specs = tuple(spec for spec in offered if spec in known)
-    training, offloaded = compressed_leaves(job, specs)
-    whole = every_choice(job, specs)
-    every = {FREE: whole}
-    for kind in {terms.constraints.kind_of(tensor) for tensor in job.tensors} | {FREE}:
-        mine = whole if kind == FREE else every_choice(job, _check_specs(job, forced)) + whole
-        every[kind] = tuple(dict.fromkeys(terms.constraints.of(mine, kind)))
-        if not every[kind]:
-            raise JobError(f"constraints: no option on {job.cluster} is what tensors are forced to ({kind!r})")
-    if every[FREE] == whole:
-        every[FREE] = whole  # the list that earlier searches have priced
-    return _Space(specs, training, offloaded, raw_choices(job.cluster), every, payload, terms, ledger)
 
 
 def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) -> SearchResult:
@@ -300,7 +206,7 @@ def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) ->
 
 def _search_buckets(
     job: Job,
-    space: _Space,
+    space: Space,
     effort: Effort | None,
     partitions: Sequence[int] | None,
     progress: Progress | None,
@@ -325,7 +231,7 @@ def _search_buckets(
         found += rows
     algorithms_ms = (time.perf_counter() - started) * 1e3
     space.ledger.kinds_of(choice for row in found for choice in row.choices)
-    allowed = [fitted for row in found if (fitted := space.fitted(row)) is not None]
+    allowed = [fitted for row in found if (fitted := _fitted(space, row)) is not None]
     if not allowed:
         raise JobError("no strategy that the search knows keeps to the budgets with what tensors are forced to")
     refined = refine(
@@ -351,7 +257,7 @@ def _search_buckets(
     return _result(job, space, allowed, plain_us, baselines, capped, started, bound, refined, algorithms_ms)
 
 
-def _known(evaluator: Evaluator, space: _Space, progress: Progress | None) -> tuple[list[_Found], bool]:
+def _known(evaluator: Evaluator, space: Space, progress: Progress | None) -> tuple[list[_Found], bool]:
     """The baselines and the algorithms, and whether Algorithm 2's product was capped.
 
     The algorithms as published start from the uncompressed strategy and can end above a baseline. The greedy of
@@ -380,6 +286,20 @@ def _known(evaluator: Evaluator, space: _Space, progress: Progress | None) -> tu
     return [*rows, published, again], capped
 
 
+def _fitted(space: Space, row: _Found) -> _Found | None:
+    """The strategy with what its units may not take replaced, if it keeps to the budgets then."""
+    limits = space.constraints
+    if limits is not None:
+        choices = tuple(
+            choice if limits.allows(choice, unit.kind) else leaves_of(space.every, unit)[0]
+            for unit, choice in zip(row.evaluator.units, row.choices, strict=True)
+        )
+        if choices != row.choices:
+            makespan = row.evaluator.makespan(row.evaluator.encode(choices))
+            row = replace(row, choices=choices, makespan_us=makespan)
+    return row if space.ledger.allows(row.by_tensor) else None
+
+
 def _part_of(progress: Progress | None, number: int, total: int) -> Progress | None:
     if progress is None:
         return None
@@ -392,7 +312,7 @@ def _found(name: str, evaluator: Evaluator, strategy: npt.NDArray[np.int64]) -> 
 
 def _result(
     job: Job,
-    space: _Space,
+    space: Space,
     found: list[_Found],
     plain_us: float,
     baselines: dict[str, float],
@@ -434,7 +354,7 @@ def _result(
 
 
 def _settled(
-    job: Job, space: _Space, result: SearchResult, effort: Effort | None, sizes: tuple[int, ...] | None = None
+    job: Job, space: Space, result: SearchResult, effort: Effort | None, sizes: tuple[int, ...] | None = None
 ) -> SearchResult:
     """The result as its terms ask for: as exact as there is time for, of few kinds, certified as it is then.
 
@@ -477,16 +397,17 @@ def _settled(
     )
 
 
-def _noted(space: _Space, row: Ranked) -> Ranked:
+def _noted(space: Space, row: Ranked) -> Ranked:
     """The row with what its strategy owes and keeps in its notes, and what it was asked to keep to."""
-    spent, owed = space.ledger.spent(row.strategy.choices), space.ledger.error(row.strategy.choices)
-    notes = {**row.strategy.notes, RESIDUAL_MB: spent[1] / MB, **space.terms.to_meta()}
+    owed, ranks = space.ledger.error(row.strategy.choices), range(min(row.strategy.cluster.num_ranks, MOST_LOOKED_AT))
+    kept = max(residual_bytes(row.plan, rank, space.terms.bytes_kept) for rank in ranks)
+    notes = {**row.strategy.notes, RESIDUAL_MB: kept / MB, **space.terms.to_meta()}
     if owed is not None:
         notes[OWED] = owed
     return replace(row, strategy=replace(row.strategy, notes=notes))
 
 
-def _plain(job: Job, space: _Space, result: SearchResult) -> Ranked:
+def _plain(job: Job, space: Space, result: SearchResult) -> Ranked:
     """Every tensor raw, but for those that are forced to something else."""
     choices = {t.name: space.every[space.terms.constraints.kind_of(t)][0] for t in job.tensors}
     notes = {"predicted_us": result.uncompressed_us, "mode": job.mode.value, "found_by": "uncompressed"}
@@ -496,7 +417,7 @@ def _plain(job: Job, space: _Space, result: SearchResult) -> Ranked:
     )  # fmt: skip
 
 
-def _bound_of(job: Job, space: _Space, row: Ranked, effort: Effort | None, sizes: tuple[int, ...] | None) -> float:
+def _bound_of(job: Job, space: Space, row: Ranked, effort: Effort | None, sizes: tuple[int, ...] | None) -> float:
     """Certified over the groups that a strategy has, without what rides in payloads of others."""
     strategy = row.strategy
     units = tuple(

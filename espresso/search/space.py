@@ -1,0 +1,109 @@
+"""What one search may choose from: compressors, leaves by kinds of units, terms and what choices spend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from espresso.model.job import Job, JobError
+from espresso.model.payload_sizes import PayloadBytes
+from espresso.search.budgets import Ledger
+from espresso.search.candidates import Unit, compressed_leaves, every_choice, raw_choices, units_of
+from espresso.search.error_budget import Sensitivity, normal_sensitivity
+from espresso.search.settle import finer
+from espresso.search.terms import Terms
+from espresso.strategies import NONE, Choice, CompressorSpec
+from espresso.strategies.constraints import FREE, Constraints
+
+SENSITIVITY = "sensitivity"
+"""Of a job's meta: what compressors owe of its gradients, as it was measured."""
+
+
+@dataclass
+class Space:
+    """What one search may choose: everything but the job's buckets.
+
+    Attributes:
+        every: by the kinds of units that constraints make.
+    """
+
+    specs: tuple[CompressorSpec, ...]
+    training: tuple[Choice, ...]
+    offloaded: tuple[Choice, ...]
+    raw: tuple[Choice, ...]
+    every: dict[str, tuple[Choice, ...]]
+    payload: PayloadBytes
+    terms: Terms
+    ledger: Ledger
+
+    @property
+    def budgets(self) -> Ledger | None:
+        """What choices spend, if anything is bounded."""
+        return self.ledger if self.terms.budgets.binds else None
+
+    @property
+    def constraints(self) -> Constraints | None:
+        """If there are any."""
+        return None if self.terms.constraints == Constraints() else self.terms.constraints
+
+    def units(self, job: Job) -> tuple[Unit, ...]:
+        return units_of(job, self.constraints)
+
+
+def check_specs(
+    job: Job, compressor: CompressorSpec | str | Sequence[CompressorSpec | str]
+) -> tuple[CompressorSpec, ...]:
+    """Those to search for, without ``none``.
+
+    Raises:
+        JobError: the job has no costs for one of them.
+    """
+    given = (compressor,) if isinstance(compressor, CompressorSpec | str) else tuple(compressor)
+    specs = tuple(spec if isinstance(spec, CompressorSpec) else CompressorSpec.parse(spec) for spec in given)
+    for spec in specs:
+        if spec != NONE and not job.costs.devices(spec):
+            known = sorted({cost.spec for cost in job.costs.compute}) or ["none at all"]
+            raise JobError(f"the job has no costs for compressor '{spec}'; it has {', '.join(known)}")
+    return tuple(dict.fromkeys(spec for spec in specs if spec != NONE))
+
+
+def space_of(
+    job: Job,
+    specs: tuple[CompressorSpec, ...],
+    payload: PayloadBytes,
+    terms: Terms,
+    sensitivity: Sensitivity | None,
+) -> Space:
+    """What a search of these compressors under these terms may choose from.
+
+    Raises:
+        JobError: an error budget for a compressor of which nothing is known; no option is what is forced.
+    """
+    forced = terms.constraints.forced()
+    offered = tuple(dict.fromkeys(specs + tuple(more for spec in specs for more in finer(spec))))
+    known = tuple(dict.fromkeys((*offered, *(spec for spec in forced if spec != NONE))))
+    if sensitivity is None and SENSITIVITY in job.meta:
+        sensitivity = Sensitivity.from_json(job.meta[SENSITIVITY])
+    asked = terms.error_budget is not None or terms.for_exactness > 0
+    if sensitivity is None and asked:
+        sensitivity = normal_sensitivity(known)
+    elif sensitivity is not None:
+        known = tuple(spec for spec in known if spec in specs or sensitivity.knows(spec))
+    ledger = Ledger(job.tensors, job.cluster, known, sensitivity, terms.budgets, terms.bytes_kept)
+    if terms.error_budget is not None:
+        # What owes less is worth its bytes only where that is bounded.
+        specs = tuple(spec for spec in offered if spec in known)
+    training, offloaded = compressed_leaves(job, specs)
+    whole = every_choice(job, specs)
+    every = {FREE: whole}
+    for kind in {terms.constraints.kind_of(tensor) for tensor in job.tensors} | {FREE}:
+        mine = whole if kind == FREE else every_choice(job, check_specs(job, forced)) + whole
+        every[kind] = tuple(dict.fromkeys(terms.constraints.of(mine, kind)))
+        if not every[kind]:
+            raise JobError(f"constraints: no option on {job.cluster} is what tensors are forced to ({kind!r})")
+    if every[FREE] == whole:
+        every[FREE] = whole  # the list that earlier searches have priced
+    return Space(specs, training, offloaded, raw_choices(job.cluster), every, payload, terms, ledger)
+
+
+__all__ = ["SENSITIVITY", "Space", "check_specs", "space_of"]
