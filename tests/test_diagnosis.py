@@ -269,7 +269,6 @@ def test_a_cause_is_named_first_where_it_is_and_its_gain_is_right(name: str) -> 
         World(traffic=sending((110, 125, 118))),
         World((Rank(),)),
     ],
-    ids=str,
 )
 def test_a_clean_run_is_clean(world: World) -> None:
     found = diagnose(world.flights())
@@ -286,7 +285,7 @@ def test_shifted_clocks_change_nothing() -> None:
         ]
 
 
-@pytest.mark.parametrize("world", [World(), World(ms_a_mb=20), World(compressed=True), World(noise=0.3)], ids=str)
+@pytest.mark.parametrize("world", [World(), World(ms_a_mb=20), World(compressed=True), World(noise=0.3)])
 def test_recorded_steps_replay(world: World) -> None:
     run = Run(world.flights())
     costs = costs_of(run)
