@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from espresso.comm.environment import read_environment
-from espresso.comm.errors import DisagreementError
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.executor import Executor
 from espresso.comm.groups import Groups
@@ -32,9 +31,8 @@ from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link, connected
 from espresso.comm.witness import worded
 from espresso.compressors.schedule import Follower, Schedule, check_choices
-from espresso.diagnosis.overlap import predicted_overlap
+from espresso.live.agreement import agree, agree_on_epoch, check_replicas
 from espresso.live.artifacts import Artifacts, ProfileMarks
-from espresso.live.checkpoint import checksum
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import FixedPlanner
@@ -58,16 +56,6 @@ logger = logging.getLogger("espresso")
 TOLD_S = 1.0
 """For the last message of a rank that closes: the others begin theirs at the end of the same iteration."""
 
-METRICS = tuple(
-    f"espresso/{name}"
-    for name in (
-        "bytes_sent", "bytes_raw", "residual_norm", "residual_bytes", "velocity_bytes", "predicted_step_us",
-        "measured_step_us", "steps", "skipped_steps", "tensors_compressed", "tensors_through_servers", "decided",
-        "overlap", "predicted_overlap",
-    )
-)  # fmt: skip
-"""What :meth:`Session.metrics` tells."""
-
 
 class Session:
     """A job from its start to its end. Made by all ranks together; it is the executor's planner.
@@ -89,6 +77,7 @@ class Session:
         sampler: keeps numbers of the profiled iterations' gradients.
         recorder, recording: keep the last of them.
         history: what was decided when, and why.
+        overlap_of: predicted for a strategy, for whoever asks again.
         lay_buckets: has the front lay its buckets anew, of a size in MiB; whether it will.
 
     Raises:
@@ -114,7 +103,9 @@ class Session:
             undo.callback(self.groups.close, wait=False)
             undo.push(self._tell_why)
             self.given = given.on(model.tensors, self.groups.cluster)
-            self._agree(epoch)
+            tensors = {f"tensor {tensor.name!r}": (tensor.shape, tensor.dtype) for tensor in model.tensors}
+            asked = {"compressor": self.given.named, "strategy": str(self.given), **config.shared, "epoch": epoch}
+            agree(self.groups, {**tensors, **asked})
             schedule = self.given.schedule()
             self.follower = Follower(schedule, epoch, config.steps_per_epoch)
             self.codecs: HostCodecs = self.runtime.codecs(config.offload_threads, config.offload_width)
@@ -131,7 +122,7 @@ class Session:
             self.recorder = Recorder(self.groups)
             self.history = History(self.groups.speaks, self.artifacts.history)
             self.search: OnlineSearch | None = None
-            self._overlap_of: tuple[Strategy, float] | None = None
+            self.overlap_of: tuple[Strategy, float] | None = None
             self._flushing: Assignment | None = None
             self.decider: Decider = self._make_decider()
             if isinstance(self.decider, FixedPlanner):
@@ -179,25 +170,6 @@ class Session:
         """Let the others know why this rank does not start: they wait for it."""
         if error is not None:
             self.groups.witness.tell(worded(error))
-
-    def _agree(self, epoch: int | None) -> None:
-        """Every rank must have the same model, strategy and settings."""
-        mine = {
-            **{f"tensor {tensor.name!r}": (tensor.shape, tensor.dtype) for tensor in self.model.tensors},
-            "compressor": self.given.named,
-            "strategy": str(self.given),
-            **self.config.shared,
-            "epoch": epoch,
-        }
-        everybody = self.groups.all_objects(mine)
-        for rank, theirs in enumerate(everybody):
-            for what in [*everybody[0], *(what for what in theirs if what not in everybody[0])]:
-                first, other = (values.get(what, "nothing") for values in (everybody[0], theirs))
-                if first != other:
-                    raise DisagreementError(
-                        f"rank {rank} has another {what} than rank 0 ({first!r} on rank 0, {other!r} on rank {rank});"
-                        " start all ranks alike"
-                    )
 
     def _front(self) -> dict[str, Any]:
         """What the executor does otherwise for shards: infs in one shard void the iteration in all of them."""
@@ -408,67 +380,12 @@ class Session:
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins. All ranks together, between two steps."""
         if not self.follower.schedule.is_fixed:
-            everybody = self.groups.all_objects(epoch)
-            for rank, theirs in enumerate(everybody):
-                if theirs != everybody[0]:
-                    raise DisagreementError(
-                        f"rank {rank} says that epoch {theirs} begins, rank 0 says {everybody[0]}; call"
-                        " state.set_epoch on all ranks at the same step"
-                    )
+            agree_on_epoch(self.groups, epoch)
         self.follower.epoch = epoch
 
     def check_replicas(self) -> None:
         """Compare all parameters between ranks, bit for bit. All ranks together."""
-        checksums = {name: checksum(parameter) for name, parameter in self.model.parameters.items()}
-        everybody = self.groups.all_objects(checksums)
-        for rank, theirs in enumerate(everybody):
-            for name, value in theirs.items():
-                if value != everybody[0][name]:
-                    raise DisagreementError(f"parameter {name!r} on rank {rank} differs from rank 0: replicas diverged")
-
-    # -- figures -------------------------------------------------------------------------------------
-
-    def metrics(self) -> dict[str, float]:
-        """Flat figures for any logger."""
-        self.executor.conclude()
-        last, strategy, velocities = self.observer.last, self.decider.strategy, self.velocities
-        figures = (
-            0 if last is None else last.bytes_sent,
-            0 if last is None else last.bytes_raw,
-            self.store.norm(),
-            self.store.num_bytes,
-            0 if velocities is None else velocities.num_bytes,
-            self.predicted_us,
-            self.observer.step_us,
-            self.executor.next_step,
-            self.observer.num_skipped,
-            strategy.num_compressed,
-            strategy.num_through_servers,
-            self.decider.decided,
-            self.recorder.overlap() or 0.0,
-            self._predicted_overlap(),
-        )
-        found = {} if self.guard is None else self.guard.figures
-        by_group = {f"espresso/{what}/{group}": value for group, row in found.items() for what, value in row.items()}
-        return dict(zip(METRICS, map(float, figures), strict=True)) | by_group
-
-    @property
-    def predicted_us(self) -> float:
-        """Of an iteration of the decided strategy; 0 where nothing was predicted."""
-        verdict = self.decider.verdict
-        if verdict is None:
-            return 0.0
-        if verdict.name == "plain" and self.search is not None:
-            return self.search.uncompressed_us
-        return verdict.predicted_us.get(verdict.name, 0.0)
-
-    def _predicted_overlap(self) -> float:
-        job, strategy = None if self.search is None else self.search.job, self.decider.strategy
-        if job is None:
-            return 0.0
-        if self._overlap_of is None or self._overlap_of[0] is not strategy:
-            self._overlap_of = strategy, predicted_overlap(job, strategy)
-        return self._overlap_of[1]
+        check_replicas(self.groups, self.model.parameters)
 
     # -- the end -------------------------------------------------------------------------------------
 

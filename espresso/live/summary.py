@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from espresso.live.figures import predicted_us
 from espresso.live.session import Session
 from espresso.strategies import NONE, Strategy
 
@@ -58,7 +59,7 @@ def _gains(session: Session) -> str:
     if verdict is None or verdict.name == "plain" or not {verdict.name, "plain"} <= verdict.measured_us.keys():
         return ""
     ours, plain = verdict.measured_us[verdict.name], verdict.measured_us["plain"]
-    predicted = f", predicted {session.predicted_us / 1e3:.1f}" if session.predicted_us else ""
+    predicted = f", predicted {predicted_us(session) / 1e3:.1f}" if predicted_us(session) else ""
     return f"{ours / 1e3:.1f} ms a step instead of {plain / 1e3:.1f}, {plain / ours:.2f} times as fast{predicted}"
 
 

@@ -14,9 +14,10 @@ from espresso.comm.errors import EspressoError
 from espresso.comm.witness import lost_peer
 from espresso.diagnosis.report import Diagnosis
 from espresso.live import resume
+from espresso.live.figures import METRICS, metrics_of
 from espresso.live.observe import diagnosed
 from espresso.live.recorder import KEPT_STEPS
-from espresso.live.session import METRICS, Session
+from espresso.live.session import Session
 from espresso.live.summary import summary_of
 from espresso.model.job import Job
 from espresso.strategies import Cluster, Strategy
@@ -120,7 +121,7 @@ class View:
 
     def metrics(self) -> dict[str, float]:
         """Flat figures for any logger: bytes of the latest step, residual norm, predicted and measured step time."""
-        return dict.fromkeys(METRICS, 0.0) if self._session is None else self._session.metrics()
+        return dict.fromkeys(METRICS, 0.0) if self._session is None else metrics_of(self._session)
 
     def record(self, path: str | os.PathLike[str], last: int = KEPT_STEPS) -> Path:
         """Write what happened in this rank's last steps, for ``espresso diagnose``. No communication.

@@ -1,0 +1,57 @@
+"""What all ranks of a job must have alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from espresso.comm.errors import DisagreementError
+from espresso.comm.groups import Groups
+from espresso.live.checkpoint import checksum
+
+
+def agree(groups: Groups, mine: Mapping[str, Any]) -> None:
+    """Compare settings. All ranks together.
+
+    Raises:
+        DisagreementError: names the rank, the setting, and both values.
+    """
+    everybody = groups.all_objects(dict(mine))
+    for rank, theirs in enumerate(everybody):
+        for what in [*everybody[0], *(what for what in theirs if what not in everybody[0])]:
+            first, other = (values.get(what, "nothing") for values in (everybody[0], theirs))
+            if first != other:
+                raise DisagreementError(
+                    f"rank {rank} has another {what} than rank 0 ({first!r} on rank 0, {other!r} on rank {rank});"
+                    " start all ranks alike"
+                )
+
+
+def agree_on_epoch(groups: Groups, epoch: int) -> None:
+    """Compare which epoch begins. All ranks together, between two steps.
+
+    Raises:
+        DisagreementError: names the rank and both epochs.
+    """
+    everybody = groups.all_objects(epoch)
+    for rank, theirs in enumerate(everybody):
+        if theirs != everybody[0]:
+            raise DisagreementError(
+                f"rank {rank} says that epoch {theirs} begins, rank 0 says {everybody[0]}; call"
+                " state.set_epoch on all ranks at the same step"
+            )
+
+
+def check_replicas(groups: Groups, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Compare parameters, bit for bit. All ranks together.
+
+    Raises:
+        DisagreementError: names the rank and the first tensor that differs from rank 0.
+    """
+    everybody = groups.all_objects({name: checksum(parameter) for name, parameter in parameters.items()})
+    for rank, theirs in enumerate(everybody):
+        for name, value in theirs.items():
+            if value != everybody[0][name]:
+                raise DisagreementError(f"parameter {name!r} on rank {rank} differs from rank 0: replicas diverged")
