@@ -76,7 +76,7 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_deadline(played):
     sleeper, *others = [report for report in played(one_rank_sleeps)]
     for rank, report in enumerate(others, start=1):
         check_report(rank, report)
-        assert 3.0 <= report["raised_at"] - sleeper["stopped_at"] < 3.0 + 5.0
+        assert 2.9 <= report["raised_at"] - sleeper["stopped_at"] < 3.0 + 5.0
         assert "Rank 0 is behind: iteration 4 has not begun there" in report["first"], report["first"]
 
 
