@@ -120,6 +120,8 @@ def advised_bucket_cap(
     best: CapRow | None = None
     for cap in caps_for(job) if caps is None else caps:
         other = rebucketed(job, cap)
+        if other.laid_out == job.laid_out:
+            continue
         found = search(other, compressors, effort=NO_EFFORT, partitions=(0,))
         row = CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
         if row.predicted_us < (result if best is None else best).predicted_us / (NEAR if best is None else 1):
