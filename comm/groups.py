@@ -41,10 +41,6 @@ CLOSED = "espresso is closed: its process groups are gone"
 
 _POLL_S, _LOOK_EVERY_S = 0.02, 2.0
 
-_TRIPS = 3
-FAR_S, FAR_CONNECTIONS = 0.005, 4
-"""A barrier that takes longer crosses a long network; there one connection alone does not fill the link."""
-
 _STORE_S = 2.0
 """The store may end with rank 0, which has found that somebody is missing: the others find out until then."""
 
@@ -79,8 +75,7 @@ class Groups:
         host_copies: whether the model is on a device, so that offloaded steps copy; a part of every plan.
         num_servers: parameter servers beside these ranks.
         colocated: whether they share the ranks' machines.
-        connections: of a link, over which exchanges go in turn; None takes ``FAR_CONNECTIONS`` where a round trip is
-            longer than ``FAR_S``, else one. NCCL sees to its own.
+        connections: of a link between nodes, over which exchanges go in turn. NCCL sees to its own.
         beside: groups of the ranks that hold the other shards of what this rank has a share of; every one of them is
             in a job like this one. None where every rank holds all of the model.
 
@@ -97,7 +92,7 @@ class Groups:
         host_copies: bool = False,
         num_servers: int = 0,
         colocated: bool = False,
-        connections: int | None = None,
+        connections: int = 1,
         beside: Groups | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -128,7 +123,7 @@ class Groups:
                 answers = self.alarm.roll_call(START_S)
                 cluster = self._find_cluster(ranks_per_node, connections)
                 self.alarm.excuse(answers)  # everybody lives, and has asked
-                return self.control, cluster, self._make_scopes(cluster, self._connections(connections))
+                return self.control, cluster, self._make_scopes(cluster, connections if self.backend == "gloo" else 1)
 
         try:
             found = within(timeout_s + _SLACK_S, make, what)
@@ -347,7 +342,7 @@ class Groups:
         self._number = max(count for count, *_ in cards)
         return store, keys[self.rank]
 
-    def _find_cluster(self, ranks_per_node: int | None, connections: int | None) -> Cluster:
+    def _find_cluster(self, ranks_per_node: int | None, connections: int) -> Cluster:
         # Compared before anything depends on it: ranks that disagree here would make different groups, and hang.
         mine = {"ranks_per_node": ranks_per_node, "connections": connections}
         everybody = self.all_objects((mine, node_key(), build()))
@@ -368,17 +363,6 @@ class Groups:
                 " with ranks_per_node=1 every rank is a node of its own and all flat options work"
             )
         return Cluster(self.num_ranks // ranks_per_node, ranks_per_node)
-
-    def _connections(self, asked: int | None) -> int:
-        """How many groups each link has: what was asked, else by the round trip of the control messages."""
-        if self.backend != "gloo" or asked is not None:
-            return asked or 1
-        trips: list[float] = []
-        for _ in range(_TRIPS):
-            begin = time.perf_counter()
-            self.barrier()
-            trips.append(time.perf_counter() - begin)
-        return int(self.from_rank_0(FAR_CONNECTIONS if min(trips) > FAR_S else 1))
 
     def _make_scopes(self, cluster: Cluster, connections: int) -> dict[Scope, Member]:
         per_node, nodes = cluster.ranks_per_node, cluster.num_nodes

@@ -59,7 +59,7 @@ class Settings(TypedDict, total=False):
     feedback_gain: float | None
     offload_threads: int | None
     offload_width: int | None
-    connections: int | None
+    connections: int
     warmup_steps: int
     profile_steps: int
     race_steps: int
@@ -164,8 +164,7 @@ class Config:
             takes each compressor's own: 1/8 for signs and random-k, 1/4 for top-k and its kin, 1 for the others.
         offload_threads: threads of the host worker pool; None takes the cores this rank may use.
         offload_width: compressions at once on that pool; None takes one for each of its threads, and at most 8.
-        connections: of each link between nodes, over which exchanges go in turn (Gloo). None takes 4 where a round trip
-            is longer than 5 ms, else 1.
+        connections: of each link between nodes, over which exchanges go in turn (Gloo; ``docs/long_networks.md``).
         warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
         profile_steps: plain steps in which gaps are measured.
         race_steps: steps of each block when strategies race against plain; the first of a block is not counted.
@@ -205,7 +204,7 @@ class Config:
     feedback_gain: float | None = field(default=None, metadata=_in(_optional(_real(1.0))))
     offload_threads: int | None = field(default=None, metadata=_in(_optional(_whole(1, 1024))))
     offload_width: int | None = field(default=None, metadata=_in(_optional(_whole(1, 64))))
-    connections: int | None = field(default=None, metadata=_in(_optional(_whole(1, 16))))
+    connections: int = field(default=1, metadata=_in(_whole(1, 16)))
     warmup_steps: int = field(default=4, metadata=_in(_whole(3, MOST_MEASURED)))
     profile_steps: int = field(default=8, metadata=_in(_whole(1, MOST_MEASURED)))
     race_steps: int = field(default=5, metadata=_in(_whole(3, MOST_MEASURED)))
