@@ -6,8 +6,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP_ARGS ?=
-# Three files at a time on two cores: ranks wait for each other much of the time.
-PYTEST_ARGS ?= -n 3 --dist loadfile
+# Four files at a time on two cores, slow ones first: ranks wait for each other and for time-outs much of the time.
+PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 GPU_PYTHON ?= python3
 GPU_PYTEST_ARGS ?=

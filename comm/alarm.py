@@ -18,6 +18,7 @@ with the secret is dropped unread. A receipt has the kind that it is for in plac
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import select
@@ -94,7 +95,7 @@ class Alarm:
         self._failure = ""
         self._failed: dict[int, str] = {}
         self._left: dict[int, None] = {}
-        self._question = 0
+        self._questions = itertools.count(1)  # asked from several threads
         self._news = threading.Condition()
         self._answers: dict[int, dict[int, Answer]] = {}
         self._acknowledged: dict[int, set[int]] = {}
@@ -129,8 +130,7 @@ class Alarm:
 
     def roll_call(self, patience_s: float) -> dict[int, Answer]:
         """What the other ranks answer; returns as soon as all have, or after ``patience_s``."""
-        self._question += 1
-        question, deadline = self._question, time.monotonic() + patience_s
+        question, deadline = next(self._questions), time.monotonic() + patience_s
         answers = self._answers[question] = {}
         self._repeat(_Kind.ASK, question, "", answers, self._others - self._mute, deadline)
         del self._answers[question]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,8 +14,14 @@ from espresso.comm.errors import EspressoError
 T = TypeVar("T")
 
 
-def within(patience_s: float, call: Callable[[], T], what: str) -> T:
+_LOOK_EVERY_S = 2.0
+
+
+def within(patience_s: float, call: Callable[[], T], what: str, meanwhile: Callable[[], None] = lambda: None) -> T:
     """``call()``, waited for no longer than ``patience_s``; it runs on a thread of its own, on the same GPU.
+
+    Args:
+        meanwhile: called every two seconds of waiting.
 
     Raises:
         EspressoError: it did not return in time. Its thread is left to itself.
@@ -34,7 +41,11 @@ def within(patience_s: float, call: Callable[[], T], what: str) -> T:
 
     thread = threading.Thread(target=run, name="espresso-bounded", daemon=True)
     thread.start()
-    thread.join(patience_s)
+    until = time.monotonic() + patience_s
+    while thread.is_alive() and (left := until - time.monotonic()) > 0:
+        thread.join(min(left, _LOOK_EVERY_S))
+        if thread.is_alive():
+            meanwhile()
     if errors:
         raise errors[0]
     if not results:

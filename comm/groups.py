@@ -126,7 +126,7 @@ class Groups:
                 return self.control, cluster, self._make_scopes(cluster, connections if self.backend == "gloo" else 1)
 
         try:
-            found = within(timeout_s + _SLACK_S, make, what)
+            found = within(timeout_s + _SLACK_S, make, what, self.witness.glance)
             self.control, self.cluster, self.scopes = found
             self._ends = self.all_objects(local_ends())
         except BaseException as error:

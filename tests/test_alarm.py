@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from espresso.comm.alarm import Alarm
+from espresso.comm.errors import LostRankError
 from espresso.comm.witness import Witness
 
 CLOSED = "Connection closed by peer"
@@ -59,6 +60,19 @@ def test_a_rank_that_failed_is_named_with_its_reason_though_it_is_gone(alarms):
     alarms[2].close()
     assert blamed_by_rank_0(alarms, 2).endswith(" Rank 1 failed first: ValueError: no more bits.")
     assert blamed_by_rank_0(alarms, 1) == " That is rank 1, which failed first: ValueError: no more bits."
+
+
+def test_who_was_silent_during_a_wait_is_named_though_it_answers_at_its_end(alarms):
+    cards = [one.card for one in alarms]
+    witness = Witness(0, alarms[0], lambda text: None)
+    witness.glance()
+    witness.look("all is well")
+    alarms[0].meet([*cards[:2], [*cards[2][:2], "00" * 16], cards[3]])  # rank 2 drops what does not name its secret
+    witness.glance()
+    alarms[0].meet(cards)
+    with pytest.raises(LostRankError, match="making groups: Rank 2 was silent meanwhile: stopped, or"):
+        witness.look("making groups")
+    witness.look("said once")
 
 
 def test_of_a_long_text_the_end_travels(alarms):

@@ -13,6 +13,7 @@ POISONED = (1, 6, 20, 29)
 """While warming up, profiling and racing."""
 
 
+@pytest.mark.slow
 def test_decides_within_sixty_steps_and_learns(played):
     everybody = played(decide)
     for result in everybody:

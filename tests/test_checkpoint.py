@@ -47,6 +47,7 @@ BRIEF = ("dcp", "gathered")
 HOW = (*BRIEF, "after register", "before the first step", "pickle", "file", "dcp, async", "dcp, late")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_resumed_is_bit_identical(played, how):
     for results in played(resumed):

@@ -114,6 +114,7 @@ def nvcc_says(file: str, folder: Path) -> str:
     return f"{done.stdout}{done.stderr} (exit status {done.returncode})"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed: CUDA sources are not compiled here")
 @pytest.mark.parametrize("file", sources())
 def test_nvcc_compiles_it(file: str, verdicts: dict[str, str]) -> None:

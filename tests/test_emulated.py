@@ -94,6 +94,7 @@ def test_more_hosts_meet_at_a_switch() -> None:
     assert _namespaces_of(os.getpid()) == []
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_hosts_far_apart() -> None:
     with open_network(3, "50mbit", distance=Distance(rtt_ms=40)) as network:
@@ -211,6 +212,7 @@ def test_what_a_killed_run_leaves_is_removed_later(holder: subprocess.Popen[byte
     assert not [path.name for path in tmp_path.iterdir() if _is_running(int(path.name))]
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_workers_of_two_hosts_meet_over_the_network() -> None:
     code = "import torch.distributed as d, torch; d.init_process_group('gloo'); t = torch.ones(250_000);"

@@ -102,6 +102,7 @@ def test_a_search_may_take_longer_than_the_time_out(played):
     assert played(one_search_takes_long) == [None, None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_is_named_in_time(victim, tmp_path):
     """Rank 0's host runs the job's store, which then answers nobody: connections to it hang."""
@@ -132,6 +133,7 @@ def test_a_collective_outside_espresso_names_who_was_lost():
         assert "rank 2" in outcome.value.lower().rpartition("runtimeerror")[2], outcome.value
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_while_kernels_are_compiled(tmp_path):
     """Ranks wait minutes for a compilation, but not for a rank that does not answer."""
     outcomes = run_ranks(compile_beside_a_stopped_rank, 3, str(tmp_path / "at"), check=False, deadline_s=80)
@@ -144,6 +146,7 @@ def test_a_rank_that_stops_while_kernels_are_compiled(tmp_path):
         check_time(raised_at - stopped_at)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(REFUSAL is not None, reason=f"no network namespaces: {REFUSAL}")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_loses_its_network(victim, tmp_path):

@@ -578,6 +578,7 @@ def played() -> Played:
     return Played(__name__, SCENARIOS, 4, ranks_per_node=2, deadline_s=150.0)
 
 
+@pytest.mark.slow
 def test_none_is_native_hsdp_bit_for_bit(played: Played) -> None:
     for same in played(exact):
         assert same == {"float32": True, "half": True, "narrow": True, "wide": True}

@@ -14,6 +14,7 @@ from espresso.comm.execute.executor import Assignment
 from espresso.strategies import Bucket, Choice, Cluster, parse_option
 
 
+@pytest.mark.slow
 def test_every_leaf_on_two_nodes_of_two_ranks():
     cases = cases_for(Cluster(2, 2))
     assert len(cases) == 174 + 9

@@ -70,6 +70,7 @@ def test_the_prediction_is_that_of_the_plan(job):
     assert len(set(choices)) == len(choices)
 
 
+@pytest.mark.slow
 @given(jobs())
 @slow_ok
 def test_the_search_is_deterministic(job):

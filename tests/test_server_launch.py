@@ -232,6 +232,7 @@ SURVIVE = ("--runtime-options", "recoverable,continuous,error-nonzero-status=fal
 """With these mpirun leaves the others running when a process dies."""
 
 
+@pytest.mark.slow
 @needs_mpirun
 @pytest.mark.parametrize(
     ("victim", "survivors", "said"),

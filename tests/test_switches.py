@@ -6,6 +6,8 @@ import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
 from benchmarks.exchange import Exchange, integers, make_buckets, numels_of, planned, strategy_of
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.execute.executor import Assignment
@@ -83,6 +85,7 @@ def switch(rank: int) -> Told:
     return told
 
 
+@pytest.mark.slow
 def test_a_hundred_switches_lose_nothing():
     told = POOL.run(switch, deadline_s=120)
     for ledgers in zip(*(each.ledgers for each in told), strict=True):
