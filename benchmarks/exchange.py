@@ -162,15 +162,7 @@ class Exchange:
 
     def kept(self, numels: Mapping[str, int]) -> dict[str, Array]:
         """Everything this rank answers for, by tensor, in float64."""
-        total = {name: np.zeros(numel, np.float64) for name, numel in numels.items()}
-        pieces, carry = self.store.snapshot()
-        for (name, _), parts in pieces.items():
-            for start, values, replica in parts:
-                if replica == 0:
-                    total[name][start : start + values.size] += values
-        for name, values in carry.items():
-            total[name] += values
-        return total
+        return kept_by(self.store, numels)
 
     def sites(self) -> set[str]:
         """The sites where this rank keeps something that is not zero."""
@@ -182,6 +174,19 @@ class Exchange:
         if isinstance(self.codecs, HostCodecs):
             self.codecs.close()
         self.groups.close()
+
+
+def kept_by(store: ResidualStore, numels: Mapping[str, int]) -> dict[str, Array]:
+    """What a rank's store answers for, by tensor, in float64."""
+    total = {name: np.zeros(numel, np.float64) for name, numel in numels.items()}
+    pieces, carry = store.snapshot()
+    for (name, _), parts in pieces.items():
+        for start, values, replica in parts:
+            if replica == 0:
+                total[name][start : start + values.size] += values
+    for name, values in carry.items():
+        total[name] += values
+    return total
 
 
 def make_buckets(*buckets: Mapping[str, int], dtype: str = "float32") -> tuple[Bucket, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import convergence, diagnose, overhead, prediction, results, speed, weather
+from benchmarks import convergence, diagnose, far, growth, overhead, prediction, results, speed, weather
 from benchmarks.convergence import Run
 from benchmarks.prediction import Row
 from espresso.live.profiler import rising
@@ -169,3 +169,42 @@ def test_rank_correlations_and_what_a_dossier_says_of_its_runs():
     assert (ours.steps_to_target, ours.seconds_to_target, control.steps_to_target) == (30, 3.0, None)
     assert plain.metric_95 == pytest.approx(12.71 * 0.01 / 2)
     assert ours.step_ms == pytest.approx(100.0)
+
+
+def test_where_packets_are_lost_nothing_else_may_be():
+    row = far.Row("pair", 300, 120.0, 900.0, 0.0, True)
+    assert row.passes
+    assert not replace(row, equal=False).passes
+    assert not replace(row, off=1e-9).passes, "what moves numbers unchanged loses nothing"
+    assert replace(row, arm="signs", off=1e-7).passes
+    assert not replace(row, arm="signs", off=1e-3).passes
+
+
+def test_all_who_live_name_who_was_killed(tmp_path):
+    (tmp_path / "killed").write_text("100.0")
+    (tmp_path / "heard0").write_text(json.dumps({"at": 101.5, "text": "That is rank 2: it died"}))
+    assert not far.death_of(tmp_path, 3).named, "rank 1 is silent"
+    (tmp_path / "heard1").write_text(json.dumps({"at": 103.0, "text": "Rank 2 does not answer"}))
+    death = far.death_of(tmp_path, 3)
+    assert (death.seconds, death.passes) == (3.0, True)
+    assert not replace(death, seconds=far.WITHIN_S + 1).passes
+    (tmp_path / "heard1").write_text(json.dumps({"at": 103.0, "text": "Rank 0 does not answer"}))
+    assert not far.death_of(tmp_path, 3).passes
+
+
+def test_traffic_and_rounds_by_the_models_formulas():
+    once, twice, between = (
+        (growth.FLAT | growth.HIERARCHICAL)["signs, all-gather"],
+        *(
+            (growth.FLAT | growth.HIERARCHICAL)[name]
+            for name in ("signs, all-to-all, all-gather", "signs, between hosts: all-gather")
+        ),
+    )
+    payload, rounds = growth.formula(*once, 2, 1, 0, growth.MANY)
+    assert rounds == 1
+    assert growth.formula(*once, 8, 1, 0, growth.MANY) == (pytest.approx(7 * payload), 1)
+    assert growth.formula(*twice, 8, 1, 0, growth.MANY) == (pytest.approx(2 * 7 / 8 * payload, rel=0.01), 2)
+    assert growth.formula(*between, 4, 2, 0, growth.MANY) == (pytest.approx(3 * payload, rel=0.01), 1)
+    server = growth.SERVERS["signs, server"]
+    assert growth.formula(*server, 8, 1, 1, growth.MANY) == (pytest.approx(payload), 2)
+    assert growth.formula("flat.allreduce", "none", 4, 1, 0, growth.MANY)[0] == pytest.approx(1.5 * 4 * growth.MANY)

@@ -292,10 +292,12 @@ def test_rounds_that_wait_for_each_other_add_up_their_latency():
 
     assert latency("flat.allreduce", Cluster(2, 1)) == [20.0]
     assert latency("flat.allreduce", Cluster(16, 1)) == [80.0]  # a tree of depth four, up and down
-    assert latency("comp > flat.allgather > dec", Cluster(4, 1), TOY) == [30.0]
+    gather = "comp > flat.allgather > dec"
+    assert latency(gather, Cluster(2, 2), TOY) == [30.0]  # a ring, where ranks share a node
     # All at once, however many they are.
     swap = "comp > flat.all_to_all > dec > comp > flat.allgather > dec"
-    assert latency(swap, Cluster(4, 1), TOY) == [10.0, 30.0]
+    assert latency(swap, Cluster(16, 1), TOY) == [10.0, 10.0]
+    assert latency("flat.reduce_scatter > flat.allgather", Cluster(4, 1)) == [10.0, 10.0]
 
 
 def test_a_pool_of_some_width_compresses_as_many_at_once():

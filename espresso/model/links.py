@@ -5,7 +5,9 @@ delays what follows in the same chain. At most ``Links.in_flight`` exchanges are
 With one, which is the papers' convention and the default, latency occupies its lane as all else does.
 
 Conventions: allreduce costs the cheaper of ring and double tree; a flat routine is timed by the slowest link, the ranks
-of a node sharing the NIC; a rooted routine is charged at its root; an all-to-all sends to all peers at once.
+of a node sharing the NIC; a rooted routine is charged at its root. The executor's exchanges send to all peers at once
+(all-to-all, reduce-scatter, all-gather): they pay the latency once, however many take part. An allreduce, and a flat
+all-gather with several ranks on a node, is a ring, and pays it in every round.
 """
 
 from __future__ import annotations
@@ -145,10 +147,11 @@ def routine_cost(routine: Routine, link: AlphaBeta, peers: int, total_bytes: flo
         tree = link.cost(2 * total_bytes, 2 * depth)
         return min(ring, tree, key=_alone)
     if routine in (Routine.REDUCE_SCATTER, Routine.ALLGATHER):
-        return link.cost(share * total_bytes, peers - 1)
+        is_ring = routine is Routine.ALLGATHER and node_ranks > 1
+        return link.cost(share * total_bytes, peers - 1, peers - 1 if is_ring else num_rounds(routine, peers - 1))
     if routine is Routine.ALL_TO_ALL:
         crossing = node_ranks * (peers - node_ranks) / peers if node_ranks > 1 else share
-        return link.cost(crossing * total_bytes, peers - 1, rounds=num_rounds(routine, peers - 1))
+        return link.cost(crossing * total_bytes, peers - 1, num_rounds(routine, peers - 1))
     return link.cost(total_bytes, depth)
 
 
@@ -257,14 +260,18 @@ RING_PASSES = {Routine.ALLREDUCE: 2, Routine.REDUCE_SCATTER: 1, Routine.ALLGATHE
 
 
 def on_link(routine: Routine, peers: int) -> tuple[float, float]:
-    """How often a routine pays the latency, and its bytes on a link per byte of the whole array."""
+    """How many messages a rank sends, and its bytes on a link per byte of the whole array."""
     passes = RING_PASSES.get(routine)
     return (1, 1.0) if passes is None else (passes * (peers - 1), passes * (peers - 1) / peers)
 
 
+AT_ONCE = (Routine.ALL_TO_ALL, Routine.REDUCE_SCATTER, Routine.ALLGATHER)
+"""Routines whose messages do not wait for one another."""
+
+
 def num_rounds(routine: Routine, messages: float) -> float:
-    """How many of a routine's messages wait for one another: in an all-to-all all go at once."""
-    return 1 if routine is Routine.ALL_TO_ALL else messages
+    """How many of a routine's messages wait for one another."""
+    return 1 if routine in AT_ONCE else messages
 
 
 def fit_line(points: Sequence[tuple[float, float]], messages: float, factor: float) -> AlphaBeta:
