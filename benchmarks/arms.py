@@ -9,8 +9,9 @@
 | ``powersgd:rank=1``          | PyTorch's own hook, from its second step on                         |
 | ``espresso:SPEC``            | ``strategy="auto"`` with that compressor                            |
 | ``espresso:SPEC@PATH``       | a given strategy file                                               |
-| ``bare:SPEC``                | as many bytes as that compressor makes of all tensors, in one       |
-|                              | all-gather after the last bucket: what one message costs (drifts)   |
+| ``bare:SPEC``                | as many bytes as ``espresso:SPEC`` sends beside it, or else as that |
+|                              | compressor makes of all tensors, in one all-gather after the last   |
+|                              | bucket: what one message costs (replicas drift apart)               |
 | ``servers:raw``              | uncompressed, through parameter servers (``espresso.launch``)       |
 | ``servers:SPEC``             | two-way through parameter servers, every tensor                     |
 """
@@ -72,12 +73,15 @@ class Arm:
         if self.kind == "barrier":
             dist.barrier()
 
-    def attach(self, model: DistributedDataParallel, artifacts_dir: Path | None = None) -> Decider | None:
+    def attach(
+        self, model: DistributedDataParallel, artifacts_dir: Path | None = None, decide_by: int | None = None
+    ) -> Decider | None:
         """Register the arm on ``model``; returns Espresso's state for its own arms.
 
         Args:
             model: no hook is registered on it yet.
             artifacts_dir: where an automatic arm leaves its strategy and its job.
+            decide_by: of an automatic arm; None leaves the setting's default.
         """
         if self.kind in ("none", "barrier"):
             model.register_comm_hook(None, communicate_nothing)
@@ -88,9 +92,9 @@ class Arm:
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif self.kind == "bare":
-            model.register_comm_hook(OneMessage.of(model, self.detail), OneMessage.hook)
+            OneMessage.of(model, self.detail).attach(model)
         elif self.kind == "espresso":
-            return self._register(model, artifacts_dir)
+            return self._register(model, artifacts_dir, decide_by)
         elif self.kind == "servers":
             return self._register_servers(model)
         return None
@@ -108,11 +112,12 @@ class Arm:
         state: Decider = espresso.register(model, compressor=spec, strategy=policy)
         return state
 
-    def _register(self, model: DistributedDataParallel, artifacts_dir: Path | None) -> Decider:
+    def _register(self, model: DistributedDataParallel, artifacts_dir: Path | None, decide_by: int | None) -> Decider:
         import espresso
 
         compressor, _, path = self.detail.partition("@")
         config: dict[str, Any] = {} if path or artifacts_dir is None else {"artifacts_dir": str(artifacts_dir)}
+        config |= {} if path or decide_by is None else {"decide_by": decide_by}
         state: Decider = espresso.register(model, compressor=compressor, strategy=path or "auto", **config)
         return state
 
@@ -151,6 +156,17 @@ class OneMessage:
         num_bytes = create(spec).layout(segments).num_bytes
         mine = torch.randint(256, (num_bytes,), dtype=torch.uint8)
         return cls(mine, torch.empty(dist.get_world_size() * num_bytes, dtype=torch.uint8), [])
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Register the hook."""
+        model.register_comm_hook(self, OneMessage.hook)
+
+    def resize(self, sent_bytes: int) -> None:
+        """Send so many bytes a step and rank from now on. All ranks alike, between two steps."""
+        ranks = dist.get_world_size()
+        num_bytes = max(sent_bytes // max(ranks - 1, 1), 1)
+        self.mine = torch.randint(256, (num_bytes,), dtype=torch.uint8)
+        self.theirs = torch.empty(ranks * num_bytes, dtype=torch.uint8)
 
     def hook(
         self,

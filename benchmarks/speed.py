@@ -167,13 +167,18 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def train(network: Network, case: Case, arms: Sequence[str], seed: int, out: Path) -> dict[str, Any]:
+def train(
+    network: Network, case: Case, arms: Sequence[str], seed: int, out: Path, artifacts_dir: Path | None
+) -> dict[str, Any]:
     """Run one case; the trainer's result."""
     out.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "benchmarks.train", "--model", case.model, "--arms", ",".join(arms)]
     argv += ["--blocks", str(case.blocks), "--steps-per-block", str(case.steps), "--seed", str(seed)]
     # The first collectives of a slow network wait for seconds of gradients.
     argv += ["--json", str(out), "--timeout-s", "300"]
+    if case.rtt_ms:  # a plain step takes seconds there: as few as may be
+        argv += ["--decide-by", "0"]
+    argv += [] if artifacts_dir is None else ["--artifacts-dir", str(artifacts_dir.resolve() / case.name)]
     run_workers(
         network,
         argv,
@@ -198,6 +203,7 @@ def main(
     ] = "",
     quick: Annotated[bool, typer.Option(help="Half the rounds, and efsignsgd only.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
+    artifacts_dir: Annotated[Path | None, typer.Option(help="For job, strategy and lanes of automatic arms.")] = None,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "speed.json",
 ) -> None:
     """Measure step rates against compute-only and plain DDP, next to their bars."""
@@ -219,7 +225,8 @@ def main(
         distance = Distance(case.rtt_ms) if case.rtt_ms else None
         with open_network(2, case.rate, distance=distance) as network:
             networks[case.name] = describe(network)
-            result = train(network, case, far if case.rtt_ms else near, seed, json_path.with_suffix(".raw"))
+            own = far if case.rtt_ms else near
+            result = train(network, case, own, seed, json_path.with_suffix(".raw"), artifacts_dir)
         found = rows_of(case, result["arms"])
         measured += found
         console.print(table_of(found, f"{case.name}: 2 hosts x {case.workers}, {networks[case.name]}"))

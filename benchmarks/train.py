@@ -28,7 +28,7 @@ import typer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.arms import Arm, Decider, parse_arms
+from benchmarks.arms import Arm, Decider, OneMessage, parse_arms
 from benchmarks.models import Name, Workload, build_workload, num_parameters
 from benchmarks.ratios import paired_ratio
 
@@ -104,6 +104,7 @@ class Runner:
     optimizer: torch.optim.Optimizer
     state: Decider | None
     total_steps: int | None = None
+    message: OneMessage | None = None
     num_steps: int = 0
     num_steps_to_decide: int = 0
     train_loss: float = float("nan")
@@ -251,15 +252,41 @@ def process_group(timeout_s: float) -> Iterator[None]:
 
 
 def make_runners(
-    arms: tuple[Arm, ...], workload: Workload, artifacts_dir: Path | None, total_steps: int | None
+    arms: tuple[Arm, ...],
+    workload: Workload,
+    artifacts_dir: Path | None,
+    total_steps: int | None,
+    decide_by: int | None = None,
 ) -> list[Runner]:
-    """One DDP model per arm, all with the same weights."""
+    """One DDP model per arm, all with the same weights. Several automatic arms have a folder of artifacts each."""
     runners = []
+    alone = sum(arm.kind == "espresso" for arm in arms) == 1
     for arm in arms:
         model = DistributedDataParallel(workload.make_model())
-        state = arm.attach(model, artifacts_dir)
-        runners.append(Runner(arm, workload, model, workload.make_optimizer(model), state, total_steps))
+        folder = artifacts_dir if artifacts_dir is None or alone else artifacts_dir / arm.detail.replace(":", "_")
+        message = state = None
+        if arm.kind == "bare":
+            message = OneMessage.of(model, arm.detail)
+            message.attach(model)
+        else:
+            state = arm.attach(model, folder, decide_by)
+        runners.append(Runner(arm, workload, model, workload.make_optimizer(model), state, total_steps, message))
     return runners
+
+
+def send_as_much(runners: Sequence[Runner]) -> None:
+    """Have every single message be as long as what the automatic arm of its compressor sends. All ranks."""
+    for runner in runners:
+        for other in runners:
+            if (
+                runner.message
+                and other.state
+                and other.arm.kind == "espresso"
+                and other.arm.detail == runner.arm.detail
+            ):
+                sent = torch.tensor([int(other.state.metrics()["espresso/bytes_sent"])])
+                dist.broadcast(sent, 0)
+                runner.message.resize(int(sent))
 
 
 @app.command()
@@ -276,6 +303,7 @@ def main(
     interface: Annotated[str | None, typer.Option(help="Whose bytes to count.")] = None,
     artifacts_dir: Annotated[Path | None, typer.Option(help="For strategy and job of automatic arms.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result there.")] = None,
+    decide_by: Annotated[int | None, typer.Option(help="Of automatic arms; by default the setting's.")] = None,
     progress_path: Annotated[Path | None, typer.Option("--progress", hidden=True)] = None,
     timeout_s: Annotated[float, typer.Option(help="Of the default process group.")] = 120.0,
 ) -> None:
@@ -285,8 +313,9 @@ def main(
     workload = build_workload(model, seed)
     progress = Progress(progress_path if place.rank == 0 else None)
     with process_group(timeout_s):
-        runners = make_runners(parsed, workload, artifacts_dir, total_steps)
+        runners = make_runners(parsed, workload, artifacts_dir, total_steps, decide_by)
         warm_up(runners, place, warmup_steps, progress)
+        send_as_much(runners)
         for done in range(blocks):
             # Rotated, so that no arm always follows the same one.
             for runner in runners[done % len(runners) :] + runners[: done % len(runners)]:
