@@ -153,7 +153,8 @@ class Pricer:
             num_bytes = self._moved(shape, size)
             cost = self.costs.comm(step, self.cluster, num_bytes)
             return Work(shape, cost.occupancy_us, cores, num_bytes, cost.latency_us)
-        if self._free or step.device is None:
+        is_copy = spec == NONE and step.kind is not StepKind.AGGREGATE  # priced at nothing, as in ``carrying``
+        if self._free or step.device is None or is_copy:
             return Work(shape, 0.0, cores, 0.0)
         held = _after_path(elements, shape.before.path)
         if step.kind is StepKind.AGGREGATE:
