@@ -441,6 +441,25 @@ def test_where_latency_rules_one_message_a_step_is_found(in_flight):
     assert len(exchanges(near.chosen)) > 1
 
 
+def test_where_the_way_varies_a_prediction_says_what_is_late(tmp_path):
+    from espresso.model.links import LinkCurve
+    from espresso.strategies import Form, Routine, Scope
+
+    job = long_network(4)
+    routines = (Routine.ALLREDUCE, Routine.REDUCE_SCATTER, Routine.ALLGATHER, Routine.ALL_TO_ALL, Routine.REDUCE,
+                Routine.BROADCAST, Routine.GATHER)  # fmt: skip
+    points = ((1e3, 40.0), (1e6, 40_000.0))
+    for spread_us in (0.0, 8000.0):
+        curves = tuple(LinkCurve(r, Scope.FLAT, Form.RAW, points, 50_000.0, spread_us) for r in routines)
+        varying = replace(job, costs=replace(job.costs, links=Links(curves=curves, in_flight=4)))
+        varying.save(tmp_path / "job.json")
+        loaded = Job.load(tmp_path / "job.json")
+        assert loaded.costs == varying.costs
+        found = search(loaded, "dgc:ratio=0.01")
+        assert len({step.routine for step in exchanges(found.chosen)}) == 1, "one round, and so late once"
+        assert found.late_us == pytest.approx(found.predicted_us + spread_us)
+
+
 def test_automatic_terms_in_a_job_are_checked_and_older_ones_read(tmp_path):
     from espresso.search.terms import AUTOMATIC, Terms
 

@@ -198,10 +198,10 @@ def _summary(
     job: "Job", specs: "tuple[CompressorSpec, ...]", result: "SearchResult", output: Path | None
 ) -> dict[str, Any]:
     figures = (
-        "predicted_us", "uncompressed_us", "upper_bound_us", "lower_bound_us", "gap", "search_ms", "algorithms_ms",
-        "certificate_ms", "improve_ms", "num_tensors", "num_compressed", "num_offloaded", "num_candidates",
-        "offload_capped", "bucket_cap_mb", "error", "error_budget", "residual_bytes", "kinds_left_out",
-        "fewer_kinds_cost_us",
+        "predicted_us", "late_us", "uncompressed_us", "upper_bound_us", "lower_bound_us", "gap", "search_ms",
+        "algorithms_ms", "certificate_ms", "improve_ms", "num_tensors", "num_compressed", "num_offloaded",
+        "num_candidates", "offload_capped", "bucket_cap_mb", "error", "error_budget", "residual_bytes",
+        "kinds_left_out", "fewer_kinds_cost_us",
     )  # fmt: skip
     return {name: getattr(result, name) for name in figures} | {
         "residual_budget_mb": result.terms.residual_budget_mb,
@@ -253,6 +253,8 @@ def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]") ->
         f"certified: no strategy is below {human_us(result.lower_bound_us)}, so this one is within"
         f" {100 * result.gap:.1f} % of the best; certificate in {human_us(result.certificate_ms * 1e3)}"
     )
+    if result.late_us > result.predicted_us:
+        console.print(f"one exchange in ten takes longer; where all of them do a step takes {human_us(result.late_us)}")
     for line in _remarks(result):
         console.print(line)
     if points:

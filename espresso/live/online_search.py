@@ -20,9 +20,10 @@ from espresso.live.artifacts import Artifacts
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import InForce
+from espresso.live.machine import cores_per_rank, machine_facts
 from espresso.live.observer import Observation, Observer, combine, hosts_of
 from espresso.live.planner import Candidate
-from espresso.live.profiler import cores_per_rank, machine_facts, measure_compressors, measure_links
+from espresso.live.profiler import measure_compressors, measure_links
 from espresso.live.remeasure import Remeasured
 from espresso.live.runtime import Runtime
 from espresso.live.sampler import Sampler
@@ -258,11 +259,13 @@ class OnlineSearch:
         if self._revised is None:
             self._advise_bucket_size(job, result)
         logger.info(
-            "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f ms, which owes %s and keeps %.1f MB",
+            "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f to %.1f ms, which owes %s and keeps"
+            " %.1f MB",
             len(job.tensors),
             result.search_ms,
             result.uncompressed_us / 1e3,
             result.predicted_us / 1e3,
+            result.late_us / 1e3,
             "nobody knows what" if result.error is None else f"{result.error:.2g} gradients",
             result.residual_bytes / MB,
         )

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from espresso.live.profiler import machine_facts
+from espresso.live.machine import machine_facts
 from espresso.model.probe import Probe
 
 COPY_BYTES = 64 << 20

@@ -7,16 +7,12 @@ hook call, so that ranks that share cores or a network card measure what they wi
 from __future__ import annotations
 
 import math
-import os
-import platform
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +41,9 @@ SLOW_US = 60_000.0
 TRIES, STALLED = 3, 3.0
 """So often it is timed where it takes more than this many times what its bytes do at the last smaller size: the least
 counts. One stall (a lost packet, a neighbour's burst) would else be taken for the link's rate at all larger sizes."""
+
+ALIKE = 10
+"""Short exchanges of which the last but one says what the way varies by."""
 
 LOOP_US = 10_000.0
 MAX_LOOP = 16
@@ -107,6 +106,10 @@ def measure_links(
             latency_us = min(latency_us, bounded[0][1])
             held = tuple((num_bytes, us - latency_us) for num_bytes, us in bounded)
             curves.append(LinkCurve(routine, scope, form, held, latency_us))
+        if any(curve.scope is scope and curve.latency_us for curve in curves):
+            spread_us = _spread_us(groups, member)
+            late = (curve.scope is scope and curve.latency_us > 0 for curve in curves)
+            curves = [replace(c, spread_us=spread_us) if varies else c for c, varies in zip(curves, late, strict=True)]
     return LinkReport(tuple(curves), {key: max(values) for key, values in cpu.items()})
 
 
@@ -217,6 +220,19 @@ def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ri
     each_us = max(min(walls) - alone_us, 0.0) / (IN_FLIGHT - 1)
     latency_us = alone_us - each_us
     return latency_us if latency_us > LEAST_LATENCY_US else 0.0
+
+
+def _spread_us(groups: Groups, member: Member) -> float:
+    """What one in ten short exchanges, each alone, takes beyond most: the slower rank's."""
+    start, walls = _starter(member, Routine.ALL_TO_ALL, Form.PAYLOAD, LINK_SIZES[0], ring=False), []
+    groups.barrier()
+    for _ in range(ALIKE):
+        begin = time.perf_counter()
+        start()()
+        walls.append((time.perf_counter() - begin) * 1e6)
+    slowest = sorted(map(max, zip(*groups.all_objects(walls), strict=True)))
+    spread_us = slowest[-2] - median(slowest)
+    return spread_us if spread_us > LEAST_LATENCY_US else 0.0
 
 
 def _time_loop(groups: Groups, run: Callable[[], None], count: int, place: Place) -> tuple[float, float]:
@@ -405,37 +421,3 @@ def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int, place: Pl
 def _at_once(threads: ThreadPoolExecutor, steps: Sequence[Step]) -> None:
     for done in [threads.submit(step) for step in steps]:
         done.result()
-
-
-# -- the machine -----------------------------------------------------------------------------------
-
-
-def cores_per_rank(groups: Groups) -> float:
-    """Cores this rank may count as its own: each core it may use, shared with the other ranks there."""
-    mine = (socket.gethostname(), _boot_id(), tuple(sorted(os.sched_getaffinity(0))))
-    everybody = groups.all_objects(mine)
-    shares = []
-    for host, boot, cores in everybody:
-        users = [set(c) for h, b, c in everybody if (h, b) == (host, boot)]
-        shares.append(sum(1.0 / sum(core in user for user in users) for core in cores))
-    return min(shares)
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def machine_facts() -> dict[str, Any]:
-    """Hardware and versions, for the record in job files and benchmarks."""
-    return {
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }

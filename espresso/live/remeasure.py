@@ -83,7 +83,9 @@ def scaled_links(links: Links, probes: Probes) -> Links:
         ratios = [(size, us / max(interpolate(stands_for.alone, size), 1.0)) for size, us in probed]
         alone = rising([(size, us * _at(ratios, size)) for size, us in curve.alone])
         latency_us = min(curve.latency_us * _at(ratios, alone[0][0]), alone[0][1])
-        return replace(curve, points=tuple((size, us - latency_us) for size, us in alone), latency_us=latency_us)
+        spread_us = curve.spread_us * latency_us / curve.latency_us if curve.latency_us else 0.0
+        points = tuple((size, us - latency_us) for size, us in alone)
+        return replace(curve, points=points, latency_us=latency_us, spread_us=spread_us)
 
     return replace(links, curves=tuple(map(scaled, links.curves)))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
@@ -110,6 +110,7 @@ class LinkCurve:
         points: (total_bytes, us of the lane), bytes as in :meth:`espresso.model.costs.CostModel.comm`.
         latency_us: beyond that until the data are there: of one call alone, all its rounds together. Files without it
             have all of the latency in ``points``.
+        spread_us: what one call in ten takes beyond it, where the way varies.
     """
 
     routine: Routine
@@ -117,11 +118,13 @@ class LinkCurve:
     form: Form
     points: Points
     latency_us: float = 0.0
+    spread_us: float = 0.0
 
     def __post_init__(self) -> None:
         where = f"link curve {self.scope.value}.{self.routine.value}"
         check_points(self.points, where)
         number(self.latency_us, f"{where}: latency_us")
+        number(self.spread_us, f"{where}: spread_us")
 
     @property
     def alone(self) -> Points:
@@ -208,6 +211,12 @@ class Links:
             if curve is not None:
                 return curve
         return None
+
+    @property
+    def late(self) -> Links:
+        """The same where every exchange takes what one in ten does."""
+        slow = (replace(c, latency_us=c.latency_us + c.spread_us, spread_us=0.0) for c in self.curves)
+        return replace(self, curves=tuple(slow))
 
     def cost(self, step: Step, cluster: Cluster, total_bytes: float, server: AlphaBeta | None = None) -> Cost:
         """See :meth:`espresso.model.costs.CostModel.comm`; ``server`` is the card of one parameter server."""

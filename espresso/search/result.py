@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from espresso.model.job import Job
 from espresso.model.pricing import Pricer
-from espresso.model.timeline import list_schedule
+from espresso.model.timeline import list_schedule, simulate
 from espresso.search.bounds import Certificate
 from espresso.search.terms import Terms
 from espresso.strategies import Plan, Strategy, plan
@@ -29,6 +29,15 @@ class Ranked:
         """The strategy laid over the job, in the order of its list schedule."""
         laid = plan(self.strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
         return list_schedule(laid, self.job, pricer=self.pricer)
+
+    @cached_property
+    def late_us(self) -> float:
+        """The iteration's time where every exchange takes what one in ten does: the prediction, where none vary."""
+        costs = self.job.costs
+        if not any(curve.spread_us for curve in costs.links.curves):
+            return self.predicted_us
+        pricer = Pricer(replace(costs, links=costs.links.late), self.job.cluster)
+        return max(simulate(self.plan, self.job, pricer=pricer).iteration_us, self.predicted_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,11 @@ class SearchResult:
     def plan(self) -> Plan:
         """It laid over the job, in its total order."""
         return self.chosen.plan
+
+    @property
+    def late_us(self) -> float:
+        """See :attr:`Ranked.late_us`."""
+        return self.chosen.late_us
 
     @property
     def gap(self) -> float:
