@@ -117,7 +117,10 @@ class Arm:
 
         compressor, _, path = self.detail.partition("@")
         config: dict[str, Any] = {} if path or artifacts_dir is None else {"artifacts_dir": str(artifacts_dir)}
-        config |= {} if path or decide_by is None else {"decide_by": decide_by}
+        if not path and decide_by is not None:
+            config |= {"decide_by": decide_by}
+        if not path and decide_by == 0:  # plain steps are dear: as few as may be
+            config |= {"profile_steps": 4, "race_steps": 3}
         state: Decider = espresso.register(model, compressor=compressor, strategy=path or "auto", **config)
         return state
 
