@@ -51,6 +51,9 @@ PRESET_REACHED = 0.8
 LONG_RTT_MS, IN_FLIGHT = 1.0, 8
 """From such a round trip on the executor's eight exchanges in flight are counted, as in a measured job."""
 
+GLOO_WAYS = 2
+"""Of a round on the host: the receiver's word that it is ready, and the data (``benchmarks.growth``)."""
+
 _UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
 
 
@@ -285,7 +288,8 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
             ratio = own / change.inter_gbit
         if inter is not None:
             inter = replace(inter, beta_us_per_kb=8.0 / (change.inter_gbit * reached_share(job)))
-    late_us = None if change.rtt_ms is None else 500.0 * change.rtt_ms
+    ways = GLOO_WAYS if costs.copy is None else 1
+    late_us = None if change.rtt_ms is None else 500.0 * change.rtt_ms * ways
     if inter is not None and late_us is not None:
         inter = replace(inter, latency_us=late_us)
     crossing = _crossing(job.cluster)
