@@ -154,7 +154,7 @@ def test_job_reports_what_it_wrote(tmp_path: Path) -> None:
 def test_search_prints_the_promised_keys(files: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     body = printed(espresso("search", files["job"], "-c", "dgc:ratio=0.01", "-o", path, "--json"))
-    promised = {"predicted_us", "uncompressed_us", "upper_bound_us", "search_ms"}
+    promised = {"predicted_us", "late_us", "uncompressed_us", "upper_bound_us", "search_ms"}
     promised |= {"num_tensors", "num_compressed", "num_offloaded"}
     assert promised <= set(body)
     assert all(isinstance(body[key], int | float) for key in promised)
