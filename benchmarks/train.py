@@ -162,7 +162,8 @@ def warm_up(runners: Sequence[Steps], place: Place, num_steps: int, progress: Pr
             runner.step(place)
             runner.num_steps_to_decide = runner.num_steps
             progress.report("warm-up", runner.arm, runner.num_steps, MAX_STEPS_TO_DECIDE)
-    total = max(num_steps, *(runner.num_steps for runner in runners))
+    # One step more than the last to decide took: every arm has run what it decided.
+    total = max(num_steps, 1 + max(runner.num_steps_to_decide for runner in runners))
     for runner in runners:
         while runner.num_steps < total:
             runner.step(place)

@@ -521,10 +521,10 @@ def test_time_for_exactness_goes_where_most_is_owed_for_it():
 def test_a_sum_is_compressed_again_only_where_there_is_no_time_to_do_without():
     from espresso.search.terms import Terms
 
-    job = make_job([200_000], [0], beta=30.0, costs=compute(0.01, 0.01), cluster=Cluster(8, 1))
+    job = make_job([200_000], [0], beta=30.0, costs=compute(0.01, 0.01), cluster=Cluster(4, 1))
     fastest = search(job, TOY)
     assert fastest.strategy.choices["t0"].option.num_compressions == 2
-    gentle = search(job, TOY, terms=Terms(for_exactness=0.3))
+    gentle = search(job, TOY, terms=Terms(for_exactness=0.6))
     assert gentle.strategy.choices["t0"].option.num_compressions == 1
     forbidden = search(job, TOY, terms=Terms(constraints=Constraints(most_compressions=1)))
     assert forbidden.strategy.choices["t0"].option.num_compressions == 1

@@ -78,13 +78,14 @@ def kinds_of(strategy: Strategy) -> Counter[Choice]:
     return counts
 
 
-def in_payloads(strategy: Strategy, buckets: Iterable[Bucket]) -> Strategy:
+def in_payloads(strategy: Strategy, buckets: Iterable[Bucket], *, alone: bool = False) -> Strategy:
     """The strategy with what is summed apart raw in a payload of its bucket: so many exchanges fewer a step.
 
-    Where a bucket has no payload it goes as one of its own, as the others do: an allreduce is a ring, and pays the
-    latency in every round, an exchange of payloads once.
+    Args:
+        alone: where a bucket has no payload, have one of its own, exchanged as the others are. An allreduce is a ring
+            and pays the latency in every round, an exchange of payloads once.
     """
-    everywhere = Counter(choice.option for choice in strategy.choices.values() if choice.option.carries_payloads)
+    everywhere = Counter(c.option for c in strategy.choices.values() if alone and c.option.carries_payloads)
     changes: dict[str, Choice] = {}
     for bucket in buckets:
         choices = {slot.tensor: strategy.choices[slot.tensor] for slot in bucket.slots}
@@ -136,7 +137,8 @@ class Settler:
         return min((self._simulated(replace(row, strategy=way)) for way in ways), key=lambda one: one.predicted_us)
 
     def _riding(self, strategy: Strategy) -> Strategy:
-        riding = in_payloads(strategy, self._job.laid_out)
+        # Copies are priced at nothing, which is right beside a latency that was measured.
+        riding = in_payloads(strategy, self._job.laid_out, alone=self._job.costs.links.in_flight > 1)
         forbidden = [n for n, c in riding.choices.items() if is_rider(c) and not self._may(n, c)]
         return riding.with_choices(dict.fromkeys(forbidden, PLAIN)) if forbidden else riding
 
