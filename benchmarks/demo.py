@@ -97,7 +97,7 @@ def train(network: Network, console: Console, out: Path, argv: list[str], worker
     """Run the trainer on every host and return its result."""
     logs, result, progress = out / "logs", out / "train.json", out / "progress.jsonl"
     logs.mkdir(parents=True, exist_ok=True)
-    for stale in (result, progress, *(out / name for name in (*LEFT_BEHIND, "measured.json"))):
+    for stale in (result, progress, *(out / name for name in LEFT_BEHIND), *out.glob("flight-*.json")):
         stale.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.train", *argv]
     command += ["--json", str(result), "--progress", str(progress), "--artifacts-dir", str(out)]

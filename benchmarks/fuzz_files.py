@@ -30,7 +30,6 @@ from espresso.model.links import AlphaBeta, LinkCurve, Links
 from espresso.model.presets import job_from_trace, load_cluster
 from espresso.search.error_budget import Sensitivity
 from espresso.show.flight_events import flight_events
-from espresso.show.lane_events import load_measured
 from espresso.show.trace_events import trace_body
 from espresso.strategies import (
     PLAIN,
@@ -168,8 +167,6 @@ def kinds() -> dict[str, Kind]:
     """Every kind of file that a user can give."""
     line = {"alpha_us": 1, "beta_us_per_kb": 0.5}
     head = {"schema_version": 1, "kind": "espresso-cluster"}
-    row = {"lane": "inter_out", "step": "flat.allgather", "tensors": ["head.weight"], "bytes": 8}
-    row |= {"start_us": 1.0, "end_us": 3.5, "iteration": 7, "rank": 0, "partition": 0, "option": GATHER}
     losses = {CompressorSpec.parse("dgc:ratio=0.01"): {"*": 0.9, "norm": 0.1}, CompressorSpec("fp16"): {"*": 0.001}}
     trace = {
         "model": "m",
@@ -188,7 +185,6 @@ def kinds() -> dict[str, Kind]:
         "sensitivity": Kind(Sensitivity(losses).to_json(), Sensitivity.load),
         "trace": Kind(trace, lambda path: job_from_trace(path, 2, 2, "pcie-25g")),
         "flight record": Kind(_flight().to_json(), _diagnosed),
-        "measured": Kind([row, {**row, "compressed": True, "host": "h"}], load_measured),
     }
 
 

@@ -1,31 +1,33 @@
 """What the demo leaves to look at: the chosen strategy's lanes, predicted and as they ran."""
 
-import json
 from pathlib import Path
 
+from espresso.flight.form import load_run
 from espresso.model.job import Job
 from espresso.model.timeline import list_schedule, simulate
+from espresso.show.flight_events import step_events
 from espresso.show.gantt import write_gantt
-from espresso.show.lane_events import last_iteration, measured_events, predicted_events
+from espresso.show.lane_events import last_iteration, predicted_events
 from espresso.show.trace_events import write_trace
 from espresso.strategies import Strategy, plan
 
 
 def draw_lanes(folder: Path, title: str) -> list[Path]:
-    """Write ``trace.json`` and ``lanes.png`` from the folder's job, strategy and measured intervals.
+    """Write ``trace.json`` and ``lanes.png`` from the folder's job, strategy and flight records.
 
     Returns:
         What was written. Without a strategy and a job (no automatic arm ran) that is nothing; without
-        measured intervals the predicted lanes stand alone.
+        flight records the predicted lanes stand alone.
     """
-    job_path, strategy_path, measured_path = (folder / name for name in ("job.json", "strategy.json", "measured.json"))
+    job_path, strategy_path = folder / "job.json", folder / "strategy.json"
     if not (job_path.exists() and strategy_path.exists()):
         return []
     job, strategy = Job.load(job_path), Strategy.load(strategy_path)
     laid_out = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
-    predicted = predicted_events(simulate(list_schedule(laid_out, job), job))
-    rows = json.loads(measured_path.read_text()) if measured_path.exists() else []
-    measured = measured_events(rows, predicted)
+    timeline = simulate(list_schedule(laid_out, job), job)
+    predicted = predicted_events(timeline)
+    recorded = any(folder.glob("flight-*.json"))
+    measured = step_events(load_run(folder), strategy, timeline.bucket_ready_us[0]) if recorded else []
     trace, picture = folder / "trace.json", folder / "lanes.png"
     write_trace(trace, predicted, measured, metadata={"title": title})
     write_gantt(picture, predicted, last_iteration(measured), title=title)

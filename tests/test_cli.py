@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 from espresso.cli import app
 from espresso.commands import _common
+from espresso.flight.form import Flight, Script, Span, StepRecord, Stretch
+from espresso.model.job import Job
 from espresso.search.search import GREEDY, PUBLISHED
 from espresso.strategies import Strategy
 
@@ -198,21 +200,29 @@ def test_simulate_agrees_with_search_and_writes_both_files(files: dict[str, Path
     assert "% │" in table
 
 
-def test_simulate_shows_measured_lanes_beside_predicted_ones(files: dict[str, Path], tmp_path: Path) -> None:
-    row = {"lane": "training", "step": "comp", "tensors": ["a"], "bytes": 4}
-    row |= {"start_us": 1.0, "end_us": 2.0, "iteration": 9, "rank": 1}
-    measured, trace = tmp_path / "measured.json", tmp_path / "t.json"
-    measured.write_text(json.dumps([row]))
-    argv = ("simulate", files["job"], files["strategy"], "--measured", measured)
+def test_simulate_shows_a_recorded_step_beside_the_predicted_one(files: dict[str, Path], tmp_path: Path) -> None:
+    strategy, job = Strategy.load(files["strategy"]), Job.load(files["job"])
+    stretch = Stretch(strategy, job.laid_out)
+    ready = tuple(1e3 * (n + 1) for n in range(len(job.laid_out)))
+    spans = tuple(Span(task.index, 5e3, 5e3, 6e3, 8) for task in stretch.plan.tasks)
+    steps = tuple(StepRecord(number, 0, Script(), ready, 9e3, spans=spans) for number in (7, 8))
+    run, trace = tmp_path / "run", tmp_path / "t.json"
+    argv = ("simulate", files["job"], files["strategy"], "--measured", run)
+    run.mkdir()
+    Flight(1, 4, "gpu7", job.cluster, (stretch,), steps).save(run / "flight-00001.json")
     assert espresso(*argv, "--trace", trace, "--plot", tmp_path / "p.png").exit_code == 0
     events = json.loads(trace.read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert names == ["predicted", "measured rank 1"]
-    measured.write_text(json.dumps([{**row, "lane": 3}]))
-    refused(espresso(*argv), str(measured), "row 0.lane must be text, got 3")
-    measured.write_text("{}")
-    refused(espresso(*argv), str(measured), "must be a list, got dict")
-    refused(espresso(*argv[:-1], tmp_path / "none.json"), "no such file")
+    assert names == ["predicted", "measured gpu7.1"]
+    ran = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
+    held = sum(len(task.lanes) for task in stretch.plan.tasks)
+    assert len(ran) == held + len(ready)  # backward's too
+    other = Strategy.uniform(strategy.tensors, strategy.cluster)
+    Flight(1, 4, "gpu7", job.cluster, (Stretch(other, job.laid_out),), ()).save(run / "flight-00001.json")
+    refused(espresso(*argv), "ran this strategy")
+    (run / "flight-00001.json").write_text("{}")
+    refused(espresso(*argv), "flight-00001.json")
+    refused(espresso(*argv[:-1], tmp_path / "none"), "holds no flight records")
 
 
 def test_compare_ranks_the_baselines(files: dict[str, Path], tmp_path: Path) -> None:

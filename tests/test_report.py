@@ -1,7 +1,7 @@
 """Traces, pictures, tables and explanations say what the strategy and the timeline say."""
 
 import json
-import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from espresso.show.lane_events import (
     busy_us,
     kind_of,
     last_iteration,
-    measured_events,
     predicted_events,
     sorted_lanes,
 )
@@ -81,9 +80,10 @@ def _timeline(option: str = HIERARCHICAL) -> Timeline:
     return simulate(list_schedule(laid, job), job)
 
 
-def _row(**changes: Any) -> dict[str, Any]:
-    row = {"lane": "inter_out", "step": "inter.allgather", "tensors": ["a"], "bytes": 8}
-    return {**row, "start_us": 1.0, "end_us": 3.5, "iteration": 7, "rank": 0, **changes}
+def _ran(**changes: Any) -> LaneEvent:
+    """An interval of a run."""
+    event = LaneEvent("inter_out", "inter.allgather", ("a",), 8, 1.0, 3.5, Kind.EXCHANGE_COMPRESSED, iteration=7)
+    return replace(event, **changes)
 
 
 # -- events ------------------------------------------------------------------------------------------
@@ -114,38 +114,9 @@ def test_kinds_of_steps() -> None:
     assert kind_of("something else") is Kind.OTHER
 
 
-def test_measured_rows_learn_from_their_predicted_twins() -> None:
-    timeline = _timeline()
-    predicted = predicted_events(timeline)
-    twin = next(event for event in predicted if event.step == "inter.allgather")
-    rows = [
-        _row(tensors=list(twin.tensors)),
-        _row(step="dec", lane="training"),
-        _row(lane="copy", step="comp@offload"),
-    ]
-    events = measured_events(rows, predicted)
-    # An inter exchange holds both directions of the network.
-    assert [event.lane for event in events] == ["inter_out", "inter_in", "training", "copy"]
-    assert events[0].kind is Kind.EXCHANGE_COMPRESSED
-    assert events[0].option == HIERARCHICAL
-    assert events[3].kind is Kind.COPY
-    assert measured_events([_row(compressed=True)])[0].kind is Kind.EXCHANGE_COMPRESSED
-
-
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"lane": "intra"}, "row 0 lacks the key 'step'"),
-        (_row(bytes="8"), "bytes must be a whole number, got '8'"),
-        (_row(rank=True), "rank must be a whole number, got True"),
-        (_row(end_us=0.5), "ends before it starts"),
-        (_row(end_us=math.nan), "end_us must be finite"),
-        ([1], "row 0 must be a JSON object, got list"),
-    ],
-)
-def test_malformed_measured_rows_are_named(row: Any, named: str) -> None:
-    with pytest.raises(EventError, match=named.replace("(", r"\(")):
-        measured_events([row])
+def test_an_interval_does_not_end_before_it_starts() -> None:
+    with pytest.raises(EventError, match="ends before it starts"):
+        _ran(end_us=0.5)
 
 
 def test_busy_time_counts_overlaps_once() -> None:
@@ -155,7 +126,7 @@ def test_busy_time_counts_overlaps_once() -> None:
 
 
 def test_last_iteration_of_one_rank() -> None:
-    events = measured_events([_row(), _row(iteration=8), _row(iteration=9, rank=1)])
+    events = [_ran(), _ran(iteration=8), _ran(iteration=9, rank=1)]
     assert [(event.rank, event.iteration) for event in last_iteration(events)] == [(0, 8)]
     assert [(event.rank, event.iteration) for event in last_iteration(events, rank=1)] == [(1, 9)]
 
@@ -185,9 +156,9 @@ def _processes(body: dict[str, Any]) -> dict[str, int]:
 
 def test_trace_file_has_predicted_and_measured_side_by_side(tmp_path: Path) -> None:
     predicted = predicted_events(_timeline())
-    rows = [_row(host="alpha"), _row(host="beta", rank=1, step="dec", lane="training")]
+    ran = [_ran(host="alpha"), _ran(host="beta", rank=1, step="dec", lane="training")]
     path = tmp_path / "trace.json"
-    count = write_trace(path, predicted, measured_events(rows), metadata={"title": "toy"})
+    count = write_trace(path, predicted, ran, metadata={"title": "toy"})
     body = json.loads(path.read_text())
     intervals = check_trace(body)
     assert count == len(intervals) == len(predicted) + 2
@@ -201,7 +172,7 @@ def test_trace_file_has_predicted_and_measured_side_by_side(tmp_path: Path) -> N
 
 
 def test_iterations_do_not_overlap_in_one_process() -> None:
-    body = trace_body([], measured_events([_row(), _row(iteration=8), _row(rank=3)]))
+    body = trace_body([], [_ran(), _ran(iteration=8), _ran(rank=3)])
     check_trace(body)
     assert list(_processes(body)) == [
         "measured rank 0, iteration 7",
@@ -227,7 +198,7 @@ def test_intervals_of_one_lane_do_not_cross() -> None:
 def test_picture_is_written(tmp_path: Path, ending: str) -> None:
     predicted = predicted_events(_timeline())
     path = tmp_path / f"lanes{ending}"
-    write_gantt(path, predicted, measured_events([_row()], predicted), title="toy")
+    write_gantt(path, predicted, [_ran()], title="toy")
     head = path.read_bytes()[:400]
     assert {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}[ending] in head or b"<?xml" in head
     assert path.stat().st_size > 5000
@@ -236,7 +207,7 @@ def test_picture_is_written(tmp_path: Path, ending: str) -> None:
 def test_picture_shows_both_panels_and_every_lane(tmp_path: Path) -> None:
     predicted = predicted_events(_timeline())
     path = tmp_path / "lanes.svg"
-    write_gantt(path, predicted, measured_events([_row()], predicted), title="toy")
+    write_gantt(path, predicted, [_ran()], title="toy")
     text = path.read_text()
     for word in (
         "predicted: last",

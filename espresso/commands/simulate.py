@@ -12,6 +12,7 @@ from espresso.commands._common import (
     check_output,
     emit_json,
     out,
+    picture_option,
     say,
     user_errors,
     working,
@@ -34,13 +35,11 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write a trace for ui.perfetto.dev.", show_default=False)
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the lanes (png, pdf or svg).", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, picture_option("the lanes")] = None,
     measured: Annotated[
         Path | None,
         typer.Option(
-            help="Intervals that a run left (measured.json), to show beside the prediction.",
+            help="Folder of a run's flight records: its newest such step is shown beside the prediction.",
             show_default=False,
             readable=False,
         ),
@@ -48,8 +47,10 @@ def simulate(
     json_output: JsonFlag = False,
 ) -> None:
     """Predict one iteration of a job under a strategy, lane by lane."""
+    from espresso.flight.form import load_run
     from espresso.model.job import Job
-    from espresso.show.lane_events import load_measured, predicted_events
+    from espresso.show.flight_events import step_events
+    from espresso.show.lane_events import predicted_events
     from espresso.show.report import human_us, lane_rows, utilisation_table
     from espresso.strategies import Strategy
 
@@ -61,7 +62,7 @@ def simulate(
         timeline, plain = _timelines(loaded_job, loaded)
         events = predicted_events(timeline)
         title = f"{loaded_job.model}, {loaded_job.cluster}, {loaded_job.mode.value} mode"
-        ran = [] if measured is None else load_measured(measured, events)
+        ran = [] if measured is None else step_events(load_run(measured), loaded, timeline.bucket_ready_us[0])
         _write(events, ran, trace, plot, title)
     if json_output:
         emit_json(

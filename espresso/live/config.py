@@ -175,7 +175,7 @@ class Config:
             (``docs/how_it_decides.md``). False leaves what was decided as it is.
         steps_per_epoch: what compressors that warm up by epochs count with; None waits for ``state.set_epoch``.
         check_every: compare parameters between ranks every so many steps; 0 never.
-        artifacts_dir: where strategy, job and measured intervals are written; None writes nothing. What cannot be
+        artifacts_dir: where strategy, job and flight records are written; None writes nothing. What cannot be
             written is a warning, never an error.
         record_signal: ``SIGUSR1`` or ``SIGUSR2``: a rank that gets it writes its last steps, as ``state.record`` does,
             into ``artifacts_dir``, or else into the working directory. None leaves signals alone.

@@ -299,9 +299,8 @@ class Session:
                 look()
             else:
                 works.append(look)
-        if self.decider.decided and self.artifacts.due(record, self.decider.strategy):
-            job = None if self.search is None else self.search.job
-            works.append(partial(self.artifacts.leave, record, self.decider.strategy, job))
+        if self.decider.decided:
+            self.artifacts.strategy(self.decider.strategy)
         every = self.config.check_every
         if every > 0 and record.iteration % every == every - 1:
             works.append(self.check_replicas)

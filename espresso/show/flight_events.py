@@ -1,13 +1,14 @@
-"""A recorded run as lane events: all ranks, all their steps, on one clock."""
+"""A recorded run as lane events: all ranks, all their steps, on one clock; or one step beside its prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from espresso.flight.clocks import Clock, align
-from espresso.flight.form import Flight, Script, Span, StepRecord
-from espresso.show.lane_events import SCRIPT_LANE, STEP_LANE, Kind, LaneEvent, kind_of
-from espresso.strategies import Form, Stage
+from espresso.flight.form import Flight, FlightError, Script, Span, StepRecord
+from espresso.show.lane_events import BACKWARD_LANE, SCRIPT_LANE, STEP_LANE, Kind, LaneEvent, kind_of
+from espresso.strategies import Form, Stage, Strategy
 
 
 def flight_events(flights: Sequence[Flight]) -> list[LaneEvent]:
@@ -18,11 +19,41 @@ def flight_events(flights: Sequence[Flight]) -> list[LaneEvent]:
     return [_moved(event, -origin) for event in events]
 
 
+def step_events(flights: Sequence[Flight], strategy: Strategy, first_ready_us: float = 0.0) -> list[LaneEvent]:
+    """The newest step that ran this strategy and was looked at, of every rank, on all lanes that its tasks hold.
+
+    Args:
+        first_ready_us: what the prediction says of its first bucket: zero is when the first gradient is ready.
+
+    Raises:
+        FlightError: no rank recorded such a step.
+    """
+    events: list[LaneEvent] = []
+    for flight in flights:
+        looked = [step for step in flight.steps if step.spans and flight.of(step).strategy == strategy]
+        if looked:
+            events += _of_step(flight, looked[-1], min(looked[-1].ready_us) - first_ready_us)
+    if not events:
+        raise FlightError("no step of these flight records ran this strategy with its exchanges looked at")
+    return events
+
+
+def _of_step(flight: Flight, step: StepRecord, zero_us: float) -> Iterator[LaneEvent]:
+    stretch = flight.of(step)
+    start = zero_us
+    for bucket, end in zip(stretch.buckets, step.ready_us, strict=True):
+        names = tuple(slot.tensor for slot in bucket.slots)
+        event = LaneEvent(BACKWARD_LANE, "backward", names, 0, start, max(end, start), Kind.BACKWARD, rank=flight.rank)
+        yield replace(_moved(event, -zero_us), host=flight.host, iteration=step.number)
+        start = event.end_us
+    for span in step.spans:
+        event = _moved(_of_span(flight, step, span, Clock()), -zero_us)
+        for lane in stretch.task(span).lanes:
+            yield replace(event, lane=lane.value, iteration=step.number)
+
+
 def _moved(event: LaneEvent, us: float) -> LaneEvent:
-    return LaneEvent(
-        event.lane, event.step, event.tensors, event.num_bytes, event.start_us + us, event.end_us + us, event.kind,
-        event.option, event.partition, 0, event.rank, event.host,
-    )  # fmt: skip
+    return replace(event, start_us=event.start_us + us, end_us=event.end_us + us)
 
 
 def _events(flight: Flight, clock: Clock) -> Iterator[LaneEvent]:

@@ -1,6 +1,6 @@
 """What happened on which lane and when: the rows that traces, pictures and tables are made of.
 
-Predicted rows come from a :class:`~espresso.model.timeline.Timeline`, measured ones from the executor as JSON.
+Predicted rows come from a :class:`~espresso.model.timeline.Timeline`, measured ones from flight records.
 Both use one clock, microseconds: zero is when the iteration's first gradient is ready.
 """
 
@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from espresso.strategies import Form, FormError, Lane, Stage
-from espresso.strategies.fields import faults, load, read_as
 
 if TYPE_CHECKING:
     from espresso.model.timeline import Timeline
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 BACKWARD_LANE, STEP_LANE, SCRIPT_LANE = "backward", "step", "script"
 LANE_ORDER = (STEP_LANE, SCRIPT_LANE, BACKWARD_LANE, *(lane.value for lane in Lane))
 """Lanes from top to bottom; ones that are not named here follow in alphabetical order."""
-
-MOST_BYTES = 256 << 20
-"""Of a file of measured intervals: it holds those of all ranks."""
 
 
 class Kind(Enum):
@@ -41,7 +36,7 @@ class Kind(Enum):
 
 
 class EventError(FormError):
-    """A measured row is malformed; the message names the row and the key."""
+    """An interval ends before it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,78 +137,6 @@ def predicted_events(timeline: Timeline) -> list[LaneEvent]:
             for lane in timeline.lanes(task.index)
         ]
     return events
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A measured interval in a file. What it lacks is its predicted twin's."""
-
-    lane: str
-    step: str
-    tensors: tuple[str, ...]
-    bytes: int
-    start_us: float
-    end_us: float
-    iteration: int
-    rank: int
-    host: str = ""
-    option: str = ""
-    partition: int = -1
-    compressed: bool | None = None
-
-    def event(self, lane: str, twin: LaneEvent | None, host: str) -> LaneEvent:
-        twins_kind = None if twin is None else twin.kind
-        compressed = twins_kind is Kind.EXCHANGE_COMPRESSED if self.compressed is None else self.compressed
-        return LaneEvent(
-            lane=lane,
-            step=self.step,
-            tensors=self.tensors,
-            num_bytes=self.bytes,
-            start_us=self.start_us,
-            end_us=self.end_us,
-            kind=Kind.COPY if lane == Lane.COPY.value else kind_of(self.step, compressed),
-            option=self.option or (twin.option if twin else ""),
-            partition=self.partition,
-            iteration=self.iteration,
-            rank=self.rank,
-            host=self.host or host,
-            latency_us=min(twin.latency_us, self.end_us - self.start_us) if twin else 0.0,
-        )
-
-
-def measured_events(rows: Any, predicted: Sequence[LaneEvent] = (), *, host: str = "") -> list[LaneEvent]:
-    """Measured rows (``lane step tensors bytes start_us end_us iteration rank``) as events.
-
-    A row may also have ``host``, ``option``, ``partition`` and ``compressed``. What it lacks is
-    taken from the predicted event of the same step and tensors, where there is one, the other lanes too.
-
-    Raises:
-        EventError: no list, or a row lacks a key, or has a value of the wrong type; says which row.
-    """
-    if not isinstance(rows, list):
-        raise EventError(f"measured intervals must be a list, got {type(rows).__name__}")
-    twins: dict[tuple[str, frozenset[str]], dict[str, LaneEvent]] = {}
-    for event in predicted:
-        twins.setdefault((event.step, frozenset(event.tensors)), {})[event.lane] = event
-    events = []
-    for number, body in enumerate(rows):
-        with faults(EventError):
-            row = read_as(_Row, body, f"measured row {number}")
-        twin = twins.get((row.step, frozenset(row.tensors)), {})
-        # A flat exchange holds every link; the executor names one of them, the prediction names them all.
-        for lane in twin if row.lane in twin else (row.lane,):
-            events.append(row.event(lane, twin.get(lane), host))
-    return events
-
-
-def load_measured(path: str | Path, predicted: Sequence[LaneEvent] = ()) -> list[LaneEvent]:
-    """Read ``measured.json`` as a run left it; see :func:`measured_events`.
-
-    Raises:
-        EventError: not JSON, not a list, or a malformed row; the message begins with the path.
-        OSError: the file cannot be read.
-    """
-    return load(path, lambda rows: measured_events(rows, predicted), EventError, most=MOST_BYTES)
 
 
 def last_iteration(events: Sequence[LaneEvent], rank: int | None = None) -> list[LaneEvent]:

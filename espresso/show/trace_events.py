@@ -29,7 +29,7 @@ def write_trace(
     Args:
         path: file to write; replaced if it exists.
         predicted: from :func:`espresso.show.lane_events.predicted_events`.
-        measured: from :func:`espresso.show.lane_events.measured_events`; any number of ranks and iterations.
+        measured: from :mod:`espresso.show.flight_events`; any number of ranks and iterations.
         metadata: shown by Perfetto under "Info and stats"; must be JSON.
 
     Raises:
