@@ -6,6 +6,7 @@ group and the default one are never used: DDP runs collectives there by itself, 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,9 +27,11 @@ from espresso.comm.errors import DisagreementError, EspressoError, LostRankError
 from espresso.comm.group_names import highest_number, named_after
 from espresso.comm.member import Gathering, Member, break_off, gathered
 from espresso.comm.messages import PLAIN
-from espresso.comm.nodes import cluster_from_nodes, compact, node_key
+from espresso.comm.nodes import cluster_from_nodes, compact, node_key, why_flat
 from espresso.comm.witness import Witness, worded
 from espresso.strategies import Cluster, Scope
+
+logger = logging.getLogger("espresso")
 
 LETS_GO_OF_PYTHON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 """Whether a process group that goes waits for its threads without Python's lock; where it keeps it, they dead-lock."""
@@ -80,7 +83,7 @@ class Groups:
             in a job like this one. None where every rank holds all of the model.
 
     Raises:
-        TopologyError: uneven nodes, or ``ranks_per_node`` does not divide the number of ranks.
+        TopologyError: ``ranks_per_node`` does not divide the number of ranks.
     """
 
     def __init__(
@@ -356,7 +359,11 @@ class Groups:
                         f" rank {rank}); start all ranks alike"
                     )
         if ranks_per_node is None:
-            return cluster_from_nodes([key for _, key, _ in everybody])
+            keys = [key for _, key, _ in everybody]
+            why = why_flat(keys)
+            if why is not None and self.speaks:
+                logger.warning("%s: only flat options and servers are used, as with ranks_per_node=1", why)
+            return cluster_from_nodes(keys)
         if ranks_per_node < 1 or self.num_ranks % ranks_per_node:
             raise TopologyError(
                 f"ranks_per_node={ranks_per_node} does not divide the {self.num_ranks} ranks of this job;"

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from espresso.comm.environment import read_environment
-from espresso.comm.errors import TopologyError
 from espresso.strategies import Cluster
 
 NodeKey = tuple[Any, ...]
@@ -29,26 +28,23 @@ def node_key() -> NodeKey:
 
 
 def cluster_from_nodes(keys: Sequence[NodeKey]) -> Cluster:
-    """The cluster that ranks with these node keys (in rank order) form.
+    """The cluster that ranks with these node keys (in rank order) form; of uneven nodes every rank is a node."""
+    if why_flat(keys):
+        return Cluster(len(keys), 1)
+    return Cluster(len(set(keys)), keys.count(keys[0]))
 
-    Raises:
-        TopologyError: nodes of unequal size, or a node whose ranks are not consecutive.
-    """
+
+def why_flat(keys: Sequence[NodeKey]) -> str | None:
+    """Why hierarchical options cannot run: nodes of unequal size, or one whose ranks are not consecutive."""
     nodes: dict[NodeKey, list[int]] = {}
     for rank, key in enumerate(keys):
         nodes.setdefault(key, []).append(rank)
-    sizes = sorted({len(ranks) for ranks in nodes.values()})
     described = "; ".join(f"{key[0]}: ranks {compact(ranks)}" for key, ranks in nodes.items())
-    remedy = "Pass ranks_per_node=1 to treat every rank as a node of its own: all flat options still work"
-    if len(sizes) > 1:
-        raise TopologyError(f"nodes have different numbers of ranks ({described}). {remedy}.")
-    for ranks in nodes.values():
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
-            raise TopologyError(
-                f"the ranks of a node are not consecutive ({described}). Start them node by node"
-                f" (mpirun --map-by slot), or: {remedy}."
-            )
-    return Cluster(len(nodes), sizes[0])
+    if len({len(ranks) for ranks in nodes.values()}) > 1:
+        return f"nodes have different numbers of ranks ({described})"
+    if any(ranks != list(range(ranks[0], ranks[0] + len(ranks))) for ranks in nodes.values()):
+        return f"the ranks of a node are not consecutive ({described}; mpirun --map-by slot starts them node by node)"
+    return None
 
 
 def compact(ranks: Sequence[int]) -> str:
