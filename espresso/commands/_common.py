@@ -54,6 +54,11 @@ CompressorOption = Annotated[
 ]
 
 
+def picture_option(what: str) -> Any:
+    """``--plot``, which draws ``what``."""
+    return typer.Option("--plot", help=f"Draw {what} (png, pdf or svg).", show_default=False)
+
+
 class ExitStatus(IntEnum):
     """What the command's exit status means; beside these, ``profile`` passes on its command's own."""
 
@@ -174,14 +179,20 @@ class Progress:
 
 
 @contextmanager
-def working(what: str, *, shown: bool = True) -> Iterator[Progress]:
-    """Show on stderr that something long is going on, unless it is over within two seconds."""
+def working(what: str, *, shown: bool = True, searches: bool = False) -> Iterator[Progress]:
+    """Show on stderr that something long is going on, unless it is over within two seconds.
+
+    Args:
+        searches: the work needs the search's kernels: loading them is a part of it, and compiles the first time.
+    """
     progress = Progress(what)
     timer = threading.Timer(PROGRESS_AFTER_S, progress.start)
     timer.daemon = True
     if shown:
         timer.start()
     try:
+        if searches:
+            _skip_blas()
         yield progress
     finally:
         if shown:
@@ -222,7 +233,7 @@ def compressors_of(texts: Sequence[str], job: "Job") -> tuple[CompressorSpec, ..
     return tuple(dict.fromkeys(specs))
 
 
-def skip_blas() -> None:
+def _skip_blas() -> None:
     """Keep Numba from loading SciPy's BLAS with its first kernel: 0.1 s, and none of ours uses it.
 
     Only for processes that are the command's own: Numba then compiles no linear algebra.
@@ -236,6 +247,27 @@ def skip_blas() -> None:
         importlib.import_module("numba.np.arraymath")  # where Numba looks, once
     finally:
         del modules[blas]
+
+
+def job_and_compressors(job: Path, texts: Sequence[str]) -> "tuple[Job, tuple[CompressorSpec, ...]]":
+    """What a command that predicts is asked about. What is wrong with the compressors is said before the job is read.
+
+    Raises:
+        UserError: as :func:`parse_compressors`.
+        JobError, OSError: the file.
+    """
+    from espresso.model.job import Job
+
+    parse_compressors(texts)
+    loaded = Job.load(job)
+    return loaded, compressors_of(texts, loaded)
+
+
+def draw(path: Path | None, write: Callable[..., object], *what: object) -> None:
+    """Have a picture written, if one was asked for."""
+    if path is not None:
+        write(path, *what)
+        say(f"picture written to {path}")
 
 
 def next_step(job: Path) -> str:

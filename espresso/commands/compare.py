@@ -10,12 +10,11 @@ from espresso.commands._common import (
     JobFile,
     JsonFlag,
     check_output,
-    compressors_of,
+    draw,
     emit_json,
+    job_and_compressors,
     out,
-    parse_compressors,
-    say,
-    skip_blas,
+    picture_option,
     user_errors,
     working,
 )
@@ -29,21 +28,15 @@ def compare(
     ablation: Annotated[
         bool, typer.Option("--ablation", help="Also search with one dimension restricted at a time.")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the table (png, pdf or svg).", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, picture_option("the table")] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Predict one job under the searched strategy and under every baseline."""
-    from espresso.model.job import Job
     from espresso.show.report import prediction_table
 
-    parse_compressors(compressor)
     check_output(plot, *IMAGE_FORMATS)
-    loaded = Job.load(job)
-    specs = compressors_of(compressor, loaded)
-    with working(f"Predicting {loaded.model}") as progress:
-        skip_blas()
+    loaded, specs = job_and_compressors(job, compressor)
+    with working(f"Predicting {loaded.model}", searches=True) as progress:
         from espresso.search.ablation import ablate
         from espresso.search.search import search
         from espresso.show.comparison import comparison_rows, write_comparison
@@ -52,9 +45,7 @@ def compare(
         rows = comparison_rows(result, ablate(loaded, specs) if ablation else ())
     used = ", ".join(map(str, specs))
     title = f"{loaded.model}, {loaded.cluster}, {used}, {loaded.mode.value} mode"
-    if plot is not None:
-        write_comparison(plot, rows, title)
-        say(f"picture written to {plot}")
+    draw(plot, write_comparison, rows, title)
     if json_output:
         emit_json(rows)
         return

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from espresso.commands._common import JsonFlag, check_output, emit_json, say, user_errors, working
+from espresso.commands._common import JsonFlag, check_output, emit_json, picture_option, say, user_errors, working
 from espresso.show.gantt import IMAGE_FORMATS
 
 
@@ -23,10 +23,7 @@ def diagnose(
         Path | None,
         typer.Option("--trace", help="Write all ranks' steps on one clock, for ui.perfetto.dev.", show_default=False),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", help="Draw where each rank's time goes (png, pdf or svg).", show_default=False),
-    ] = None,
+    plot: Annotated[Path | None, picture_option("where each rank's time goes")] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Say what is slow in a recorded run, the worst first, and what mending it would bring."""

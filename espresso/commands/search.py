@@ -13,15 +13,17 @@ from espresso.commands._common import (
     JsonFlag,
     UserError,
     check_output,
-    compressors_of,
+    draw,
     emit_json,
+    job_and_compressors,
     out,
     parse_compressors,
+    picture_option,
     say,
-    skip_blas,
     user_errors,
     working,
 )
+from espresso.show.gantt import IMAGE_FORMATS
 
 if TYPE_CHECKING:
     from espresso.model.job import Job
@@ -87,9 +89,7 @@ def search(
         typer.Option(min=2, help="Also print time against error, so many points.", show_default=False),
     ] = None,
     memory_points: Annotated[int, typer.Option(min=1, help="With --frontier: budgets of memory for each point.")] = 1,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the frontier (png, pdf or svg).", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, picture_option("the frontier")] = None,
     old: Annotated[
         Path | None,
         typer.Option("--from", help="Replan: begin with this strategy, much faster.", show_default=False),
@@ -112,18 +112,15 @@ def search(
     json_output: JsonFlag = False,
 ) -> None:
     """Search the strategy with the shortest predicted iteration, and say what it chose."""
-    from espresso.model.job import Job
     from espresso.strategies import Strategy
 
-    parse_compressors(compressor)
     check_output(output)
-    check_output(plot, ".png", ".pdf", ".svg")
+    check_output(plot, *IMAGE_FORMATS)
     if old is not None and frontier is not None:
         raise UserError("--from replans one strategy; leave --frontier out", ExitStatus.USAGE)
     if plot is not None and frontier is None:
         raise UserError("--plot draws the frontier: give --frontier too", ExitStatus.USAGE)
-    loaded = Job.load(job)
-    specs = compressors_of(compressor, loaded)
+    loaded, specs = job_and_compressors(job, compressor)
     limits = {
         "exact_vectors": exact_vectors, "keep_exact": keep_exact, "forbid": forbid, "devices": devices,
         "most_compressions": most_compressions, "force": None if force is None else dict(map(_forced, force)),
@@ -134,8 +131,7 @@ def search(
     terms = _terms(loaded, automatic, given, limits)
     points: list[FrontierPoint] = []
     # Loading compiles on the first call of all; the line that says so must be up by then.
-    with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)") as progress:
-        skip_blas()
+    with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)", searches=True) as progress:
         from espresso.search.error_budget import Sensitivity
         from espresso.search.search import replan
         from espresso.search.search import search as find
@@ -161,8 +157,7 @@ def search(
     if plot is not None:
         from espresso.show.frontier import write_frontier
 
-        write_frontier(plot, points, loaded.model)
-        say(f"picture written to {plot}")
+        draw(plot, write_frontier, points, loaded.model)
     if output is not None:
         result.strategy.save(output)
     if json_output:

@@ -11,14 +11,15 @@ from espresso.commands._common import (
     JsonFlag,
     UserError,
     check_output,
+    draw,
     emit_json,
+    job_and_compressors,
     out,
-    parse_compressors,
-    say,
-    skip_blas,
+    picture_option,
     user_errors,
     working,
 )
+from espresso.show.gantt import IMAGE_FORMATS
 
 if TYPE_CHECKING:
     from espresso.model.job import Job
@@ -53,19 +54,17 @@ def what_if(
     threshold: Annotated[
         bool, typer.Option(help="Also find the rate from which on compression stops paying, and what twice gives.")
     ] = True,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw steps against rates (png, pdf or svg).", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, picture_option("steps against rates")] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Predict the job's step, and what compression would gain, under other conditions."""
-    from espresso.model.job import Job
     from espresso.model.probe import Probe
     from espresso.model.what_if import Change, own_gbit, parse_gbit, repaired, slowest
 
-    check_output(plot, ".png", ".pdf", ".svg")
-    loaded = Job.load(job)
-    specs = _compressors(loaded, compressor)
+    check_output(plot, *IMAGE_FORMATS)
+    loaded, specs = job_and_compressors(job, compressor or DEFAULT_COMPRESSORS)
+    if not compressor:
+        specs = _with_costs(loaded, specs)
     if device is not None and measured_on is None:
         raise UserError(
             "--device needs --measured-on: run espresso probe -o here.json where the job was measured", ExitStatus.USAGE
@@ -74,8 +73,7 @@ def what_if(
         here=None if measured_on is None or device is None else Probe.load(measured_on),
         there=None if device is None else Probe.load(device),
     )
-    with working(f"Predicting {loaded.model}") as progress:
-        skip_blas()
+    with working(f"Predicting {loaded.model}", searches=True) as progress:
         from espresso.search.what_if import combinations, predict, stops_paying
 
         asked = combinations(
@@ -96,8 +94,7 @@ def what_if(
     if plot is not None:
         from espresso.show.what_if import write_what_if
 
-        write_what_if(plot, rows, f"{loaded.model}, {', '.join(map(str, specs))}")
-        say(f"picture written to {plot}")
+        draw(plot, write_what_if, rows, f"{loaded.model}, {', '.join(map(str, specs))}")
     _print(loaded, specs, rows, answers, json_output)
 
 
@@ -114,10 +111,8 @@ def _twice(job: "Job", specs: "tuple[CompressorSpec, ...]", first: "Change", gbi
         return None
 
 
-def _compressors(job: "Job", given: list[str] | None) -> "tuple[CompressorSpec, ...]":
-    specs = parse_compressors(given or DEFAULT_COMPRESSORS)
-    if given:
-        return specs
+def _with_costs(job: "Job", specs: "tuple[CompressorSpec, ...]") -> "tuple[CompressorSpec, ...]":
+    """Those of the default ones that the job has costs for."""
     known = tuple(spec for spec in specs if job.costs.devices(spec))
     if not known:
         costs = ", ".join(sorted({cost.spec for cost in job.costs.compute})) or "none at all"
