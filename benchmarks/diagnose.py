@@ -7,14 +7,16 @@ is compared with the one that removing it brought. Clean runs must find nothing.
 through the timeline, plain and compressed, and are compared with what they took.
 """
 
+import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +36,6 @@ from benchmarks.train import process_group
 from espresso.comm.errors import EspressoError
 from espresso.diagnosis.findings import diagnose
 from espresso.diagnosis.replay import costs_of, replay
-from espresso.diagnosis.report import Diagnosis
 from espresso.diagnosis.turns import Run
 from espresso.flight.form import load_run
 from espresso.live.names import named_gradients, tensor_specs
@@ -45,6 +46,11 @@ GAIN_ERROR, STEP_ERROR = 0.15, 0.03
 """A predicted gain is right within so much of the measured one, or of a step."""
 
 MEDIAN_REPLAY, WORST_REPLAY = 0.05, 0.10
+QUOTAS = Path("/sys/fs/cgroup/cpu")
+"""Where the kernel's control groups for processors are; without them there are no quotas."""
+
+PERIOD_US = 10_000
+NEAR_MS = 0.2
 BUSY = "while True: sum(range(1000))"
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -86,6 +92,8 @@ class Case:
     Attributes:
         kinds: of the finding that is to come first; none for a clean run.
         competitors: busy processes on the core of host ``job.at``.
+        quota: part of its core that it may use.
+        twin: the job without the cause, where it is the job that is wrong.
     """
 
     name: str
@@ -95,6 +103,7 @@ class Case:
     rates: Mapping[int, str] = field(default_factory=dict)
     rtt_ms: float | None = None
     competitors: int = 0
+    quota: float = 1.0
     twin: Job | None = None
 
     @property
@@ -104,7 +113,8 @@ class Case:
 
     def mended(self) -> "Case":
         job = self.twin or replace(self.job, input_ms=0.0, encode_ms=0.0, backward_ms=0.0)
-        return replace(self, kinds=(), job=job, rates={}, rtt_ms=None if self.rtt_ms is None else 0.2, competitors=0)
+        rtt_ms = None if self.rtt_ms is None else NEAR_MS
+        return replace(self, kinds=(), job=job, rates={}, rtt_ms=rtt_ms, competitors=0, quota=1.0)
 
 
 CODED = Job(compressor="efsignsgd")
@@ -115,6 +125,7 @@ CASES = (
     Case("competitor", ("slow_worker", "slow_backward"), Job(at=1), competitors=1),
     Case("two competitors", ("slow_worker", "slow_backward"), Job(at=0), competitors=2),
     Case("competitor observed", ("slow_worker", "slow_backward"), Job(at=1, observed=True), competitors=1),
+    Case("half a core", ("slow_worker", "slow_backward"), Job(at=1), quota=0.5),
     Case("slow input", ("slow_input",), Job(at=0, input_ms=40)),
     Case("slow input at host 1", ("slow_input",), Job(at=1, input_ms=25)),
     Case("slow backward", ("slow_backward",), Job(at=1, backward_ms=30)),
@@ -199,6 +210,19 @@ def work(job: Job, folder: Path) -> None:
     watched.close()
 
 
+def work_all(folder: Path) -> None:
+    """Train what the parent asks for, until there is no more."""
+    (folder / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+    for number in itertools.count():
+        here = folder / str(number)
+        while not (here / "job").exists():
+            if (folder / "end").exists():
+                return
+            time.sleep(0.02)
+        work(Job(**json.loads((here / "job").read_text())), here)
+        (here / f"done{dist.get_rank()}").touch()
+
+
 def _registered(model: DistributedDataParallel, job: Job) -> espresso.EspressoState:
     choice = PLAIN
     if job.compressor != "none":
@@ -232,28 +256,66 @@ class Row:
 
 
 @contextmanager
-def _competing(case: Case, network: Network) -> Iterator[None]:
-    """Busy processes on one host's core."""
+def _slowed(case: Case, network: Network, folder: Path) -> Iterator[None]:
+    """One host's processor is shared with busy processes, or has a quota."""
     core = sorted(cores_of(network.hosts[case.job.at]))[0]
     argv = ["taskset", "-c", str(core), sys.executable, "-c", BUSY]
     processes = [subprocess.Popen(argv) for _ in range(case.competitors)]
+    worker = (folder / f"pid{case.job.at}").read_text()
+    group = QUOTAS / f"espresso-{worker}"
     try:
+        if case.quota < 1:
+            group.mkdir()
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(round(PERIOD_US * case.quota)))
+            (group / "cgroup.procs").write_text(worker)
         yield
     finally:
         for process in processes:
             process.kill()
             process.wait()
+        if group.exists():
+            with suppress(ProcessLookupError):
+                (group.parent / "cgroup.procs").write_text(worker)
+            group.rmdir()
 
 
-def run(case: Case, hosts: int, folder: Path) -> Diagnosis:
-    """Train on emulated hosts, and diagnose from the files."""
+def _parent(cases: Sequence[Case], network: Network, folder: Path) -> Iterator[None]:
+    """Have running workers train one case after the other; yields while it waits for them."""
+    yield
+    while len(list(folder.glob("pid*"))) < len(network.hosts):
+        yield
+    for number, case in enumerate(cases):
+        if network.distance is not None:
+            network.change(rate=case.rate, rtt_ms=case.rtt_ms)
+        else:
+            network.change(rate=case.rate)
+        for host, rate in case.rates.items():
+            network.change(rate=rate, host=host)
+        here = folder / str(number)
+        here.mkdir()
+        with _slowed(case, network, folder):
+            (here / "asked").write_text(json.dumps(asdict(case.job)))
+            (here / "asked").rename(here / "job")
+            while len(list(here.glob("done*"))) < len(network.hosts):
+                yield
+    (folder / "end").touch()
+    while True:
+        yield
+
+
+def run(cases: Sequence[Case], hosts: int, folder: Path) -> None:
+    """Train on emulated hosts, case after case in the same processes; records are left in ``folder/0`` and so on."""
     folder.mkdir(parents=True)
-    distance = None if case.rtt_ms is None else Distance(rtt_ms=case.rtt_ms)
-    with open_network(hosts, case.rate, rates=case.rates, distance=distance) as network, _competing(case, network):
+    far = cases[0].rtt_ms is not None
+    with open_network(hosts, cases[0].rate, distance=Distance() if far else None) as network:
         argv = [sys.executable, "-m", "benchmarks.diagnose", "--worker", str(folder)]
-        (folder / "job").write_text(json.dumps(asdict(case.job)))
-        run_workers(network, argv, pin=True, deadline_s=240, env={"PYTHONPATH": str(ROOT)}, log_dir=folder)
-    return diagnose(load_run(folder))
+        parent = _parent(cases, network, folder)
+        with closing(parent):  # type: ignore[type-var]
+            run_workers(
+                network, argv, pin=True, deadline_s=60.0 * len(cases) + 60.0, env={"PYTHONPATH": str(ROOT)},
+                log_dir=folder, on_poll=lambda: next(parent),
+            )  # fmt: skip
 
 
 def replay_error(folder: Path) -> float:
@@ -264,18 +326,17 @@ def replay_error(folder: Path) -> float:
     return predicted / statistics.median(turn.measured for turn in run.turns) - 1
 
 
-def judge(case: Case, hosts: int, folder: Path) -> Row:
-    """One row; a cause is run without it too."""
-    found = run(case, hosts, folder / "with")
-    error = replay_error(folder / "with")
+def judge(case: Case, folder: Path, without: Path | None) -> Row:
+    """One row, of a run's records and, for a cause, of a run without it."""
+    found = diagnose(load_run(folder))
+    error = replay_error(folder)
     first = found.findings[0] if found.findings else None
     named = "nothing" if first is None else f"{first.kind}{'' if first.rank is None else f' on rank {first.rank}'}"
-    if not case.kinds:
+    if without is None:
         return Row(case.name, "nothing", named, first is None, found.step_us / 1e3, replay_error=error)
     wanted = case.kinds[0] + ("" if case.rank is None else f" on rank {case.rank}")
     right = first is not None and first.kind in case.kinds and first.rank == case.rank
-    mended = run(case.mended(), hosts, folder / "without")
-    gain = (found.step_us - mended.step_us) / 1e3
+    gain = (found.step_us - diagnose(load_run(without)).step_us) / 1e3
     predicted = 0.0 if first is None else first.gain_us / 1e3
     return Row(case.name, wanted, named, right, found.step_us / 1e3, gain, predicted, error)
 
@@ -307,7 +368,7 @@ def main(
     if worker is not None:
         torch.set_num_threads(1)
         with process_group(120.0):
-            work(Job(**json.loads((worker / "job").read_text())), worker)
+            work_all(worker)
         return
     cases = [*CASES, *(replace(CLEAN[n % len(CLEAN)], name=f"{CLEAN[n % len(CLEAN)].name} {n}") for n in range(clean))]
     wanted = [name.strip() for name in only.split(",") if name.strip()]
@@ -315,18 +376,39 @@ def main(
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if keep is None else keep
-        for case in cases:
-            try:
-                rows.append(judge(case, hosts, folder / case.name.replace(" ", "_").replace(",", "")))
-            except (EspressoError, ValueError, RuntimeError) as error:
-                rows.append(Row(case.name, ", ".join(case.kinds) or "nothing", f"failed: {error}"[:200], False))
-            results.console(140).print(table_of(rows[-1:]))
+        for far in (False, True):
+            chosen = [case for case in cases if (case.rtt_ms is not None) == far]
+            if chosen:
+                rows += measured(chosen, hosts, folder / ("far" if far else "near"))
     results.write(json_path, results.record({"hosts": hosts, "clean": clean}, 0, [asdict(row) for row in rows]))
     results.console(140).print(table_of(rows))
     causes = [row for row in rows if row.wanted != "nothing"]
     print_summary(rows, causes)
     if not all(row.right for row in rows):
         raise typer.Exit(1)
+
+
+def measured(cases: Sequence[Case], hosts: int, folder: Path) -> list[Row]:
+    """Every cause's run, and right after it one without the cause; clean runs alone."""
+    runs = [each for case in cases for each in ([case, case.mended()] if case.kinds else [case])]
+    try:
+        run(runs, hosts, folder)
+    except (EspressoError, RuntimeError) as error:
+        typer.echo(f"stopped: {error}", err=True)
+    return judged(cases, folder)
+
+
+def judged(cases: Sequence[Case], folder: Path) -> list[Row]:
+    """A row a case, of the records that :func:`measured` left."""
+    rows, number = [], 0
+    for case in cases:
+        with_it, without = folder / str(number), folder / str(number + 1) if case.kinds else None
+        number += 2 if case.kinds else 1
+        try:
+            rows.append(judge(case, with_it, without))
+        except (EspressoError, ValueError, OSError) as error:
+            rows.append(Row(case.name, ", ".join(case.kinds) or "nothing", f"failed: {error}"[:200], False))
+    return rows
 
 
 def print_summary(rows: Sequence[Row], causes: Sequence[Row]) -> None:
