@@ -37,6 +37,9 @@ LETS_GO_OF_PYTHON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 """Whether a process group that goes waits for its threads without Python's lock; where it keeps it, they dead-lock."""
 
 
+MUCH, MUCH_S = (1 << 18, 1 << 20, 1 << 20), 0.1
+"""Bytes by which a card is looked at, the first to open the connection's window; after so long nothing more is sent."""
+
 _SLACK_S = 2.0
 """For the groups' own time-outs to come first."""
 
@@ -214,6 +217,46 @@ class Groups:
                     now[0] = clock()
                     group.send([now], peer, 0).wait()
         return []
+
+    def card_rate(self, clock: Callable[[], float]) -> float | None:
+        """What this node's card sends to the next node while nothing else is sent, in bytes a unit of ``clock``.
+
+        Collective. None with one node, and on ranks that are not their node's first. A node that sends does not
+        receive, since answers would wait behind what it sends itself.
+        """
+        per_node, nodes = self.cluster.ranks_per_node, self.cluster.num_nodes
+        node, local = divmod(self.rank, per_node)
+        if nodes == 1 or local:
+            return None
+        rate = None
+        with self._explained("the ranks' look at their network cards"):
+            for turn in range(3 if nodes % 2 else 2):
+                if _turn(node, nodes) == turn:
+                    rate = self._send_much((node + 1) % nodes * per_node, clock)
+                elif _turn((node - 1) % nodes, nodes) == turn:
+                    self._receive_much((node - 1) % nodes * per_node)
+        return rate
+
+    def _send_much(self, peer: int, clock: Callable[[], float]) -> float:
+        """The best of some sends; every one says how many bytes come, and the last that none do."""
+        group, answer, started = self._group_for_pairs(), torch.zeros(1), time.perf_counter()
+        rates: list[float] = []
+        for num_bytes in MUCH:
+            if rates and time.perf_counter() - started > MUCH_S:
+                break
+            begin = clock()
+            group.send([torch.tensor([num_bytes])], peer, 0).wait()
+            group.send([torch.zeros(num_bytes, dtype=torch.uint8)], peer, 0).wait()
+            group.recv([answer], peer, 0).wait()
+            rates.append(num_bytes / (clock() - begin))
+        group.send([torch.tensor([0])], peer, 0).wait()
+        return max(rates[1:] or rates)  # (what a card lets through in a burst after a rest is gone by then)
+
+    def _receive_much(self, peer: int) -> None:
+        group, answer, num_bytes = self._group_for_pairs(), torch.zeros(1), torch.tensor([0])
+        while group.recv([num_bytes], peer, 0).wait() and int(num_bytes):
+            group.recv([torch.zeros(int(num_bytes), dtype=torch.uint8)], peer, 0).wait()
+            group.send([answer], peer, 0).wait()
 
     def _group_for_pairs(self) -> Any:
         """For messages from rank to rank. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares how many operations every rank of
@@ -400,3 +443,8 @@ class Groups:
         if me in ranks:
             self._made.append(member)
         return member
+
+
+def _turn(node: int, nodes: int) -> int:
+    """When a node sends, of as few turns as keep senders from receiving; the last of an odd number has its own."""
+    return 2 if nodes % 2 and node == nodes - 1 else node % 2

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from espresso.cli import app
 from espresso.diagnosis.findings import diagnose
-from espresso.diagnosis.replay import costs_of, replay
+from espresso.diagnosis.replay import costs_of, replay, shared
 from espresso.diagnosis.report import Diagnosis
 from espresso.diagnosis.turns import Run
 from espresso.flight.form import Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, Traffic
@@ -47,6 +47,7 @@ class Rank:
     backward: float = 40.0
     optimizer: float = 2.0
     coding: float = 3.0
+    waited: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class World:
     noise: float = 0.02
     ahead_s: float = 0.0
     traffic: Callable[[int], tuple[Traffic, ...]] = lambda rank: ()
+    cards: tuple[float, ...] = ()
+    beside_ms: float = 0.0
 
     def stretch(self) -> Stretch:
         numel = round(self.bucket_mb * 250_000 / self.tensors_a_bucket)
@@ -94,10 +97,14 @@ class World:
         return [
             Flight(
                 rank, len(self.ranks), f"host{rank}", Cluster(len(self.ranks), 1), (stretch,), tuple(mine),
-                ticks=self._ticks(rank), traffic=self.traffic(rank), facts={"buffer_bytes": 4096},
+                ticks=self._ticks(rank), traffic=self.traffic(rank), facts=self._facts(rank),
             )
             for rank, mine in enumerate(steps)
         ]  # fmt: skip
+
+    def _facts(self, rank: int) -> dict[str, float]:
+        facts = {"buffer_bytes": 4096.0, "cores": 1.0 if self.beside_ms else 4.0}
+        return facts | ({"card_rate": self.cards[rank]} if self.cards else {})
 
     def _clock(self, rank: int, at: float) -> float:
         return at + rank * self.ahead_s * 1e6
@@ -127,7 +134,9 @@ class World:
         link = end = 0.0
         ended: list[float] = []  # two are under way at once
         task = 0
-        held = (self.alpha_ms + self.ms_a_mb * self.bucket_mb * (0.03 if self.compressed else 1.0)) * MS
+        part = 0.03 if self.compressed else 1.0
+        sent = round(2 * (len(self.ranks) - 1) / len(self.ranks) * self.bucket_mb * part * 1e6)
+        held = (self.alpha_ms + self.ms_a_mb * self.bucket_mb * part) * MS
         for bucket in range(self.buckets):
             starts = [mine[-1] if self.late else mine[bucket] for mine in ready]
             if self.compressed:
@@ -141,7 +150,7 @@ class World:
             ended.append(end)
             for r, mine in enumerate(spans):
                 issued = ready[r][bucket] if self.late else starts[r]
-                mine.append(Span(task + self.compressed, issued, starts[r], end, 1000))
+                mine.append(Span(task + self.compressed, issued, starts[r], end, sent))
             if self.compressed:
                 ends = [
                     self._code(spans[r], task + 2, end, free, r, rank.coding * 0.3 / self.buckets)
@@ -160,6 +169,7 @@ class World:
                 entered_us=self._clock(r, entered[r]), forward_us=self._clock(r, forward[r]),
                 forward_end_us=self._clock(r, backward[r]), backward_us=self._clock(r, backward[r]),
                 backward_end_us=self._clock(r, ready[r][-1]), averaged_us=self._clock(r, averaged),
+                beside_us=self.beside_ms * MS, waited_us=self.ranks[r].waited * MS,
             )  # fmt: skip
             moved = tuple(
                 s._replace(
@@ -220,10 +230,17 @@ CAUSES: dict[str, tuple[World, World, str, int | None]] = {
     "slow encoder": (
         World((Rank(), Rank(coding=60), Rank()), compressed=True), World(compressed=True), "slow_encoder", 1
     ),
-    "thin card": (World(ms_a_mb=15, traffic=sending((125, 25, 125))), BASE, "thin_card", 1),
+    "thin card": (World(ms_a_mb=15, traffic=sending((444, 89, 444))), BASE, "thin_card", 1),
     "thin card, from outside": (
-        World(ms_a_mb=15, observed=True, traffic=sending((125, 25, 125))), World(observed=True), "thin_card", 1
+        World(ms_a_mb=15, observed=True, traffic=sending((444, 89, 444))), World(observed=True), "thin_card", 1
     ),
+    "thin card of two": (  # answers to the other wait behind what the thin one sends
+        World(EVEN[:2], ms_a_mb=15, traffic=sending((110, 67)), cards=(333, 67)), World(EVEN[:2]), "thin_card", 1
+    ),
+    "card that became thin": (
+        World(ms_a_mb=15, traffic=sending((444, 89, 444)), cards=(444, 444, 444)), BASE, "thin_card", 1
+    ),
+    "quota that hits backward": (World((Rank(backward=70, waited=30), Rank(), Rank())), BASE, "slow_worker", 0),
     "latency": (replace(THIN, latency_ms=30), THIN, "latency_bound", None),
     "one connection": (
         World(ms_a_mb=20, traffic=sending((50, 50, 50), window=0.75)), World(ms_a_mb=5), "one_connection", None
@@ -291,6 +308,17 @@ def test_recorded_steps_replay(world: World) -> None:
     costs = costs_of(run)
     for turn in run.turns:
         assert abs(replay(turn, costs) / turn.measured - 1) < 0.02
+
+
+def test_backward_is_shorter_by_what_exchanges_took_of_its_core() -> None:
+    run = Run(World(beside_ms=8).flights())
+    turn, costs = run.turns[0], costs_of(run)
+    alone = shared(turn, costs, turn, costs.idle())
+    for before, after in zip(turn.parts, alone.parts, strict=True):
+        assert before.backward - after.backward == pytest.approx(7 * MS, rel=0.05)  # all but the last of eight
+    assert shared(turn, costs, turn, costs) == turn
+    free = costs_of(Run(World().flights()))  # other cores carry them out
+    assert shared(turn, free, turn, free.idle()) == turn
 
 
 def test_what_is_hidden_is_measured_and_predicted() -> None:

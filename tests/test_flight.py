@@ -24,6 +24,7 @@ from espresso.comm.execute.averaging import Averager
 from espresso.comm.groups import Member
 from espresso.flight.clocks import Clock, align, tick_of
 from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
+from espresso.flight.processors import Delays
 from espresso.strategies import Bucket, Cluster, Slot, Strategy, TensorSpec
 from tests.ddp import SHARDED, Played, agreed, mlp, registered, wrap
 
@@ -252,6 +253,9 @@ def observed(rank: int, folder: str) -> dict[str, Any]:
     run(ddp, optimizer, 12, micro=2)
     found = watch.diagnose()
     steps = watch.recorder.steps()
+    assert watch.recorder.facts["card_rate"] > 0
+    assert all(each.script.beside_us is not None and each.script.beside_us >= 0 for each in steps[1:-1])
+    assert Delays.open() is None or all((each.script.waited_us or 0) >= 0 for each in steps)
     watch.close()
     watch.close()
     for each in steps:

@@ -106,6 +106,21 @@ def test_exchanges_go_in_turn_over_several_connections_between_nodes():
         assert found == {"flat": (3, True), "intra": (1, True), "inter": (3, True)}
 
 
+def look_at_cards(rank: int, ranks_per_node: int) -> list[float | None]:
+    groups = Groups(ranks_per_node=ranks_per_node, timeout_s=20)
+    try:
+        return groups.all_objects(groups.card_rate(lambda: time.perf_counter() * 1e6))
+    finally:
+        groups.close()
+
+
+@pytest.mark.parametrize(("ranks_per_node", "known"), [(2, (0, 2)), (1, (0, 1, 2, 3)), (4, ())])
+def test_the_first_rank_of_a_node_says_what_its_card_sends(ranks_per_node, known):
+    for rates in POOL.run(look_at_cards, ranks_per_node):
+        assert tuple(rank for rank, rate in enumerate(rates) if rate is not None) == known
+        assert all(rate > 10 for rate in rates if rate is not None)  # megabytes a second, over loopback
+
+
 def test_scopes_of_two_nodes_of_two_ranks():
     for rank, (cluster, members) in enumerate(POOL.run(describe, None)):
         node, local = divmod(rank, 2)

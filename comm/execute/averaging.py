@@ -40,7 +40,8 @@ class Averager:
 
     Attributes:
         member: the group of all ranks.
-        known: buckets by number, with their elements: they are described once, as long as their size stays.
+        known: buckets by number, with their elements: they are described again where their size changes, and where
+            exchanges are looked at: DDP may put the same tensors into another order.
         collects_early: whether somebody waits for buckets before the last is there. DDP waits for nothing before
             that; a hook around ours may.
         look_every: of so many iterations one looks at the end of every exchange. A power of two, so that ranks which
@@ -98,7 +99,7 @@ class Averaging:
 
     def take(self, index: int, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Averaging:
         known = self._averager.known.get(index)
-        if known is None or known[0] != buffer.numel():
+        if self._looks or known is None or known[0] != buffer.numel():
             self._averager.known[index] = (buffer.numel(), describe())
         if self._iteration.last_seen:
             self._fill_record(index + 1)  # first: the watchdog may collect the last bucket as soon as it has begun

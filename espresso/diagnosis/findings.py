@@ -10,22 +10,22 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from espresso.diagnosis.rebucketing import fit, plain_costs, rebucketed
 from espresso.diagnosis.replay import (
+    EVEN_BYTES,
     Costs,
     bucket_bytes,
     costs_of,
     exposed,
-    fit,
-    plain_costs,
-    rebucketed,
+    passes_of,
     replay,
     sample,
+    shared,
     with_part,
 )
 from espresso.diagnosis.report import Diagnosis, Finding
 from espresso.diagnosis.turns import Part, Run, Turn
 from espresso.flight.form import Flight
-from espresso.strategies import Bucket
 
 LEAST_SHARE = 0.05
 """Of a step: a smaller gain is no finding."""
@@ -33,12 +33,8 @@ LEAST_SHARE = 0.05
 LEAST_GAIN_US = 300.0
 """Nor is one of less than this: waking a thread takes as long."""
 
-BUCKET_SHARE = 0.12
-"""Of a step, for smaller buckets: what smaller exchanges take, and how cores are shared with them, is extrapolated."""
-
-FEW_CORES = 2.0
-"""A rank with fewer carries out exchanges on the core of its backward pass: half of an exchange's fixed cost is its own
-work, half is its peers'."""
+LATE_SHARE = 0.12
+"""Of a step, for exchanges that begin late: what the timeline does not explain of clean steps comes to half of it."""
 
 OFTEN = 0.7
 """Of the steps, a worker must be the last to be counted as slow: of two equal ones each is, in half of them."""
@@ -57,6 +53,9 @@ WINDOWED = 0.3
 
 ALIKE = 0.3
 """A worker whose one pass is slowed by less than this part of how the other is slowed is slow in the other alone."""
+
+LACKED = 0.5
+"""Of what a worker takes longer, spent without a core: it is other processes or a quota, whatever pass they hit."""
 
 COMPUTE = ("optimizer", "earlier", "forward", "loss", "backward")
 """What a worker does on its own processor."""
@@ -87,6 +86,7 @@ class _Case:
         self.now_us = [replay(turn, self.costs) for turn in self.turns]
         self.passes = self._passes()
         self.step_us = median(turn.measured for turn in run.turns) * self.passes
+        self.hosts = list(dict.fromkeys(run.hosts))
         self.is_plain = run.stretch.strategy.only_averages
 
     def diagnosis(self) -> Diagnosis:
@@ -116,10 +116,10 @@ class _Case:
 
     def gain(self, change: Callable[[Turn], Turn], costs: Costs | None = None, *, broadcasts: bool = True) -> float:
         """What an optimizer's step is shorter with changed turns or costs, by the timeline."""
-        then = [
-            now - replay(change(turn), costs or self.costs, broadcasts=broadcasts)
-            for turn, now in zip(self.turns, self.now_us, strict=True)
-        ]
+        costs, then = costs or self.costs, []
+        for turn, now in zip(self.turns, self.now_us, strict=True):
+            changed = shared(turn, self.costs, change(turn), costs)
+            then.append(now - replay(changed, costs, broadcasts=broadcasts))
         return median(then) * self.passes
 
     def counts(self, gain_us: float, share: float = LEAST_SHARE) -> bool:
@@ -157,7 +157,8 @@ class _Case:
             said = ", ".join(f"{phase} {us / 1e3:+.1f} ms" for phase, us in excess.items())
             detail = f"last in {often:.0%} of the steps; against the others: {said}"
             for kind, phases in self._suspects(place):
-                gain = self.gain(lambda turn, p=place, which=phases: _like_the_others(turn, p, which))  # type: ignore[misc]
+                costs = self._at_pace(place) if kind == "slow_worker" else self.costs
+                gain = self.gain(lambda turn, p=place, which=phases: _like_the_others(turn, p, which), costs)  # type: ignore[misc]
                 cost = sum(excess.get(phase, 0.0) for phase in phases) * self.passes
                 if self.counts(gain):
                     remedy = _REMEDIES[kind].format(rank=self.run.flights[place].rank, host=self.run.hosts[place])
@@ -173,14 +174,32 @@ class _Case:
             return [("slow_input", (*late, "backward"))]
         return [("slow_input", late), (compute, COMPUTE)]
 
+    def _at_pace(self, place: int) -> Costs:
+        """A worker that computes slowly also carries out its part of the exchanges slowly."""
+        own = [sum(_phase(turn.parts[place], phase) for phase in COMPUTE) for turn in self.run.turns]
+        usual = [sum(_others(turn, place, phase) for phase in COMPUTE) for turn in self.run.turns]
+        pace = median(a / b for a, b in zip(own, usual, strict=True) if b > 0)
+        return self.costs.at_pace(max(pace, 1.0), min(self._cards(), default=None))
+
     def _slow_in(self, place: int) -> str:
         """Whether a worker is slow in all it computes, or in one of the two passes."""
         pace = {phase: median(self._paces(place, phase)) - 1 for phase in ("forward", "backward")}
         if not any(part.forward for turn in self.run.turns for part in turn.parts):
             return "slow_worker"  # nobody saw its passes apart
+        if self._lacks_a_core(place):
+            return "slow_worker"  # a quota comes where it will: it says nothing about the pass that it hits
         if pace["forward"] < ALIKE * pace["backward"]:
             return "slow_backward"
         return "slow_forward" if pace["backward"] < ALIKE * pace["forward"] else "slow_worker"
+
+    def _lacks_a_core(self, place: int) -> bool:
+        """Whether most of what it takes longer than the others it could have run, and others had its core."""
+        waited = [[s.script.waited_us for s in f.steps if s.script.waited_us is not None] for f in self.run.flights]
+        if not all(waited):
+            return False
+        each = [median(rank) for rank in waited]
+        longer = sum(self._excess(place, phase) for phase in COMPUTE)
+        return each[place] - median(us for at, us in enumerate(each) if at != place) > LACKED * longer > 0.0
 
     def _paces(self, place: int, phase: str) -> list[float]:
         """How many times as long as the others it takes, step by step."""
@@ -217,21 +236,17 @@ class _Case:
 
     def thin_cards(self) -> Iterator[Finding]:
         """Whose connections send more slowly while they have something to send."""
-        rates = [_rate(flight) for flight in self.run.flights]
-        known = [rate for rate in rates if rate is not None]
-        if len(known) < 2 or len(known) < len(rates):
-            return
-        for host in dict.fromkeys(self.run.hosts):
-            places = [place for place, name in enumerate(self.run.hosts) if name == host]
-            mine = median(known[place] for place in places)
-            others = [rate for place, rate in enumerate(known) if place not in places]
+        rates = self._cards()
+        for place, host in enumerate(self.hosts[: len(rates)]):
+            mine, others = rates[place], [*rates[:place], *rates[place + 1 :]]
             if not others or mine > SLOW_CARD * median(others):
                 continue
-            factor = mine / max(others)
-            gain = self.gain(lambda turn: turn, self.costs.scaled(factor))
+            factor = mine / min(others)
+            gain = self.gain(lambda turn: turn, self.costs.at_rate(mine, min(others)))
             if self.counts(gain, CARD_SHARE):
+                at, cost = self.run.hosts.index(host), self.costs.exchange_us * (1 - factor) * self.passes
                 yield self._finding(
-                    "thin_card", places[0], self.costs.exchange_us * (1 - factor) * self.passes, gain, 1 - factor / 2,
+                    "thin_card", at, cost, gain, 1 - factor / 2,
                     f"look at the network card, cable, switch port and rate limits of {host}: all others wait for it",
                     f"{host} sends at {mine * 8:.0f} Mb/s while it sends, the others at {median(others) * 8:.0f}",
                 )  # fmt: skip
@@ -255,7 +270,7 @@ class _Case:
         shares = [share for share in map(_windowed, self.run.flights) if share is not None]
         if not shares or median(shares) < WINDOWED:
             return
-        gain = self.gain(lambda turn: turn, self.costs.scaled(1 - median(shares)))
+        gain = self.gain(lambda turn: turn, self.costs.faster(1 - median(shares)))
         if self.counts(gain):
             yield self._finding(
                 "one_connection", None, gain, gain, 0.6,
@@ -276,8 +291,8 @@ class _Case:
             cost = median(turn.broadcast for turn in self.run.turns) * self.passes
             yield self._finding(
                 "buffer_broadcast", None, cost, gain, 0.9,
-                "DistributedDataParallel(broadcast_buffers=False), if the buffers need not be equal while training"
-                " (batch norm's running means; or use SyncBatchNorm)",
+                "DistributedDataParallel(broadcast_buffers=False), in newer PyTorch forward_sync_buffers=False, if the"
+                " buffers need not be equal while training (batch norm's running means; or use SyncBatchNorm)",
                 "buffers are sent before every forward pass" + (f", {size / 1e3:.0f} kB of them" if size > 1 else ""),
             )  # fmt: skip
 
@@ -285,10 +300,7 @@ class _Case:
         """Passes between two steps of the optimizer that exchange, all but the last in vain."""
         if self.passes < 2:
             return
-        idle = replace(
-            self.costs, task_us=(0.0,) * len(self.costs.task_us), latency_us=(0.0,) * len(self.costs.task_us)
-        )
-        each = self.gain(lambda turn: turn, idle, broadcasts=False) / self.passes
+        each = self.gain(lambda turn: turn, self.costs.idle(), broadcasts=False) / self.passes
         gain = each * (self.passes - 1)
         if self.counts(gain, LEAST_SHARE / 2):
             yield self._finding(
@@ -304,17 +316,18 @@ class _Case:
             return
         line, latency = fit(self.costs, self._us_per_byte()), max(self.costs.latency_us, default=0.0)
         found: list[tuple[float, int, int]] = []
+        total = sum(map(bucket_bytes, before))
         for cap in CAPS_MB:
             buckets, _ = rebucketed(self.turns[0], before, cap * (1 << 20))
             if len(buckets) == len(before):
                 continue
-            costs = plain_costs(self.run.stretch.strategy, buckets, line, latency)
-            freed = self._freed_us(line.alpha_us, len(before) - len(buckets))
-            gain = self.gain(lambda turn, c=cap, us=freed: _with_cap(turn, before, c, us), costs)  # type: ignore[misc]
+            core_us = self.costs.core_us * (total + EVEN_BYTES * len(buckets)) / (total + EVEN_BYTES * len(before))
+            costs = plain_costs(self.run.stretch.strategy, buckets, line, latency, core_us)
+            gain = self.gain(lambda turn, c=cap: rebucketed(turn, before, c * (1 << 20))[1], costs)  # type: ignore[misc]
             found.append((gain, -cap, len(buckets)))
         gain, cap, count = max(found, default=(0.0, -1, 0))
         is_small = count < len(before)
-        if not self.counts(gain, LEAST_SHARE if is_small else BUCKET_SHARE):
+        if not self.counts(gain):
             return
         largest = max(map(bucket_bytes, before)) / 1e6
         yield self._finding(
@@ -324,16 +337,29 @@ class _Case:
             + ("every exchange has a fixed cost" if is_small else "the first exchange begins late"),
         )  # fmt: skip
 
-    def _freed_us(self, alpha_us: float, fewer: int) -> float:
-        """What a backward pass is shorter with so many exchanges fewer, where they take its core."""
-        cores = min(flight.fact("cores", FEW_CORES) for flight in self.run.flights)
-        return 0.5 * alpha_us * max(fewer, 0) if cores < FEW_CORES else 0.0
-
     def _us_per_byte(self) -> float | None:
-        """What the bytes of a bucket take at the rate of the connections; None where that is not known."""
-        rates = [rate for rate in map(_rate, self.run.flights) if rate is not None]
-        ranks = self.run.num_ranks
-        return 2 * (ranks - 1) / ranks / min(rates) if rates else None
+        """What the bytes of a bucket take at the rate of the cards; None where that is not known."""
+        rates = self._cards()
+        return passes_of(self.run.num_ranks) / min(rates) if rates else None
+
+    def _cards(self) -> list[float]:
+        """What every host's card sends, in bytes a microsecond; none where that is not known of all.
+
+        It is what it sent at the start, while nothing else did. One card may have become thin since then: the one whose
+        connections are slowest, by far; answers to the others wait behind what it sends. Where round trips are long, or
+        nobody looked at the start, it is what each host's connections send while they send.
+        """
+        each = [
+            [f for f, at in zip(self.run.flights, self.run.hosts, strict=True) if at == host] for host in self.hosts
+        ]
+        alone = [max(flight.fact("card_rate", 0.0) for flight in flights) for flights in each]
+        seen = [[rate for rate in map(_rate, flights) if rate is not None] for flights in each]
+        busy = [median(rates) for rates in seen if rates]
+        if any(self.costs.latency_us) or not all(alone):
+            return busy if len(busy) == len(each) else []
+        if len(busy) == len(each) and min(busy) < SLOW_CARD * min(alone):
+            alone[busy.index(min(busy))] = min(busy)
+        return alone
 
     def late_starts(self) -> Iterator[Finding]:
         """Exchanges that begin long after their bucket is there and the link is free."""
@@ -341,7 +367,7 @@ class _Case:
         lost = (measured - median(self.now_us)) * self.passes
         late = self._late_us() * self.passes
         gain = min(lost, late)
-        if self.counts(gain, BUCKET_SHARE):
+        if self.counts(gain, LATE_SHARE):
             yield self._finding(
                 "unused_overlap", None, gain, gain, 0.6,
                 "let exchanges start during backward: no hook that waits inside, no static work between backward and"
@@ -389,12 +415,6 @@ def _like_the_others(turn: Turn, place: int, phases: Sequence[str]) -> Turn:
     backward = now.pop("backward", mine.backward)
     part: Part = replace(mine, **now)
     return with_part(turn, place, part.with_backward(backward))
-
-
-def _with_cap(turn: Turn, before: Sequence[Bucket], cap_mb: int, freed_us: float) -> Turn:
-    """The turn with other buckets, and a backward pass that is shorter by so much."""
-    parts = tuple(part.with_backward(max(part.backward - freed_us, 0.5 * part.backward)) for part in turn.parts)
-    return rebucketed(replace(turn, parts=parts), before, cap_mb * (1 << 20))[1]
 
 
 def _rate(flight: Flight) -> float | None:

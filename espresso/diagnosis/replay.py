@@ -8,22 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from statistics import median
 
 from espresso.diagnosis.turns import Part, Run, Turn
 from espresso.flight.form import Span
-from espresso.strategies import DTYPES, Bucket, Lane, Plan, Routine, Slot, StepKind, Strategy, plan
-from espresso.strategies.list_scheduling import Width, schedule_tasks
+from espresso.strategies import DTYPES, Bucket, Lane, Plan, Routine, StepKind
+from espresso.strategies.list_scheduling import Schedule, Width, schedule_tasks
 
 MOST_REPLAYED = 32
 """Turns, spread over all."""
 
+FEW_CORES = 2.0
+"""A rank with fewer carries out exchanges on the core of its backward pass."""
+
+LEAST_KEPT = 0.02
+"""Of an exchange, however fast the card."""
+
 LEAST_LATENCY_US = 1000.0
 """A shorter latency is not told from how ranks wait for one another."""
 
+SETTLED = 3
+"""Rounds in which backward passes and the exchanges beside them are fitted to each other."""
+
+LEAST_OWN = 0.3
+"""Of a recorded backward pass, however much it shared its core."""
+
+EVEN_BYTES = 50_000
+"""An exchange of nothing takes as much processor time as so many bytes."""
+
 IN_FLIGHT = (2, 4, 8)
-"""Exchanges of a link under way at once: as many as explain the steps best, where latency makes it matter."""
+"""Exchanges of a link under way at once, where latency makes it matter: which of them is told by the steps."""
+
+CLOSE = 0.01
+"""Errors of a replay that are no farther apart are alike."""
 
 LINKS = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN, Lane.SERVER_IN, Lane.SERVER_OUT)
 
@@ -49,6 +66,8 @@ class Costs:
         latency_us: of every task, beyond that.
         coding_us: of every task that is no exchange, every rank's.
         in_flight: exchanges of a link under way at once.
+        sent: bytes of every task on the card that sends most of them.
+        core_us: processor time of all exchanges of a step, where they have no core beside backward's; else 0.
     """
 
     plan: Plan
@@ -56,6 +75,8 @@ class Costs:
     latency_us: tuple[float, ...]
     coding_us: dict[int, tuple[float, ...]]
     in_flight: int = IN_FLIGHT[0]
+    sent: tuple[int, ...] = ()
+    core_us: float = 0.0
 
     @property
     def exchanges(self) -> list[int]:
@@ -66,10 +87,29 @@ class Costs:
         """All exchanges, one after the other."""
         return sum(self.task_us[index] + self.latency_us[index] for index in self.exchanges)
 
-    def scaled(self, factor: float) -> Costs:
-        """With exchanges that take so many times as long."""
+    def at_rate(self, now: float, then: float) -> Costs:
+        """With cards that send ``then`` bytes a microsecond instead of ``now``."""
+        freed = [num_bytes * (1 / now - 1 / then) for num_bytes in self.sent]
+        task_us = tuple(max(us - less, LEAST_KEPT * us) for us, less in zip(self.task_us, freed, strict=True))
+        return replace(self, task_us=task_us)
+
+    def at_pace(self, pace: float, rate: float | None) -> Costs:
+        """With what is not the wire's part of an exchange ``pace`` times as fast; as it is where no rate is known."""
+        if rate is None:
+            return self
+        wire = [num_bytes / rate for num_bytes in self.sent]
+        task_us = tuple(us - max(us - w, 0.0) * (1 - 1 / pace) for us, w in zip(self.task_us, wire, strict=True))
+        return replace(self, task_us=tuple(self.task_us[i] if not self.sent[i] else us for i, us in enumerate(task_us)))
+
+    def faster(self, factor: float) -> Costs:
+        """With exchanges that take so much less of their time."""
         exchanges = set(self.exchanges)
         return replace(self, task_us=tuple(us * factor if i in exchanges else us for i, us in enumerate(self.task_us)))
+
+    def idle(self) -> Costs:
+        """Without any of it."""
+        nothing = (0.0,) * len(self.task_us)
+        return replace(self, task_us=nothing, latency_us=nothing, core_us=0.0)
 
     def without_latency(self) -> Costs:
         return replace(self, latency_us=(0.0,) * len(self.latency_us))
@@ -89,9 +129,12 @@ def costs_of(run: Run) -> Costs:
         return _measured(run, latencies, IN_FLIGHT[0])
 
     def error(costs: Costs) -> float:
-        return abs(median(replay(turn, costs) - turn.measured for turn in sample(run.turns)))
+        return abs(median(replay(turn, costs) / turn.measured - 1 for turn in sample(run.turns)))
 
-    return min((_measured(run, latencies, width) for width in IN_FLIGHT), key=error)
+    each = [(error(costs), costs) for costs in (_measured(run, latencies, width) for width in IN_FLIGHT)]
+    close = min(off for off, _ in each) + CLOSE
+    # Of those that explain the steps, the one that leaves least to the exchanges themselves.
+    return min((costs for off, costs in each if off <= close), key=lambda costs: costs.exchange_us)
 
 
 def _measured(run: Run, latencies: Sequence[float], in_flight: int) -> Costs:
@@ -99,12 +142,14 @@ def _measured(run: Run, latencies: Sequence[float], in_flight: int) -> Costs:
     taken: dict[int, list[float]] = {}
     coding: dict[int, list[list[float]]] = {}
     starts: dict[int, list[float]] = {}
+    sent = [0] * len(laid.tasks)
     for ranks in run.spans():
         begin = min(span.start_us for spans in ranks for span in spans)
         link = _Link(latencies, in_flight)
         for task, spans in _in_order(ranks):
             starts.setdefault(task, []).append(max(span.start_us for span in spans) - begin)
             if laid.tasks[task].step.kind is StepKind.COMMUNICATE:
+                sent[task] = max(span.num_bytes for span in spans)
                 taken.setdefault(task, []).append(link.held_us(task, laid.tasks[task].lanes, spans))
             elif len(spans) == len(ranks):
                 for row, span in zip(coding.setdefault(task, [[] for _ in spans]), spans, strict=True):
@@ -119,7 +164,16 @@ def _measured(run: Run, latencies: Sequence[float], in_flight: int) -> Costs:
         for task in laid.tasks
     ]
     order = _topological(laid, {task: median(values) for task, values in starts.items()})
-    return Costs(laid.with_order(order), tuple(task_us), tuple(latencies), coding_us, in_flight)
+    core_us = _core_us(run, sum(max(each) for each in coding_us.values()))
+    return Costs(laid.with_order(order), tuple(task_us), tuple(latencies), coding_us, in_flight, tuple(sent), core_us)
+
+
+def _core_us(run: Run, coding_us: float) -> float:
+    """Processor time that a step's exchanges take from backward: nothing where other cores are free for them."""
+    if min(flight.fact("cores", FEW_CORES) for flight in run.flights) >= FEW_CORES or run.stretch.host_copies:
+        return 0.0
+    beside = [[s.script.beside_us for s in f.steps if s.script.beside_us is not None] for f in run.flights]
+    return max(median(median(rank) for rank in beside if rank) - coding_us, 0.0) if any(beside) else 0.0
 
 
 def _in_order(ranks: Sequence[Sequence[Span]]) -> list[tuple[int, list[Span]]]:
@@ -166,7 +220,11 @@ def _topological(laid: Plan, place: dict[int, float]) -> list[int]:
 
 
 def _latencies(run: Run) -> tuple[float, ...]:
-    """What every task spends on the way: its rounds, by the round trip between the ranks that are farthest apart."""
+    """What every task spends on the way: its rounds, by the round trip between the ranks that are farthest apart.
+
+    A round is a whole trip where a library's receiver first says that it is ready (Gloo's do); no task spends more than
+    it ever lasted.
+    """
     rows = [[2 * tick.error_us for tick in flight.ticks] for flight in run.flights]
     rows += [[look.rtt_us for look in flight.traffic if look.rtt_us > 0] for flight in run.flights]
     # (The least that a pair saw is the way alone, without queues.)
@@ -174,18 +232,28 @@ def _latencies(run: Run) -> tuple[float, ...]:
     if trip < LEAST_LATENCY_US:
         return (0.0,) * len(run.stretch.plan.tasks)
     rounds = {Routine.ALLREDUCE: 2 * (run.num_ranks - 1), None: 0}
-    return tuple(trip / 2 * rounds.get(task.step.routine, 1) for task in run.stretch.plan.tasks)
+    least: dict[int, float] = {}
+    for ranks in run.spans():
+        for task, spans in _in_order(ranks):
+            lasted = median(span.end_us for span in spans) - max(span.start_us for span in spans)
+            least[task] = min(least.get(task, lasted), max(lasted, 0.0))
+    tasks = run.stretch.plan.tasks
+    most = (trip * rounds.get(task.step.routine, 1) for task in tasks)
+    return tuple(min(us, least.get(task.index, us)) for us, task in zip(most, tasks, strict=True))
 
 
 def _from_outside(run: Run) -> Costs:
     """Of a job whose exchanges nobody saw: what they must have taken for the averages to come when they came."""
     laid = run.stretch.plan
     sizes = [bucket_bytes(bucket) for bucket in laid.buckets]
+    sent = tuple(round(size * passes_of(run.num_ranks)) for size in sizes)
+    core_us = _core_us(run, 0.0)
     wanted = median(min(part.exposed for part in turn.parts) for turn in run.turns)
 
     def costs(us_per_byte: float) -> Costs:
         line = Line(OUTSIDE_ALPHA_US, us_per_byte)
-        return Costs(laid, tuple(line.us(size) for size in sizes), (0.0,) * len(sizes), {})
+        task_us = tuple(line.us(size) for size in sizes)
+        return Costs(laid, task_us, (0.0,) * len(sizes), {}, sent=sent, core_us=core_us)
 
     low, high = 0.0, 10.0  # a byte in 10 us: below a modem
     for _ in range(40):
@@ -193,6 +261,11 @@ def _from_outside(run: Run) -> Costs:
         found = median(exposed(turn, costs(middle)) for turn in sample(run.turns))
         low, high = (middle, high) if found < wanted else (low, middle)
     return costs(low)
+
+
+def passes_of(num_ranks: int) -> float:
+    """How many times a bucket's bytes an all-reduce sends from every rank."""
+    return 2 * (num_ranks - 1) / num_ranks
 
 
 OUTSIDE_ALPHA_US = 100.0
@@ -221,8 +294,8 @@ def exposed(turn: Turn, costs: Costs) -> float:
     return max(_ends(costs, ready) - end, 0.0)
 
 
-def _forward(turn: Turn, broadcasts: bool) -> tuple[list[float], float, float]:
-    """When all ranks have each bucket; the first forward pass; and the last gradient of all."""
+def _forward(turn: Turn, broadcasts: bool) -> tuple[list[float], list[float], float]:
+    """When all ranks have each bucket; when each began backward; and the last gradient of all."""
     synced = broadcasts and turn.broadcast > 0.0
     barrier = max(part.lead for part in turn.parts) + turn.broadcast if synced else 0.0
     starts = [max(part.lead, barrier) + part.forward + part.loss for part in turn.parts]
@@ -231,90 +304,58 @@ def _forward(turn: Turn, broadcasts: bool) -> tuple[list[float], float, float]:
         at = max(start + part.ready[bucket] for start, part in zip(starts, turn.parts, strict=True))
         ready.append(max([at, *ready[-1:]]))
     end = max(start + part.backward for start, part in zip(starts, turn.parts, strict=True))
-    return ready, min(starts), end
+    return ready, starts, end
 
 
 def _ends(costs: Costs, ready: Sequence[float]) -> float:
+    return max(_scheduled(costs, ready).end_us, default=0.0)
+
+
+def _scheduled(costs: Costs, ready: Sequence[float]) -> Schedule:
     widths = dict.fromkeys(LINKS, Width(1, costs.in_flight)) if any(costs.latency_us) else {}
-    run = schedule_tasks(
+    return schedule_tasks(
         costs.plan, ready, costs.task_us, latency_us=costs.latency_us, widths=widths, order=costs.plan.order
     )
-    return max(run.end_us, default=0.0)
+
+
+def shared(turn: Turn, costs: Costs, then: Turn, costs_then: Costs) -> Turn:
+    """``then`` with backward passes that share their core with other exchanges than those of ``turn``, as recorded.
+
+    An exchange takes processor time as long as it lasts; what of that falls into a backward pass makes it longer.
+    """
+    if not costs.core_us:
+        return then
+    before, changed = _taken(turn, costs), then
+    for _ in range(SETTLED):
+        after = _taken(changed, costs_then)
+        changed = replace(
+            then,
+            parts=tuple(
+                part.with_backward(max(part.backward + more - less, LEAST_OWN * part.backward))
+                for part, more, less in zip(then.parts, after, before, strict=True)
+            ),
+        )
+    return changed
+
+
+def _taken(turn: Turn, costs: Costs) -> list[float]:
+    """Processor time that exchanges took from each rank's backward pass."""
+    if not costs.core_us:
+        return [0.0] * len(turn.parts)
+    ready, starts, _ = _forward(turn, True)
+    run = _scheduled(costs, ready)
+    weights = {i: EVEN_BYTES + costs.sent[i] for i in costs.exchanges}
+    a_weight = costs.core_us / sum(weights.values())
+    taken = []
+    for start, part in zip(starts, turn.parts, strict=True):
+        own = 0.0
+        for i, weight in weights.items():
+            lasts, hidden = run.end_us[i] - run.start_us[i], min(run.end_us[i], start + part.backward) - run.start_us[i]
+            own += weight * (min(max(hidden, 0.0) / lasts, 1.0) if lasts > 0 else 0.0)
+        taken.append(own * a_weight)
+    return taken
 
 
 def with_part(turn: Turn, place: int, part: Part) -> Turn:
     """A turn in which one rank did something else."""
     return replace(turn, parts=(*turn.parts[:place], part, *turn.parts[place + 1 :]))
-
-
-def fit(costs: Costs, us_per_byte: float | None = None) -> Line:
-    """A line through what plain exchanges took, over the bytes of their buckets.
-
-    Args:
-        us_per_byte: its slope, where all buckets are of one size and tell none.
-    """
-    rows = []
-    for task in costs.plan.tasks:
-        if task.step.kind is StepKind.COMMUNICATE and costs.task_us[task.index] > 0:
-            part = costs.plan.partitions[task.partition]
-            size = part.numel * DTYPES[costs.plan.groups[part.group].dtype]
-            rows.append((float(size), costs.task_us[task.index]))
-    if not rows:
-        return Line(0.0, 0.0)
-    mean_x, mean_y = sum(x for x, _ in rows) / len(rows), sum(y for _, y in rows) / len(rows)
-    spread = sum((x - mean_x) ** 2 for x, _ in rows)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in rows) / spread if spread > (0.05 * mean_x) ** 2 else 0.0
-    floor = min(y for _, y in rows)
-    if slope <= 0.0 and us_per_byte is not None:
-        slope = min(us_per_byte, 0.9 * mean_y / mean_x)
-    if slope <= 0.0 or mean_y - slope * mean_x < 0.0:
-        alpha = min(OUTSIDE_ALPHA_US, 0.5 * floor)
-        return Line(alpha, (mean_y - alpha) / mean_x)
-    return Line(min(mean_y - slope * mean_x, floor), slope)
-
-
-def rebucketed(turn: Turn, before: Sequence[Bucket], cap_bytes: float) -> tuple[tuple[Bucket, ...], Turn]:
-    """The buckets that another cap gives, and the turn with them.
-
-    Within a bucket gradients come evenly by their bytes, the tensors in the order in which DDP put them there.
-    """
-    slots = [(slot, bucket.dtype) for bucket in before for slot in bucket.slots]
-    filled: list[list[int]] = [[]]
-    for index, (_slot, dtype) in enumerate(slots):
-        held = filled[-1]
-        if held and (slots[held[0]][1] != dtype or _bytes_of(slots, held) >= cap_bytes):
-            filled.append(held := [])
-        held.append(index)
-    buckets = tuple(_bucket(place, [slots[i][0] for i in held], slots[held[0]][1]) for place, held in enumerate(filled))
-    parts = []
-    for part in turn.parts:
-        arrivals = _arrivals(part, before)
-        parts.append(replace(part, ready=tuple(arrivals[held[-1]] for held in filled)))
-    return buckets, replace(turn, parts=tuple(parts))
-
-
-def _bytes_of(slots: Sequence[tuple[Slot, str]], held: Sequence[int]) -> int:
-    return sum(slots[index][0].numel * DTYPES[slots[index][1]] for index in held)
-
-
-def _bucket(index: int, slots: Sequence[Slot], dtype: str) -> Bucket:
-    ends = list(accumulate(slot.numel for slot in slots))
-    return Bucket(
-        index, tuple(Slot(s.tensor, end - s.numel, s.numel) for s, end in zip(slots, ends, strict=True)), dtype
-    )
-
-
-def _arrivals(part: Part, buckets: Sequence[Bucket]) -> list[float]:
-    """When each tensor's gradient was there."""
-    arrivals, last = [], 0.0
-    for bucket, at in zip(buckets, part.ready, strict=True):
-        done = accumulate(slot.numel for slot in bucket.slots)
-        arrivals += [last + (at - last) * numel / max(bucket.numel, 1) for numel in done]
-        last = at
-    return arrivals
-
-
-def plain_costs(strategy: Strategy, buckets: Sequence[Bucket], line: Line, latency_us: float) -> Costs:
-    """What plain exchanges of these buckets take."""
-    laid = plan(replace(strategy, partition_bytes=0), buckets)
-    return Costs(laid, tuple(line.us(bucket_bytes(b)) for b in buckets), (latency_us,) * len(buckets), {})

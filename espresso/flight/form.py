@@ -57,6 +57,8 @@ class Script:
         backward_end_us: all gradients of this rank were there.
         averaged_us: all averages were there, and backward returned.
         optimizer_us, optimizer_end_us: ``optimizer.step()``.
+        beside_us: processor time of the process's other threads until the next step began: exchanges, compression.
+        waited_us: that the script's own thread could have run until then and had no core: others used it, or a quota.
     """
 
     began_us: float | None = None
@@ -71,6 +73,8 @@ class Script:
     averaged_us: float | None = None
     optimizer_us: float | None = None
     optimizer_end_us: float | None = None
+    beside_us: float | None = None
+    waited_us: float | None = None
 
 
 class Span(NamedTuple):
@@ -190,7 +194,8 @@ class Flight:
         ticks: looks at rank 0's clock, oldest first; none on rank 0.
         traffic: of its connections, now and then.
         facts: the ranks in the world that train together (``group``), cores of a rank (``cores``), bytes of DDP's
-            buffers (``buffer_bytes``), ``bucket_cap_mb``, whether the exchange was observed from outside
+            buffers (``buffer_bytes``), ``bucket_cap_mb``, what the host's card sent at the start when nothing else did,
+            in bytes a microsecond (``card_rate``), whether the exchange was observed from outside
             (``observed``), and what else is known.
     """
 

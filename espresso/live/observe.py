@@ -61,6 +61,7 @@ class ObservedJob:
         self._handles: list[Any] = []
         self._marks: ScriptMarks | None = ScriptMarks(model, self._names, self.recorder, self._averaged)
         self.recorder.look()
+        self.recorder.look_at_card()
         _LIVE.add(self)
 
     def record(self, path: str | os.PathLike[str], last: int = KEPT_STEPS) -> Path:

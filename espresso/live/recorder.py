@@ -28,6 +28,7 @@ from espresso.comm.groups import Groups
 from espresso.diagnosis.overlap import measured_overlap
 from espresso.flight.clocks import tick_of
 from espresso.flight.form import NAME, Flight, Script, Span, StepRecord, Stretch, Tick, Traffic
+from espresso.flight.processors import Delays, Spent
 from espresso.strategies import Bucket, Strategy
 
 logger = logging.getLogger("espresso")
@@ -72,6 +73,9 @@ class Recorder:
         self._kept: deque[tuple[Record, Script]] = deque(maxlen=KEPT_STEPS)
         self._num_intervals = 0
         self._exchanged = self._stopped = False
+        self._spent: Spent | None = None
+        self._delays: Delays | None = None
+        self._waited_us = 0.0
         self._lock = threading.Lock()  # of the ring: readers come from other threads
         self._stretches: list[tuple[Strategy, tuple[Bucket, ...], bool, Stretch]] = []
 
@@ -81,6 +85,7 @@ class Recorder:
         """A forward pass begins."""
         now, script = now_us(), self.script
         if self._exchanged:
+            self._note_processors(script)
             ended = script.optimizer_end_us or script.averaged_us or script.backward_end_us
             script = self.script = Script(began_us=ended)
             self._exchanged = False
@@ -93,6 +98,19 @@ class Recorder:
             script.input_us += now - before
         script.passes += 1
         script.entered_us = script.forward_us = now
+
+    def _note_processors(self, script: Script) -> None:
+        """What the step that has ended took of them, if its script ran in this thread."""
+        before, now = self._spent, Spent.now()
+        if before is not None and before.thread == now.thread:
+            script.beside_us = 1e6 * max(now.process_s - before.process_s - (now.own_s - before.own_s), 0.0)
+            if self._delays is not None:
+                waited_us = self._delays.read()
+                script.waited_us, self._waited_us = waited_us - self._waited_us, waited_us
+        else:
+            self._delays = Delays.open()
+            self._waited_us = 0.0 if self._delays is None else self._delays.read()
+        self._spent = now
 
     def take(self, record: Record) -> None:
         """An iteration is exchanged: it is in the ring from now on. What the script does next is added to it."""
@@ -137,6 +155,12 @@ class Recorder:
         trips = self._groups.round_trips(now_us, FEW_TRIPS if self._groups.num_ranks > MANY_RANKS else TRIPS)
         if trips:
             self.ticks.append(tick_of(trips))
+
+    def look_at_card(self) -> None:
+        """Find out what this host's card sends when nothing else does. All ranks together, before the first step."""
+        rate = self._groups.card_rate(now_us)
+        if rate is not None:
+            self.facts["card_rate"] = rate
 
     # -- who reads -----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ class Recording:
         self._recorder, self._executor, self._folder = recorder, executor, config.artifacts_dir
         executor.on_failure(lambda: recorder.leave(self._folder, "the exchange failed"))
         recorder.look()
+        recorder.look_at_card()
         module = model.module()
         self._marks = None if module is None else ScriptMarks(module, model.names, recorder)
         recorder.facts |= {} if module is None else facts_of(module)
