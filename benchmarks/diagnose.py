@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +32,7 @@ import espresso
 from benchmarks import results
 from benchmarks.emulated import Distance, Network, open_network, run_workers
 from benchmarks.emulated.launch import cores_of
+from benchmarks.emulated.quota import processor_quota
 from benchmarks.train import process_group
 from espresso.comm.errors import EspressoError
 from espresso.diagnosis.findings import diagnose
@@ -46,10 +47,6 @@ GAIN_ERROR, STEP_ERROR = 0.15, 0.03
 """A predicted gain is right within so much of the measured one, or of a step."""
 
 MEDIAN_REPLAY, WORST_REPLAY = 0.05, 0.10
-QUOTAS = Path("/sys/fs/cgroup/cpu")
-"""Where the kernel's control groups for processors are; without them there are no quotas."""
-
-PERIOD_US = 10_000
 NEAR_MS = 0.2
 BUSY = "while True: sum(range(1000))"
 
@@ -122,20 +119,24 @@ CASES = (
     Case("thin card", ("thin_card",), Job(at=1), rates={1: "200mbit"}),
     Case("thin card at host 0", ("thin_card",), Job(at=0), rates={0: "300mbit"}),
     Case("thin card observed", ("thin_card",), Job(at=1, observed=True), rates={1: "200mbit"}),
-    Case("competitor", ("slow_worker", "slow_backward"), Job(at=1), competitors=1),
-    Case("two competitors", ("slow_worker", "slow_backward"), Job(at=0), competitors=2),
-    Case("competitor observed", ("slow_worker", "slow_backward"), Job(at=1, observed=True), competitors=1),
-    Case("half a core", ("slow_worker", "slow_backward"), Job(at=1), quota=0.5),
+    Case("competitor", ("slow_worker",), Job(at=1), competitors=1),
+    Case("two competitors", ("slow_worker",), Job(at=0), competitors=2),
+    Case("competitor observed", ("slow_worker",), Job(at=1, observed=True), competitors=1),
+    Case("competitor beside compression", ("slow_worker",), replace(CODED, at=1), competitors=1),
+    Case("half a core", ("slow_worker",), Job(at=1), quota=0.5),
+    Case("half a core at host 0", ("slow_worker",), replace(CODED, at=0), quota=0.5),
     Case("slow input", ("slow_input",), Job(at=0, input_ms=40)),
     Case("slow input at host 1", ("slow_input",), Job(at=1, input_ms=25)),
-    Case("slow backward", ("slow_backward",), Job(at=1, backward_ms=30)),
+    Case("slow backward", ("slow_backward",), Job(at=1, backward_ms=80)),
     Case("slow encoder", ("slow_encoder",), replace(CODED, at=1, encode_ms=12)),
     Case("slow encoder at host 0", ("slow_encoder",), replace(CODED, at=0, encode_ms=20)),
     Case("added latency", ("latency_bound",), Job(width=128, bucket_cap_mb=0.1), rtt_ms=20),
-    Case("buffer broadcast", ("buffer_broadcast",), Job(norms=60), twin=Job(norms=60, broadcasts=False)),
+    Case("a little latency", ("latency_bound",), Job(width=128, bucket_cap_mb=0.1), rtt_ms=4),
+    Case("buffer broadcast", ("buffer_broadcast",), Job(norms=60, layers=1), rate="100mbit",
+         twin=Job(norms=60, layers=1, broadcasts=False)),
     Case("missing no_sync", ("missing_no_sync",), Job(passes=4, no_sync=False, steps=80), twin=Job(passes=4)),
-    Case("buckets too small", ("buckets_too_small",), Job(width=256, layers=40, bucket_cap_mb=0.01),
-         twin=Job(width=256, layers=40, bucket_cap_mb=5)),
+    Case("buckets too small", ("buckets_too_small",), Job(width=64, layers=100, bucket_cap_mb=0.001),
+         twin=Job(width=64, layers=100, bucket_cap_mb=25)),
     Case("buckets too large", ("buckets_too_large",), Job(bucket_cap_mb=100), rate="500mbit",
          twin=Job(bucket_cap_mb=1)),
 )  # fmt: skip
@@ -261,23 +262,16 @@ def _slowed(case: Case, network: Network, folder: Path) -> Iterator[None]:
     core = sorted(cores_of(network.hosts[case.job.at]))[0]
     argv = ["taskset", "-c", str(core), sys.executable, "-c", BUSY]
     processes = [subprocess.Popen(argv) for _ in range(case.competitors)]
-    worker = (folder / f"pid{case.job.at}").read_text()
-    group = QUOTAS / f"espresso-{worker}"
     try:
-        if case.quota < 1:
-            group.mkdir()
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(round(PERIOD_US * case.quota)))
-            (group / "cgroup.procs").write_text(worker)
-        yield
+        with ExitStack() as stack:
+            if case.quota < 1:
+                members = stack.enter_context(processor_quota(case.quota, "diagnose"))
+                members.write_text((folder / f"pid{case.job.at}").read_text())
+            yield
     finally:
         for process in processes:
             process.kill()
             process.wait()
-        if group.exists():
-            with suppress(ProcessLookupError):
-                (group.parent / "cgroup.procs").write_text(worker)
-            group.rmdir()
 
 
 def _parent(cases: Sequence[Case], network: Network, folder: Path) -> Iterator[None]:
@@ -362,6 +356,7 @@ def main(
     clean: Annotated[int, typer.Option(help="Clean runs.")] = 10,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "diagnose.json",
     keep: Annotated[Path | None, typer.Option(help="Keep the flight records in this folder.")] = None,
+    again: Annotated[bool, typer.Option(help="Judge the records that are kept, and run nothing.")] = False,
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Inject causes, diagnose, count."""
@@ -379,7 +374,8 @@ def main(
         for far in (False, True):
             chosen = [case for case in cases if (case.rtt_ms is not None) == far]
             if chosen:
-                rows += measured(chosen, hosts, folder / ("far" if far else "near"))
+                here = folder / ("far" if far else "near")
+                rows += judged(chosen, here) if again else measured(chosen, hosts, here)
     results.write(json_path, results.record({"hosts": hosts, "clean": clean}, 0, [asdict(row) for row in rows]))
     results.console(140).print(table_of(rows))
     causes = [row for row in rows if row.wanted != "nothing"]

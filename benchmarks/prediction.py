@@ -5,6 +5,7 @@
     python -m benchmarks.prediction --rate 1gbit --job-path job.json                # and then, from that job alone:
     python -m benchmarks.prediction --rate 100mbit,300mbit --carried job.json       # as espresso what-if does it
     python -m benchmarks.prediction --hosts 4 --carried job.json
+    python -m benchmarks.prediction --quota 0.5 --carried job.json                  # half a core, by two probes
 
 On the demo's emulated network the job is measured once (gaps, links, what compressors cost), as automatic mode
 does it; nothing that is measured later flows back. Then every strategy of the list is carried out by the live
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -39,6 +41,7 @@ from benchmarks.emulated import (
     open_network,
     run_workers,
 )
+from benchmarks.emulated.quota import processor_quota
 from benchmarks.models import NAMES, Workload, build_workload
 from benchmarks.train import MAX_STEPS_TO_DECIDE, process_group
 
@@ -215,23 +218,44 @@ def _strategies(job: Any) -> list[tuple[str, Any, float]]:
     return shared[0]
 
 
-def _carried(path: Path, network: str) -> Any:
+def _carried(path: Path, network: str, quota: float) -> Any:
     """A job that was measured elsewhere, on this network and so many hosts (:mod:`espresso.model.what_if`).
 
     Args:
         network: rate and round trip, with a space between.
+        quota: of a core; with less than one the device is told by two probes.
     """
     from espresso.model.job import Job
+    from espresso.model.probe import Probe
     from espresso.model.what_if import Change, changed, parse_gbit
 
     job, (rate, rtt_ms) = Job.load(path), network.split()
     nodes = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
     far = float(rtt_ms) or None
-    return changed(job, Change(num_nodes=nodes, inter_gbit=parse_gbit(rate), rtt_ms=far))
+    change = Change(num_nodes=nodes, inter_gbit=parse_gbit(rate), rtt_ms=far)
+    if quota < 1:
+        change = replace(change, here=Probe.load(path.with_suffix(".probe")), there=_probe())
+    return changed(job, change)
+
+
+def _probe() -> Any:
+    """Of rank 0's device, for all ranks."""
+    from espresso.live.probe import measure_probe
+
+    shared = [measure_probe(1) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 def measure(
-    model: str, seed: int, rounds: int, steps: int, bucket_cap_mb: float, carried: Path | None, network: str
+    model: str,
+    seed: int,
+    rounds: int,
+    steps: int,
+    bucket_cap_mb: float,
+    carried: Path | None,
+    network: str,
+    quota: float,
 ) -> tuple[list[Row], Any]:
     """Profile or carry over, predict, then run everything, alternated. Every rank calls it."""
     import espresso
@@ -240,7 +264,7 @@ def measure(
     if carried is None:
         job = _with_costs(_profile(_Trainee(workload, bucket_cap_mb)), ["fp16", "dgc:ratio=0.01"])
     else:
-        job = _carried(carried, network)
+        job = _carried(carried, network, quota)
     found = _strategies(job)
     trainees, states = [], []
     for _, strategy, _ in found:
@@ -345,21 +369,23 @@ def main(
     carried: Annotated[
         Path | None, typer.Option(help="Predict from this job, measured elsewhere, and only run.")
     ] = None,
+    quota: Annotated[float, typer.Option(help="Of a core, that every worker has.")] = 1.0,
     network_asked: Annotated[str, typer.Option("--network", hidden=True)] = "",
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Predict, then measure, and compare."""
     config = {
         "model": model, "workers": workers, "rounds": rounds, "steps": steps, "bucket_cap_mb": bucket_cap_mb,
-        "hosts": hosts,
+        "hosts": hosts, "quota": quota,
     }  # fmt: skip
     if worker is not None:
-        _as_worker(worker, model, seed, rounds, steps, bucket_cap_mb, job_path, carried, network_asked)
+        _as_worker(worker, model, seed, rounds, steps, bucket_cap_mb, job_path, carried, network_asked, quota)
         return
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     console = results.console(120)
     target = (
-        json_path or results.RESULTS_DIR / f"prediction_{model}_{rate}_{workers}{_suffix(rtt_ms, hosts, carried)}.json"
+        json_path
+        or results.RESULTS_DIR / f"prediction_{model}_{rate}_{workers}{_suffix(rtt_ms, hosts, carried, quota)}.json"
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     raw = target.with_suffix(".raw")
@@ -390,8 +416,9 @@ def main(
         raise typer.Exit(1)
 
 
-def _suffix(rtt_ms: str, hosts: int, carried: Path | None) -> str:
-    parts = [f"{rtt_ms}ms"] * (rtt_ms != "0") + [f"{hosts}hosts"] * (hosts != 2) + ["carried"] * (carried is not None)
+def _suffix(rtt_ms: str, hosts: int, carried: Path | None, quota: float) -> str:
+    parts = [f"{rtt_ms}ms"] * (rtt_ms != "0") + [f"{hosts}hosts"] * (hosts != 2)
+    parts += [f"{quota:g}core"] * (quota < 1) + ["carried"] * (carried is not None)
     return "".join(f"_{part}" for part in parts)
 
 
@@ -417,14 +444,21 @@ def _as_worker(
     job_path: Path | None,
     carried: Path | None,
     network: str,
+    quota: float,
 ) -> None:
     torch.set_num_threads(1)
-    with process_group(120.0):
-        rows, job = measure(model, seed, rounds, steps, bucket_cap_mb, carried, network)
+    with ExitStack() as stack:
+        if quota < 1:
+            members = stack.enter_context(processor_quota(quota, "prediction"))
+            members.write_text(str(os.getpid()))
+        stack.enter_context(process_group(120.0))
+        rows, job = measure(model, seed, rounds, steps, bucket_cap_mb, carried, network, quota)
+        probe = None if job_path is None else _probe()
         if dist.get_rank() == 0:
             out.write_text(json.dumps([asdict(row) for row in rows]))
-            if job_path is not None:
+            if job_path is not None and probe is not None:
                 job.save(job_path)
+                probe.save(job_path.with_suffix(".probe"))
         dist.barrier()
 
 

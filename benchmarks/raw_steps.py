@@ -3,11 +3,14 @@
     python -m benchmarks.emulated --hosts 2 --rate 200mbit --rtt-ms 50 --pin -- \
         python -m benchmarks.raw_steps --rate 200mbit
 
+With ``--window`` the hosts' TCP windows are too small for the link, as where nobody set ``tcp_rmem`` and ``tcp_wmem``.
 All arms live in the same processes and alternate; the first step of a block, after another arm's, is not counted.
 """
 
+import os
 import statistics
 import time
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -73,9 +76,13 @@ def main(
     connections: Annotated[str, typer.Option(help="Of a link; several with commas.")] = "1,4",
     rounds: Annotated[int, typer.Option(help="Blocks of every arm; one more warms up.")] = 1,
     steps: Annotated[int, typer.Option(help="Of a block that are counted.")] = 1,
+    window: Annotated[int, typer.Option(help="Largest TCP buffer of an emulated host, in bytes; 0: as it is.")] = 0,
 ) -> None:
     """Measure steps on the ranks that run this."""
     torch.set_num_threads(1)
+    if window and os.environ.get("GLOO_SOCKET_IFNAME", "lo") != "lo":  # this machine's own stay as they are
+        for name in ("tcp_rmem", "tcp_wmem"):
+            Path("/proc/sys/net/ipv4", name).write_text(f"4096 {min(window, 1 << 16)} {window}")
     with process_group(300.0):
         rows = measure([int(text) for text in connections.split(",")], rounds, steps)
         ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
