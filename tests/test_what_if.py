@@ -21,6 +21,7 @@ from espresso.model.what_if import (
     RangeError,
     changed,
     extrapolates,
+    of_model,
     own_gbit,
     parse_gbit,
     repaired,
@@ -144,6 +145,23 @@ def test_half_a_core_by_two_probes_is_what_would_be_measured_there():
     assert (other.forward_us, other.optimizer_us, other.gaps_us[1]) == (18000.0, 2000.0, 8000.0)
     assert other.costs.encode_us(SIGNS, Device.TRAINING, 1e6) == pytest.approx(640.0)
     assert plain_us(other) == pytest.approx(plain_us(measured_job(cores=0.5)), rel=0.02)
+
+
+def test_another_model_has_its_own_passes_and_these_machines_costs():
+    here = measured_job()
+    small = replace(measured_job(4, 10.0), model="small", tensors=here.tensors[:4], gaps_us=here.gaps_us[:4])
+    found = of_model(here, small)
+    assert (found.model, found.tensors, found.costs, found.cluster) == (
+        "small",
+        small.tensors,
+        here.costs,
+        Cluster(2, 1),
+    )
+    assert plain_us(found) < plain_us(here)
+    assert of_model(here, here) == here
+    large = replace(here, tensors=tuple(TensorSpec(each.name, (9 << 20,)) for each in here.tensors))
+    with pytest.raises(RangeError, match="predictions reach 8 times"):
+        of_model(here, large)
 
 
 def test_a_round_trip_is_latency_that_holds_nothing():
@@ -283,6 +301,12 @@ def test_the_command_answers_every_combination(tmp_path):
     assert body["twice"]["plain_us"] < body["rows"][0]["plain_us"]
     assert body["compressors"] == ["efsignsgd"]
     assert picture.stat().st_size > 1000
+    other = tmp_path / "other.json"
+    replace(measured_job(4), model="other", tensors=(TensorSpec("t0", (1 << 20,)),), gaps_us=(0.0,)).save(other)
+    smaller = json.loads(run(str(path), "--model", str(other), "--no-threshold", "--json").stdout)
+    assert smaller["model"] == "other"
+    assert smaller["rows"][0]["nodes"] == 2
+    assert smaller["rows"][0]["plain_us"] < body["rows"][1]["plain_us"]
     shown = run(str(path), "--no-threshold")
     assert "measured on 2 nodes x 1 ranks, 1 Gb/s; predictions reach 30 times" in " ".join(shown.stdout.split())
 

@@ -47,6 +47,12 @@ def what_if(
         Path | None,
         typer.Option(help="Probe of the device that the job ran on.", show_default=False, readable=False),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Another model: a job file whose tensors and passes are taken.", show_default=False, readable=False
+        ),
+    ] = None,
     compressor: Annotated[
         list[str] | None,
         typer.Option("--compressor", "-c", help="By default signs and DGC at 1 %, where the job has their costs."),
@@ -58,11 +64,14 @@ def what_if(
     json_output: JsonFlag = False,
 ) -> None:
     """Predict the job's step, and what compression would gain, under other conditions."""
+    from espresso.model.job import Job
     from espresso.model.probe import Probe
-    from espresso.model.what_if import Change, own_gbit, parse_gbit, repaired, slowest
+    from espresso.model.what_if import Change, of_model, own_gbit, parse_gbit, repaired, slowest
 
     check_output(plot, *IMAGE_FORMATS)
     loaded, specs = job_and_compressors(job, compressor or DEFAULT_COMPRESSORS)
+    if model is not None:
+        loaded = of_model(loaded, Job.load(model))
     if not compressor:
         specs = _with_costs(loaded, specs)
     if device is not None and measured_on is None:

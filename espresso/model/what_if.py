@@ -37,7 +37,7 @@ from espresso.model.probe import Probe
 from espresso.strategies import Cluster, Routine, Scope
 from espresso.strategies.fields import faults, number
 
-FARTHEST: Mapping[str, float] = {"rate": 30.0, "nodes": 8.0, "ranks_per_node": 4.0, "device": 8.0}
+FARTHEST: Mapping[str, float] = {"rate": 30.0, "nodes": 8.0, "ranks_per_node": 4.0, "device": 8.0, "size": 8.0}
 """How many times more or less than what was measured a prediction may be asked for."""
 
 LONGEST_RTT_MS = 1000.0
@@ -165,6 +165,21 @@ def on_device(job: Job, here: Probe, there: Probe) -> Job:
     for what, factor in (("its matrix products", product), ("its copies", copy)):
         _check_far(1.0, factor, "device", f"the time of {what}")
     return scaled(job, compute=product, compression=copy)
+
+
+def of_model(job: Job, other: Job) -> Job:
+    """Another model on this job's machines: its tensors, buckets and passes, this job's costs.
+
+    What compressors and links take of its sizes lies between what was measured of this job's, on the same lines.
+
+    Raises:
+        RangeError: its buckets are so much larger than anything that was measured.
+    """
+    largest = max(bucket.numel for bucket in other.laid_out)
+    for cost in job.costs.compute:
+        measured = cost.points[-1][0]
+        _check_far(measured, max(largest, measured), "size", f"elements in a bucket, for {cost.spec},")
+    return replace(other, cluster=job.cluster, costs=job.costs, hosts=job.hosts, meta=job.meta)
 
 
 def scaled(job: Job, *, compute: float = 1.0, compression: float = 1.0, link: float = 1.0) -> Job:
@@ -379,6 +394,7 @@ __all__ = [
     "RangeError",
     "changed",
     "extrapolates",
+    "of_model",
     "on_device",
     "own_gbit",
     "parse_gbit",
