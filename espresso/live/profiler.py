@@ -39,8 +39,9 @@ SLOW_US = 60_000.0
 """A routine that takes this long is measured once, and, where that is not latency, not at larger sizes."""
 
 TRIES, STALLED = 3, 3.0
-"""So often it is timed where it takes more than this many times what its bytes do at the last smaller size: the least
-counts. One stall (a lost packet, a neighbour's burst) would else be taken for the link's rate at all larger sizes."""
+"""So often it is timed where it takes more than this many times what latency and its bytes do by the last smaller
+size: the least counts. One stall (a lost packet, a neighbour's burst) would else be taken for the link's rate at all
+larger sizes."""
 
 ALIKE = 10
 """Short exchanges of which the last but one says what the way varies by."""
@@ -93,7 +94,8 @@ def measure_links(
             points: list[tuple[float, float]] = []
             latency_us = 0.0
             for size in LINK_SIZES:
-                most = STALLED * points[-1][1] * size * columns / points[-1][0] if points else 0.0
+                grown_us = max(points[-1][1] - latency_us, 0.0) * size * columns / points[-1][0] if points else 0.0
+                most = STALLED * (latency_us + grown_us)
                 wall_us, busy = _time_routine(groups, member, routine, form, size, repeats, ring, place, most)
                 points.append((float(size * columns), wall_us))
                 # (On a device exchanges wait for one another.)
