@@ -18,7 +18,8 @@ from espresso.comm.errors import ProtocolError
 from espresso.comm.keep.residual import Loan
 from espresso.comm.keep.store import Stretch
 from espresso.comm.messages import PLAIN
-from espresso.live.checkpoint import FACTOR, RESIDUAL, VELOCITY, Checkpoint, CheckpointError, Part, Place, cut
+from espresso.live.checkpoint import Checkpoint
+from espresso.live.parts import FACTOR, RESIDUAL, VELOCITY, CheckpointError, Part, Place, cut
 from espresso.strategies import Cluster, Site
 
 ODD_TENSORS = (

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from espresso.comm.hook import espresso_hook
-    from espresso.live.checkpoint import CheckpointError
     from espresso.live.config import Config
     from espresso.live.observe import ObservedJob, observe
+    from espresso.live.parts import CheckpointError
     from espresso.live.register import register
     from espresso.live.state import EspressoState
     from espresso.strategies import (
@@ -68,7 +68,7 @@ _HOMES = {
         "DisagreementError", "EspressoError", "PeerError", "ProtocolError", "TopologyError", "UnsupportedModelError"
     ),
     "comm.hook": ("espresso_hook",),
-    "live.checkpoint": ("CheckpointError",),
+    "live.parts": ("CheckpointError",),
     "live.config": ("Config",),
     "live.observe": ("ObservedJob", "observe"),
     "live.register": ("register",),

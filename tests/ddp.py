@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import espresso
-from espresso.live.checkpoint import RESIDUAL, Checkpoint
+from espresso.live.checkpoint import Checkpoint
 from espresso.live.names import named_gradients, tensor_specs
+from espresso.live.parts import RESIDUAL
 from espresso.live.state import EspressoState
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option
 from tests.workers import Outcome, run_ranks

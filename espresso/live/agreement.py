@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 
 from espresso.comm.errors import DisagreementError
 from espresso.comm.groups import Groups
-from espresso.live.checkpoint import checksum
 
 
 def agree(groups: Groups, mine: Mapping[str, Any]) -> None:
@@ -55,3 +55,9 @@ def check_replicas(groups: Groups, parameters: Mapping[str, torch.Tensor]) -> No
         for name, value in theirs.items():
             if value != everybody[0][name]:
                 raise DisagreementError(f"parameter {name!r} on rank {rank} differs from rank 0: replicas diverged")
+
+
+def checksum(parameter: torch.Tensor) -> int:
+    """A checksum of a parameter's bytes."""
+    flat = parameter.detach().cpu().contiguous().reshape(-1)  # a scalar cannot be viewed as bytes
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())

@@ -1,13 +1,11 @@
 """What a job keeps between two runs, and its form in a checkpoint: read whole, checked whole, then taken over.
 
-Residuals are addends: every rank keeps its own, and their sum over ranks acts on the average. So a checkpoint is cut
-into ``NUM_PARTS`` parts, whatever the number of ranks; a rank saves those that are its own, and loads those that are::
+Every rank saves its own :mod:`parts <espresso.live.parts>`, and loads those that are::
 
     version, kind, model, cluster, shards, step, epoch, strategy, factors   the same on every rank
     parts                                                                   by number: of rank  number * P // NUM_PARTS
 
-That is what ``torch.distributed.checkpoint`` needs: names that are known before a file is opened, each saved by one
-rank. On the cluster that saved it a rank finds exactly what it kept. On another, what it finds becomes an addend of
+On the cluster that saved it a rank finds exactly what it kept. On another, what it finds becomes an addend of
 its own: P' ranks instead of P scale it by P'/P, which keeps its effect on the average. What several ranks hold alike is
 saved once.
 """
@@ -15,36 +13,35 @@ saved once.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from espresso.comm.errors import ProtocolError
-from espresso.comm.keep.store import Address, Array, Piece, Stretch
-from espresso.comm.messages import PLAIN
+from espresso.comm.keep.store import Address, Array, Piece
 from espresso.compressors.schedule import check_choices
+from espresso.live.parts import (
+    FACTOR,
+    NUM_PARTS,
+    RESIDUAL,
+    VELOCITY,
+    CheckpointError,
+    Part,
+    Place,
+    Row,
+    check_rows,
+    count,
+    part_of,
+    parts_of,
+)
 from espresso.strategies import Cluster, Site, Strategy, StrategyError, TensorSpec
 from espresso.strategies.fields import parse, shown
 
 VERSION = 3
 KIND = "espresso"
-NUM_PARTS = 840
-"""Divisible by every number of ranks up to 8, and by most that people use; no more ranks than that save parts."""
-
-MOST = 2**62
-"""Counters of a checkpoint stay below this."""
-
-RESIDUAL, VELOCITY, FACTOR = "residual", "velocity", "factor"
 
 _KEYS = {"version", "kind", "model", "cluster", "shards", "step", "epoch", "strategy", "factors", "parts"}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint of another rank, another model, another version, or no checkpoint at all."""
 
 
 @dataclass(frozen=True)
@@ -58,104 +55,6 @@ class Stored:
 
     pieces: Mapping[Address, Sequence[Piece]] = field(default_factory=dict)
     carry: Mapping[str, Array] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Consecutive numbers of a tensor in a checkpoint.
-
-    Attributes:
-        held: ``residual``, ``velocity`` or ``factor``.
-        site: None for what is carried.
-        start: the first element within the tensor.
-    """
-
-    held: str
-    tensor: str
-    site: Site | None
-    start: int
-    values: Array
-
-
-class Part:
-    """Rows of a checkpoint: what a rank keeps, or what was read. Nothing is copied before it is pickled; it is its own
-    copy.
-
-    Pickled it is a tensor of bytes: one message (:mod:`espresso.comm.messages`) of rows (held, tensor, site, start,
-    values).
-
-    Args:
-        kept: stretches, each with what it is: ``residual``, ``velocity`` or ``factor``.
-        read: or such a tensor.
-    """
-
-    def __init__(self, kept: Iterable[tuple[str, Stretch]] = (), read: Any = None) -> None:
-        self.kept, self._read = tuple(kept), read
-
-    def packed(self) -> torch.Tensor:
-        """Its bytes."""
-        if self._read is not None:
-            found: torch.Tensor = self._read
-            return found
-        rows = [(held, s.tensor, None if s.site is None else s.site.value, s.start, s.read()) for held, s in self.kept]
-        return torch.from_numpy(PLAIN.pack(rows))
-
-    def rows(self, what: str) -> list[Row]:
-        """What it holds.
-
-        Raises:
-            CheckpointError: it is malformed; ``what`` names it.
-        """
-        if self._read is None:
-            return [Row(held, s.tensor, s.site, s.start, s.read()) for held, s in self.kept]
-        rows = _message(self._read, what)
-        if not isinstance(rows, list):
-            raise CheckpointError(f"{what} should be a list of rows, got {shown(rows)}")
-        return [row_of(row) for row in rows]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = torch.Tensor.__reduce_ex__
-        return reduced(self.packed(), protocol)
-
-    def __deepcopy__(self, memo: Any) -> Part:
-        return self
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank among those that save together."""
-
-    rank: int
-    num_ranks: int
-
-    @property
-    def parts(self) -> range:
-        """The numbers of its parts.
-
-        Raises:
-            CheckpointError: there are more ranks than parts.
-        """
-        if self.num_ranks > NUM_PARTS:
-            raise CheckpointError(f"checkpoints are cut into {NUM_PARTS} parts, which {self.num_ranks} ranks exceed")
-        first, end = (-(-rank * NUM_PARTS // self.num_ranks) for rank in (self.rank, self.rank + 1))
-        return range(first, end)
-
-
-def cut(stretches: Iterable[tuple[str, Stretch]], num_parts: int) -> list[Part]:
-    """Deal stretches out in order, equally much to each part. What is packed is not cut."""
-    kept = [(held, stretch) for held, stretch in stretches if stretch.numel and not stretch.replica]
-    total = sum(stretch.numel for _, stretch in kept)
-    shares: list[list[tuple[str, Stretch]]] = [[] for _ in range(num_parts)]
-    position = 0
-    for held, stretch in kept:
-        low = 0
-        while low < stretch.numel:
-            number = position * num_parts // total
-            left = -(-(number + 1) * total // num_parts) - position
-            size = stretch.numel - low if stretch.loan.is_packed else min(left, stretch.numel - low)
-            shares[number].append((held, stretch.cut(low, low + size)))
-            low, position = low + size, position + size
-    return [Part(share) for share in shares]
 
 
 class Sharing(Protocol):
@@ -261,12 +160,12 @@ class Checkpoint:
         return cls(
             model=_tensors(body["model"]),
             cluster=_cluster(body["cluster"]),
-            num_shards=_count(body["shards"], "entry 'shards'"),
-            step=_count(body["step"], "entry 'step'"),
-            epoch=None if body["epoch"] is None else _count(body["epoch"], "entry 'epoch'"),
+            num_shards=count(body["shards"], "entry 'shards'"),
+            step=count(body["step"], "entry 'step'"),
+            epoch=None if body["epoch"] is None else count(body["epoch"], "entry 'epoch'"),
             strategy=_strategy(body["strategy"]),
-            factors=_part(body["factors"]),
-            parts=_parts(body["parts"]),
+            factors=part_of(body["factors"]),
+            parts=parts_of(body["parts"]),
         )
 
     def rows(self, numbers: Iterable[int] | None = None) -> list[Row]:
@@ -314,7 +213,7 @@ class Checkpoint:
         there = {tensor.name: tensor.shape for tensor in self.model}
         fitting = {tensor.name: tensor.numel for tensor in tensors if there.get(tensor.name) == tensor.shape}
         rows, shared = self.rows(place.parts), self.factors.rows("entry 'factors'")
-        _check_rows(rows + shared, {tensor.name: tensor.numel for tensor in self.model})
+        check_rows(rows + shared, {tensor.name: tensor.numel for tensor in self.model})
         cut_alike = self.num_shards == (1 if shards is None else shards.num_shards)
         is_same = self.cluster == cluster.shape and cut_alike
         factors = _in_one([*shared, *(row for row in rows if row.held == FACTOR and is_same)] if cut_alike else [])
@@ -387,16 +286,10 @@ def _stored(rows: Iterable[Row], held: str, numels: Mapping[str, int]) -> Stored
 # -- reading entries ---------------------------------------------------------------------------------
 
 
-def _count(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value < MOST:
-        raise CheckpointError(f"{what} should be a whole number of at least 0, got {shown(value)}")
-    return value
-
-
 def _cluster(body: Any) -> tuple[int, int]:
     if not isinstance(body, list | tuple) or len(body) != 2:
         raise CheckpointError(f"entry 'cluster' should be nodes and ranks per node, got {shown(body)}")
-    nodes, per_node = (_count(value, "entry 'cluster'") for value in body)
+    nodes, per_node = (count(value, "entry 'cluster'") for value in body)
     if not nodes or not per_node:
         raise CheckpointError(f"entry 'cluster' should be nodes and ranks per node, got {shown(body)}")
     return nodes, per_node
@@ -424,69 +317,3 @@ def _strategy(body: Any) -> Strategy | None:
         return None if body is None else Strategy.from_json(_text(body, "strategy"))
     except StrategyError as error:
         raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
-
-
-def _message(body: Any, what: str) -> Any:
-    if not isinstance(body, torch.Tensor) or body.dim() != 1 or body.dtype is not torch.uint8:
-        raise CheckpointError(f"{what} should be a tensor of bytes, got {shown(body)}")
-    if body.is_meta or body.layout is not torch.strided or body.numel() > body.untyped_storage().nbytes():
-        raise CheckpointError(f"{what} is a tensor that holds no bytes")
-    try:
-        return PLAIN.unpack(body.detach().cpu().contiguous().numpy())
-    except (ProtocolError, RecursionError, MemoryError) as error:
-        raise CheckpointError(f"{what} is damaged ({error})") from error
-
-
-def _part(body: Any) -> Part:
-    return body if isinstance(body, Part) else Part(read=body)
-
-
-def _parts(body: Any) -> dict[int, Part]:
-    if not isinstance(body, Mapping):
-        raise CheckpointError(f"entry 'parts' should be a dictionary, got {shown(body)}")
-    found = {}
-    for name, part in body.items():
-        number = int(name) if isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) < 4 else -1
-        if not 0 <= number < NUM_PARTS:
-            raise CheckpointError(f"there is no part {shown(name)}; parts are '0' to '{NUM_PARTS - 1}'")
-        found[number] = _part(part)
-    return found
-
-
-_SITES: dict[Any, Site | None] = {None: None, **{site.value: site for site in Site}}
-
-
-def row_of(row: Any) -> Row:
-    """Read a row, or raise CheckpointError."""
-    match row:
-        case ("residual" | "velocity" | "factor" as held, str(tensor), None | str() as site, start, values):
-            what = f"{held} of {tensor!r}"
-            if site not in _SITES:
-                raise CheckpointError(f"{what}: unknown site {shown(site)}")
-            return Row(held, tensor, _SITES[site], _count(start, f"{what}: start"), _values(what, values))
-    raise CheckpointError(f"a row should be (held, tensor, site, start, values): {shown(row)}")
-
-
-def _values(what: str, values: Any) -> Array:
-    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind != "f":
-        raise CheckpointError(f"{what}: the values should be floating-point numbers of one dimension")
-    if not np.isfinite(values).all():
-        raise CheckpointError(f"{what}: the values are not finite; the checkpoint is damaged")
-    return values
-
-
-def _check_rows(rows: Iterable[Row], numels: Mapping[str, int]) -> None:
-    for row in rows:
-        if row.start + row.values.size > numels.get(row.tensor, -1):
-            raise CheckpointError(
-                f"{row.held} of {row.tensor!r} ends at {row.start + row.values.size}, outside the model's tensor"
-            )
-
-
-# -- beside it ---------------------------------------------------------------------------------------
-
-
-def checksum(parameter: torch.Tensor) -> int:
-    """A checksum of a parameter's bytes."""
-    flat = parameter.detach().cpu().contiguous().reshape(-1)  # a scalar cannot be viewed as bytes
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())

@@ -12,7 +12,8 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.residual import Loan
 from espresso.comm.keep.store import Address, Piece, Stretch
 from espresso.compressors.schedule import translate
-from espresso.live.checkpoint import FACTOR, RESIDUAL, VELOCITY, Checkpoint, CheckpointError, Kept, Part, Place, cut
+from espresso.live.checkpoint import Checkpoint, Kept
+from espresso.live.parts import FACTOR, RESIDUAL, VELOCITY, CheckpointError, Part, Place, cut
 from espresso.live.session import Session
 from espresso.live.shards import Taker
 from espresso.strategies import Site, Strategy

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import Stretch
-from espresso.live.checkpoint import FACTOR, Row, row_of
+from espresso.live.parts import FACTOR, Row, row_of
 from espresso.strategies import TensorSpec
 
 

@@ -21,10 +21,11 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from espresso.comm.errors import EspressoError
 from espresso.comm.hook import Front
 from espresso.live import resume
-from espresso.live.checkpoint import NUM_PARTS, Checkpoint, CheckpointError
+from espresso.live.checkpoint import Checkpoint
 from espresso.live.config import Config, Settings
 from espresso.live.given import AUTO, CompressorLike, Given, StrategyLike
 from espresso.live.names import BoundModel
+from espresso.live.parts import NUM_PARTS, CheckpointError
 from espresso.live.script import LossScale, Scaler
 from espresso.live.session import Session
 from espresso.live.view import View
