@@ -45,16 +45,23 @@ for rate in rates:
     moved += rate * inputs.double().sum(0) / 2
     optimizer.step()
 state.check_replicas()
-kept = {"local": torch.zeros(9000), "server": torch.zeros(9000)}
-for row in Checkpoint.parse(state.gather_state_dict()).rows():
-    kept[row.site.value][row.start : row.start + row.values.size] += torch.from_numpy(row.values)
+def summed(saved):
+    kept = {"local": torch.zeros(9000), "server": torch.zeros(9000)}
+    for row in Checkpoint.parse(saved).rows():
+        kept[row.site.value][row.start : row.start + row.values.size] += torch.from_numpy(row.values)
+    return kept
+mine_alone, everybody = summed(state.state_dict()), state.gather_state_dict()
+kept = summed(everybody)
+state.load_state_dict(everybody)  # the server forgets, and is given what it kept by each worker
+again = summed(state.gather_state_dict())
 dist.all_reduce(moved)
 missing = (weight.detach().double() - start + moved).flatten() / rates[-1]
 off = float((missing - (kept["local"] + kept["server"]) / 2).abs().max())
-sites = {row.site.value for row in Checkpoint.parse(state.state_dict()).rows()}
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 body = {"env": [os.environ[name] for name in names], "world": dist.get_world_size(), "arguments": sys.argv[1:],
-        "servers": state.cluster.num_servers, "colocated": state.cluster.colocated, "sites": sorted(sites),
+        "servers": state.cluster.num_servers, "colocated": state.cluster.colocated,
+        "share": int(mine_alone["server"].count_nonzero()) / int(kept["server"].count_nonzero()),
+        "again": all(torch.equal(again[site], kept[site]) for site in kept),
         "off": off, "at_the_server": float(kept["server"].abs().max()),
         "through": state.metrics()["espresso/tensors_through_servers"]}
 with open(os.path.join(sys.argv[1], f"{dist.get_rank()}.json"), "w") as file:
@@ -79,7 +86,8 @@ def check(folder: Path, rank: int) -> None:
     assert body["through"] == 1
     # Rates changed: SGD's movement is conserved only if the server rescales what it keeps.
     assert body["off"] < 1e-3 < 0.1 < body["at_the_server"]
-    assert body["sites"] == (["local", "server"] if rank == 0 else ["local"])
+    assert body["again"]
+    assert 0.4 < body["share"] < 0.6, "each worker saves a share of what the server keeps"
 
 
 def environment() -> dict[str, str]:

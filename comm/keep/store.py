@@ -71,9 +71,11 @@ class Stretch:
 
 
 class Remote(Protocol):
-    """Residuals that parameter servers keep for this rank to save and load (``Site.SERVER``)."""
+    """Residuals that parameter servers keep: this rank saves and loads a share of them (``Site.SERVER``)."""
 
     def snapshot(self) -> dict[Address, list[Piece]]: ...
+
+    def reset(self) -> None: ...
 
     def load(self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int]) -> None: ...
 

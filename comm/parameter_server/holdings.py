@@ -149,10 +149,15 @@ class Holdings:
         for piece in pieces:
             self._stores[namespace].place(piece.tensor, Site.SERVER, (piece.start, piece.values, 0))
 
-    def fetch(self, namespace: int, discarded: frozenset[int]) -> list[Held]:
-        """Everything kept, as it would be if training stopped here."""
-        kept, _ = self._settled(namespace, discarded).snapshot()
-        return [Held(tensor, start, values) for (tensor, _), parts in kept.items() for start, values, _ in parts]
+    def fetch(self, namespace: int, discarded: frozenset[int], share: int, num_shares: int) -> list[Held]:
+        """A share of everything kept, as it would be if training stopped here: each worker saves one."""
+        found = []
+        for whole in self._settled(namespace, discarded).lend():
+            low, high = (whole.numel * each // num_shares for each in (share, share + 1))
+            if low < high:
+                mine = whole.cut(low, high)
+                found.append(Held(mine.tensor, mine.start, mine.read()))
+        return found
 
     def reset(self, namespace: int) -> None:
         """Keep nothing: a checkpoint is about to be loaded."""

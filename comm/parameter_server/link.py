@@ -127,8 +127,7 @@ class Link:
         answers: dict[int, Installed] = self._ask_everybody(Op.INSTALL, table)
         for line in lines.values():
             line.tag = answers[line.key.server].tags[line.key.number]
-        if self.answers:
-            self._resettle([piece for answer in answers.values() for piece in answer.orphans], numels)
+        self._resettle([piece for answer in answers.values() for piece in answer.orphans], numels)
 
     def settle_waiting(self, numels: Mapping[str, int]) -> None:
         """Loaded residuals of tensors that are known now and do not go through servers: this rank carries them."""
@@ -181,10 +180,11 @@ class Link:
     # -- what checkpoints need -------------------------------------------------------------------
 
     def snapshot(self) -> dict[Address, list[Piece]]:
-        """The servers' residuals, on the first worker; nothing on the others."""
-        if not self.answers:
-            return {}
-        body = (self._namespace, frozenset(self._discarded))
+        """This worker's share of the servers' residuals.
+
+        All workers save at the same step: until the last of them has fetched its share, no round is complete.
+        """
+        body = (self._namespace, frozenset(self._discarded), self._ranks.index(self.client.rank), len(self._ranks))
         held = list(self._waiting)
         if self._live:
             held += [piece for pieces in self._ask_everybody(Op.FETCH, body).values() for piece in pieces]
@@ -194,22 +194,24 @@ class Link:
         return found
 
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply what the servers keep of the named tensors; between iterations, all workers alike."""
-        if not self.answers:
-            return
+        """Multiply what the servers keep of the named tensors; between iterations, all workers alike.
+
+        The first worker asks: the others know that it is done when the next round is over.
+        """
         for piece in self._waiting:
             np.multiply(piece.values, factors.get(piece.tensor, 1.0), out=piece.values)
-        if self._live:
+        if self.answers and self._live:
             body = (self._namespace, frozenset(self._discarded), dict(factors))
             self._ask_everybody(Op.RESCALE, body)
 
-    def load(self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int]) -> None:
-        """Replace the servers' residuals; what no key keeps yet waits for the keys to come."""
+    def reset(self) -> None:
+        """Have the servers keep nothing; they know when the first worker is back."""
         self._discarded.clear()
-        if not self.answers:
-            return
-        if self._live:
+        if self.answers and self._live:
             self._ask_everybody(Op.RESET, (self._namespace,))
+
+    def load(self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int]) -> None:
+        """Give the servers, once they are reset, this worker's pieces; what no key keeps yet waits for the keys."""
         self._waiting = [
             Held(tensor, start, values)
             for (tensor, _), parts in pieces.items()

@@ -23,7 +23,7 @@ logger = logging.getLogger("espresso")
 
 def saved(session: Session) -> Checkpoint:
     """This rank's part of a checkpoint, as everything is now. Nothing is copied yet, and nobody else is asked, but
-    parameter servers by the first worker.
+    parameter servers for this rank's share.
     """
     session.executor.conclude()
     stretches = [(RESIDUAL, stretch) for stretch in session.store.lend()]
@@ -78,6 +78,9 @@ def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     session.follower.epoch = kept.epoch
     session.executor.restart(kept.step)
     session.factors.load(dict(kept.factors))
+    if session.store.remote is not None:
+        session.store.remote.reset()
+        groups.barrier()  # nobody gives servers anything before they have forgotten what they kept
     session.store.load(residuals, kept.residuals.carry, numels)
     if session.velocities is not None:
         session.velocities.load(velocities, kept.velocities.carry, numels)
