@@ -1,6 +1,7 @@
 """CLAN, compressed Adam and rate-scaled residuals on real ranks."""
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -149,12 +150,14 @@ def test_warm_up_is_adamw_bit_for_bit(played):
 
 
 def test_compressed_adam_equals_the_reference(played):
-    """With the identity compressor, momentum averaged over ranks is momentum of the averaged gradient."""
+    """With the identity compressor, momentum averaged over ranks is momentum of the averaged gradient; so it is where
+    espresso is off.
+    """
     for results in played(frozen_variance):
-        for settings, (apart, unfrozen, compressed_sites) in results.items():
+        for (*settings, is_off), (apart, unfrozen, compressed_sites) in results.items():
             assert apart < 2e-6, settings
             assert unfrozen > 1e-4, settings
-            assert compressed_sites == {Site.LOCAL, Site.FLAT_SECOND}
+            assert compressed_sites == (set() if is_off else {Site.LOCAL, Site.FLAT_SECOND})
 
 
 def test_compressed_adam_resumes_bit_for_bit(played):
@@ -351,7 +354,9 @@ def warm_up(rank: int) -> Any:
 
 def frozen_variance(rank: int) -> Any:
     results = {}
-    for maximize, precondition in ((False, True), (True, True), (False, False)):
+    kinds = ((False, True, False), (True, True, False), (False, False, False), (True, True, True), (False, False, True))
+    for maximize, precondition, is_off in kinds:
+        os.environ["ESPRESSO_DISABLE"] = str(int(is_off))
         ddp = wrap(mlp(20, 30, 3))
         want = [p.detach().double().numpy().copy() for p in ddp.parameters()]
         gradients: list[list[Any]] = []
@@ -368,7 +373,7 @@ def frozen_variance(rank: int) -> Any:
                 gradients.append([p.grad.double().numpy().copy() for p in twin.parameters()])
                 learn(ddp, optimizer, rank, range(step, step + 1))
             strategy = optimizer.exchange.strategy
-        option = strategy.choices["0.weight"].option
+        option = None if is_off else strategy.choices["0.weight"].option
         sites = {Site.LOCAL, Site.FLAT_SECOND} if str(option) == SHARDED else set()
         got = [p.detach().double().numpy() for p in ddp.parameters()]
         apart = [
@@ -378,7 +383,8 @@ def frozen_variance(rank: int) -> Any:
             )
             for freeze_at in (3, STEPS)
         ]
-        results[maximize, precondition] = (*apart, sites)
+        results[maximize, precondition, is_off] = (*apart, sites)
+    del os.environ["ESPRESSO_DISABLE"]
     return results
 
 

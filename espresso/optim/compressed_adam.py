@@ -19,7 +19,7 @@ and transports.
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ class CompressedAdam(AdaptiveOptimizer):
 
     From the end of the warm-up ``param.grad`` holds the averaged momentum, divided, between backward and step:
     clipping then clips that. Accumulate gradients under ``no_sync()``: one exchange per step. The optimizer's
-    ``state_dict`` is equal on all ranks; residuals are in ``exchange.state_dict()``, per rank.
+    ``state_dict`` is equal on all ranks; residuals are in ``exchange.state_dict()``, per rank. Where espresso is off
+    (``ESPRESSO_DISABLE=1``) the steps are the same, with momenta that nobody compressed.
 
     Args:
         ddp_model: no communication hook is registered on it yet (unless ``exchange`` is given).
@@ -87,7 +88,7 @@ class CompressedAdam(AdaptiveOptimizer):
         strategy: StrategyLike | None = None,
         raw_below_bytes: int = RAW_BELOW_BYTES,
         exchange: EspressoState | None = None,
-        **settings: Any,
+        **settings: Unpack[ExchangeSettings],
     ) -> None:
         if warmup_steps < 1:
             raise ValueError(f"warmup_steps must be at least 1, got {warmup_steps!r}: the variance comes from it")
@@ -102,13 +103,10 @@ class CompressedAdam(AdaptiveOptimizer):
         self.warmup_steps = warmup_steps
         self.precondition = precondition
         self.deviation_floor = deviation_floor
-        self.exchange = attach(
-            ddp_model, compressor, strategy, raw_below_bytes, exchange, cast(ExchangeSettings, settings)
-        )
+        self.exchange = attach(ddp_model, compressor, strategy, raw_below_bytes, exchange, settings)
         if not self.exchange.decided:
             raise ValueError("the given exchange is in automatic mode; register it with a strategy")
-        assert self.exchange.strategy is not None
-        self._compressed: Strategy = self.exchange.strategy
+        self._compressed: Strategy | None = self.exchange.strategy
         self._num_steps = 0
         self._has_exchanged = False
         self._groups: dict[int, Group] = {}
@@ -127,6 +125,8 @@ class CompressedAdam(AdaptiveOptimizer):
         """Exchange as the phase wants it, from the next iteration on."""
         self._inverses.clear()
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        if self._compressed is None:  # espresso is off
+            return
         if self.is_compressing:
             self.exchange.use(self._compressed)
             return
@@ -251,6 +251,8 @@ class CompressedAdam(AdaptiveOptimizer):
         for row, param, average in zip(rows, params, averages, strict=True):
             if _VARIANCE_STEPS not in self.state[row.param]:
                 continue
+            if self.exchange.is_off:  # the mean of momenta is the momentum of the mean
+                self._blend(row.param, average, 1.0)
             row.exp_avg.copy_(average)
             inverse = self._inverse(row.param)
             rate = -lr / (1.0 - beta1**row.step)
