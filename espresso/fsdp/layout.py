@@ -15,10 +15,9 @@ from espresso.comm.errors import TopologyError
 from espresso.fsdp.private import check_version
 from espresso.fsdp.registration import register
 from espresso.live.config import Settings
-from espresso.live.given import AUTO, StrategyLike
+from espresso.live.given import AUTO, CompressorLike, StrategyLike
 from espresso.live.script import Scaler
 from espresso.live.state import EspressoState
-from espresso.strategies import CompressorSpec
 
 
 def hybrid_mesh(device_type: str, shards: int | None = None) -> DeviceMesh:
@@ -46,7 +45,7 @@ def hybrid_shard(
     shards: int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
-    compressor: str | CompressorSpec = "efsignsgd",
+    compressor: CompressorLike = "efsignsgd",
     strategy: StrategyLike = AUTO,
     grad_scaler: Scaler | None = None,
     **config: Unpack[Settings],

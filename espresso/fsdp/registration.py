@@ -18,12 +18,12 @@ from espresso.comm.errors import UnsupportedModelError
 from espresso.fsdp.front import Front
 from espresso.fsdp.private import Unit, units_of
 from espresso.live.config import Settings
-from espresso.live.given import AUTO, Given, StrategyLike
+from espresso.live.given import AUTO, CompressorLike, Given, StrategyLike
 from espresso.live.names import BoundModel, dtype_name, named_gradients
 from espresso.live.script import Scaler
 from espresso.live.shards import Shards
 from espresso.live.state import EspressoState
-from espresso.strategies import Cluster, CompressorSpec, Strategy, StrategyError, TensorSpec
+from espresso.strategies import Cluster, Strategy, StrategyError, TensorSpec
 
 logger = logging.getLogger("espresso")
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("espresso")
 def register(
     model: torch.nn.Module,
     replicate: DeviceMesh | dist.ProcessGroup,
-    compressor: str | CompressorSpec = "efsignsgd",
+    compressor: CompressorLike = "efsignsgd",
     strategy: StrategyLike = AUTO,
     grad_scaler: Scaler | None = None,
     **config: Unpack[Settings],
@@ -131,7 +131,7 @@ def _start(parameter: Any, shards: dist.ProcessGroup) -> int:
     return int(shards.rank() * rows * math.prod(parameter.shape[1:]))
 
 
-def _of_shards(compressor: str | CompressorSpec, strategy: StrategyLike) -> StrategyLike:
+def _of_shards(compressor: CompressorLike, strategy: StrategyLike) -> StrategyLike:
     """A strategy that was made for whole tensors, or for those of another shard, as a function of those that are here.
 
     Raises:

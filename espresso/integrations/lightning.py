@@ -12,18 +12,16 @@ a GPU does not tell the state which model it serves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from espresso.live.config import RANGES
-from espresso.live.given import AUTO, StrategyLike
+from espresso.live.config import RANGES, Settings
+from espresso.live.given import AUTO, CompressorLike, StrategyLike
 from espresso.live.register import register
 from espresso.live.state import EspressoState
-from espresso.strategies import CompressorSpec
 
 ENTRY = "espresso"
 """Of a checkpoint."""
@@ -32,8 +30,8 @@ ENTRY = "espresso"
 class _Exchange:
     """What both adapters do: register, save, load, log."""
 
-    def __init__(self, compressor: str | CompressorSpec, strategy: StrategyLike, settings: Mapping[str, Any]) -> None:
-        self._given = (compressor, strategy, dict(settings))
+    def __init__(self, compressor: CompressorLike, strategy: StrategyLike, settings: Settings) -> None:
+        self._given = (compressor, strategy, settings)
         self._loaded: dict[str, Any] | None = None
         self.state: EspressoState | None = None
 
@@ -78,7 +76,7 @@ class EspressoCallback(Callback):
     """
 
     def __init__(
-        self, compressor: str | CompressorSpec = "efsignsgd", strategy: StrategyLike = AUTO, **settings: Any
+        self, compressor: CompressorLike = "efsignsgd", strategy: StrategyLike = AUTO, **settings: Unpack[Settings]
     ) -> None:
         self._exchange = _Exchange(compressor, strategy, settings)
 
@@ -114,10 +112,11 @@ class EspressoStrategy(DDPStrategy):
     """
 
     def __init__(
-        self, compressor: str | CompressorSpec = "efsignsgd", strategy: StrategyLike = AUTO, **keywords: Any
+        self, compressor: CompressorLike = "efsignsgd", strategy: StrategyLike = AUTO, **keywords: Any
     ) -> None:
         super().__init__(**{name: value for name, value in keywords.items() if name not in RANGES})
-        self._exchange = _Exchange(compressor, strategy, {n: v for n, v in keywords.items() if n in RANGES})
+        ours = cast(Settings, {name: value for name, value in keywords.items() if name in RANGES})
+        self._exchange = _Exchange(compressor, strategy, ours)
 
     @property
     def espresso(self) -> EspressoState | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -18,10 +18,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from espresso.live.given import AUTO, StrategyLike
+from espresso.live.config import Settings
+from espresso.live.given import AUTO, CompressorLike, StrategyLike
 from espresso.live.register import register
 from espresso.live.state import EspressoState
-from espresso.strategies import CompressorSpec
 
 logger = logging.getLogger("espresso")
 
@@ -45,10 +45,10 @@ class EspressoCallback(TrainerCallback):
 
     def __init__(
         self,
-        compressor: str | CompressorSpec = "efsignsgd",
+        compressor: CompressorLike = "efsignsgd",
         strategy: StrategyLike = AUTO,
         resume_from: str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         self._given = (compressor, strategy, settings)
         self._resume_from = resume_from
