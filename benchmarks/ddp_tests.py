@@ -171,7 +171,7 @@ def main() -> None:
     arguments.add_argument("--save", action="store_true", help="write benchmarks/results/ddp_tests.{md,json}")
     chosen = arguments.parse_args()
     RANKS.set_forkserver_preload(["benchmarks.rank_preload", "benchmarks.ddp_tests_ranks"])
-    tests = [name for name in all_tests() if chosen.k in name and (not chosen.few or name in FEW)]
+    tests = [name for name in (FEW if chosen.few else all_tests()) if chosen.k in name]
     outcomes = []
     with ThreadPoolExecutor(chosen.at_once) as pool:
         for outcome in _outcomes(pool, tests, chosen.modes):

@@ -59,14 +59,14 @@ state = espresso.fsdp.hybrid_shard(model, blocks=model.blocks, shards=chosen.sha
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding: it holds shards
 
 first_step = 0
-mine = None if chosen.checkpoint is None else chosen.checkpoint / f"espresso{rank}.pt"
-if mine is not None and mine.exists():
+whole = [] if chosen.checkpoint is None else chosen.checkpoint.glob("*/.metadata")  # it is written last
+latest = max((path.parent for path in whole), key=lambda path: int(path.name), default=None)
+if latest is not None:
     weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=chosen.checkpoint / "model")
+    # The state: what was not sent yet, and the strategy. Any number of ranks and shards takes it over.
+    dcp.load({"model": weights, "optimizer": moments, "espresso": state}, checkpoint_id=latest)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    saved = torch.load(mine, weights_only=True)
-    state.load_state_dict(saved["espresso"])  # what this rank has not sent yet, and the strategy
-    first_step = saved["step"]
+    first_step = int(latest.name)
 
 draw = torch.Generator().manual_seed(first_step * dist.get_world_size() + rank)
 loss = torch.tensor(0.0)
@@ -81,10 +81,10 @@ for _ in range(first_step, first_step + chosen.steps):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # gradients are averages over all ranks by now
     optimizer.step()
 
-if mine is not None:
+if chosen.checkpoint is not None:
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=chosen.checkpoint / "model")
-    torch.save({"step": first_step + chosen.steps, "espresso": state.state_dict()}, mine)
+    path = chosen.checkpoint / str(first_step + chosen.steps)
+    dcp.save({"model": weights, "optimizer": moments, "espresso": state}, checkpoint_id=path)
 if rank == 0:
     print(state.summary())
     print(f"steps {first_step} to {first_step + chosen.steps}: loss {loss.item():.3f}")

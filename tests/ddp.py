@@ -72,7 +72,7 @@ def wrap(module: nn.Module, **settings: Any) -> DistributedDataParallel:
     """DDP with many buckets, in a process group of its own unless one is given."""
     settings.setdefault("bucket_cap_mb", TINY_BUCKETS_MB)
     group = settings.pop("process_group", None)
-    if group is None:
+    if group is None and "device_mesh" not in settings:
         group = dist.new_group()
         OPENED.append(group)
     return DistributedDataParallel(module, process_group=group, **settings)

@@ -15,9 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.messages import PLAIN
-from espresso.live.checkpoint import RESIDUAL, VELOCITY, Checkpoint, CheckpointError
+from espresso.live.checkpoint import Checkpoint
+from espresso.live.names import named_gradients, tensor_specs
+from espresso.live.parts import RESIDUAL, VELOCITY, CheckpointError
 from espresso.live.state import EspressoState
-from espresso.strategies import Cluster, Site
+from espresso.strategies import Choice, Cluster, CompressorSpec, Site, Strategy, parse_option
 from tests.ddp import (
     ALLGATHER,
     HIERARCHICAL,
@@ -27,20 +29,20 @@ from tests.ddp import (
     kept_on_all_ranks,
     mlp,
     registered,
-    strategy_for,
     train,
     wrap,
 )
 
-ARMS = (
-    (SHARDED, "efsignsgd", 1),
-    (HIERARCHICAL, "dgc:ratio=0.05", 2),
-    ("comp > flat.allreduce > dec", "randomk:ratio=0.1", 1),
-    (HIERARCHICAL, "dgc:ratio=0.05,momentum=0.75", 2),
-    ("comp > flat.allreduce > transform > flat.allreduce > dec", "powersgd:rank=2,start_iter=2", 1),
-)
-WHOLE = ARMS[3], ARMS[4]
-"""With everything that a job may keep: velocities, factors."""
+CHOICES = {
+    "0.weight": (HIERARCHICAL, "dgc:ratio=0.05"),
+    "2.weight": ("comp > flat.allreduce > transform > flat.allreduce > dec", "powersgd:rank=2,start_iter=2"),
+    "4.weight": ("comp > flat.allreduce > dec", "randomk:ratio=0.1"),
+}
+OTHERS = (SHARDED, "efsignsgd:raw_below=8")
+"""Of a job that keeps everything that one may keep at once: residuals at all sites, factors."""
+
+MOMENTA = ("", "momentum=0.75")
+"""Without and with velocities."""
 
 BREAK, END = 4, 8
 BRIEF = ("dcp", "gathered")
@@ -51,9 +53,9 @@ HOW = (*BRIEF, "after register", "before the first step", "pickle", "file", "dcp
 @pytest.mark.parametrize("how", HOW)
 def test_resumed_is_bit_identical(played, how):
     for results in played(resumed):
-        for arm in ARMS if how in BRIEF else WHOLE:
-            assert results[arm, how] == results[arm, "unbroken"], arm
-            assert results[arm, "forgotten"] != results[arm, "unbroken"], "the residuals made no difference"
+        for momentum in MOMENTA if how in BRIEF else MOMENTA[1:]:
+            assert results[momentum, how] == results[momentum, "unbroken"], momentum
+            assert results[momentum, "forgotten"] != results[momentum, "unbroken"], "the residuals made no difference"
 
 
 def test_other_states_are_refused_and_change_nothing(played):
@@ -124,13 +126,21 @@ def go(ddp: DistributedDataParallel, rank: int, steps: range) -> list[str]:
     return train(ddp, steps, lambda step: ddp(batch(rank, step, 20)).square().mean())
 
 
-def resumed(rank: int) -> dict[tuple[Any, str], list[str]]:
-    results: dict[tuple[Any, str], list[str]] = {}
-    for arm in ARMS:
-        option, compressor, ranks_per_node = arm
-        settings = {"ranks_per_node": ranks_per_node}
+def mixed(ddp: DistributedDataParallel, momentum: str) -> Strategy:
+    tensors, choices = tensor_specs(named_gradients(ddp)), {}
+    for tensor in tensors:
+        option, compressor = CHOICES.get(tensor.name, OTHERS)
+        spec = CompressorSpec.parse(f"{compressor},{momentum}" if momentum else compressor)
+        choices[tensor.name] = Choice(parse_option(option), spec)
+    return Strategy(tensors, choices, Cluster(2, 2), 0)
+
+
+def resumed(rank: int) -> dict[tuple[str, str], list[str]]:
+    results: dict[tuple[str, str], list[str]] = {}
+    for momentum in MOMENTA:
         ddp, folder = model(), shared_folder(rank)
-        with registered(ddp, option, compressor, **settings) as state:
+        settings = {"strategy": mixed(ddp, momentum), "ranks_per_node": 2}
+        with registered(ddp, **settings) as state:
             go(ddp, rank, range(BREAK))
             weights = copy.deepcopy(ddp.module.state_dict())
             # None of these copies anything before it is written, and training goes on meanwhile.
@@ -139,16 +149,16 @@ def resumed(rank: int) -> dict[tuple[Any, str], list[str]]:
             saved, gathered, pickled = state.state_dict(), state.gather_state_dict(), pickle.dumps(state)
             assert state.metrics()["espresso/residual_norm"] > 0
             dcp.save({"espresso": state}, checkpoint_id=folder / "sync")
-            results[arm, "unbroken"] = go(ddp, rank, range(BREAK, END))
+            results[momentum, "unbroken"] = go(ddp, rank, range(BREAK, END))
             under_way.result()
             torch.save(saved, folder / f"rank{rank}.pt")
-        for how in (*(HOW if arm in WHOLE else BRIEF), "forgotten"):
+        for how in (*(HOW if momentum else BRIEF), "forgotten"):
             ddp = model()
             ddp.module.load_state_dict(weights)
             if how in ("before the first step", "pickle", "dcp, late"):
-                results[arm, how] = late(ddp, rank, arm, how, saved, pickled, folder)
+                results[momentum, how] = late(ddp, rank, momentum, how, saved, pickled, folder)
                 continue
-            with registered(ddp, option, compressor, **settings) as state:
+            with registered(ddp, **settings) as state:
                 if how.startswith("dcp"):
                     dcp.load({"espresso": state}, checkpoint_id=folder / ("async" if "async" in how else "sync"))
                 elif how == "file":
@@ -157,7 +167,7 @@ def resumed(rank: int) -> dict[tuple[Any, str], list[str]]:
                     state.session.executor.restart(BREAK)
                 else:
                     state.load_state_dict(gathered if how == "gathered" else saved)
-                results[arm, how] = go(ddp, rank, range(BREAK, END))
+                results[momentum, how] = go(ddp, rank, range(BREAK, END))
                 assert state.metrics()["espresso/steps"] == END
     return results
 
@@ -172,7 +182,7 @@ def shared_folder(rank: int) -> Path:
 def late(
     ddp: DistributedDataParallel,
     rank: int,
-    arm: tuple[str, str, int],
+    momentum: str,
     how: str,
     saved: Any,
     pickled: bytes,
@@ -181,12 +191,10 @@ def late(
     """Resume a state that has not started: the model is bound and the groups are made afterwards."""
     from espresso.comm.hook import espresso_hook
 
-    option, compressor, ranks_per_node = arm
     if how == "pickle":
         state = pickle.loads(pickled)
     else:
-        strategy = strategy_for(ddp, Cluster(4 // ranks_per_node, ranks_per_node), option, compressor)
-        state = EspressoState(compressor, strategy, ranks_per_node=ranks_per_node, timeout_s=15.0)
+        state = EspressoState(strategy=mixed(ddp, momentum), ranks_per_node=2, timeout_s=15.0)
         if how == "dcp, late":
             dcp.load({"espresso": state}, checkpoint_id=folder / "sync")
         else:
@@ -343,18 +351,19 @@ def given_strategy(rank: int) -> str:
 
 def resumed_undecided(rank: int) -> int:
     ddp = model()
-    with registered(ddp, compressor="efsignsgd", strategy="auto", ranks_per_node=2) as state:
-        go(ddp, rank, range(9))
+    short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
+    with registered(ddp, compressor="efsignsgd", strategy="auto", ranks_per_node=2, **short) as state:
+        go(ddp, rank, range(4))
         assert not state.decided
         saved = state.state_dict()
     ddp = model()
-    with registered(ddp, compressor="efsignsgd", strategy="auto", ranks_per_node=2, timeout_s=60.0) as state:
+    with registered(ddp, compressor="efsignsgd", strategy="auto", ranks_per_node=2, timeout_s=60.0, **short) as state:
         state.load_state_dict(saved)
-        for step in range(9, 9 + 60):
+        for step in range(4, 4 + 60):
             go(ddp, rank, range(step, step + 1))
             if state.decided:
                 assert state.job is not None
-                return step - 8
+                return step - 3
     return 0
 
 

@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import espresso
 import espresso.fsdp
@@ -83,8 +83,24 @@ def mesh(shards: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", (4 // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: nn.Module, shards: int = 2, *, native: bool = False, **settings: Any) -> nn.Module:
-    """``fully_shard`` every block and the model, over both dimensions or over the shards alone."""
+def shard(
+    model: Any,
+    shards: int = 2,
+    *,
+    native: bool = False,
+    ignored: Sequence[str] = (),
+    again: bool = False,
+    **settings: Any,
+) -> Any:
+    """``fully_shard`` every block and the model, over both dimensions or over the shards alone.
+
+    Args:
+        ignored: parameters that stay as they are.
+        again: blocks run again in backward (activation checkpointing).
+    """
+    for index, block in enumerate(model.blocks if again else ()):
+        model.blocks[index] = checkpoint_wrapper(block)
+    settings["ignored_params"] = {getattr(model, name) for name in ignored}
     for module in (*getattr(model, "blocks", ()), model):
         fully_shard(module, mesh=mesh(shards) if native else mesh(shards)["shard"], **settings)
     sum_and_divide(model)
@@ -127,7 +143,8 @@ def digest(model: nn.Module) -> str:
     """Of this rank's shards, bit for bit."""
     sha = hashlib.sha256()
     for parameter in model.parameters():
-        sha.update(parameter.to_local().detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())  # type: ignore[attr-defined]
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        sha.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 
@@ -201,11 +218,11 @@ def train(model: nn.Module, rank: int, kinds: Sequence[Callable[..., None]] = KI
 
 
 def exact(rank: int) -> dict[str, bool]:
-    """Whether ``none`` gives native HSDP's parameters after every step, bit for bit."""
-    half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
-    narrow = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
-    wide = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-    same = {}
+    """Whether ``none`` gives native HSDP's parameters after every step, bit for bit; with other flags, too."""
+    bf16, same = torch.bfloat16, {}
+    half = {"mp_policy": MixedPrecisionPolicy(bf16, bf16), "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    narrow = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=bf16), "reshard_after_forward": False, "again": True}
+    wide = {"mp_policy": MixedPrecisionPolicy(bf16, torch.float32), "ignored": ("shift",)}
     for name, settings in {"float32": {}, "half": half, "narrow": narrow, "wide": wide}.items():
         kinds = KINDS if name == "float32" else [plain, accumulated_unreduced, accumulated_reduced, held_back]
         native = train(shard(tiny(), native=True, **settings), rank, kinds)
@@ -213,21 +230,6 @@ def exact(rank: int) -> dict[str, bool]:
         with registered(model, "none", uniform()).errors():
             same[name] = train(model, rank, kinds) == native
     return same
-
-
-def checkpointed(rank: int) -> bool:
-    """The same with activation checkpointing."""
-    digests = []
-    for native in (True, False):
-        model = tiny()
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block)
-        shard(model, native=native)
-        state = None if native else registered(model, "none", uniform())
-        digests.append(train(model, rank, [plain] * 3))
-        if state is not None:
-            state.close()
-    return digests[0] == digests[1]
 
 
 def signs(rank: int) -> dict[str, Any]:
@@ -283,33 +285,27 @@ def conserved(rank: int) -> dict[str, Any]:
 
 
 def resumed(rank: int) -> list[bool]:
-    """From a checkpoint on as without it; another shard's state is refused."""
+    """From a checkpoint on as without it, with velocities; another shard's state is refused."""
     digests, saved = [], {}
-    folder = everybody(tempfile.mkdtemp())[0]
-    for part in range(4):  # whole, first half, second half, and once more from torch's own checkpoint
+    for part in range(3):  # whole, first half, second half
         model = shard(tiny())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        state = registered(model)
+        state = registered(model, strategy=uniform(ALLGATHER, "efsignsgd:raw_below=1,momentum=0.75"))
         if part == 2:
-            half = saved["model"]
-            model.load_state_dict(half)
+            model.load_state_dict(saved["model"])
             state.load_state_dict(saved["espresso"])
-        if part == 3:
-            model.load_state_dict(half)
-            dcp.load({"espresso": state}, checkpoint_id=folder)
-        for step in range(3 if part >= 2 else 0, 3 if part == 1 else 6):
+        for step in range(3 if part == 2 else 0, 3 if part == 1 else 6):
             loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
         saved = {"model": copy.deepcopy(model.state_dict()), "espresso": copy.deepcopy(state.state_dict())}
         digests.append(digest(model))
         if part == 1:
-            dcp.save({"espresso": state}, checkpoint_id=folder)
             theirs = everybody(saved["espresso"])
             with pytest.raises(espresso.CheckpointError, match="is of rank"):
                 state.load_state_dict(theirs[rank ^ 1])
         state.close()
-    return [digests[0] == digests[2] == digests[3], digests[0] != digests[1]]
+    return [digests[0] == digests[2], digests[0] != digests[1]]
 
 
 def owed(state: EspressoState) -> dict[str, torch.Tensor]:
@@ -508,6 +504,8 @@ def decides_again(rank: int) -> list[tuple[int, str, str]]:
     for step in range(60):
         loss_of(model, rank, step).backward()
         model.zero_grad()
+        if len(state.history) == 3:
+            break
     Watch.test = test  # type: ignore[method-assign]
     assert set(seen) == {4}
     assert replicas_agree(model)
@@ -561,7 +559,6 @@ SCENARIOS = (
     scaled,
     broken,
     exact,
-    checkpointed,
     signs,
     conserved,
     resumed,
@@ -582,7 +579,6 @@ def played() -> Played:
 def test_none_is_native_hsdp_bit_for_bit(played: Played) -> None:
     for same in played(exact):
         assert same == {"float32": True, "half": True, "narrow": True, "wide": True}
-    assert played(checkpointed) == [True] * 4
 
 
 def test_several_groups_of_a_module(played: Played) -> None:

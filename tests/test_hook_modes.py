@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.hook import espresso_hook
@@ -52,6 +53,14 @@ def test_static_graph(played):
 
 def test_gradient_as_bucket_view(played):
     check(played(bucket_view))
+
+
+def test_other_flags(played):
+    check(played(other_flags))
+
+
+def test_a_compiled_model(played):
+    check(played(compiled))
 
 
 def test_no_sync_accumulates(played):
@@ -214,6 +223,23 @@ def static_graph(rank: int) -> dict[str, list[str]]:
 
 def bucket_view(rank: int) -> dict[str, list[str]]:
     return compare(mlp(20, 60, 30, 40, 5), square_loss(rank), gradient_as_bucket_view=True)
+
+
+def other_flags(rank: int) -> dict[str, list[str]]:
+    """Replicas are equal to begin with, so nobody has to send them."""
+    flags = {"init_sync": False, "forward_sync_buffers": False, "batched_grad_copy": True}
+    mesh = init_device_mesh("cpu", (2,))
+    return compare(mlp(20, 60, 30, 40, 5), square_loss(rank), device_mesh=mesh, **flags)
+
+
+def compiled(rank: int) -> dict[str, list[str]]:
+    """DDP around a compiled model, whose parameters have longer names."""
+
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        ddp(batch(rank, number, 20)).square().mean().backward()
+
+    # PyTorch wants no bucket smaller than the first one, of a megabyte.
+    return compare(torch.compile(mlp(20, 60, 30, 40, 5), backend="eager"), step, bucket_cap_mb=2)
 
 
 def no_sync(rank: int) -> dict[str, list[str]]:
@@ -483,6 +509,8 @@ SCENARIOS = (
     find_unused,
     static_graph,
     bucket_view,
+    other_flags,
+    compiled,
     no_sync,
     frozen_and_ignored,
     tied,
