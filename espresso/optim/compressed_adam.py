@@ -19,7 +19,7 @@ and transports.
 from __future__ import annotations
 
 import logging
-from typing import Any, Unpack
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class CompressedAdam(AdaptiveOptimizer):
         strategy: StrategyLike | None = None,
         raw_below_bytes: int = RAW_BELOW_BYTES,
         exchange: EspressoState | None = None,
-        **settings: Unpack[ExchangeSettings],
+        **settings: Any,
     ) -> None:
         if warmup_steps < 1:
             raise ValueError(f"warmup_steps must be at least 1, got {warmup_steps!r}: the variance comes from it")
@@ -103,7 +103,9 @@ class CompressedAdam(AdaptiveOptimizer):
         self.warmup_steps = warmup_steps
         self.precondition = precondition
         self.deviation_floor = deviation_floor
-        self.exchange = attach(ddp_model, compressor, strategy, raw_below_bytes, exchange, settings)
+        self.exchange = attach(
+            ddp_model, compressor, strategy, raw_below_bytes, exchange, cast(ExchangeSettings, settings)
+        )
         if not self.exchange.decided:
             raise ValueError("the given exchange is in automatic mode; register it with a strategy")
         self._compressed: Strategy | None = self.exchange.strategy
