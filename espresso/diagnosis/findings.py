@@ -274,8 +274,9 @@ class _Case:
         if self.counts(gain):
             yield self._finding(
                 "one_connection", None, gain, gain, 0.6,
-                "open more connections a pair (GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0, NCCL_NSOCKS_PERTHREAD) and cut"
-                " exchanges into partitions, or raise net.core.wmem_max and net.ipv4.tcp_wmem",
+                "raise the largest of net.ipv4.tcp_rmem and tcp_wmem to rate times round trip on all hosts; or open"
+                " more connections: connections=4 in espresso.register and a strategy in partitions, or with NCCL over"
+                " sockets NCCL_NSOCKS_PERTHREAD",
                 f"connections wait for their window in {median(shares):.0%} of the time in which they send",
             )  # fmt: skip
 
