@@ -1,7 +1,13 @@
-"""When a parameter server pays, by the simulator: a table for docs/parameter_server.md.
+"""When a parameter server pays, by the simulator: tables for docs/parameter_server.md.
 
-python -m benchmarks.server_costs
+    python -m benchmarks.server_costs
+
+Then servers of both kinds in one job, their load shared out by what they bear and by BytePS's rule, beside the better
+kind alone; also where one in four of them has half a processor and, on machines of their own, half a card. The bar: what they bear is never more
+than 3 % slower than the better kind alone.
 """
+
+from dataclasses import replace
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +19,7 @@ from benchmarks import results
 from espresso.model.job import Job
 from espresso.model.presets import job_from_trace
 from espresso.model.timeline import list_schedule, simulate
-from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Option, Strategy, parse_option, plan
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Option, Sharing, Strategy, parse_option, plan
 from espresso.strategies.tree import two_way_option
 
 SPEC = CompressorSpec("efsignsgd")
@@ -21,6 +27,9 @@ RAW = parse_option("intra.reduce_scatter > inter.push > sum@server > inter.pull 
 HIERARCHICAL = parse_option("intra.reduce_scatter > inter.allreduce > intra.allgather")
 NODES, RANKS_PER_NODE = 8, 8
 PARTITION_BYTES = 4 << 20
+DEDICATED, SLOW = (1, 4, 8), 0.5
+WORST = 1.03
+"""Servers of both kinds over the better kind alone, at most."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -37,14 +46,53 @@ def predicted_ms(job: Job, option: Option, spec: CompressorSpec = NONE) -> float
 def rows_of(trace: str, cluster: str) -> list[dict[str, Any]]:
     """Without servers, then with some."""
     job = job_from_trace(trace, NODES, RANKS_PER_NODE, cluster)
-    base = {"model": trace, "cluster": cluster, "backward_ms": job.backward_us / 1e3}
+    base: dict[str, Any] = {"model": trace, "cluster": cluster, "backward_ms": job.backward_us / 1e3}
     plain = min(predicted_ms(job, PLAIN.option), predicted_ms(job, HIERARCHICAL))
     rows = [{**base, "servers": 0, "colocated": False, "raw_ms": plain, "two_way_ms": None}]
-    for servers, colocated in ((1, False), (2, False), (4, False), (8, False), (8, True)):
-        job = job_from_trace(trace, NODES, RANKS_PER_NODE, cluster, servers=servers, colocated=colocated)
-        raw, two_way = predicted_ms(job, RAW), predicted_ms(job, two_way_option(job.cluster), SPEC)
-        rows.append({**base, "servers": servers, "colocated": colocated, "raw_ms": raw, "two_way_ms": two_way})
+    for servers, each in ((1, 0), (2, 0), (4, 0), (8, 0), (0, 1)):
+        job = job_from_trace(trace, NODES, RANKS_PER_NODE, cluster, servers=servers, servers_per_node=each)
+        raw, two_way = _both_ms(job)
+        kind = {"servers": job.cluster.num_servers, "colocated": job.cluster.colocated}
+        rows.append({**base, **kind, "raw_ms": raw, "two_way_ms": two_way})
     return rows
+
+
+def _both_ms(job: Job) -> tuple[float, float]:
+    return predicted_ms(job, RAW), predicted_ms(job, two_way_option(job.cluster), SPEC)
+
+
+def mixed_rows(trace: str, cluster: str) -> list[dict[str, Any]]:
+    """Servers of both kinds beside the better kind alone, all alike and with slow ones among them."""
+    rows = []
+    for slow in (1.0, SLOW):
+        for beside in DEDICATED:
+            found: dict[str, tuple[float, float]] = {}
+            for name, servers, each in (("dedicated", beside, 0), ("colocated", 0, 1), ("both", beside, 1)):
+                job = job_from_trace(trace, NODES, RANKS_PER_NODE, cluster, servers=servers, servers_per_node=each)
+                for sharing in Sharing:
+                    found[f"{name}, {sharing.value}"] = _both_ms(_shared(job, slow, sharing))
+            for place, kind in enumerate(("raw", f"two-way {SPEC}")):
+                times = {name: both[place] for name, both in found.items()}
+                alone = min(times[f"{name}, {Sharing.MEASURED.value}"] for name in ("dedicated", "colocated"))
+                rows.append({
+                    "model": trace, "cluster": cluster, "dedicated": beside, "slow": slow, "kind": kind,
+                    "better_kind_ms": alone, "both_ms": times[f"both, {Sharing.MEASURED.value}"],
+                    "both_by_rule_ms": times[f"both, {Sharing.SIZES.value}"],
+                })  # fmt: skip
+    return rows
+
+
+def _shared(job: Job, slow: float, sharing: Sharing) -> Job:
+    """The job with every fourth server slow, by one way to share."""
+    servers = job.costs.servers
+    assert servers is not None
+    beside = job.cluster.num_colocated  # a slow card there would slow workers down, however the load is shared
+    each = tuple(
+        ((1.0 if server < beside else slow), slow) if server % 4 == 0 else (1.0, 1.0)
+        for server in range(job.cluster.num_servers)
+    )
+    costs = replace(servers, speeds=each if slow < 1.0 else (), sharing=sharing)
+    return replace(job, costs=replace(job.costs, servers=costs))
 
 
 @app.command()
@@ -64,7 +112,19 @@ def main(
             where + (" colocated" if row["colocated"] else ""), f"{row['raw_ms']:.1f}", two_way,
         )  # fmt: skip
     results.console(110).print(table)
-    results.write(json_path, results.record({"partition_bytes": PARTITION_BYTES}, 0, rows))
+    mixed = [r for model in ("vgg16", "bert_base") for c in ("nvlink-100g", "pcie-25g") for r in mixed_rows(model, c)]
+    table = Table(title=f"both kinds: {NODES} colocated servers and some of their own, ms", title_justify="left")
+    for header in ("model", "cluster", "own", "slow ones", "", "better kind alone", "both", "both, BytePS's rule"):
+        table.add_column(header, justify="right")
+    for row in mixed:
+        figures = (f"{row[name]:.1f}" for name in ("better_kind_ms", "both_ms", "both_by_rule_ms"))
+        slow = "" if row["slow"] == 1.0 else f"x {row['slow']}"
+        table.add_row(row["model"], row["cluster"], str(row["dedicated"]), slow, row["kind"], *figures)
+    results.console(130).print(table)
+    body = results.record({"partition_bytes": PARTITION_BYTES, "worst": WORST}, 0, rows)
+    results.write(json_path, body | {"mixed": mixed})
+    if any(row["both_ms"] > WORST * row["better_kind_ms"] for row in mixed):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

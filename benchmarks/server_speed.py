@@ -22,6 +22,7 @@ from benchmarks import results
 from benchmarks.emulated import open_network, run_workers
 from benchmarks.prediction import describe
 from benchmarks.ratios import paired_ratio
+from espresso.strategies import Sharing
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = 2.5
@@ -33,7 +34,10 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a network of a rate; ``server_rate`` is that of the servers' cards if they have another one."""
+    """A model on a network of a rate; ``server_rate`` is that of the servers' cards if they have another one.
+
+    With ``servers_per_node`` every host has two processes: a worker and a server, or two servers, which share a card.
+    """
 
     name: str
     model: str
@@ -44,8 +48,15 @@ class Case:
     servers: int = 1
     arms: tuple[str, ...] = ARMS
     server_rate: str = ""
+    servers_per_node: int = 0
+    sharing: str = Sharing.MEASURED.value
+
+    @property
+    def server_hosts(self) -> int:
+        return self.servers // (1 + self.servers_per_node)
 
 
+BOTH_ARMS = ("plain", RAW, TWO_WAY)
 CASES = (
     Case("mlp-1g", "mlp", "1gbit", 4, 3),
     Case("cnn-1g", "cnn", "1gbit", 5, 5),
@@ -58,20 +69,29 @@ CASES = (
     Case("cnn-thick", "cnn", "200mbit", 3, 2, 4, 1, ("plain", "servers:fp16", "espresso:fp16"), "1gbit"),
     # The same with one bit an element, on cards so thin that the payloads of the others still count.
     Case("cnn-thin", "cnn", "50mbit", 3, 2, 4, 1, ("plain", TWO_WAY, "espresso:efsignsgd"), "1gbit"),
+    # A server of its own, servers beside the workers, and both; then both with half a card for the one of its own.
+    Case("own", "cnn", "100mbit", 2, 2, 3, 1, BOTH_ARMS),
+    Case("beside", "cnn", "100mbit", 2, 2, 3, 0, BOTH_ARMS, "", 1),
+    Case("both", "cnn", "100mbit", 2, 2, 3, 2, BOTH_ARMS, "", 1),
+    Case("both-slow", "cnn", "100mbit", 2, 2, 3, 2, BOTH_ARMS, "50mbit", 1),
+    Case("both-slow-rule", "cnn", "100mbit", 2, 2, 3, 2, BOTH_ARMS, "50mbit", 1, Sharing.SIZES.value),
 )
 
 
 def run_case(case: Case, seed: int, out: Path, deadline_s: float) -> tuple[str, list[dict[str, Any]]]:
     """(the network in words, the trainer's rows)."""
-    servers = range(case.workers, case.workers + case.servers)
+    servers = range(case.workers, case.workers + case.server_hosts)
     rates = dict.fromkeys(servers, case.server_rate) if case.server_rate else {}
-    with open_network(case.workers + case.servers, case.rate, rates=rates) as network:
+    with open_network(case.workers + case.server_hosts, case.rate, rates=rates) as network:
         words = describe(network)
         argv = [sys.executable, "-m", "espresso.launch", "--servers", str(case.servers), "--engines", "1"]
+        argv += ["--servers-per-node", str(case.servers_per_node), "--sharing", case.sharing]
         argv += ["-m", "benchmarks.train", "--model", case.model, "--arms", ",".join(case.arms)]
         argv += ["--blocks", str(case.blocks), "--steps-per-block", str(case.steps), "--seed", str(seed)]
         argv += ["--json", str(out), "--timeout-s", "300"]
-        run_workers(network, argv, pin=True, deadline_s=deadline_s, env={"PYTHONPATH": str(ROOT)})
+        each = 1 + case.servers_per_node
+        env = {"PYTHONPATH": str(ROOT)}
+        run_workers(network, argv, workers_per_host=each, pin=True, deadline_s=deadline_s, env=env)
     body = json.loads(out.read_text())
     out.unlink()
     return words, body["arms"]

@@ -80,7 +80,7 @@ class Groups:
         timeout_s: after which a collective of ours fails instead of waiting on.
         host_copies: whether the model is on a device, so that offloaded steps copy; a part of every plan.
         num_servers: parameter servers beside these ranks.
-        colocated: whether they share the ranks' machines.
+        num_colocated: how many of them share the ranks' machines.
         connections: of a link between nodes, over which exchanges go in turn. NCCL sees to its own.
         beside: groups of the ranks that hold the other shards of what this rank has a share of; every one of them is
             in a job like this one. None where every rank holds all of the model.
@@ -97,7 +97,7 @@ class Groups:
         timeout_s: float = 60.0,
         host_copies: bool = False,
         num_servers: int = 0,
-        colocated: bool = False,
+        num_colocated: int = 0,
         connections: int = 1,
         beside: Groups | None = None,
     ) -> None:
@@ -145,7 +145,8 @@ class Groups:
                 self.close(wait=False)
             raise
         if num_servers:
-            self.cluster = replace(self.cluster, num_servers=num_servers, colocated=colocated)
+            apart = num_servers - num_colocated if num_colocated else 0
+            self.cluster = replace(self.cluster, num_servers=num_servers, colocated=num_colocated > 0, num_apart=apart)
 
     @property
     def ranks(self) -> tuple[int, ...]:

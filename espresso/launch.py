@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 6 -m espresso.launch --servers 2 train.py --epochs 3
 
 Of the six processes four run the script, as an ordinary world of four ranks; two serve until these have ended. The
-last ranks of the job are the servers, or with ``--servers-per-node`` the last ranks of every node. A server that
-shares its machine with workers counts as colocated.
+last ranks of the job are the servers, with ``--servers-per-node`` the last ranks of every node, with both both. A
+server that shares its machine with workers counts as colocated.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from espresso.comm.errors import EspressoError
 from espresso.comm.parameter_server.join import Joined, ServerSettings, abort_mpi, join
 from espresso.live.codecs import HostCodecs
+from espresso.strategies import Sharing
 
 logger = logging.getLogger("espresso")
 
@@ -29,9 +30,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m espresso.launch", description="Run a DDP script with parameter servers beside it."
     )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--servers", type=int, metavar="N", help="the job's last N ranks are servers")
-    where.add_argument("--servers-per-node", type=int, metavar="M", help="the last M ranks of every node are servers")
+    parser.add_argument("--servers", type=int, default=0, metavar="N", help="the job's last N ranks are servers")
+    parser.add_argument(
+        "--servers-per-node", type=int, default=0, metavar="M", help="and of the others the last M ranks of every node"
+    )
+    parser.add_argument(
+        "--sharing",
+        choices=[sharing.value for sharing in Sharing],
+        default=Sharing.MEASURED.value,
+        help="what a server gets: what its card and processor bear, or by the sizes of gradients (BytePS's rule)",
+    )
     parser.add_argument(
         "--transport",
         choices=("auto", "mpi", "gloo"),
@@ -52,15 +60,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
     parser.add_argument("script", help="what the workers run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not (options.servers or options.servers_per_node):
+        parser.error("give --servers, --servers-per-node or both")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Join the job, then serve or run the script. Returns the exit status."""
     options = parse(arguments)
     settings = ServerSettings(
-        servers=options.servers or 0,
-        servers_per_node=options.servers_per_node or 0,
+        servers=options.servers,
+        servers_per_node=options.servers_per_node,
+        sharing=Sharing(options.sharing),
         transport=options.transport,
         engines=options.engines,
         memory_bytes=options.server_memory_mb << 20,

@@ -3,7 +3,7 @@
 Standard library only: importing this package never loads torch. May import: nothing of ours.
 """
 
-from espresso.strategies.cluster import Cluster
+from espresso.strategies.cluster import Cluster, Sharing, dedicated_share
 from espresso.strategies.fields import FormError
 from espresso.strategies.flow import Site, State, StepFlow, cut, trace
 from espresso.strategies.option import (
@@ -77,6 +77,7 @@ __all__ = [
     "Routine",
     "Run",
     "Scope",
+    "Sharing",
     "Site",
     "Slot",
     "Stage",
@@ -90,6 +91,7 @@ __all__ = [
     "TensorSpec",
     "compressed_options",
     "cut",
+    "dedicated_share",
     "fingerprint",
     "flat_options",
     "halved_options",

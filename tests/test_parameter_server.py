@@ -28,6 +28,7 @@ from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Client, Line
 from espresso.comm.parameter_server.join import ServerSettings, assign_roles
+from espresso.comm.parameter_server.places import Bearing, balance, place
 from espresso.comm.parameter_server.plain import PlainCodec, smaller
 from espresso.comm.parameter_server.secret import Door, Secret, knock
 from espresso.comm.parameter_server.sums import Slots
@@ -39,18 +40,21 @@ from espresso.comm.parameter_server.wire import (
     Key,
     Op,
     Stretch,
-    balance,
 )
 from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
 from espresso.compressors.cuda import sources
 from espresso.live.codecs import HostCodecs
+from espresso.live.server_profile import raw_keys
+from espresso.model.servers import shared_out
 from espresso.strategies import (
     NONE,
     Choice,
     Cluster,
     CompressorSpec,
     Device,
+    Sharing,
     Site,
+    dedicated_share,
     parse_option,
 )
 from espresso.strategies.tree import server_options, two_way_option
@@ -658,7 +662,11 @@ def test_roles():
     assert (per_node.workers, per_node.servers) == ((0, 1, 3, 4), (2, 5))
     with pytest.raises(TopologyError, match="6 servers of 6 ranks leave no worker"):
         assign_roles(nodes, ServerSettings(servers=9))
-    with pytest.raises(ValueError, match="either in all"):
+    both = assign_roles([*nodes, ("c",)], ServerSettings(servers=1, servers_per_node=1))
+    assert (both.workers, both.servers) == ((0, 1, 3, 4), (2, 5, 6))
+    # One of the last ranks shares a machine with workers: those come first.
+    assert assign_roles([*nodes[:3], ("c",), ("a",)], ServerSettings(servers=2)).servers == (4, 3)
+    with pytest.raises(ValueError, match="or both"):
         ServerSettings()
 
 
@@ -669,6 +677,50 @@ def test_balance_is_even_in_bytes_and_counts_what_is_there():
     loads = random.integers(1, 4 << 20, 200).tolist()
     total = np.bincount(balance(loads, 3, [0, 0, 0]), weights=loads)
     assert total.max() < 1.01 * total.min()
+
+
+def parts_of(keys: list[Key], bearing: Bearing) -> list[float]:
+    """What part of all bytes each server gets."""
+    found = place(keys, bearing, [])
+    return list(np.bincount(found, [key.raw_bytes for key in keys], len(bearing.near)) / sum(k.raw_bytes for k in keys))
+
+
+def test_a_slower_card_or_processor_gets_less_and_machines_share_their_card():
+    keys = raw_keys(300, 4096, range(4))
+    alike = Bearing.alike(range(3), (0.0,) * 3)
+    assert parts_of(keys, alike) == pytest.approx([1 / 3] * 3, abs=0.01)
+    assert parts_of(keys, replace(alike, card_us=(1.0, 2.0, 2.0))) == pytest.approx([0.5, 0.25, 0.25], abs=0.01)
+    busy = replace(alike, card_us=(1e-3,) * 3, processor_us=(1.0, 1.0, 2.0))
+    assert parts_of(keys, busy) == pytest.approx([0.4, 0.4, 0.2], abs=0.01)
+    assert parts_of(keys, Bearing.alike((0, 0, 2), (0.0,) * 3)) == pytest.approx([0.25, 0.25, 0.5], abs=0.01)
+    by_size = replace(busy, sharing=Sharing.SIZES)
+    assert parts_of(keys, by_size) == pytest.approx([1 / 3] * 3, abs=0.01)
+
+
+@pytest.mark.parametrize("dedicated", [1, 2, 4, 8])
+@pytest.mark.parametrize("machines", [2, 4, 8])
+def test_both_kinds_get_what_bytepss_rule_says_where_only_alike_cards_count(machines, dedicated):
+    """The rule, the placing of keys and the model's shares are three ways to the same split."""
+    cluster = Cluster(machines, 1, machines + dedicated, True, dedicated)
+    rule = shared_out(cluster, 1.0, 1.0, 1e-9, (), Sharing.SIZES)
+    found = shared_out(cluster, 1.0, 1.0, 1e-9)
+    assert max(found.worker_card, found.server_card) == pytest.approx(max(rule.worker_card, rule.server_card))
+    near = (1 / machines,) * machines + (0.0,) * dedicated
+    parts = parts_of(raw_keys(1000, 4096, range(4)), Bearing.alike(range(machines + dedicated), near))
+    assert sum(parts[machines:]) <= dedicated_share(machines, dedicated) + 0.01
+    busiest = max(1 / machines + parts[0] * (machines - 2) / machines, parts[machines])
+    assert busiest == pytest.approx(max(rule.worker_card, rule.server_card), abs=0.01)
+
+
+def test_servers_of_both_kinds_are_never_slower_than_the_better_kind_alone():
+    for work in (1e-6, 0.3, 3.0):
+        for server_us in (0.2, 1.0, 5.0):
+            times = []
+            for apart, beside in ((2, 0), (0, 4), (2, 4)):
+                cluster = Cluster(4, 1, apart + beside, beside > 0, apart if beside else 0)
+                load = shared_out(cluster, 1.0, server_us, work)
+                times.append(max(load.worker_card, load.server_card * server_us, load.processor * work))
+            assert times[2] <= min(times[:2]) * (1 + 1e-9)
 
 
 def test_headers_round_trip_and_strangers_are_refused():

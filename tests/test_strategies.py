@@ -124,6 +124,17 @@ def test_options_of_two_rounds_are_counted_apart():
     assert len(compressed_options(Cluster(2, 2), TRAINING, summable=True)) == 174 - 9 + 9
 
 
+def test_a_cluster_may_have_servers_of_both_kinds():
+    both = Cluster(2, 1, 3, True, 1)
+    assert (both.num_colocated, both.num_dedicated) == (2, 1)
+    assert str(both) == "2 nodes x 1 ranks and 3 servers, 2 of them colocated"
+    made = Strategy.uniform([TensorSpec("w", (3,))], both)
+    assert Strategy.from_json(made.to_json()).cluster == both
+    assert "num_apart" not in Cluster(2, 1, 3, True).to_json()
+    with pytest.raises(ValueError, match="num_apart"):
+        Cluster(2, 1, 3, False, 1)
+
+
 @pytest.mark.parametrize("cluster", [Cluster(1, 4), Cluster(4, 1), Cluster(1, 1)])
 def test_one_scope_leaves_only_flat_options(cluster):
     assert options_for(cluster) == flat_options()

@@ -11,6 +11,7 @@ May import: comm.keep.
 
 from espresso.comm.parameter_server.client import Client, Line
 from espresso.comm.parameter_server.link import Link
+from espresso.comm.parameter_server.places import Bearing
 
 _client: Client | None = None
 
@@ -26,4 +27,4 @@ def connect(client: Client | None) -> None:
     _client = client
 
 
-__all__ = ["Client", "Line", "Link", "connect", "connected"]
+__all__ = ["Bearing", "Client", "Line", "Link", "connect", "connected"]

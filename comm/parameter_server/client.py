@@ -12,9 +12,10 @@ from typing import Any
 
 from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.comm.messages import Bytes
+from espresso.comm.parameter_server.places import Bearing
 from espresso.comm.parameter_server.transport import Channel, Deadline, LinkError, Pending, Transport, wait_for
 from espresso.comm.parameter_server.wire import Header, Key, Op, Tag, hear, say
-from espresso.strategies import CompressorSpec
+from espresso.strategies import CompressorSpec, Sharing
 
 WINDOW_BYTES = 16 << 20
 """Pushes that may be on the wire at once from one worker; more would only wait in buffers."""
@@ -39,7 +40,9 @@ class Client:
     Args:
         transport: connected; ranks from ``num_workers`` on are servers.
         addresses: where each server runs, for messages.
-        colocated: whether servers share the workers' machines.
+        near: for each server, the part of the workers that runs on its machine; by default none.
+        machines: a number for each server's machine; by default all have their own.
+        sharing: how keys are shared out over the servers.
     """
 
     def __init__(
@@ -48,13 +51,16 @@ class Client:
         num_workers: int,
         *,
         addresses: Sequence[str] = (),
-        colocated: bool = False,
+        near: Sequence[float] = (),
+        machines: Sequence[int] = (),
         engines: int = 1,
+        sharing: Sharing = Sharing.MEASURED,
     ) -> None:
         self.transport, self.num_workers = transport, num_workers
         self.rank = transport.rank
         self.num_servers = transport.size - num_workers
-        self.colocated, self.engines = colocated, engines
+        self.engines, self.sharing = engines, sharing
+        self._near, self._machines = tuple(near), tuple(machines)
         self._addresses = tuple(addresses)
         self._namespaces = 0
         self._asking = threading.Lock()
@@ -80,11 +86,24 @@ class Client:
         where = f" ({self._addresses[server]})" if server < len(self._addresses) else ""
         return f"server rank {self.num_workers + server}{where}"
 
+    @property
+    def num_colocated(self) -> int:
+        """Servers on machines of workers: the first ones."""
+        return sum(near > 0.0 for near in self._near[: self.num_servers])
+
+    @property
+    def bearing(self) -> Bearing:
+        """What is known of the servers without measuring."""
+        count = self.num_servers
+        near, machines = self._near or (0.0,) * count, self._machines or range(count)
+        return Bearing.alike(machines[:count], near[:count], self.sharing)
+
     def measure(
-        self, spec: CompressorSpec | None, sizes: Sequence[int], num_workers: int, timeout_s: float
+        self, spec: CompressorSpec | None, sizes: Sequence[int], num_workers: int, timeout_s: float, server: int = 0
     ) -> dict[str, Any]:
-        """What the first server's processor needs: see :func:`measure_server`."""
-        answer: dict[str, Any] = self.ask_all(Op.MEASURE, {0: (spec, tuple(sizes), num_workers)}, timeout_s)[0]
+        """What a server's processor needs: see :func:`measure_server`."""
+        body = (spec, tuple(sizes), num_workers)
+        answer: dict[str, Any] = self.ask_all(Op.MEASURE, {server: body}, timeout_s)[server]
         return answer
 
     def new_namespace(self) -> int:

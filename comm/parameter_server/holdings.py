@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import Codecs
+from espresso.comm.parameter_server.places import balance
 from espresso.comm.parameter_server.sums import KeySum
-from espresso.comm.parameter_server.wire import Held, Installed, Key, Table, Tag, balance
+from espresso.comm.parameter_server.wire import Held, Installed, Key, Table, Tag
 from espresso.strategies import Site
 
 PATIENCE = 0.9

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from espresso.comm.parameter_server.client import Client
 from espresso.comm.parameter_server.secret import Door, introduce, knock
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.transport import GlooTransport, LinkError, MpiTransport, Transport
+from espresso.strategies import Sharing
 
 _LINGER_S = 3.0
 """Who fails stays so long, so that others can say what happened to them before the launcher ends them."""
@@ -47,12 +49,13 @@ class ServerSettings:
     """What the launcher's command line says.
 
     Attributes:
-        servers: the job's last ranks are servers, so many; or
-        servers_per_node: the last ranks of every node, so many.
+        servers: the job's last ranks are servers, so many; and
+        servers_per_node: so are the last of the others on every node, so many.
         transport: ``auto``, ``mpi`` or ``gloo``.
         engines: threads of a server that add up.
         memory_bytes: of a server, for what was pushed and not added up yet.
         timeout_s: for connecting and for messages that were announced.
+        sharing: how gradients are shared out over the servers.
     """
 
     servers: int = 0
@@ -61,11 +64,12 @@ class ServerSettings:
     engines: int = 4
     memory_bytes: int = 1 << 30
     timeout_s: float = 300.0
+    sharing: Sharing = Sharing.MEASURED
 
     def __post_init__(self) -> None:
-        if (self.servers > 0) == (self.servers_per_node > 0) or min(self.servers, self.servers_per_node) < 0:
+        if self.servers + self.servers_per_node < 1 or min(self.servers, self.servers_per_node) < 0:
             raise ValueError(
-                "give a number of servers above 0, either in all (--servers) or on every node (--servers-per-node)"
+                "give a number of servers above 0: of the job (--servers), on every node (--servers-per-node), or both"
             )
         if self.engines < 1 or self.memory_bytes < 1 or not self.timeout_s > 0:
             raise ValueError("engines, server memory and time-out must be above 0")
@@ -73,7 +77,7 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Roles:
-    """The launcher's ranks by role, each in ascending order."""
+    """The launcher's ranks by role, each in ascending order; servers on machines of workers before the others."""
 
     workers: tuple[int, ...]
     servers: tuple[int, ...]
@@ -90,15 +94,16 @@ def assign_roles(nodes: Sequence[tuple[Any, ...]], settings: ServerSettings) -> 
     Raises:
         TopologyError: no worker would be left.
     """
-    ranks = range(len(nodes))
-    if settings.servers:
-        servers = tuple(ranks[-settings.servers :]) if settings.servers < len(nodes) else tuple(ranks)
-    else:
-        members: dict[tuple[Any, ...], list[int]] = {}
-        for rank in ranks:
-            members.setdefault(nodes[rank], []).append(rank)
-        servers = tuple(sorted(r for on in members.values() for r in on[-settings.servers_per_node :]))
-    workers = tuple(rank for rank in ranks if rank not in set(servers))
+    left = max(len(nodes) - settings.servers, 0)
+    serving = set(range(left, len(nodes)))
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for rank in range(left):
+        members.setdefault(nodes[rank], []).append(rank)
+    for on in members.values() if settings.servers_per_node else ():
+        serving.update(on[-settings.servers_per_node :])
+    workers = tuple(rank for rank in range(left) if rank not in serving)
+    near = {nodes[rank] for rank in workers}
+    servers = tuple(sorted(serving, key=lambda rank: (nodes[rank] not in near, rank)))
     if not workers:
         raise TopologyError(
             f"{len(servers)} servers of {len(nodes)} ranks leave no worker; start more processes or fewer servers"
@@ -214,13 +219,16 @@ def join(settings: ServerSettings) -> Joined:
     client = None
     if rank < first_server:
         _enter_world(roles, facts, rank)
-        near = {facts[worker].node for worker in roles.workers}
+        near = Counter(facts[worker].node for worker in roles.workers)
+        homes = [facts[server].node for server in roles.servers]
         client = Client(
             transport,
             first_server,
             addresses=[facts[server].address for server in roles.servers],
-            colocated=any(facts[server].node in near for server in roles.servers),
+            near=[near[home] / first_server for home in homes],
+            machines=[homes.index(home) for home in homes],
             engines=settings.engines,
+            sharing=settings.sharing,
         )
         connect(client)
     return Joined(transport, first_server, client, settings, uses_mpi)

@@ -14,7 +14,8 @@ from espresso.comm.errors import EspressoError
 from espresso.comm.keep.store import Address, Piece, ResidualStore
 from espresso.comm.messages import Bytes
 from espresso.comm.parameter_server.client import Client, Line
-from espresso.comm.parameter_server.wire import Flag, Header, Held, Installed, Key, Op, Table, balance, key_numbers
+from espresso.comm.parameter_server.places import Bearing, place
+from espresso.comm.parameter_server.wire import Flag, Header, Held, Installed, Key, Op, Table, key_numbers
 from espresso.strategies import CompressorSpec, Site
 
 
@@ -26,12 +27,20 @@ class Link:
         store: this rank's residuals; it saves and loads the servers' through this link.
         timeout_s: for everything; a server that compiles says every second that it lives.
         namespace: the first worker's ``client.new_namespace()``, on all workers of the group.
+        bearing: what the servers bear, the same on all workers; by default their cards are taken to be alike.
     """
 
     def __init__(
-        self, client: Client, ranks: Sequence[int], store: ResidualStore, timeout_s: float, namespace: int
+        self,
+        client: Client,
+        ranks: Sequence[int],
+        store: ResidualStore,
+        timeout_s: float,
+        namespace: int,
+        bearing: Bearing | None = None,
     ) -> None:
         self.client, self._ranks, self._store, self._timeout_s = client, tuple(ranks), store, timeout_s
+        self._bearing = bearing
         self._namespace, self._numbers = namespace, key_numbers(namespace)
         self._next_numbers = cycle(self._numbers)
         self._live: dict[int, Key] = {}
@@ -81,6 +90,7 @@ class Link:
         numels: Mapping[str, int],
         only: Collection[str] | None,
         strategy: str,
+        server: int | None = None,
     ) -> None:
         """Agree with servers and workers on new keys; move residuals to where the keys lie now.
 
@@ -91,6 +101,7 @@ class Link:
             lines: this rank's, by place in ``keys``; they get their numbered keys.
             only: tensors whose earlier keys they replace; None: all.
             strategy: its digest.
+            server: where all of them are to lie; None: as the servers bear.
 
         Raises:
             DisagreementError: another worker has another strategy or cut.
@@ -101,13 +112,12 @@ class Link:
         total, most = len(self._live) + len(keys), len(self._numbers)
         if total > most:
             raise EspressoError(f"{total} keys of one job at its servers are more than {most}: use larger partitions")
-        loads = [0] * self.client.num_servers
-        for key in self._live.values():
-            loads[key.server] += key.load_bytes
-        places = balance([key.load_bytes for key in keys], self.client.num_servers, loads)
+        places = [server or 0] * len(keys)
+        if server is None:
+            places = place(keys, self._bearing or self.client.bearing, self._live.values())
         free = (number for number in self._next_numbers if number not in self._live)
         numbered = [
-            replace(key, number=number, server=server) for key, server, number in zip(keys, places, free, strict=False)
+            replace(key, number=number, server=where) for key, where, number in zip(keys, places, free, strict=False)
         ]
         for index, line in lines.items():
             line.key = numbered[index]

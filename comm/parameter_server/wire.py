@@ -22,7 +22,6 @@ and are answered by a header and a body.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
 from typing import Any
@@ -33,7 +32,7 @@ import numpy.typing as npt
 from espresso.comm.errors import EspressoError, ProtocolError
 from espresso.comm.messages import Bytes, Messages
 from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport
-from espresso.strategies import CompressorSpec
+from espresso.strategies import DTYPES, CompressorSpec
 
 MAGIC, VERSION = b"ESPS", 2
 _HEADER = struct.Struct("<4sBBHIiqQdqq")
@@ -208,6 +207,11 @@ class Key:
         """What it costs its server's network card."""
         return len(self.workers) * (self.up_bytes + self.down_bytes)
 
+    @property
+    def raw_bytes(self) -> int:
+        """What it costs its server's processor: the numbers of all workers, uncompressed."""
+        return len(self.workers) * self.numel * DTYPES[self.dtype]
+
     def __str__(self) -> str:
         first = self.stretches[0]
         more = f" and {len(self.stretches) - 1} more" if len(self.stretches) > 1 else ""
@@ -293,23 +297,3 @@ def hear_body(transport: Transport, peer: int, tag: Tag, header: Header, until: 
     data = np.empty(header.num_bytes, np.uint8)
     transport.receive(Channel.CONTROL, peer, tag + 1, data).wait(None if until is None else until.left_s)
     return BODIES.unpack(data)
-
-
-def balance(loads: Sequence[int], num_servers: int, already: Sequence[int]) -> list[int]:
-    """A server for every key: the heaviest first, each to the server with the fewest bytes so far.
-
-    Args:
-        loads: bytes of every key.
-        already: bytes that each server has from other tables.
-
-    Example:
-        >>> balance([4, 4, 2, 1, 1], 2, [0, 0])
-        [0, 1, 0, 1, 1]
-    """
-    total = list(already)
-    place = [0] * len(loads)
-    for index in sorted(range(len(loads)), key=lambda i: -loads[i]):
-        least = min(range(num_servers), key=lambda server: total[server])
-        place[index] = least
-        total[least] += loads[index]
-    return place

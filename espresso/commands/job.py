@@ -22,7 +22,7 @@ def job(
         str, typer.Option(help="nvlink-100g, pcie-25g, or the path of a cluster file.", show_default=False)
     ],
     servers: Annotated[int, typer.Option(min=0, help="Parameter servers beside the machines.")] = 0,
-    colocated: Annotated[bool, typer.Option("--colocated", help="The servers run on the workers' machines.")] = False,
+    servers_per_node: Annotated[int, typer.Option(min=0, help="Parameter servers on each of the machines.")] = 0,
     output: Annotated[Path, typer.Option("-o", "--output", help="The job file to write.")] = Path("job.json"),
     json_output: JsonFlag = False,
 ) -> None:
@@ -31,7 +31,7 @@ def job(
     from espresso.show.report import human_bytes, human_us
 
     check_output(output)
-    made = job_from_trace(trace, nodes, ranks_per_node, cluster, servers=servers, colocated=colocated)
+    made = job_from_trace(trace, nodes, ranks_per_node, cluster, servers=servers, servers_per_node=servers_per_node)
     made.save(output)
     num_bytes = sum(tensor.num_bytes for tensor in made.tensors)
     if json_output:

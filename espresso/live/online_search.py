@@ -15,6 +15,7 @@ import torch
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Record
 from espresso.comm.groups import Groups
+from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
 from espresso.live.artifacts import Artifacts
 from espresso.live.codecs import HostCodecs
@@ -77,7 +78,9 @@ class OnlineSearch:
         observer: Observer,
         sampler: Sampler,
         runtime: Runtime,
+        bearing: Bearing | None = None,
     ) -> None:
+        self._bearing = bearing
         self._groups, self._codecs, self._given, self.compressors = groups, codecs, compressors, compressors
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._terms, self._gain = config.terms, config.feedback_gain
@@ -172,8 +175,8 @@ class OnlineSearch:
         compute = self._measure_compressors(self._wanted(), devices, largest)
         width = self._codecs.offload_width if Device.OFFLOAD in devices else 1
         pool = min(float(self._codecs.pool.num_threads), cores) / width
-        pushes, burnt = measure_exchange(self._groups)
-        servers, on_servers = measure_processors(self._groups, self._wanted())
+        pushes, burnt = measure_exchange(self._groups, self._bearing)
+        servers, on_servers = measure_processors(self._groups, self._wanted(), self._bearing)
         contention = runtime.contention(Contention(cores, backward, pool, {**links.comm_cpu, **burnt}))
         curves = Links(curves=links.curves + pushes, in_flight=links.in_flight)
         copies = runtime.copy_cost(self._groups)

@@ -49,6 +49,7 @@ from espresso.live.recording import Recording
 from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
+from espresso.live.server_profile import measure_bearing
 from espresso.strategies import NONE, Bucket, Strategy
 
 logger = logging.getLogger("espresso")
@@ -124,6 +125,7 @@ class Session:
             self.search: OnlineSearch | None = None
             self.overlap_of: tuple[Strategy, float] | None = None
             self._flushing: Assignment | None = None
+            self.bearing = None if client is None else measure_bearing(self.groups, client)
             self.decider: Decider = self._make_decider()
             if isinstance(self.decider, FixedPlanner):
                 self._note_decided(0)
@@ -162,7 +164,7 @@ class Session:
             beside=None if shards is None else Groups(shards.group, ranks_per_node=1, timeout_s=timeout_s),
             host_copies=self.runtime.host_copies,
             num_servers=0 if client is None else client.num_servers,
-            colocated=client is not None and client.colocated,
+            num_colocated=0 if client is None else client.num_colocated,
             connections=self.config.connections,
         )
 
@@ -226,6 +228,7 @@ class Session:
             self.observer,
             self.sampler,
             self.runtime,
+            self.bearing,
         )
         search.follow(self.follower.in_force)
         return search
@@ -236,7 +239,7 @@ class Session:
 
     def _link(self, client: Client) -> Link:
         namespace = self.groups.from_rank_0(client.new_namespace())
-        return Link(client, self.groups.ranks, self.store, self.config.timeout_s, namespace)
+        return Link(client, self.groups.ranks, self.store, self.config.timeout_s, namespace, self.bearing)
 
     def _warm_up(self, servers: Link | None) -> None:
         """Compile the kernels this job may run, one rank of each host first, the others from its cache."""

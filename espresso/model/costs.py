@@ -24,10 +24,12 @@ from espresso.model.links import (
     JobError,
     Links,
     Points,
+    Servers,
     check_points,
     interpolate,
 )
-from espresso.strategies import RANK_DEVICES, Cluster, CompressorSpec, Device, Routine, Scope, Step
+from espresso.model.servers import Load, shared_out
+from espresso.strategies import RANK_DEVICES, Cluster, CompressorSpec, Device, Routine, Scope, Sharing, Step
 from espresso.strategies.fields import member, number, whole
 
 
@@ -145,17 +147,24 @@ class ServerCosts:
         sum_us_per_kb: adding up raw numbers, per 1000 bytes of every contribution, on one engine thread.
         engines: partitions a server works on at the same time.
         cores: what servers at work take from the cores of a rank; 0 where they have machines of their own.
+        speeds: (card, processor) of every server as a part of the fastest; empty: all are alike.
+        sharing: how gradients are shared out over them.
     """
 
     sum_us_per_kb: float
     engines: int = 1
     nic: AlphaBeta | None = None
     cores: float = 0.0
+    speeds: tuple[tuple[float, float], ...] = ()
+    sharing: Sharing = Sharing.MEASURED
 
     def __post_init__(self) -> None:
         number(self.sum_us_per_kb, "sum_us_per_kb")
         whole(self.engines, "engines", least=1)
         number(self.cores, "cores")
+        for server, pair in enumerate(self.speeds):
+            for speed in pair:
+                number(speed, f"speeds of server {server}", positive=True)
 
 
 PAPER_CONTENTION = Contention()
@@ -202,7 +211,7 @@ class CostModel:
         """Whether tasks run beside others of their lane, or go on without it: not every task just follows the last."""
         return self.offload_width > 1 or self.links.in_flight > 1
 
-    def comm(self, step: Step, cluster: Cluster, total_bytes: float) -> Cost:
+    def comm(self, step: Step, cluster: Cluster, total_bytes: float, density: float = 1.0) -> Cost:
         """What one routine takes.
 
         Args:
@@ -212,12 +221,25 @@ class CostModel:
                 ranks of the scope push or pull. For the
                 inter scope the arrays of all ranks of a node that run the routine at the same time are added
                 up, since they share the NIC; measured curves count the same way.
+            density: to and from servers: raw bytes that the servers work on for each byte pushed.
 
         Raises:
             JobError: nothing is known of this routine.
         """
-        server = None if self.servers is None else self.servers.nic
-        return self.links.cost(step, cluster, total_bytes, server)
+        servers = None
+        if step.routine in (Routine.PUSH, Routine.PULL):
+            servers = Servers(self._known_servers().nic, self._load(cluster, density))
+        return self.links.cost(step, cluster, total_bytes, servers)
+
+    def _load(self, cluster: Cluster, density: float) -> Load:
+        """What servers get of what is pushed."""
+        known = self._known_servers()
+        worker = 0.0 if self.links.inter is None else self.links.inter.beta_us_per_kb
+        nic = worker if known.nic is None else known.nic.beta_us_per_kb
+        if known.speeds and len(known.speeds) != cluster.num_servers:
+            raise JobError(f"costs.servers.speeds has {len(known.speeds)} servers, the cluster {cluster.num_servers}")
+        busy = known.sum_us_per_kb * density / known.engines
+        return shared_out(cluster, worker, nic, busy, known.speeds, known.sharing)
 
     def compute_cost(self, spec: CompressorSpec, device: Device, op: Op) -> ComputeCost:
         """The entry for this compressor, else for its bare name.
@@ -263,7 +285,7 @@ class CostModel:
         """Making the next round's vector, for ``elements`` of the tensors in all."""
         return self.compute_cost(spec, device, Op.TRANSFORM).time_us(elements)
 
-    def server_us(self, busy_us: float, cluster: Cluster) -> float:
+    def server_us(self, busy_us: float, cluster: Cluster, density: float = 1.0) -> float:
         """Time on the lane of all servers' processors for work of ``busy_us`` on one engine thread.
 
         Partitions spread over servers and their engine threads, so each is charged its share of all of them.
@@ -271,7 +293,7 @@ class CostModel:
         Raises:
             JobError: nothing is known of the servers.
         """
-        return busy_us / (max(cluster.num_servers, 1) * self._known_servers().engines)
+        return busy_us * self._load(cluster, density).processor / self._known_servers().engines
 
     def sum_us(self, num_bytes: float) -> float:
         """Adding up raw contributions of ``num_bytes`` in all on one engine thread of a server."""

@@ -21,6 +21,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
+from espresso.model.servers import Load
 from espresso.strategies import Cluster, Form, FormError, Routine, Scope, Step
 from espresso.strategies.fields import number, whole
 
@@ -161,19 +162,23 @@ def routine_cost(routine: Routine, link: AlphaBeta, peers: int, total_bytes: flo
 _alone = attrgetter("alone_us")
 
 
-def server_exchange(worker: AlphaBeta, server: AlphaBeta | None, cluster: Cluster, total_bytes: float) -> Cost:
-    """A push or a pull of ``total_bytes`` in all: as long as the busier of workers' and servers' cards needs.
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """What a push or a pull meets: the card of a server of its own (None: like a worker's), and how much of all of it.
 
-    Partitions are balanced over the servers by bytes, so a partition is charged its share of all servers' cards
-    together. Colocated servers add what they send and receive to their machine's own card.
+    Partitions are shared out over the servers, so each is charged its share of all servers' cards together.
     """
-    mine = total_bytes / cluster.num_nodes
-    each = total_bytes / max(cluster.num_servers, 1)
-    if cluster.colocated:
-        remote = (cluster.num_nodes - 1) / cluster.num_nodes
-        return worker.cost(remote * (mine + each))
-    nic = worker if server is None else server
-    return max(worker.cost(mine), nic.cost(each), key=_alone)
+
+    nic: AlphaBeta | None
+    load: Load
+
+    def cost(self, worker: AlphaBeta, total_bytes: float) -> Cost:
+        """Of ``total_bytes`` of all workers: as long as the busiest card needs."""
+        nic = worker if self.nic is None else self.nic
+        costs = [worker.cost(total_bytes * self.load.worker_card)]
+        if self.load.server_card:
+            costs.append(nic.cost(total_bytes * self.load.server_card))
+        return max(costs, key=_alone)
 
 
 @dataclass(frozen=True)
@@ -218,12 +223,12 @@ class Links:
         slow = (replace(c, latency_us=c.latency_us + c.spread_us, spread_us=0.0) for c in self.curves)
         return replace(self, curves=tuple(slow))
 
-    def cost(self, step: Step, cluster: Cluster, total_bytes: float, server: AlphaBeta | None = None) -> Cost:
-        """See :meth:`espresso.model.costs.CostModel.comm`; ``server`` is the card of one parameter server."""
-        found = self._cost(step, cluster, total_bytes, server)
+    def cost(self, step: Step, cluster: Cluster, total_bytes: float, servers: Servers | None = None) -> Cost:
+        """See :meth:`espresso.model.costs.CostModel.comm`; ``servers`` where there are any."""
+        found = self._cost(step, cluster, total_bytes, servers)
         return Cost(found.alone_us) if self.in_flight == 1 else found
 
-    def _cost(self, step: Step, cluster: Cluster, total_bytes: float, server: AlphaBeta | None) -> Cost:
+    def _cost(self, step: Step, cluster: Cluster, total_bytes: float, servers: Servers | None) -> Cost:
         assert step.routine is not None
         assert step.scope is not None
         peers = group_size(step.scope, cluster)
@@ -234,7 +239,8 @@ class Links:
         if curve is not None:
             return Cost(interpolate(curve.points, total_bytes), curve.latency_us)
         if to_servers:
-            return server_exchange(self._line(step, Scope.INTER), server, cluster, total_bytes)
+            assert servers is not None
+            return servers.cost(self._line(step, Scope.INTER), total_bytes)
         if step.scope is Scope.FLAT:
             return self._flat(step, cluster, total_bytes)
         return routine_cost(step.routine, self._line(step, step.scope), peers, total_bytes)

@@ -220,7 +220,7 @@ def job_from_trace(
     cluster: str | Path | ClusterPreset,
     *,
     servers: int = 0,
-    colocated: bool = False,
+    servers_per_node: int = 0,
 ) -> Job:
     """A job in the paper's mode: a trace's backward pass with the published compressor costs.
 
@@ -228,7 +228,7 @@ def job_from_trace(
         trace: a name from :func:`trace_names`, or a trace file of the same form.
         cluster: a preset's name, a cluster file, or a preset.
         servers: parameter servers beside the workers; their cards are like the workers'.
-        colocated: they run on the workers' machines.
+        servers_per_node: such that run on the workers' machines.
 
     Raises:
         JobError: an unknown trace or cluster, or a faulty file.
@@ -236,7 +236,8 @@ def job_from_trace(
     """
     name = str(trace)
     preset = cluster if isinstance(cluster, ClusterPreset) else load_cluster(cluster)
-    shape = Cluster(num_nodes, ranks_per_node, servers, colocated)
+    beside = servers_per_node * num_nodes
+    shape = Cluster(num_nodes, ranks_per_node, servers + beside, beside > 0, servers if beside else 0)
     if name not in trace_names():
         _check_is_file(trace, f"a published trace ({', '.join(trace_names())})")
         return fields.load(trace, lambda body: _job(body, shape, preset), JobError)

@@ -81,6 +81,7 @@ class Pricer:
         self.catalogue = catalogue(cluster, costs.copy is not None, costs.copy is not None and costs.copy.shares_intra)
         self._payload = payload
         self._free = free
+        self._density_counts = cluster.num_apart > 0 or bool(costs.servers and costs.servers.speeds)
         self._prices: dict[SizeKey, dict[int, Work]] = {}
         self._chains: dict[tuple[Option, SizeKey], tuple[Work, ...]] = {}
         self._derived: dict[Hashable, Any] = {}
@@ -100,7 +101,7 @@ class Pricer:
         for work in works:
             if work.shape.step.is_communication and work.shape.stage is Stage.STEP:
                 num_bytes = work.num_bytes + self._moved(work.shape, (NONE, exact, dtype, segments))
-                cost = self.costs.comm(work.shape.step, self.cluster, num_bytes)
+                cost = self.costs.comm(work.shape.step, self.cluster, num_bytes)  # not to servers: nothing rides there
                 work = replace(work, us=cost.occupancy_us, latency_us=cost.latency_us, num_bytes=num_bytes)
             ridden.append(work)
         return tuple(ridden)
@@ -151,7 +152,7 @@ class Pricer:
             return Work(shape, 0.0 if self._free else self.costs.copy_us(num_bytes), 0.0, num_bytes)
         if step.is_communication:
             num_bytes = self._moved(shape, size)
-            cost = self.costs.comm(step, self.cluster, num_bytes)
+            cost = self.costs.comm(step, self.cluster, num_bytes, self._density(shape, size))
             return Work(shape, cost.occupancy_us, cores, num_bytes, cost.latency_us)
         is_copy = spec == NONE and step.kind is not StepKind.AGGREGATE  # priced at nothing, as in ``carrying``
         if self._free or step.device is None or is_copy:
@@ -168,7 +169,7 @@ class Pricer:
         if step.device is Device.OFFLOAD:
             time *= min(shape.sharers, self.costs.offload_ranks_per_pool)
         elif step.device is Device.SERVER:
-            time, cores = self._on_servers(time, shape)
+            time, cores = self._on_servers(time, shape, self._density(shape, size))
         return Work(shape, time, cores, 0.0)
 
     def _moved(self, shape: Shape, size: SizeKey) -> float:
@@ -182,11 +183,20 @@ class Pricer:
             num_bytes *= 2 / max(DTYPES[size[2]], 2)
         return num_bytes * (shape.sharers if step.scope is Scope.INTER else 1)
 
-    def _on_servers(self, time: float, shape: Shape) -> tuple[float, float]:
+    def _density(self, shape: Shape, size: SizeKey) -> float:
+        """Raw bytes for each byte that is pushed of such a partition; 1 where it does not matter."""
+        spec, elements, dtype, segments = size
+        if spec == NONE or not self._density_counts:
+            return 1.0
+        held = _after_path(elements, shape.before.path)
+        payload = self._payload(spec, held, dtype, share_of_stretches(segments, held, elements))
+        return max(held * DTYPES[dtype] / max(payload, 1.0), 1.0)
+
+    def _on_servers(self, time: float, shape: Shape, density: float) -> tuple[float, float]:
         """(time, cores) of a server's work: all regions of a partition come at once, one from each rank of a node."""
         regions = shape.sharers if shape.before.path else 1
         servers = self.costs.servers
-        return self.costs.server_us(time * regions, self.cluster), servers.cores if servers else 0.0
+        return self.costs.server_us(time * regions, self.cluster, density), servers.cores if servers else 0.0
 
     def _bytes(self, hold: Hold, size: SizeKey) -> float:
         spec, elements, dtype, segments = size
