@@ -3,12 +3,11 @@
     python -m benchmarks.server_costs
 
 Then servers of both kinds in one job, their load shared out by what they bear and by BytePS's rule, beside the better
-kind alone; also where one in four of them has half a processor and, on machines of their own, half a card. The bar: what they bear is never more
-than 3 % slower than the better kind alone.
+kind alone; also where one in four of them has half a processor and, on machines of their own, half a card. The bar:
+what they bear is never more than 3 % slower than the better kind alone.
 """
 
 from dataclasses import replace
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,12 +1,15 @@
 """The certificate: never above brute force, near the linear program's optimum, blind to nothing it prunes."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.search_models import model_job
+from espresso.model.costs import Contention
 from espresso.model.presets import job_from_trace
 from espresso.model.pricing import Pricer
 from espresso.search.bound_kernels import (
@@ -22,6 +25,7 @@ from espresso.search.bound_kernels import (
 from espresso.search.bounds import Branching, branch, certify, right_hand_sides
 from espresso.search.candidates import every_choice, units_of
 from espresso.search.evaluator import Evaluator
+from espresso.search.orders import bound_by_orders
 from espresso.search.relaxation import Relaxation, relax, undominated_leaves
 from espresso.search.search import search
 from espresso.strategies import RANK_DEVICES, CompressorSpec
@@ -77,6 +81,47 @@ def test_branching_closes_what_mixing_giants_leaves_open():
     root = min(certificate.makespan_us for certificate in result.certificates.values())
     assert result.lower_bound_us > 1.02 * root
     assert result.gap <= 0.08
+
+
+def by_orders(job, leaves, size, above, limit=10**8):
+    """The bound from orders of the largest units, their weights those of a short ascent."""
+    pricer = Pricer(job.costs, job.cluster, tenth)
+    relaxation = relax(job, units_of(job), leaves, (size,), pricer)
+    certificate = certify(relaxation, above, rounds=30)
+    return bound_by_orders(relaxation, certificate, units_of(job), leaves, size, pricer, above, limit)
+
+
+@given(jobs(most=3), st.data())
+@settings(slow_ok, max_examples=150)
+def test_the_bound_from_orders_is_never_above_the_best_strategy(job, data):
+    links = replace(job.costs.links, in_flight=1)
+    job = replace(job, costs=replace(job.costs, links=links, contention=Contention(), offload_width=1))
+    leaves = every_choice(job, (TOY,))
+    few = tuple(data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=6, unique=True)))
+    size = data.draw(st.sampled_from((0, 1024, 4096)))
+    best = makespans(job, few, size).min()
+    above = best * data.draw(st.sampled_from((1.0, 1.3)))
+    found, _ = by_orders(job, few, size, above)
+    assert found <= best * (1 + 1e-12) or best >= above
+
+
+def test_orders_know_that_giants_wait_for_one_another():
+    """Two tensors, one leaf: what one does alone before and after the link counts twice, and only orders see it."""
+    job = make_job([4000, 4000], [0, 1], beta=4.0, costs=compute(40.0, 40.0))
+    leaf = next(choice for choice in every_choice(job, (TOY,)) if choice.option.is_compressed)
+    best = makespans(job, (leaf,), 0).min()
+    relaxation = relax(job, units_of(job), (leaf,), (0,), Pricer(job.costs, job.cluster, tenth))
+    program = certify(relaxation, best).makespan_us
+    found, _ = by_orders(job, (leaf,), 0, best)
+    assert program < 0.95 * found
+    assert best * 0.99 < found <= best
+    assert by_orders(job, (leaf,), 0, best, limit=1)[0] == -np.inf
+
+
+def test_a_few_giants_are_certified():
+    result = search(model_job("ncf", "nvlink-100g"), "dgc:ratio=0.01")
+    assert result.gap <= 0.03 + 1e-6
+    assert min(certificate.makespan_us for certificate in result.certificates.values()) < 0.9 * result.lower_bound_us
 
 
 @given(jobs(most=4), st.data())
@@ -198,7 +243,7 @@ def test_pareto_keeps_the_first_of_equals():
 
 
 @given(jobs())
-@slow_ok
+@settings(slow_ok, max_examples=10)
 def test_search_reports_a_bound_below_every_strategy_it_knows(job):
     result = search(job, TOY, payload=tenth)
     assert 0 < result.lower_bound_us <= result.predicted_us

@@ -96,7 +96,7 @@ DISTINCT_LANES = np.array(
 )
 # Which sets hold a lane in common; only those of links do.
 FIRST_LINK, LAST_LINK = 3, 7
-_SHARE = np.array([[bool(set(a) & set(b)) for b in LANES_OF_SET.tolist()] for a in LANES_OF_SET.tolist()])
+SHARE = np.array([[bool(set(a) & set(b)) for b in LANES_OF_SET.tolist()] for a in LANES_OF_SET.tolist()])
 
 
 def make_state(num_partitions: int, most_active: int) -> State:
@@ -495,7 +495,7 @@ def advance_general(state: State, choice: Wholes, stop: int, limit: float, job: 
                 slot = whole[FRONT + s] & mask
                 turn = _have_room(whole, limits, s)
                 for other in range(FIRST_LINK, LAST_LINK + 1):
-                    if other != s and _SHARE[s, other] and whole[FRONT + other] < whole[REAR + other]:
+                    if other != s and SHARE[s, other] and whole[FRONT + other] < whole[REAR + other]:
                         turn &= ring_came[other, whole[FRONT + other] & mask] > ring_came[s, slot]
                 if not turn:
                     break

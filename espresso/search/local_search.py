@@ -55,6 +55,7 @@ class Effort:
             0: none.
         descents: rounds of blocks and sweeps at the end, on the best start.
         branching: multiplications (about 1 ns each) that the certificate's branching may take.
+        orders: pairs of giants' tasks (about 4 ns each) that the certificate may look at.
     """
 
     events: int = 5_300_000
@@ -62,6 +63,7 @@ class Effort:
     longer_chains: float = 1.5
     descents: int = 4
     branching: int = 40_000_000
+    orders: int = 40_000_000
 
     @classmethod
     def for_units(cls, units: int) -> Effort:
@@ -77,9 +79,9 @@ class Effort:
         return max(min(250, 800_000 // units), 80)
 
 
-NO_EFFORT = Effort(events=0, sizes=0, longer_chains=0.0, descents=0, branching=0)
+NO_EFFORT = Effort(events=0, sizes=0, longer_chains=0.0, descents=0, branching=0, orders=0)
 """Certify only."""
-REPLAN_EFFORT = Effort(events=1_500_000, sizes=1, longer_chains=0.0, branching=4_000_000)
+REPLAN_EFFORT = Effort(events=1_500_000, sizes=1, longer_chains=0.0, branching=4_000_000, orders=8_000_000)
 """From a strategy that was good a moment ago."""
 
 

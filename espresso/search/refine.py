@@ -21,10 +21,13 @@ from espresso.search.candidates import Leaves
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.exchanges import exchange
 from espresso.search.local_search import Effort, Guide, LocalSearch, guide
+from espresso.search.orders import bound_by_orders
 from espresso.search.relaxation import Relaxation, relax
 from espresso.strategies import Choice
 
 Wholes = npt.NDArray[np.int64]
+GAPS = (0.12, 0.079, 0.03)
+"""What orders are to certify, one after the other: each costs several times as much as the one before."""
 CLOSE = 1e-4
 """A bound this near the best strategy, as a fraction, is as good as equal."""
 
@@ -106,8 +109,9 @@ def refine(
         home, strategy, makespan = found.evaluator, found.strategy, found.makespan_us
     branchings = [Branching(roots[size][0], certificates[size], makespan) for size in open_sizes]
     branch(branchings, effort.branching)
-    closed = [certificates[size].makespan_us for size in roots if size not in open_sizes]
-    bound = min([makespan, *closed, *(one.bound for one in branchings)])
+    bounds = {size: certificate.makespan_us for size, certificate in certificates.items()}
+    bounds |= {size: one.bound for size, one in zip(open_sizes, branchings, strict=True)}
+    bound = min(makespan, _by_orders(bounds, roots, evaluator, leaves, makespan, effort.orders))
     done = time.perf_counter()
     return Refined(
         home,
@@ -118,6 +122,33 @@ def refine(
         (certified - began + done - improved) * 1e3,
         (improved - certified) * 1e3,
     )
+
+
+def _by_orders(
+    bounds: dict[int, float],
+    roots: dict[int, tuple[Relaxation, Certificate]],
+    evaluator: Evaluator,
+    leaves: Leaves,
+    makespan: float,
+    effort: int,
+) -> float:
+    """The least bound of all sizes, raised where a few giants are all there is: one gap after the other is tried."""
+    best = min([makespan, *bounds.values()])
+    for gap in GAPS:
+        above = makespan / (1 + gap)
+        found = above
+        for size in sorted(bounds, key=bounds.__getitem__):
+            if bounds[size] < found and effort > 0:
+                relaxation, certificate = roots[size]
+                raised, spent = bound_by_orders(
+                    relaxation, certificate, evaluator.units, leaves, size, evaluator.pricer, found, effort
+                )
+                effort -= spent
+                found = min(found, max(bounds[size], raised))
+        best = max(best, found)
+        if found < above * (1 - CLOSE):
+            break
+    return best
 
 
 def _roots(

@@ -99,12 +99,7 @@ def undominated_leaves(
             continue
         seen.add(key)
         for run in _runs(pricer, leaves):
-            # Compressors of several rounds are never cut.
-            cuts = spans if run.options[0].num_rounds == 1 else [(0, numel)]
-            tail = _leaf_features(pricer, run, cuts[-1][1] - cuts[-1][0], size)
-            full = tail if len(cuts) == 1 else _leaf_features(pricer, run, cuts[0][1], size)
-            rows = np.empty((len(run.options), WIDTH))
-            join_partitions(full, tail, len(cuts), rows)
+            rows = _rows_of(pricer, size, run, spans)
             kept = _undominated(rows, None if spends is None else spends[run.start : run.start + len(rows)])
             blocks.append(rows[kept])
             origin += [(run.start + index, limit) for index in kept.tolist()]
@@ -113,6 +108,22 @@ def undominated_leaves(
         return rows, origin
     kept = _undominated(rows)
     return rows[kept], [origin[index] for index in kept]
+
+
+def leaf_rows(pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partition_bytes: int) -> Reals:
+    """float64[leaves, WIDTH] of all leaves at one partition size."""
+    spans = partition_spans(size[0], partition_bytes // DTYPES[size[1]])
+    return np.concatenate([_rows_of(pricer, size, run, spans) for run in _runs(pricer, leaves)])
+
+
+def _rows_of(pricer: Pricer, size: Size, run: _Run, spans: Sequence[tuple[int, int]]) -> Reals:
+    # Compressors of several rounds are never cut.
+    cuts = spans if run.options[0].num_rounds == 1 else [(0, size[0])]
+    tail = _leaf_features(pricer, run, cuts[-1][1] - cuts[-1][0], size)
+    full = tail if len(cuts) == 1 else _leaf_features(pricer, run, cuts[0][1], size)
+    rows = np.empty((len(run.options), WIDTH))
+    join_partitions(full, tail, len(cuts), rows)
+    return rows
 
 
 def _undominated(rows: Reals, spends: Reals | None = None) -> Wholes:
