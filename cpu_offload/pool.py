@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from espresso.cpu_offload.placement import Cores
+
 T = TypeVar("T")
 Part = tuple[int, int]
 
@@ -25,6 +27,7 @@ class WorkerPool:
 
     Args:
         num_threads: at least 1; None takes the cores this process may use.
+        cores: for every thread those it may run on; the caller's own thread, the first, stays where it is.
 
     Example:
         >>> with WorkerPool(2) as pool:
@@ -32,7 +35,7 @@ class WorkerPool:
         [3, 1]
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, cores: Sequence[Cores] = ()) -> None:
         num_threads = available_cores() if num_threads is None else num_threads
         if num_threads < 1:
             raise ValueError(f"a worker pool needs at least one thread, got {num_threads}")
@@ -40,7 +43,9 @@ class WorkerPool:
         self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
         self._owner = os.getpid()
         self._threads = [
-            threading.Thread(target=self._work, name=f"espresso-pool-{index}", daemon=True)
+            threading.Thread(
+                target=self._work, args=(cores[index] if cores else None,), name=f"espresso-pool-{index}", daemon=True
+            )
             for index in range(1, num_threads)
         ]
         for thread in self._threads:
@@ -79,7 +84,9 @@ class WorkerPool:
     ) -> None:
         self.close()
 
-    def _work(self) -> None:
+    def _work(self, cores: Cores | None) -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)  # of this thread alone
         while (job := self._jobs.get()) is not None:
             job.take_part()
 

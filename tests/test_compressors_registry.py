@@ -27,6 +27,7 @@ from espresso.compressors import (
 from espresso.compressors.rehearsal import warm_up
 from espresso.compressors.sparse import Dgc
 from espresso.cpu_offload import WorkerPool
+from espresso.cpu_offload.placement import allowed_cores, cores_of_threads
 from espresso.strategies import CompressorSpec
 
 
@@ -128,6 +129,38 @@ def test_pool_uses_its_threads() -> None:
     with WorkerPool(3) as pool:
         names = pool.run(lambda low, high: (barrier.wait(), threading.current_thread().name)[1], [(0, 0)] * 3)
     assert len(set(names)) == 3
+
+
+def test_threads_run_where_the_card_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, nodes = tmp_path / "class/net/eth7/device", tmp_path / "devices/system/node"
+    for folder in (card, nodes / "node0", nodes / "node1"):
+        folder.mkdir(parents=True)
+    (card / "numa_node").write_text("1\n")
+    (nodes / "node1/cpulist").write_text("2-3,6\n")
+    near, far, allowed = frozenset({2, 3}), frozenset({0, 1}), frozenset(range(4))
+    assert cores_of_threads(3, allowed, tmp_path) == []  # no card is named
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,eth8")
+    assert cores_of_threads(3, allowed, tmp_path) == [near, near, far]
+    assert cores_of_threads(3, near, tmp_path) == []  # all of this process's are near
+    (card / "numa_node").write_text("-1\n")
+    assert cores_of_threads(3, allowed, tmp_path) == []
+    monkeypatch.setenv("ESPRESSO_POOL_CORES", "0-1,9")
+    assert cores_of_threads(2, allowed, tmp_path) == [far, far]
+    monkeypatch.setenv("ESPRESSO_POOL_CORES", "any")
+    assert cores_of_threads(2, allowed, tmp_path) == []
+    for said, wrong in (("9", "none of this process's cores"), ("one", "is no list of cores")):
+        monkeypatch.setenv("ESPRESSO_POOL_CORES", said)
+        with pytest.raises(ValueError, match=wrong):
+            cores_of_threads(2, allowed, tmp_path)
+
+
+def test_a_placed_thread_stays_on_its_cores() -> None:
+    mine = allowed_cores()
+    one = frozenset({min(mine)})
+    barrier = threading.Barrier(2, timeout=20)
+    with WorkerPool(2, [mine, one]) as pool:
+        seen = pool.run(lambda low, high: (barrier.wait(), allowed_cores())[1], [(0, 0)] * 2)
+    assert set(seen) == {mine, one}
 
 
 def test_one_pool_serves_several_callers() -> None:

@@ -13,6 +13,7 @@ from espresso.compressors.base import Array, Codec
 from espresso.compressors.cuda import Device as Accelerator
 from espresso.compressors.rehearsal import warm_up
 from espresso.cpu_offload import WorkerPool, available_cores
+from espresso.cpu_offload.placement import allowed_cores, cores_of_threads
 from espresso.cpu_offload.work import FUSED
 from espresso.strategies import CompressorSpec, Device
 
@@ -29,7 +30,8 @@ class HostCodecs:
     """
 
     def __init__(self, offload_threads: int | None = None, offload_width: int | None = None) -> None:
-        self.pool = WorkerPool(available_cores() if offload_threads is None else offload_threads)
+        threads = available_cores() if offload_threads is None else offload_threads
+        self.pool = WorkerPool(threads, cores_of_threads(threads, allowed_cores()))
         self.offload_width = offload_width or min(self.pool.num_threads, MOST_AT_ONCE)
         self._codecs: dict[tuple[CompressorSpec, Device], Codec] = {}
         self._lock = threading.Lock()
