@@ -28,6 +28,7 @@ from espresso.live.codecs import HostCodecs
 from espresso.strategies import CompressorSpec, Device, Lane
 
 LEAST = 1.5
+COMPRESSORS = "dgc:ratio=0.01;topk:ratio=0.01;threshold;randomk:ratio=0.01;int8;efsignsgd"
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -91,11 +92,11 @@ def measure(spec: str, threads: int, elements: int, partitions: int, rounds: int
 
 @app.command()
 def main(
-    compressors: Annotated[str, typer.Option(help="Separated by semicolons.")] = "dgc:ratio=0.01;topk;efsignsgd",
+    compressors: Annotated[str, typer.Option(help="Separated by semicolons.")] = COMPRESSORS,
     threads: Annotated[int, typer.Option(help="Of the pool, and the width.")] = min(available_cores(), 8),
-    elements: Annotated[int, typer.Option(help="Of a partition.")] = 1 << 18,
-    partitions: Annotated[int, typer.Option()] = 16,
-    rounds: Annotated[int, typer.Option()] = 20,
+    elements: Annotated[int, typer.Option(help="Of a partition.")] = 1 << 20,
+    partitions: Annotated[int, typer.Option()] = 12,
+    rounds: Annotated[int, typer.Option()] = 12,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "offload_width.json",
 ) -> None:
     """Measure a row of offloaded encodes, one at a time and several."""
