@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from espresso.compressors.base import Decoding, Encoding
-from espresso.cpu_offload.codec import HostCodec
+from benchmarks.guard import Lie, Stale, halved, lying, zeroed
 from espresso.live.guard import _why_out, group_names
 from espresso.live.state import EspressoState
 from espresso.strategies import PLAIN, CompressorSpec
@@ -19,51 +15,6 @@ from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, m
 
 SABOTAGED_AT, NOTICED_WITHIN = 40, 100
 WIDTHS = (64, 128, 128, 8)
-
-Lie = Callable[[str, np.ndarray], np.ndarray]
-"""What a segment of a tensor is sent as instead of its numbers."""
-
-
-@contextmanager
-def lying(lie: Lie) -> Iterator[None]:
-    """Encoders keep their books as if they had sent what they should."""
-    encode = HostCodec.encode
-
-    def other(self: HostCodec, encoding: Encoding, payload: Any) -> bool:
-        finite = encode(self, encoding, payload)
-        layout = encoding.layout
-        starts = np.concatenate(([0], np.cumsum(layout.numels)[:-1])).astype(np.int64)
-        values = np.zeros(layout.num_elements, layout.dtype)
-        self.decode(Decoding(layout, values, starts, key=encoding.key), payload.reshape(1, -1))
-        for segment, at in zip(layout.segments, starts, strict=True):
-            part = slice(at, at + segment.numel)
-            values[part] = lie(segment.tensor, values[part].copy())
-        encode(self, Encoding(layout, values, starts, key=encoding.key), payload)
-        return finite
-
-    HostCodec.encode = other  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        HostCodec.encode = encode  # type: ignore[method-assign]
-
-
-def zeroed(tensor: str, values: np.ndarray) -> np.ndarray:
-    return values * 0 if tensor == "2.weight" else values
-
-
-def halved(tensor: str, values: np.ndarray) -> np.ndarray:
-    return values / 2
-
-
-class Stale:
-    """The same numbers again and again."""
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[str, int], np.ndarray] = {}
-
-    def __call__(self, tensor: str, values: np.ndarray) -> np.ndarray:
-        return self._first.setdefault((tensor, values.size), values)
 
 
 def told(state: EspressoState) -> list[dict[str, Any]]:
@@ -108,7 +59,7 @@ def sound(rank: int) -> list[dict[str, Any]]:
 
 
 def zero_a_tensor(rank: int) -> dict[str, Any]:
-    return train(rank, zeroed, NOTICED_WITHIN, ALLGATHER, "efsignsgd")
+    return train(rank, zeroed("2.weight"), NOTICED_WITHIN, ALLGATHER, "efsignsgd")
 
 
 def halve_on_one_rank(rank: int) -> dict[str, Any]:
