@@ -29,7 +29,7 @@ import espresso.fsdp
 from espresso.fsdp import private
 from espresso.fsdp.layout import sum_and_divide
 from espresso.live import online_search
-from espresso.live.planner import Candidate
+from espresso.live.candidates import Candidate
 from espresso.live.state import EspressoState
 from espresso.live.watch import Cause, Change, Finding, Vitals, Watch
 from espresso.model.job import Job

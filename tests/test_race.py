@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.exchange import make_buckets, reduce_bucket, strategy_of
 from espresso.comm.execute.executor import Record
+from espresso.live.candidates import Candidate
 from espresso.live.history import History
-from espresso.live.planner import AutoPlanner, Candidate
+from espresso.live.planner import AutoPlanner
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, parse_option, plan
 from tests.ddp import ALLGATHER
 from tests.workers import run_ranks

@@ -82,6 +82,18 @@ def test_a_change_right_after_the_decision_is_measured_by_what_was_raced():
     assert change.findings == (Finding(Cause.STEP, pytest.approx(15.0)),)
 
 
+def test_a_window_that_costs_as_much_as_a_look_is_enough():
+    for factor, is_found in ((10.0, True), (1.9, False)):
+        watch = Watch(Nobody())
+        for window in range(3):
+            assert watch.test(window * WINDOW, (PLAIN, PLAIN)) is None
+        slow = scaled(PLAIN, step=factor, tail=1 + 50 * (factor - 1))
+        assert bool(watch.test(3 * WINDOW, (slow, slow))) is is_found
+    watch = Watch(Nobody())
+    watch.begin(2e3)  # short steps: another window costs little
+    assert watch.test(WINDOW, (scaled(PLAIN, step=0.2),) * 2) is None
+
+
 def test_short_steps_have_longer_windows():
     watch = Watch(Nobody())
     assert watch._length == WINDOW
@@ -125,7 +137,8 @@ def test_patience():
     large = Change((Finding(Cause.LINK, 5.0),), 0, (1e5, 1.5e5))
     drastic = Change((Finding(Cause.LINK, 5.0),), 0, (1e5, 5e5))
     small = Change((Finding(Cause.LINK, 1.2),), 0, (1e5, 1.1e5))
-    assert patience.permits(small, 0)
+    assert not patience.permits(small, 149)  # the first on a mere suspicion has to be earned as well
+    assert patience.permits(small, 150)
     patience.took(10, cost_us=1e6, step_us=1e5, was_real=False)  # ten steps' worth: 500 steps to earn it again
     assert not patience.permits(large, 10 + 2 * REST - 1)
     assert patience.permits(large, 10 + 2 * REST)

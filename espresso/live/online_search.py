@@ -18,12 +18,12 @@ from espresso.comm.groups import Groups
 from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
 from espresso.live.artifacts import Artifacts
+from espresso.live.candidates import Candidate
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import InForce
 from espresso.live.machine import cores_per_rank, machine_facts
 from espresso.live.observer import Observation, Observer, combine, hosts_of
-from espresso.live.planner import Candidate
 from espresso.live.profiler import measure_compressors, measure_links
 from espresso.live.remeasure import Remeasured
 from espresso.live.runtime import Runtime
@@ -33,6 +33,7 @@ from espresso.live.watch import Change
 from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.links import Links
+from espresso.model.timeline import list_schedule, simulate
 from espresso.search.settle import finer, racers
 from espresso.search.terms import HARMLESS, MB, Terms
 from espresso.strategies import (
@@ -104,6 +105,13 @@ class OnlineSearch:
         if self.job is not None:
             self._revised = self._revised or Remeasured(self.job, change)
             self.job = self._revised.job(self.job, change, self._groups, self._runtime.place)
+
+    def predicted_us(self, strategy: Strategy) -> float:
+        """Of an iteration of the job as it is known by now (rank 0; 0 elsewhere, and while nothing is measured)."""
+        if self.job is None or self._groups.rank:
+            return 0.0
+        laid = plan(strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
+        return simulate(list_schedule(laid, self.job), self.job).iteration_us
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best.

@@ -9,8 +9,11 @@ from espresso.live.watch import Change
 QUIET_SHARE = 0.02
 """Of the wall time: the most that turns which change nothing may take."""
 
+SUPPOSED_US = 300_000.0
+"""What the first turn is supposed to take."""
+
 SEVERE = math.log(1.3)
-"""A change of this factor is looked into whatever earlier turns cost, after a ``REST``,"""
+"""A change by which steps take this factor is looked into whatever earlier turns cost, after a ``REST``,"""
 
 FALSE_ALARMS = 2
 """unless so many turns in a row found that nothing had changed."""
@@ -38,7 +41,8 @@ class Patience:
     """
 
     def __init__(self) -> None:
-        self.rest_until, self._quiet_until = 0, 0.0
+        self.rest_until = 0
+        self._quiet_until: float | None = None
         self._idle_turns = self._turns_of_late = 0
         self._last = 0
 
@@ -48,7 +52,10 @@ class Patience:
         before_us, now_us = change.step_us
         if at_once and now_us >= DRASTIC * before_us:
             return step >= min(self.rest_until, self._last + REST)
-        return step >= (self.rest_until if at_once else max(self._quiet_until, self.rest_until))
+        quiet_until = self._quiet_until
+        if quiet_until is None:
+            quiet_until = SUPPOSED_US / QUIET_SHARE / max(before_us, 1.0)
+        return step >= (self.rest_until if at_once else max(quiet_until, self.rest_until))
 
     def took(self, step: int, cost_us: float, step_us: float, *, was_real: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether anything had changed."""
@@ -58,7 +65,7 @@ class Patience:
         self._last = step
         self.rest_until = step + REST * 2**self._turns_of_late
         # What was spent is earned again before the next turn on a mere suspicion.
-        self._quiet_until = max(self._quiet_until, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
+        self._quiet_until = max(self._quiet_until or 0.0, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
 
     @staticmethod
     def is_worth(

@@ -10,79 +10,38 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from espresso.comm.execute.executor import Assignment, Record
 from espresso.comm.groups import Groups
+from espresso.live.candidates import Candidate, Search
 from espresso.live.fixed_planner import Exact, FixedPlanner, InForce, Verdict
 from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
-from espresso.live.patience import Patience
+from espresso.live.patience import SEVERE, Patience
 from espresso.live.race import Arm, Race
 from espresso.live.turns import (
+    DRIFT,
     DROP,
     FAR_BEHIND,
-    MOST_RETRIES,
+    MAY_WIN,
     PLAIN_MAY,
-    PROMISE,
     SETTLE,
+    SURELY_WINS,
     TRY_ROUNDS,
     TRY_STEPS,
     Turn,
     alike,
     times_of,
 )
-from espresso.live.watch import TELLING, Change, Watch
-from espresso.strategies import Bucket, Strategy, plan
+from espresso.live.watch import TELLING, Cause, Change, Finding, Watch
+from espresso.strategies import Strategy, plan
 
 logger = logging.getLogger("espresso")
-
-
-class Search(Protocol):
-    """Finds candidates from the observed iterations; collective, rank 0 decides.
-
-    Attributes:
-        uncompressed_us: predicted for a plain iteration by the latest search.
-        bucket_cap_mb: a bucket size that the search would rather have; None where it is content.
-    """
-
-    uncompressed_us: float
-    bucket_cap_mb: float | None
-
-    def __call__(self, records: Sequence[Record]) -> list[Candidate]: ...
-
-    def follow(self, in_force: InForce) -> bool:
-        """Whether this makes the compressor it searches for another one."""
-        ...
-
-    def revise(self, change: Change) -> None:
-        """Measure again what changed; collective. The next call searches with it."""
-        ...
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A strategy that may race against plain.
-
-    Attributes:
-        order: its total order for ``buckets``.
-        predicted_us: of an iteration.
-    """
-
-    name: str
-    strategy: Strategy
-    order: tuple[int, ...]
-    buckets: tuple[Bucket, ...]
-    predicted_us: float
-
-    @property
-    def assignment(self) -> Assignment:
-        return Assignment(self.strategy, self.order, self.buckets, record=True)
 
 
 LAID_ANEW, MEASURED_ANEW = 2, 3
@@ -153,8 +112,6 @@ class AutoPlanner:
         self.watch = Watch(groups) if adapt and not profile_only else None
         self._patience = Patience()
         self._exact = Exact()
-        self._retry: tuple[Change, int] | None = None
-        self._retries = 0
 
     @property
     def decided(self) -> bool:
@@ -196,7 +153,7 @@ class AutoPlanner:
         if not self._search.follow(in_force) or (self._winner is None and self._race is None):
             return
         self._winner, self._winning, self.verdict = None, None, None
-        self._race, self._turn, self._retry, self._candidates, self._pause = None, None, None, [], 0
+        self._race, self._turn, self._candidates, self._pause = None, None, [], 0
         self._again = True
 
     def resume(self, strategy: Strategy) -> None:
@@ -213,7 +170,7 @@ class AutoPlanner:
         strategy = self._plain.strategy if name == "plain" else self._exact.of(self.strategy)
         if not strategy.num_compressed:
             name, strategy = "plain", self._plain.strategy
-        self._race, self._turn, self._retry, self._candidates, self._pause = None, None, None, [], 0
+        self._race, self._turn, self._candidates, self._pause = None, None, [], 0
         self._winner = self._plain if name == "plain" else Orderer(strategy, self._groups)
         self._winning = None
         self.verdict = Verdict(name, f"at step {step} tensors whose averages were out of their band were left exact")
@@ -359,12 +316,8 @@ class AutoPlanner:
     # -- a turn: something has changed ---------------------------------------------------------------
 
     def _worth_a_turn(self, change: Change | None, step: int) -> Change | None:
-        """What to begin a turn for: a change, or one that promised more than its race found."""
-        if change is None:
-            again, at = self._retry or (None, 0)
-            return again if step >= at else None
-        if self._patience.permits(change, step):
-            self._retries = 0
+        """What to begin a turn for."""
+        if change is None or self._patience.permits(change, step):
             return change
         if self.watch is not None:
             self.watch.forgive()
@@ -375,12 +328,11 @@ class AutoPlanner:
         if change is not None:
             self._begin_turn(change, step)
 
-    def _begin_turn(self, change: Change, step: int) -> None:
+    def _begin_turn(self, change: Change, step: int, *, is_second: bool = False) -> None:
         """Measure what changed, search, and begin to try what was found."""
         assert self.verdict is not None
         assert self._winner is not None
-        began_ns, self._retry = time.perf_counter_ns(), None
-        now = self.verdict.name
+        began_ns, now = time.perf_counter_ns(), self.verdict.name
         self._history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
         if not self._observed:  # a resumed job, which was never measured here
             self._winner = self._winning = self.verdict = self._first = None
@@ -390,24 +342,25 @@ class AutoPlanner:
             self._search.revise(change)
             found = self._found()
         kept = self._winning or self._winner.assignment
-        told = self._groups.everywhere(
-            ([alike(c.strategy, kept.strategy) for c in found], self._search.uncompressed_us)
-        )
-        fresh = [c for c, *same in zip(found, *(theirs for theirs, _ in told), strict=True) if not all(same)]
-        plain_us = max(us for _, us in told)
+        same = [alike(candidate.strategy, kept.strategy) for candidate in found]
+        told = self._groups.everywhere((same, self._search.uncompressed_us, self._search.predicted_us(kept.strategy)))
+        same = [all(column) for column in zip(*(theirs for theirs, _, _ in told), strict=True)]
+        plain_us, ours_us = max(us for _, us, _ in told), max(us for _, _, us in told)
+        limit_us = ours_us * (MAY_WIN if change.severity >= SEVERE else SURELY_WINS) or math.inf
+        fresh = [c for c, is_ours in zip(found, same, strict=True) if not is_ours and c.predicted_us <= limit_us]
         fresh = [replace(c, name=f"{c.name} at step {step}") if c.name == now else c for c in fresh]
         best_us = min((c.predicted_us for c in found), default=0.0)
         arms = [Arm(now, replace(kept, drain=kept.strategy.num_compressed > 0))]
         arms += [Arm(c.name, c.assignment) for c in fresh]
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
-        self._turn = Turn(change, step, began_ns, best_us)
+        self._turn = Turn(change, step, began_ns, is_second)
         if len(arms) == 1:
             self._end_turn(self._turn, None, step)
             return
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
         # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind.
-        far_behind = change.step_us[1] > FAR_BEHIND * best_us > 0
+        far_behind = min(change.step_us[1], ours_us) > FAR_BEHIND * best_us > 0
         known = {now: change.step_us[1]} if far_behind else None
         self._race = Race(arms, block=TRY_STEPS, rounds=TRY_ROUNDS, drop=DROP, settle=SETTLE, known=known)
         self._pause = 0
@@ -417,8 +370,8 @@ class AutoPlanner:
         verdict = self.verdict
         assert verdict is not None
         self._turn = None
-        before_us, ours = turn.change.step_us[0], verdict.name
-        measured = {ours: turn.change.step_us[1]} if race is None else race.measured
+        (before_us, began_us), ours = turn.change.step_us, verdict.name
+        measured = {ours: began_us} if race is None else race.measured
         best = ours if race is None else race.best()
         if race is not None and best != ours:
             losses = {arm.name: arm.losses for arm in race.arms}
@@ -435,15 +388,17 @@ class AutoPlanner:
         if best != ours:
             self._adopt(best, f"{turn.change}: {times}", race)
             self._note(step, Event.SWITCHED, f"from {ours}: {times}", turn.began_ns)
-            return
-        self._race = None
-        if race is not None and 0 < turn.promised_us < PROMISE * measured[ours] and self._retries < MOST_RETRIES:
-            self._retries += 1
-            self._retry = turn.change, self._patience.rest_until
-        self.verdict = replace(verdict, measured_us=verdict.measured_us | measured)
-        if self.watch is not None:
-            self.watch.begin(measured[ours])
-        self._note(step, Event.KEPT, times, turn.began_ns)
+        else:
+            self._race = None
+            self.verdict = replace(verdict, measured_us=verdict.measured_us | measured)
+            if self.watch is not None:
+                self.watch.begin(measured[ours])
+            self._note(step, Event.KEPT, times, turn.began_ns)
+        drift = measured[ours] / began_us
+        is_over = abs(math.log(measured[ours] / before_us)) < TELLING
+        if abs(math.log(drift)) > DRIFT and not is_over and not turn.is_second:
+            more = Change((Finding(Cause.STEP, drift),), step, (began_us, measured[best]), turn.change.compute_us)
+            self._begin_turn(more, step, is_second=True)
 
 
 Decider = FixedPlanner | AutoPlanner

@@ -6,6 +6,7 @@ hook call, so that ranks that share cores or a network card measure what they wi
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -193,21 +194,27 @@ def _time_routine(
     return wall_us, busy
 
 
-def time_shortly(groups: Groups, scope: Scope, routine: Routine, form: Form, size: int, place: Place) -> float:
-    """Microseconds of one routine: the slowest rank's, the least of two runs where they are short. Collective."""
+def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Place, count: int = 1) -> float:
+    """Microseconds of a gather of payloads, right behind another; of ``count`` the median. Collective.
+
+    What has rested lets some bytes through at once (a card's or a cloud's token bucket): those behind it have to wait.
+    """
     ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
     with place.device:
-        start = _starter(groups.scopes[scope], routine, form, size, ring)
-
-    def run() -> None:
+        first, start = (
+            _starter(groups.scopes[scope], Routine.ALLGATHER, Form.PAYLOAD, num_bytes, ring)
+            for num_bytes in (behind, size)
+        )
+    groups.barrier()
+    first()()
+    place.settle()
+    times = [time.perf_counter()]
+    for _ in range(count):
         start()()
-
-    took = float("inf")
-    for _ in range(2):
-        took = min(took, max(wall for wall, _ in groups.all_objects(_time_loop(groups, run, 1, place))))
-        if took > LOOP_US:
-            break
-    return took
+        place.settle()
+        times.append(time.perf_counter())
+    took_us: float = max(groups.all_objects(1e6 * median(b - a for a, b in itertools.pairwise(times))))
+    return took_us
 
 
 def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ring: bool, alone_us: float) -> float:

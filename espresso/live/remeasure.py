@@ -7,21 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from espresso.comm.groups import Groups
-from espresso.live.profiler import SLOW_US, Place, rising, time_shortly
+from espresso.live.profiler import Place, rising, time_behind
 from espresso.live.watch import Cause, Change
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
 from espresso.model.links import LinkCurve, Links, interpolate
 from espresso.strategies import Form, Routine, Scope
 
-PROBED = {Form.RAW: Routine.ALLREDUCE, Form.PAYLOAD: Routine.ALLGATHER}
-"""For each form the routine that stands for all of them: on one link they slow down together."""
+BURST_BYTES = 1 << 19
+"""Of the whole array: gathered first, so that a token bucket is empty."""
 
-PROBE_SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
-"""Bytes of the whole array, until one takes ``SLOW_US``; the larger ones tell the rate behind a card's burst."""
+SMALL_BYTES, SMALL_COUNT = 1 << 14, 8
+LARGE_BYTES = ((2_000.0, 1 << 22), (15_000.0, 1 << 20), (math.inf, 1 << 18))
+"""What is gathered behind it, by how many microseconds that took at most."""
 
-Probes = Mapping[tuple[Scope, Form], Sequence[tuple[float, float]]]
-"""(bytes, microseconds) of the probed routine."""
+Probes = Mapping[Scope, Sequence[tuple[float, float]]]
+"""(bytes of the whole array, microseconds) of a gather of payloads, which stands for all routines on its scope: on one
+link they slow down together."""
 
 
 MOST_CODEC = 4.0
@@ -52,32 +54,31 @@ class Remeasured:
             # A core that somebody else uses slows encoders as well, whether or not any runs now.
             self._codec = max(1.0, min(scale, MOST_CODEC))
         job = _with_codecs(job, self._first, self._codec)
-        if change.ratio(Cause.LINK, Cause.STEP) is not None:
-            job = replace(job, costs=replace(job.costs, links=scaled_links(job.costs.links, probe(groups, place))))
-        return job
+        # Always: a change of the link may have gone unseen in an earlier turn, or behind what else changed.
+        return replace(job, costs=replace(job.costs, links=scaled_links(job.costs.links, probe(groups, place))))
 
 
 def probe(groups: Groups, place: Place) -> Probes:
-    """Time one routine of each form on every scope. Collective; the same on all ranks."""
-    found: dict[tuple[Scope, Form], list[tuple[float, float]]] = {}
+    """Time a small and a large gather on every scope. Collective; the same on all ranks."""
+    found: dict[Scope, Sequence[tuple[float, float]]] = {}
     for scope, member in groups.scopes.items():
+        if member.size == 1:
+            continue
         columns = groups.cluster.ranks_per_node if scope is Scope.INTER else 1
-        for form, routine in PROBED.items():
-            points = found.setdefault((scope, form), [])
-            for size in PROBE_SIZES if member.size > 1 else ():
-                points.append((float(size * columns), time_shortly(groups, scope, routine, form, size, place)))
-                if points[-1][1] > SLOW_US:
-                    break
-    return {key: rising(points) for key, points in found.items() if points}
+        burst_us = time_behind(groups, scope, SMALL_BYTES, BURST_BYTES, place)
+        large = next(size for most_us, size in LARGE_BYTES if burst_us <= most_us)
+        large_us = time_behind(groups, scope, BURST_BYTES, large, place)
+        small_us = time_behind(groups, scope, SMALL_BYTES, SMALL_BYTES, place, SMALL_COUNT)
+        found[scope] = rising([(float(SMALL_BYTES * columns), small_us), (float(large * columns), large_us)])
+    return found
 
 
 def scaled_links(links: Links, probes: Probes) -> Links:
-    """Every measured curve times what the probe of its scope and form says, size by size."""
+    """Every measured curve times what the probe of its scope says, size by size."""
 
     def scaled(curve: LinkCurve) -> LinkCurve:
-        form = Form.RAW if curve.form is Form.RAW else Form.PAYLOAD
-        probed = probes.get((curve.scope, form))
-        stands_for = links.measured(PROBED[form], curve.scope, form)
+        probed = probes.get(curve.scope)
+        stands_for = links.measured(Routine.ALLGATHER, curve.scope, Form.PAYLOAD)
         if probed is None or stands_for is None:
             return curve
         ratios = [(size, us / max(interpolate(stands_for.alone, size), 1.0)) for size, us in probed]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from espresso.live.race import Race
@@ -15,10 +16,14 @@ SETTLE = 2
 """Steps of an arm's first block that do not count: what is new to a job fills caches and touches its buffers."""
 
 FAR_BEHIND = 2.0
-"""The strategy in use needs no first block where its steps take this many times the best prediction."""
+"""The strategy in use needs no block where its steps take this many times the best prediction, and should."""
 
-PROMISE, MOST_RETRIES = 0.8, 2
-"""What is predicted to take this part of the strategy in use, and did not in the race, is tried again, so often."""
+MAY_WIN, SURELY_WINS = 1.1, 0.95
+"""What is predicted to take up to this factor of the strategy in use is tried: after a severe change, and otherwise."""
+
+DRIFT = math.log(1.25)
+"""If the strategy in use takes so much longer or less in the race than when the turn began, and not what it took before
+the change, more has changed meanwhile."""
 
 PLAIN_MAY = 1.5
 """Plain is tried again up to this factor of the best prediction."""
@@ -31,13 +36,13 @@ class Turn:
     Attributes:
         step: in which it began.
         began_ns: when.
-        promised_us: the best prediction; 0 without any.
+        is_second: it follows another at once, since more has changed during that.
     """
 
     change: Change
     step: int
     began_ns: int
-    promised_us: float
+    is_second: bool = False
 
 
 def times_of(race: Race) -> str:

@@ -11,9 +11,10 @@ the link ...). A score is the distance of a window's logarithm from the baseline
 the spread is at least ``LEAST_SPREAD``: what differs by less than a sixth is no change, however quiet the job.
 
 False alarms: a window's figure is the median of its steps, so that one disturbed step in four counts nothing, and one
-disturbed window cannot raise an alarm alone (``CLIP - SLACK < ALARM``), however far it is out. Of windows that are
-normal with the baseline's spread one in some 10^9 would; where a part p of them, at random, is out by any amount, one
-in ``1 / (5 p^2)`` does for each stream (p = 0.3 %: 22 000 windows). ``tests/test_watch.py`` counts them.
+disturbed window cannot raise an alarm alone (``CLIP - SLACK < ALARM``), however far it is out, unless its steps take so
+long that another one would cost as much as a look (``URGENT``). Of windows that are normal with the baseline's spread
+one in some 10^9 would; where a part p of them, at random, is out by any amount, one in ``1 / (5 p^2)`` does for each
+stream (p = 0.3 %: 22 000 windows). ``tests/test_watch.py`` counts them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from espresso.strategies import Lane
 WINDOW = 4
 """Steps of a window."""
 
-LONG_WINDOW, SHORT_STEP_US = 8, 10_000.0
+LONG_WINDOW, SHORT_STEP_US = 8, 5_000.0
 """A window of steps shorter than this is longer: a gather costs some 50 us of a core."""
 
-LAG = 2
+LAG = 1
 """Steps between a gather's beginning and the look at it: it travels beside a whole step."""
 
 LEAST_SPREAD, FIRST_SPREAD, MOST_SPREAD = 0.1, 0.3, 0.6
@@ -51,8 +52,14 @@ SLACK, CLIP, ALARM = 1.5, 6.0, 6.0
 FEW, MANY = 4, 16
 """Windows of a baseline: before the spread is taken from them, and at most."""
 
-NEGLIGIBLE = 0.03
-"""A part of a step below which times count as equal."""
+NEGLIGIBLE, LEAST_US = 0.03, 500.0
+"""A part of a step, and a time, below which times count as equal."""
+
+URGENT, LOOK_US = 2.0, 200_000.0
+"""If a window's steps take so many times longer, and all in all so much, nobody waits for a second one."""
+
+HIDDEN = 0.4
+"""A link that changes by a factor of two may count as much as a step that changes by 1.3."""
 
 TELLING = math.log(1.15)
 """A part of the step that moved by less is not what changed."""
@@ -150,8 +157,9 @@ class Change:
 
     @property
     def severity(self) -> float:
-        """The largest logarithm of a ratio."""
-        return max(abs(math.log(each.ratio)) for each in self.findings)
+        """How far the step moved, as a logarithm. What the link takes may be hidden: of its logarithm a part."""
+        link = self.ratio(Cause.LINK) or 1.0
+        return max(abs(math.log(self.step_us[1] / self.step_us[0])), HIDDEN * abs(math.log(link)))
 
     def ratio(self, *causes: Cause) -> float | None:
         """Of the first finding with one of these causes."""
@@ -265,11 +273,12 @@ class Watch:
         """Test a window, every rank's medians."""
         self.ring.append((iteration, rows))
         step_us = max(row.step for row in rows)
+        is_urgent = self._is_urgent(step_us)
         self._length = LONG_WINDOW if step_us < SHORT_STEP_US else WINDOW
         values = _values(rows, self._floor(step_us))
         alarms = [self._streams[name].take(value) for name, value in values.items()]
         self._pending = [*self._pending[1 - MANY :], (iteration, values, rows)]
-        if any(alarms):
+        if is_urgent or any(alarms):
             return self._explain()
         if all(stream.is_quiet for stream in self._streams.values()):
             for _, known, theirs in self._pending:
@@ -285,9 +294,14 @@ class Watch:
         for stream in self._streams.values():
             stream.forgive()
 
+    def _is_urgent(self, step_us: float) -> bool:
+        known = self._streams["step"].middle
+        was_us = math.inf if known is None else math.exp(known)
+        return step_us > URGENT * was_us and (step_us - was_us) * self._length > LOOK_US
+
     def _floor(self, step_us: float) -> float:
         known = self._streams["step"].middle
-        return NEGLIGIBLE * (step_us if known is None else min(math.exp(known), step_us))
+        return _floor(step_us if known is None else min(math.exp(known), step_us))
 
     def _explain(self) -> Change:
         now = self._pending[-1][2]  # the one before it may lie across the change
@@ -297,13 +311,17 @@ class Watch:
         was = math.exp(known)
         findings: list[Finding] = []
         if before is not None:
-            floor = NEGLIGIBLE * min(was, max(row.step for row in now))
+            floor = _floor(min(was, max(row.step for row in now)))
             findings = list(_findings(before, now, floor))
         step_us = max(row.step for row in now)
         if not findings:
             findings = [Finding(Cause.STEP, step_us / was)]
         compute_us = tuple(max(row.compute for row in rows) for rows in (before or now, now))
         return Change(tuple(findings), self._pending[0][0] - self._length + 1, (was, step_us), compute_us)
+
+
+def _floor(step_us: float) -> float:
+    return max(NEGLIGIBLE * step_us, LEAST_US)
 
 
 def _values(rows: Sequence[Vitals], floor: float) -> dict[str, float]:

@@ -1,0 +1,58 @@
+"""What a planner asks of a search, and what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from espresso.comm.execute.assignment import Assignment, Record
+from espresso.live.fixed_planner import InForce
+from espresso.live.watch import Change
+from espresso.strategies import Bucket, Strategy
+
+
+class Search(Protocol):
+    """Finds candidates from the observed iterations; collective, rank 0 decides.
+
+    Attributes:
+        uncompressed_us: predicted for a plain iteration by the latest search.
+        bucket_cap_mb: a bucket size that the search would rather have; None where it is content.
+    """
+
+    uncompressed_us: float
+    bucket_cap_mb: float | None
+
+    def __call__(self, records: Sequence[Record]) -> list[Candidate]: ...
+
+    def follow(self, in_force: InForce) -> bool:
+        """Whether this makes the compressor it searches for another one."""
+        ...
+
+    def revise(self, change: Change) -> None:
+        """Measure again what changed; collective. The next call searches with it."""
+        ...
+
+    def predicted_us(self, strategy: Strategy) -> float:
+        """Of an iteration, as far as the job is known by now; 0 on ranks that do not know."""
+        ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that may race against plain.
+
+    Attributes:
+        order: its total order for ``buckets``.
+        predicted_us: of an iteration.
+    """
+
+    name: str
+    strategy: Strategy
+    order: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+    predicted_us: float
+
+    @property
+    def assignment(self) -> Assignment:
+        return Assignment(self.strategy, self.order, self.buckets, record=True)
