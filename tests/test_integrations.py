@@ -36,13 +36,13 @@ def needs(package: str) -> pytest.MarkDecorator:
 def test_lightning() -> None:
     for results in results_of(lightning):
         for how in ("callback", "strategy"):
-            whole, resumed, forgotten, logged, saved = results[how]
+            whole, resumed, forgotten, logged, num_parts = results[how]
             assert resumed == whole, how
-            assert forgotten != whole, "the residuals made no difference"
+            assert forgotten != resumed, "the residuals made no difference"
             assert logged["espresso/residual_norm"] > 0
             assert 0 < logged["espresso/bytes_sent"] < logged["espresso/bytes_raw"]
             assert logged["espresso/steps"] == STEPS
-            assert saved
+            assert num_parts == 840
         assert results["callback"][0] == results["strategy"][0]
 
 
@@ -142,7 +142,17 @@ def lightning(rank: int, folder: str) -> dict[str, Any]:
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             self.figures = metrics
 
-    def trained(how: str, epochs: int, path: Path | None = None, forget: bool = False) -> tuple[str, Any, Any]:
+    class Saving(pl.Callback):
+        """After the first epoch. Lightning's own resume in the middle of one is not exact."""
+
+        def __init__(self, path: Path | None) -> None:
+            self.path = path
+
+        def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if self.path is not None and trainer.current_epoch == 0:
+                trainer.save_checkpoint(self.path)
+
+    def trained(how: str, save: Path | None = None, path: Path | None = None, forget: bool = False) -> tuple[str, Any]:
         given = {"strategy": compressed, **SETTINGS}
         adapter: Any = EspressoCallback(**given) if how == "callback" else EspressoStrategy(**given)
         if forget:
@@ -152,8 +162,8 @@ def lightning(rank: int, folder: str) -> dict[str, Any]:
             accelerator="cpu",
             devices=2,
             strategy="ddp" if how == "callback" else adapter,
-            callbacks=[adapter] if how == "callback" else [],
-            max_epochs=epochs,  # Lightning's own resume in the middle of one is not exact
+            callbacks=[*([adapter] if how == "callback" else []), Saving(save)],
+            max_epochs=2,
             log_every_n_steps=1,
             logger=memory,
             enable_checkpointing=False,
@@ -162,26 +172,18 @@ def lightning(rank: int, folder: str) -> dict[str, Any]:
         )
         loader = torch.utils.data.DataLoader(Rows(4 * 2 * BREAK), batch_size=4)
         trainer.fit(model, loader, ckpt_path=None if path is None else str(path))
-        return digest(model), memory.figures, trainer
+        return digest(model), memory.figures
 
-    results = {}
+    results, forgotten = {}, ""
     for how in ("callback", "strategy"):
         path = Path(folder) / f"{how}.ckpt"
-        whole, logged, _ = trained(how, 2)
-        adapter_saved = _saved_by(trained, how, path)
-        resumed, _, _ = trained(how, 2, path)
-        forgotten, _, _ = trained(how, 2, path, forget=True)
-        results[how] = (whole, resumed, forgotten, logged, adapter_saved)
+        whole, logged = trained(how, save=path)
+        resumed, _ = trained(how, path=path)
+        forgotten = forgotten or trained(how, path=path, forget=True)[0]
+        num_parts = len(torch.load(path, weights_only=False)["espresso"]["parts"])
+        results[how] = (whole, resumed, forgotten, logged, num_parts)
     dist.destroy_process_group()
     return results
-
-
-def _saved_by(trained: Any, how: str, path: Path) -> bool:
-    """A checkpoint after an epoch."""
-    _, _, trainer = trained(how, 1)
-    trainer.save_checkpoint(path)
-    saved = torch.load(path, weights_only=False)["espresso"]
-    return len(saved["parts"]) == 840
 
 
 def accelerate(rank: int, folder: str) -> tuple[str, str, str]:
