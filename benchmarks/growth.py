@@ -56,9 +56,6 @@ HIERARCHICAL = {
         "efsignsgd",
     ),
 }
-SERVERS = {
-    "signs, server": ("comp > flat.push > dec@server > comp@server > flat.pull > dec", "efsignsgd"),
-}
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -81,25 +78,24 @@ class Row:
         return abs(self.mb / self.formula_mb - 1) <= WITHIN
 
 
-def formula(option: str, spec: str, hosts: int, workers: int, servers: int, numel: int) -> tuple[float, float]:
+def formula(option: str, spec: str, hosts: int, workers: int, numel: int) -> tuple[float, float]:
     """(bytes that a worker's card sends, rounds) of a step, as the model has them."""
-    from espresso.model.costs import CostModel, ServerCosts
+    from espresso.model.costs import CostModel
     from espresso.model.links import KB, AlphaBeta, Links
     from espresso.model.pricing import Pricer
-    from espresso.strategies import Choice, Cluster, CompressorSpec, Routine, parse_option
+    from espresso.strategies import Choice, Cluster, CompressorSpec, parse_option
 
-    cluster = Cluster(hosts, workers, num_servers=servers)
+    cluster = Cluster(hosts, workers)
     nothing, counted = AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 1.0, 1.0)
-    costs = CostModel(Links(nothing, counted, in_flight=2), servers=ServerCosts(0.0, nic=nothing))
+    costs = CostModel(Links(nothing, counted, in_flight=2))
     choice = Choice(parse_option(option), CompressorSpec.parse(spec))
     works = [w for w in Pricer(costs, cluster, free=True).chain(choice, numel, "float32") if w.shape.step.scope]
-    sends = [work for work in works if work.shape.step.routine is not Routine.PULL]
-    return KB * sum(work.us for work in sends), sum(work.latency_us for work in works)
+    return KB * sum(work.us for work in works), sum(work.latency_us for work in works)
 
 
-def options(workers: int, servers: int) -> dict[str, tuple[str, str]]:
+def options(workers: int) -> dict[str, tuple[str, str]]:
     """What such a job can run."""
-    return (SERVERS if servers else {}) | FLAT | (HIERARCHICAL if workers > 1 else {})
+    return FLAT | (HIERARCHICAL if workers > 1 else {})
 
 
 # -- inside the workers ------------------------------------------------------------------------------
@@ -135,10 +131,10 @@ def measure(place: Place, names: dict[str, tuple[str, str]]) -> list[tuple[str, 
     return found
 
 
-def _as_worker(out: Path, workers: int, servers: int) -> None:
+def _as_worker(out: Path, workers: int) -> None:
     torch.set_num_threads(1)
     with process_group(120.0):
-        found = measure(Place.from_env(None), options(workers, servers))
+        found = measure(Place.from_env(None), options(workers))
         if dist.get_rank() == 0:
             out.write_text(json.dumps(found))
         dist.barrier()
@@ -164,7 +160,6 @@ def table_of(rows: list[Row], title: str) -> Table:
 def main(
     hosts: Annotated[str, typer.Option(help="Emulated hosts, comma-separated.")] = "2,4,8",
     workers: Annotated[int, typer.Option(help="Of each host.")] = 1,
-    servers: Annotated[int, typer.Option(help="Hosts beside them with a parameter server each.")] = 0,
     rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "200mbit",
     rtt_ms: Annotated[float, typer.Option(help="Round trip.")] = 40.0,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "growth.json",
@@ -172,28 +167,26 @@ def main(
 ) -> None:
     """Count bytes and rounds of a step, and compare."""
     if worker is not None:
-        _as_worker(worker, workers, servers)
+        _as_worker(worker, workers)
         return
     rows: list[Row] = []
     networks: dict[str, str] = {}
     for number in map(int, hosts.split(",")):
         with TemporaryDirectory() as folder:
             out = Path(folder) / "found"
-            with open_network(number + servers, rate, distance=Distance(rtt_ms)) as network:
+            with open_network(number, rate, distance=Distance(rtt_ms)) as network:
                 networks[str(number)] = describe(network)
-                argv = ["-m", "espresso.launch", "--servers", str(servers), "--engines", "1"] if servers else []
-                argv = [sys.executable, *argv, "-m", "benchmarks.growth", "--worker", str(out)]
-                argv += ["--workers", str(workers), "--servers", str(servers)]
+                argv = [sys.executable, "-m", "benchmarks.growth", "--worker", str(out), "--workers", str(workers)]
                 env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
                 run_workers(network, argv, workers_per_host=workers, pin=True, deadline_s=600, env=env)
             found: list[Any] = json.loads(out.read_text())
         for name, sent, us in found:
-            option, spec = options(workers, servers)[name]
-            said, _ = formula(option, spec, number, workers, servers, MANY)
-            _, rounds = formula(option, spec, number, workers, servers, FEW)
+            option, spec = options(workers)[name]
+            said, _ = formula(option, spec, number, workers, MANY)
+            _, rounds = formula(option, spec, number, workers, FEW)
             rows.append(Row(number, workers, name, sent / 1e6, said / 1e6, us / (rtt_ms * 500), rounds))
     results.console(110).print(table_of(rows, f"{workers} workers a host, {'; '.join(networks.values())}"))
-    config = {"networks": networks, "workers": workers, "servers": servers, "rtt_ms": rtt_ms, "cores": os.cpu_count()}
+    config = {"networks": networks, "workers": workers, "rtt_ms": rtt_ms, "cores": os.cpu_count()}
     results.write(json_path, results.record(config, 0, [asdict(row) for row in rows]))
     if not all(row.passes for row in rows):
         raise typer.Exit(1)
