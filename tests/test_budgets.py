@@ -108,6 +108,30 @@ def test_without_a_budget_nothing_changes():
     assert told.error > 0.0
 
 
+def test_what_alone_is_above_a_budget_is_not_in_the_bound():
+    """Half a giant compressed would keep to it; no strategy has that."""
+    job = make_job([200_000, 2000, 2000], [0, 5, 5], beta=20.0, costs=BOTH)
+    terms = Terms(error_budget=0.5)
+    found = search(job, [TOY], terms=terms, sensitivity=Sensitivity({TOY: {"*": 0.8}}), payload=tenth)
+    assert found.strategy.choices["t0"] == PLAIN or found.strategy.choices["t0"].compressor == NONE
+    assert 0.9 * found.predicted_us <= found.lower_bound_us <= found.predicted_us
+
+
+def test_sensitivities_are_kept_up_by_what_tensors_do_owe():
+    gather = Choice(parse_option("comp > flat.allgather > dec"), TOY)
+    twice = Choice(parse_option("comp > flat.all_to_all > dec > comp > flat.allgather > dec"), TOY)
+    other = CompressorSpec("topk")
+    forecast = Sensitivity({TOY: {"*": 0.8, "t0": 0.2}, other: {"*": 4.0}, FP16: {"*": 0.01}})
+    kept_up = forecast.kept_up(
+        {"t0": (gather, 0.3), "t1": (twice, 0.8 * 2**0.5), "t2": (Choice(gather.option, FP16), 9.0)}
+    )
+    assert kept_up.of(TOY, "t0") == pytest.approx(0.3)
+    assert kept_up.of(other, "t0") == pytest.approx(6.0), "in proportion"
+    assert kept_up.of(TOY, "t1") == pytest.approx(0.8), "of each compression"
+    assert {kept_up.of(FP16, f"t{i}") for i in range(4)} == {0.01}, "casts keep nothing"
+    assert kept_up.of(other, "t3") == 4.0
+
+
 def brute_force(job, few, ledger):
     """The least makespan of all strategies within the budgets."""
     units = units_of(job)
@@ -341,7 +365,7 @@ def test_samples_are_whole_rows_of_large_tensors():
 
 def test_finer_settings_leave_alone_what_a_spec_says():
     assert [str(s) for s in finer(CompressorSpec.parse("efsignsgd"))] == ["efsignsgd:block=64"]
-    assert [str(s) for s in finer(CompressorSpec.parse("topk"))] == ["topk:least=512", "topk:least=2048"]
+    assert [str(s) for s in finer(CompressorSpec.parse("topk"))] == ["topk:least=2048"]
     assert finer(CompressorSpec.parse("efsignsgd:block=256")) == ()
     assert finer(CompressorSpec.parse("topk:k=100")) == ()
     assert finer(CompressorSpec.parse("int8")) == ()

@@ -33,6 +33,9 @@ Wholes = npt.NDArray[np.int64]
 ALIGNED = 16
 """Elements to which the executor rounds every stretch of a residual up."""
 
+MOST_REMEMBERED, MOST_LISTS = 1 << 16, 64
+"""Options and lists of leaves; a hierarchical cluster has 4341, and each compression of them runs on either device."""
+
 UNKNOWN = 1e15
 ROUNDING = 1e-9
 """Sums round; a budget gives this much of itself."""
@@ -108,6 +111,7 @@ class Ledger:
         }  # fmt: skip
         self._kinds: dict[Kind, int] = {_RAW: 0}
         self._of_choice: dict[int, tuple[Choice, int]] = {}
+        self._options = _options_on(cluster)
         self.limits = np.array([v for v in (budgets.error**2, budgets.residual_bytes) if v < math.inf])
 
     @property
@@ -123,32 +127,42 @@ class Ledger:
         return known[1]
 
     def _number(self, choice: Choice) -> int:
-        found = _RAW
-        if choice.compressor != NONE:
-            kept = _kept_share(choice.option, self._cluster) if _keeps(choice.compressor) else 0.0
-            found = (choice.compressor, choice.option.num_compressions, kept)
-        return self._kinds.setdefault(found, len(self._kinds))
+        return self._kinds.setdefault(self._options.kind(choice), len(self._kinds))
+
+    def learn(self, leaves: tuple[Choice, ...]) -> None:
+        """Number the kinds of all of these."""
+        for kind in self._options.of(leaves)[0]:
+            self._kinds.setdefault(kind, len(self._kinds))
 
     def kinds_of(self, choices: Iterable[Choice]) -> Wholes:
         """int64[choices]."""
         return np.array([self.kind(choice) for choice in choices], dtype=np.int64)
 
-    def shares_of(self, choices: Iterable[Choice]) -> Reals:
-        """float64[choices, 2]: what orders the choices of one compressor in error and in memory."""
-        numbers = self.kinds_of(choices)
-        kinds = list(self._kinds)
-        return np.array([kinds[number][1:] for number in numbers], dtype=np.float64).reshape(-1, 2)
+    def shares_of(self, leaves: tuple[Choice, ...]) -> Reals:
+        """float64[leaves, 2]: what orders the choices of one compressor in error and in memory."""
+        return self._options.of(leaves)[1]
 
     def of_units(self, units: Sequence[Unit]) -> Reals:
         """float64[budgets that bind, units, kinds]: what each kind spends on each unit."""
-        columns = [[self._spends(kind, unit.tensors) for kind in self._kinds] for unit in units]
+        names = [name for unit in units for name in unit.tensors]
+        owner = np.repeat(np.arange(len(units)), [len(unit.tensors) for unit in units])
+
+        def summed(values: Mapping[str, float]) -> Reals:
+            weights = np.array([values[name] for name in names], dtype=np.float64)
+            return np.asarray(np.bincount(owner, weights, len(units)), dtype=np.float64)
+
+        numel = summed(self._numel)
+        squares = {spec: summed(values) for spec, values in self._squares.items()}
+        whole = np.zeros((2, len(units), len(self._kinds)))
+        for (spec, compressions, kept), column in self._kinds.items():
+            if spec != NONE:
+                # Of what nobody gave a sensitivity for more than any budget, and still a number.
+                whole[0, :, column] = compressions * squares[spec] if spec in squares else UNKNOWN
+                whole[1, :, column] = kept * self._bytes_kept * numel
         bind = [
             which for which, limit in enumerate((self.budgets.error, self.budgets.residual_bytes)) if limit < math.inf
         ]
-        whole = np.array(columns).reshape(len(units), len(self._kinds), 2)
-        # Of what nobody gave a sensitivity for more than any budget, and still a number.
-        whole = np.where(np.isinf(whole), UNKNOWN, whole)
-        return np.ascontiguousarray(np.moveaxis(whole[:, :, bind], 2, 0))
+        return np.ascontiguousarray(whole[bind])
 
     def _spends(self, kind: Kind, tensors: Sequence[str]) -> tuple[float, float]:
         spec, compressions, kept = kind
@@ -195,6 +209,44 @@ def bytes_kept(storage: str, transactional: bool) -> float:
 @lru_cache(maxsize=256)
 def _keeps(spec: CompressorSpec) -> bool:
     return create_compressor(spec).traits.error_feedback
+
+
+class _Options:
+    """What a cluster's options keep, by identity: hashing one walks all its steps."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[int, tuple[Option, int, float]] = {}
+        self._lists: dict[int, tuple[tuple[Choice, ...], tuple[Kind, ...], Reals]] = {}
+
+    def kind(self, choice: Choice) -> Kind:
+        if choice.compressor == NONE:
+            return _RAW
+        option = choice.option
+        known = self._known.get(id(option))
+        if known is None:
+            if len(self._known) >= MOST_REMEMBERED:
+                self._known.clear()
+            # The option is kept, so that its identity stays its own; likewise the leaves below.
+            known = option, option.num_compressions, _kept_share(option, self._cluster)
+            self._known[id(option)] = known
+        return choice.compressor, known[1], known[2] if _keeps(choice.compressor) else 0.0
+
+    def of(self, leaves: tuple[Choice, ...]) -> tuple[tuple[Kind, ...], Reals]:
+        """The kinds that there are among the leaves, and float64[leaves, 2]: compressions and part kept of each."""
+        known = self._lists.get(id(leaves))
+        if known is None:
+            if len(self._lists) >= MOST_LISTS:
+                self._lists.clear()
+            kinds = [self.kind(choice) for choice in leaves]
+            shares = np.array([kind[1:] for kind in kinds], dtype=np.float64).reshape(-1, 2)
+            known = self._lists[id(leaves)] = leaves, tuple(dict.fromkeys(kinds)), shares
+        return known[1:]
+
+
+@lru_cache(maxsize=8)
+def _options_on(cluster: Cluster) -> _Options:
+    return _Options(cluster)
 
 
 @lru_cache(maxsize=1 << 14)

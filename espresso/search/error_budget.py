@@ -25,7 +25,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Decoding, DrawKey, Encoding, Feedback, Segment
 from espresso.compressors.powersgd import matrix_of
 from espresso.model.links import JobError
-from espresso.strategies import NONE, CompressorSpec, TensorSpec, fields
+from espresso.strategies import NONE, Choice, CompressorSpec, TensorSpec, fields
 from espresso.strategies.fields import faults, number
 
 Reals = npt.NDArray[np.float64]
@@ -82,6 +82,24 @@ class Sensitivity:
         """Whether anything is said of a compressor."""
         return spec in self.owed
 
+    def kept_up(self, measured: Mapping[str, tuple[Choice, float]]) -> Sensitivity:
+        """With what tensors were found to owe by their choices.
+
+        What one compressor owes of a tensor tells of the others with error feedback: forecasts of a tensor are off
+        alike, since they assume how much of a gradient the later ones have in common.
+        """
+        found = {spec: dict(rows) for spec, rows in self.owed.items()}
+        for tensor, (choice, owed) in measured.items():
+            if choice.compressor not in found or not _feeds_back(choice.compressor):
+                continue
+            forecast = self.of(choice.compressor, tensor)
+            # A sum that is compressed again owes as much again.
+            now = owed / math.sqrt(max(choice.option.num_compressions, 1))
+            for spec, rows in found.items():
+                if forecast > 0 and _feeds_back(spec) and (tensor in rows or EVERY in rows):
+                    rows[tensor] = now / forecast * self.of(spec, tensor)
+        return Sensitivity(found)
+
     @classmethod
     def from_json(cls, body: Any) -> Sensitivity:
         """Read the file's form.
@@ -111,6 +129,12 @@ class Sensitivity:
     def to_json(self) -> dict[str, Any]:
         errors = {str(spec): dict(rows) for spec, rows in self.owed.items()}
         return fields.head(KIND) | {"owed": errors}
+
+
+def _feeds_back(spec: CompressorSpec) -> bool:
+    from espresso.compressors.registry import create
+
+    return bool(create(spec).traits.error_feedback)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from espresso.model.payload_sizes import share_of_stretches
 from espresso.model.pricing import Pricer
 from espresso.model.timeline_kernels import NUM_LANES, limits_of
 from espresso.search.bound_kernels import COSTS, NUM_RESOURCES, WIDTH, join_partitions, leaf_features, pareto
-from espresso.search.budgets import Ledger
+from espresso.search.budgets import ROUNDING, Ledger
 from espresso.search.candidates import Leaves, Size, Unit, leaves_of
 from espresso.strategies import DTYPES, Choice, CompressorSpec, Option
 from espresso.strategies.plan import partition_spans
@@ -171,15 +171,14 @@ def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Real
 def _remembered(
     pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partitions: tuple[int, ...], ledger: Ledger | None
 ) -> Undominated:
-    # Leaves and ledger are kept with the answer, so that their identities stay their own.
-    rows, names, *_ = pricer.remember(
-        ("undominated", size, id(leaves), partitions, id(ledger)),
+    # The leaves are kept with the answer, so that their identity stays their own. Any ledger orders them alike.
+    rows, names, _ = pricer.remember(
+        ("undominated", size, id(leaves), partitions, ledger is None),
         lambda: (
             *undominated_leaves(
                 pricer, size, leaves, partitions, spends=None if ledger is None else ledger.shares_of(leaves)
             ),
             leaves,
-            ledger,
         ),
     )
     return rows, names
@@ -194,34 +193,38 @@ def relax(
     ledger: Ledger | None = None,
 ) -> Relaxation:
     """The linear program of a job: see :mod:`espresso.search.bounds`."""
-    where: dict[tuple[Size, str], tuple[int, int]] = {}
-    blocks: list[Reals] = []
-    origin: list[tuple[Choice, int]] = []
-    total = 0
-    for unit in units:
-        if (unit.size, unit.kind) not in where:
-            mine = leaves_of(leaves, unit)
-            rows, names = _remembered(pricer, unit.size, mine, tuple(partitions), ledger)
-            where[unit.size, unit.kind] = (total, total + len(rows))
-            blocks.append(rows)
-            origin += [(mine[leaf], limit) for leaf, limit in names]
-            total += len(rows)
+    groups: dict[tuple[Size, str], list[int]] = {}
+    for number, unit in enumerate(units):
+        groups.setdefault((unit.size, unit.kind), []).append(number)
+    found = []
+    for members in groups.values():
+        unit = units[members[0]]
+        mine = leaves_of(leaves, unit)
+        if ledger is not None:
+            ledger.learn(mine)  # what moves to any of them spends is looked up by its kind
+        rows, names = _remembered(pricer, unit.size, mine, tuple(partitions), ledger)
+        origin = [(mine[leaf], limit) for leaf, limit in names]
+        kinds = np.zeros(len(rows), dtype=np.int64) if ledger is None else ledger.kinds_of(c for c, _ in origin)
+        found.append((rows, kinds, origin))
+    spends, limits = np.zeros((0, len(units), 1)), np.zeros(0)
+    if ledger is not None:
+        spends, limits = ledger.of_units(units), ledger.limits
+        found = [
+            _affordable(*one, spends[:, members], limits) for one, members in zip(found, groups.values(), strict=True)
+        ]
+    ends = np.cumsum([len(rows) for rows, _, _ in found])
+    where = dict(zip(groups, zip(ends - [len(rows) for rows, _, _ in found], ends, strict=True), strict=True))
     spans = np.array([where[unit.size, unit.kind] for unit in units], dtype=np.int64)
     ready = np.array(job.ready_us)
     contention = job.costs.contention
-    kinds = np.zeros(total, dtype=np.int64)
-    spends, limits = np.zeros((0, len(units), 1)), np.zeros(0)
-    if ledger is not None:
-        kinds = ledger.kinds_of(choice for choice, _ in origin)
-        spends, limits = ledger.of_units(units), ledger.limits
     return Relaxation(
         ready[[unit.bucket for unit in units]],
         float(ready[-1]),
-        np.concatenate(blocks),
-        kinds,
+        np.concatenate([rows for rows, _, _ in found]),
+        np.concatenate([kinds for _, kinds, _ in found]),
         spans[:, 0].copy(),
         spans[:, 1].copy(),
-        tuple(origin),
+        tuple(one for _, _, origin in found for one in origin),
         contention.cores or 0.0,
         contention.backward_cores,
         NUM_RESOURCES if job.costs.links.in_flight > 1 else NUM_LANES,
@@ -230,6 +233,23 @@ def relax(
         _giants(units),
         ledger,
     )
+
+
+_Rows = tuple[Reals, Wholes, list[tuple[Choice, int]]]
+"""Rows of one size with their kinds and origins."""
+
+
+def _affordable(rows: Reals, kinds: Wholes, origin: list[tuple[Choice, int]], spends: Reals, limits: Reals) -> _Rows:
+    """Those that on some unit spend no more than a whole budget: no strategy within it has the others.
+
+    Args:
+        spends: float64[budgets, units of this size, kinds].
+    """
+    slack = limits[:, None] * (1 + ROUNDING)
+    kept = np.flatnonzero((spends.min(axis=1) <= slack).all(axis=0)[kinds])
+    if len(kept) in (0, len(rows)):  # what is forced may be too much for any budget
+        return rows, kinds, origin
+    return rows[kept], kinds[kept], [origin[row] for row in kept.tolist()]
 
 
 def _giants(units: Sequence[Unit]) -> Wholes:

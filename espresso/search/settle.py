@@ -30,15 +30,12 @@ from espresso.strategies import NONE, PLAIN, Bucket, Choice, CompressorSpec, Dev
 if TYPE_CHECKING:
     from espresso.search.result import SearchResult
 
-FINER: Mapping[str, tuple[int, ...]] = {"block": (64,), "least": (512, 2048)}
+FINER: Mapping[str, int] = {"block": 64, "least": 2048}
 """Settings that send a little more for a closer result, by the parameter that a compressor's traits name."""
 
-SIMPLE_MAY_TAKE = 1.5
-"""A strategy of one simple option is worth trying up to this factor of the best prediction: on cores that several
-workers share, predictions are furthest off for strategies of many steps (benchmarks/results/prediction_*)."""
-
 SIMPLE = "everything once"
-"""What that strategy is called."""
+"""A strategy of one simple option, which is worth trying where it is predicted below plain: on cores that several
+workers share, predictions are furthest off for strategies of many steps (benchmarks/results/prediction_*)."""
 
 MAX_CANDIDATES = 2
 """Of the others, so many race against plain: more would take too many steps."""
@@ -56,11 +53,11 @@ _ONCE_HIERARCHICAL = "intra.reduce_scatter > comp > inter.allgather > dec > intr
 
 
 def finer(spec: CompressorSpec) -> tuple[CompressorSpec, ...]:
-    """The compressor with settings by which it owes less, where its spec leaves them open."""
+    """The compressor with a setting by which it owes less, where its spec leaves that open."""
     key = create_compressor(spec).traits.finer
     if not key or any(said in (key, "k") for said, _ in spec.params):
         return ()
-    return tuple(CompressorSpec(spec.name, (*spec.params, (key, value))) for value in FINER[key])
+    return (CompressorSpec(spec.name, (*spec.params, (key, FINER[key]))),)
 
 
 def is_rider(choice: Choice) -> bool:
@@ -244,8 +241,8 @@ class Settler:
         """Everything compressed once by the compressor that holds most, and exchanged in one routine.
 
         Returns:
-            The strategy, or None where its prediction or a budget rules it out, where the search compressed nothing,
-            or where that compressor takes several rounds.
+            The strategy, or None where a budget rules it out, where the search compressed nothing, or where that
+            compressor takes several rounds.
         """
         strategy = result.chosen.strategy
         used = Counter(
@@ -263,8 +260,7 @@ class Settler:
         row = replace(result.chosen, name=SIMPLE, strategy=self._apart(strategy).with_choices(changes), job=self._job)
         if not self._ledger.allows(row.strategy.choices):
             return None
-        row = self.priced(row)
-        return row if row.predicted_us < SIMPLE_MAY_TAKE * result.predicted_us else None
+        return self.priced(row)
 
 
 def racers(rows: Sequence[Ranked]) -> tuple[Ranked, ...]:
@@ -272,4 +268,4 @@ def racers(rows: Sequence[Ranked]) -> tuple[Ranked, ...]:
     return tuple(row for place, row in enumerate(rows) if place < MAX_CANDIDATES or row.name == SIMPLE)
 
 
-__all__ = ["SIMPLE", "SIMPLE_MAY_TAKE", "Settled", "Settler", "finer", "in_payloads", "kinds_of", "racers"]
+__all__ = ["SIMPLE", "Settled", "Settler", "finer", "in_payloads", "kinds_of", "racers"]

@@ -97,8 +97,11 @@ def space_of(
     whole = every_choice(job, specs)
     every = {FREE: whole}
     for kind in {terms.constraints.kind_of(tensor) for tensor in job.tensors} | {FREE}:
-        mine = whole if kind == FREE else every_choice(job, check_specs(job, forced)) + whole
-        every[kind] = tuple(dict.fromkeys(terms.constraints.of(mine, kind)))
+        mine = terms.constraints.of(whole, kind)
+        if forced and kind != FREE:
+            said = terms.constraints.of(every_choice(job, check_specs(job, forced)), kind)
+            mine = tuple(dict.fromkeys(said + mine))
+        every[kind] = mine
         if not every[kind]:
             raise JobError(f"constraints: no option on {job.cluster} is what tensors are forced to ({kind!r})")
     if every[FREE] == whole:

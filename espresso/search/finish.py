@@ -1,0 +1,106 @@
+"""The end of a search: what its terms make of the strategies found, with a certificate for what they have become."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from espresso.model.job import Job
+from espresso.search.budgets import residual_bytes
+from espresso.search.candidates import partition_sizes, units_for
+from espresso.search.evaluator import Evaluator
+from espresso.search.local_search import Effort
+from espresso.search.refine import certify_units
+from espresso.search.result import Ranked, SearchResult
+from espresso.search.settle import MAX_CANDIDATES, Settler, is_rider, kinds_of
+from espresso.search.space import Space
+from espresso.search.terms import MB
+from espresso.strategies import Strategy
+
+OWED, RESIDUAL_MB = "gradients_owed", "residual_mb"
+"""Of a strategy's notes: what it is forecast to owe and to keep on a rank."""
+MOST_LOOKED_AT = 16
+"""Ranks whose residuals are laid out for that; the largest counts."""
+
+
+def settled(
+    job: Job, space: Space, result: SearchResult, effort: Effort | None, sizes: tuple[int, ...] | None = None
+) -> SearchResult:
+    """The result as its terms ask for: as exact as there is time for, of few kinds, certified as it is then.
+
+    ``alternatives`` are then what may race, best first, none that is not below plain; ``chosen`` is the first of them.
+    """
+    terms = space.terms
+    if terms.all_kinds and not terms.for_exactness and space.constraints is None:
+        return result
+    settler = Settler(job, terms, space.ledger)
+    plain = _plain(job, space, result)
+    plain = replace(plain, predicted_us=settler.priced(plain).predicted_us)
+    settler.plain_us = plain.predicted_us
+    cap = result.strategy.bucket_cap_mb
+    rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
+    if terms.for_exactness and (simple := settler.simplest(result)) is not None:
+        rows = [*rows[:MAX_CANDIDATES], simple]
+    settled = [settler.settled(row) for row in rows if row.strategy.num_compressed or terms.constraints.force]
+    settled.sort(key=lambda one: one.row.predicted_us)
+    kept, seen = [], []
+    for one in settled:
+        if one.row.strategy not in seen and (one.row.predicted_us < plain.predicted_us or terms.constraints.force):
+            seen.append(one.row.strategy)
+            kept.append(one)
+    kept = [replace(one, row=_noted(space, one.row)) for one in kept]
+    chosen = kept[0].row if kept else plain
+    spent = space.ledger.spent(chosen.strategy.choices)
+    bound = min(result.lower_bound_us, _bound_of(job, space, chosen, effort, sizes), chosen.predicted_us)
+    return replace(
+        result,
+        chosen=chosen,
+        predicted_us=chosen.predicted_us,
+        uncompressed_us=plain.predicted_us,
+        lower_bound_us=bound,
+        upper_bound_us=min(result.upper_bound_us, chosen.predicted_us),
+        alternatives=tuple(one.row for one in kept),
+        error=space.ledger.error(chosen.strategy.choices),
+        residual_bytes=spent[1],
+        kinds_left_out=kept[0].kinds_before - len(kinds_of(chosen.strategy)) if kept else 0,
+        fewer_kinds_cost_us=chosen.predicted_us - kept[0].before_us if kept else 0.0,
+    )
+
+
+def _noted(space: Space, row: Ranked) -> Ranked:
+    """The row with what its strategy owes and keeps in its notes, and what it was asked to keep to."""
+    owed, ranks = space.ledger.error(row.strategy.choices), range(min(row.strategy.cluster.num_ranks, MOST_LOOKED_AT))
+    kept = max(residual_bytes(row.plan, rank, space.terms.bytes_kept) for rank in ranks)
+    notes = {**row.strategy.notes, RESIDUAL_MB: kept / MB, **space.terms.to_meta()}
+    if owed is not None:
+        notes[OWED] = owed
+    return replace(row, strategy=replace(row.strategy, notes=notes))
+
+
+def _plain(job: Job, space: Space, result: SearchResult) -> Ranked:
+    """Every tensor raw, but for those that are forced to something else."""
+    choices = {t.name: space.every[space.terms.constraints.kind_of(t)][0] for t in job.tensors}
+    notes = {"predicted_us": result.uncompressed_us, "mode": job.mode.value, "found_by": "uncompressed"}
+    strategy = Strategy(job.tensors, choices, job.cluster, notes=notes)
+    return replace(
+        result.chosen, name="uncompressed", strategy=strategy, job=job, predicted_us=result.uncompressed_us
+    )  # fmt: skip
+
+
+def _bound_of(job: Job, space: Space, row: Ranked, effort: Effort | None, sizes: tuple[int, ...] | None) -> float:
+    """Certified over the groups that a strategy has, without what rides in payloads of others."""
+    strategy = row.strategy
+    units = tuple(
+        unit for unit in units_for(job, strategy, space.constraints)
+        if not is_rider(strategy.choices[unit.tensors[0]])
+    )  # fmt: skip
+    if not units or units == space.units(job):
+        return math.inf  # what was certified already says it
+    tried = sizes or partition_sizes(job, units)
+    evaluator = Evaluator(job, units, tried[0], pricer=row.pricer)
+    above = row.predicted_us - job.forward_us - job.optimizer_us
+    found = certify_units(job, evaluator, space.every, tried, above, space.budgets)
+    return found + job.forward_us + job.optimizer_us
+
+
+__all__ = ["settled"]
