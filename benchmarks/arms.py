@@ -7,7 +7,7 @@
 | ``plain``                    | DDP as it is                                                        |
 | ``fp16``                     | PyTorch's own hook (its bf16 twin refuses to run without CUDA)      |
 | ``powersgd:rank=1``          | PyTorch's own hook, from its second step on                         |
-| ``espresso:SPEC``            | ``strategy="auto"`` with that compressor                            |
+| ``espresso:SPEC``            | ``strategy="auto"`` with that compressor, or with ``auto``          |
 | ``espresso:SPEC@PATH``       | a given strategy file                                               |
 | ``bare:SPEC``                | as many bytes as ``espresso:SPEC`` sends beside it, or else as that |
 |                              | compressor makes of all tensors, in one all-gather after the last   |
@@ -121,6 +121,7 @@ class Arm:
             config |= {"decide_by": decide_by}
         if not path and decide_by == 0:  # plain steps are dear: as few as may be
             config |= {"profile_steps": 4, "race_steps": 3}
+        config["compile_beside"] = False  # what is compiled when is not what a benchmark of steps compares
         state: Decider = espresso.register(model, compressor=compressor, strategy=path or "auto", **config)
         return state
 

@@ -93,7 +93,7 @@ def bf16_hook(
 def _ours(seed: int, **settings: Any) -> Callable[[DistributedDataParallel], Any]:
     import espresso
 
-    return lambda model: espresso.register(model, compressor="auto", seed=seed, **settings)
+    return lambda model: espresso.register(model, compressor="auto", seed=seed, compile_beside=False, **settings)
 
 
 def attach(arm: str, model: DistributedDataParallel, seed: int) -> Any:

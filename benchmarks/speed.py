@@ -3,6 +3,7 @@
     python -m benchmarks.speed                      # everything, about half an hour
     python -m benchmarks.speed --rows mlp-1,gpt-1   # some rows
     python -m benchmarks.speed --quick              # fewer rounds, one compressor
+    python -m benchmarks.speed --nothing-chosen --rows mlp-1,cnn-1,cnn-slow    # "auto" against the best of five alone
 
 Two emulated hosts, each pinned to one core, its card limited by ``tbf`` (burst at most 128 KiB, the bulk rate
 verified before every row), bytes by the card's own counter. All arms of a row live in one process group and
@@ -23,10 +24,15 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.emulated import Distance, Network, open_network, parse_rate, run_workers
 from benchmarks.prediction import describe
+from benchmarks.ratios import paired_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPRESSORS = ("efsignsgd", "dgc:ratio=0.01", "topk:ratio=0.01")
 DEADLINE_S = 900.0
+
+AUTO, ALONE = "espresso:auto", ("efsignsgd", "dgc:ratio=0.01", "int8", "fp16", "powersgd:rank=4")
+OVER_ALONE = 1.05
+"""With nothing chosen a step takes at most this many times the best of those alone."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -62,6 +68,8 @@ CASES = (
     Case("gpt-2", "gpt", 2, "1gbit", 0.75, None, 4, 3),
     Case("cnn-2", "cnn", 2, "1gbit", None, None, 6, 8),
     Case("mlp-slow", "mlp", 1, "100mbit", None, 25.0, 3, 3),
+    Case("cnn-slow", "cnn", 1, "100mbit", None, None, 6, 8),
+    Case("gpt-slow", "gpt", 1, "100mbit", None, None, 3, 3),
     Case("resnet-1", "resnet", 1, "1gbit", None, None, 5, 6),
     Case("vit-1", "vit", 1, "1gbit", None, None, 5, 6),
     Case("lstm-1", "lstm", 1, "1gbit", None, None, 5, 4),
@@ -167,8 +175,40 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class OverBest:
+    """The step with nothing chosen, over that of the best compressor alone, with its interval."""
+
+    case: str
+    best: str
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, case: Case, arms: Sequence[dict[str, Any]]) -> "OverBest":
+        """From the trainer's arms, block by block."""
+        mine = next(arm for arm in arms if arm["name"] == AUTO)
+        alone = [arm for arm in arms if arm["name"].startswith("espresso:") and arm is not mine]
+        best = min(alone, key=lambda arm: float(arm["step_ms"]))
+        ratio = paired_ratio(mine["block_step_ms"], best["block_step_ms"])
+        return cls(case.name, best["name"].removeprefix("espresso:"), ratio.value, ratio.low, ratio.high)
+
+    def __str__(self) -> str:
+        bar = "pass" if self.value <= OVER_ALONE else "MISS"
+        interval = f"{self.low:.3f} … {self.high:.3f}"
+        return f"{self.case}: {self.value:.3f} ({interval}) of {self.best} alone; at most {OVER_ALONE}: {bar}"
+
+
 def train(
-    network: Network, case: Case, arms: Sequence[str], seed: int, out: Path, artifacts_dir: Path | None
+    network: Network,
+    case: Case,
+    arms: Sequence[str],
+    seed: int,
+    out: Path,
+    artifacts_dir: Path | None,
+    *,
+    at_once: bool = False,
 ) -> dict[str, Any]:
     """Run one case; the trainer's result."""
     out.unlink(missing_ok=True)
@@ -176,7 +216,7 @@ def train(
     argv += ["--blocks", str(case.blocks), "--steps-per-block", str(case.steps), "--seed", str(seed)]
     # The first collectives of a slow network wait for seconds of gradients.
     argv += ["--json", str(out), "--timeout-s", "300"]
-    if case.rtt_ms:  # a plain step takes seconds there: as few as may be
+    if case.rtt_ms or at_once:  # a plain step takes seconds far apart: as few as may be
         argv += ["--decide-by", "0"]
     argv += [] if artifacts_dir is None else ["--artifacts-dir", str(artifacts_dir.resolve() / case.name)]
     run_workers(
@@ -202,6 +242,9 @@ def main(
         str, typer.Option(help="More arms, comma-separated, such as powersgd:rank=1 (PyTorch's own hook).")
     ] = "",
     quick: Annotated[bool, typer.Option(help="Half the rounds, and efsignsgd only.")] = False,
+    nothing_chosen: Annotated[
+        bool, typer.Option(help=f'compressor="auto" against {", ".join(ALONE)} alone, decided at once.')
+    ] = False,
     seed: Annotated[int, typer.Option()] = 0,
     artifacts_dir: Annotated[Path | None, typer.Option(help="For job, strategy and lanes of automatic arms.")] = None,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "speed.json",
@@ -216,8 +259,11 @@ def main(
     specs = ["efsignsgd"] if quick else compressors.split(";")
     more = [*filter(None, beside.split(",")), *(f"espresso:{spec}" for spec in specs)]
     near, far = ["none", "plain", "fp16", *more], ["none", *(f"bare:{spec}" for spec in specs), *more]
+    if nothing_chosen:
+        near = far = ["none", AUTO, *(f"espresso:{spec}" for spec in ALONE)]
     console = results.console(150)
     measured: list[Row] = []
+    over: list[OverBest] = []
     networks: dict[str, str] = {}
     for case in chosen:
         if quick:
@@ -225,18 +271,21 @@ def main(
         distance = Distance(case.rtt_ms) if case.rtt_ms else None
         with open_network(2, case.rate, distance=distance) as network:
             networks[case.name] = describe(network)
-            own = far if case.rtt_ms else near
-            result = train(network, case, own, seed, json_path.with_suffix(".raw"), artifacts_dir)
+            own, raw = far if case.rtt_ms else near, json_path.with_suffix(".raw")
+            result = train(network, case, own, seed, raw, artifacts_dir, at_once=nothing_chosen)
         found = rows_of(case, result["arms"])
         measured += found
         console.print(table_of(found, f"{case.name}: 2 hosts x {case.workers}, {networks[case.name]}"))
+        if nothing_chosen:
+            over.append(OverBest.of(case, result["arms"]))
+            console.print(f"  {over[-1]}")
         for row in found:
             if row.verdict:
                 console.print(f"  {row.arm} decided after {row.steps_to_decide} steps: {row.verdict}")
         # After every case: what was measured so far survives an interruption.
         config = {"arms": near, "far": far, "networks": networks, "quick": quick, "cases": [asdict(c) for c in chosen]}
-        results.write(json_path, results.record(config, seed, [asdict(row) for row in measured]))
-    if any(row.passes is False for row in measured):
+        results.write(json_path, results.record(config, seed, [*map(asdict, measured), *map(asdict, over)]))
+    if any(row.passes is False for row in measured) or any(one.value > OVER_ALONE for one in over):
         raise typer.Exit(1)
 
 

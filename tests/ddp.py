@@ -106,6 +106,7 @@ def registered(
     """``espresso.register`` with a uniform strategy; closed at the end."""
     size = dist.get_world_size(ddp.process_group)
     cluster = Cluster(size // ranks_per_node, ranks_per_node)
+    settings.setdefault("compile_beside", False)  # decided after so many steps, whatever is on disk
     settings.setdefault("strategy", strategy_for(ddp, cluster, option, compressor, partition_bytes))
     state = espresso.register(
         ddp, compressor, ranks_per_node=ranks_per_node, timeout_s=timeout_s, offload_threads=1, **settings

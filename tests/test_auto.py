@@ -1,11 +1,15 @@
 """Automatic mode on a live job: it measures, searches, races, and trains all the while."""
 
 import math
+import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import espresso
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
 DECIDED_WITHIN = 60
@@ -43,6 +47,14 @@ def test_of_several_compressors_tensors_take_what_the_terms_allow(played):
         assert most == pytest.approx(result["residual"], rel=0.02), "forecast and allocated"
         assert result["forecast"]
         assert result["raced"] == everybody[0]["raced"]
+
+
+def test_kernels_that_are_not_on_disk_are_compiled_beside_plain_steps(played):
+    for missing, steps, kept, told in played(decide_while_compiling):
+        assert missing, "registration waited for them"
+        assert steps > DECIDED_WITHIN
+        assert kept, "compiled, and left for the next job"
+        assert told
 
 
 def test_inf_batches_while_measuring_and_racing(played):
@@ -121,6 +133,29 @@ def decide_among(rank: int) -> dict[str, object]:
         }  # fmt: skip
 
 
+def kernels_of_randomk() -> list[Path]:
+    folder = os.environ.get("NUMBA_CACHE_DIR") or Path(espresso.__file__).parent / "cpu_offload"
+    return list(Path(folder).rglob("randomk*.nb?"))
+
+
+def decide_while_compiling(rank: int) -> tuple[bool, int, bool, bool]:
+    """No other scenario here has these kernels in memory."""
+    ddp, steps = wrap(mlp(20, 30, 3)), 0
+    for path in kernels_of_randomk() if rank == 0 else ():
+        path.unlink(missing_ok=True)
+    dist.barrier()
+    settings = {"strategy": "auto", "compile_beside": True, "profile_steps": 1, "race_steps": 3, "race_rounds": 1}
+    with registered(ddp, compressor="randomk:ratio=0.1", timeout_s=60.0, **settings) as state:
+        missing = not kernels_of_randomk()
+        waits = "compiled" in state.summary()
+        while not state.decided and steps < 3000:
+            ddp(batch(rank, steps, 20)).square().mean().backward()
+            assert agreed(ddp) or steps % 10
+            steps += 1
+            time.sleep(0.02)
+        return missing, steps, bool(kernels_of_randomk()) and state.decided, waits
+
+
 def decide_with_overflow(rank: int) -> tuple[int, bool]:
     ddp = wrap(mlp(64, 256, 256, 8), bucket_cap_mb=0.1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
@@ -159,4 +194,6 @@ def alone(rank: int) -> tuple[bool, bool]:
 
 @pytest.fixture(scope="module")
 def played() -> Played:
-    return Played(__name__, (decide, decide_among, decide_with_overflow, alone), 4, deadline_s=150)
+    return Played(
+        __name__, (decide, decide_among, decide_while_compiling, decide_with_overflow, alone), 4, deadline_s=150
+    )

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from numba.core import caching
 from espresso.jit.folders import private_folder, warn_once
 
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
+
+_only_kept = False
 
 _Impl: Any = caching.CompileResultCacheImpl
 _Cache: Any = caching.FunctionCache
@@ -44,6 +47,27 @@ def keep(dispatcher: Any, digest: str) -> Any:
     except (RuntimeError, OSError):  # no folder to keep it in
         warn_once(f"no folder for compiled kernels can be written, so every process compiles them; {_REMEDY}")
     return dispatcher
+
+
+class NotKeptError(Exception):
+    """A kernel would have to be compiled, where only those that are kept may be used."""
+
+
+@contextmanager
+def only_kept() -> Iterator[None]:
+    """In here a kernel that is not on disk is not compiled, in no thread of this process.
+
+    Where there is no folder for kernels nothing is ever kept, and they are compiled all the same.
+
+    Raises:
+        NotKeptError: by the call of such a kernel.
+    """
+    global _only_kept
+    _only_kept = True
+    try:
+        yield
+    finally:
+        _only_kept = False
 
 
 class _Temporary(_Beside):  # type: ignore[misc]  # Numba's classes are untyped
@@ -89,10 +113,13 @@ class _KernelCache(_Cache):  # type: ignore[misc]
 
     def load_overload(self, *arguments: Any) -> Any:
         try:
-            return super().load_overload(*arguments)
+            found = super().load_overload(*arguments)
         except Exception as error:  # a damaged file raises whatever unpickling it runs into
             self._warn(error)
             return None
+        if found is None and _only_kept:
+            raise NotKeptError(f"{self.cache_path} does not have {self._name}")
+        return found
 
     def save_overload(self, *arguments: Any) -> None:
         try:

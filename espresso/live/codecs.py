@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from espresso.compressors import registry
 from espresso.compressors.base import Array, Codec
-from espresso.compressors.cuda import Device as Accelerator
 from espresso.compressors.rehearsal import warm_up
 from espresso.cpu_offload import WorkerPool, available_cores
 from espresso.cpu_offload.placement import allowed_cores, cores_of_threads
 from espresso.cpu_offload.work import FUSED
 from espresso.strategies import CompressorSpec, Device
+
+if TYPE_CHECKING:
+    import torch
+
+    from espresso.compressors.cuda import Device as Accelerator
 
 MOST_AT_ONCE = 8
 """Offloaded compressions, unless asked for: a sparsifier takes one thread for segments of up to 4 MB."""
@@ -91,4 +93,6 @@ class DeviceCodecs(HostCodecs):
         warm_up(self(spec, Device.TRAINING), work, here=self._there)
 
     def _there(self, array: Array) -> torch.Tensor:
+        import torch
+
         return torch.from_numpy(array).to(self._accelerator.torch_device)

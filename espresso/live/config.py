@@ -60,6 +60,7 @@ class Settings(TypedDict, total=False):
     offload_threads: int | None
     offload_width: int | None
     connections: int
+    compile_beside: bool
     warmup_steps: int
     profile_steps: int
     race_steps: int
@@ -165,6 +166,8 @@ class Config:
         offload_threads: threads of the host worker pool; None takes the cores this rank may use.
         offload_width: compressions at once on that pool; None takes one for each of its threads, and at most 8.
         connections: of each link between nodes, over which exchanges go in turn (Gloo; ``docs/long_networks.md``).
+        compile_beside: kernels that are not on disk are compiled while plain steps run, and automatic mode begins when
+            they are there. False: before the first step, which all ranks wait for.
         warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
         profile_steps: plain steps in which gaps are measured.
         race_steps: steps of each block when strategies race against plain; the first of a block is not counted.
@@ -205,6 +208,7 @@ class Config:
     offload_threads: int | None = field(default=None, metadata=_in(_optional(_whole(1, 1024))))
     offload_width: int | None = field(default=None, metadata=_in(_optional(_whole(1, 64))))
     connections: int = field(default=1, metadata=_in(_whole(1, 16)))
+    compile_beside: bool = field(default=True, metadata=_in(Range("True or False", (bool,))))
     warmup_steps: int = field(default=4, metadata=_in(_whole(3, MOST_MEASURED)))
     profile_steps: int = field(default=8, metadata=_in(_whole(1, MOST_MEASURED)))
     race_steps: int = field(default=5, metadata=_in(_whole(3, MOST_MEASURED)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from espresso.diagnosis.overlap import predicted_overlap
 from espresso.live.session import Session
 
@@ -10,7 +12,7 @@ METRICS = tuple(
     for name in (
         "bytes_sent", "bytes_raw", "residual_norm", "residual_bytes", "velocity_bytes", "predicted_step_us",
         "measured_step_us", "steps", "skipped_steps", "tensors_compressed", "tensors_through_servers", "decided",
-        "overlap", "predicted_overlap",
+        "overlap", "predicted_overlap", "owed", "predicted_owed",
     )
 )  # fmt: skip
 """What :func:`metrics_of` tells."""
@@ -35,6 +37,8 @@ def metrics_of(session: Session) -> dict[str, float]:
         session.decider.decided,
         session.recorder.overlap() or 0.0,
         _predicted_overlap(session),
+        owed(session),
+        strategy.notes.get("gradients_owed", 0.0),
     )
     found = {} if session.guard is None else session.guard.figures
     by_group = {f"espresso/{what}/{group}": value for group, row in found.items() for what, value in row.items()}
@@ -49,6 +53,15 @@ def predicted_us(session: Session) -> float:
     if verdict.name == "plain" and session.search is not None:
         return session.search.uncompressed_us
     return verdict.predicted_us.get(verdict.name, 0.0)
+
+
+def owed(session: Session) -> float:
+    """Gradients that the strategy in use owes by the guard's checks, tensors by their elements; 0 where it saw none."""
+    found = {} if session.guard is None else session.guard.owed
+    sizes = {tensor.name: tensor.numel for tensor in session.model.tensors}
+    choices = session.decider.strategy.choices
+    squares = (sizes[name] * value**2 for name, (choice, value) in found.items() if choices[name] == choice)
+    return math.sqrt(math.fsum(squares) / max(sum(sizes.values()), 1))
 
 
 def _predicted_overlap(session: Session) -> float:

@@ -24,6 +24,7 @@ over the gradient) grows, and a tensor of which nothing at all is sent is named 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,9 @@ NOTHING = 1e-6
 """A tensor sends nothing if its part of what is owed is below this."""
 
 MOST_GROUPS = 16
+
+OWED_CHECKS = 8
+"""The latest of a tensor that say what it owes: each looks at another stretch."""
 
 _WIDTH = 3 * SIZE + 2
 
@@ -140,6 +144,7 @@ class Guard:
         self._averages: dict[str, Array] = {}
         self._summing: tuple[_Check, Gathering] | None = None
         self._out: dict[str, int] = {}
+        self._owed: dict[str, tuple[Choice, deque[float]]] = {}
         self.figures: dict[str, dict[str, float]] = {}
 
     # -- around an iteration -------------------------------------------------------------------------
@@ -222,6 +227,10 @@ class Guard:
         for (name, choice), row in zip(check.choices.items(), rows, strict=True):
             figures = _figures(row, self._averages[name])
             of_group.setdefault(self._group_of[name], []).append(figures)
+            if (square := figures[3]) > 0:
+                if name not in self._owed or self._owed[name][0] != choice:
+                    self._owed[name] = choice, deque(maxlen=OWED_CHECKS)
+                self._owed[name][1].append(figures[4] / square)
             reason = _why_out(figures, choice.compressor, self._store.storage)
             if reason:
                 found[name] = reason
@@ -237,6 +246,11 @@ class Guard:
             self._next = check.iteration + AGAIN
         worst = {name: found[name] for name, times in self._out.items() if times >= CONFIRMED}
         return self._alarms(worst)
+
+    @property
+    def owed(self) -> dict[str, tuple[Choice, float]]:
+        """By tensor its choice and the gradients that it owes, |e| / |g| of the latest checks; equal on all ranks."""
+        return {name: (choice, math.sqrt(math.fsum(row) / len(row))) for name, (choice, row) in self._owed.items()}
 
     def _alarms(self, reasons: Mapping[str, str]) -> list[Alarm]:
         groups = dict.fromkeys(self._group_of[name] for name in reasons)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from espresso.strategies import (
     NONE,
     RANK_DEVICES,
     Bucket,
+    Choice,
     CompressorSpec,
     Device,
     Mode,
@@ -66,6 +67,7 @@ class OnlineSearch:
         uncompressed_us: predicted iteration time of the plain strategy.
         advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
         bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
+        measured_owed: what tensors owe by the choices that run, where that is looked at.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class OnlineSearch:
         self.advice = ""
         self.bucket_cap_mb: float | None = None
         self._revised: Remeasured | None = None
+        self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
+        self.measured_owed: Callable[[], Mapping[str, tuple[Choice, float]]] = dict
 
     def follow(self, in_force: InForce) -> bool:
         """Search for the compressors in force, or for those to come while nothing is."""
@@ -225,23 +229,21 @@ class OnlineSearch:
         return replace(job, costs=replace(job.costs, compute=job.costs.compute + more))
 
     def _with_sensitivity(self, job: Job) -> Job:
-        """The job with what compressors owe of the gradients that were sampled (rank 0)."""
-        from espresso.search.error_budget import measure_sensitivity
+        """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
+        from espresso.search.error_budget import Sensitivity, measure_sensitivity
         from espresso.search.space import SENSITIVITY
 
-        samples = self._sampler.samples()
-        if len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):
-            return job  # something was never finite: normal numbers stand in
         wanted = self._wanted()
-        known = job.meta.get(SENSITIVITY, {}).get("owed", {})
-        fresh = [s for s in (*wanted, *(more for spec in wanted for more in finer(spec))) if str(s) not in known]
-        if not fresh:
-            return job
-        begin = time.perf_counter()
-        found = measure_sensitivity(samples, fresh, gain=self._gain)
-        logger.info("measured what %d compressors owe in %.1f s", len(found.owed), time.perf_counter() - begin)
-        body = found.to_json()
-        return replace(job, meta={**job.meta, SENSITIVITY: {**body, "owed": {**known, **body["owed"]}}})
+        fresh = [s for s in (*wanted, *(more for spec in wanted for more in finer(spec))) if s not in self._forecast]
+        if fresh:
+            samples = self._sampler.samples()
+            if len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):
+                return job  # something was never finite: normal numbers stand in
+            begin = time.perf_counter()
+            self._forecast |= measure_sensitivity(samples, fresh, gain=self._gain).owed
+            logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
+        kept_up = Sensitivity(self._forecast).kept_up(self.measured_owed())
+        return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json()})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])

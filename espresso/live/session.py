@@ -44,6 +44,7 @@ from espresso.live.observer import GradientClock, Observer
 from espresso.live.online_search import OnlineSearch
 from espresso.live.orderer import Work
 from espresso.live.planner import AutoPlanner, Decider
+from espresso.live.prepare import LOOK_EVERY, Kernels
 from espresso.live.recorder import Recorder
 from espresso.live.recording import Recording
 from espresso.live.runtime import Runtime, runtime_of
@@ -79,6 +80,7 @@ class Session:
         recorder, recording: keep the last of them.
         history: what was decided when, and why.
         overlap_of: predicted for a strategy, for whoever asks again.
+        is_compiled: whether the kernels are there that this job may run.
         lay_buckets: has the front lay its buckets anew, of a size in MiB; whether it will.
 
     Raises:
@@ -148,7 +150,9 @@ class Session:
                 **self._front(),
             )
             undo.callback(self.executor.close)
-            self._warm_up(servers)  # last: who dies or hangs meanwhile is named
+            self._kernels = self._make_kernels()
+            undo.callback(self._kernels.end)
+            self.is_compiled = self._warm_up(servers)  # last: who dies or hangs meanwhile is named
             self.recording = Recording(self.recorder, self.executor, model, config)
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
             undo.pop_all()
@@ -183,7 +187,7 @@ class Session:
 
     def _make_decider(self) -> Decider:
         strategy, tensors, groups = self.given.strategy, self.model.tensors, self.groups
-        profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
+        profile_only = self._profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
         needed = self.config.warmup_steps + self.config.profile_steps
         goes_first = groups.rank % groups.cluster.ranks_per_node == 0 and (not groups.beside or not groups.beside.rank)
         self._marks = ProfileMarks(is_told=profile_only and goes_first, needed=needed, groups=groups)
@@ -194,6 +198,7 @@ class Session:
         if groups.num_ranks == 1 and not profile_only:
             logger.info("one rank: there is nothing to exchange, gradients stay as they are")
             return FixedPlanner(plain, groups)
+        self._plain = Assignment(plain)
         self._marks.mark(0)
         self.search = self._make_search()
         return AutoPlanner(
@@ -231,6 +236,7 @@ class Session:
             self.bearing,
         )
         search.follow(self.follower.in_force)
+        search.measured_owed = lambda: {} if self.guard is None else self.guard.owed
         return search
 
     def _make_clock(self) -> GradientClock | None:
@@ -241,19 +247,21 @@ class Session:
         namespace = self.groups.from_rank_0(client.new_namespace())
         return Link(client, self.groups.ranks, self.store, self.config.timeout_s, namespace, self.bearing)
 
-    def _warm_up(self, servers: Link | None) -> None:
-        """Compile the kernels this job may run, one rank of each host first, the others from its cache."""
+    def _make_kernels(self) -> Kernels:
         specs = (self.given.specs | set(self.config.terms.constraints.forced())) - {NONE}
-        dtypes = {tensor.dtype for tensor in self.model.tensors}
         launch = read_environment()  # ranks_per_node may say otherwise, but the cache belongs to the host
         per_node = self.groups.cluster.ranks_per_node
         goes_first = self.groups.rank % per_node == 0 if launch is None else launch.local_rank == 0
-        for turn in (True, False):
-            if goes_first is turn:
-                self.codecs.warm_up(specs, dtypes)
-                if servers is not None:
-                    servers.prepare(specs, dtypes)
-            self.groups.barrier(patient=True)
+        return Kernels(self.groups, self.codecs, specs, {tensor.dtype for tensor in self.model.tensors}, goes_first)
+
+    def _warm_up(self, servers: Link | None) -> bool:
+        """Have the kernels that this job may run; whether they are there, or are compiled beside its first steps."""
+        # Before automatic mode measures there is nothing to encode.
+        may_wait = isinstance(self.decider, AutoPlanner) and not self._profile_only and self.config.compile_beside
+        if may_wait and servers is None and self.runtime.place.device.type == "cpu":
+            return self._kernels.begin()
+        self._kernels.compile(None if servers is None else servers.prepare)
+        return True
 
     # -- called by a front ---------------------------------------------------------------------------
 
@@ -277,7 +285,9 @@ class Session:
         """What an iteration runs, by the compressors that are in force in it."""
         if self.follower.moves(iteration):
             self.decider.follow(self.follower.in_force)
-        assignment = self._flushing or self.decider.assign(iteration)
+        # Automatic mode begins when its kernels are there; until then steps are plain.
+        waits = not self.is_compiled and not self.decider.decided
+        assignment = self._flushing or (self._plain if waits else self.decider.assign(iteration))
         if self.guard is not None:
             self.guard.begin(iteration, assignment, self.scale)
         return assignment
@@ -291,8 +301,10 @@ class Session:
             self._flushing = None
         if not self.decider.decided:
             self._marks.mark(record.iteration + 1)
+        looks = not self.is_compiled and record.iteration % LOOK_EVERY == LOOK_EVERY - 1
         works = [
             None if flushed else self.decider.after(record),
+            self._look_for_kernels if looks else None,
             self.recorder.look if self.recorder.looks(record.iteration) else None,
         ]
         if self.guard is not None and self.guard.end(record):
@@ -309,6 +321,9 @@ class Session:
             works.append(self.check_replicas)
         due = [work for work in works if work is not None]
         return partial(_run_all, due) if due else None
+
+    def _look_for_kernels(self) -> None:
+        self.is_compiled = self._kernels.are_there()
 
     def _look_at_averages(self, guard: Guard, step: int) -> None:
         """Have what the guard found out of its band go exact from the next iteration on, on all ranks alike."""
@@ -398,6 +413,7 @@ class Session:
         self.recording.end()
         was_told = self._told()
         is_idle = self.executor.close() and was_told
+        self._kernels.end()
         self.codecs.close()
         self.groups.close(wait=is_idle)
 
@@ -414,7 +430,7 @@ class Session:
         self._guard.remove()
         self.recording.detach()
         self.executor.close()
-        for end in (self.codecs.close, self.groups.alarm.close):
+        for end in (self._kernels.end, self.codecs.close, self.groups.alarm.close):
             threading.Thread(target=end, name="espresso-end", daemon=True).start()
 
 

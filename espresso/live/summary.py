@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from espresso.live.figures import predicted_us
+from espresso.live.figures import owed, predicted_us
 from espresso.live.session import Session
 from espresso.strategies import NONE, Strategy
 
@@ -33,7 +33,10 @@ def _job(session: Session) -> str:
 def _decided(session: Session) -> str:
     verdict = session.decider.verdict
     if verdict is None:
-        return f"not yet: automatic mode decides by step {session.config.decide_by}, all gradients are plain until then"
+        when = f"by step {session.config.decide_by}"
+        if not session.is_compiled:
+            when = f"{session.config.decide_by} steps after its kernels are compiled"
+        return f"not yet: automatic mode decides {when}, all gradients are plain until then"
     return f"{verdict.name}: {verdict.reason}"
 
 
@@ -77,9 +80,12 @@ def _keeps(session: Session) -> str:
         kept.append((session.velocities.num_bytes, "velocities"))
     said = " and ".join(f"{_bytes(size)} of {what}" for size, what in kept if size) or "nothing"
     notes = session.decider.strategy.notes
-    owed, forecast = notes.get("gradients_owed"), notes.get("residual_mb")
+    predicted, forecast = notes.get("gradients_owed"), notes.get("residual_mb")
     said += f", {forecast:.3g} MB forecast" if forecast else ""
-    return said + (f"; owes about {owed:.2g} gradients" if owed else "")
+    if not predicted:
+        return said
+    measured = owed(session)
+    return said + f"; owes about {predicted:.2g} gradients" + (f", measured {measured:.2g}" if measured else "")
 
 
 def _bytes(size: float) -> str:
