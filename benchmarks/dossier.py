@@ -125,7 +125,7 @@ ARMS = ("plain", "bf16 hook", "powersgd hook", *OURS)
 def task_of(case: str, seed: int) -> Task:
     """The task with the case's optimizer, small where ``benchmarks.convergence`` has a small model of that name."""
     name, _, optimizer = case.partition("-")
-    task = build_task(name, seed)
+    task = build_task("mlp" if name == "cnn" else name, seed)  # the same digits
 
     def make_models() -> list[torch.nn.Module]:
         torch.manual_seed(seed)

@@ -164,6 +164,7 @@ def test_rank_correlations_and_what_a_dossier_says_of_its_runs():
                     metrics[arm] + 0.01 * seed, False, "")
         for arm, curve in curves.items() for seed in (0, 1)
     ]  # fmt: skip
+    assert all(dossier.task_of(case, 0).make_models() for case in dossier.CASES)
     plain, ours, control = dossier.judge(runs)
     assert (plain.inside, ours.inside, control.inside) == (True, True, False)
     assert (ours.steps_to_target, ours.seconds_to_target, control.steps_to_target) == (30, 3.0, None)
