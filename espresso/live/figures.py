@@ -22,6 +22,7 @@ def metrics_of(session: Session) -> dict[str, float]:
     """Everything in ``METRICS``, and the guard's figures by group of tensors."""
     session.executor.conclude()
     last, strategy, velocities = session.observer.last, session.decider.strategy, session.velocities
+    told = strategy.notes.get("gradients_owed")  # of a file somebody else may have written
     figures = (
         0 if last is None else last.bytes_sent,
         0 if last is None else last.bytes_raw,
@@ -38,7 +39,7 @@ def metrics_of(session: Session) -> dict[str, float]:
         session.recorder.overlap() or 0.0,
         _predicted_overlap(session),
         owed(session),
-        strategy.notes.get("gradients_owed", 0.0),
+        float(told) if isinstance(told, int | float) else 0.0,
     )
     found = {} if session.guard is None else session.guard.figures
     by_group = {f"espresso/{what}/{group}": value for group, row in found.items() for what, value in row.items()}
