@@ -148,7 +148,7 @@ def decide_while_compiling(rank: int) -> tuple[bool, int, bool, bool]:
     with registered(ddp, compressor="randomk:ratio=0.1", timeout_s=60.0, **settings) as state:
         missing = not kernels_of_randomk()
         waits = "compiled" in state.summary()
-        while not state.decided and steps < 3000:
+        while not state.decided and steps < 5000:
             ddp(batch(rank, steps, 20)).square().mean().backward()
             assert agreed(ddp) or steps % 10
             steps += 1

@@ -86,7 +86,7 @@ def test_sound_runs_raise_no_alarm_and_say_how_far_they_are(played):
                 assert run["metrics"][f"espresso/deviation/{group}"] > 1e-3
                 assert run["metrics"][f"espresso/residual_ratio/{group}"] > 1e-3
             ratios = [run["metrics"][f"espresso/residual_ratio/{group}"] for group in ("0", "2", "4")]
-            assert 0.3 * min(ratios) < run["metrics"]["espresso/owed"] < 3 * max(ratios)
+            assert 0.1 * min(ratios) < run["metrics"]["espresso/owed"] < 10 * max(ratios)
 
 
 @pytest.mark.parametrize("scenario", [zero_a_tensor, halve_on_one_rank, stale_on_one_rank])
