@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from espresso.flight.form import load_run
+from espresso.flight.form import FlightError, load_run
 from espresso.model.job import Job
 from espresso.model.timeline import list_schedule, simulate
 from espresso.show.flight_events import step_events
@@ -26,8 +26,10 @@ def draw_lanes(folder: Path, title: str) -> list[Path]:
     laid_out = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
     timeline = simulate(list_schedule(laid_out, job), job)
     predicted = predicted_events(timeline)
-    recorded = any(folder.glob("flight-*.json"))
-    measured = step_events(load_run(folder), strategy, timeline.bucket_ready_us[0]) if recorded else []
+    try:
+        measured = step_events(load_run(folder), strategy, timeline.bucket_ready_us[0])
+    except FlightError:  # nothing was recorded, or no step of it ran the strategy with its exchanges looked at
+        measured = []
     trace, picture = folder / "trace.json", folder / "lanes.png"
     write_trace(trace, predicted, measured, metadata={"title": title})
     write_gantt(picture, predicted, last_iteration(measured), title=title)

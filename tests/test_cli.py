@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from espresso.commands import _common
 from espresso.flight.form import Flight, Script, Span, StepRecord, Stretch
 from espresso.model.job import Job
 from espresso.search.search import GREEDY, PUBLISHED
+from espresso.show.flight_events import step_events
 from espresso.strategies import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,6 +222,9 @@ def test_simulate_shows_a_recorded_step_beside_the_predicted_one(files: dict[str
     other = Strategy.uniform(strategy.tensors, strategy.cluster)
     Flight(1, 4, "gpu7", job.cluster, (Stretch(other, job.laid_out),), ()).save(run / "flight-00001.json")
     refused(espresso(*argv), "ran this strategy")
+    whole = Stretch(Strategy.uniform(strategy.tensors, strategy.cluster, partition_bytes=0), job.laid_out)
+    plain = Flight(1, 4, "gpu7", job.cluster, (whole,), (replace(steps[0], spans=(Span(0, 5e3, 5e3, 6e3, 8),)),))
+    assert step_events([plain], other)  # whole buckets were averaged, whatever it says of partitions
     (run / "flight-00001.json").write_text("{}")
     refused(espresso(*argv), "flight-00001.json")
     refused(espresso(*argv[:-1], tmp_path / "none"), "holds no flight records")

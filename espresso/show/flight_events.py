@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from espresso.flight.clocks import Clock, align
-from espresso.flight.form import Flight, FlightError, Script, Span, StepRecord
+from espresso.flight.form import Flight, FlightError, Script, Span, StepRecord, Stretch
 from espresso.show.lane_events import BACKWARD_LANE, SCRIPT_LANE, STEP_LANE, Kind, LaneEvent, kind_of
 from espresso.strategies import Form, Stage, Strategy
 
@@ -30,12 +30,20 @@ def step_events(flights: Sequence[Flight], strategy: Strategy, first_ready_us: f
     """
     events: list[LaneEvent] = []
     for flight in flights:
-        looked = [step for step in flight.steps if step.spans and flight.of(step).strategy == strategy]
+        looked = [step for step in flight.steps if step.spans and _ran(flight.of(step), strategy)]
         if looked:
             events += _of_step(flight, looked[-1], min(looked[-1].ready_us) - first_ready_us)
     if not events:
         raise FlightError("no step of these flight records ran this strategy with its exchanges looked at")
     return events
+
+
+def _ran(stretch: Stretch, strategy: Strategy) -> bool:
+    """Whether steps ran a strategy; whole buckets are averaged whatever it says of partitions."""
+    theirs = stretch.strategy
+    return theirs == strategy or (
+        theirs.only_averages and replace(theirs, partition_bytes=strategy.partition_bytes) == strategy
+    )
 
 
 def _of_step(flight: Flight, step: StepRecord, zero_us: float) -> Iterator[LaneEvent]:
