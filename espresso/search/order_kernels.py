@@ -2,8 +2,9 @@
 
 What is first come first served keeps two rules, whatever else is under way. Of two tasks that share a lane one ends
 before the other begins; and that is the one that came first, so that what is before it in its own chain ended no later.
-Other units may hold any of them up, but never break a rule: if no schedule of the largest units alone keeps both
-rules and ends by a time, then no strategy does.
+Other units may hold any of them up, and training work what backward hands over, but nothing breaks a rule or the order
+in which units are handed over: if no schedule of the largest units alone keeps to that and ends by a time, then no
+strategy does.
 
 To *refute* a time: earliest starts and latest starts of all tasks are drawn tight along the chains and along the pairs
 that are decided; a pair of which only one order is left is decided; if none is, there is no schedule. Else a pair is
@@ -66,8 +67,8 @@ def _tight(n: int, tasks: Wholes, times: Reals, sides: Bytes, slack: float) -> i
                 if side == 0:
                     came_i = early[p] + us[p] if p >= 0 else release[i]
                     came_j = early[q] + us[q] if q >= 0 else release[j]
-                    last_i = late[p] + us[p] if p >= 0 else release[i]
-                    last_j = late[q] + us[q] if q >= 0 else release[j]
+                    last_i = late[p] + us[p] if p >= 0 else late[i]
+                    last_j = late[q] + us[q] if q >= 0 else late[j]
                     first = early[i] + us[i] <= late[j] + slack and came_i <= last_j + slack
                     other = early[j] + us[j] <= late[i] + slack and came_j <= last_i + slack
                     if not first and not other:
@@ -85,7 +86,7 @@ def _tight(n: int, tasks: Wholes, times: Reals, sides: Bytes, slack: float) -> i
                     late[a] = late[b] - us[a]
                     changed = True
                 came = early[pa] + us[pa] if pa >= 0 else release[a]
-                last = late[pb] + us[pb] if pb >= 0 else release[b]
+                last = late[pb] + us[pb] if pb >= 0 else late[b]
                 if came > last + slack:
                     return -spent
                 if pb >= 0 and came - us[pb] > early[pb] + slack:
@@ -204,6 +205,8 @@ def _lay(
             for i in range(n):
                 meet = SHARE[tasks[SET, i], tasks[SET, n]] and times[US, i] > 0.0 and times[US, n] > 0.0
                 sides[i, n] = 0 if meet else 2
+                if meet and tasks[BEFORE, i] < 0 and tasks[BEFORE, n] < 0 and times[RELEASE, i] < times[RELEASE, n]:
+                    sides[i, n] = 1
             n += 1
     # Along a chain, and among the same tasks of one unit's partitions, the order is known.
     for i in range(n):
