@@ -38,13 +38,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import espresso.fsdp
 from benchmarks import results
 from benchmarks.emulated import Distance, open_network, run_workers
-from benchmarks.lasting import signs
 from benchmarks.models import Gpt, Workload, build_workload
 from benchmarks.prediction import describe
 from benchmarks.ratios import paired_ratio
 from benchmarks.train import MAX_STEPS_TO_DECIDE, Block, Place, process_group, run_block
 from espresso.fsdp.layout import hybrid_mesh, sum_and_divide
-from espresso.live.given import Policy
 from espresso.live.state import EspressoState
 from espresso.strategies import Cluster, Strategy, TensorSpec
 
@@ -103,13 +101,10 @@ def plain(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:
     return Strategy.uniform(tensors, cluster, partition_bytes=0)
 
 
-GIVEN: dict[str, Policy] = {"none": plain, "signs": signs}
-
-
-def make_runner(arm: str, workload: Workload, mesh: DeviceMesh, layers: int, seed: int = 0) -> Runner:
+def make_runner(arm: str, workload: Workload, mesh: DeviceMesh, layers: int) -> Runner:
     """An arm's model, sharded; its state where it has one."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = Gpt(num_layers=layers)
     for module in (*model.get_submodule("blocks").children(), model):
         fully_shard(module, mesh=mesh if arm == "native" else mesh["shard"])
@@ -122,7 +117,7 @@ def make_runner(arm: str, workload: Workload, mesh: DeviceMesh, layers: int, see
     elif arm != "native":
         compressor = arm.removeprefix("espresso:")
         make = partial(espresso.fsdp.register, model, mesh["replicate"], timeout_s=300.0)
-        state = make("efsignsgd", GIVEN[arm]) if arm in GIVEN else make(compressor)
+        state = make("none", plain) if arm == "none" else make(compressor)
     return Runner(arm, model, workload.make_optimizer(model), state)
 
 
