@@ -197,7 +197,7 @@ def elastic(agents: Agents) -> list[Row]:
     """Rows: each restart, and what it kept."""
     agents.start(0, 1, 2, 3)
     rows = agents.wait("four ranks", trained(4, 0))
-    actions = (
+    actions: tuple[tuple[str, int, Callable[[], None]], ...] = (
         ("a worker is killed", 4, lambda: agents.kill_worker(1)),
         ("two hosts go", 2, lambda: agents.kill(2, 3)),
         ("one comes", 3, lambda: agents.start(2)),
