@@ -94,7 +94,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def nvcc_says(file: str, folder: Path) -> str:
-    """Warnings and errors; nothing if all is well. A build of the same text is not repeated."""
+    """Warnings and errors; nothing if all is well. No source asks for its architecture, so that it is translated once,
+    for the oldest, and assembled for each. A build of the same text is not repeated.
+    """
     assert NVCC is not None
     digest = hashlib.blake2b((source_of(file) + "".join(ARCHITECTURES)).encode(), digest_size=10).hexdigest()
     stamp = BUILD / f"nvcc-{file}-{digest}"
@@ -102,8 +104,10 @@ def nvcc_says(file: str, folder: Path) -> str:
         return ""
     source = folder / file
     source.write_text(source_of(file))
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-    command = [NVCC, "-std=c++17", "--fmad=false", "-Werror=all-warnings", *targets, "-fatbin", str(source)]
+    assert "__CUDA_ARCH__" not in source.read_text()
+    targets = ",".join(f"sm_{number}" for number in ARCHITECTURES)
+    target = f"-gencode=arch=compute_{ARCHITECTURES[0]},code=[{targets}]"
+    command = [NVCC, "-std=c++17", "--fmad=false", "-Werror=all-warnings", target, "-fatbin", str(source)]
     done = subprocess.run(
         [*command, "-o", f"{source}.fatbin"], capture_output=True, text=True, timeout=200, check=False
     )

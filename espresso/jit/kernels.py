@@ -22,6 +22,7 @@ from typing import Any
 from numba.core import caching
 
 from espresso.jit.folders import private_folder, warn_once
+from espresso.jit.turns import Turn
 
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written"
 
@@ -106,26 +107,36 @@ class _KernelCache(_Cache):  # type: ignore[misc]
     def __init__(self, function: Any, digest: str) -> None:
         self._digest = digest
         super().__init__(function)
+        self._turn = Turn(self.cache_path, self._impl.filename_base)
 
     def _index_key(self, *arguments: Any) -> tuple[Any, ...]:
         key: tuple[Any, ...] = super()._index_key(*arguments)
         return (*key, self._digest)
 
     def load_overload(self, *arguments: Any) -> Any:
+        found = self._read(*arguments)
+        if found is None and _only_kept:
+            raise NotKeptError(f"{self.cache_path} does not have {self._name}")
+        if found is None and self._turn.take():
+            found = self._read(*arguments)
+            if found is not None:
+                self._turn.give_back()
+        return found
+
+    def _read(self, *arguments: Any) -> Any:
         try:
-            found = super().load_overload(*arguments)
+            return super().load_overload(*arguments)
         except Exception as error:  # a damaged file raises whatever unpickling it runs into
             self._warn(error)
             return None
-        if found is None and _only_kept:
-            raise NotKeptError(f"{self.cache_path} does not have {self._name}")
-        return found
 
     def save_overload(self, *arguments: Any) -> None:
         try:
             super().save_overload(*arguments)
         except Exception as error:
             self._warn(error)
+        finally:
+            self._turn.give_back()
 
     def _warn(self, error: Exception) -> None:
         warn_once(f"a kernel cannot be kept in {self.cache_path}, so it is compiled each time ({error!r}); {_REMEDY}")
