@@ -242,15 +242,6 @@ def test_pareto_keeps_the_first_of_equals():
     assert sorted(front[:size]) == [0, 2]
 
 
-@given(jobs())
-@settings(slow_ok, max_examples=10)
-def test_search_reports_a_bound_below_every_strategy_it_knows(job):
-    result = search(job, TOY, payload=tenth)
-    assert 0 < result.lower_bound_us <= result.predicted_us
-    assert result.gap == pytest.approx(result.predicted_us / result.lower_bound_us - 1)
-    assert result.lower_bound_us <= min(result.baselines.values()) * (1 + 1e-9)
-
-
 def test_mixed_devices_are_in_the_space():
     job = make_job([1000], [0])
     leaves = every_choice(job, (TOY,))
