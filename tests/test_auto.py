@@ -195,5 +195,5 @@ def alone(rank: int) -> tuple[bool, bool]:
 @pytest.fixture(scope="module")
 def played() -> Played:
     return Played(
-        __name__, (decide, decide_among, decide_while_compiling, decide_with_overflow, alone), 4, deadline_s=150
+        __name__, (decide, decide_among, decide_while_compiling, decide_with_overflow, alone), 4, deadline_s=240
     )
