@@ -222,8 +222,8 @@ def far_links(rank: int) -> list[tuple[str, float, float, float]]:
     """Every routine's name, latency, least and largest time on links on which all arrives 30 ms after it was sent."""
     near = profiler._starter
 
-    def far(*which: Any) -> Any:
-        start = near(*which)
+    def far(*which: Any, **more: Any) -> Any:
+        start = near(*which, **more)
 
         def begin() -> Any:
             rest, there = start(), time.perf_counter() + 0.03
