@@ -117,7 +117,8 @@ class Agents:
         for number in numbers:
             argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:4", "--nproc-per-node", "1"]
             argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "elastic"]
-            argv += ["--rdzv-conf", RENDEZVOUS, "--local-addr", "127.0.0.1", "--max-restarts", "100"]
+            conf = f"{RENDEZVOUS},is_host={int(number == 0)}"  # else whoever binds the port first, who may be killed
+            argv += ["--rdzv-conf", conf, "--local-addr", "127.0.0.1", "--max-restarts", "100"]
             argv += ["--monitor-interval", "0.2", "-m", "benchmarks.elastic"]
             argv += ["--worker", str(self.folder), "--width", str(self._width)]
             environment = os.environ | {"AGENT": str(number), "OMP_NUM_THREADS": "1"}

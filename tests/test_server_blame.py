@@ -182,7 +182,7 @@ def test_a_worker_that_does_not_take_its_answer_is_named_not_the_one_that_offere
     with serving(2, timeout_s=30.0) as (transports, (server,)):
         first, last = (Worker(transport, 2) for transport in transports)
         first.say(Op.INSTALL, table((0, 1), 1, timeout_s=2.0))
-        first.say(Op.FETCH, (9, frozenset()))
+        first.say(Op.FETCH, (9, frozenset(), 0, 1))
         assert first.hear() == []  # its table has been taken; from here on it does not listen
         last.say(Op.INSTALL, table((0, 1), 1, timeout_s=2.0))
         assert isinstance(last.hear(), Installed)
@@ -204,7 +204,7 @@ def test_a_worker_that_does_not_take_its_last_answer_holds_up_no_other_state():
             worker.say(Op.INSTALL, table((0, 1), 2, timeout_s=3.0))
         time.sleep(0.3)
         begin = time.monotonic()
-        other.say(Op.FETCH, (7, frozenset()))
+        other.say(Op.FETCH, (7, frozenset(), 0, 1))
         assert other.hear() == []
         assert time.monotonic() - begin < 1.5
         assert "worker rank 0 died or left" in wait_for_error(server, 10.0)
@@ -281,7 +281,7 @@ def test_a_question_to_servers_that_hang_has_one_time_out_for_all():
     client = Client(connected(4)[0], 1)
     begin = time.monotonic()
     with pytest.raises(LinkError, match=r"server rank 1 did not answer 'fetch' within 1 s"):
-        client.ask_all(Op.FETCH, dict.fromkeys(range(3), (0, frozenset())), 1.0)
+        client.ask_all(Op.FETCH, dict.fromkeys(range(3), (0, frozenset(), 0, 1)), 1.0)
     with pytest.raises(LinkError, match=r"did not answer 'fetch'"):  # a late answer would be taken for this question's
         client.ask_all(Op.RESET, {1: (0,)}, 5.0)
     assert time.monotonic() - begin < 3.0
