@@ -108,7 +108,7 @@ class Groups:
         self._whole_world = len(self._ranks) == dist.get_world_size()
         self._timeout = timedelta(seconds=timeout_s)
         self._made: list[Member] = []
-        self._number = 0
+        self._number = -1  # until all have met
         self._ends: list[Ends] = []
         self._pairs: Any = None
         self.rank = self._ranks.index(dist.get_rank())
@@ -137,6 +137,8 @@ class Groups:
             self._ends = self.all_objects(local_ends())
         except BaseException as error:
             try:
+                if self._number < 0 and self.rank == 0 and isinstance(error, LostRankError):
+                    time.sleep(_STORE_S)
                 if type(error) is EspressoError:  # it took too long; whoever met us can say who does not answer
                     self.witness.look(what)
             finally:
@@ -378,8 +380,6 @@ class Groups:
                 f"the job's store does not answer ({worded(error)}); it ended with the launcher, or with rank 0"
             ) from error
         if missing:
-            if self.rank == 0:
-                time.sleep(_STORE_S)
             ranks = "rank" if len(missing) == 1 else "ranks"
             raise LostRankError(
                 f"{ranks} {compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"

@@ -125,6 +125,12 @@ def test_a_start_that_a_rank_does_not_take_part_in(tmp_path):
     check_time(raised_at - float((tmp_path / "at").read_text()))
 
 
+def test_who_does_not_come_is_named_by_all_others():
+    outcomes = run_ranks(one_stays_away, 3, deadline_s=80)
+    for outcome in outcomes[:2]:
+        assert outcome.value == "LostRankError: rank 2 did not come to espresso.register within 1 s"
+
+
 def test_a_collective_outside_espresso_names_who_was_lost():
     outcomes = run_ranks(lose_a_rank_elsewhere, 3, check=False, deadline_s=80)
     for outcome in outcomes[:2]:
@@ -306,6 +312,17 @@ def start_beside_a_stopped_rank(rank: int, path: str) -> tuple[str, float]:
     raised_at = time.time()
     os.kill(pids[0], signal.SIGKILL)
     return text, raised_at
+
+
+def one_stays_away(rank: int) -> str:
+    if rank == 2:
+        time.sleep(5.0)
+        return ""
+    try:
+        Groups(timeout_s=1.0)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 def lose_a_rank_elsewhere(rank: int) -> str:

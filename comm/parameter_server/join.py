@@ -137,11 +137,16 @@ class Joined:
             prepare=prepare,
         )
 
-    def close(self) -> None:
-        """Leave; servers end when all workers have. Where one does not answer, the process ends here, with an error."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave; servers end when all workers have. Where one does not answer, the process ends here, with an error.
+
+        Args:
+            failed: whether the script did. A server may then wait for whoever it failed of, and is waited for briefly.
+        """
+        patience_s = self.settings.timeout_s
         try:
             if self.client is not None:
-                self.client.leave(self.settings.timeout_s)
+                self.client.leave(min(patience_s, _FAREWELL_S) if failed else patience_s)
         except LinkError:
             self.report_and_abandon()
         self.transport.close()
