@@ -112,11 +112,9 @@ def _run_script(joined: Joined, options: argparse.Namespace) -> None:
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
             runpy.run_path(options.script, run_name="__main__")
-    except SystemExit as end:
-        joined.close(failed=end.code not in (None, 0))
-        raise
-    except BaseException:
-        joined.report_and_abandon()
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            joined.report_and_abandon(error)
     joined.close()
 
 

@@ -275,6 +275,17 @@ def test_who_dies_under_mpi_is_named_with_a_key_by_the_others(tmp_path, victim, 
         assert re.search(said, text), (text, printed)
 
 
+@needs_mpirun
+def test_a_script_that_gives_up_ends_an_mpi_job_in_which_another_rank_hangs(tmp_path):
+    """MPI's orderly end would wait for it."""
+    script = tmp_path / "gives_up.py"
+    script.write_text("import os, sys, time\ntime.sleep(60) if os.environ['RANK'] == '1' else sys.exit(3)")
+    began = time.monotonic()
+    done = over_mpi([sys.executable, "-m", "espresso.launch", "--servers", "1", str(script)])
+    assert done.returncode == 3, done.stderr
+    assert time.monotonic() - began < 30
+
+
 def is_gone(rank: int, folder: Path) -> bool:
     """Whether the rank has been and ended; somebody else may still have to ask how."""
     path = folder / f"pid {rank}"
@@ -302,8 +313,8 @@ atexit.register(time.sleep, 100)
 joined = Joined(None, 1, None, ServerSettings(servers=1), False)
 try:
     raise ValueError("what went wrong")
-except ValueError:
-    joined.report_and_abandon()
+except ValueError as error:
+    joined.report_and_abandon(error)
 """
 
 

@@ -137,32 +137,34 @@ class Joined:
             prepare=prepare,
         )
 
-    def close(self, *, failed: bool = False) -> None:
-        """Leave; servers end when all workers have. Where one does not answer, the process ends here, with an error.
-
-        Args:
-            failed: whether the script did. A server may then wait for whoever it failed of, and is waited for briefly.
-        """
-        patience_s = self.settings.timeout_s
+    def close(self) -> None:
+        """Leave; servers end when all workers have. Where one does not answer, the process ends here, with an error."""
         try:
             if self.client is not None:
-                self.client.leave(min(patience_s, _FAREWELL_S) if failed else patience_s)
-        except LinkError:
-            self.report_and_abandon()
+                self.client.leave(self.settings.timeout_s)
+        except LinkError as error:
+            self.report_and_abandon(error)
         self.transport.close()
 
-    def report_and_abandon(self) -> NoReturn:
-        """In an exception that nobody caught: say what it was, do what was to be done at exit, and end.
+    def report_and_abandon(self, error: BaseException) -> NoReturn:
+        """After an exception that nobody caught: say what it was, do what was to be done at exit, and end.
 
-        Orderly ways out may wait for ranks that can no longer get there, or for threads that wait for them.
+        Orderly ways out, MPI's among them, wait for ranks that can no longer get there, or for threads that wait for
+        them. A ``SystemExit`` says what it says to Python, and gives its status.
         """
         _end_within(_LAST_S)
-        traceback.print_exc()
+        status = 1
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        elif isinstance(error.code, int):
+            status = error.code
+        else:
+            sys.stderr.write(f"{error.code}\n")
         if self.client is not None:
             with suppress(LinkError):
                 self.client.leave(_FAREWELL_S)
         atexit._run_exitfuncs()
-        self.abandon(1)
+        self.abandon(status)
 
     def abandon(self, status: int) -> NoReturn:
         """End at once: peers are gone, and orderly ways out would wait for them."""
