@@ -119,7 +119,7 @@ class Groups:
         self.alarm = Alarm(self.rank)
         self.witness = Witness(self.rank, self.alarm, self.rank_in, self._ranks)
 
-        what = "making process groups"
+        what, silent = "making process groups", set[int]()
 
         def make() -> tuple[Member, Cluster, dict[Scope, Member]]:
             store, card = self._meet(parent)
@@ -132,7 +132,7 @@ class Groups:
                 return self.control, cluster, self._make_scopes(cluster, connections if self.backend == "gloo" else 1)
 
         try:
-            found = within(timeout_s + _SLACK_S, make, what, self.witness.glance)
+            found = within(timeout_s + _SLACK_S, make, what, lambda: silent.update(self.witness.glance()))
             self.control, self.cluster, self.scopes = found
             self._ends = self.all_objects(local_ends())
         except BaseException as error:
@@ -140,7 +140,7 @@ class Groups:
                 if self._number < 0 and self.rank == 0 and isinstance(error, LostRankError):
                     time.sleep(_STORE_S)
                 if type(error) is EspressoError:  # it took too long; whoever met us can say who does not answer
-                    self.witness.look(what)
+                    self.witness.look(what, silent)
             finally:
                 if isinstance(error, LostRankError) or type(error) is EspressoError:
                     self.break_off()  # what a thread that was left behind still waits for

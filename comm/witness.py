@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from espresso.comm.alarm import Alarm, Answer, Progress
@@ -68,7 +68,6 @@ class Witness:
     ) -> None:
         self._rank, self._alarm, self._rank_in, self._names = rank, alarm, rank_in, names
         self._threads: list[threading.Thread] = []
-        self._were_silent: set[int] = set()
         self.servers: Servers | None = None
 
     def explain(self, what: str, error: Exception) -> EspressoError:
@@ -78,24 +77,23 @@ class Witness:
         self.tell(text)
         return LostRankError(text)
 
-    def glance(self) -> None:
-        """A roll-call during a long wait: who is silent now may answer again when the wait is over."""
-        self._were_silent |= set(self._alarm.silent(self._alarm.roll_call(WHO_S)))
+    def glance(self) -> list[int]:
+        """Who is silent during a long wait, and may answer again when the wait is over."""
+        return self._alarm.silent(self._alarm.roll_call(WHO_S))
 
-    def look(self, what: str) -> None:
-        """A roll-call outside an iteration.
+    def look(self, what: str, were_silent: Collection[int] = ()) -> None:
+        """A roll-call outside an iteration, which failed if ranks ``were_silent`` meanwhile.
 
         Raises:
-            LostRankError: a rank is silent, left or failed, or was silent at a glance before.
+            LostRankError: a rank is silent, left or failed, or was silent.
         """
         answers = self._alarm.roll_call(WHO_S)
         text = ""
         if self._alarm.missing(answers) or any(answer.failure for answer in answers.values()):
             text = f"{what}:{self._said_of(None, answers)}"
-        elif self._were_silent:
-            text = f"{what}: {_ranks(map(self._name, self._were_silent), 'was', 'were')} silent meanwhile: stopped, or"
+        elif were_silent:
+            text = f"{what}: {_ranks(map(self._name, were_silent), 'was', 'were')} silent meanwhile: stopped, or"
             text += f" not to be reached from rank {self._name(self._rank)}."
-        self._were_silent.clear()
         if text:
             self.tell(text)
             raise LostRankError(text)

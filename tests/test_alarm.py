@@ -65,14 +65,13 @@ def test_a_rank_that_failed_is_named_with_its_reason_though_it_is_gone(alarms):
 def test_who_was_silent_during_a_wait_is_named_though_it_answers_at_its_end(alarms):
     cards = [one.card for one in alarms]
     witness = Witness(0, alarms[0], lambda text: None)
-    witness.glance()
-    witness.look("all is well")
+    witness.look("all is well", witness.glance())
     alarms[0].meet([*cards[:2], [*cards[2][:2], "00" * 16], cards[3]])  # rank 2 drops what does not name its secret
-    witness.glance()
+    silent = witness.glance()
     alarms[0].meet(cards)
+    witness.look("a later wait, after one that ended well")
     with pytest.raises(LostRankError, match="making groups: Rank 2 was silent meanwhile: stopped, or"):
-        witness.look("making groups")
-    witness.look("said once")
+        witness.look("making groups", silent)
 
 
 def test_of_a_long_text_the_end_travels(alarms):
