@@ -8,6 +8,8 @@ import os
 import pickle
 import signal
 import socket
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from espresso.comm.execute.averaging import Averager
 from espresso.comm.groups import Member
 from espresso.flight.clocks import Clock, align, tick_of
 from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
-from espresso.flight.processors import Delays
+from espresso.flight.processors import Delays, Spent
 from espresso.strategies import Bucket, Cluster, Slot, Strategy, TensorSpec
 from tests.ddp import SHARDED, Played, agreed, mlp, registered, wrap
 
@@ -162,6 +164,16 @@ def test_the_ends_of_collectives_align_clocks_where_no_round_trips_did() -> None
 
 
 # -- connections -------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_ended_is_not_taken_for_the_next_one() -> None:
+    seen = []
+    for _ in range(4):
+        thread = threading.Thread(target=lambda: seen.append(Spent.now().thread))
+        thread.start()
+        thread.join()
+        time.sleep(0.1)  # it is gone only now
+    assert len(set(seen)) == 4
 
 
 def test_the_kernel_tells_what_was_sent_to_other_hosts() -> None:

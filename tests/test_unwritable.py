@@ -1,5 +1,7 @@
 """Nothing needs a home, a known user, root, a terminal or writable packages: kernels compile into what there is."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -15,6 +17,7 @@ import pytest
 
 from benchmarks.ports import free_port
 from espresso.jit.folders import private_folder
+from espresso.jit.turns import Turn
 from espresso.model.presets import job_from_trace
 from espresso.strategies import Strategy
 
@@ -207,3 +210,13 @@ def test_processes_that_want_a_kernel_at_once_compile_it_once(tmp_path: Path) ->
         process.stdin.flush()
     hits = [process.communicate(timeout=200)[0].split()[1] for process in started]
     assert sorted(hits) == ["0", "1", "1"]
+
+
+def test_a_file_system_without_locks_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "lockf", refused)
+    turn = Turn(str(tmp_path), "a kernel")
+    assert not turn.take()
+    turn.give_back()

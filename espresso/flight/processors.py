@@ -18,7 +18,8 @@ class Spent(NamedTuple):
 
     @classmethod
     def now(cls) -> Spent:
-        return cls(threading.get_ident(), time.thread_time(), time.process_time())
+        # The system's number: Python gives that of a thread that ended to the next one.
+        return cls(threading.get_native_id(), time.thread_time(), time.process_time())
 
 
 class Delays:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import time
 import zlib
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -34,22 +35,22 @@ class Turn:
 
     def take(self) -> bool:
         """Wait for it; whether somebody else had it, and may have left the kernel on disk."""
+        until = time.monotonic() + PATIENCE_S
         try:
             self._file = _lock_file(self._folder)
-            is_mine = self._try()
-        except OSError:  # no such folder yet, or a file system without locks
+            if self._try():
+                return False
+            while time.monotonic() < until and not self._try():
+                time.sleep(_POLL_S)
+        except OSError:  # no such folder, or a file system without locks
             return False
-        if is_mine:
-            return False
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until and not self._try():
-            time.sleep(_POLL_S)
         return True
 
     def give_back(self) -> None:
         """Let the next one compile."""
         if self._file >= 0:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._place)
+            with suppress(OSError):  # a file system without locks refuses this too
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._place)
 
     def _try(self) -> bool:
         try:

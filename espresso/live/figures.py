@@ -6,6 +6,7 @@ import math
 
 from espresso.diagnosis.overlap import predicted_overlap
 from espresso.live.session import Session
+from espresso.strategies import Strategy
 
 METRICS = tuple(
     f"espresso/{name}"
@@ -22,7 +23,6 @@ def metrics_of(session: Session) -> dict[str, float]:
     """Everything in ``METRICS``, and the guard's figures by group of tensors."""
     session.executor.conclude()
     last, strategy, velocities = session.observer.last, session.decider.strategy, session.velocities
-    told = strategy.notes.get("gradients_owed")  # of a file somebody else may have written
     figures = (
         0 if last is None else last.bytes_sent,
         0 if last is None else last.bytes_raw,
@@ -39,7 +39,7 @@ def metrics_of(session: Session) -> dict[str, float]:
         session.recorder.overlap() or 0.0,
         _predicted_overlap(session),
         owed(session),
-        float(told) if isinstance(told, int | float) else 0.0,
+        noted(strategy, "gradients_owed"),
     )
     found = {} if session.guard is None else session.guard.figures
     by_group = {f"espresso/{what}/{group}": value for group, row in found.items() for what, value in row.items()}
@@ -54,6 +54,12 @@ def predicted_us(session: Session) -> float:
     if verdict.name == "plain" and session.search is not None:
         return session.search.uncompressed_us
     return verdict.predicted_us.get(verdict.name, 0.0)
+
+
+def noted(strategy: Strategy, name: str) -> float:
+    """A number of a strategy's notes; 0 where there is none: somebody else may have written the file."""
+    told = strategy.notes.get(name)
+    return told if isinstance(told, float) else 0.0
 
 
 def owed(session: Session) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from espresso.live.figures import owed, predicted_us
+from espresso.live.figures import noted, owed, predicted_us
 from espresso.live.session import Session
 from espresso.strategies import NONE, Strategy
 
@@ -79,8 +79,8 @@ def _keeps(session: Session) -> str:
     if session.velocities is not None:
         kept.append((session.velocities.num_bytes, "velocities"))
     said = " and ".join(f"{_bytes(size)} of {what}" for size, what in kept if size) or "nothing"
-    notes = session.decider.strategy.notes
-    predicted, forecast = notes.get("gradients_owed"), notes.get("residual_mb")
+    strategy = session.decider.strategy
+    predicted, forecast = noted(strategy, "gradients_owed"), noted(strategy, "residual_mb")
     said += f", {forecast:.3g} MB forecast" if forecast else ""
     if not predicted:
         return said
