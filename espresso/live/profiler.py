@@ -111,8 +111,7 @@ def measure_links(
             curves.append(LinkCurve(routine, scope, form, held, latency_us))
         if any(curve.scope is scope and curve.latency_us for curve in curves):
             spread_us = _spread_us(groups, member)
-            late = (curve.scope is scope and curve.latency_us > 0 for curve in curves)
-            curves = [replace(c, spread_us=spread_us) if varies else c for c, varies in zip(curves, late, strict=True)]
+            curves = [replace(c, spread_us=spread_us) if c.scope is scope and c.latency_us else c for c in curves]
     return LinkReport(tuple(curves), {key: max(values) for key, values in cpu.items()})
 
 

@@ -99,7 +99,7 @@ def _tight(n: int, tasks: Wholes, times: Reals, sides: Bytes, slack: float) -> i
 
 
 @inner_kernel
-def _one_machine(n: int, tasks: Wholes, times: Reals, left: Reals, end: float, slack: float) -> bool:
+def _one_machine(n: int, tasks: Wholes, times: Reals, left: Reals, slack: float) -> bool:
     """Whether some lane alone cannot do all its tasks in time, even if it may break off: Jackson's schedule."""
     us, early, late = times[US], times[EARLIEST], times[LATEST]
     for lane in range(NUM_LANES):
@@ -161,7 +161,7 @@ def _refuted(
         if took < 0:
             continue
         spent += 6 * n
-        if _one_machine(n, tasks, times, left, end, slack):
+        if _one_machine(n, tasks, times, left, slack):
             continue
         at, other, least = -1, -1, np.inf
         for i in range(n):
