@@ -3,7 +3,7 @@
 Standard library only: importing this package never loads torch. May import: nothing of ours.
 """
 
-from espresso.strategies.cluster import Cluster, Sharing, dedicated_share
+from espresso.strategies.cluster import Cluster, Sharing, shares_by_rule
 from espresso.strategies.fields import FormError
 from espresso.strategies.flow import Site, State, StepFlow, cut, trace
 from espresso.strategies.option import (
@@ -91,7 +91,6 @@ __all__ = [
     "TensorSpec",
     "compressed_options",
     "cut",
-    "dedicated_share",
     "fingerprint",
     "flat_options",
     "halved_options",
@@ -102,6 +101,7 @@ __all__ = [
     "plan",
     "round_options",
     "server_options",
+    "shares_by_rule",
     "summable_options",
     "trace",
 ]

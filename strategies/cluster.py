@@ -15,17 +15,18 @@ class Sharing(Enum):
     """How gradients are shared out over parameter servers.
 
     ``MEASURED``: every server gets what its card and its processor bear, as measured. ``SIZES``: BytePS's rule (Jiang
-    et al., OSDI 2020): by the sizes of uncompressed gradients, and between two kinds by :func:`dedicated_share`.
+    et al., OSDI 2020): by the sizes of uncompressed gradients, and between two kinds by :func:`shares_by_rule`.
     """
 
     MEASURED = "measured"
     SIZES = "sizes"
 
 
-def dedicated_share(machines: int, dedicated: int) -> float:
-    """BytePS's rule: the part of all gradients for servers of their own, where each of ``machines`` serves too."""
+def shares_by_rule(machines: int, colocated: int, dedicated: int) -> tuple[float, float]:
+    """BytePS's rule: the part of all gradients for each colocated server of so many, and for each dedicated one."""
     n, k = machines, dedicated
-    return 0.0 if n == 1 else min(2 * k * (n - 1) / (n * (n + k) - 2 * k), 1.0)
+    part = 0.0 if n == 1 else min(2 * k * (n - 1) / (n * (n + k) - 2 * k), 1.0)  # of all dedicated ones
+    return ((1.0 - part) / colocated, part / max(k, 1)) if colocated else (0.0, 1.0 / max(k, 1))
 
 
 @dataclass(frozen=True, slots=True)

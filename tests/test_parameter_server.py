@@ -54,8 +54,8 @@ from espresso.strategies import (
     Device,
     Sharing,
     Site,
-    dedicated_share,
     parse_option,
+    shares_by_rule,
 )
 from espresso.strategies.tree import server_options, two_way_option
 from tests.backends import needs_compiler
@@ -707,7 +707,7 @@ def test_both_kinds_get_what_bytepss_rule_says_where_only_alike_cards_count(mach
     assert max(found.worker_card, found.server_card) == pytest.approx(max(rule.worker_card, rule.server_card))
     near = (1 / machines,) * machines + (0.0,) * dedicated
     parts = parts_of(raw_keys(1000, 4096, range(4)), Bearing.alike(range(machines + dedicated), near))
-    assert sum(parts[machines:]) <= dedicated_share(machines, dedicated) + 0.01
+    assert sum(parts[machines:]) <= dedicated * shares_by_rule(machines, machines, dedicated)[1] + 0.01
     busiest = max(1 / machines + parts[0] * (machines - 2) / machines, parts[machines])
     assert busiest == pytest.approx(max(rule.worker_card, rule.server_card), abs=0.01)
 

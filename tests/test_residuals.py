@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import exchange
 from espresso.comm.keep.store import ResidualStore
 from espresso.strategies import Run, Site
 
@@ -40,15 +41,7 @@ def make(store, site, *runs, replica=0):
 
 def held(store) -> dict[str, np.ndarray]:
     """Everything replica 0 answers for, by tensor."""
-    total = {name: np.zeros(numel) for name, numel in NUMELS.items()}
-    pieces, carry = store.snapshot()
-    for (name, _), parts in pieces.items():
-        for start, values, replica in parts:
-            if replica == 0:
-                total[name][start : start + values.size] += values
-    for name, values in carry.items():
-        total[name] += values
-    return total
+    return exchange.kept_by(store, NUMELS)
 
 
 def filled(*runs, site=Site.LOCAL, replica=0):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from espresso.comm.parameter_server.wire import Key
-from espresso.strategies import Sharing, dedicated_share
+from espresso.strategies import Sharing, shares_by_rule
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ def place(keys: Sequence[Key], bearing: Bearing, held: Iterable[Key]) -> list[in
 
 def _rule(bearing: Bearing) -> tuple[float, ...]:
     """BytePS's: the same for all of a kind."""
-    own = sum(near == 0.0 for near in bearing.near)
-    beside = len(bearing.near) - own
-    part = 1.0 if not beside else dedicated_share(round(1 / max(bearing.near)), own) if own else 0.0
-    return tuple(max(part / own if near == 0.0 else (1.0 - part) / beside, 1e-9) for near in bearing.near)
+    beside = sum(near > 0.0 for near in bearing.near)
+    machines = round(1 / max(bearing.near)) if beside else 1
+    colocated, dedicated = shares_by_rule(machines, beside, len(bearing.near) - beside)
+    return tuple(max(colocated if near else dedicated, 1e-9) for near in bearing.near)
 
 
 def balance(loads: Sequence[int], num_places: int, already: Sequence[int]) -> list[int]:

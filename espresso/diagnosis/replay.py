@@ -97,9 +97,9 @@ class Costs:
         """With what is not the wire's part of an exchange ``pace`` times as fast; as it is where no rate is known."""
         if rate is None:
             return self
-        wire = [num_bytes / rate for num_bytes in self.sent]
-        task_us = tuple(us - max(us - w, 0.0) * (1 - 1 / pace) for us, w in zip(self.task_us, wire, strict=True))
-        return replace(self, task_us=tuple(self.task_us[i] if not self.sent[i] else us for i, us in enumerate(task_us)))
+        beside = [max(us - sent / rate, 0.0) if sent else 0.0 for us, sent in zip(self.task_us, self.sent, strict=True)]
+        task_us = tuple(us - own * (1 - 1 / pace) for us, own in zip(self.task_us, beside, strict=True))
+        return replace(self, task_us=task_us)
 
     def faster(self, factor: float) -> Costs:
         """With exchanges that take so much less of their time."""

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from espresso.strategies import Cluster, Sharing, dedicated_share
+from espresso.strategies import Cluster, Sharing, shares_by_rule
 
 _BISECTIONS = 50
 
@@ -65,8 +65,8 @@ def shared_out(
     """
     kinds = _kinds(cluster, speeds)
     if sharing is Sharing.SIZES:
-        part = _by_rule(cluster)
-        return _load(cluster, kinds, [part[kind.colocated] for kind in kinds])
+        colocated, dedicated = shares_by_rule(cluster.num_nodes, cluster.num_colocated, cluster.num_dedicated)
+        return _load(cluster, kinds, [colocated if kind.colocated else dedicated for kind in kinds])
     nodes = cluster.num_nodes
     low, high = worker_us / nodes if nodes > 1 else 0.0, 2 * (worker_us + server_us + busy_us) + 1e-12
     high /= min((speed for pair in speeds for speed in pair), default=1.0)
@@ -92,13 +92,6 @@ def shared_out(
         low, high = (middle, high) if total(middle) < 1.0 else (low, middle)
     us = high if total(low) < 1.0 else low
     return _load(cluster, kinds, [most / total(us) for most in room(us)])
-
-
-def _by_rule(cluster: Cluster) -> dict[bool, float]:
-    """What a colocated server (True) and one of its own (False) get."""
-    own, beside = cluster.num_dedicated, cluster.num_colocated
-    part = 1.0 if not beside else dedicated_share(cluster.num_nodes, own) if own else 0.0
-    return {True: (1.0 - part) / max(beside, 1), False: part / max(own, 1)}
 
 
 def _kinds(cluster: Cluster, speeds: tuple[tuple[float, float], ...]) -> list[_Kind]:

@@ -114,10 +114,6 @@ class Ledger:
         self._options = _options_on(cluster)
         self.limits = np.array([v for v in (budgets.error**2, budgets.residual_bytes) if v < math.inf])
 
-    @property
-    def num_kinds(self) -> int:
-        return len(self._kinds)
-
     def kind(self, choice: Choice) -> int:
         """The number of a choice's kind; a new one where there is none."""
         known = self._of_choice.get(id(choice))
