@@ -311,7 +311,7 @@ COMMANDS = {
     "paper job": (("simulate", "{file}", "{strategy}"), ("search", "{file}", "-c", "fp16"),
                   ("compare", "{file}", "-c", "dgc:ratio=0.01", "--json")),
     "sensitivity": (("search", "{job}", "-c", "fp16", "--sensitivity", "{file}", "--error-budget", "0.1"),),
-    "measured": (("simulate", "{job}", "{strategy}", "--measured", "{file}", "--trace", "{out}"),),
+    "flight record": (("diagnose", "{folder}", "--trace", "{out}"), ("diagnose", "{folder}", "--json")),
     "cluster": (("job", "vgg16", "--nodes", "2", "--ranks-per-node", "1", "--cluster", "{file}", "-o", "{out}"),),
     "trace": (("job", "{file}", "--nodes", "2", "--ranks-per-node", "2", "--cluster", "pcie-25g", "-o", "{out}"),),
 }  # fmt: skip
@@ -340,8 +340,9 @@ def run_slice(seed: int, first: int, count: int, share: float) -> dict[str, Tall
     """Files ``first`` to ``first + count``; ``share`` of those that load go through a command."""
     tallies = {name: Tally() for name in kinds()}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "file.json"
-        files = {"file": str(path), "out": str(Path(folder) / "out.json")}
+        path = Path(folder) / "run" / "flight-00000.json"
+        path.parent.mkdir()
+        files = {"file": str(path), "folder": str(path.parent), "out": str(Path(folder) / "out.json")}
         for key, kind in (("job", "job"), ("strategy", "strategy")):
             files[key] = str(Path(folder) / f"sound_{key}.json")
             Path(files[key]).write_text(json.dumps(kinds()[kind].body))

@@ -217,8 +217,10 @@ def refused(rank: int) -> tuple[dict[str, str], bool]:
         def changed(**entries: Any) -> dict[str, Any]:
             return {**mine, **entries}
 
-        def row(tensor: str = "0.weight", site: str = "local", start: int = 0, values: Any = ONES) -> dict[str, Any]:
-            part = torch.from_numpy(PLAIN.pack([("residual", tensor, site, start, values)]))
+        def row(
+            held: Any = "residual", tensor: str = "0.weight", site: str = "local", start: int = 0, values: Any = ONES
+        ) -> dict[str, Any]:
+            part = torch.from_numpy(PLAIN.pack([(held, tensor, site, start, values)]))
             return changed(parts={**mine["parts"], first: part})
 
         bad = {
@@ -229,6 +231,7 @@ def refused(rank: int) -> tuple[dict[str, str], bool]:
             "not a dictionary": 17,
             "missing entry": {key: value for key, value in mine.items() if key != "parts"},
             "unknown entry": changed(surplus=1),
+            "held": row(held=ONES),
             "site": row(site="nowhere"),
             "range": row(start=10**6),
             "name": row(tensor="nobody"),

@@ -17,6 +17,10 @@ def test_every_one_is_loaded_or_refused(run_slice: Any, count: int) -> None:
     assert any(tally.outcomes["loaded"] for tally in tallies.values())
 
 
+def test_files_of_every_kind_go_through_commands() -> None:
+    assert fuzz_files.COMMANDS.keys() == fuzz_files.kinds().keys()
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [

@@ -177,7 +177,7 @@ _SITES: dict[Any, Site | None] = {None: None, **{site.value: site for site in Si
 def row_of(row: Any) -> Row:
     """Read a row, or raise CheckpointError."""
     match row:
-        case ("residual" | "velocity" | "factor" as held, str(tensor), None | str() as site, start, values):
+        case (str(held), str(tensor), None | str() as site, start, values) if held in (RESIDUAL, VELOCITY, FACTOR):
             what = f"{held} of {tensor!r}"
             if site not in _SITES:
                 raise CheckpointError(f"{what}: unknown site {shown(site)}")
