@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import espresso
+from espresso.strategies import Strategy
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
 DECIDED_WITHIN = 60
@@ -63,6 +64,10 @@ def test_inf_batches_while_measuring_and_racing(played):
     for decided_at, finite in played(decide_with_overflow):
         assert 0 < decided_at <= DECIDED_WITHIN
         assert finite
+
+
+def test_measuring_ends_when_a_strategy_is_given(played):
+    assert played(interrupted) == [(True, False)] * 4
 
 
 def test_one_rank_has_nothing_to_exchange(played):
@@ -196,8 +201,22 @@ def alone(rank: int) -> tuple[bool, bool]:
         return state.decided, same
 
 
+def interrupted(rank: int) -> tuple[bool, bool]:
+    """A strategy is given while the job is measured."""
+    ddp = wrap(mlp(20, 30, 3))
+    settings = {"compressor": "fp16", "strategy": "auto", "compile_beside": False, "warmup_steps": 3}
+    with registered(ddp, profile_steps=100, **settings) as state:
+        seen = []
+        for step in range(8):
+            if step == 6:
+                state.use(Strategy.uniform(state.session.model.tensors, state.session.groups.cluster))
+            ddp(batch(rank, step, 20)).square().mean().backward()
+            seen.append(state.session.sampler.is_on)
+        return seen[5], seen[7]
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
     return Played(
-        __name__, (decide, decide_among, decide_while_compiling, decide_with_overflow, alone), 4, deadline_s=240
+        __name__, (decide, decide_among, decide_while_compiling, decide_with_overflow, alone, interrupted), 4, deadline_s=240
     )

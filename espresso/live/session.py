@@ -383,6 +383,7 @@ class Session:
         self, strategy: Strategy, schedule: Schedule, step: int, epoch: int | None, *, decides_on: bool = False
     ) -> None:
         """Carry out a strategy that was checked, from ``step`` on; if it ``decides_on``, until something changes."""
+        self._profile(False)  # a strategy may come while the job is measured
         self.codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self.model.tensors})
         self.follower = self.follower.following(schedule, step, epoch)
         if decides_on and schedule.is_fixed and isinstance(self.decider, AutoPlanner) and self.config.adapt:
