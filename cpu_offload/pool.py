@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from espresso.cpu_offload.placement import Cores
+from espresso.cpu_offload.placement import Cores, allowed_cores
 
 T = TypeVar("T")
 Part = tuple[int, int]
@@ -125,4 +125,4 @@ class _Job(Generic[T]):
 
 def available_cores() -> int:
     """The cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(allowed_cores()) or os.cpu_count() or 1

@@ -316,6 +316,19 @@ def test_a_resumed_job_goes_on_until_something_changes_and_is_measured_then():
     assert rows[1][0] <= 200 + WITHIN
 
 
+@pytest.mark.parametrize("step", [4, 12, 16])
+def test_what_is_resumed_while_strategies_are_tried_is_in_use_at_once(step):
+    world = World(plain_us=200_000)
+    planner = planner_of(world)
+    now = run(world, planner, range(step), {})
+    assert not planner.decided
+    planner.resume(SIGNS)
+    for later in range(step, step + 30):
+        assert planner.assign(later).strategy is SIGNS
+        now = run(world, planner, range(later, later + 1), {}, now)
+    assert rows_of(planner) == []
+
+
 def test_a_given_strategy_is_watched_and_stays():
     world = World(plain_us=20_000)
     history = History(True)

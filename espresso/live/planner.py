@@ -153,11 +153,12 @@ class AutoPlanner:
         if not self._search.follow(in_force) or (self._winner is None and self._race is None):
             return
         self._winner, self._winning, self.verdict = None, None, None
-        self._race, self._turn, self._candidates, self._pause = None, None, [], 0
+        self._stop_trying()
         self._again = True
 
     def resume(self, strategy: Strategy) -> None:
         """Go on with what was decided before a restart, until something changes: then the job is measured."""
+        self._stop_trying()
         self._winner, self._winning = Orderer(strategy, self._groups), None
         self.verdict = Verdict("resumed", "the strategy of the checkpoint")
         if self.watch is not None:
@@ -170,13 +171,16 @@ class AutoPlanner:
         strategy = self._plain.strategy if name == "plain" else self._exact.of(self.strategy)
         if not strategy.num_compressed:
             name, strategy = "plain", self._plain.strategy
-        self._race, self._turn, self._candidates, self._pause = None, None, [], 0
+        self._stop_trying()
         self._winner = self._plain if name == "plain" else Orderer(strategy, self._groups)
         self._winning = None
         self.verdict = Verdict(name, f"at step {step} tensors whose averages were out of their band were left exact")
         if self.watch is not None:
             self.watch.begin()
         return name
+
+    def _stop_trying(self) -> None:
+        self._race, self._turn, self._candidates, self._pause, self._again = None, None, [], 0, False
 
     def after(self, record: Record) -> Work | None:
         if self._again:
