@@ -217,6 +217,5 @@ def interrupted(rank: int) -> tuple[bool, bool]:
 
 @pytest.fixture(scope="module")
 def played() -> Played:
-    return Played(
-        __name__, (decide, decide_among, decide_while_compiling, decide_with_overflow, alone, interrupted), 4, deadline_s=240
-    )
+    scenarios = (decide, decide_among, decide_while_compiling, decide_with_overflow, alone, interrupted)
+    return Played(__name__, scenarios, 4, deadline_s=240)
