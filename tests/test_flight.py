@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import espresso
 from espresso.comm.connections import sent
 from espresso.comm.execute import averaging
+from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.averaging import Averager
 from espresso.comm.groups import Member
 from espresso.flight.clocks import Clock, align, tick_of
 from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
 from espresso.flight.processors import Delays, Spent
+from espresso.live.recorder import Recorder
 from espresso.strategies import Bucket, Cluster, Slot, Strategy, TensorSpec
 from tests.ddp import SHARDED, Played, agreed, mlp, registered, wrap
 
@@ -406,3 +409,23 @@ def test_exchanges_are_looked_at_as_seldom_as_their_number_asks(monkeypatch: pyt
                 clock[0] += int(60e9)  # an evaluation
             looked.append(averager.looks(iteration))
         assert looked[128:] == [iteration % every == 0 for iteration in range(128, 256)], (num_buckets, step_ms)
+
+
+@pytest.mark.timeout(30)
+def test_a_signal_that_comes_while_the_ring_is_read_is_answered(tmp_path: Path) -> None:
+    """The handler runs in the thread that it interrupts."""
+
+    class Interrupting(list[Any]):
+        def __bool__(self) -> bool:
+            signal.raise_signal(signal.SIGUSR1)
+            return False
+
+    groups: Any = SimpleNamespace(cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, host_copies=False)
+    recorder = Recorder(groups)
+    strategy = Strategy.uniform([TensorSpec("a", (3,))], Cluster(1, 1))
+    bucket = Bucket(0, (Slot("a", 0, 3),))
+    recorder.take(Record(0, Assignment(strategy), buckets=(bucket,), ready_ns=[1], done_ns=2, intervals=Interrupting()))
+    end = recorder.listen("SIGUSR1", tmp_path)
+    recorder.overlap()
+    end()
+    assert len(list(tmp_path.iterdir())) == 1

@@ -76,7 +76,7 @@ class Recorder:
         self._spent: Spent | None = None
         self._delays: Delays | None = None
         self._waited_us = 0.0
-        self._lock = threading.Lock()  # of the ring: readers come from other threads
+        self._lock = threading.RLock()  # of the ring: readers come from other threads, and from signals in this one
         self._stretches: list[tuple[Strategy, tuple[Bucket, ...], bool, Stretch]] = []
 
     # -- what happens --------------------------------------------------------------------------------
