@@ -65,7 +65,7 @@ def ablate(
 ) -> list[AblationRow]:
     """Search each restricted space; spaces that are empty or equal to the whole on this job are left out."""
     units = units_of(job)
-    sizes = partition_sizes(job, units)
+    sizes = partition_sizes(units)
     whole = every_choice(job, specs)
     beside = job.forward_us + job.optimizer_us
     rows: list[AblationRow] = []

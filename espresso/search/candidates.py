@@ -343,7 +343,7 @@ PARTS = (2, 3, 4, 6, 8, 16)
 LEAST_PARTITION_BYTES = 1 << 20
 
 
-def partition_sizes(job: Job, units: Sequence[Unit]) -> tuple[int, ...]:
+def partition_sizes(units: Sequence[Unit]) -> tuple[int, ...]:
     """The partition sizes worth trying: never cutting, then those that cut the largest unit into a few equal parts."""
     largest = max(unit.num_bytes for unit in units)
     sizes = [0]

@@ -9,7 +9,6 @@ from espresso.model.job import Job
 from espresso.search.budgets import residual_bytes
 from espresso.search.candidates import partition_sizes, units_for
 from espresso.search.evaluator import Evaluator
-from espresso.search.local_search import Effort
 from espresso.search.refine import certify_units
 from espresso.search.result import Ranked, SearchResult
 from espresso.search.settle import MAX_CANDIDATES, Settler, is_rider, kinds_of
@@ -23,9 +22,7 @@ MOST_LOOKED_AT = 16
 """Ranks whose residuals are laid out for that; the largest counts."""
 
 
-def settled(
-    job: Job, space: Space, result: SearchResult, effort: Effort | None, sizes: tuple[int, ...] | None = None
-) -> SearchResult:
+def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...] | None = None) -> SearchResult:
     """The result as its terms ask for: as exact as there is time for, of few kinds, certified as it is then.
 
     ``alternatives`` are then what may race, best first, none that is not below plain; ``chosen`` is the first of them.
@@ -51,7 +48,7 @@ def settled(
     kept = [replace(one, row=_noted(space, one.row)) for one in kept]
     chosen = kept[0].row if kept else plain
     spent = space.ledger.spent(chosen.strategy.choices)
-    bound = min(result.lower_bound_us, _bound_of(job, space, chosen, effort, sizes), chosen.predicted_us)
+    bound = min(result.lower_bound_us, _bound_of(job, space, chosen, sizes), chosen.predicted_us)
     return replace(
         result,
         chosen=chosen,
@@ -87,7 +84,7 @@ def _plain(job: Job, space: Space, result: SearchResult) -> Ranked:
     )  # fmt: skip
 
 
-def _bound_of(job: Job, space: Space, row: Ranked, effort: Effort | None, sizes: tuple[int, ...] | None) -> float:
+def _bound_of(job: Job, space: Space, row: Ranked, sizes: tuple[int, ...] | None) -> float:
     """Certified over the groups that a strategy has, without what rides in payloads of others."""
     strategy = row.strategy
     units = tuple(
@@ -96,7 +93,7 @@ def _bound_of(job: Job, space: Space, row: Ranked, effort: Effort | None, sizes:
     )  # fmt: skip
     if not units or units == space.units(job):
         return math.inf  # what was certified already says it
-    tried = sizes or partition_sizes(job, units)
+    tried = sizes or partition_sizes(units)
     evaluator = Evaluator(job, units, tried[0], pricer=row.pricer)
     above = row.predicted_us - job.forward_us - job.optimizer_us
     found = certify_units(job, evaluator, space.every, tried, above, space.budgets)

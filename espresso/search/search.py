@@ -102,7 +102,7 @@ def search(
     for number, one in enumerate(own):
         results.append(_search_buckets(one, space, effort, partitions, _part_of(progress, number, len(own))))
     result = _with_caps(results, (None, *caps)) if caps else results[0]
-    result = settled(result.chosen.job, space, result, effort)
+    result = settled(result.chosen.job, space, result)
     if progress is not None:
         progress("search", 1.0)
     return replace(result, search_ms=(time.perf_counter() - started) * 1e3)
@@ -171,7 +171,7 @@ def replan(
     baselines = {row.name: row.makespan_us for row in rows[:2]}
     plain_us = rows[0].makespan_us
     result = _result(job, space, allowed, plain_us, baselines, False, started, refined.bound_us, refined, algorithms_ms)
-    return settled(job, space, result, REPLAN_EFFORT, (old.partition_bytes,))
+    return settled(job, space, result, (old.partition_bytes,))
 
 
 def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) -> SearchResult:
@@ -212,7 +212,7 @@ def _search_buckets(
     started = time.perf_counter()
     units = space.units(job)
     effort = effort or Effort.for_units(len(units))
-    sizes = tuple(partitions) if partitions is not None else partition_sizes(job, units)
+    sizes = tuple(partitions) if partitions is not None else partition_sizes(units)
     found: list[_Found] = []
     baselines: dict[str, float] = {}
     capped = False
