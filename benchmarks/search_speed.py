@@ -87,7 +87,7 @@ def replanning() -> dict[str, float]:
 
     def slower() -> Job:
         links = Links(job.costs.links.intra, AlphaBeta(50.0, 0.2))
-        return job.with_costs(replace(job.costs, links=links))
+        return replace(job, costs=replace(job.costs, links=links))
 
     scratch = search(slower(), SPECS[1])
     again = replan(slower(), old.strategy, certificates=dict(old.certificates))

@@ -73,7 +73,7 @@ def test_replanning_keeps_what_is_good_and_mends_what_is_not():
     job = job_from_trace("lstm", 8, 8, "nvlink-100g")
     old = search(job, "dgc:ratio=0.01")
     links = job.costs.links
-    slower = job.with_costs(replace(job.costs, links=Links(links.intra, AlphaBeta(50.0, 0.4))))
+    slower = replace(job, costs=replace(job.costs, links=Links(links.intra, AlphaBeta(50.0, 0.4))))
     again = replan(slower, old.strategy, certificates=dict(old.certificates))
     assert again.predicted_us <= again.baselines["old strategy"]
     assert again.lower_bound_us <= again.predicted_us

@@ -113,7 +113,7 @@ def test_more_machines_are_what_would_be_measured_there():
 def test_a_core_that_is_busy_bounds_the_rate():
     slow = measured_job()
     busy = replace(slow.costs, contention=replace(slow.costs.contention, comm_cpu={"flat": 0.5}))
-    fast = changed(slow.with_costs(busy), Change(inter_gbit=20.0))
+    fast = changed(replace(slow, costs=busy), Change(inter_gbit=20.0))
     least = 0.5 * (slow.costs.links.curves[0].points[-1][1] - 100.0)
     assert fast.costs.links.curves[0].points[-1][1] >= least
 
@@ -131,7 +131,7 @@ def test_what_a_core_adds_beside_the_wire_does_not_go_with_the_rate():
             size, us = points[-1]
             busy[f"flat.{curve.routine.value}"] = slow * size / us
         contention = replace(job.costs.contention, comm_cpu=busy)
-        return job.with_costs(replace(job.costs, links=Links(curves=tuple(curves)), contention=contention))
+        return replace(job, costs=replace(job.costs, links=Links(curves=tuple(curves)), contention=contention))
 
     slower, there = changed(copying(1.0), Change(inter_gbit=0.2)), copying(0.2)
     for carried, measured in zip(slower.costs.links.curves, there.costs.links.curves, strict=True):
@@ -180,7 +180,7 @@ def test_the_executors_exchanges_in_flight_are_the_models():
 
 def test_more_ranks_on_a_machine_share_its_cores_and_pool():
     job = job_from_trace("lstm", 2, 8, "pcie-25g")
-    job = job.with_costs(replace(job.costs, contention=Contention(4.0)))
+    job = replace(job, costs=replace(job.costs, contention=Contention(4.0)))
     other = changed(job, Change(ranks_per_node=4))
     assert (other.costs.contention.cores, other.costs.offload_ranks_per_pool) == (8.0, 4)
 

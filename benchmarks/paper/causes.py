@@ -108,12 +108,12 @@ def _forward(job: Job, compressor: str) -> Job:
 def _one_thread(job: Job, compressor: str) -> Job:
     if compressor.startswith("randomk"):
         return job
-    return job.with_costs(replace(job.costs, offload_width=HOST_CORES))
+    return replace(job, costs=replace(job.costs, offload_width=HOST_CORES))
 
 
 def _host_speed(job: Job, compressor: str) -> Job:
     gbits = HOST_GBITS.get(job.model, OTHER_HOST_GBITS)
-    return job.with_costs(replace(job.costs, compute=tuple(_at_speed(cost, gbits) for cost in job.costs.compute)))
+    return replace(job, costs=replace(job.costs, compute=tuple(_at_speed(cost, gbits) for cost in job.costs.compute)))
 
 
 def _at_speed(cost: ComputeCost, gbits: float) -> ComputeCost:
@@ -130,7 +130,7 @@ def _in_flight(job: Job, compressor: str) -> Job:
     assert links.intra is not None
     assert links.inter is not None
     intra, inter = (AlphaBeta(0.0, line.beta_us_per_kb, line.alpha_us) for line in (links.intra, links.inter))
-    return job.with_costs(replace(job.costs, links=Links(intra, inter, in_flight=IN_FLIGHT)))
+    return replace(job, costs=replace(job.costs, links=Links(intra, inter, in_flight=IN_FLIGHT)))
 
 
 def _artifact_links(job: Job, compressor: str) -> Job:
@@ -139,7 +139,7 @@ def _artifact_links(job: Job, compressor: str) -> Job:
     on_port = costs.copy is not None and costs.copy.shares_intra
     intra = AlphaBeta(_each(job.cluster.ranks_per_node), ARTIFACT_INTRA[on_port])
     inter = AlphaBeta(_each(job.cluster.num_nodes), ARTIFACT_INTER)
-    return job.with_costs(replace(costs, links=Links(intra, inter, in_flight=costs.links.in_flight)))
+    return replace(job, costs=replace(costs, links=Links(intra, inter, in_flight=costs.links.in_flight)))
 
 
 def _each(peers: int) -> float:

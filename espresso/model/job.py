@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -192,10 +192,6 @@ class Job:
         if self.buckets is not None:
             return self.buckets
         return paper_buckets(Strategy.uniform(self.tensors, self.cluster), [t.name for t in self.tensors])
-
-    def with_costs(self, costs: CostModel) -> Job:
-        """The same job where links or compressors cost something else."""
-        return replace(self, costs=costs)
 
     def to_json(self) -> dict[str, Any]:
         buckets = None
