@@ -177,7 +177,7 @@ ENDINGS = {
 
 
 DEATH = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import torch, torch.distributed as dist
 import espresso
 from tests.ddp import HIERARCHICAL, batch, mlp, sgd, strategy_for, wrap
@@ -214,7 +214,7 @@ AFTER_A_DEATH = {
     "closes, destroys": (0, "caught()\nstate.close()\ndist.destroy_process_group()"),
     "destroys, closes": (0, "caught()\ndist.destroy_process_group()\nstate.close()"),
     "a thread leaves by sys.exit": (0, "caught()\nthread = threading.Thread(target=sys.exit)\nthread.start()"),
-    "Ctrl-C": (-signal.SIGINT, "caught()\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()"),
+    "Ctrl-C": (-signal.SIGINT, "caught()\nos.kill(os.getpid(), signal.SIGINT)\nwhile True:\n    time.sleep(0.1)"),
 }
 """Exit code of the survivors, and what they do."""
 

@@ -173,7 +173,7 @@ if os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "2":
             self.close()  # nobody can come in, as behind a firewall
 
     join.Door = Closed
-sys.exit(main(["--servers", "1", "--timeout-s", "10", "train.py"]))
+sys.exit(main(["--servers", "1", "--timeout-s", "60", "train.py"]))
 """
 UNREACHABLE = r"espresso.launch: worker rank \d cannot reach server rank 2 at \d+\.\d+\.\d+\.\d+:\d+ \("
 
