@@ -8,6 +8,7 @@
 
 #pragma once
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -64,14 +65,15 @@ struct Warp {
 };
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // where it begins, once
+    jmp_buf here;        // where it goes on: without the system call for the signal mask that swapcontext makes
     std::vector<char> stack;
     bool done;
 };
 
 STATE std::vector<Fiber> fibers;
 STATE std::vector<Warp> warps;
-STATE ucontext_t scheduler;
+STATE jmp_buf scheduler;
 STATE std::function<void()> body;
 STATE int current = 0;
 STATE int alive = 0;
@@ -90,7 +92,7 @@ STATE int order = 0;
 OWN inline void yield() {
     int mine = current;
     TELL(races_pause());
-    swapcontext(&fibers[mine].context, &scheduler);
+    if (!_setjmp(fibers[mine].here)) _longjmp(scheduler, 1);
     current = mine;
     threadIdx.x = mine;
     TELL(races_thread(mine));
@@ -131,16 +133,32 @@ OWN inline const uint64_t* exchange(uint64_t value) {
     return warp.values[mine & 1];
 }
 
+// A fiber runs one thread of every block; between two it waits where the last one ended.
 OWN inline void entry() {
-    TELL(races_thread(current));
-    body();
-    TELL(races_pause());
-    fibers[current].done = true;
-    ++progress;
-    Warp& warp = warps[threadIdx.x / 32];
-    --warp.alive;
-    if (warp.arrived) fail("a thread ended while others of its warp wait in a collective");
-    if (--alive && arrived == alive) release_block();
+    for (;;) {
+        TELL(races_thread(current));
+        body();
+        TELL(races_pause());
+        Fiber& fiber = fibers[current];
+        fiber.done = true;
+        ++progress;
+        Warp& warp = warps[threadIdx.x / 32];
+        --warp.alive;
+        if (warp.arrived) fail("a thread ended while others of its warp wait in a collective");
+        if (--alive && arrived == alive) release_block();
+        if (!_setjmp(fiber.here)) _longjmp(scheduler, 1);
+    }
+}
+
+OWN inline void resume(Fiber& fiber) {
+    if (_setjmp(scheduler)) return;
+    if (!fiber.stack.empty()) _longjmp(fiber.here, 1);
+    fiber.stack.resize(STACK_BYTES);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    makecontext(&fiber.context, entry, 0);
+    setcontext(&fiber.context);
 }
 
 // The n-th of `count` in the chosen order.
@@ -159,14 +177,8 @@ OWN inline void run_block() {
     alive = count;
     arrived = gathered = 0;
     for (int i = 0; i < count; ++i) {
-        Fiber& fiber = fibers[i];
         ++warps[i / 32].alive;
-        fiber.done = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = &scheduler;
-        makecontext(&fiber.context, entry, 0);
+        fibers[i].done = false;
     }
     while (alive) {
         uint64_t before = progress;
@@ -174,7 +186,7 @@ OWN inline void run_block() {
             current = turn(n, count);
             if (fibers[current].done) continue;
             threadIdx.x = current;
-            swapcontext(&scheduler, &fibers[current].context);
+            resume(fibers[current]);
         }
         if (progress == before) fail("all threads wait: a barrier in divergent code");
     }
@@ -186,8 +198,6 @@ STATE unsigned threads = 0;
 template <typename Body> OWN void run(const Body& kernel, unsigned bound) {
     if (threads > bound) fail("more threads than the kernel's launch bound");
     if (fibers.size() < threads) fibers.resize(threads);
-    for (Fiber& fiber : fibers)
-        if (fiber.stack.empty()) fiber.stack.resize(STACK_BYTES);
     body = kernel;
     TELL(races_launch());
     gridDim.x = grid;
