@@ -207,6 +207,12 @@ def caught():
     raise AssertionError("nobody missed rank 3")
 """
 
+CTRL_C = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it from its start
+os.kill(os.getpid(), signal.SIGINT)
+while True:
+    time.sleep(0.1)
+"""
 AFTER_A_DEATH = {
     "the error ends the script": (1, "train()"),
     "exits": (0, "caught()"),
@@ -214,7 +220,7 @@ AFTER_A_DEATH = {
     "closes, destroys": (0, "caught()\nstate.close()\ndist.destroy_process_group()"),
     "destroys, closes": (0, "caught()\ndist.destroy_process_group()\nstate.close()"),
     "a thread leaves by sys.exit": (0, "caught()\nthread = threading.Thread(target=sys.exit)\nthread.start()"),
-    "Ctrl-C": (-signal.SIGINT, "caught()\nos.kill(os.getpid(), signal.SIGINT)\nwhile True:\n    time.sleep(0.1)"),
+    "Ctrl-C": (-signal.SIGINT, f"caught()\n{CTRL_C}"),
 }
 """Exit code of the survivors, and what they do."""
 

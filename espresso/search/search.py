@@ -240,10 +240,8 @@ def _search_buckets(
     if effort.events:
         allowed.append(_found("improved", refined.evaluator, refined.strategy))
         if job.mode is Mode.DDP:
-            both = space.raw + space.training + space.offloaded
-            offered = {
-                kind: tuple(c for c in leaves if c in set(both)) or leaves for kind, leaves in space.every.items()
-            }
+            both = {*space.raw, *space.training, *space.offloaded}
+            offered = {kind: tuple(c for c in leaves if c in both) or leaves for kind, leaves in space.every.items()}
             evaluator, split = split_buckets(
                 job, refined.evaluator, refined.strategy, offered, ledger=space.budgets
             )  # fmt: skip
