@@ -471,8 +471,10 @@ def run_registered(rank: int) -> tuple[str, bool, bool, float]:
     streams = TracedStreams()
     espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
     ddp = wrap(mlp(16, 24, 8))
-    state = espresso.register(ddp, "efsignsgd", ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1)
-    for step in range(40):
+    state = espresso.register(
+        ddp, "efsignsgd", ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1, compile_beside=False
+    )
+    for step in range(60):
         ddp.zero_grad()
         ddp(batch(rank, step, 16)).square().mean().backward()
         sgd(ddp)
