@@ -59,7 +59,7 @@ def predicted_us(session: Session) -> float:
 def noted(strategy: Strategy, name: str) -> float:
     """A number of a strategy's notes; 0 where there is none: somebody else may have written the file."""
     told = strategy.notes.get(name)
-    return told if isinstance(told, float) else 0.0
+    return float(told) if isinstance(told, int | float) else 0.0
 
 
 def owed(session: Session) -> float:
