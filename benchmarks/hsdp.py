@@ -15,7 +15,7 @@ automatic mode takes to decide, so that their losses compare (on a slow network 
 mode reaches 75 % of the step rate of ``free`` and several times native's at 200 Mb/s; ``none`` has native's parameters
 bit for bit, within 3 % of its time; replicas are equal in every arm but ``free``. Bytes are counted by the card. With
 ``--seeds 3 --catch-up --blocks 1 --steps 150 --layers 1`` every arm trains from three seeds, and automatic mode's mean
-loss on data that nobody trained on has to be within native's band: its mean and two standard errors of a run's.
+loss on data that nobody trained on has to be within native's band: its mean and two standard deviations.
 """
 
 import hashlib
