@@ -70,6 +70,7 @@ def test_other_states_are_refused_and_change_nothing(played):
         assert "no kind 'espresso'" in messages["not a dictionary"]
         assert "'parts'" in messages["missing entry"]
         assert "'surplus'" in messages["unknown entry"]
+        assert all("a row should be" in messages[what] for what in ("held", "held by no one"))
         assert "unknown site 'nowhere'" in messages["site"]
         assert "outside the model's tensor" in messages["range"]
         assert "outside the model's tensor" in messages["name"]
@@ -232,6 +233,7 @@ def refused(rank: int) -> tuple[dict[str, str], bool]:
             "missing entry": {key: value for key, value in mine.items() if key != "parts"},
             "unknown entry": changed(surplus=1),
             "held": row(held=ONES),
+            "held by no one": row(held="nothing"),
             "site": row(site="nowhere"),
             "range": row(start=10**6),
             "name": row(tensor="nobody"),
