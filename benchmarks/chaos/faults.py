@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -14,7 +15,6 @@ from enum import Enum, auto
 from pathlib import Path
 
 from benchmarks.chaos.places import Job, Place, enter_network
-from espresso.comm.endpoints import readable
 
 SHORT_S = 1.5
 """Less than any time-out: the job goes on."""
@@ -130,7 +130,14 @@ def _listening(pid: int, kind: str) -> Iterator[tuple[str, int]]:
             address, _, port = words[1].partition(":")
             if words[3] in ("0A", "07") and f"socket:[{words[9]}]" in inodes:
                 nowhere = not address.strip("0")
-                yield ("127.0.0.1" if nowhere else readable(address)), int(port, 16)
+                yield ("127.0.0.1" if nowhere else _readable(address)), int(port, 16)
+
+
+def _readable(address: str) -> str:
+    """``0100007F`` is 127.0.0.1: words of four bytes, in the order of the machine."""
+    words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
 
 
 def _host_down_for(seconds: float | None) -> Callable[[Job, int], None]:

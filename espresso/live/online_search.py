@@ -183,7 +183,8 @@ class OnlineSearch:
         if cores > 1.0 and self._codecs.pool.num_threads > 1:
             devices.append(Device.OFFLOAD)
         runtime = self._runtime
-        links = measure_links(self._groups, place=runtime.place)
+        largest_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
+        links = measure_links(self._groups, place=runtime.place, largest=largest_bytes)
         compute = self._measure_compressors(self._wanted(), devices, largest)
         width = self._codecs.offload_width if Device.OFFLOAD in devices else 1
         pool = min(float(self._codecs.pool.num_threads), cores) / width

@@ -31,7 +31,8 @@ from espresso.model.links import LinkCurve
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
 
 LINK_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-"""Sizes of the whole array, in bytes, at which a routine is measured, until one takes ``SLOW_US``."""
+"""Sizes of the whole array, in bytes, at which a routine is measured, until one takes ``SLOW_US``, or is at least half
+of all that could be sent at once: beyond the last one a curve goes on as it is."""
 
 ENCODE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 """Elements at which a compressor is measured."""
@@ -76,14 +77,19 @@ def measure_links(
     progress: Callable[[str], None] | None = None,
     repeats: int = 3,
     place: Place | None = None,
+    largest: float = math.inf,
 ) -> LinkReport:
     """Measure every routine on every scope of the live groups. Collective: all ranks call it together.
 
     Points are (bytes of the whole array, microseconds): the slowest rank's median, rising with the bytes. On the
     inter scope all local ranks run their columns at once and the bytes are those of all of them. What is latency at the
     least size, and does not hold the link, is latency at every size.
+
+    Args:
+        largest: bytes of all gradients: nothing larger is sent at once.
     """
     place = place or Place()
+    enough = next((size for size in LINK_SIZES[1:] if 2 * size >= largest), LINK_SIZES[-1])
     curves: list[LinkCurve] = []
     cpu: dict[str, list[float]] = {}
     for scope, member in groups.scopes.items():
@@ -102,7 +108,7 @@ def measure_links(
                 # (On a device exchanges wait for one another.)
                 if size == LINK_SIZES[0] and wall_us > LEAST_LATENCY_US and place.device.type == "cpu":
                     latency_us = _latency_us(groups, member, routine, form, ring, wall_us)
-                if size == LINK_SIZES[-1] or wall_us - latency_us > SLOW_US:
+                if size == enough or wall_us - latency_us > SLOW_US:
                     cpu.setdefault(f"{scope.value}.{routine.value}", []).append(busy)
                     break
             bounded = rising(points)
