@@ -9,6 +9,8 @@ PIP_ARGS ?=
 # Four files at a time on two cores, slow ones first: ranks wait for each other and for time-outs much of the time.
 PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
+# Some containers forbid byte code on disk: every process of a test would then compile all of the project first.
+unexport PYTHONDONTWRITEBYTECODE
 GPU_PYTHON ?= python3
 GPU_PYTEST_ARGS ?=
 VENV := .venv

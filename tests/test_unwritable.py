@@ -36,7 +36,7 @@ from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, Tenso
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
 model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
-choice = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec.parse("efsignsgd"))
+choice = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec.parse("fp16"))
 strategy = Strategy.uniform([TensorSpec("weight", (64, 64))], Cluster(1, 2), choice)
 state = espresso.register(model, strategy=strategy, timeout_s=200.0)
 for step in range(3):
