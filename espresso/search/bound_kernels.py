@@ -24,6 +24,13 @@ Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Scratch = tuple[Reals, Reals, Reals, Reals, Reals]
+Often = tuple[Wholes, Wholes]
+
+KEPT = 24
+"""Rows of a unit that are looked at in every round."""
+LOOK_AT_LEAST, LOOK_AT_MOST = 3, 10
+"""Rounds after a look at all rows in which none is taken though the few promise a better bound, and in which one is."""
+
 
 NUM_RESOURCES = NUM_LANES + 2
 CORES = NUM_RESOURCES
@@ -280,6 +287,40 @@ def cheapest(
     return total
 
 
+@inner_sum_kernel
+def cheapest_of_few(
+    prices: Reals, rows: Reals, fees: Reals, fee_of: Wholes, often: Often, picked: Wholes
+) -> float:  # fmt: skip
+    """As :func:`cheapest`, among the rows that were noted."""
+    kept, counts = often
+    total = 0.0
+    for u in range(counts.shape[0]):
+        least = np.inf
+        for position in range(min(counts[u], KEPT)):
+            row = kept[u, position]
+            cost = fees[u, fee_of[row] if fees.shape[1] > 1 else 0]
+            for k in range(COSTS):
+                cost += prices[u, k] * rows[row, k]
+            if cost < least:
+                least = cost
+                picked[u] = row
+        total += least
+    return total
+
+
+@inner_kernel
+def note(picked: Wholes, often: Often) -> None:
+    """Each unit's row joins those that were cheapest, in place of the one that came longest ago."""
+    kept, counts = often
+    for u in range(counts.shape[0]):
+        known = False
+        for position in range(min(counts[u], KEPT)):
+            known = known or kept[u, position] == picked[u]
+        if not known:
+            kept[u, counts[u] % KEPT] = picked[u]
+            counts[u] += 1
+
+
 @inner_kernel
 def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, loads: Reals, out: Reals) -> None:
     """Every line for the rows picked: the dual function's supergradient; ``loads`` float64[NUM_LINES] is scratch."""
@@ -315,9 +356,12 @@ def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, 
 def ascend(
     weights: Reals, base: Reals, rows: Reals, columns: Reals, fees: Reals, fee_of: Wholes, first: Wholes,
     last: Wholes, giant: Flags, cores: float, above: float, reach: float, rounds: int, close: float,
-    best_weights: Reals, frequency: Reals, picked: Wholes, scratch: Scratch,
+    best_weights: Reals, frequency: Reals, picked: Wholes, scratch: Scratch, often: Often,
 ) -> tuple[float, int]:  # fmt: skip
     """Entropic mirror ascent with Polyak's step; ``weights`` is where it starts and is overwritten.
+
+    Most rounds look at a few rows of each unit, those that were cheapest before: as good a direction, and an upper
+    bound of the dual function. What they promise to be the best bound is one only if all rows say so.
 
     Args:
         columns: float64[COSTS, candidates]: the priced columns of ``rows``, each contiguous.
@@ -328,11 +372,14 @@ def ascend(
         frequency: float64[units, most candidates]: a running mean of the minimising rows.
         picked, scratch: int64[units]; vectors of ``NUM_LINES`` and of the most candidates, and matrices
             [units, COSTS] and twice [NUM_LINES, units], the last of zeros.
+        often: the rows that were cheapest, int64[units, KEPT], and how many were noted of each unit, int64[units]:
+            kept from one ascent over the same rows to the next.
 
     Returns:
         (best bound, rounds taken).
     """
     n = first.shape[0]
+    since = LOOK_AT_MOST
     sums, costs, prices, slope, mean = scratch
     best = -np.inf
     stale = 0
@@ -341,9 +388,17 @@ def ascend(
     # What every round adds to the frequencies grows instead of what there is shrinking: one figure, not all.
     added = 0.05
     for taken in range(1, rounds + 1):
-        value = unit_prices(weights, base, giant, cores, sums, prices)
-        value += cheapest(prices, columns, fees, fee_of, first, last, costs, picked)
-        if value > best:
+        constant = unit_prices(weights, base, giant, cores, sums, prices)
+        value = np.inf
+        if since < LOOK_AT_MOST and taken < rounds:
+            value = constant + cheapest_of_few(prices, rows, fees, fee_of, often, picked)
+        since += 1
+        looks = value > best and since > LOOK_AT_LEAST
+        if looks:
+            since = 0
+            value = constant + cheapest(prices, columns, fees, fee_of, first, last, costs, picked)
+            note(picked, often)
+        if looks and value > best:
             if value > best + 0.005 * reach:
                 stale = 0
             best = value
@@ -364,6 +419,8 @@ def ascend(
                 break
             unit_prices(weights, base, giant, cores, sums, prices)
             cheapest(prices, columns, fees, fee_of, first, last, costs, picked)
+            note(picked, often)
+            since = 0
         added /= 0.95
         for u in range(n):
             frequency[u, picked[u] - first[u]] += added

@@ -39,8 +39,10 @@ from espresso.search.bound_kernels import (
     CHAIN,
     COSTS,
     GIANT_LINES,
+    KEPT,
     NUM_LINES,
     NUM_RESOURCES,
+    Often,
     ascend,
     constants,
     giant_constants,
@@ -56,6 +58,10 @@ ROUNDING = 1e-9
 NODE_ROUNDS = 30
 ROOT_ROUNDS = 60
 BISECTIONS = 8
+FAR, NEAR = 4.0, 1.5
+"""How far the next multiplier of a budget is from one that was a guess, and from one that an earlier ascent found."""
+SETTLED = 0.03
+"""A multiplier known so well moves the bound, which is flat about its best, by less than a thousandth."""
 NODE_OVERHEAD = 40_000
 """What a node takes beside its ascent, in multiplications: most of a small job's."""
 
@@ -146,17 +152,24 @@ def certify(
         start: weights of an earlier certificate of the same units.
         paid: where to start with the budgets' multipliers.
     """
-    base = right_hand_sides(relaxation)
+    base, often = right_hand_sides(relaxation), nothing_noted(relaxation)
     weights = _first_weights(base) if start is None else start
     if not relaxation.has_budget:
-        return _ascend(relaxation, base, weights, above, rounds, close, ())
-    return _priced(relaxation, base, weights, above, rounds, close, paid or (0.0,) * len(relaxation.limits))
+        return _ascend(relaxation, base, weights, above, rounds, close, (), often)
+    return _priced(relaxation, base, weights, above, rounds, close, paid or (0.0,) * len(relaxation.limits), often)
 
 
 def ascend_from(relaxation: Relaxation, near: Certificate, above: float, *, rounds: int) -> Certificate:
     """A bound from the weights of a similar relaxation (of the same units): short steps, few of them."""
     reach = 0.3 * max(above - near.makespan_us, 1e-3 * above)
-    return _ascend(relaxation, right_hand_sides(relaxation), near.weights, above, rounds, 1e-4, near.paid, reach)
+    base, often = right_hand_sides(relaxation), nothing_noted(relaxation)
+    return _ascend(relaxation, base, near.weights, above, rounds, 1e-4, near.paid, often, reach)
+
+
+def nothing_noted(relaxation: Relaxation) -> Often:
+    """For :func:`espresso.search.bound_kernels.ascend`: no row was cheapest so far."""
+    units = len(relaxation.first)
+    return np.empty((units, KEPT), dtype=np.int64), np.zeros(units, dtype=np.int64)
 
 
 def _first_weights(base: Reals) -> Reals:
@@ -177,6 +190,7 @@ def _ascend(
     rounds: int,
     close: float,
     paid: tuple[float, ...],
+    often: Often,
     reach: float = 0.0,
 ) -> Certificate:
     weights = np.where(np.isfinite(base), np.maximum(start, 1e-9), 0.0)
@@ -192,7 +206,7 @@ def _ascend(
         weights, base, relaxation.rows, np.ascontiguousarray(relaxation.rows[:, :COSTS].T),
         fees(relaxation, paid), relaxation.kind_of, relaxation.first, relaxation.last, _is_giant(relaxation),
         relaxation.cores, above, reach, rounds, close, best_weights, support, np.empty(units, dtype=np.int64),
-        scratch,
+        scratch, often,
     )  # fmt: skip
     bound = max(best, relaxation.backward_us) * (1.0 - ROUNDING)
     return Certificate(min(bound, above), best_weights, support, taken, paid)
@@ -206,21 +220,30 @@ def _priced(
     rounds: int,
     close: float,
     paid: tuple[float, ...],
+    often: Often,
 ) -> Certificate:
     """As :func:`_ascend`, and each budget's multiplier by bisection: more where the fractions overspend."""
-    best = _ascend(relaxation, base, start, above, rounds, close, paid)
+    best = _ascend(relaxation, base, start, above, rounds, close, paid, often)
     # Of two budgets the first is looked at again: what the second asks for spends less of it too.
     for which in (0,) if len(paid) == 1 else (0, 1, 0):
-        best = _bisected(relaxation, base, best, above, rounds, close, which)
+        best = _bisected(relaxation, base, best, above, rounds, close, which, often)
     return best
 
 
 def _bisected(
-    relaxation: Relaxation, base: Reals, best: Certificate, above: float, rounds: int, close: float, which: int
+    relaxation: Relaxation,
+    base: Reals,
+    best: Certificate,
+    above: float,
+    rounds: int,
+    close: float,
+    which: int,
+    often: Often,
 ) -> Certificate:
     """The best bound over the multiplier of one budget, the other's fixed."""
     tried, low, high = best, 0.0, np.inf
     price = best.paid[which]
+    apart = NEAR if price else FAR
     for _ in range(BISECTIONS):
         if _spent(relaxation, tried, which) > relaxation.limits[which]:
             low = price
@@ -229,12 +252,15 @@ def _bisected(
             if price == 0.0:
                 break
         scale = above / max(relaxation.spends[which].max(axis=1).sum(), 1e-30)
-        price = max(low * 4, scale / 64) if high == np.inf else (low + high) / 2
+        if high == np.inf:
+            price = max(low * apart, scale / 64)
+        else:
+            price = (low + high) / 2 if low or apart == FAR else high / apart
         paid = (*best.paid[:which], price, *best.paid[which + 1 :])
-        tried = _ascend(relaxation, base, best.weights, above, max(rounds // 4, 40), close, paid)
+        tried = _ascend(relaxation, base, best.weights, above, max(rounds // 4, 40), close, paid, often)
         if tried.makespan_us > best.makespan_us:
             best = tried
-        if best.makespan_us >= above * (1 - close) or high - low < 1e-3 * high:
+        if best.makespan_us >= above * (1 - close) or high - low < SETTLED * high:
             break
     return best
 
@@ -270,6 +296,7 @@ class Branching:
         self._relaxation, self._above = relaxation, above
         self._giants = relaxation.giants
         self._base = right_hand_sides(relaxation)
+        self._often = nothing_noted(relaxation)
         self._open: list[_Node] = []
         self._made = 0
         self._settled = np.inf
@@ -325,7 +352,8 @@ class Branching:
         node = self._restricted(sets)
         base = right_hand_sides(node, self._base)
         reach = 0.3 * max(self._above - bound, 1e-3 * self._above)
-        found = _ascend(node, base, near.weights, self._above, rounds, 1e-4, near.paid, reach)
+        self._often[1][self._giants] = 0  # their rows are others in each node
+        found = _ascend(node, base, near.weights, self._above, rounds, 1e-4, near.paid, self._often, reach)
         if found.makespan_us >= self._above * (1 - 1e-4):
             return
         sets, found = self._affordable(sets, found, node, base)

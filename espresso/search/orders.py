@@ -29,6 +29,9 @@ Reals = npt.NDArray[np.float64]
 NEARLY_ALL = 0.9
 """Of all elements; with less the others' loads say more, and there is more to look at."""
 
+LEAF = 2_500
+"""What a leaf's tasks take to lay out, in pairs of tasks looked at."""
+
 
 class _Tables:
     """What the kernel reads: leaves in rows, those of one giant together, and their tasks."""
@@ -85,7 +88,7 @@ def bound_by_orders(
     # Weights say something of a giant's leaves only if the bound comes from them.
     root = certificate.makespan_us if certificate.makespan_us > relaxation.backward_us else 0.0
     paid, kinds = prices(relaxation, certificate.weights), fees(relaxation, certificate.paid)
-    tables = _Tables()
+    hopeful: list[tuple[Size, Sequence[Choice], Reals, Reals, list[int]]] = []
     for giant in giants:
         unit = units[giant]
         mine = leaves_of(leaves, unit)
@@ -96,12 +99,18 @@ def bound_by_orders(
         excess -= excess.min()
         least = np.maximum(relaxation.release_us[giant] + rows[:, CHAIN], relaxation.backward_us + rows[:, 0])
         possible = np.flatnonzero((least < above) & (root + excess < above))
-        tables.begin()
-        for leaf in possible[np.argsort(excess[possible], kind="stable")].tolist():
-            chains = _chains(pricer, unit.size, mine[leaf], partition_bytes)
-            tables.add(rows[leaf, :NUM_LANES], float(excess[leaf]), chains)
         if len(possible) == 0:
             return above, 0  # no strategy is below it
+        cheapest_first = possible[np.argsort(excess[possible], kind="stable")].tolist()
+        hopeful.append((unit.size, mine, rows, excess, cheapest_first))
+    if LEAF * sum(len(in_order) for *_, in_order in hopeful) > limit:
+        return -np.inf, 0
+    tables = _Tables()
+    for size, choices, rows, excess, in_order in hopeful:
+        tables.begin()
+        for leaf in in_order:
+            chains = _chains(pricer, size, choices[leaf], partition_bytes)
+            tables.add(rows[leaf, :NUM_LANES], float(excess[leaf]), chains)
     sizes = [units[giant].numel for giant in giants]
     found, spent = least_end(
         np.array(tables.first), np.array(tables.last), np.argsort(sizes)[::-1].copy(),
