@@ -26,8 +26,8 @@ Flags = npt.NDArray[np.bool_]
 Scratch = tuple[Reals, Reals, Reals, Reals, Reals]
 Often = tuple[Wholes, Wholes]
 
-KEPT = 24
-"""Rows of a unit that are looked at in every round."""
+KEPT, MANY = 24, 200
+"""Rows of a unit that are looked at in every round, if units have more than so many on average: else all are."""
 LOOK_AT_LEAST, LOOK_AT_MOST = 3, 10
 """Rounds after a look at all rows in which none is taken though the few promise a better bound, and in which one is."""
 
@@ -360,8 +360,8 @@ def ascend(
 ) -> tuple[float, int]:  # fmt: skip
     """Entropic mirror ascent with Polyak's step; ``weights`` is where it starts and is overwritten.
 
-    Most rounds look at a few rows of each unit, those that were cheapest before: as good a direction, and an upper
-    bound of the dual function. What they promise to be the best bound is one only if all rows say so.
+    Where units have many rows, most rounds look at a few of each, those that were cheapest before: as good a direction,
+    and an upper bound of the dual function. What they promise to be the best bound is one only if all rows say so.
 
     Args:
         columns: float64[COSTS, candidates]: the priced columns of ``rows``, each contiguous.
@@ -380,6 +380,10 @@ def ascend(
     """
     n = first.shape[0]
     since = LOOK_AT_MOST
+    every = 0
+    for u in range(n):
+        every += last[u] - first[u]
+    are_many = every > MANY * n
     sums, costs, prices, slope, mean = scratch
     best = -np.inf
     stale = 0
@@ -390,10 +394,10 @@ def ascend(
     for taken in range(1, rounds + 1):
         constant = unit_prices(weights, base, giant, cores, sums, prices)
         value = np.inf
-        if since < LOOK_AT_MOST and taken < rounds:
+        if are_many and since < LOOK_AT_MOST and taken < rounds:
             value = constant + cheapest_of_few(prices, rows, fees, fee_of, often, picked)
         since += 1
-        looks = value > best and since > LOOK_AT_LEAST
+        looks = not are_many or (value > best and since > LOOK_AT_LEAST)
         if looks:
             since = 0
             value = constant + cheapest(prices, columns, fees, fee_of, first, last, costs, picked)
