@@ -36,7 +36,7 @@ from espresso.strategies import (
 
 TWO_BY_TWO = Cluster(2, 2)
 SIZES = ({"a": 5000, "b": 700}, {"tiny": 40, "c": 3001})
-STEPS = 4
+STEPS = 3
 
 SPECS = {
     "efsignsgd": "efsignsgd",

@@ -1,5 +1,6 @@
 """The search: never above a baseline, near brute force, and right in the details of both algorithms."""
 
+import gc
 import itertools
 import json
 from dataclasses import replace
@@ -562,3 +563,20 @@ def test_automatic_mode_keeps_plain_where_nothing_beats_it():
     assert found.alternatives == ()
     assert found.strategy.num_compressed == 0
     assert found.predicted_us == found.uncompressed_us
+
+
+def test_nothing_is_collected_in_a_search_and_all_is_as_it_was_after_it():
+    job, seen, before = job_from_trace("lstm", 2, 2, "pcie-25g"), [], gc.get_threshold()
+    gc.set_threshold(50)
+    gc.callbacks.append(lambda phase, _: seen.append(phase))
+    try:
+        search(job, "fp16", effort=NO_EFFORT)
+        during = len(seen)
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*before)
+    assert during <= 2, "one may come before it begins"
+    assert gc.isenabled()
+    with pytest.raises(JobError):
+        search(job, "topk:ratio=0.5")
+    assert gc.isenabled()
