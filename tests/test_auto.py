@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import espresso
-from espresso.strategies import Strategy
+from espresso.strategies import Scope, Strategy
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
 DECIDED_WITHIN = 60
@@ -30,6 +30,7 @@ def test_decides_within_sixty_steps_and_learns(played):
         assert result["predicted"] > 0
         assert result["measured"] > 0
         assert result["job on rank 0"]
+        assert 0 < result["largest timed"] <= 2 * result["model"], "exchanges that the job never makes"
         assert result["digest"] == everybody[0]["digest"]
 
 
@@ -98,7 +99,10 @@ def decide(rank: int) -> dict[str, object]:
         verdict = state.session.decider.verdict
         assert verdict is not None
         metrics = state.metrics()
+        curves = [] if state.job is None else state.job.costs.links.curves
         return {
+            "largest timed": max(c.points[-1][0] for c in curves if c.scope is not Scope.INTER),
+            "model": sum(each.nbytes for each in ddp.parameters()),
             "decided at": decided_at,
             "losses": (sum(losses[:4]) / 4, sum(losses[-4:]) / 4),
             "verdict": state.verdict,

@@ -18,6 +18,7 @@ from espresso.search.bound_kernels import (
     FIRST,
     GIANT_LANES,
     GIANT_LINES,
+    MANY,
     NUM_LINES,
     WIDTH,
     pareto,
@@ -189,6 +190,29 @@ def test_the_ascent_comes_near_the_exact_linear_program(trace, cluster):
     relaxation = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster))
     exact = linear_program(relaxation)
     found = certify(relaxation, exact * 1.1).makespan_us
+    assert found <= exact * (1 + 1e-7)
+    assert found >= exact * 0.99
+
+
+@pytest.mark.parametrize(("trace", "cluster"), [("lstm", "nvlink-100g"), ("vgg16", "pcie-25g")])
+def test_rounds_that_look_at_few_rows_lose_little_and_never_exceed_the_program(trace, cluster):
+    """Rows that are worse than others in everything change nothing, but make so many that few are looked at."""
+    job = job_from_trace(trace, 8, 8, cluster)
+    leaves = every_choice(job, (CompressorSpec.parse("randomk:ratio=0.01"),))
+    few = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster))
+    rng, picked, worse, first, last = np.random.default_rng(0), [], [], [], []
+    for a, b in zip(few.first, few.last, strict=True):
+        shuffled = rng.permutation(np.resize(np.arange(a, b), max(2 * MANY, b - a)))
+        factors = 1.0 + 0.5 * rng.random(len(shuffled))
+        factors[np.unique(shuffled, return_index=True)[1]] = 1.0
+        first.append(len(worse))
+        picked += shuffled.tolist()
+        worse += factors.tolist()
+        last.append(len(worse))
+    rows = few.rows[picked] * np.array(worse)[:, None]
+    many = replace(few, rows=rows, kind_of=few.kind_of[picked], first=np.array(first), last=np.array(last), origin=())
+    exact = linear_program(few)
+    found = certify(many, exact * 1.1).makespan_us
     assert found <= exact * (1 + 1e-7)
     assert found >= exact * 0.99
 

@@ -44,7 +44,7 @@ from tests.emulator import BUILD, COMPILER, EmulatedDevice, build
 
 NVCC = shutil.which("nvcc")
 ARCHITECTURE = "75"
-"""The oldest: what newer ones lack, it lacks too. Each one more takes as long again (docs/gpu.md names those tried)."""
+"""The oldest: what newer ones lack, it lacks too. Each one more takes 5 s of a core (docs/gpu.md names those tried)."""
 GOLDEN = Path(__file__).parent / "golden" / "compressors.json"
 
 #: Block sizes with registers of their own, and longer segments than one tile; beside the suite's specs.

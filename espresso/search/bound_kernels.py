@@ -27,9 +27,11 @@ Scratch = tuple[Reals, Reals, Reals, Reals, Reals]
 Often = tuple[Wholes, Wholes]
 
 KEPT, MANY = 24, 200
-"""Rows of a unit that are looked at in every round, if units have more than so many on average: else all are."""
+"""Rows of a unit that are looked at in every round, if units have more than so many on average: else all are.
+(With one compressor they have fewer; looking at few there made strategies of BERT up to 1.2 % worse.)"""
 LOOK_AT_LEAST, LOOK_AT_MOST = 3, 10
-"""Rounds after a look at all rows in which none is taken though the few promise a better bound, and in which one is."""
+"""Rounds after a look at all rows in which none is taken though the few promise a better bound, and in which one is.
+(1 and 5 gave the same bounds to .3 %, in a tenth more time.)"""
 
 
 NUM_RESOURCES = NUM_LANES + 2

@@ -61,7 +61,8 @@ BISECTIONS = 8
 FAR, NEAR = 4.0, 1.5
 """How far the next multiplier of a budget is from one that was a guess, and from one that an earlier ascent found."""
 SETTLED = 0.03
-"""A multiplier known so well moves the bound, which is flat about its best, by less than a thousandth."""
+"""A multiplier known so well is good enough: over the ten cases of ``benchmarks.search --only families`` the bound fell
+by at most two thousandths against .001."""
 NODE_OVERHEAD = 40_000
 """What a node takes beside its ascent, in multiplications: most of a small job's."""
 
@@ -152,7 +153,7 @@ def certify(
         start: weights of an earlier certificate of the same units.
         paid: where to start with the budgets' multipliers.
     """
-    base, often = right_hand_sides(relaxation), nothing_noted(relaxation)
+    base, often = right_hand_sides(relaxation), _nothing_noted(relaxation)
     weights = _first_weights(base) if start is None else start
     if not relaxation.has_budget:
         return _ascend(relaxation, base, weights, above, rounds, close, (), often)
@@ -162,11 +163,11 @@ def certify(
 def ascend_from(relaxation: Relaxation, near: Certificate, above: float, *, rounds: int) -> Certificate:
     """A bound from the weights of a similar relaxation (of the same units): short steps, few of them."""
     reach = 0.3 * max(above - near.makespan_us, 1e-3 * above)
-    base, often = right_hand_sides(relaxation), nothing_noted(relaxation)
+    base, often = right_hand_sides(relaxation), _nothing_noted(relaxation)
     return _ascend(relaxation, base, near.weights, above, rounds, 1e-4, near.paid, often, reach)
 
 
-def nothing_noted(relaxation: Relaxation) -> Often:
+def _nothing_noted(relaxation: Relaxation) -> Often:
     """For :func:`espresso.search.bound_kernels.ascend`: no row was cheapest so far."""
     units = len(relaxation.first)
     return np.empty((units, KEPT), dtype=np.int64), np.zeros(units, dtype=np.int64)
@@ -296,7 +297,7 @@ class Branching:
         self._relaxation, self._above = relaxation, above
         self._giants = relaxation.giants
         self._base = right_hand_sides(relaxation)
-        self._often = nothing_noted(relaxation)
+        self._often = _nothing_noted(relaxation)
         self._open: list[_Node] = []
         self._made = 0
         self._settled = np.inf

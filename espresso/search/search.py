@@ -67,7 +67,7 @@ class _Found:
 @contextmanager
 def _collector_waits() -> Iterator[None]:
     """Nothing is collected in here: what a search makes has no cycles, and a collection goes through all that the
-    process holds. Beside PyTorch that was up to .3 s of a search of .4.
+    process holds: of 330 000 objects, without PyTorch, up to .3 s of a certificate of .4 (VGG16, five families).
     """
     was_enabled = gc.isenabled()
     gc.disable()
