@@ -187,14 +187,19 @@ class Alarm:
     def _repeat(
         self, kind: _Kind, question: int, text: str, replied: Any, wanted: frozenset[int], deadline: float
     ) -> None:
-        """Send to those of ``wanted`` that have not ``replied``, until all have or it is too late."""
+        """Send to those of ``wanted`` that have not ``replied``, until all have or it is too late.
+
+        Who leaves as well may be gone before it could reply that it heard so of this rank.
+        """
+        gone = self._left if kind == _Kind.LEFT else {}
         while True:
-            for peer in wanted - set(replied):
+            for peer in wanted - set(replied) - gone.keys():
                 self._send(peer, kind, question, text)
             with self._news:
                 now = time.monotonic()
                 left = min(_REPEAT_S, deadline - now)
-                if self._news.wait_for(lambda: wanted <= set(replied), timeout=max(left, 0.0)) or now >= deadline:
+                all_know = self._news.wait_for(lambda: wanted <= set(replied) | gone.keys(), timeout=max(left, 0.0))
+                if all_know or now >= deadline:
                     return
 
     def _send(self, peer: int, kind: _Kind, question: int, text: str) -> None:

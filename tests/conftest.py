@@ -1,4 +1,4 @@
-"""What holds for every test: what was loaded to begin with is kept out of the garbage collector.
+"""What holds for every test: how it is scheduled, and what the garbage collector leaves alone.
 
 PyTorch, Numba and SciPy leave hundreds of thousands of objects behind that live as long as the process.
 
@@ -6,8 +6,15 @@ Files with slow tests come first, so that no worker begins one when the others a
 """
 
 import gc
+import os
 
 import pytest
+
+gc.disable()  # until all is loaded and collected
+# More threads than cores: under the default policy who is woken up takes the core of who woke it, which often holds a
+# lock of Gloo's, for which its loop then spins. Processes and threads inherit this.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,3 +25,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    gc.enable()

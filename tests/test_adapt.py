@@ -86,6 +86,7 @@ class World:
         finds: what the search finds where it pays.
         promises: so many times what it will take.
         when_measured_us: ``plain_us`` from the moment on in which the link is measured again; 0: the same.
+        switch_us: what the first step of another strategy takes beyond the rest.
     """
 
     plain_us: float = 1_000.0
@@ -97,6 +98,8 @@ class World:
     finds: Strategy = SIGNS
     promises: float = 1.0
     when_measured_us: float = 0.0
+    switch_us: float = 0.0
+    runs: Strategy | None = None
 
     def exchange_us(self, strategy: Strategy) -> float:
         return self.plain_us if not strategy.num_compressed else self.plain_us / 15 + CODEC_US
@@ -134,6 +137,9 @@ class World:
         assignment = planner.assign(step)
         jitter = np.exp(self.noise * self.random.standard_normal(2))
         compute, exchange = COMPUTE_US * self.compute * jitter[0], self.exchange_us(assignment.strategy) * jitter[1]
+        if self.runs is not None and self.runs is not assignment.strategy:
+            exchange += self.switch_us
+        self.runs = assignment.strategy
         ready = now_ns + compute * 1e3
         done = ready + exchange * 1e3
         record = Record(step, assignment, ready_ns=[int(ready)], done_ns=int(done), buckets=BUCKETS)
@@ -239,6 +245,24 @@ def test_what_is_predicted_to_be_slower_is_not_tried():
     run(world, planner, range(100, 100 + WITHIN), {}, now)
     assert [event for _, event, _ in rows_of(planner)] == ["decided", "changed", "kept"]
     assert "the search finds nothing else" in planner._history.rows[-1]["reason"]
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_what_does_not_pay_yet_is_taken_once_the_change_has_lasted(lasts):
+    world = World(plain_us=5_000, switch_us=1_000_000)
+    planner = planner_of(world)
+    now = run(world, planner, range(100), {})
+    assert planner.verdict.name == "plain"
+    world.plain_us = 12_000
+    now = run(world, planner, range(100, 160), {}, now)
+    assert rows_of(planner)[-1][1:] == ("kept", "plain")
+    assert "signs pays if this lasts until step" in planner._history.rows[-1]["reason"]
+    world.plain_us = 12_000 if lasts else 5_000
+    run(world, planner, range(160, 400), {}, now)
+    # twice half of it (one arm switches in one round of two), at some 5 ms a step
+    switched = [step - 100 for step, event, _ in rows_of(planner) if event == "switched"]
+    assert [150 < step < 250 for step in switched] == [True] * lasts
+    assert planner.strategy.num_compressed == (2 if lasts else 0)
 
 
 def test_a_burst_is_no_reason_to_leave_what_is_right():

@@ -1,10 +1,13 @@
 """Word of failures between ranks: who is blamed, from what was said and what was not."""
 
 import socket
+import struct
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from espresso.comm import alarm as alarm_module
 from espresso.comm.alarm import Alarm
 from espresso.comm.errors import LostRankError
 from espresso.comm.witness import Witness
@@ -72,6 +75,22 @@ def test_who_was_silent_during_a_wait_is_named_though_it_answers_at_its_end(alar
     witness.look("a later wait, after one that ended well")
     with pytest.raises(LostRankError, match="making groups: Rank 2 was silent meanwhile: stopped, or"):
         witness.look("making groups", silent)
+
+
+def test_who_leaves_at_the_same_time_is_not_waited_for(alarms, monkeypatch):
+    monkeypatch.setattr(alarm_module, "_TELL_S", 30.0)
+    for other in alarms[1:]:
+        die(other)
+    leaving = threading.Thread(target=alarms[0].close, daemon=True)
+    leaving.start()
+    (host, port, secret), sender = alarms[0].card, socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with sender:
+        while leaving.is_alive() and len(alarms[0].left()) < 3:
+            for rank in (1, 2, 3):
+                head = struct.pack("!16sBIIqii", bytes.fromhex(secret), 5, rank, 0, 0, 0, 0)
+                sender.sendto(head, (host, port))
+    leaving.join(10.0)
+    assert not leaving.is_alive()
 
 
 def test_of_a_long_text_the_end_travels(alarms):

@@ -149,11 +149,10 @@ def test_patience():
     for step in range(FALSE_ALARMS):
         patience.took(600 + step, cost_us=1e6, step_us=1e5, was_real=False)
     assert not patience.permits(large, 1000)
-    assert Patience.is_worth(100.0, 90.0, losses_less=False, noise=0.05, price_us=100.0, lasted=20)
-    assert not Patience.is_worth(100.0, 90.0, losses_less=False, noise=0.05, price_us=300.0, lasted=20)
-    assert not Patience.is_worth(100.0, 90.0, losses_less=False, noise=0.2, price_us=100.0, lasted=20)
-    assert not Patience.is_worth(100.0, 97.0, losses_less=False, noise=0.05, price_us=0.0, lasted=1000)
-    assert Patience.is_worth(100.0, 99.0, losses_less=True, noise=0.05, price_us=0.0, lasted=0)
+    assert Patience.pays_after(100.0, 90.0, losses_less=False, noise=0.05, price_us=100.0) == 10.0
+    assert Patience.pays_after(100.0, 90.0, losses_less=False, noise=0.2, price_us=100.0) == math.inf
+    assert Patience.pays_after(100.0, 97.0, losses_less=False, noise=0.05, price_us=0.0) == math.inf
+    assert Patience.pays_after(100.0, 99.0, losses_less=True, noise=0.05, price_us=100.0) == 0.0
 
 
 def test_history_has_the_same_rows_everywhere_and_one_log_line_on_rank_0(caplog):

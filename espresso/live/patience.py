@@ -68,19 +68,18 @@ class Patience:
         self._quiet_until = max(self._quiet_until or 0.0, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
 
     @staticmethod
-    def is_worth(
-        ours_us: float, theirs_us: float, *, losses_less: bool, noise: float, price_us: float, lasted: int
-    ) -> bool:
-        """Whether to switch: what it gains, while the condition lasts as long again, against what a switch costs.
+    def pays_after(ours_us: float, theirs_us: float, *, losses_less: bool, noise: float, price_us: float) -> float:
+        """Steps that a condition has to have lasted before a switch pays; infinity: it never does.
+
+        A condition is supposed to last as long again: what a switch gains until then is what it costs.
 
         Args:
             losses_less: the other compresses less.
             noise: the least factor, as a logarithm, that the race could tell.
             price_us: of switching, there and back.
-            lasted: steps since the change.
         """
         gain_us = ours_us - theirs_us
         if losses_less and gain_us >= 0:
-            return True
+            return 0.0
         clear = gain_us > MUST_GAIN * ours_us and math.log(ours_us / theirs_us) > noise
-        return clear and gain_us * lasted > price_us
+        return price_us / gain_us if clear else math.inf

@@ -34,6 +34,7 @@ from espresso.live.turns import (
     SURELY_WINS,
     TRY_ROUNDS,
     TRY_STEPS,
+    Later,
     Turn,
     alike,
     times_of,
@@ -104,6 +105,7 @@ class AutoPlanner:
         self._observed: list[Record] = []
         self._race: Race | None = None
         self._turn: Turn | None = None
+        self._later: Later | None = None
         self._pause = 0
         self._candidates: list[Candidate] = []
         self._restarts = 0
@@ -180,7 +182,8 @@ class AutoPlanner:
         return name
 
     def _stop_trying(self) -> None:
-        self._race, self._turn, self._candidates, self._pause, self._again = None, None, [], 0, False
+        self._race, self._turn, self._later, self._candidates = None, None, None, []
+        self._pause, self._again = 0, False
 
     def after(self, record: Record) -> Work | None:
         if self._again:
@@ -274,7 +277,7 @@ class AutoPlanner:
             return
         best = race.best()
         pays = "compression does not pay here" if best == "plain" else "measured in alternated blocks"
-        self._decide(step, best, f"{pays}: {times_of(race)} a step", race)
+        self._decide(step, best, f"{pays}: {times_of(race)}", race)
 
     def _decide(self, step: int, name: str, reason: str, race: Race | None = None) -> None:
         self._adopt(name, reason, race)
@@ -289,7 +292,7 @@ class AutoPlanner:
             self._winning = next(arm.assignment for arm in race.arms if arm.name == name)
         predicted = {c.name: c.predicted_us for c in self._candidates}
         self.verdict = Verdict(name, reason, {} if race is None else race.measured, predicted)
-        self._race = None
+        self._race = self._later = None
         if self.watch is not None:
             self.watch.begin(self.verdict.measured_us.get(name))
 
@@ -308,7 +311,9 @@ class AutoPlanner:
             if self.watch is not None and self._groups.beside is None:  # other shards may not have noticed
                 self.watch.begin()
         ordering = None if self._winning is not None else winner.note(record)
-        watch = self.watch
+        later, watch = self._later, self.watch
+        if later is not None and record.iteration >= later.step:
+            return partial(self._switch, later.name, later.race, later.change, record.iteration)
         if watch is None or not watch.take(record):
             return ordering
         # On every rank alike something is to be looked at; most often it is there, and nothing has changed.
@@ -323,6 +328,7 @@ class AutoPlanner:
         """What to begin a turn for."""
         if change is None or self._patience.permits(change, step):
             return change
+        self._later = None
         if self.watch is not None:
             self.watch.forgive()
         return None
@@ -336,7 +342,7 @@ class AutoPlanner:
         """Measure what changed, search, and begin to try what was found."""
         assert self.verdict is not None
         assert self._winner is not None
-        began_ns, now = time.perf_counter_ns(), self.verdict.name
+        began_ns, now, self._later = time.perf_counter_ns(), self.verdict.name, None
         self._history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
         if not self._observed:  # a resumed job, which was never measured here
             self._winner = self._winning = self.verdict = self._first = None
@@ -377,23 +383,27 @@ class AutoPlanner:
         (before_us, began_us), ours = turn.change.step_us, verdict.name
         measured = {ours: began_us} if race is None else race.measured
         best = ours if race is None else race.best()
+        later = None
         if race is not None and best != ours:
             losses = {arm.name: arm.losses for arm in race.arms}
-            worth = Patience.is_worth(
+            due = turn.change.since + Patience.pays_after(
                 measured[ours], measured[best], losses_less=losses[best] < losses[ours], noise=race.noise,
-                price_us=2 * race.excess_us, lasted=step - turn.change.since,
+                price_us=2 * race.excess_us,
             )  # fmt: skip
-            best = best if worth else ours
+            if step < due:
+                later = Later(due, best, race, turn.change) if due < math.inf else None
+                best = ours
         spent_us = (time.perf_counter_ns() - turn.began_ns) / 1e3 - (step - turn.step) * measured[best]
         spent_us = max(0.0, *self._groups.everywhere(spent_us))
         was_real = best != ours or abs(math.log(measured[ours] / before_us)) > TELLING
         self._patience.took(step, spent_us, measured[best], was_real=was_real)
-        times = "the search finds nothing else" if race is None else f"{times_of(race)} a step"
-        if best != ours:
-            self._adopt(best, f"{turn.change}: {times}", race)
-            self._note(step, Event.SWITCHED, f"from {ours}: {times}", turn.began_ns)
+        if race is not None and best != ours:
+            self._switch(best, race, turn.change, step, turn.began_ns)
         else:
-            self._race = None
+            times = "the search finds nothing else" if race is None else times_of(race)
+            if later is not None:
+                times += f"; {later.name} pays if this lasts until step {math.ceil(later.step)}"
+            self._race, self._later = None, later
             self.verdict = replace(verdict, measured_us=verdict.measured_us | measured)
             if self.watch is not None:
                 self.watch.begin(measured[ours])
@@ -403,6 +413,13 @@ class AutoPlanner:
         if abs(math.log(drift)) > DRIFT and not is_over and not turn.is_second:
             more = Change((Finding(Cause.STEP, drift),), step, (began_us, measured[best]), turn.change.compute_us)
             self._begin_turn(more, step, is_second=True)
+
+    def _switch(self, name: str, race: Race, change: Change, step: int, since_ns: int | None = None) -> None:
+        """Have what a turn tried in use: at its end, or once it pays."""
+        assert self.verdict is not None
+        ours, times = self.verdict.name, times_of(race)
+        self._adopt(name, f"{change}: {times}", race)
+        self._note(step, Event.SWITCHED, f"from {ours}: {times}", since_ns)
 
 
 Decider = FixedPlanner | AutoPlanner

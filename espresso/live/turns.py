@@ -45,8 +45,18 @@ class Turn:
     is_second: bool = False
 
 
+@dataclass(frozen=True)
+class Later:
+    """What a turn found to be faster, and not yet worth a switch: in use from ``step`` on if nothing changes before."""
+
+    step: float
+    name: str
+    race: Race
+    change: Change
+
+
 def times_of(race: Race) -> str:
-    return ", ".join(f"{name} {us / 1e3:.1f} ms" for name, us in race.measured.items())
+    return ", ".join(f"{name} {us / 1e3:.1f} ms" for name, us in race.measured.items()) + " a step"
 
 
 def alike(one: Strategy, other: Strategy) -> bool:
