@@ -48,7 +48,7 @@ format-check: $(STAMP)
 	$(BIN)/ruff format --check $(CODE)
 
 types: $(STAMP)
-	$(BIN)/mypy -p espresso -p benchmarks
+	$(BIN)/mypy -p espresso -p benchmarks -m tests.users_script
 
 # The machine's own Python from the repository root, nothing installed: GPU machines often allow no more. Tests run side
 # by side where pytest-xdist is there; pytest-benchmark, which refuses to, is left out. The benchmark runs, and prints

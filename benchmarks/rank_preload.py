@@ -7,8 +7,6 @@ collector: a collection in a rank would go through all of it, and copy the pages
 
 import gc
 
-gc.disable()
-
 import torch
 import torch._dynamo.convert_frame
 import torch.distributed  # noqa: F401
@@ -26,6 +24,4 @@ for _name in set(compressor_ids()).difference(NOT_LOADED):
     warm_up(host_codec(create(_name), None), ("float32", "float64"))
 rehearse()
 
-gc.collect()
 gc.freeze()
-gc.enable()

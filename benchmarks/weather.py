@@ -73,8 +73,8 @@ CHANGES = {
 """Single changes: the model's widths, and the schedule."""
 
 SCHEDULE = (
-    f"{UNLIMITED}/260 50mbit/200 200mbit/200 1gbit/300 1gbit/300,load=0 {UNLIMITED}/200,batch=4 100mbit/200,batch=4"
-    f" 100mbit/200 {UNLIMITED}/260"
+    f"{UNLIMITED}/2000 50mbit/1600 200mbit/1600 1gbit/2000 1gbit/2000,load=0 {UNLIMITED}/1600,batch=4"
+    f" 100mbit/1600,batch=4 100mbit/1600 {UNLIMITED}/2000"
 )
 WIDTHS = "64,512,512,512,10"
 
@@ -188,7 +188,8 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
             for _ in range(62):
                 step(phase.batch)
         # Where nothing is decided on the way, the rest of a phase is as its sample.
-        num_steps = phase.steps if arm in ("adapt", "frozen") else min(phase.steps, SAMPLE)
+        decides = arm == "adapt" or (arm == "frozen" and index == 0)
+        num_steps = phase.steps if decides else min(phase.steps, SAMPLE)
         ran = [step(phase.batch) for _ in range(num_steps)]
         step_s += ran + [statistics.median(ran[num_steps // 4 :])] * (phase.steps - num_steps)
         if state is not None and arm == "fresh":
@@ -374,9 +375,11 @@ def draw(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]], events:
     for power in range(int(low) - 1, int(high) + 2):
         if low <= power <= high:
             lines.append(f'<text x="4" y="{y(10.0**power) + 4:.1f}">{10.0**power:g} ms</text>')
+    stride = max(1, total // (2 * WIDTH))
+    half = max(2, stride // 2)
     for place, (arm, times) in enumerate(step_s.items()):
-        smooth = [statistics.median(times[max(i - 2, 0) : i + 3]) for i in range(len(times))]
-        points = " ".join(f"{LEFT + i * across:.1f},{y(1e3 * each):.1f}" for i, each in enumerate(smooth))
+        shown = {i: statistics.median(times[max(i - half, 0) : i + half + 1]) for i in range(0, len(times), stride)}
+        points = " ".join(f"{LEFT + i * across:.1f},{y(1e3 * each):.1f}" for i, each in shown.items())
         colour = COLOURS.get(arm, "#8250df")
         lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         lines.append(f'<text x="{LEFT + 110 * place}" y="14" fill="{colour}">{arm}</text>')
