@@ -247,6 +247,21 @@ def test_what_is_predicted_to_be_slower_is_not_tried():
     assert "the search finds nothing else" in planner._history.rows[-1]["reason"]
 
 
+def test_a_slow_network_is_looked_into_however_often_nothing_was_found_before():
+    world = World(plain_us=5_000)
+    planner = planner_of(world)
+    now, step = run(world, planner, range(100), {}), 100
+    for _ in range(4):  # bursts that are over when the link is measured
+        world.plain_us, world.when_measured_us = 200_000, 5_000
+        now, step = run(world, planner, range(step, step + WITHIN), {}, now), step + WITHIN
+        world.plain_us = 5_000
+        now, step = run(world, planner, range(step, step + WITHIN), {}, now), step + WITHIN
+    assert planner.verdict.name == "plain"
+    world.plain_us, world.when_measured_us = 60_000, 0.0
+    run(world, planner, range(step, step + WITHIN), {}, now)
+    assert planner.verdict.name == "signs"
+
+
 @pytest.mark.parametrize("lasts", [True, False])
 def test_what_does_not_pay_yet_is_taken_once_the_change_has_lasted(lasts):
     world = World(plain_us=5_000, switch_us=1_000_000)

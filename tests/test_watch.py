@@ -148,7 +148,9 @@ def test_patience():
     assert patience.permits(small, 510)
     for step in range(FALSE_ALARMS):
         patience.took(600 + step, cost_us=1e6, step_us=1e5, was_real=False)
-    assert not patience.permits(large, 1000)
+    assert not patience.permits(large, 620)  # 19 steps have lost .95 s
+    assert patience.permits(large, 622)
+    assert not patience.permits(small, 1000)
     assert Patience.pays_after(100.0, 90.0, losses_less=False, noise=0.05, price_us=100.0) == 10.0
     assert Patience.pays_after(100.0, 90.0, losses_less=False, noise=0.2, price_us=100.0) == math.inf
     assert Patience.pays_after(100.0, 97.0, losses_less=False, noise=0.05, price_us=0.0) == math.inf

@@ -44,25 +44,37 @@ class Patience:
         self.rest_until = 0
         self._quiet_until: float | None = None
         self._idle_turns = self._turns_of_late = 0
-        self._last = 0
+        self._last = self._counted = 0
+        self._cost_us, self._lost_us = SUPPOSED_US, 0.0
 
     def permits(self, change: Change, step: int) -> bool:
-        """Whether a change is looked into: a severe one after a rest, any within the budget."""
-        at_once = change.severity >= SEVERE and self._idle_turns < FALSE_ALARMS
+        """Whether a change is looked into: a severe one after a rest, any within the budget.
+
+        And a severe one by which as much time was lost as the last turn took: to look costs no more than that.
+        """
+        is_severe = change.severity >= SEVERE
+        at_once = is_severe and self._idle_turns < FALSE_ALARMS
         before_us, now_us = change.step_us
         if at_once and now_us >= DRASTIC * before_us:
             return step >= min(self.rest_until, self._last + REST)
         quiet_until = self._quiet_until
         if quiet_until is None:
             quiet_until = SUPPOSED_US / QUIET_SHARE / max(before_us, 1.0)
-        return step >= (self.rest_until if at_once else max(quiet_until, self.rest_until))
+        if step >= (self.rest_until if at_once else max(quiet_until, self.rest_until)):
+            return True
+        if not is_severe:
+            return False
+        self._lost_us += max(now_us - before_us, 0.0) * (step - max(change.since, self._counted))
+        self._counted = step
+        return self._lost_us > self._cost_us and step >= self._last + REST
 
     def took(self, step: int, cost_us: float, step_us: float, *, was_real: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether anything had changed."""
         self._idle_turns = 0 if was_real else self._idle_turns + 1
         forgotten = (step - self._last) // FORGET
         self._turns_of_late = min(max(self._turns_of_late - forgotten, 0) + 1, MOST_DOUBLINGS)
-        self._last = step
+        self._last = self._counted = step
+        self._cost_us, self._lost_us = cost_us, 0.0
         self.rest_until = step + REST * 2**self._turns_of_late
         # What was spent is earned again before the next turn on a mere suspicion.
         self._quiet_until = max(self._quiet_until or 0.0, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
