@@ -42,7 +42,7 @@ from benchmarks.emulated import Distance, Network, open_network, run_workers
 from benchmarks.emulated.launch import cores_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = results.RESULTS_DIR / "weather.svg"
+PICTURE = ROOT / "docs" / "images" / "weather.svg"
 WITHIN = 40
 """Steps after a change in which the adaptive job may look for a better strategy."""
 
