@@ -7,6 +7,7 @@ Files with slow tests come first, so that no worker begins one when the others a
 
 import gc
 import os
+from contextlib import suppress
 
 import pytest
 
@@ -14,7 +15,8 @@ gc.disable()  # until all is loaded and collected
 # More threads than cores: under the default policy who is woken up takes the core of who woke it, which often holds a
 # lock of Gloo's, for which its loop then spins. Processes and threads inherit this.
 if hasattr(os, "SCHED_BATCH"):
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with suppress(OSError):  # some containers forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

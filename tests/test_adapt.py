@@ -87,6 +87,7 @@ class World:
         promises: so many times what it will take.
         when_measured_us: ``plain_us`` from the moment on in which the link is measured again; 0: the same.
         switch_us: what the first step of another strategy takes beyond the rest.
+        runs: the strategy of the last step.
     """
 
     plain_us: float = 1_000.0
@@ -278,6 +279,19 @@ def test_what_does_not_pay_yet_is_taken_once_the_change_has_lasted(lasts):
     switched = [step - 100 for step, event, _ in rows_of(planner) if event == "switched"]
     assert [150 < step < 250 for step in switched] == [True] * lasts
     assert planner.strategy.num_compressed == (2 if lasts else 0)
+
+
+def test_what_does_not_pay_yet_is_forgotten_once_the_change_is_over():
+    world = World(plain_us=5_000, switch_us=320_000)
+    planner = planner_of(world)
+    now, step = run(world, planner, range(100), {}), 100
+    world.plain_us = 12_000
+    while rows_of(planner)[-1][1] != "kept" and step < 100 + WITHIN:
+        now, step = run(world, planner, range(step, step + 1), {}, now), step + 1
+    assert "signs pays if this lasts until step" in planner._history.rows[-1]["reason"]
+    world.plain_us = 5_000
+    run(world, planner, range(step, step + 100), {}, now)
+    assert [event for _, event, _ in rows_of(planner)].count("switched") == 0
 
 
 def test_a_burst_is_no_reason_to_leave_what_is_right():

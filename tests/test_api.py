@@ -1,7 +1,9 @@
 """The front door: what is exported, how it is shown, and what settings may be."""
 
+import tomllib
 import typing
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,13 @@ def test_the_door_shows_the_api_alone():
     assert all(getattr(espresso, name) is not None for name in espresso.__all__)
     with pytest.raises(AttributeError, match=r"no attribute 'Registre'; it has .*register"):
         espresso.Registre  # noqa: B018
+
+
+def test_types_are_checked_strictly():
+    """Of ``users_script.py`` too: an expected error that does not come is one only then."""
+    root = Path(__file__).parents[1]
+    assert tomllib.loads((root / "pyproject.toml").read_text())["tool"]["mypy"]["strict"] is True
+    assert " -m tests.users_script\n" in (root / "Makefile").read_text()
 
 
 def test_settings_have_one_list_each_of_types_and_ranges():

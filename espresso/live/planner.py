@@ -311,38 +311,47 @@ class AutoPlanner:
             if self.watch is not None and self._groups.beside is None:  # other shards may not have noticed
                 self.watch.begin()
         ordering = None if self._winning is not None else winner.note(record)
-        later, watch = self._later, self.watch
-        if later is not None and record.iteration >= later.step:
-            return partial(self._switch, later.name, later.race, later.change, record.iteration)
+        watch = self.watch
         if watch is None or not watch.take(record):
             return ordering
         # On every rank alike something is to be looked at; most often it is there, and nothing has changed.
         if not watch.is_ready:
             return partial(self._look, watch, record.iteration)
-        change = self._worth_a_turn(watch.look(), record.iteration)
-        return ordering if change is None else partial(self._begin_turn, change, record.iteration)
+        return self._answer(watch, watch.look(), record.iteration) or ordering
 
     # -- a turn: something has changed ---------------------------------------------------------------
 
-    def _worth_a_turn(self, change: Change | None, step: int) -> Change | None:
-        """What to begin a turn for."""
-        if change is None or self._patience.permits(change, step):
-            return change
+    def _answer(self, watch: Watch, change: Change | None, step: int) -> Work | None:
+        """What follows from a window that was looked at."""
+        if change is None:
+            return self._what_is_due(watch, step)
+        if self._patience.permits(change, step):
+            return partial(self._begin_turn, change, step)
         self._later = None
-        if self.watch is not None:
-            self.watch.forgive()
+        watch.forgive()
         return None
 
+    def _what_is_due(self, watch: Watch, step: int) -> Work | None:
+        """A switch that pays by now, if steps are not faster than when that was found: the change has lasted."""
+        verdict, later = self.verdict, self._later
+        if verdict is None or later is None or step < later.step:
+            return None
+        self._later = None
+        now_us = max(row.step for row in watch.ring[-1][1])
+        if math.log(verdict.measured_us[verdict.name] / now_us) > TELLING:
+            return None
+        return partial(self._switch, later.name, later.race, later.change, step)
+
     def _look(self, watch: Watch, step: int) -> None:
-        change = self._worth_a_turn(watch.look(), step)
-        if change is not None:
-            self._begin_turn(change, step)
+        work = self._answer(watch, watch.look(), step)
+        if work is not None:
+            work()
 
     def _begin_turn(self, change: Change, step: int, *, is_second: bool = False) -> None:
         """Measure what changed, search, and begin to try what was found."""
         assert self.verdict is not None
         assert self._winner is not None
-        began_ns, now, self._later = time.perf_counter_ns(), self.verdict.name, None
+        began_ns, now = time.perf_counter_ns(), self.verdict.name
         self._history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
         if not self._observed:  # a resumed job, which was never measured here
             self._winner = self._winning = self.verdict = self._first = None
