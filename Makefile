@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := espresso strategies compressors comm cpu_offload benchmarks tests examples docs noxfile.py
 
-.PHONY: venv test demo docs lint format format-check types gpu clean
+.PHONY: venv test demo docs lint format format-check types cuda gpu clean
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -49,6 +49,10 @@ format-check: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy -p espresso -p benchmarks -m tests.users_script
+
+# For real devices, where there is nvcc; what they compute is a matter of `make test` and `make gpu`.
+cuda: $(STAMP)
+	$(BIN)/python -m tests.nvcc
 
 # The machine's own Python from the repository root, nothing installed: GPU machines often allow no more. Tests run side
 # by side where pytest-xdist is there; pytest-benchmark, which refuses to, is left out. The benchmark runs, and prints

@@ -32,7 +32,6 @@ from benchmarks.emulated import open_network, run_workers
 from benchmarks.models import Evaluation, Gpt, build_workload
 from benchmarks.train import process_group
 
-ROOT = Path(__file__).resolve().parents[1]
 COMPRESSORS = ("efsignsgd", "dgc:ratio=0.01", "topk:ratio=0.01")
 CONTROL = "residuals off"
 FAST = "10gbit"
@@ -204,7 +203,7 @@ def main(
     for speed, of in ((FAST, ""), (rate, compressors)):
         with open_network(2, speed) as network:
             given = [*argv, "--compressors", of]
-            run_workers(network, given, pin=True, deadline_s=3600, env={"PYTHONPATH": str(ROOT)})
+            run_workers(network, given, pin=True, deadline_s=3600)
         runs += [Run(**run) for run in json.loads(raw.read_text())]
         raw.unlink()
     rows = judge(runs)

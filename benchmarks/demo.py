@@ -109,7 +109,6 @@ def train(network: Network, console: Console, out: Path, argv: list[str], worker
             workers_per_host=workers,
             pin=True,
             deadline_s=DEADLINE_S,
-            env={"PYTHONPATH": str(ROOT)},
             log_dir=logs,
             on_poll=Follower(progress, bar),
         )

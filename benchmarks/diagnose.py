@@ -42,7 +42,6 @@ from espresso.flight.form import load_run
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Strategy, parse_option
 
-ROOT = Path(__file__).resolve().parents[1]
 GAIN_ERROR, STEP_ERROR = 0.15, 0.03
 """A predicted gain is right within so much of the measured one, or of a step."""
 
@@ -307,7 +306,7 @@ def run(cases: Sequence[Case], hosts: int, folder: Path) -> None:
         parent = _parent(cases, network, folder)
         with closing(parent):  # type: ignore[type-var]
             run_workers(
-                network, argv, pin=True, deadline_s=60.0 * len(cases) + 60.0, env={"PYTHONPATH": str(ROOT)},
+                network, argv, pin=True, deadline_s=60.0 * len(cases) + 60.0,
                 log_dir=folder, on_poll=lambda: next(parent),
             )  # fmt: skip
 

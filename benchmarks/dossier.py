@@ -35,7 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
-from benchmarks.convergence import MODELS, OPTIMIZERS, ROOT
+from benchmarks.convergence import MODELS, OPTIMIZERS
 from benchmarks.emulated import open_network, run_workers
 from benchmarks.suite.tasks import Task, build_task
 from benchmarks.train import process_group
@@ -269,7 +269,7 @@ def main(
         argv = [sys.executable, "-m", "benchmarks.dossier", "--cases", case, "--steps", str(length), "--arms", arms]
         argv += ["--seeds", str(seeds), "--worker", str(raw)]
         with open_network(2, rate) as network:
-            run_workers(network, argv, pin=True, deadline_s=6 * 3600, env={"PYTHONPATH": str(ROOT)})
+            run_workers(network, argv, pin=True, deadline_s=6 * 3600)
         runs += [Run(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in json.loads(raw.read_text())]
         raw.unlink()
     rows = judge(runs)

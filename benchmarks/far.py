@@ -48,7 +48,6 @@ from benchmarks.exchange import digest, kept_by
 from benchmarks.prediction import describe
 from benchmarks.train import process_group
 
-ROOT = Path(__file__).resolve().parents[1]
 WITHIN_S = 10.0
 """Within so many seconds the others must have named a worker that was killed."""
 
@@ -283,7 +282,7 @@ def main(
         words += f", then jitter {jitter_ms:g} ms and loss {loss:.1%}"
         argv = [sys.executable, "-m", "benchmarks.far", "--worker", name, "--arms", arms, "--steps", str(steps)]
         argv += ["--elements", elements, "--rtt-ms", str(rtt_ms), *(["--kill"] if kill else [])]
-        run_workers(network, argv, pin=True, deadline_s=3600, env={"PYTHONPATH": str(ROOT)})
+        run_workers(network, argv, pin=True, deadline_s=3600)
         rows = [Row(**row) for row in json.loads((Path(name) / "rows").read_text())]
         death = death_of(Path(name), hosts) if kill else None
     console.print(table_of(rows, f"{hosts} hosts, {words}"))

@@ -32,7 +32,6 @@ from benchmarks.far import Slopes, uniform
 from benchmarks.prediction import describe
 from benchmarks.train import Place, process_group
 
-ROOT = Path(__file__).resolve().parents[1]
 MANY, FEW = 1 << 20, 1 << 10
 """Numbers of the gradients by which bytes are counted, and rounds."""
 
@@ -177,8 +176,7 @@ def main(
             with open_network(number, rate, distance=Distance(rtt_ms)) as network:
                 networks[str(number)] = describe(network)
                 argv = [sys.executable, "-m", "benchmarks.growth", "--worker", str(out), "--workers", str(workers)]
-                env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-                run_workers(network, argv, workers_per_host=workers, pin=True, deadline_s=600, env=env)
+                run_workers(network, argv, workers_per_host=workers, pin=True, deadline_s=600)
             found: list[Any] = json.loads(out.read_text())
         for name, sent, us in found:
             option, spec = options(workers)[name]

@@ -49,7 +49,6 @@ from espresso.fsdp.layout import hybrid_mesh, sum_and_divide
 from espresso.live.state import EspressoState
 from espresso.strategies import Cluster, Strategy, TensorSpec
 
-ROOT = Path(__file__).resolve().parents[1]
 SHARDS = 2
 WARM_UP_STEPS = 5
 OF_FREE, OVER_NATIVE_AT_200, NONE_OVER_NATIVE = 0.75, 2.0, 1.03
@@ -239,7 +238,6 @@ def main(
             networks[rate] = describe(network)
             run_workers(
                 network, [*argv, "--seed", str(one)], workers_per_host=SHARDS, pin=True, deadline_s=DEADLINE_S,
-                env={"PYTHONPATH": str(ROOT)},
             )  # fmt: skip
         rows: list[dict[str, Any]] = json.loads(raw.read_text())
         raw.unlink()

@@ -28,7 +28,6 @@ from benchmarks.emulated import Distance, Network, open_network, run_workers
 from benchmarks.prediction import describe
 from benchmarks.train import process_group
 
-ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("as it is", "small traffic", "setting")
 EVERY_S = 0.1
 """Between two small messages: less than a retransmission time-out."""
@@ -118,7 +117,7 @@ def main(
                 _never_start_again(network)
             argv = [sys.executable, "-m", "benchmarks.idle", "--worker", str(out), "--arm", name]
             argv += ["--kb", kb, "--pauses", pauses, "--repeats", str(repeats)]
-            run_workers(network, argv, pin=True, deadline_s=300, env={"PYTHONPATH": str(ROOT)})
+            run_workers(network, argv, pin=True, deadline_s=300)
             rows += [Row(**row) for row in json.loads(out.read_text())]
     table = Table(title=f"a message after a pause, ms; {words}, MTU {mtu}", title_justify="left")
     for header in ("message", "pause", *ARMS):

@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import results
 from benchmarks.models import Batch, digits
+from benchmarks.python_path import ROOT, python_path
 from benchmarks.rank_pool import RankPool
 from espresso.comm.keep.store import ResidualStore
 from espresso.compressors import registry
@@ -47,7 +48,6 @@ from espresso.live.state import EspressoState
 from espresso.optim import CLAN, LANS, CompressedAdam
 from espresso.strategies import Site
 
-ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 4
 NUM_SERVERS = 2
 BATCH_SIZE = 48
@@ -287,7 +287,7 @@ def run_with_servers(arms: Sequence[Arm], seeds: Sequence[int], steps: int, dead
         argv += ["--nproc-per-node", str(NUM_RANKS + servers), "-m", "espresso.launch"]
         argv += ["--servers", str(servers), "--engines", "1", "--timeout-s", "60"]
         argv += ["-m", "benchmarks.optimizers", "--job", str(job)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
         subprocess.run(argv, cwd=ROOT, env=env, timeout=deadline_s, check=True)
         return [run_from(row) for row in json.loads(job.read_text())]
 

@@ -40,7 +40,6 @@ from benchmarks.models import build_workload
 from benchmarks.ratios import Ratio, paired_ratio
 from benchmarks.train import process_group
 
-ROOT = Path(__file__).resolve().parents[1]
 BAR = 1.03
 ARMS = ("plain", "espresso", "torch's allreduce hook", "torch's C++ hook")
 RECORDER_BAR = 1.005
@@ -250,7 +249,7 @@ def main(
     json_path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with termination_raises():
-            run_workers(network, argv, pin=True, deadline_s=900, env={"PYTHONPATH": str(ROOT)})
+            run_workers(network, argv, pin=True, deadline_s=900)
         rows = [Result(**{**row, "ratio": Ratio(**row["ratio"])}) for row in json.loads(raw.read_text())]
     finally:
         raw.unlink(missing_ok=True)

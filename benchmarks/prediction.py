@@ -45,7 +45,6 @@ from benchmarks.emulated.quota import processor_quota
 from benchmarks.models import NAMES, Workload, build_workload
 from benchmarks.train import MAX_STEPS_TO_DECIDE, process_group
 
-ROOT = Path(__file__).resolve().parents[1]
 MAX_MEDIAN_ERROR = 0.15
 MAX_ERROR_FAR = 0.30
 """The worst that a strategy may be off between hosts far apart."""
@@ -401,9 +400,8 @@ def main(
         for rtt in map(float, rtt_ms.split(",")):
             with open_network(hosts, one_rate, distance=Distance(rtt) if rtt else None) as network:
                 described = describe(network)
-                env = {"PYTHONPATH": str(ROOT)}
                 own = [*argv, "--network", f"{one_rate} {rtt:g}"]
-                run_workers(network, own, workers_per_host=workers, pin=True, deadline_s=1800, env=env)
+                run_workers(network, own, workers_per_host=workers, pin=True, deadline_s=1800)
             rows = tuple(Row(**row) for row in json.loads(raw.read_text()))
             raw.unlink()
             cell = Cell(one_rate, rtt, described, rows)

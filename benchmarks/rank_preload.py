@@ -25,3 +25,4 @@ for _name in set(compressor_ids()).difference(NOT_LOADED):
 rehearse()
 
 gc.freeze()
+gc.set_threshold(700, 10, 10)  # Python's own, whatever this process was started with

@@ -19,8 +19,8 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
+from benchmarks.python_path import ROOT, python_path
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((1, 1), (1, 4), (2, 1), (2, 4))
 """Servers, engine threads."""
 
@@ -47,7 +47,7 @@ def under_mpirun(workers: int, servers: int, engines: int, script: list[str], de
             "espresso.launch",
         ]
         argv += ["--servers", str(servers), "--engines", str(engines), "-m", *script, "--json", str(out)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
         subprocess.run(argv, cwd=ROOT, env=env, timeout=deadline_s, check=True)
         return json.loads(out.read_text())
 

@@ -21,8 +21,8 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
+from benchmarks.python_path import ROOT, python_path
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKERS, SERVERS = 3, 2
 KILLER, KILLED_IN = "KILL", 2500
 
@@ -125,7 +125,7 @@ def launch(rounds: int, out: Path, logs: Path, kill: bool) -> float:
         env = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": str(WORKERS + SERVERS), "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(WORKERS + SERVERS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29733",
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **({KILLER: "1"} if kill else {}),
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **({KILLER: "1"} if kill else {}),
         }  # fmt: skip
         with (logs / f"rank{rank}.log").open("wb") as log:
             processes.append(subprocess.Popen(argv, env=env, stdout=log, stderr=log, cwd=ROOT))

@@ -24,7 +24,6 @@ from benchmarks.prediction import describe
 from benchmarks.ratios import paired_ratio
 from espresso.strategies import Sharing
 
-ROOT = Path(__file__).resolve().parents[1]
 LEAST = 2.5
 RAW, TWO_WAY = "servers:raw", "servers:efsignsgd"
 ARMS = ("plain", RAW, TWO_WAY, "espresso:efsignsgd")
@@ -90,8 +89,7 @@ def run_case(case: Case, seed: int, out: Path, deadline_s: float) -> tuple[str, 
         argv += ["--blocks", str(case.blocks), "--steps-per-block", str(case.steps), "--seed", str(seed)]
         argv += ["--json", str(out), "--timeout-s", "300"]
         each = 1 + case.servers_per_node
-        env = {"PYTHONPATH": str(ROOT)}
-        run_workers(network, argv, workers_per_host=each, pin=True, deadline_s=deadline_s, env=env)
+        run_workers(network, argv, workers_per_host=each, pin=True, deadline_s=deadline_s)
     body = json.loads(out.read_text())
     out.unlink()
     return words, body["arms"]

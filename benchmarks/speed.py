@@ -26,7 +26,6 @@ from benchmarks.emulated import Distance, Network, open_network, parse_rate, run
 from benchmarks.prediction import describe
 from benchmarks.ratios import paired_ratio
 
-ROOT = Path(__file__).resolve().parents[1]
 COMPRESSORS = ("efsignsgd", "dgc:ratio=0.01", "topk:ratio=0.01")
 DEADLINE_S = 900.0
 
@@ -225,7 +224,6 @@ def train(
         workers_per_host=case.workers,
         pin=True,
         deadline_s=DEADLINE_S,
-        env={"PYTHONPATH": str(ROOT)},
     )
     loaded: dict[str, Any] = json.loads(out.read_text())
     out.unlink()

@@ -261,8 +261,7 @@ def run_arm(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) 
     argv = [sys.executable, "-m", "benchmarks.weather", "--work", arm, "--widths", widths]
     argv += ["--schedule", schedule, "--folder", str(folder), "--decide-by", str(decide_by)]
     with open_network(2, phases[0].rate, distance=distance) as network, _ended(Weather(network, phases, folder)) as now:
-        env = {"PYTHONPATH": str(ROOT)}
-        run_workers(network, argv, pin=True, deadline_s=DEADLINE_S, env=env, log_dir=folder, on_poll=now.look)
+        run_workers(network, argv, pin=True, deadline_s=DEADLINE_S, log_dir=folder, on_poll=now.look)
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
 

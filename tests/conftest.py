@@ -5,13 +5,19 @@ PyTorch, Numba and SciPy leave hundreds of thousands of objects behind that live
 Files with slow tests come first, so that no worker begins one when the others are done.
 """
 
+import atexit
 import gc
 import os
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from benchmarks.python_path import python_path
+
 gc.disable()  # until all is loaded and collected
+atexit.register(gc.freeze)
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).with_name("interpreters")), python_path()])
 # More threads than cores: under the default policy who is woken up takes the core of who woke it, which often holds a
 # lock of Gloo's, for which its loop then spins. Processes and threads inherit this.
 if hasattr(os, "SCHED_BATCH"):
@@ -27,4 +33,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 10)  # Python's own; interpreters/sitecustomize.py
     gc.enable()

@@ -54,11 +54,10 @@ def refused(result: Result, *words: str, status: int = 1) -> None:
 def as_process(*args: str | Path, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The real thing: ``python -m espresso``."""
     argv = [sys.executable, "-m", "espresso", *map(str, args)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.run(
         argv,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, **(env or {})},
+        env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
         timeout=120,
@@ -567,10 +566,7 @@ time.sleep(60)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 42), (signal.SIGTERM, 43)])
 def test_profile_leaves_signals_to_the_command(tmp_path: Path, number: signal.Signals, status: int) -> None:
     argv = [sys.executable, "-m", "espresso", "profile", "--", sys.executable, "-c", WAITS]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        argv, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(argv, cwd=tmp_path, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "ready").exists():
             assert time.monotonic() < deadline
@@ -608,7 +604,7 @@ def test_links_under_torchrun_prints_once(tmp_path: Path) -> None:
     ]
     argv += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     argv += ["-m", "espresso", "links", "--json", "--ranks-per-node", "1", "-o", str(tmp_path / "links.json")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     body = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The CUDA sources without a GPU: compiled for real devices by nvcc, and run by the emulation against the Numba twins.
+"""The CUDA sources without a GPU, run by the emulation against the Numba twins (``make cuda`` compiles them by nvcc).
 
 The emulation shows that indices, layouts and arithmetic are the host's, byte for byte. It is not a run on a GPU.
 """
@@ -6,11 +6,7 @@ The emulation shows that indices, layouts and arithmetic are the host's, byte fo
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import shutil
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,11 +36,8 @@ from espresso.compressors.cuda import CudaDevice, CudaUnavailableError, source_o
 from espresso.compressors.cuda.codec import CudaSummableCodec
 from espresso.compressors.cuda.runtime import CubinCache
 from tests import emulator
-from tests.emulator import BUILD, COMPILER, EmulatedDevice, build
+from tests.emulator import COMPILER, EmulatedDevice, build
 
-NVCC = shutil.which("nvcc")
-ARCHITECTURE = "75"
-"""The oldest: what newer ones lack, it lacks too. Each one more takes 5 s of a core (docs/gpu.md names those tried)."""
 GOLDEN = Path(__file__).parent / "golden" / "compressors.json"
 
 #: Block sizes with registers of their own, and longer segments than one tile; beside the suite's specs.
@@ -84,44 +77,6 @@ def libraries() -> None:
     """The emulation's, compiled before the first test."""
     if COMPILER is not None:
         build(sources())
-
-
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What nvcc says of each source; two at a time."""
-    folder = tmp_path_factory.mktemp("nvcc")
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(sources(), pool.map(lambda file: nvcc_says(file, folder), sources()), strict=True))
-
-
-def nvcc_says(file: str, folder: Path) -> str:
-    """Warnings and errors; nothing if all is well. A build of the same text is not repeated."""
-    assert NVCC is not None
-    digest = hashlib.blake2b((source_of(file) + ARCHITECTURE).encode(), digest_size=10).hexdigest()
-    stamp = BUILD / f"nvcc-{file}-{digest}"
-    if stamp.exists():
-        return ""
-    source = folder / file
-    source.write_text(source_of(file))
-    assert "__CUDA_ARCH__" not in source.read_text()
-    target = f"-arch=sm_{ARCHITECTURE}"
-    command = [NVCC, "-std=c++17", "--fmad=false", "-Werror=all-warnings", target, "-fatbin", str(source)]
-    done = subprocess.run(
-        [*command, "-o", f"{source}.fatbin"], capture_output=True, text=True, timeout=200, check=False
-    )
-    if done.returncode == 0:
-        BUILD.mkdir(parents=True, exist_ok=True)
-        stamp.touch()
-        return ""
-    return f"{done.stdout}{done.stderr} (exit status {done.returncode})"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed: CUDA sources are not compiled here")
-@pytest.mark.parametrize("file", sources())
-def test_nvcc_compiles_it(file: str, verdicts: dict[str, str]) -> None:
-    """Without a warning."""
-    assert verdicts[file] == ""
 
 
 def test_every_id_has_a_gpu_codec() -> None:

@@ -124,7 +124,6 @@ def test_shell_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Commands of ours that start no processes run in this one, which has all they import."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for fence in fences(page):
         if fence.file:

@@ -162,8 +162,7 @@ def test_a_host_that_loses_its_network(victim, tmp_path):
         f"from tests.test_failures import lose_the_network\nlose_the_network({victim}, {str(tmp_path)!r})"
     )
     with open_network(2, "1gbit") as network:
-        environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
-        run_workers(network, [sys.executable, str(script)], deadline_s=100, env=environment, log_dir=tmp_path)
+        run_workers(network, [sys.executable, str(script)], deadline_s=100, log_dir=tmp_path)
     down_at = float((tmp_path / "at").read_text())
     for rank in (0, 1):
         report = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -45,6 +45,7 @@ def _modules() -> Iterator[tuple[str, Path]]:
 
 
 def _run(argv: list[str], cwd: Path, pythonpath: str = "") -> str:
+    pythonpath = os.pathsep.join([str(ROOT / "tests" / "interpreters"), *filter(None, [pythonpath])])
     env = {**os.environ, "PYTHONPATH": pythonpath, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, f"{argv} in {cwd} failed:\n{done.stdout}\n{done.stderr}"

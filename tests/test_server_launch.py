@@ -92,7 +92,7 @@ def check(folder: Path, rank: int) -> None:
 
 def environment() -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_"))}
-    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**clean, "OMP_NUM_THREADS": "1"}
 
 
 def command(script: Path, folder: Path) -> list[str]:

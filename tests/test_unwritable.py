@@ -78,7 +78,9 @@ def as_nobody(place: Path, *arguments: str, nowhere: bool = False, **variables: 
     The user may read everything: the interpreter that runs the tests may lie in root's home.
     """
     reads = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
-    said = {"PATH": os.environ["PATH"], "PYTHONPATH": str(place / "site"), "OMP_NUM_THREADS": "1", **variables}
+    found = os.pathsep.join([str(place / "site"), str(ROOT / "tests" / "interpreters")])
+    said = {"PATH": os.environ["PATH"], "PYTHONPATH": found, "OMP_NUM_THREADS": "1", **variables}
+    said["NUMBA_OPT"] = "0"  # where kernels are kept matters here, not how fast they are
     if nowhere:
         said["TORCHINDUCTOR_CACHE_DIR"] = str(place)  # without it torch itself makes a temporary folder for DDP
     else:

@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.chaos.worker import Work, run
 from benchmarks.emulated import Network, open_network
 from benchmarks.ports import free_port
+from benchmarks.python_path import ROOT, python_path
 from benchmarks.rank_pool import RANKS
 
-ROOT = Path(__file__).resolve().parents[2]
 _NEW_NETWORK = 0x40000000
 
 
@@ -216,7 +216,7 @@ def _launch(job: Job) -> None:
         argv += ["--timeout-s", str(job.work.timeout_s), "-m", "benchmarks.chaos.worker"]
     else:
         argv += [*python, "-m", "benchmarks.chaos.worker"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ESPRESSO_CHAOS": str(job.folder)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "ESPRESSO_CHAOS": str(job.folder)}
     env |= {"MASTER_PORT": str(free_port())} if place.launcher == "mpirun" else {}
     with (job.folder / "launcher.log").open("wb") as log:
         process = subprocess.Popen(

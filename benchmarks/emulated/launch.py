@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.emulated.interrupts import interrupts_deferred
 from benchmarks.emulated.network import Host, Network
 from benchmarks.ports import free_port
+from benchmarks.python_path import python_path
 
 _POLL_S = 0.05
 #: A worker that fails takes the others down with it; this is how long they may take to say why.
@@ -107,20 +108,29 @@ def _started(
                 rank = int(variables["RANK"])
                 log = None if log_dir is None else log_dir / f"rank{rank}.log"
                 output = None if log is None else stack.enter_context(log.open("wb"))
-                process = subprocess.Popen(
-                    host.command(argv),
-                    env={**os.environ, **variables, **env},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT if output else None,
-                    # A session of its own: Ctrl-C reaches only us, and we stop the worker with its children.
-                    start_new_session=True,
-                )
+                with _on(cores_of(host) if pin else os.sched_getaffinity(0)):
+                    process = subprocess.Popen(
+                        host.command(argv),
+                        env={**os.environ, "PYTHONPATH": python_path(), **variables, **env},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT if output else None,
+                        # A session of its own: Ctrl-C reaches only us, and we stop the worker with its children.
+                        start_new_session=True,
+                    )
                 workers.append(_Worker(rank, process, log))
-                if pin:
-                    # Inherited by every thread and child, and set long before the interpreter starts any.
-                    os.sched_setaffinity(process.pid, cores_of(host))
         yield workers
+
+
+@contextmanager
+def _on(cores: set[int]) -> Iterator[None]:
+    """What is started here has only these cores from its first instruction on: a process inherits its starter's."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _wait(workers: list[_Worker], deadline_s: float, on_poll: Callable[[], None]) -> None:

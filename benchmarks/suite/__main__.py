@@ -27,7 +27,6 @@ from benchmarks import results
 from benchmarks.emulated import Network, measure_bulk_rate, open_network, run_workers
 from benchmarks.suite.tasks import MADE, NAMES, build_task
 
-ROOT = Path(__file__).resolve().parents[2]
 COMPRESSORS = ("efsignsgd", "dgc:ratio=0.01")
 RATES = ("1gbit", "100mbit")
 FAST = "10gbit"
@@ -44,7 +43,7 @@ def run(
     argv = [sys.executable, "-m", "benchmarks.suite", "--worker", str(out), "--tasks", name, "--arms", ",".join(arms)]
     argv += ["--seed", str(seed), "--blocks", str(blocks), "--steps", str(steps)]
     argv += ["--to-end"] * to_end + ["--tiny"] * tiny
-    run_workers(network, argv, pin=True, deadline_s=DEADLINE_S, env={"PYTHONPATH": str(ROOT)})
+    run_workers(network, argv, pin=True, deadline_s=DEADLINE_S)
     found = json.loads(out.read_text())
     out.unlink()
     return found
