@@ -233,7 +233,7 @@ def _interfere(exchange: EspressoState, factor: float) -> None:
 
 def _spoil(store: ResidualStore, factor: float, tensors: Sequence[str]) -> None:
     """Dedicated servers are told to; without them the residuals of shares are at hand."""
-    for residual in store._live:
+    for residual in store.live:
         if residual.site in SERVER_SITES:
             residual.old *= factor
     if store.remote is not None:

@@ -61,7 +61,7 @@ def all_to_all(
 ) -> Rest:
     """Send ``outgoing[i]`` to rank i of the group, receive ``incoming[i]`` from it; own entries are ignored."""
     transfers = [(peer, outgoing[peer], incoming[peer]) for peer in range(member.size) if peer != member.index]
-    return _exchange(transfers, member)
+    return exchange_async(transfers, member)
 
 
 def allgather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], member: Member) -> Rest:
@@ -80,8 +80,8 @@ def allgather_ring(mine: torch.Tensor, out: torch.Tensor, member: Member) -> Res
 def gather(mine: torch.Tensor, incoming: Sequence[torch.Tensor | None], member: Member, root: int) -> Rest:
     """The root receives everybody's tensor; the others only send."""
     if member.index == root:
-        return _exchange([(p, None, incoming[p]) for p in range(member.size) if p != root], member)
-    return _exchange([(root, mine, None)], member)
+        return exchange_async([(p, None, incoming[p]) for p in range(member.size) if p != root], member)
+    return exchange_async([(root, mine, None)], member)
 
 
 def sum_in_rank_order(mine: torch.Tensor, received: Sequence[torch.Tensor | None]) -> None:
@@ -98,7 +98,8 @@ def sum_in_rank_order(mine: torch.Tensor, received: Sequence[torch.Tensor | None
         torch.add(total, part, out=mine if position == len(parts) else total)
 
 
-def _exchange(transfers: Sequence[tuple[int, torch.Tensor | None, torch.Tensor | None]], member: Member) -> Rest:
+def exchange_async(transfers: Sequence[tuple[int, torch.Tensor | None, torch.Tensor | None]], member: Member) -> Rest:
+    """Send and receive: each transfer is a peer, what goes there and what comes from there, or None."""
     # Start with the next rank and go round: not everybody sends to rank 0 first.
     ordered = sorted(transfers, key=lambda transfer: (transfer[0] - member.index) % member.size)
     receives = [(peer, tensor) for peer, _, tensor in ordered if tensor is not None and tensor.numel()]

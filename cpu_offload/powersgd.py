@@ -60,7 +60,7 @@ class HostPowerSgd:
                 return
             segment = layout.segments[index]
             rows, columns = matrix_of(segment.shape)
-            q = self._start(segment.tensor, rank, columns, layout.dtype, encoding.key, factors)
+            q = self.start(segment.tensor, rank, columns, layout.dtype, encoding.key, factors)
             left_products(mine, weight, old, new, rows, columns, q, out)
 
         self._each(layout, encode)
@@ -114,7 +114,7 @@ class HostPowerSgd:
         bound = largest * max(decoding.scale, 1.0) * max(int(layout.counts.max(initial=1)), 1)
         return math.isfinite(bound) and bound < float(np.finfo(layout.dtype).max)
 
-    def _start(
+    def start(
         self,
         tensor: str,
         rank: int,

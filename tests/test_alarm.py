@@ -28,7 +28,7 @@ def alarms() -> Iterator[list[Alarm]]:
 
 def die(alarm: Alarm) -> None:
     """Answer no more, without a word."""
-    alarm._failure = "dead"
+    alarm.meet([])  # it knows nobody to tell
     alarm.close()
 
 

@@ -245,7 +245,7 @@ def run_with_a_fault(rank: int, fault: str) -> Ledger:
 
     def faulty() -> None:
         commit()
-        for residual in exchange.store._live:
+        for residual in exchange.store.live:
             residual.old *= {"none": 1, "zeroed": 0, "flipped": -1}[fault]
 
     exchange.store.commit = faulty  # type: ignore[method-assign]

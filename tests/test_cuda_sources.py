@@ -228,7 +228,7 @@ def test_the_compiler_is_told_what_the_host_does(tmp_path: Path, monkeypatch: py
     assert cache.path("none.cu").read_bytes() == b"for sm_90"
     (options,) = FakeCompiler.compiled
     assert options == ("--std=c++17", "--fmad=false", "--ftz=false", "--gpu-architecture=sm_90")
-    assert CubinCache(FakeCompiler(), (12, 5))._options[-1] == "--gpu-architecture=compute_120"
+    assert CubinCache(FakeCompiler(), (12, 5)).options[-1] == "--gpu-architecture=compute_120"
 
 
 class FakeCompiler:

@@ -302,7 +302,7 @@ def failing(rank: int, folder: str) -> str:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with registered(ddp, artifacts_dir=folder) as state:
         run(ddp, optimizer, 4)
-        state.session.executor._lanes.fail(espresso.EspressoError("for the record"))
+        state.session.executor.lanes.fail(espresso.EspressoError("for the record"))
         with pytest.raises(espresso.EspressoError, match="for the record"), state.errors():
             run(ddp, optimizer, 1)
     return json.loads(Path(folder, f"flight-{rank:05d}.json").read_text())["facts"]["written"]

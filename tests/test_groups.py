@@ -220,7 +220,7 @@ def stalled_links(rank: int) -> list[tuple[float, float]]:
 
 def far_links(rank: int) -> list[tuple[str, float, float, float]]:
     """Every routine's name, latency, least and largest time on links on which all arrives 30 ms after it was sent."""
-    near = profiler._starter
+    near = profiler.starter
 
     def far(*which: Any, **more: Any) -> Any:
         start = near(*which, **more)
@@ -236,14 +236,14 @@ def far_links(rank: int) -> list[tuple[str, float, float, float]]:
 
         return begin
 
-    profiler._starter = far
+    profiler.starter = far
     groups = Groups(timeout_s=20)
     try:
         report = measure_links(groups)
         assert report.in_flight > 1
         return [(c.routine.value, c.latency_us, c.alone[0][1], c.alone[-1][0]) for c in report.curves]
     finally:
-        profiler._starter = near
+        profiler.starter = near
         groups.close()
 
 

@@ -23,10 +23,10 @@ class Stage:
         self.log: list[str] = []
         self.failures: list[tuple[BaseException, Node | None]] = []
         self.lanes = Lanes(lambda error, node: self.failures.append((error, node)), offload_width)
-        self._release: dict[str, threading.Event] = {}
+        self.releases: dict[str, threading.Event] = {}
 
     def node(self, name: str, *lanes: Lane, bucket: int = 0, after: Node | None = None) -> Node:
-        release = self._release[name] = threading.Event()
+        release = self.releases[name] = threading.Event()
 
         def run() -> None:
             self.log.append(f"+{name}")
@@ -38,7 +38,7 @@ class Stage:
     def end(self, *names: str) -> None:
         """Let these tasks end, and wait until their owners were told."""
         for name in names:
-            self._release[name].set()
+            self.releases[name].set()
         self.until(lambda: all(f"!{name}" in self.log for name in names))
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -64,7 +64,7 @@ def stage() -> Iterator[Stage]:
     made = Stage()
     yield made
     made.lanes.close()
-    for release in made._release.values():
+    for release in made.releases.values():
         release.set()
 
 
@@ -214,7 +214,7 @@ def test_a_failure_cancels_the_order_on_all_lanes(stage):
     stage.lanes.enqueue([bad, follower])
     stage.lanes.bucket_ready([])
     stage.until(lambda: bool(stage.failures))
-    stage._release["running"].set()
+    stage.releases["running"].set()
     stage.until(lambda: "-running" in stage.log)
     stage.running()
     assert [(str(error), node) for error, node in stage.failures] == [("broken", bad)]
@@ -361,7 +361,7 @@ def test_closed_lanes_start_nothing_and_their_threads_end(stage):
     stage.running("a")
     threads = [t for t in threading.enumerate() if t.name == "espresso-training"]
     stage.lanes.close()
-    stage._release["a"].set()
+    stage.releases["a"].set()
     stage.until(lambda: not any(t.is_alive() for t in threads[-1:]))
     assert "+b" not in stage.log
     stage.lanes.fail(ValueError("late"))

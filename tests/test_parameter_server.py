@@ -615,7 +615,7 @@ def run_round(rank: int, timeout_s: float) -> str:
         strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(RAW, TOPK))
         _kept.extend((exchange, Assignment(strategy)))
     exchange, assignment = _kept
-    exchange.link._timeout_s = timeout_s
+    exchange.link.timeout_s = timeout_s
     return raised_by(exchange, assignment, buckets, rank)
 
 

@@ -498,7 +498,7 @@ def beside_torch(rank: int) -> tuple[float, float, bool, float]:
         assert state.metrics()["espresso/residual_norm"] == 0.0
         # The same first Q: torch keeps [columns, rank], and takes it as warm if both memories are there.
         codec: Any = host_codec(create("powersgd:rank=2"))
-        start = codec._start("layer.weight", 2, 48, np.dtype(np.float32), DrawKey(0, 2), FactorStore())
+        start = codec.start("layer.weight", 2, 48, np.dtype(np.float32), DrawKey(0, 2), FactorStore())
         hook.p_memory_dict[0] = torch.zeros(2 * 64)
         hook.q_memory_dict[0] = torch.from_numpy(start.T.copy()).reshape(-1)
         theirs.register_comm_hook(hook, powerSGD_hook.powerSGD_hook)

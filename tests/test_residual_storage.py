@@ -190,19 +190,25 @@ def test_lending_copies_nothing_and_costs_a_buffer_only_as_long_as_it_is_held() 
     store = ResidualStore()
     residual = store.new_residual(Site.LOCAL, RUNS, np.float32, 0)
     store.adopt([residual], {"a": 1000, "b": 306})
-    buffers = {id(residual._old), id(residual._new)}
+    starts = np.array(residual.starts)
+
+    def buffers_now() -> set[int]:
+        feedback = residual.feedback(starts)
+        return {id(feedback.old), id(feedback.new)}
+
+    buffers, kept = buffers_now(), id(residual.old)
     lent = store.lend()
-    assert {id(stretch.loan.kept) for stretch in lent} == {id(residual._old)}
+    assert {id(stretch.loan.kept) for stretch in lent} == {kept}
     for _ in range(3):
-        residual.feedback(np.array(residual.starts)).new[:] = 3.0
+        residual.feedback(starts).new[:] = 3.0
         residual.settle()
         store.commit()
-    assert len({id(residual._old), id(residual._new)} & buffers) == 1, "the one that is lent is in no use"
+    assert len(buffers_now() & buffers) == 1, "the one that is lent is in no use"
     del lent
-    buffers = {id(residual._old), id(residual._new)}
+    buffers = buffers_now()
     store.lend()
     for _ in range(3):
-        residual.feedback(np.array(residual.starts)).new[:] = 3.0
+        residual.feedback(starts).new[:] = 3.0
         residual.settle()
         store.commit()
-    assert {id(residual._old), id(residual._new)} == buffers
+    assert buffers_now() == buffers

@@ -247,7 +247,7 @@ def test_tags_stay_below_what_every_mpi_has():
                     link.pull(line)
                 assert all((answer == turn).all() for answer in answers)
         client.leave(5.0)
-        tags = set().union(*(transport.tags for transport in (*transports, *(s._transport for s in servers))))
+        tags = set().union(*(transport.tags for transport in (*transports, *(s.transport for s in servers))))
         assert tags
         assert max(tags) <= 32767
         assert len({line.tag for line in lines.values()}) == 10  # ten keys at each of two servers

@@ -96,9 +96,9 @@ def test_a_window_that_costs_as_much_as_a_look_is_enough():
 
 def test_short_steps_have_longer_windows():
     watch = Watch(Nobody())
-    assert watch._length == WINDOW
+    assert watch.length == WINDOW
     watch.test(4, (Vitals(2e3, 1e3, 1e3, 0.0, 0.0),))
-    assert watch._length == LONG_WINDOW
+    assert watch.length == LONG_WINDOW
 
 
 def false_alarms(windows: int, disturbed: float, seed: int, spread: float = 0.1) -> int:

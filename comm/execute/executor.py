@@ -102,7 +102,7 @@ class Executor:
         )  # fmt: skip
         self._programs = Programs(context)
         self._averager = Averager(groups.scopes[Scope.FLAT])
-        self._lanes = Lanes(self._failed, offload_width)
+        self.lanes = Lanes(self._failed, offload_width)
         self._groups, self._rank = groups, groups.ranks[groups.rank]
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None
@@ -113,7 +113,7 @@ class Executor:
         self._watchdog = threading.Thread(target=self._watch, name="espresso-watchdog", daemon=True)
         self._watchdog.start()
         if servers is not None:
-            servers.on_failure(self._lanes.fail)
+            servers.on_failure(self.lanes.fail)
 
     # -- called from the hook ----------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Executor:
             raise self._failure.error
         if index == 0:
             self._begin(grad_scale)
-        with self._lanes.lock:
+        with self.lanes.lock:
             iteration = self._iteration
             fits = iteration is not None and index == iteration.num_seen
             future = iteration.arrive(index, buffer, is_last) if iteration is not None and fits else None
@@ -166,7 +166,7 @@ class Executor:
             A future that completes when the iteration is over: every bucket averaged, residuals judged, plans made. It
             fails as the buckets' do.
         """
-        with self._lanes.lock:
+        with self.lanes.lock:
             iteration = self._iteration
             future = None if iteration is None or iteration.last_seen else iteration.end()
         if iteration is None or future is None:
@@ -193,9 +193,9 @@ class Executor:
         self.step = self._count
         record = Record(self.step, self.planner.assign(self.step))
         run = self._side.begin(record, self._timeout_s)
-        self._lanes.begin_iteration()
+        self.lanes.begin_iteration()
         iteration = Iteration(record, run, grad_scale(), self._choose)
-        with self._lanes.lock:
+        with self.lanes.lock:
             self._count += 1
             self._iteration = iteration
 
@@ -206,8 +206,8 @@ class Executor:
         watched = assignment.deferred or assignment.record or self.velocities is not None
         sends_carry = assignment.drain and not self.store.is_empty
         if self._side.averages_alone and assignment.strategy.only_averages and not watched and not sends_carry:
-            return Averaging(iteration, self._averager, on_done, self._lanes.fail)
-        tasks = Tasks(iteration, self._programs, self._lanes, on_done)
+            return Averaging(iteration, self._averager, on_done, self.lanes.fail)
+        tasks = Tasks(iteration, self._programs, self.lanes, on_done)
         if assignment.order is not None and assignment.buckets is not None:
             return Planned(tasks, assignment.buckets)
         return Plain(tasks)
@@ -219,13 +219,13 @@ class Executor:
         except UnsupportedModelError:
             raise
         except EspressoError as error:
-            self._lanes.fail(error)
+            self.lanes.fail(error)
             raise self._failure.wait(error) from error
 
     # -- completion --------------------------------------------------------------------------------
 
     def _bucket_done(self, iteration: Iteration, index: int) -> None:
-        with self._lanes.lock:
+        with self.lanes.lock:
             everything = iteration.completes(index)
         if not everything:
             if index != END:
@@ -235,9 +235,9 @@ class Executor:
         if not self._side.judges_late and self.agree is None:
             self._go_on(iteration, index, self._judge(iteration))
         elif iteration.record.assignment.deferred or self.agree is not None:
-            self._lanes.submit("control", partial(self._judge_apart, iteration, index))
+            self.lanes.submit("control", partial(self._judge_apart, iteration, index))
         else:
-            with self._lanes.lock:
+            with self.lanes.lock:
                 self._unjudged, self._iteration = iteration, None
             iteration.hand_over_last(index)
 
@@ -266,7 +266,7 @@ class Executor:
         try:
             more = self._judge(iteration)
         except Exception as error:
-            self._lanes.fail(error)
+            self.lanes.fail(error)
             return
         self._go_on(iteration, index, more)
 
@@ -274,7 +274,7 @@ class Executor:
         if more is None:
             self._complete(iteration, index)
         else:
-            self._lanes.submit("control", partial(self._run_more, more, iteration, index))
+            self.lanes.submit("control", partial(self._run_more, more, iteration, index))
 
     def _run_more(self, more: Callable[[], None], iteration: Iteration, index: int) -> None:
         iteration.plans = True
@@ -282,12 +282,12 @@ class Executor:
             with iteration.run.aside():
                 more()
         except Exception as error:
-            self._lanes.fail(_of_the_planner(error))
+            self.lanes.fail(_of_the_planner(error))
             return
         self._complete(iteration, index)
 
     def _complete(self, iteration: Iteration, index: int) -> None:
-        with self._lanes.lock:
+        with self.lanes.lock:
             self._iteration = None
         iteration.hand_over_last(index)
 
@@ -308,7 +308,7 @@ class Executor:
                 more()
         except Exception as error:
             found = _of_the_planner(error)
-            self._lanes.fail(found)
+            self.lanes.fail(found)
             raise self._failure.wait(found) from error
 
     # -- failure -----------------------------------------------------------------------------------
@@ -324,11 +324,11 @@ class Executor:
 
     def _fail_now(self, text: str) -> EspressoError:
         error = EspressoError(text)
-        self._lanes.fail(error)
+        self.lanes.fail(error)
         return self._failure.wait(error)
 
     def _release(self, error: EspressoError) -> None:
-        with self._lanes.lock:
+        with self.lanes.lock:
             futures = [] if self._iteration is None else list(self._iteration.futures.values())
         fail_open(futures, error)
         beside = self._groups.beside
@@ -356,13 +356,13 @@ class Executor:
             rank, text = next(iter(heard.items()))
             pending = iteration.course.waiting_for()
             waiting = f"; this rank waited for {pending[0]}" if pending else ""
-            self._lanes.fail(
+            self.lanes.fail(
                 PeerError(f"rank {self._groups.ranks[rank]} failed first: {text.strip().rstrip('.')}{waiting}")
             )
         elif waited > self._timeout_s + SLACK_S and not iteration.plans:
             pending = iteration.course.waiting_for()
             what = "; ".join(list(dict.fromkeys(pending))[:3]) or "the next bucket from backward"
-            self._lanes.fail(
+            self.lanes.fail(
                 StalledError(f"no progress for {waited:.0f} s; waiting for {what} ({len(pending)} tasks open)")
             )
         elif waited > HURRY_AFTER_S:
@@ -414,7 +414,7 @@ class Executor:
                 self._groups.witness.tell(str(closed))
         if self._servers is not None:
             self._servers.close()
-        threads = self._lanes.close()
+        threads = self.lanes.close()
         # A daemon thread that comes back from a library call while the interpreter ends aborts the process: what
         # nobody will answer any more ends here.
         # Not before the others were told: of a connection that closes they see only whose it was.

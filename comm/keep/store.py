@@ -89,6 +89,9 @@ class ResidualStore:
         transactional: keep what was kept before an iteration until it counts.
         storage: how residuals are kept between iterations.
         gain: the part of what was not sent that the next iteration adds; None leaves it to each compressor.
+
+    Attributes:
+        live: those in use by the plan.
     """
 
     def __init__(self, *, transactional: bool = True, storage: str = FULL, gain: float | None = None) -> None:
@@ -97,7 +100,7 @@ class ResidualStore:
         self.storage = check_storage(storage)
         self._reported = 0
         self.remote: Remote | None = None
-        self._live: list[Residual] = []
+        self.live: list[Residual] = []
         self.carry: dict[str, Array] = {}
         self._carried: dict[str, Array | None] = {}
         self._waiting: dict[Address, list[Piece]] = {}
@@ -105,15 +108,15 @@ class ResidualStore:
     @property
     def num_bytes(self) -> int:
         """Memory of all residual buffers, both of each pair."""
-        return sum(r.num_bytes for r in self._live) + sum(a.nbytes for a in self.carry.values())
+        return sum(r.num_bytes for r in self.live) + sum(a.nbytes for a in self.carry.values())
 
     @property
     def is_empty(self) -> bool:
-        return not self._live and not self.carry and not self._waiting
+        return not self.live and not self.carry and not self._waiting
 
     def norm(self) -> float:
         """Euclidean norm of everything this rank keeps."""
-        squares = [r.square_sum() for r in self._live]
+        squares = [r.square_sum() for r in self.live]
         squares += [HOST.square_sum(values) for values in self.carry.values()]
         return float(np.sqrt(sum(squares)))
 
@@ -140,7 +143,7 @@ class ResidualStore:
         """
         found = {tensor: np.zeros(stop - start) for tensor, (start, stop) in where.items()}
         pieces = [(run.tensor, run.tensor_start, run.numel, residual, at) for residual, run, at in
-                  _stretches(self._live) if residual.replica == 0 and run.tensor in where]  # fmt: skip
+                  _stretches(self.live) if residual.replica == 0 and run.tensor in where]  # fmt: skip
         for tensor, start, numel, residual, at in pieces:
             low, high = max(where[tensor][0], start), min(where[tensor][1], start + numel)
             if low < high:
@@ -159,7 +162,7 @@ class ResidualStore:
 
     def holds(self, residuals: Iterable[Residual]) -> bool:
         """Whether all of these are in use."""
-        live = set(map(id, self._live))
+        live = set(map(id, self.live))
         return all(id(residual) in live for residual in residuals)
 
     def adopt(
@@ -172,11 +175,11 @@ class ResidualStore:
             numels: elements of every tensor, for the arrays that carry.
             only: replace just the residuals that touch these tensors (one bucket of a changing structure).
         """
-        replaced = [r for r in self._live if only is None or any(run.tensor in only for run in r.runs)]
+        replaced = [r for r in self.live if only is None or any(run.tensor in only for run in r.runs)]
         pieces = self._export(replaced)
         gone = set(map(id, replaced))
         fresh = list(residuals)
-        self._live = [r for r in self._live if id(r) not in gone] + fresh
+        self.live = [r for r in self.live if id(r) not in gone] + fresh
         waiting = {t: self.carry.pop(t) for t in list(self.carry) if only is None or t in only}
         for address, parts in self._claim(only).items():
             pieces.setdefault(address, []).extend(parts)
@@ -213,7 +216,7 @@ class ResidualStore:
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply everything kept of the named tensors; for when the units of a gradient change (a loss weight,
         a learning rate). Only between iterations."""
-        for residual, run, at in _stretches(self._live):
+        for residual, run, at in _stretches(self.live):
             if run.tensor in factors:
                 residual.scale(at, run.numel, factors[run.tensor])
         for tensor in self.carry.keys() & factors.keys():
@@ -230,7 +233,7 @@ class ResidualStore:
         Nothing that is in use on the host is copied.
         """
         found = []
-        for residual in self._live:
+        for residual in self.live:
             loan = residual.lend()
             for _, run, at in _stretches([residual]):
                 stretch = Stretch(run.tensor, residual.site, run.tensor_start, run.numel, residual.replica, loan, at)
@@ -263,10 +266,10 @@ class ResidualStore:
             self.remote.load({a: p for a, p in pieces.items() if a[1] is Site.SERVER}, numels)
             pieces = {a: p for a, p in pieces.items() if a[1] is not Site.SERVER}
         self._waiting = {address: list(parts) for address, parts in pieces.items()}
-        for residual in self._live:
+        for residual in self.live:
             residual.clear()
-        live = {run.tensor for residual in self._live for run in residual.runs}
-        self._place(self._claim(live), numels, self._live)
+        live = {run.tensor for residual in self.live for run in residual.runs}
+        self._place(self._claim(live), numels, self.live)
 
     def _claim(self, tensors: Collection[str] | None) -> dict[Address, list[Piece]]:
         """Take the loaded pieces of these tensors (of all, if None) out of waiting."""
@@ -289,7 +292,7 @@ class ResidualStore:
 
     def commit(self) -> None:
         """The iteration counts: what was written becomes what is kept."""
-        for residual in self._live:
+        for residual in self.live:
             residual.commit()
         for tensor, left in self._carried.items():
             self.carry.pop(tensor, None)
@@ -299,13 +302,13 @@ class ResidualStore:
 
     def discard(self) -> None:
         """The iteration did not happen (a non-finite gradient somewhere): keep what was kept before it."""
-        for residual in self._live:
+        for residual in self.live:
             residual.discard()
         self._carried.clear()
 
     def place(self, tensor: str, site: Site, piece: Piece) -> None:
         """Add a piece to the residuals in use that keep (tensor, site); carry what lies outside."""
-        self._place({(tensor, site): [piece]}, {tensor: piece[0] + piece[1].size}, self._live)
+        self._place({(tensor, site): [piece]}, {tensor: piece[0] + piece[1].size}, self.live)
 
     def _place(
         self, pieces: Mapping[Address, Sequence[Piece]], numels: Mapping[str, int], targets: Sequence[Residual]

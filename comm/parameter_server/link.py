@@ -39,7 +39,7 @@ class Link:
         namespace: int,
         bearing: Bearing | None = None,
     ) -> None:
-        self.client, self._ranks, self._store, self._timeout_s = client, tuple(ranks), store, timeout_s
+        self.client, self._ranks, self._store, self.timeout_s = client, tuple(ranks), store, timeout_s
         self._bearing = bearing
         self._namespace, self._numbers = namespace, key_numbers(namespace)
         self._next_numbers = cycle(self._numbers)
@@ -75,7 +75,7 @@ class Link:
     def _ask_everybody(self, op: Op, body: Any) -> dict[int, Any]:
         """The answers of all servers to one question."""
         bodies = dict.fromkeys(range(self.client.num_servers), body)
-        return self.client.ask_all(op, bodies, self._timeout_s)
+        return self.client.ask_all(op, bodies, self.timeout_s)
 
     # -- tables ----------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Link:
             self._store.transactional,
             self._store.gain,
             frozenset(self._discarded),
-            self._timeout_s,
+            self.timeout_s,
         )
         answers: dict[int, Installed] = self._ask_everybody(Op.INSTALL, table)
         for line in lines.values():
@@ -166,7 +166,7 @@ class Link:
             self._store.add_carry(piece.tensor, piece.start, left, numels[piece.tensor])
         bodies = {server: (self._namespace, pieces) for server, pieces in shares.items()}
         if bodies:
-            self.client.ask_all(Op.PLACE, bodies, self._timeout_s)
+            self.client.ask_all(Op.PLACE, bodies, self.timeout_s)
 
     # -- rounds ----------------------------------------------------------------------------------
 
@@ -177,10 +177,10 @@ class Link:
         if line.key.is_plain:
             flags |= Flag.RAW
         header = Header(Op.PUSH, self.client.rank, line.key.number, flags, step, data.nbytes, scale)
-        self.client.push(line, data, answer, header, self._timeout_s)
+        self.client.push(line, data, answer, header, self.timeout_s)
 
     def pull(self, line: Line) -> None:
-        self.client.pull(line, self._timeout_s)
+        self.client.pull(line, self.timeout_s)
 
     def settled(self, step: int, counts: bool) -> None:
         """An iteration is over; one that does not count leaves the servers' residuals as they were."""

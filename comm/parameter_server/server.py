@@ -85,7 +85,7 @@ class Server:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         prepare: Callable[[Any, Any], None] = lambda specs, dtypes: None,
     ) -> None:
-        self._transport, self._codecs = transport, codecs
+        self.transport, self._codecs = transport, codecs
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self.rank = transport.rank
         self._index = transport.rank - num_workers
@@ -150,7 +150,7 @@ class Server:
 
     def _post_header(self, worker: int) -> tuple[Bytes, Pending]:
         data = np.empty(HEADER_BYTES, np.uint8)
-        return data, self._transport.receive(Channel.CONTROL, worker, Tag.HEADER, data)
+        return data, self.transport.receive(Channel.CONTROL, worker, Tag.HEADER, data)
 
     def _announce(self, worker: int, header: Header) -> _Arriving:
         """Post the receive of an announced push; waits while memory is short."""
@@ -165,7 +165,7 @@ class Server:
         summed.take_block(self._slots)
         place = summed.place(worker)
         self._latest[worker] = summed.key
-        pending = self._transport.receive(Channel.DATA, worker, summed.tag, place)
+        pending = self.transport.receive(Channel.DATA, worker, summed.tag, place)
         return _Arriving(pending, summed, header)
 
     def _await_payloads(self, worker: int, arriving: SimpleQueue[_Arriving | None]) -> None:
@@ -224,12 +224,12 @@ class Server:
         answer, block = summed.add_up(header.step, header.scale)
         self._slots.give(block)
         for worker in summed.key.workers:
-            sends.append(self._transport.send(Channel.DATA, worker, summed.tag, answer))
+            sends.append(self.transport.send(Channel.DATA, worker, summed.tag, answer))
 
     # -- control ---------------------------------------------------------------------------------
 
     def _control(self, worker: int, header: Header) -> None:
-        body = hear_body(self._transport, worker, Tag.HEADER, header, Deadline(self._timeout_s))
+        body = hear_body(self.transport, worker, Tag.HEADER, header, Deadline(self._timeout_s))
         if header.op is Op.INSTALL:
             self._offer(worker, body)
             return
@@ -264,7 +264,7 @@ class Server:
         """Send each worker its answer, and wait until all have taken theirs."""
         until, pending = Deadline(timeout_s), []
         for worker, (op, body) in answers.items():
-            pending += say(self._transport, worker, Tag.ANSWER, op, body)
+            pending += say(self.transport, worker, Tag.ANSWER, op, body)
         wait_for(pending, until)
 
     def _offer(self, worker: int, table: Table) -> None:
@@ -300,7 +300,7 @@ class Server:
             self._fail(worker, LinkError("it left in the middle of a round"))
         farewell = Header(Op.LEAVE, self.rank).pack()
         with suppress(LinkError):  # it has said that it goes; it need not wait for this
-            self._transport.send(Channel.CONTROL, worker, Tag.NOTICE, farewell).wait(_NOTICE_S)
+            self.transport.send(Channel.CONTROL, worker, Tag.NOTICE, farewell).wait(_NOTICE_S)
         with self._lock:
             self._gone.add(worker)
             if len(self._gone) == self._num_workers:
@@ -346,7 +346,7 @@ class Server:
         sends: list[Pending] = []
         for worker in set(range(self._num_workers)) - self._left - {lost}:
             with suppress(LinkError):  # it may be gone as well
-                sends += say(self._transport, worker, Tag.NOTICE, Op.NOTICE, text)
+                sends += say(self.transport, worker, Tag.NOTICE, Op.NOTICE, text)
         until = Deadline(_NOTICE_S)
         for pending in sends:
             with suppress(LinkError):

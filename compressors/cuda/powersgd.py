@@ -79,7 +79,7 @@ class CudaPowerSgd:
         self._check_numbers("source", source, layout, encoding.starts)
         rows = self._rows(shape, encoding.starts, feedback)
         tiles = self._tiles(shape, rows)
-        start = self._start(layout, shape, rows, encoding.key, factors)
+        start = self.start(layout, shape, rows, encoding.key, factors)
         self._launch(
             "encode",
             layout,
@@ -139,7 +139,7 @@ class CudaPowerSgd:
 
     # -- where Q begins ----------------------------------------------------------------------------
 
-    def _start(self, layout: Layout, shape: _Shape, rows: Table, key: DrawKey, factors: Factors) -> Tensor:
+    def start(self, layout: Layout, shape: _Shape, rows: Table, key: DrawKey, factors: Factors) -> Tensor:
         """Q of the last step; random where there is none, or where it has died (a step without gradients)."""
         drawn = self._draw(layout, shape, key)
         pieces, any_kept = [], False

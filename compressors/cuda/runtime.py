@@ -173,7 +173,7 @@ class CubinCache:
         known = max((a for a in nvrtc.getSupportedArchs() if a <= mine), default=mine)
         self._is_exact = known == mine  # else PTX of the newest architecture that the compiler knows
         kind = "sm" if self._is_exact else "compute"
-        self._options = (*COMPILER_OPTIONS, f"--gpu-architecture={kind}_{known}")
+        self.options = (*COMPILER_OPTIONS, f"--gpu-architecture={kind}_{known}")
 
     def path(self, file: str) -> Path:
         """Where the compiled source lies; its name tells text, options and compiler.
@@ -183,7 +183,7 @@ class CubinCache:
         """
         text = source_of(file)
         version = self._nvrtc.getVersion()
-        key = hashlib.blake2b(repr((text, self._options, version)).encode(), digest_size=16).hexdigest()
+        key = hashlib.blake2b(repr((text, self.options, version)).encode(), digest_size=16).hexdigest()
         name = f"espresso-{Path(file).stem}-{key}.{'cubin' if self._is_exact else 'ptx'}"
         code = b""
         for folder in (partial(user_folder, "CUPY_CACHE_DIR", ".cupy", "kernel_cache"), private_folder):
@@ -207,7 +207,7 @@ class CubinCache:
     def _compile(self, file: str, text: str) -> bytes:
         program = self._nvrtc.createProgram(text, file, (), ())
         try:
-            self._nvrtc.compileProgram(program, self._options)
+            self._nvrtc.compileProgram(program, self.options)
             code = self._nvrtc.getCUBIN(program) if self._is_exact else self._nvrtc.getPTX(program)
             return code if isinstance(code, bytes) else str(code).encode()
         except self._nvrtc.NVRTCError as error:

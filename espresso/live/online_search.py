@@ -161,7 +161,7 @@ class OnlineSearch:
             try:
                 self.job = self._with_sensitivity(self.job)
                 self._artifacts.job(self.job)
-                found, self.uncompressed_us = self._search(self.job)
+                found, self.uncompressed_us = self.decide(self.job)
                 rows = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found]
                 told = rows, self.uncompressed_us, self.bucket_cap_mb
             except Exception as error:  # every rank must hear of it, or they wait for the answer
@@ -268,7 +268,8 @@ class OnlineSearch:
             meta=machine_facts() | {"compressor": "; ".join(map(str, self.compressors))} | self._terms.to_meta(),
         )
 
-    def _search(self, job: Job) -> tuple[list[Candidate], float]:
+    def decide(self, job: Job) -> tuple[list[Candidate], float]:
+        """The candidates for a job as it was measured, the best first, and what plain takes, in microseconds."""
         candidates, result = find_candidates(job, self._offered, self._terms)
         if self._revised is None:
             self._advise_bucket_size(job, result)

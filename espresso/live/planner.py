@@ -91,7 +91,7 @@ class AutoPlanner:
         profile_only: bool = False,
         adapt: bool = False,
     ) -> None:
-        self._groups, self._search, self._on_profile, self._history = groups, search, on_profile, history
+        self._groups, self._search, self._on_profile, self.history = groups, search, on_profile, history
         self._profile_steps, self._race_steps, self._race_rounds = profile_steps, race_steps, race_rounds
         self._profile_only, self._decide_by = profile_only, decide_by
         self._lay_buckets = None if profile_only else lay_buckets
@@ -301,7 +301,7 @@ class AutoPlanner:
         assert verdict is not None
         predicted = verdict.predicted_us.get(verdict.name, self._search.uncompressed_us)
         measured = verdict.measured_us.get(verdict.name, 0.0)
-        self._history.add(
+        self.history.add(
             step, event, reason, verdict.name, predicted_us=predicted, measured_us=measured, since_ns=since_ns
         )
 
@@ -352,7 +352,7 @@ class AutoPlanner:
         assert self.verdict is not None
         assert self._winner is not None
         began_ns, now = time.perf_counter_ns(), self.verdict.name
-        self._history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
+        self.history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
         if not self._observed:  # a resumed job, which was never measured here
             self._winner = self._winning = self.verdict = self._first = None
             self._profile_from, self._decide_by = 0, 0

@@ -173,7 +173,7 @@ def _time_routine(
     A slow routine is timed once, and again where it takes more than ``most_us``, which says that something stalled.
     """
     with place.device:
-        start = _starter(member, routine, form, size, ring)
+        start = starter(member, routine, form, size, ring)
 
     def run() -> None:
         start()()
@@ -205,7 +205,7 @@ def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Pla
     ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
     with place.device:
         first, start = (
-            _starter(groups.scopes[scope], Routine.ALLGATHER, Form.PAYLOAD, num_bytes, ring)
+            starter(groups.scopes[scope], Routine.ALLGATHER, Form.PAYLOAD, num_bytes, ring)
             for num_bytes in (behind, size)
         )
     groups.barrier()
@@ -222,7 +222,7 @@ def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Pla
 
 def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ring: bool, alone_us: float) -> float:
     """What of a short routine does not hold the link: where several are under way, each of the others takes less."""
-    starts = [_starter(member.connection(i), routine, form, LINK_SIZES[0], ring) for i in range(IN_FLIGHT)]
+    starts = [starter(member.connection(i), routine, form, LINK_SIZES[0], ring) for i in range(IN_FLIGHT)]
 
     def together() -> None:
         for rest in [start() for start in starts]:
@@ -236,7 +236,7 @@ def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ri
 
 def _spread_us(groups: Groups, member: Member) -> float:
     """What one in ten short exchanges, each alone, takes beyond most: the slower rank's."""
-    start, walls = _starter(member, Routine.ALL_TO_ALL, Form.PAYLOAD, LINK_SIZES[0], ring=False), []
+    start, walls = starter(member, Routine.ALL_TO_ALL, Form.PAYLOAD, LINK_SIZES[0], ring=False), []
     groups.barrier()
     for _ in range(ALIKE):
         begin = time.perf_counter()
@@ -274,7 +274,8 @@ def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], 
     return tuple(reversed(bounded))
 
 
-def _starter(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], Rest]:
+def starter(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], Rest]:
+    """What begins an exchange of a tensor of ``size`` bytes, over and over in the same buffers."""
     peers = member.size
     each = max(size // peers // 8 * 8, 8)
     if routine is Routine.ALLREDUCE:

@@ -220,6 +220,7 @@ class Watch:
 
     Attributes:
         ring: the latest windows, each with its last iteration and every rank's medians.
+        length: steps of the window to come.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -235,7 +236,7 @@ class Watch:
         self._previous_ns: int | None = None
         self._window: list[Vitals] = []
         self._gathering: tuple[int, Gathering] | None = None
-        self._length = WINDOW
+        self.length = WINDOW
         self._before: list[tuple[Vitals, ...]] = []  # the windows of the baseline
         # What is out of the way, and then back, is noise, and belongs to the baseline as well.
         self._pending: list[tuple[int, dict[str, float], tuple[Vitals, ...]]] = []
@@ -248,7 +249,7 @@ class Watch:
         self._window.append(vitals_of(record, previous))
         if self._gathering is not None and len(self._window) == LAG:
             return True
-        if len(self._window) == self._length:
+        if len(self._window) == self.length:
             mine = [median_low(column) for column in zip(*self._window, strict=True)]
             self._window = []
             self._gathering = record.iteration, self._groups.start_gather(torch.tensor(mine, dtype=torch.float64))
@@ -274,7 +275,7 @@ class Watch:
         self.ring.append((iteration, rows))
         step_us = max(row.step for row in rows)
         is_urgent = self._is_urgent(step_us)
-        self._length = LONG_WINDOW if step_us < SHORT_STEP_US else WINDOW
+        self.length = LONG_WINDOW if step_us < SHORT_STEP_US else WINDOW
         values = _values(rows, self._floor(step_us))
         alarms = [self._streams[name].take(value) for name, value in values.items()]
         self._pending = [*self._pending[1 - MANY :], (iteration, values, rows)]
@@ -297,7 +298,7 @@ class Watch:
     def _is_urgent(self, step_us: float) -> bool:
         known = self._streams["step"].middle
         was_us = math.inf if known is None else math.exp(known)
-        return step_us > URGENT * was_us and (step_us - was_us) * self._length > LOOK_US
+        return step_us > URGENT * was_us and (step_us - was_us) * self.length > LOOK_US
 
     def _floor(self, step_us: float) -> float:
         known = self._streams["step"].middle
@@ -317,7 +318,7 @@ class Watch:
         if not findings:
             findings = [Finding(Cause.STEP, step_us / was)]
         compute_us = tuple(max(row.compute for row in rows) for rows in (before or now, now))
-        return Change(tuple(findings), self._pending[0][0] - self._length + 1, (was, step_us), compute_us)
+        return Change(tuple(findings), self._pending[0][0] - self.length + 1, (was, step_us), compute_us)
 
 
 def _floor(step_us: float) -> float:
