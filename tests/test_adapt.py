@@ -286,7 +286,7 @@ def test_what_does_not_pay_yet_is_forgotten_once_the_change_is_over():
     planner = planner_of(world)
     now, step = run(world, planner, range(100), {}), 100
     world.plain_us = 12_000
-    while rows_of(planner)[-1][1] != "kept" and step < 100 + WITHIN:
+    while rows_of(planner)[-1][1] != "kept" and step < 100 + 2 * WITHIN:
         now, step = run(world, planner, range(step, step + 1), {}, now), step + 1
     assert "signs pays if this lasts until step" in planner.history.rows[-1]["reason"]
     world.plain_us = 5_000

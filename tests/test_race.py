@@ -12,6 +12,7 @@ from espresso.comm.execute.executor import Record
 from espresso.live.candidates import Candidate
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
+from espresso.live.race import Arm, Race
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, parse_option, plan
 from tests.ddp import ALLGATHER
 from tests.workers import run_ranks
@@ -172,3 +173,23 @@ def test_plain_block_parks_what_is_carried_and_draining_sends_it() -> None:
         # Top 10 % of 1..1000 was sent; the rest, 1..900 on each rank, comes with the drain.
         assert value["drained"] == 900 * 901 / 2
         assert value["left"] == 0
+
+
+def test_an_arm_beats_another_only_if_it_is_faster_in_every_round() -> None:
+    """A burst lies in the first block of the strategy in use: it goes on all the same, and is not beaten."""
+    steps = {"ours": [[9.0, 9.0], [5.0, 5.0]], "other": [[6.0, 6.0], [6.0, 6.0]], "better": [[4.0, 4.0], [4.0, 4.0]]}
+    assignment = planner_of(Found(), race_rounds=2, decide_by=0).assign(0)
+    race = Race([Arm(name, assignment) for name in steps], block=3, rounds=2, drop=2.0)
+    now_ns = 0
+    for number in (0, 1):
+        order = list(steps) if number == 0 else list(steps)[::-1]
+        for name in order:
+            for us in (20.0, *steps[name][number]):
+                now_ns += int(1e3 * us)
+                is_over = race.take(Record(0, assignment, done_ns=now_ns, buckets=BUCKETS))
+        assert is_over
+        assert race.compare(OneRank()) is (number == 1)
+    assert race.measured == {"ours": 5.0, "other": 6.0, "better": 4.0}
+    assert not race.beats("other", "ours")
+    assert race.beats("better", "ours")
+    assert race.beats("better", "other")

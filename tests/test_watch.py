@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from espresso.live.history import History
-from espresso.live.patience import FALSE_ALARMS, REST, Patience
+from espresso.live.patience import MOST_DOUBLINGS, REST, Patience
 from espresso.live.watch import LONG_WINDOW, WINDOW, Cause, Change, Finding, Stream, Vitals, Watch
 
 STEP = Vitals(step=100e3, compute=60e3, tail=40e3, wire=30e3, codec=5e3)
@@ -132,25 +132,42 @@ def test_a_small_difference_is_no_change_and_a_large_one_takes_two_windows():
     assert [stream.take(math.log(3)) for _ in range(2)] == [False, True]
 
 
-def test_patience():
+def seen_from(step: int, now_us: float, exposed_us: float = math.inf) -> Change:
+    return Change((Finding(Cause.LINK, 2.0),), step, (1e5, now_us), exposed_us=exposed_us)
+
+
+def first_permitted(patience: Patience, change: Change, limit: int = 10_000) -> int:
+    """Asked at every step from the change's beginning on."""
+    return next((step for step in range(change.since, limit) if patience.permits(change, step)), limit)
+
+
+def test_a_change_is_looked_into_once_it_has_cost_as_much_as_a_look():
+    assert first_permitted(Patience(), seen_from(40, 1.5e5)) == 43  # .05 s a step, .15 s supposed
+    assert first_permitted(Patience(), seen_from(40, 1.5e5, exposed_us=2e4)) == 48  # compression can do less about it
+    assert first_permitted(Patience(), seen_from(40, 5e4, exposed_us=2e4)) == 48  # plain may be faster still
+    assert first_permitted(Patience(), seen_from(40, 1.01e5)) == 75  # on a mere suspicion: 2 % of the time
     patience = Patience()
-    large = Change((Finding(Cause.LINK, 5.0),), 0, (1e5, 1.5e5))
-    drastic = Change((Finding(Cause.LINK, 5.0),), 0, (1e5, 5e5))
-    small = Change((Finding(Cause.LINK, 1.2),), 0, (1e5, 1.1e5))
-    assert not patience.permits(small, 149)  # the first on a mere suspicion has to be earned as well
-    assert patience.permits(small, 150)
-    patience.took(10, cost_us=1e6, step_us=1e5, was_real=False)  # ten steps' worth: 500 steps to earn it again
-    assert not patience.permits(large, 10 + 2 * REST - 1)
-    assert patience.permits(large, 10 + 2 * REST)
-    assert not patience.permits(drastic, 10 + REST - 1)
-    assert patience.permits(drastic, 10 + REST)
-    assert not patience.permits(small, 500)
-    assert patience.permits(small, 510)
-    for step in range(FALSE_ALARMS):
-        patience.took(600 + step, cost_us=1e6, step_us=1e5, was_real=False)
-    assert not patience.permits(large, 620)  # 19 steps have lost .95 s
-    assert patience.permits(large, 622)
-    assert not patience.permits(small, 1000)
+    patience.took(600, cost_us=1e6, step_us=1e5, brought=True)
+    assert first_permitted(patience, seen_from(598, 1.5e5)) == 620
+    patience.took(620, cost_us=1e5, step_us=1e5, brought=True)
+    assert first_permitted(patience, seen_from(620, 5e5)) == 620 + REST
+
+
+def test_turns_in_a_row_that_brought_nothing_cost_more_until_their_time_is_earned():
+    patience, steps, now = Patience(), [], 600
+    for _ in range(MOST_DOUBLINGS + 1):
+        patience.took(now, cost_us=1e6, step_us=1e5, brought=False)
+        steps.append(first_permitted(patience, seen_from(now, 1.5e5)) - now)
+        now += steps[-1]
+    assert steps == [20, 40, 80, 160]
+    patience = Patience()
+    patience.took(600, cost_us=1e6, step_us=1e5, brought=False)
+    assert first_permitted(patience, seen_from(600, 1.001e5)) == 1100
+    patience.took(1100, cost_us=1e6, step_us=1e5, brought=False)
+    assert first_permitted(patience, seen_from(1100, 1.5e5)) == 1120
+
+
+def test_a_switch_pays_once_the_change_has_lasted():
     assert Patience.pays_after(100.0, 90.0, losses_less=False, noise=0.05, price_us=100.0) == 10.0
     assert Patience.pays_after(100.0, 90.0, losses_less=False, noise=0.2, price_us=100.0) == math.inf
     assert Patience.pays_after(100.0, 97.0, losses_less=False, noise=0.05, price_us=0.0) == math.inf

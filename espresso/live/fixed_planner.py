@@ -11,7 +11,7 @@ from espresso.comm.groups import Groups
 from espresso.compressors.schedule import translate
 from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
-from espresso.live.patience import Patience
+from espresso.live.patience import SUPPOSED_US, Patience
 from espresso.live.watch import Watch
 from espresso.strategies import PLAIN, CompressorSpec, Strategy
 
@@ -107,7 +107,7 @@ class FixedPlanner:
         if change is not None and not self._patience.permits(change, step):
             watch.forgive()
         elif change is not None and self.history is not None:
-            self._patience.took(step, 0.0, change.step_us[1], was_real=True)
+            self._patience.took(step, SUPPOSED_US, change.step_us[1], brought=False)
             reason = f"{change}; the strategy was given, and stays"
             self.history.add(step, Event.CHANGED, reason, self.verdict.name, measured_us=change.step_us[1])
             watch.begin(change.step_us[1])

@@ -22,7 +22,7 @@ from espresso.live.candidates import Candidate, Search
 from espresso.live.fixed_planner import Exact, FixedPlanner, InForce, Verdict
 from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
-from espresso.live.patience import SEVERE, Patience
+from espresso.live.patience import Patience
 from espresso.live.race import Arm, Race
 from espresso.live.turns import (
     DRIFT,
@@ -31,6 +31,7 @@ from espresso.live.turns import (
     MAY_WIN,
     PLAIN_MAY,
     SETTLE,
+    SEVERE,
     SURELY_WINS,
     TRY_ROUNDS,
     TRY_STEPS,
@@ -395,17 +396,17 @@ class AutoPlanner:
         later = None
         if race is not None and best != ours:
             losses = {arm.name: arm.losses for arm in race.arms}
-            due = turn.change.since + Patience.pays_after(
+            after = Patience.pays_after(
                 measured[ours], measured[best], losses_less=losses[best] < losses[ours], noise=race.noise,
                 price_us=2 * race.excess_us,
             )  # fmt: skip
+            due = turn.change.since + after if race.beats(best, ours) else math.inf
             if step < due:
                 later = Later(due, best, race, turn.change) if due < math.inf else None
                 best = ours
         spent_us = (time.perf_counter_ns() - turn.began_ns) / 1e3 - (step - turn.step) * measured[best]
         spent_us = max(0.0, *self._groups.everywhere(spent_us))
-        was_real = best != ours or abs(math.log(measured[ours] / before_us)) > TELLING
-        self._patience.took(step, spent_us, measured[best], was_real=was_real)
+        self._patience.took(step, spent_us, measured[best], brought=best != ours)
         if race is not None and best != ours:
             self._switch(best, race, turn.change, step, turn.began_ns)
         else:

@@ -52,7 +52,8 @@ class Race:
         arms: in the order of the first round.
         block: steps of a block.
         rounds: how often every arm that is not dropped has a block.
-        drop: after each round, arms above this factor of the fastest run no further.
+        drop: after each round, arms above this factor of the fastest run no further; of the first arm its cube, since
+            a burst in one of its blocks must not be all that is known of the strategy in use.
         settle: steps of an arm's first block that do not count.
         known: step times of arms that were measured just before, in microseconds: they need no block in round 0.
 
@@ -76,7 +77,8 @@ class Race:
         self._known, self._settle = dict(known or {}), settle
         self._running = list(arms)
         self._round = 0
-        self._steps_us: dict[str, list[float]] = {}
+        self._steps_us: dict[tuple[str, int], list[float]] = {}  # by arm and round
+        self._rounds_us: dict[tuple[str, int], float] = {}
         self._first_us: dict[str, list[float]] = {}
         self._before_ns: int | None = None
         self.measured: dict[str, float] = {}
@@ -108,8 +110,11 @@ class Race:
         place, self._place = self._place, self._place + 1
         if before is not None:
             settles = 1 if arm.name in self._seen else self._settle
-            counted = self._first_us if place % self._block < settles else self._steps_us
-            counted.setdefault(arm.name, []).append((record.done_ns - before) / 1e3)
+            us = (record.done_ns - before) / 1e3
+            if place % self._block < settles:
+                self._first_us.setdefault(arm.name, []).append(us)
+            else:
+                self._steps_us.setdefault((arm.name, self._round), []).append(us)
         if self._place % self._block == 0:
             self._seen.add(arm.name)
         if not self._queue and self._drop == math.inf and self._round + 1 < self._rounds:
@@ -122,16 +127,20 @@ class Race:
     def compare(self, groups: Groups) -> bool:
         """Compare the slowest rank's medians. Collective. Whether the race is over."""
         # Of few steps the lower median: what disturbs one makes it longer.
-        mine = self._known | {name: median_low(values) for name, values in self._steps_us.items()}
+        mine = self._known | {name: median_low(values) for name, values in self._by_arm().items()}
+        rounds = {key: median_low(values) for key, values in self._steps_us.items()}
         excess = max(
             (median(first) - mine[name] for name, first in self._first_us.items() if name in mine), default=0.0
         )
-        everybody = groups.everywhere((mine, excess, self._noise()))
-        self.measured = {name: max(theirs[name] for theirs, _, _ in everybody) for name in mine}
-        self.excess_us = max(0.0, *(theirs for _, theirs, _ in everybody))
-        self.noise = max(theirs for _, _, theirs in everybody)
-        limit = min(self.measured.values()) * self._drop
-        self._running = [arm for arm in self._running if self.measured.get(arm.name, math.inf) <= limit]
+        everybody = groups.everywhere((mine, rounds, excess, self._noise()))
+        self.measured = {name: max(theirs[name] for theirs, _, _, _ in everybody) for name in mine}
+        self._rounds_us = {key: max(theirs[key] for _, theirs, _, _ in everybody) for key in rounds}
+        self.excess_us = max(0.0, *(theirs for _, _, theirs, _ in everybody))
+        self.noise = max(theirs for _, _, _, theirs in everybody)
+        best_us = min(self.measured.values())
+        self._running = [
+            arm for arm in self._running if self.measured.get(arm.name, math.inf) <= self._limit(arm) * best_us
+        ]
         if self._round + 1 >= self._rounds or len(self._running) == 1:
             return True
         self._begin_round()
@@ -146,18 +155,29 @@ class Race:
         near = [name for name, us in self.measured.items() if us <= limit]
         return min(near, key=lambda name: (losses[name], self.measured[name]))
 
+    def beats(self, one: str, other: str) -> bool:
+        """Whether an arm was faster than another in every round that both ran: what disturbed a block shows in one."""
+        numbers = [number for name, number in self._rounds_us if name == one and (other, number) in self._rounds_us]
+        return all(self._rounds_us[one, number] < self._rounds_us[other, number] for number in numbers)
+
+    def _by_arm(self) -> dict[str, list[float]]:
+        steps: dict[str, list[float]] = {}
+        for (name, _), values in self._steps_us.items():
+            steps.setdefault(name, []).extend(values)
+        return steps
+
+    def _limit(self, arm: Arm) -> float:
+        return self._drop**3 if arm is self.arms[0] else self._drop
+
     def _noise(self) -> float:
         """Twice the standard error of the difference of two arms' medians, from the steps of all arms together."""
-        apart = [
-            abs(math.log(us / median(values)))
-            for values in self._steps_us.values() if len(values) > 1
-            for us in values
-        ]  # fmt: skip
+        steps = self._by_arm().values()
+        apart = [abs(math.log(us / median(values))) for values in steps if len(values) > 1 for us in values]
         if not apart:
             return 0.0
         # Of so few steps an arm's own median lies among them, and makes them look closer than they are.
         spread = 1.4826 * SMALL_SAMPLE * median(apart)
-        fewest = min(len(values) for values in self._steps_us.values())
+        fewest = min(map(len, steps))
         return 2.0 * 1.2533 * spread * math.sqrt(2.0 / fewest)
 
     def _begin_round(self) -> None:

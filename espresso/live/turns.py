@@ -18,8 +18,10 @@ SETTLE = 2
 FAR_BEHIND = 2.0
 """The strategy in use needs no block where its steps take this many times the best prediction, and should."""
 
+SEVERE = math.log(1.3)
 MAY_WIN, SURELY_WINS = 1.1, 0.95
-"""What is predicted to take up to this factor of the strategy in use is tried: after a severe change, and otherwise."""
+"""What is predicted to take up to this factor of the strategy in use is tried: after a change by which steps
+take the factor ``SEVERE``, and otherwise."""
 
 DRIFT = math.log(1.25)
 """If the strategy in use takes so much longer or less in the race than when the turn began, and not what it took before

@@ -148,12 +148,20 @@ class Change:
         since: about the iteration in which it began.
         step_us: of the slowest rank before and now.
         compute_us: likewise.
+        exposed_us: what a step spends now on waiting for exchanges, encoding and decoding.
     """
 
     findings: tuple[Finding, ...]
     since: int
     step_us: tuple[float, float]
     compute_us: tuple[float, ...] = (1.0, 1.0)
+    exposed_us: float = math.inf
+
+    @property
+    def at_stake_us(self) -> float:
+        """What another strategy may save of a step, at most: all that is exposed, or what has come to it."""
+        before_us, now_us = self.step_us
+        return min(now_us - before_us, self.exposed_us) if now_us > before_us else self.exposed_us
 
     @property
     def severity(self) -> float:
@@ -318,7 +326,8 @@ class Watch:
         if not findings:
             findings = [Finding(Cause.STEP, step_us / was)]
         compute_us = tuple(max(row.compute for row in rows) for rows in (before or now, now))
-        return Change(tuple(findings), self._pending[0][0] - self.length + 1, (was, step_us), compute_us)
+        exposed_us = min(row.tail for row in now) + max(row.codec for row in now)
+        return Change(tuple(findings), self._pending[0][0] - self.length + 1, (was, step_us), compute_us, exposed_us)
 
 
 def _floor(step_us: float) -> float:
