@@ -13,6 +13,10 @@ Every arm is a job of its own under the same schedule of phases, on two emulated
 | fixed:N  | one strategy throughout, ``FIXED`` lists them; the fastest is the best fixed strategy in hindsight  |
 | fresh    | a new job in each phase, whose steps count once it has decided: the best of each phase known before |
 
+What two jobs take one after the other differs by more than the bars on a machine that others share. Where both adapt
+and fresh run, a last job therefore plays their strategies against each other in every phase after the first, the
+adaptive job's as it was ``WITHIN`` steps after the change: in blocks, in turn, each on a model of its own.
+
 A phase is written ``rate/steps`` with more after commas: ``50mbit/150,load=0,batch=4,rtt=20``. ``load=HOST`` has a
 competitor on that host's core. The step before a phase waits until the network is as it should be.
 """
@@ -53,6 +57,9 @@ advance; any ``PLAIN_WINDOW`` steps over plain's."""
 PLAIN_WINDOW = 200
 SAMPLE = 40
 """Steps of a phase that an arm runs which does not decide on the way."""
+
+DUEL, DUEL_BLOCK, DUEL_ROUNDS, SETTLES = "duel", 12, 10, 4
+"""The last job: steps of a block, blocks of each, and a block's first steps, which do not count."""
 
 UNLIMITED = "10gbit"
 DEADLINE_S = 3600.0
@@ -146,26 +153,42 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     sizes = [int(width) for width in widths.split(",")]
 
-    def model() -> Any:
+    def trained() -> tuple[Any, Any]:
+        """A new model and its optimizer."""
         torch.manual_seed(0)
         layers: list[Any] = []
         for before, after in pairwise(sizes):
             layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
-        return DistributedDataParallel(torch.nn.Sequential(*layers[:-1]))
+        ddp = DistributedDataParallel(torch.nn.Sequential(*layers[:-1]))
+        return ddp, torch.optim.SGD(ddp.parameters(), lr=0.01)
 
     def attach(ddp: Any) -> Any:
-        if arm == "plain":
+        if arm in ("plain", DUEL):
             return None
         if arm.startswith("fixed:"):
             return espresso.register(ddp, strategy=lambda t, c: fixed_strategy(arm.partition(":")[2], t, c))
         return espresso.register(ddp, timeout_s=300.0, adapt=arm == "adapt", decide_by=decide_by)
 
-    ddp = model()
+    ddp, optimizer = trained()
     state = attach(ddp)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    number, step_s, events = 0, [], []
+    number, step_s, events, ratios = 0, [], [], []
 
-    def step(times: int) -> float:
+    def duel(index: int, phase: Phase) -> float:
+        """The time of the adaptive job's strategy over that of the fresh one's, of rank 0."""
+        fighters = [(*trained(), name) for name in ("adapt", "fresh")]
+        states = [
+            espresso.register(ddp, strategy=str(strategy_file(folder.parent / name, index)), timeout_s=300.0)
+            for ddp, _, name in fighters
+        ]
+        times: dict[str, list[float]] = {name: [] for *_, name in fighters}
+        for _ in range(DUEL_ROUNDS):
+            for ddp, optimizer, name in fighters:
+                times[name] += [step(ddp, optimizer, phase.batch) for _ in range(DUEL_BLOCK)][SETTLES:]
+        for state in states:
+            state.close()
+        return statistics.median(times["adapt"]) / statistics.median(times["fresh"])
+
+    def step(ddp: Any, optimizer: Any, times: int) -> float:
         nonlocal number
         draw = torch.Generator().manual_seed(number * 100 + rank)
         inputs = torch.randn(16 * times, sizes[0], generator=draw)
@@ -179,18 +202,23 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
 
     for index, phase in enumerate(parse_schedule(schedule)):
         wait_for(index, folder, rank)
+        if arm == DUEL:
+            ratios += [duel(index, phase)] if index else []
+            continue
         if arm == "fresh":
             if state is not None:
                 state.close()
-            ddp = model()
+            ddp, optimizer = trained()
             state = attach(ddp)
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
             for _ in range(62):
-                step(phase.batch)
+                step(ddp, optimizer, phase.batch)
         # Where nothing is decided on the way, the rest of a phase is as its sample.
         decides = arm == "adapt" or (arm == "frozen" and index == 0)
         num_steps = phase.steps if decides else min(phase.steps, SAMPLE)
-        ran = [step(phase.batch) for _ in range(num_steps)]
+        ran = [step(ddp, optimizer, phase.batch) for _ in range(min(num_steps, WITHIN))]
+        if state is not None and state.strategy is not None and rank == 0:
+            state.strategy.save(strategy_file(folder, index))
+        ran += [step(ddp, optimizer, phase.batch) for _ in range(num_steps - len(ran))]
         step_s += ran + [statistics.median(ran[num_steps // 4 :])] * (phase.steps - num_steps)
         if state is not None and arm == "fresh":
             events.append({"step": len(step_s) - phase.steps, "event": "decided", "strategy": state.verdict})
@@ -202,8 +230,13 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
         state.close()
     if rank == 0:
         slowest = [max(each) for each in zip(*everybody, strict=True)]
-        (folder / "result.json").write_text(json.dumps({"step_s": slowest, "events": events}))
+        (folder / "result.json").write_text(json.dumps({"step_s": slowest, "events": events, "of_fresh": ratios}))
     dist.destroy_process_group()
+
+
+def strategy_file(folder: Path, phase: int) -> Path:
+    """Where an arm leaves what was in use ``WITHIN`` steps after a phase began."""
+    return folder / f"strategy{phase}.json"
 
 
 def fixed_strategy(name: str, tensors: Any, cluster: Any) -> Any:
@@ -299,21 +332,19 @@ def rows_of(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]]) -> l
     return rows
 
 
-def verdicts(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def verdicts(step_s: Mapping[str, Sequence[float]], of_fresh: Sequence[float]) -> dict[str, float]:
     """The figures that the bars are about, as far as the arms were run; automatic mode's first 60 steps are left out.
 
     Returns:
-        ``of_fresh``: the worst phase after the first, beyond its first steps. ``of_known``: all of the time.
-        ``of_plain``: the worst window.
+        ``of_fresh``: the worst phase after the first, of duels. ``of_known``: all of the time. ``of_plain``: the worst
+        window.
     """
     found: dict[str, float] = {}
     ours = step_s.get("adapt")
     if ours is None:
         return found
     if "fresh" in step_s:
-        by_arm = {(row.phase, row.arm): row.later_ms for row in rows_of(phases, step_s)}
-        later = range(1, len(phases))
-        found["of_fresh"] = max((by_arm[i, "adapt"] / by_arm[i, "fresh"] for i in later), default=1.0)
+        found["of_fresh"] = max(of_fresh, default=1.0)
         found["of_known"] = sum(ours[60:]) / sum(step_s["fresh"][60:])
     if "plain" in step_s:
         plain = step_s["plain"]
@@ -402,19 +433,26 @@ def compare(
     for name in names:
         found[name] = run_arm(name, widths, schedule, folder / name.replace(":", "_").replace(" ", "_"), decide_by)
         console.print(f"{name}: {sum(found[name]['step_s']):.1f} s in {len(found[name]['step_s'])} steps")
+    of_fresh: list[float] = []
+    if {"adapt", "fresh"} <= found.keys():
+        of_fresh = run_arm(DUEL, widths, schedule, folder / DUEL, decide_by)["of_fresh"]
+        console.print(f"adapt over fresh, in turn, by phase: {', '.join(f'{ratio:.2f}' for ratio in of_fresh)}")
     step_s = {name: body["step_s"] for name, body in found.items()}
     rows = rows_of(phases, step_s)
     console.print(table_of(phases, rows, f"ms a step beyond a phase's first {WITHIN}, MLP {widths}"))
     for name, body in found.items():
         for row in body["events"]:
             console.print(f"  {name} step {row['step']:>5} {row['event']}: {row['strategy']} ({row.get('reason', '')})")
-    bars = verdicts(phases, step_s)
+    bars = verdicts(step_s, of_fresh)
     for name, value in bars.items():
         verdict = "pass" if value <= LIMITS[name] else "MISS"
         console.print(f"  {name}: {value:.2f}, bar {LIMITS[name]:.2f}, {verdict}")
     events = {name: body["events"] for name, body in found.items()}
     config = {"schedule": schedule, "widths": widths}
-    return {"config": config, "rows": [asdict(row) for row in rows], "bars": bars, "events": events, "step_s": step_s}
+    rows_as_dicts = [asdict(row) for row in rows]
+    return {
+        "config": config, "rows": rows_as_dicts, "bars": bars, "of_fresh": of_fresh, "events": events, "step_s": step_s,
+    }  # fmt: skip
 
 
 @app.command()
@@ -453,7 +491,7 @@ def main(
             bodies[name] = compare(names, *mine, 0, console)
             del bodies[name]["step_s"]
         rows = [{"change": name} | row for name, body in bodies.items() for row in body["rows"]]
-        kept = {name: {"bars": body["bars"], "events": body["events"]} for name, body in bodies.items()}
+        kept = {name: {key: body[key] for key in ("bars", "of_fresh", "events")} for name, body in bodies.items()}
         json_path = json_path.with_name("weather_changes.json") if json_path.name == "weather.json" else json_path
         results.write(json_path, results.record(cores, 0, rows) | {"changes": kept})
         missed = [name for name, body in bodies.items() if any(v > LIMITS[k] for k, v in body["bars"].items())]
@@ -462,7 +500,7 @@ def main(
         schedule = schedule or SCHEDULE
         body = compare(names, widths or WIDTHS, schedule, base, decide_by, console)
         record = results.record(cores | body["config"], 0, body["rows"])
-        results.write(json_path, record | {"bars": body["bars"], "events": body["events"]})
+        results.write(json_path, record | {key: body[key] for key in ("bars", "of_fresh", "events")})
         picture.parent.mkdir(parents=True, exist_ok=True)
         picture.write_text(draw(parse_schedule(schedule), body["step_s"], body["events"].get("adapt", ())))
         missed = [name for name, value in body["bars"].items() if value > LIMITS[name]]

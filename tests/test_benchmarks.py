@@ -141,8 +141,8 @@ def test_weather_reads_its_schedule_and_judges_phases_and_windows():
         "fresh": [0.010] * 100 + [0.020] * 100,
         "plain": [0.010] * 100 + [0.2] * 100,
     }
-    found = weather.verdicts((first, second), step_s)
-    assert found["of_fresh"] == pytest.approx(1.05)
+    found = weather.verdicts(step_s, [1.02, 1.05])
+    assert found["of_fresh"] == 1.05
     assert found["of_known"] == pytest.approx((0.4 + 4.0 + 1.26) / 2.4)
     assert found["of_plain"] < 1
     events = [{"event": "switched", "step": 140}, {"event": "changed", "step": 120}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,21 +176,36 @@ def test_plain_block_parks_what_is_carried_and_draining_sends_it() -> None:
         assert value["left"] == 0
 
 
-def test_an_arm_beats_another_only_if_it_is_faster_in_every_round() -> None:
-    """A burst lies in the first block of the strategy in use: it goes on all the same, and is not beaten."""
-    steps = {"ours": [[9.0, 9.0], [5.0, 5.0]], "other": [[6.0, 6.0], [6.0, 6.0]], "better": [[4.0, 4.0], [4.0, 4.0]]}
+def raced(steps: dict[str, Callable[[int, int], float]], **settings: Any) -> tuple[Race, int]:
+    """A race whose arms take so long in a round's step, and how many rounds it had; a block's first step takes 20."""
     assignment = planner_of(Found(), race_rounds=2, decide_by=0).assign(0)
-    race = Race([Arm(name, assignment) for name in steps], block=3, rounds=2, drop=2.0)
-    now_ns = 0
-    for number in (0, 1):
-        order = list(steps) if number == 0 else list(steps)[::-1]
-        for name in order:
-            for us in (20.0, *steps[name][number]):
-                now_ns += int(1e3 * us)
-                is_over = race.take(Record(0, assignment, done_ns=now_ns, buckets=BUCKETS))
-        assert is_over
-        assert race.compare(OneRank()) is (number == 1)
-    assert race.measured == {"ours": 5.0, "other": 6.0, "better": 4.0}
-    assert not race.beats("other", "ours")
-    assert race.beats("better", "ours")
-    assert race.beats("better", "other")
+    arms = [Arm(name, replace(assignment)) for name in steps]
+    race, now_ns, number, place = Race(arms, block=4, rounds=2, **settings), 0, 0, 0
+    while True:
+        (name,) = (arm.name for arm in arms if arm.assignment is race.assignment)
+        now_ns += int(1e3 * (20.0 if place % 4 == 0 else steps[name](number, place % 4 - 1)))
+        place += 1
+        if race.take(Record(0, assignment, done_ns=now_ns, buckets=BUCKETS)):
+            number, place = number + 1, 0
+            if race.compare(OneRank()):
+                return race, number
+
+
+def test_a_burst_in_a_block_of_the_first_arm_makes_no_other_arm_faster() -> None:
+    race, rounds = raced({"ours": lambda number, _: 5.0 if number else 12.0, "other": lambda *_: 6.0}, drop=1.25)
+    assert (rounds, race.best()) == (2, "ours")
+
+
+def test_what_is_not_clear_is_tried_for_more_rounds() -> None:
+    noisy = (7.0, 10.0, 15.0)
+    race, rounds = raced(
+        {"ours": lambda _, place: noisy[place], "other": lambda _, place: noisy[place - 1] / 2}, drop=3.0
+    )
+    assert (rounds, race.is_clear("other", "ours")) == (2, False)
+    race, rounds = raced(
+        {"ours": lambda _, place: noisy[place], "other": lambda _, place: noisy[place - 1] / 2}, drop=3.0, most_rounds=9
+    )
+    assert 2 < rounds < 9
+    assert race.is_clear("other", "ours")
+    race, rounds = raced({"ours": lambda *_: 5.1, "other": lambda _, place: 5.0 + place / 10}, drop=3.0, most_rounds=9)
+    assert rounds == 2, "a difference that is not worth a switch"

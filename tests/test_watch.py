@@ -168,10 +168,10 @@ def test_turns_in_a_row_that_brought_nothing_cost_more_until_their_time_is_earne
 
 
 def test_a_switch_pays_once_the_change_has_lasted():
-    assert Patience.pays_after(100.0, 90.0, losses_less=False, noise=0.05, price_us=100.0) == 10.0
-    assert Patience.pays_after(100.0, 90.0, losses_less=False, noise=0.2, price_us=100.0) == math.inf
-    assert Patience.pays_after(100.0, 97.0, losses_less=False, noise=0.05, price_us=0.0) == math.inf
-    assert Patience.pays_after(100.0, 99.0, losses_less=True, noise=0.05, price_us=100.0) == 0.0
+    assert Patience.pays_after(100.0, 90.0, losses_less=False, is_clear=True, price_us=100.0) == 10.0
+    assert Patience.pays_after(100.0, 90.0, losses_less=False, is_clear=False, price_us=100.0) == math.inf
+    assert Patience.pays_after(100.0, 97.0, losses_less=False, is_clear=True, price_us=0.0) == math.inf
+    assert Patience.pays_after(100.0, 99.0, losses_less=True, is_clear=False, price_us=100.0) == 0.0
 
 
 def test_history_has_the_same_rows_everywhere_and_one_log_line_on_rank_0(caplog):

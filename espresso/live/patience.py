@@ -53,18 +53,17 @@ class Patience:
         self._quiet_until = max(quiet_until, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
 
     @staticmethod
-    def pays_after(ours_us: float, theirs_us: float, *, losses_less: bool, noise: float, price_us: float) -> float:
+    def pays_after(ours_us: float, theirs_us: float, *, losses_less: bool, is_clear: bool, price_us: float) -> float:
         """Steps that a condition has to have lasted before a switch pays; infinity: it never does.
 
         A condition is supposed to last as long again: what a switch gains until then is what it costs.
 
         Args:
             losses_less: the other compresses less.
-            noise: the least factor, as a logarithm, that the race could tell.
+            is_clear: the race could tell them apart.
             price_us: of switching, there and back.
         """
         gain_us = ours_us - theirs_us
         if losses_less and gain_us >= 0:
             return 0.0
-        clear = gain_us > MUST_GAIN * ours_us and math.log(ours_us / theirs_us) > noise
-        return price_us / gain_us if clear else math.inf
+        return price_us / gain_us if is_clear and gain_us > MUST_GAIN * ours_us else math.inf

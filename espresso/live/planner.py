@@ -29,6 +29,7 @@ from espresso.live.turns import (
     DROP,
     FAR_BEHIND,
     MAY_WIN,
+    MOST_ROUNDS,
     PLAIN_MAY,
     SETTLE,
     SEVERE,
@@ -382,7 +383,9 @@ class AutoPlanner:
         # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind.
         far_behind = min(change.step_us[1], ours_us) > FAR_BEHIND * best_us > 0
         known = {now: change.step_us[1]} if far_behind else None
-        self._race = Race(arms, block=TRY_STEPS, rounds=TRY_ROUNDS, drop=DROP, settle=SETTLE, known=known)
+        self._race = Race(
+            arms, block=TRY_STEPS, rounds=TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP, settle=SETTLE, known=known
+        )
         self._pause = 0
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
 
@@ -396,11 +399,10 @@ class AutoPlanner:
         later = None
         if race is not None and best != ours:
             losses = {arm.name: arm.losses for arm in race.arms}
-            after = Patience.pays_after(
-                measured[ours], measured[best], losses_less=losses[best] < losses[ours], noise=race.noise,
-                price_us=2 * race.excess_us,
+            due = turn.change.since + Patience.pays_after(
+                measured[ours], measured[best], losses_less=losses[best] < losses[ours],
+                is_clear=race.is_clear(best, ours), price_us=2 * race.excess_us,
             )  # fmt: skip
-            due = turn.change.since + after if race.beats(best, ours) else math.inf
             if step < due:
                 later = Later(due, best, race, turn.change) if due < math.inf else None
                 best = ours

@@ -18,6 +18,7 @@ from statistics import median, median_low
 
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.groups import Groups
+from espresso.live.patience import MUST_GAIN
 from espresso.strategies import Strategy
 
 NOISE = 1.02
@@ -52,8 +53,9 @@ class Race:
         arms: in the order of the first round.
         block: steps of a block.
         rounds: how often every arm that is not dropped has a block.
-        drop: after each round, arms above this factor of the fastest run no further; of the first arm its cube, since
-            a burst in one of its blocks must not be all that is known of the strategy in use.
+        most_rounds: how often the first arm and the fastest one have, while it is not clear that they differ.
+        drop: after each round, arms above this factor of the fastest run no further. The first arm does, unless it is
+            known: a burst in one block must not be all that is told of the strategy in use.
         settle: steps of an arm's first block that do not count.
         known: step times of arms that were measured just before, in microseconds: they need no block in round 0.
 
@@ -69,11 +71,13 @@ class Race:
         *,
         block: int,
         rounds: int,
+        most_rounds: int = 0,
         drop: float = math.inf,
         settle: int = 1,
         known: Mapping[str, float] | None = None,
     ) -> None:
         self.arms, self._block, self._rounds, self._drop = tuple(arms), block, rounds, drop
+        self._most_rounds = max(rounds, most_rounds)
         self._known, self._settle = dict(known or {}), settle
         self._running = list(arms)
         self._round = 0
@@ -137,11 +141,15 @@ class Race:
         self._rounds_us = {key: max(theirs[key] for _, theirs, _, _ in everybody) for key in rounds}
         self.excess_us = max(0.0, *(theirs for _, _, theirs, _ in everybody))
         self.noise = max(theirs for _, _, _, theirs in everybody)
-        best_us = min(self.measured.values())
-        self._running = [
-            arm for arm in self._running if self.measured.get(arm.name, math.inf) <= self._limit(arm) * best_us
-        ]
-        if self._round + 1 >= self._rounds or len(self._running) == 1:
+        limit = min(self.measured.values()) * self._drop
+        stays = {arm.name for arm in self.arms[:1]}.difference(self._known)
+        is_near = {name for name, us in self.measured.items() if us <= limit}
+        self._running = [arm for arm in self._running if arm.name in stays | is_near]
+        is_over = self._round + 1 >= self._rounds or len(self._running) == 1
+        if is_over and self._round + 1 < self._most_rounds and self._is_open():
+            first, best = self.arms[0].name, self.best()
+            self._running, is_over = [arm for arm in self.arms if arm.name in (first, best)], False
+        if is_over:
             return True
         self._begin_round()
         self._next = self._queue[0]
@@ -155,19 +163,26 @@ class Race:
         near = [name for name, us in self.measured.items() if us <= limit]
         return min(near, key=lambda name: (losses[name], self.measured[name]))
 
-    def beats(self, one: str, other: str) -> bool:
-        """Whether an arm was faster than another in every round that both ran: what disturbed a block shows in one."""
-        numbers = [number for name, number in self._rounds_us if name == one and (other, number) in self._rounds_us]
-        return all(self._rounds_us[one, number] < self._rounds_us[other, number] for number in numbers)
+    def is_clear(self, one: str, other: str) -> bool:
+        """Whether an arm is faster than another beyond the noise, and in two of three rounds that both ran.
+
+        What disturbed one block says nothing about an arm.
+        """
+        both = [number for name, number in self._rounds_us if name == one and (other, number) in self._rounds_us]
+        won = sum(self._rounds_us[one, number] < self._rounds_us[other, number] for number in both)
+        return 3 * won >= 2 * len(both) and math.log(self.measured[other] / self.measured[one]) > self.noise
+
+    def _is_open(self) -> bool:
+        """Whether more rounds may tell if the fastest arm is better than the first one."""
+        first, best = self.arms[0].name, self.best()
+        gain = 1 - self.measured[best] / self.measured[first]
+        return best != first and gain > MUST_GAIN and not self.is_clear(best, first)
 
     def _by_arm(self) -> dict[str, list[float]]:
         steps: dict[str, list[float]] = {}
         for (name, _), values in self._steps_us.items():
             steps.setdefault(name, []).extend(values)
         return steps
-
-    def _limit(self, arm: Arm) -> float:
-        return self._drop**3 if arm is self.arms[0] else self._drop
 
     def _noise(self) -> float:
         """Twice the standard error of the difference of two arms' medians, from the steps of all arms together."""

@@ -9,8 +9,9 @@ from espresso.live.race import Race
 from espresso.live.watch import Change
 from espresso.strategies import Strategy
 
-TRY_STEPS, TRY_ROUNDS, DROP = 4, 2, 1.25
-"""Of the race when something has changed: short blocks, and who is this much slower than the fastest has only one."""
+TRY_STEPS, TRY_ROUNDS, MOST_ROUNDS, DROP = 4, 2, 5, 1.25
+"""Of the race when something has changed: short blocks, more of them of the two that matter while their difference may
+be noise, and who is this much slower than the fastest has only one."""
 
 SETTLE = 2
 """Steps of an arm's first block that do not count: what is new to a job fills caches and touches its buffers."""
