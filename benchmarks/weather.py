@@ -22,6 +22,7 @@ competitor on that host's core. The step before a phase waits until the network 
 """
 
 # No `from __future__ import annotations` here: typer reads the annotations.
+import gc
 import json
 import logging
 import os
@@ -231,6 +232,10 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
     if rank == 0:
         slowest = [max(each) for each in zip(*everybody, strict=True)]
         (folder / "result.json").write_text(json.dumps({"step_s": slowest, "events": events, "of_fresh": ratios}))
+    # A group that a model still holds has threads, and one that lets go of a tensor while the interpreter ends aborts
+    # it (PyTorch 2.13, seen without this package).
+    del ddp, optimizer, state
+    gc.collect()
     dist.destroy_process_group()
 
 
