@@ -18,7 +18,8 @@ import sys
 from collections.abc import Sequence
 
 from espresso.comm.errors import EspressoError
-from espresso.comm.parameter_server.join import Joined, ServerSettings, abort_mpi, join
+from espresso.comm.parameter_server.join import Joined, ServerSettings, abort_mpi, join, linger
+from espresso.comm.parameter_server.transport import LinkError
 from espresso.live.codecs import HostCodecs
 from espresso.strategies import Sharing
 
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         joined = join(settings)
     except (EspressoError, ValueError) as error:
         sys.stderr.write(f"espresso.launch: {error}\n")
+        if isinstance(error, LinkError):  # the others are about to find out as well
+            linger()
         abort_mpi(1)
         return 1
     if joined.is_server:

@@ -161,12 +161,20 @@ def test_three_processes_over_mpi_are_two_workers_and_a_server(script, tmp_path)
 # -- what people see when something fails ----------------------------------------------------------
 
 CLOSED = """
-import atexit, gc, os, sys
-atexit.register(gc.freeze)
+import os, sys, time
 import espresso.comm.parameter_server.join as join
 from espresso.launch import main
 
-if os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "2":
+rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+if rank == "1":
+    class Late(join.StoreMail):
+        def swap(self, number, mine, to, sources):
+            super().swap(number, mine, to, ())
+            time.sleep(1.0)  # rank 0, which has the store, finds out first, and fails
+            return super().swap(number, mine, (), sources)
+
+    join.StoreMail = Late
+if rank == "2":
     class Closed(join.Door):
         def __init__(self, *args):
             super().__init__(*args)
@@ -226,8 +234,7 @@ for step in range(20):
         raise
 """
 STARTER = """
-import atexit, gc, os, sys
-gc.disable(); atexit.register(gc.freeze)
+import os, sys
 from espresso.launch import main
 
 rank = os.environ["OMPI_COMM_WORLD_RANK"]

@@ -170,9 +170,15 @@ class Joined:
         """End at once: peers are gone, and orderly ways out would wait for them."""
         _end_within(_LAST_S)
         if self.is_server or self.uses_mpi:
-            time.sleep(_LINGER_S)
+            linger()
         abort_mpi(status)
         os._exit(status)
+
+
+def linger() -> None:
+    """Stay a moment after a failure: the job's store may be this rank's, and a launcher ends the others with it."""
+    sys.stderr.flush()
+    time.sleep(_LINGER_S)
 
 
 def _end_within(seconds: float) -> None:
