@@ -61,6 +61,9 @@ URGENT, LOOK_US = 2.0, 200_000.0
 HIDDEN = 0.4
 """A link that changes by a factor of two may count as much as a step that changes by 1.3."""
 
+FREED = 2.0
+"""What a change that makes steps faster may bring another strategy, in terms of what it brought the one in use."""
+
 TELLING = math.log(1.15)
 """A part of the step that moved by less is not what changed."""
 
@@ -159,9 +162,12 @@ class Change:
 
     @property
     def at_stake_us(self) -> float:
-        """What another strategy may save of a step, at most: all that is exposed, or what has come to it."""
+        """What another strategy may save of a step: what has come to it, and no more than is exposed of it.
+
+        Where steps are faster, twice as much as they are: strategies that send more have gained more.
+        """
         before_us, now_us = self.step_us
-        return min(now_us - before_us, self.exposed_us) if now_us > before_us else self.exposed_us
+        return min(max(now_us - before_us, FREED * (before_us - now_us)), self.exposed_us)
 
     @property
     def severity(self) -> float:
