@@ -183,8 +183,9 @@ def work(case: Case, seed: int, arms: Sequence[str] = ARMS) -> list[Result]:
 
 
 def _rotated(arms: Sequence[str], turn: int) -> Sequence[str]:
-    """The arms, rotated and reversed in turn: no arm always follows the same one."""
-    order = [*arms[turn % len(arms) :], *arms[: turn % len(arms)]]
+    """The arms, rotated, forward and backward in turn: all are first as often, and none always follows the same."""
+    first = turn // 2 % len(arms)
+    order = [*arms[first:], *arms[:first]]
     return order if turn % 2 == 0 else order[::-1]
 
 

@@ -398,8 +398,8 @@ def test_an_error_leaves_a_record(played: Played) -> None:
 
 
 def test_exchanges_are_looked_at_as_seldom_as_their_number_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look costs 15 us a bucket, and may take a fifth of a per cent."""
-    for num_buckets, step_ms, every in ((1, 100, 1), (40, 20, 16), (40, 0.5, 64)):
+    """A look costs .3 ms a bucket, and may take .4 % of the steps, as long as one step in 64 is looked at."""
+    for num_buckets, step_ms, every in ((1, 1000, 1), (1, 100, 2), (2, 20, 16), (40, 20, 64)):
         averager: Any = Averager(Member(None, (0, 1), 0), dict.fromkeys(range(num_buckets), (0, None)))
         clock = [0]
         monkeypatch.setattr(averaging.time, "perf_counter_ns", lambda: clock[0])  # noqa: B023

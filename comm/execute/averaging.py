@@ -25,10 +25,11 @@ from espresso.comm.memory import is_finite
 from espresso.comm.witness import worded
 from espresso.strategies import DTYPES, Bucket, Lane
 
-LOOK_NS = 15_000
-"""What a look at one exchange's end takes: a callback, where else the ends of all are found at once."""
+LOOK_NS = 300_000
+"""What a look at one exchange's end takes where ranks have one core: a thread that wakes up in the middle of backward,
+where else the ends of all are found at once (6 ms a step of 19 buckets, ``benchmarks.overhead --recorder``)."""
 
-LOOK_SHARE = 0.001
+LOOK_SHARE = 0.002
 """Of a step that looks may take, over many steps; twice as much before they become rarer."""
 
 MOST_EVERY = 64
