@@ -348,8 +348,9 @@ def verdicts(step_s: Mapping[str, Sequence[float]], of_fresh: Sequence[float]) -
     ours = step_s.get("adapt")
     if ours is None:
         return found
+    if of_fresh:
+        found["of_fresh"] = max(of_fresh)
     if "fresh" in step_s:
-        found["of_fresh"] = max(of_fresh, default=1.0)
         found["of_known"] = sum(ours[60:]) / sum(step_s["fresh"][60:])
     if "plain" in step_s:
         plain = step_s["plain"]

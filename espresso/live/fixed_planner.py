@@ -61,7 +61,7 @@ class FixedPlanner:
     def __init__(
         self, strategy: Strategy, groups: Groups, in_force: InForce | None = None, *, history: History | None = None
     ) -> None:
-        self._given, self._groups, self.history = strategy, groups, history
+        self._given, self._groups, self._history = strategy, groups, history
         self.watch = None if history is None else Watch(groups)
         self.verdict = Verdict("given", "the strategy was given")
         self._exact, self._patience = Exact(), Patience()
@@ -106,10 +106,10 @@ class FixedPlanner:
         change = watch.look()
         if change is not None and not self._patience.permits(change, step):
             watch.forgive()
-        elif change is not None and self.history is not None:
+        elif change is not None and self._history is not None:
             self._patience.took(step, SUPPOSED_US, change.step_us[1], brought=False)
             reason = f"{change}; the strategy was given, and stays"
-            self.history.add(step, Event.CHANGED, reason, self.verdict.name, measured_us=change.step_us[1])
+            self._history.add(step, Event.CHANGED, reason, self.verdict.name, measured_us=change.step_us[1])
             watch.begin(change.step_us[1])
         if ordering is not None:
             ordering()
