@@ -27,6 +27,7 @@ from espresso.model.links import LinkCurve, Links
 from espresso.show.trace_events import write_history
 from espresso.strategies import (
     PLAIN,
+    Bucket,
     Choice,
     Cluster,
     CompressorSpec,
@@ -40,7 +41,7 @@ from espresso.strategies import (
 )
 from tests.ddp import ALLGATHER, Played, agreed, batch, mlp, registered, wrap
 
-BUCKETS = make_buckets({"a": 3000}, {"b": 3000})
+BUCKETS, IN_ONE = make_buckets({"a": 3000}, {"b": 3000}), make_buckets({"a": 3000, "b": 3000})
 TWO = Cluster(2, 1)
 COMPUTE_US, CODEC_US = 10_000.0, 6_000.0
 SIGNS = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), CompressorSpec.parse("efsignsgd")))
@@ -88,6 +89,8 @@ class World:
         when_measured_us: ``plain_us`` from the moment on in which the link is measured again; 0: the same.
         switch_us: what the first step of another strategy takes beyond the rest.
         runs: the strategy of the last step.
+        bucket_cap_mb: the size of buckets that the search wants.
+        wants: that it wants from the moment on in which the link is measured again.
     """
 
     plain_us: float = 1_000.0
@@ -101,6 +104,15 @@ class World:
     when_measured_us: float = 0.0
     switch_us: float = 0.0
     runs: Strategy | None = None
+    buckets: tuple[Bucket, ...] = BUCKETS
+    bucket_cap_mb: float | None = None
+    wants: float | None = None
+    laid: list[float] = field(default_factory=list)
+
+    def lay(self, bucket_cap_mb: float) -> bool:
+        self.laid.append(bucket_cap_mb)
+        self.buckets, self.bucket_cap_mb, self.wants = IN_ONE, None, None
+        return True
 
     def exchange_us(self, strategy: Strategy) -> float:
         return self.plain_us if not strategy.num_compressed else self.plain_us / 15 + CODEC_US
@@ -116,11 +128,12 @@ class World:
 
     def __call__(self, records: Any) -> list[Candidate]:
         self.searches += 1
+        assert not records or records[-1].buckets == self.buckets
         found = self.promises * (COMPUTE_US + self.plain_us / 15 + CODEC_US)
         # Predictions are no better than that: what is close is raced.
         if found > 1.4 * self.uncompressed_us:
             return []
-        return [Candidate("signs", self.finds, plan(self.finds, BUCKETS).order, BUCKETS, found)]
+        return [Candidate("signs", self.finds, plan(self.finds, self.buckets).order, self.buckets, found)]
 
     def follow(self, in_force: Any) -> bool:
         return False
@@ -128,6 +141,7 @@ class World:
     def revise(self, change: Change) -> None:
         self.changes.append(change)
         self.plain_us = self.when_measured_us or self.plain_us
+        self.bucket_cap_mb = self.wants
 
     def predicted_us(self, strategy: Strategy) -> float:
         return self.step_us(strategy)
@@ -143,7 +157,7 @@ class World:
         self.runs = assignment.strategy
         ready = now_ns + compute * 1e3
         done = ready + exchange * 1e3
-        record = Record(step, assignment, ready_ns=[int(ready)], done_ns=int(done), buckets=BUCKETS)
+        record = Record(step, assignment, ready_ns=[int(ready)], done_ns=int(done), buckets=self.buckets)
         if assignment.strategy.num_compressed:
             codec = CODEC_US * 1e3 * jitter[1]
             record.intervals = [
@@ -170,6 +184,7 @@ def planner_of(world: World, *, adapt: bool = True, decide_by: int = 20) -> Auto
     return AutoPlanner(
         strategy_of(BUCKETS, TWO, PLAIN), OneRank(), world, warmup_steps=3, profile_steps=2, race_steps=3,
         race_rounds=2, decide_by=decide_by, on_profile=lambda _: None, history=History(True), adapt=adapt,
+        lay_buckets=world.lay,
     )  # fmt: skip
 
 
@@ -222,6 +237,32 @@ def test_there_and_back_again():
     assert [name for _, event, name in rows_of(planner) if event == "switched"] == ["signs", "plain", "signs"]
     switched = [step for step, event, _ in rows_of(planner) if event == "switched"]
     assert [step - changed <= WITHIN for step, changed in zip(switched, (100, 250, 400), strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("before_us", "after_us", "then"),
+    [(1_000, 400_000, "signs"), (120_000, 500, "plain"), (20_000, 200_000, "signs"), (4_000, 6_500, "plain")],
+    ids=["a fast network slows down", "a slow one gets fast", "the right one stays", "a mild change"],
+)
+def test_buckets_are_laid_for_the_network_as_it_is(before_us, after_us, then):
+    world = World(plain_us=before_us)
+    planner = planner_of(world)
+
+    def change() -> None:
+        world.plain_us, world.wants = after_us, 5.0
+
+    run(world, planner, range(400), {63: change})
+    (_, decided, first), changed, *rest = rows_of(planner)
+    last = rest[-1]
+    assert (decided, changed[1], last[2]) == ("decided", "changed", then)
+    assert last[1] == ("kept" if first == then else "switched")
+    is_mild = after_us == 6_500
+    assert world.laid == ([] if is_mild else [5.0])
+    assert planner.strategy.bucket_cap_mb == (None if is_mild else 5.0)  # whoever resumes lays them alike
+    assert planner.assign(400).buckets in (None, world.buckets)
+    if not is_mild:
+        assert last[0] <= 63 + WITHIN
+        assert world.searches == 3
 
 
 def test_what_changes_while_something_is_tried_is_looked_into_at_once():

@@ -24,12 +24,14 @@ from espresso.live.config import Config
 from espresso.live.fixed_planner import InForce
 from espresso.live.machine import cores_per_rank, machine_facts
 from espresso.live.observer import Observation, Observer, combine, hosts_of
+from espresso.live.patience import MUST_GAIN
 from espresso.live.profiler import measure_compressors, measure_links
 from espresso.live.remeasure import Remeasured
 from espresso.live.runtime import Runtime
 from espresso.live.sampler import Sampler
 from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.live.watch import Change
+from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.links import Links
@@ -139,7 +141,7 @@ class OnlineSearch:
         return Candidate(name, strategy, laid.order, buckets, us)
 
     def _find(self, records: Sequence[Record]) -> list[Candidate]:
-        if self.job is None or (records and records[-1].buckets != self.job.buckets):
+        if self.job is None:
             everybody = self._groups.all_objects(
                 [
                     (dict(seen.tensor_ready_us), seen.bucket_ready_us, seen.forward_us, seen.optimizer_us)
@@ -148,11 +150,12 @@ class OnlineSearch:
             )
             per_rank = [[Observation(*seen) for seen in theirs] for theirs in everybody]
             observed, hosts = combine(per_rank), hosts_of(per_rank, self._groups.cluster.ranks_per_node)
-            largest = max(bucket.numel for bucket in records[-1].buckets)
-            costs = self._measure(largest) if self.job is None else self.job.costs
+            costs = self._measure(max(bucket.numel for bucket in records[-1].buckets))
             job = replace(self._make_job(records[-1].buckets, observed, costs), hosts=hosts)
         else:
             job = self._with_compressors(self.job)
+            if records[-1].buckets != job.buckets:
+                job = in_buckets(job, records[-1].buckets)
         self.job = Job.from_json(self._groups.from_rank_0(job.to_json()))
         found: list[Candidate] = []
         told: Any = None
@@ -271,8 +274,7 @@ class OnlineSearch:
     def decide(self, job: Job) -> tuple[list[Candidate], float]:
         """The candidates for a job as it was measured, the best first, and what plain takes, in microseconds."""
         candidates, result = find_candidates(job, self._offered, self._terms)
-        if self._revised is None:
-            self._advise_bucket_size(job, result)
+        self._advise_bucket_size(job, result)
         logger.info(
             "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f to %.1f ms, which owes %s and keeps"
             " %.1f MB",
@@ -293,6 +295,8 @@ class OnlineSearch:
         if self._groups.beside is not None:
             return  # buckets are modules
         found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB)
+        if found is not None and self._revised and found.predicted_us > (1 - MUST_GAIN) * result.predicted_us:
+            found = None  # a running job keeps its buckets as it keeps its strategy
         self.advice, self.bucket_cap_mb = "", None if found is None else found.bucket_cap_mb
         if found is not None:
             self.advice = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -47,8 +47,9 @@ from espresso.strategies import Strategy, plan
 logger = logging.getLogger("espresso")
 
 
-LAID_ANEW, MEASURED_ANEW = 2, 3
-"""Steps after buckets were laid anew until DDP has ordered them by use, and in which they are looked at."""
+LAID_ANEW = 3
+"""Steps until buckets that are laid anew are what they will be: DDP orders them by use after the first, and an order of
+tasks takes two steps of the same buckets."""
 
 
 class AutoPlanner:
@@ -108,6 +109,7 @@ class AutoPlanner:
         self._race: Race | None = None
         self._turn: Turn | None = None
         self._later: Later | None = None
+        self._laying: tuple[int, Callable[[int], None]] | None = None
         self._pause = 0
         self._candidates: list[Candidate] = []
         self._restarts = 0
@@ -135,7 +137,7 @@ class AutoPlanner:
             return self._race.assignment
         if self._winner is not None:
             return self._winning or self._winner.assignment
-        if self._again:
+        if self._again or self._laying is not None:
             return replace(self._plain.assignment, drain=False)
         # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
         if self._first is None:
@@ -146,7 +148,6 @@ class AutoPlanner:
             return self._plain.assignment
         if iteration == self._profile_from:
             self._on_profile(True)
-        self._pause = self._decide_by - iteration - 1
         return self._deferred
 
     def follow(self, in_force: InForce) -> None:
@@ -184,12 +185,14 @@ class AutoPlanner:
         return name
 
     def _stop_trying(self) -> None:
-        self._race, self._turn, self._later, self._candidates = None, None, None, []
+        self._race, self._turn, self._later, self._laying, self._candidates = None, None, None, None, []
         self._pause, self._again = 0, False
 
     def after(self, record: Record) -> Work | None:
         if self._again:
             return partial(self._find_candidates, record.iteration)
+        if self._laying is not None:
+            return self._after_laying(*self._laying, record)
         if self._race is not None:
             return self._after_race(self._race, record)
         if self._winner is not None:
@@ -216,11 +219,11 @@ class AutoPlanner:
         self._on_profile(False)
         return partial(self._find_candidates, record.iteration)
 
-    def _find_candidates(self, step: int) -> None:
+    def _find_candidates(self, step: int, *, lays: bool = True) -> None:
         self._again = False
         self._say("automatic mode measures links and compressors, and searches; this step takes longer")
         candidates = self._found()
-        if self._is_laid_anew(step):
+        if lays and self._lays_anew(step, partial(self._find_candidates, lays=False)):
             return
         if self._profile_only:
             self._decide(step, "plain", "profile only: the job was measured, nothing is compressed")
@@ -232,23 +235,36 @@ class AutoPlanner:
         arms = [Arm("plain", replace(self._plain.assignment, drain=False))]
         arms += [Arm(c.name, c.assignment) for c in candidates]
         self._race = Race(arms, block=self._race_steps, rounds=self._race_rounds)
-        self._pause = max(0, self._pause - self._race.num_steps)
+        begun = step + 1 - (step if self._first is None else self._first)
+        self._pause = max(0, self._decide_by - begun - self._race.num_steps)
         names, steps = ", ".join(arm.name for arm in arms), self._race.num_steps
         self._say("automatic mode races %s in %d steps, after %d more plain ones", names, steps, self._pause)
 
-    def _is_laid_anew(self, step: int) -> bool:
-        """Whether the buckets will be of the size that the search would rather have: then they are looked at first."""
-        lay, self._lay_buckets = self._lay_buckets, None  # once in a job
-        cap = None if lay is None or self._first is None else self._search.bucket_cap_mb
+    def _lays_anew(self, step: int, then: Callable[[int], None]) -> bool:
+        """Whether the buckets will be of the size that the search would rather have, and what follows comes then."""
+        lay, cap = self._lay_buckets, self._search.bucket_cap_mb
         if lay is None or cap is None or not lay(cap):
             return False
-        assert self._first is not None
         self._say("automatic mode has DDP's buckets laid anew, of %g MB", cap)
-        self._observed.clear()
-        self._cap_mb = cap
-        self._plain = Orderer(replace(self._plain.strategy, bucket_cap_mb=cap), self._groups)
-        self._profile_from, self._profile_steps = step + 1 - self._first + LAID_ANEW, MEASURED_ANEW
+        self._cap_mb, self._laying = cap, (step + LAID_ANEW, then)
+        before, self._plain = self._plain, Orderer(replace(self._plain.strategy, bucket_cap_mb=cap), self._groups)
+        if self._winner is not None:
+            is_plain, same = self._winner is before, replace(self._winner.strategy, bucket_cap_mb=cap)
+            self._winner, self._winning = self._plain if is_plain else Orderer(same, self._groups), None
         return True
+
+    def _after_laying(self, due: int, then: Callable[[int], None], record: Record) -> Work | None:
+        ordering = None if self._winner is None else self._winner.note(record)
+        if record.iteration < due:
+            return ordering
+        self._laying, self._observed = None, [record]
+
+        def go_on() -> None:
+            if ordering is not None:
+                ordering()
+            then(record.iteration)
+
+        return go_on
 
     def _found(self) -> list[Candidate]:
         """What the search finds, less what has to stay exact."""
@@ -362,6 +378,19 @@ class AutoPlanner:
         with torch.profiler.record_function("espresso::measure and search again"):
             self._search.revise(change)
             found = self._found()
+        turn = Turn(change, step, began_ns, is_second)
+        if change.severity < SEVERE or is_second or not self._lays_anew(step, partial(self._try_anew, turn)):
+            self._try(turn, found, step)
+
+    def _try_anew(self, turn: Turn, step: int) -> None:
+        """Go on with a turn in buckets that were laid anew."""
+        self._try(turn, self._found(), step)
+
+    def _try(self, turn: Turn, found: Sequence[Candidate], step: int) -> None:
+        """Begin to try what a turn found."""
+        assert self.verdict is not None
+        assert self._winner is not None
+        now, change = self.verdict.name, turn.change
         kept = self._winning or self._winner.assignment
         same = [alike(candidate.strategy, kept.strategy) for candidate in found]
         told = self._groups.everywhere((same, self._search.uncompressed_us, self._search.predicted_us(kept.strategy)))
@@ -375,10 +404,10 @@ class AutoPlanner:
         arms += [Arm(c.name, c.assignment) for c in fresh]
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
-        self._turn = Turn(change, step, began_ns, is_second)
         if len(arms) == 1:
-            self._end_turn(self._turn, None, step)
+            self._end_turn(turn, None, step)
             return
+        self._turn = turn
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
         # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind.
         far_behind = min(change.step_us[1], ours_us) > FAR_BEHIND * best_us > 0

@@ -28,22 +28,25 @@ def rebucketed(job: Job, bucket_cap_mb: float) -> Job:
         raise ValueError("only jobs in ddp mode have buckets")
     if not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb must be above zero, got {bucket_cap_mb!r}")
-    ready = dict(zip((t.name for t in job.tensors), accumulate(job.gaps_us), strict=True))
-    filled: list[tuple[float, list[TensorSpec]]] = []
+    filled: list[list[TensorSpec]] = []
     filling: dict[str, list[TensorSpec]] = {}
     for tensor in job.tensors:
         held = filling.setdefault(tensor.dtype, [])
         held.append(tensor)
         if sum(one.num_bytes for one in held) >= bucket_cap_mb * _MIB:
-            filled.append((ready[tensor.name], filling.pop(tensor.dtype)))
-    filled += [(ready[held[-1].name], held) for held in filling.values()]
+            filled.append(filling.pop(tensor.dtype))
+    filled += filling.values()
     # Buckets are reduced in order: none before the one ahead of it is handed over.
-    filled.sort(key=lambda row: row[0])
-    return replace(
-        job,
-        buckets=tuple(_bucket(index, held) for index, (_, held) in enumerate(filled)),
-        bucket_ready_us=tuple(at for at, _ in filled),
-    )
+    place = {tensor.name: index for index, tensor in enumerate(job.tensors)}
+    filled.sort(key=lambda held: place[held[-1].name])
+    return in_buckets(job, [_bucket(index, held) for index, held in enumerate(filled)])
+
+
+def in_buckets(job: Job, buckets: Sequence[Bucket]) -> Job:
+    """The same gradients in these buckets: each is handed over with its last gradient, and none before another."""
+    ready = dict(zip((tensor.name for tensor in job.tensors), accumulate(job.gaps_us), strict=True))
+    full = (max(ready[slot.tensor] for slot in bucket.slots) for bucket in buckets)
+    return replace(job, buckets=tuple(buckets), bucket_ready_us=tuple(accumulate(full, max)))
 
 
 def _bucket(index: int, tensors: Sequence[TensorSpec]) -> Bucket:
@@ -69,4 +72,4 @@ def caps_for(job: Job, caps: Sequence[float] = CAPS_MB) -> tuple[float, ...]:
     return tuple(kept)
 
 
-__all__ = ["CAPS_MB", "caps_for", "rebucketed"]
+__all__ = ["CAPS_MB", "caps_for", "in_buckets", "rebucketed"]
