@@ -7,8 +7,10 @@ import pytest
 from espresso.model.bucket_caps import caps_for, rebucketed
 from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import job_from_trace
-from espresso.search.search import replan, search
-from espresso.strategies import Mode, StrategyError
+from espresso.search.search import advised_bucket_cap, replan, search
+from espresso.search.terms import Terms
+from espresso.strategies import Bucket, Mode, Slot, StrategyError
+from espresso.strategies.constraints import Constraints
 from tests.timeline_jobs import TOY, compute, make_job, tenth
 
 MIB = 1 << 18
@@ -91,3 +93,22 @@ def test_a_split_bucket_stays_split_when_replanned():
     assert len(set(old.strategy.choices.values())) == 2
     again = replan(job, old.strategy, payload=tenth)
     assert again.predicted_us <= old.predicted_us * (1 + 1e-9)
+
+
+def test_advice_compares_like_with_like():
+    job = ddp_job([MIB] * 8, [0, *[3000] * 7], beta=8.0)
+    found = advised_bucket_cap(job, [TOY], search(job, TOY), (1, 4, 100))
+    assert found is not None
+    assert found.bucket_cap_mb == 1
+    # Under the terms of what it is compared with.
+    exact = Terms(constraints=Constraints(keep_exact=("t[1-7]",)))
+    under = advised_bucket_cap(job, [TOY], search(job, TOY, terms=exact), (1, 4, 100), exact)
+    assert under is not None
+    assert under.predicted_us > 1.1 * found.predicted_us
+    # Buckets that are so already, in another order within, and were measured to come later.
+    small = rebucketed(job, 2)
+    (first, *rest), late = small.laid_out, tuple(at + 2000.0 for at in small.ready_us)
+    turned = Bucket(0, (Slot("t1", 0, MIB), Slot("t0", MIB, MIB)))
+    same = replace(small, buckets=(turned, *rest), bucket_ready_us=late)
+    assert advised_bucket_cap(same, [TOY], search(same, TOY), (2,)) is None
+    assert first != turned

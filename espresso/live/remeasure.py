@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from espresso.comm.groups import Groups
 from espresso.live.profiler import Place, rising, time_behind
 from espresso.live.watch import Cause, Change
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
-from espresso.model.links import LinkCurve, Links, interpolate
+from espresso.model.links import LinkCurve, Links, Points, interpolate
 from espresso.strategies import Form, Routine, Scope
 
 BURST_BYTES = 1 << 19
@@ -84,9 +86,9 @@ def scaled_links(links: Links, probes: Probes) -> Links:
         stands_for = links.measured(Routine.ALLGATHER, curve.scope, Form.PAYLOAD)
         if probed is None or stands_for is None:
             return curve
-        ratios = [(size, us / max(interpolate(stands_for.alone, size), 1.0)) for size, us in probed]
-        alone = rising([(size, us * _at(ratios, size)) for size, us in curve.alone])
-        latency_us = min(curve.latency_us * _at(ratios, alone[0][0]), alone[0][1])
+        before = stands_for.alone
+        alone = rising([(size, us * _ratio_at(probed, before, size)) for size, us in curve.alone])
+        latency_us = min(curve.latency_us * _ratio_at(probed, before, alone[0][0]), alone[0][1])
         spread_us = curve.spread_us * latency_us / curve.latency_us if curve.latency_us else 0.0
         points = tuple((size, us - latency_us) for size, us in alone)
         return replace(curve, points=points, latency_us=latency_us, spread_us=spread_us)
@@ -94,14 +96,18 @@ def scaled_links(links: Links, probes: Probes) -> Links:
     return replace(links, curves=tuple(map(scaled, links.curves)))
 
 
-def _at(ratios: Sequence[tuple[float, float]], size: float) -> float:
-    """The ratio at a size: between two probes by the logarithm of the size, beyond them the nearest."""
-    below = max((each for each in ratios if each[0] <= size), default=ratios[0])
-    above = min((each for each in ratios if each[0] >= size), default=ratios[-1])
-    if above[0] <= below[0]:
-        return below[1]
-    part = math.log(size / below[0]) / math.log(above[0] / below[0])
-    return below[1] * math.exp(part * math.log(above[1] / below[1]))
+def _ratio_at(probed: Sequence[tuple[float, float]], before: Points, size: float) -> float:
+    """How many times longer an array of this size takes than before.
+
+    Between two probes in proportion to bytes, since that is what a thinner link adds; beyond them as at the nearest.
+    """
+    sizes = [at for at, _ in probed]
+    was = [max(interpolate(before, at), 1.0) for at in sizes]
+    ratios = [us / old for (_, us), old in zip(probed, was, strict=True)]
+    size = min(max(size, sizes[0]), sizes[-1])
+    here = max(interpolate(before, size), 1.0)
+    more = np.interp(size, sizes, [us - old for (_, us), old in zip(probed, was, strict=True)])
+    return float(np.clip(1 + more / here, min(ratios), max(ratios)))
 
 
 def _with_compute(job: Job, first: Job, ratio: float) -> Job:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from espresso.model.bucket_caps import caps_for, rebucketed
+from espresso.model.bucket_caps import caps_for, in_buckets, rebucketed
 from espresso.model.job import Job, JobError
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import Pricer, shared_pricer
@@ -126,19 +126,33 @@ def search(
 
 
 def advised_bucket_cap(
-    job: Job, compressors: Sequence[CompressorSpec], result: SearchResult, caps: Sequence[float] | None = None
+    job: Job,
+    compressors: Sequence[CompressorSpec],
+    result: SearchResult,
+    caps: Sequence[float],
+    terms: Terms | None = None,
 ) -> CapRow | None:
-    """A bucket size of DDP with which even a certified-only search (no improvement) beats ``result`` by 2 %."""
-    best: CapRow | None = None
-    for cap in caps_for(job) if caps is None else caps:
-        other = rebucketed(job, cap)
-        if other.laid_out == job.laid_out:
-            continue
-        found = search(other, compressors, effort=NO_EFFORT, partitions=(0,))
-        row = CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
-        if row.predicted_us < (result if best is None else best).predicted_us / (NEAR if best is None else 1):
-            best = row
-    return best
+    """A bucket size of DDP that gains 2 % over ``result``, and over the job's own buckets where neither is improved.
+
+    Like is compared with like: buckets are handed over with their last gradient, and one search sees them all.
+    """
+
+    def found_in(other: Job, cap: float | None) -> CapRow:
+        found = search(other, compressors, effort=NO_EFFORT, partitions=(0,), terms=terms)
+        return CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
+
+    others = {cap: rebucketed(job, cap) for cap in caps}
+    rows = [found_in(other, cap) for cap, other in others.items() if _held(other) != _held(job)]
+    if not rows:
+        return None
+    best = min(rows, key=lambda row: row.predicted_us)
+    own_us = min(result.predicted_us, found_in(in_buckets(job, job.laid_out), None).predicted_us)
+    return best if best.predicted_us < own_us / NEAR else None
+
+
+def _held(job: Job) -> list[set[str]]:
+    """The gradients of each bucket."""
+    return [{slot.tensor for slot in bucket.slots} for bucket in job.laid_out]
 
 
 @_collector_waits()
