@@ -21,7 +21,7 @@ from espresso.live.candidates import Candidate
 from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
-from espresso.live.remeasure import scaled_links
+from espresso.live.remeasure import with_probes
 from espresso.live.watch import Cause, Change
 from espresso.model.links import LinkCurve, Links
 from espresso.show.trace_events import write_history
@@ -445,22 +445,33 @@ def test_the_second_alarm_makes_everything_exact():
     assert exact.of(SIGNS).num_compressed == 0
 
 
-def test_curves_follow_the_probe_of_their_scope():
+KINDS = (
+    (Routine.ALLREDUCE, Form.RAW, 2, 2), (Routine.REDUCE, Form.RAW, 1, 2), (Routine.ALLGATHER, Form.PAYLOAD, 1, 1)
+)  # fmt: skip
+"""With how often they wait on two ranks, and bytes on a link beside a gather's."""
+
+
+@pytest.mark.parametrize(("routine", "form", "waits", "factor"), KINDS)
+def test_curves_follow_the_probe_of_their_scope(routine, form, waits, factor):
     points = ((1000.0, 10.0), (100_000.0, 100.0), (1_000_000.0, 1000.0))
-    curves = tuple(
-        LinkCurve(routine, Scope.FLAT, form, points, 5.0)
-        for routine, form in (
-            (Routine.ALLREDUCE, Form.RAW), (Routine.REDUCE, Form.RAW), (Routine.ALLGATHER, Form.PAYLOAD)
-        )
-    )  # fmt: skip
-    probes = {Scope.FLAT: [(1000.0, 15.0), (1_000_000.0, 10_050.0)]}
-    found = scaled_links(Links(curves=curves), probes).curves
-    for curve in found:
-        small, middle, large = curve.alone
-        assert small == (1000.0, pytest.approx(15.0))
-        assert large == (1_000_000.0, pytest.approx(10_050.0))
-        assert middle == (100_000.0, pytest.approx(105.0 + 9_045.0 / 10, rel=0.02))  # a thinner link adds by bytes
-    assert scaled_links(Links(curves=curves), {}).curves == curves
+    curves = tuple(LinkCurve(kind, Scope.FLAT, its_form, points, 5.0) for kind, its_form, _, _ in KINDS)
+    links = Links(curves=curves)
+
+    def alone(*probes: tuple[float, float]) -> list[float]:
+        found = with_probes(links, {Scope.FLAT: probes}, TWO).measured(routine, Scope.FLAT, form)
+        assert [size for size, _ in found.alone] == [size for size, _ in points]
+        assert 0 <= found.latency_us <= found.alone[0][1]
+        return [us for _, us in found.alone]
+
+    before = [15.0, 105.0, 1005.0]
+    assert alone((1000.0, 15.0), (1_000_000.0, 1005.0)) == pytest.approx(before)
+    thinner = alone((1000.0, 15.0 + 9.0), (1_000_000.0, 1005.0 + 9_000.0))  # 9 ns a byte
+    assert thinner == pytest.approx([us + factor * 9e-3 * at for us, (at, _) in zip(before, points, strict=True)])
+    farther = alone((1000.0, 15.0 + 500.0), (1_000_000.0, 1005.0 + 500.0))
+    assert farther == pytest.approx([us + waits * 500.0 for us in before])
+    faster = alone((1000.0, 14.5), (1_000_000.0, 505.0))
+    assert all(505 / 1005 * old <= us * 1.001 < old for us, old in zip(faster, before, strict=True))
+    assert with_probes(links, {}, TWO).curves == curves
 
 
 def test_the_history_is_a_trace(tmp_path):

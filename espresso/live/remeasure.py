@@ -6,16 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from espresso.comm.groups import Groups
 from espresso.live.profiler import Place, rising, time_behind
 from espresso.live.watch import Cause, Change
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
-from espresso.model.links import LinkCurve, Links, Points, interpolate
-from espresso.strategies import Form, Routine, Scope
+from espresso.model.links import LinkCurve, Links, interpolate, num_rounds
+from espresso.model.what_if import on_busiest_link
+from espresso.strategies import Cluster, Form, Routine, Scope
 
 BURST_BYTES = 1 << 19
 """Of the whole array: gathered first, so that a token bucket is empty."""
@@ -25,8 +24,7 @@ LARGE_BYTES = ((2_000.0, 1 << 22), (15_000.0, 1 << 20), (math.inf, 1 << 18))
 """What is gathered behind it, by how many microseconds that took at most."""
 
 Probes = Mapping[Scope, Sequence[tuple[float, float]]]
-"""(bytes of the whole array, microseconds) of a gather of payloads, which stands for all routines on its scope: on one
-link they slow down together."""
+"""(bytes of the whole array, microseconds) of two gathers of payloads, which stand for all routines on their scope."""
 
 
 MOST_CODEC = 4.0
@@ -36,8 +34,8 @@ MOST_CODEC = 4.0
 class Remeasured:
     """Keeps a job up to date.
 
-    Compute is scaled from the job as it was measured first, by what live steps took then and take now: factors of one
-    change after another would pile up their noise.
+    Links and compute follow from the job as it was measured first, by what probes and live steps took then and take
+    now: one change after another would pile up their noise.
     """
 
     def __init__(self, job: Job, change: Change) -> None:
@@ -60,7 +58,8 @@ class Remeasured:
             self._codec = max(1.0, min(scale, MOST_CODEC))
         job = _with_codecs(job, self._first, self._codec)
         # Always: a change of the link may have gone unseen in an earlier turn, or behind what else changed.
-        return replace(job, costs=replace(job.costs, links=scaled_links(job.costs.links, probe(groups, place))))
+        links = with_probes(self._first.costs.links, probe(groups, place), groups.cluster)
+        return replace(job, costs=replace(job.costs, links=links))
 
 
 def probe(groups: Groups, place: Place) -> Probes:
@@ -78,36 +77,33 @@ def probe(groups: Groups, place: Place) -> Probes:
     return found
 
 
-def scaled_links(links: Links, probes: Probes) -> Links:
-    """Every measured curve times what the probe of its scope says, size by size."""
+def with_probes(links: Links, probes: Probes, cluster: Cluster) -> Links:
+    """Every measured curve with what its link takes more, or less, than when it was measured.
 
-    def scaled(curve: LinkCurve) -> LinkCurve:
+    A gather of S bytes takes da + db S more. A routine that waits n times for a message, and has f times the bytes on
+    its busiest link, takes n da + f db S more; what sank sinks no further than the gather did.
+    """
+
+    def changed(curve: LinkCurve) -> LinkCurve:
         probed = probes.get(curve.scope)
-        stands_for = links.measured(Routine.ALLGATHER, curve.scope, Form.PAYLOAD)
-        if probed is None or stands_for is None:
+        gather = links.measured(Routine.ALLGATHER, curve.scope, Form.PAYLOAD)
+        if probed is None or gather is None:
             return curve
-        before = stands_for.alone
-        alone = rising([(size, us * _ratio_at(probed, before, size)) for size, us in curve.alone])
-        latency_us = min(curve.latency_us * _ratio_at(probed, before, alone[0][0]), alone[0][1])
+        was = [max(interpolate(gather.alone, size), 1.0) for size, _ in probed]
+        more = [us - old for (_, us), old in zip(probed, was, strict=True)]
+        per_byte = (more[-1] - more[0]) / (probed[-1][0] - probed[0][0])
+        per_round = more[0] - per_byte * probed[0][0]
+        least = min(1.0, *(us / old for (_, us), old in zip(probed, was, strict=True)))
+        messages, share = on_busiest_link(curve, cluster)
+        rounds, factor = num_rounds(curve.routine, messages), share / on_busiest_link(gather, cluster)[1]
+        added = [(size, us, us + rounds * per_round + factor * per_byte * size) for size, us in curve.alone]
+        alone = rising([(size, max(now_us, least * us)) for size, us, now_us in added])
+        latency_us = min(max(curve.latency_us + rounds * per_round, least * curve.latency_us), alone[0][1])
         spread_us = curve.spread_us * latency_us / curve.latency_us if curve.latency_us else 0.0
         points = tuple((size, us - latency_us) for size, us in alone)
         return replace(curve, points=points, latency_us=latency_us, spread_us=spread_us)
 
-    return replace(links, curves=tuple(map(scaled, links.curves)))
-
-
-def _ratio_at(probed: Sequence[tuple[float, float]], before: Points, size: float) -> float:
-    """How many times longer an array of this size takes than before.
-
-    Between two probes in proportion to bytes, since that is what a thinner link adds; beyond them as at the nearest.
-    """
-    sizes = [at for at, _ in probed]
-    was = [max(interpolate(before, at), 1.0) for at in sizes]
-    ratios = [us / old for (_, us), old in zip(probed, was, strict=True)]
-    size = min(max(size, sizes[0]), sizes[-1])
-    here = max(interpolate(before, size), 1.0)
-    more = np.interp(size, sizes, [us - old for (_, us), old in zip(probed, was, strict=True)])
-    return float(np.clip(1 + more / here, min(ratios), max(ratios)))
+    return replace(links, curves=tuple(map(changed, links.curves)))
 
 
 def _with_compute(job: Job, first: Job, ratio: float) -> Job:

@@ -317,7 +317,7 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
         if key in busy:
             busy[key] = share * _share_of_time(curve, made, job.cluster, cluster)
         if crosses and late_us is not None:
-            messages = _on(curve, cluster)[0]
+            messages = on_busiest_link(curve, cluster)[0]
             made = replace(made, latency_us=late_us * num_rounds(curve.routine, messages))
         curves.append(made)
     in_flight = links.in_flight
@@ -330,7 +330,7 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
     )
 
 
-def _on(curve: LinkCurve, cluster: Cluster) -> tuple[float, float]:
+def on_busiest_link(curve: LinkCurve, cluster: Cluster) -> tuple[float, float]:
     """Messages of a routine, and bytes on its busiest link per byte of the whole array."""
     peers = group_size(curve.scope, cluster)
     messages, share = on_link(curve.routine, peers)
@@ -348,7 +348,7 @@ def _beta(curve: LinkCurve, cluster: Cluster) -> float:
     (least, least_us), (most, most_us) = curve.points[0], curve.points[-1]
     if len(curve.points) == 1:
         least, least_us = 0.0, 0.0
-    return (most_us - least_us) / (_on(curve, cluster)[1] * (most - least) / KB) or float("inf")
+    return (most_us - least_us) / (on_busiest_link(curve, cluster)[1] * (most - least) / KB) or float("inf")
 
 
 def _own_beta(job: Job) -> float:
@@ -367,7 +367,7 @@ def _carried(
         busy: cores that the routine burns while it is under way.
         beta_us_per_kb: of the link, as its fastest routine has it.
     """
-    (old_messages, old_share), (messages, share) = _on(curve, old), _on(curve, new)
+    (old_messages, old_share), (messages, share) = on_busiest_link(curve, old), on_busiest_link(curve, new)
     if (old, ratio) == (new, 1.0) or not old_messages or not messages:
         return curve
     (least, least_us), exact = curve.points[0], curve.routine in RING_PASSES
@@ -384,7 +384,7 @@ def _carried(
 
 def _share_of_time(before: LinkCurve, after: LinkCurve, old: Cluster, new: Cluster) -> float:
     """The old time of the largest size over its new one, the bytes on the link made equal: a core's work stays."""
-    more = _on(after, new)[1] / max(_on(before, old)[1], 1e-12)
+    more = on_busiest_link(after, new)[1] / max(on_busiest_link(before, old)[1], 1e-12)
     return min(before.points[-1][1] * more / max(after.points[-1][1], 1e-9), 1e3)
 
 
@@ -395,6 +395,7 @@ __all__ = [
     "changed",
     "extrapolates",
     "of_model",
+    "on_busiest_link",
     "on_device",
     "own_gbit",
     "parse_gbit",
