@@ -91,6 +91,7 @@ class World:
         runs: the strategy of the last step.
         bucket_cap_mb: the size of buckets that the search wants.
         wants: that it wants from the moment on in which the link is measured again.
+        rests: exchanges that are free after the pause in which it is measured.
     """
 
     plain_us: float = 1_000.0
@@ -108,6 +109,8 @@ class World:
     bucket_cap_mb: float | None = None
     wants: float | None = None
     laid: list[float] = field(default_factory=list)
+    rests: int = 0
+    free: int = 0
 
     def lay(self, bucket_cap_mb: float) -> bool:
         self.laid.append(bucket_cap_mb)
@@ -141,7 +144,10 @@ class World:
     def revise(self, change: Change) -> None:
         self.changes.append(change)
         self.plain_us = self.when_measured_us or self.plain_us
-        self.bucket_cap_mb = self.wants
+        self.bucket_cap_mb, self.free = self.wants, self.rests
+
+    def before_trying(self) -> None:
+        self.free = 0
 
     def predicted_us(self, strategy: Strategy) -> float:
         return self.step_us(strategy)
@@ -155,6 +161,8 @@ class World:
         if self.runs is not None and self.runs is not assignment.strategy:
             exchange += self.switch_us
         self.runs = assignment.strategy
+        if self.free:
+            self.free, exchange = self.free - 1, 0.0
         ready = now_ns + compute * 1e3
         done = ready + exchange * 1e3
         record = Record(step, assignment, ready_ns=[int(ready)], done_ns=int(done), buckets=self.buckets)
@@ -277,6 +285,17 @@ def test_what_changes_while_something_is_tried_is_looked_into_at_once():
     (_, _, changed, tried, again, last) = [(0, "", ""), *rows_of(planner)]
     assert (changed[1], again[1], last[1:]) == ("changed", "changed", ("switched", "plain"))
     assert again[0] == tried[0] < last[0] <= step + WITHIN
+
+
+def test_what_a_card_lets_through_after_a_pause_flatters_nobody():
+    world = World(rests=4)
+    planner = planner_of(world)
+
+    def change() -> None:
+        world.plain_us = 24_000
+
+    run(world, planner, range(150), {63: change})
+    assert [(event, name) for _, event, name in rows_of(planner)[-1:]] == [("switched", "signs")]
 
 
 def test_what_is_predicted_to_be_slower_is_not_tried():

@@ -33,6 +33,10 @@ class Search(Protocol):
         """Measure again what changed; collective. The next call searches with it."""
         ...
 
+    def before_trying(self) -> None:
+        """Use up what links let through at once after the pause that measuring and searching was; collective."""
+        ...
+
     def predicted_us(self, strategy: Strategy) -> float:
         """Of an iteration, as far as the job is known by now; 0 on ranks that do not know."""
         ...

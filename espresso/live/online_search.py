@@ -26,7 +26,7 @@ from espresso.live.machine import cores_per_rank, machine_facts
 from espresso.live.observer import Observation, Observer, combine, hosts_of
 from espresso.live.patience import MUST_GAIN
 from espresso.live.profiler import measure_compressors, measure_links
-from espresso.live.remeasure import Remeasured
+from espresso.live.remeasure import Remeasured, use_up_rest
 from espresso.live.runtime import Runtime
 from espresso.live.sampler import Sampler
 from espresso.live.server_profile import measure_exchange, measure_processors
@@ -111,6 +111,10 @@ class OnlineSearch:
         if self.job is not None:
             self._revised = self._revised or Remeasured(self.job, change)
             self.job = self._revised.job(self.job, change, self._groups, self._runtime.place)
+
+    def before_trying(self) -> None:
+        """Have the first strategy that is tried find the links as the later ones do. Collective."""
+        use_up_rest(self._groups, self._runtime.place)
 
     def predicted_us(self, strategy: Strategy) -> float:
         """Of an iteration of the job as it is known by now (rank 0; 0 elsewhere, and while nothing is measured)."""

@@ -416,6 +416,7 @@ class AutoPlanner:
             arms, block=TRY_STEPS, rounds=TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP, settle=SETTLE, known=known
         )
         self._pause = 0
+        self._search.before_trying()
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
 
     def _end_turn(self, turn: Turn, race: Race | None, step: int) -> None:

@@ -77,6 +77,13 @@ def probe(groups: Groups, place: Place) -> Probes:
     return found
 
 
+def use_up_rest(groups: Groups, place: Place) -> None:
+    """Send what cards and clouds let through at once after a pause, so that it flatters nobody. Collective."""
+    for scope, member in groups.scopes.items():
+        if member.size > 1:
+            time_behind(groups, scope, BURST_BYTES, SMALL_BYTES, place)
+
+
 def with_probes(links: Links, probes: Probes, cluster: Cluster) -> Links:
     """Every measured curve with what its link takes more, or less, than when it was measured.
 
