@@ -35,10 +35,10 @@ from espresso.live.turns import (
     SEVERE,
     SURELY_WINS,
     TRY_ROUNDS,
-    TRY_STEPS,
     Later,
     Turn,
     alike,
+    block_of,
     times_of,
 )
 from espresso.live.watch import TELLING, Cause, Change, Finding, Watch
@@ -413,8 +413,9 @@ class AutoPlanner:
         far_behind = min(change.step_us[1], ours_us) > FAR_BEHIND * best_us > 0
         known = {now: change.step_us[1]} if far_behind else None
         self._race = Race(
-            arms, block=TRY_STEPS, rounds=TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP, settle=SETTLE, known=known
-        )
+            arms, block=block_of(best_us or ours_us), rounds=TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
+            settle=SETTLE, known=known,
+        )  # fmt: skip
         self._pause = 0
         self._search.before_trying()
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))

@@ -13,6 +13,10 @@ TRY_STEPS, TRY_ROUNDS, MOST_ROUNDS, DROP = 4, 2, 5, 1.25
 """Of the race when something has changed: short blocks, more of them of the two that matter while their difference may
 be noise, and who is this much slower than the fastest has only one."""
 
+TRY_US, TRY_MOST = 40_000.0, 12
+"""A block is so long, of so many steps at the most: in fewer of them short ones run on what a card let gather while the
+first step of the block was being prepared."""
+
 SETTLE = 2
 """Steps of an arm's first block that do not count: what is new to a job fills caches and touches its buffers."""
 
@@ -30,6 +34,11 @@ the change, more has changed meanwhile."""
 
 PLAIN_MAY = 1.5
 """Plain is tried again up to this factor of the best prediction."""
+
+
+def block_of(step_us: float) -> int:
+    """Steps of a block, where a step is supposed to take so long."""
+    return max(TRY_STEPS, min(math.ceil(TRY_US / max(step_us, 1.0)), TRY_MOST))
 
 
 @dataclass(frozen=True)
