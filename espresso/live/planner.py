@@ -31,7 +31,7 @@ from espresso.live.turns import (
     MAY_WIN,
     MOST_ROUNDS,
     PLAIN_MAY,
-    SETTLE,
+    SETTLES,
     SEVERE,
     SURELY_WINS,
     TRY_ROUNDS,
@@ -412,9 +412,10 @@ class AutoPlanner:
         # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind.
         far_behind = min(change.step_us[1], ours_us) > FAR_BEHIND * best_us > 0
         known = {now: change.step_us[1]} if far_behind else None
+        block = block_of(best_us or ours_us)
         self._race = Race(
-            arms, block=block_of(best_us or ours_us), rounds=TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
-            settle=SETTLE, known=known,
+            arms, block=block, rounds=TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP, settle=int(SETTLES * block),
+            known=known,
         )  # fmt: skip
         self._pause = 0
         self._search.before_trying()

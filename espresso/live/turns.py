@@ -13,12 +13,12 @@ TRY_STEPS, TRY_ROUNDS, MOST_ROUNDS, DROP = 4, 2, 5, 1.25
 """Of the race when something has changed: short blocks, more of them of the two that matter while their difference may
 be noise, and who is this much slower than the fastest has only one."""
 
-TRY_US, TRY_MOST = 40_000.0, 12
+TRY_US, TRY_MOST = 40_000.0, 8
 """A block is so long, of so many steps at the most: in fewer of them short ones run on what a card let gather while the
-first step of the block was being prepared."""
+first steps of an arm made its buffers."""
 
-SETTLE = 2
-"""Steps of an arm's first block that do not count: what is new to a job fills caches and touches its buffers."""
+SETTLES = 0.5
+"""Of an arm's first block: its part that does not count. What is new to a job fills caches and touches its buffers."""
 
 FAR_BEHIND = 2.0
 """The strategy in use needs no block where its steps take this many times the best prediction, and should."""
