@@ -298,7 +298,7 @@ class OnlineSearch:
 
         if self._groups.beside is not None:
             return  # buckets are modules
-        found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB, self._terms)
+        found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB)
         if found is not None and self._revised and found.predicted_us > (1 - MUST_GAIN) * result.predicted_us:
             found = None  # a running job keeps its buckets as it keeps its strategy
         self.advice, self.bucket_cap_mb = "", None if found is None else found.bucket_cap_mb

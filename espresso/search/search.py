@@ -130,15 +130,15 @@ def advised_bucket_cap(
     compressors: Sequence[CompressorSpec],
     result: SearchResult,
     caps: Sequence[float],
-    terms: Terms | None = None,
 ) -> CapRow | None:
     """A bucket size of DDP that gains 2 % over ``result``, and over the job's own buckets where neither is improved.
 
-    Like is compared with like: buckets are handed over with their last gradient, and one search sees them all.
+    Like is compared with like: buckets are handed over with their last gradient, and one search, without improvement
+    and terms, sees them all.
     """
 
     def found_in(other: Job, cap: float | None) -> CapRow:
-        found = search(other, compressors, effort=NO_EFFORT, partitions=(0,), terms=terms)
+        found = search(other, compressors, effort=NO_EFFORT, partitions=(0,))
         return CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
 
     others = {cap: rebucketed(job, cap) for cap in caps}
