@@ -161,6 +161,8 @@ def test_turns_in_a_row_that_brought_nothing_cost_more_until_their_time_is_earne
         steps.append(first_permitted(patience, seen_from(now, 1.5e5)) - now)
         now += steps[-1]
     assert steps == [20, 40, 80, 160]
+    patience.took(now, cost_us=1e6, step_us=1e5, brought=False)
+    assert first_permitted(patience, seen_from(now, 3e5)) == now + REST  # greater than all that came to nothing
     patience = Patience()
     patience.took(600, cost_us=1e6, step_us=1e5, brought=False)
     assert first_permitted(patience, seen_from(600, 1.001e5)) == 1100

@@ -16,7 +16,7 @@ REST = 10
 """Steps after a turn in which no other begins."""
 
 MOST_DOUBLINGS = 3
-"""Of the price of a turn, one for each in a row that brought nothing."""
+"""Of the price of a turn, one for each in a row that brought nothing, for changes no greater than those were."""
 
 MUST_GAIN = 0.05
 """Another strategy is taken for at least this part of a step, or if it is as fast and compresses less."""
@@ -32,7 +32,8 @@ class Patience:
     def __init__(self) -> None:
         self._quiet_until: float | None = None
         self._idle_turns = self._last = self._counted = 0
-        self._price_us, self._waited_us = SUPPOSED_US, 0.0
+        self._cost_us, self._waited_us = SUPPOSED_US, 0.0
+        self._severity = self._idle_severity = 0.0
 
     def permits(self, change: Change, step: int) -> bool:
         """Whether a change is looked into: what it may have cost by now is the price, or the budget allows it."""
@@ -40,15 +41,21 @@ class Patience:
         self._counted = step
         if self._quiet_until is None:
             self._quiet_until = SUPPOSED_US / QUIET_SHARE / max(change.step_us[0], 1.0)
-        is_due = self._waited_us >= self._price_us or step >= self._quiet_until
+        doublings = self._idle_turns if change.severity <= self._idle_severity else 0
+        is_due = self._waited_us >= self._cost_us * 2**doublings or step >= self._quiet_until
+        self._severity = change.severity
         return is_due and step >= self._last + REST
 
     def took(self, step: int, cost_us: float, step_us: float, *, brought: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether another is in use now."""
         quiet_until = self._quiet_until or 0.0
-        self._idle_turns = 0 if brought or step >= quiet_until else min(self._idle_turns + 1, MOST_DOUBLINGS)
+        if brought or step >= quiet_until:
+            self._idle_turns, self._idle_severity = 0, 0.0
+        else:
+            self._idle_turns = min(self._idle_turns + 1, MOST_DOUBLINGS)
+            self._idle_severity = max(self._idle_severity, self._severity)
         self._last = self._counted = step
-        self._price_us, self._waited_us = cost_us * 2**self._idle_turns, 0.0
+        self._cost_us, self._waited_us = cost_us, 0.0
         # What was spent is earned again before the next turn on a mere suspicion.
         self._quiet_until = max(quiet_until, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
 
