@@ -24,7 +24,6 @@ from espresso.live.config import Config
 from espresso.live.fixed_planner import InForce
 from espresso.live.machine import cores_per_rank, machine_facts
 from espresso.live.observer import Observation, Observer, combine, hosts_of
-from espresso.live.patience import MUST_GAIN
 from espresso.live.profiler import measure_compressors, measure_links
 from espresso.live.remeasure import Remeasured, use_up_rest
 from espresso.live.runtime import Runtime
@@ -278,7 +277,8 @@ class OnlineSearch:
     def decide(self, job: Job) -> tuple[list[Candidate], float]:
         """The candidates for a job as it was measured, the best first, and what plain takes, in microseconds."""
         candidates, result = find_candidates(job, self._offered, self._terms)
-        self._advise_bucket_size(job, result)
+        if self._revised is None:
+            self._advise_bucket_size(job, result)
         logger.info(
             "searched %d tensors in %.0f ms: plain %.1f ms predicted, best %.1f to %.1f ms, which owes %s and keeps"
             " %.1f MB",
@@ -299,8 +299,6 @@ class OnlineSearch:
         if self._groups.beside is not None:
             return  # buckets are modules
         found = advised_bucket_cap(job, self._offered, result, ADVISED_CAPS_MB)
-        if found is not None and self._revised and found.predicted_us > (1 - MUST_GAIN) * result.predicted_us:
-            found = None  # a running job keeps its buckets as it keeps its strategy
         self.advice, self.bucket_cap_mb = "", None if found is None else found.bucket_cap_mb
         if found is not None:
             self.advice = (

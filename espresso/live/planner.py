@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -47,9 +47,8 @@ from espresso.strategies import Strategy, plan
 logger = logging.getLogger("espresso")
 
 
-LAID_ANEW = 3
-"""Steps until buckets that are laid anew are what they will be: DDP orders them by use after the first, and an order of
-tasks takes two steps of the same buckets."""
+LAID_ANEW = 2
+"""Steps until buckets that are laid anew are what they will be: DDP orders them by use after the first."""
 
 
 class AutoPlanner:
@@ -109,7 +108,7 @@ class AutoPlanner:
         self._race: Race | None = None
         self._turn: Turn | None = None
         self._later: Later | None = None
-        self._laying: tuple[int, Callable[[int], None]] | None = None
+        self._laid_at: int | None = None
         self._pause = 0
         self._candidates: list[Candidate] = []
         self._restarts = 0
@@ -137,7 +136,7 @@ class AutoPlanner:
             return self._race.assignment
         if self._winner is not None:
             return self._winning or self._winner.assignment
-        if self._again or self._laying is not None:
+        if self._again or self._laid_at is not None:
             return replace(self._plain.assignment, drain=False)
         # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
         if self._first is None:
@@ -185,14 +184,14 @@ class AutoPlanner:
         return name
 
     def _stop_trying(self) -> None:
-        self._race, self._turn, self._later, self._laying, self._candidates = None, None, None, None, []
-        self._pause, self._again = 0, False
+        self._race, self._turn, self._later, self._candidates = None, None, None, []
+        self._pause, self._again, self._laid_at = 0, False, None
 
     def after(self, record: Record) -> Work | None:
         if self._again:
             return partial(self._find_candidates, record.iteration)
-        if self._laying is not None:
-            return self._after_laying(*self._laying, record)
+        if self._laid_at is not None:
+            return self._after_laying(self._laid_at, record)
         if self._race is not None:
             return self._after_race(self._race, record)
         if self._winner is not None:
@@ -219,11 +218,11 @@ class AutoPlanner:
         self._on_profile(False)
         return partial(self._find_candidates, record.iteration)
 
-    def _find_candidates(self, step: int, *, lays: bool = True) -> None:
+    def _find_candidates(self, step: int) -> None:
         self._again = False
         self._say("automatic mode measures links and compressors, and searches; this step takes longer")
         candidates = self._found()
-        if lays and self._lays_anew(step, partial(self._find_candidates, lays=False)):
+        if self._lays_anew(step):
             return
         if self._profile_only:
             self._decide(step, "plain", "profile only: the job was measured, nothing is compressed")
@@ -240,31 +239,25 @@ class AutoPlanner:
         names, steps = ", ".join(arm.name for arm in arms), self._race.num_steps
         self._say("automatic mode races %s in %d steps, after %d more plain ones", names, steps, self._pause)
 
-    def _lays_anew(self, step: int, then: Callable[[int], None]) -> bool:
-        """Whether the buckets will be of the size that the search would rather have, and what follows comes then."""
-        lay, cap = self._lay_buckets, self._search.bucket_cap_mb
+    def _lays_anew(self, step: int) -> bool:
+        """Whether the buckets will be of the size that the search would rather have; then it begins again with those.
+
+        Once in a job: where a turn had them laid too, what a slow network wanted slowed the job down on a faster one.
+        """
+        lay, self._lay_buckets = self._lay_buckets, None
+        cap = None if lay is None else self._search.bucket_cap_mb
         if lay is None or cap is None or not lay(cap):
             return False
         self._say("automatic mode has DDP's buckets laid anew, of %g MB", cap)
-        self._cap_mb, self._laying = cap, (step + LAID_ANEW, then)
-        before, self._plain = self._plain, Orderer(replace(self._plain.strategy, bucket_cap_mb=cap), self._groups)
-        if self._winner is not None:
-            is_plain, same = self._winner is before, replace(self._winner.strategy, bucket_cap_mb=cap)
-            self._winner, self._winning = self._plain if is_plain else Orderer(same, self._groups), None
+        self._cap_mb, self._laid_at = cap, step + LAID_ANEW
+        self._plain = Orderer(replace(self._plain.strategy, bucket_cap_mb=cap), self._groups)
         return True
 
-    def _after_laying(self, due: int, then: Callable[[int], None], record: Record) -> Work | None:
-        ordering = None if self._winner is None else self._winner.note(record)
-        if record.iteration < due:
-            return ordering
-        self._laying, self._observed = None, [record]
-
-        def go_on() -> None:
-            if ordering is not None:
-                ordering()
-            then(record.iteration)
-
-        return go_on
+    def _after_laying(self, laid_at: int, record: Record) -> Work | None:
+        if record.iteration < laid_at:
+            return None
+        self._laid_at, self._observed = None, [record]
+        return partial(self._find_candidates, record.iteration)
 
     def _found(self) -> list[Candidate]:
         """What the search finds, less what has to stay exact."""
@@ -378,19 +371,6 @@ class AutoPlanner:
         with torch.profiler.record_function("espresso::measure and search again"):
             self._search.revise(change)
             found = self._found()
-        turn = Turn(change, step, began_ns, is_second)
-        if change.severity < SEVERE or is_second or not self._lays_anew(step, partial(self._try_anew, turn)):
-            self._try(turn, found, step)
-
-    def _try_anew(self, turn: Turn, step: int) -> None:
-        """Go on with a turn in buckets that were laid anew."""
-        self._try(turn, self._found(), step)
-
-    def _try(self, turn: Turn, found: Sequence[Candidate], step: int) -> None:
-        """Begin to try what a turn found."""
-        assert self.verdict is not None
-        assert self._winner is not None
-        now, change = self.verdict.name, turn.change
         kept = self._winning or self._winner.assignment
         same = [alike(candidate.strategy, kept.strategy) for candidate in found]
         told = self._groups.everywhere((same, self._search.uncompressed_us, self._search.predicted_us(kept.strategy)))
@@ -404,10 +384,10 @@ class AutoPlanner:
         arms += [Arm(c.name, c.assignment) for c in fresh]
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
+        self._turn = Turn(change, step, began_ns, is_second)
         if len(arms) == 1:
-            self._end_turn(turn, None, step)
+            self._end_turn(self._turn, None, step)
             return
-        self._turn = turn
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
         # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind.
         far_behind = min(change.step_us[1], ours_us) > FAR_BEHIND * best_us > 0

@@ -9,7 +9,6 @@ from dataclasses import replace
 from espresso.comm.groups import Groups
 from espresso.live.profiler import Place, rising, time_behind
 from espresso.live.watch import Cause, Change
-from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
 from espresso.model.links import LinkCurve, Links, interpolate, num_rounds
@@ -44,8 +43,6 @@ class Remeasured:
 
     def job(self, job: Job, change: Change, groups: Groups, place: Place) -> Job:
         """The job with the costs of what changed measured again. Collective: all ranks call it together."""
-        if job.buckets != self._first.buckets:  # laid anew since
-            self._first = in_buckets(self._first, job.laid_out)
         compute = change.ratio(Cause.COMPUTE, Cause.JOB)
         scale = change.compute_us[1] / self._first_compute_us
         if compute is not None:
