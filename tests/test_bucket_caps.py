@@ -100,7 +100,7 @@ def test_advice_compares_like_with_like():
     assert found.bucket_cap_mb == 1
     # Buckets that are so already, in another order within, and were measured to come later.
     small = rebucketed(job, 2)
-    (first, *rest), late = small.laid_out, tuple(at + 2000.0 for at in small.ready_us)
+    (first, *rest), late = small.laid_out, tuple(at + 20_000.0 for at in small.ready_us)
     turned = Bucket(0, (Slot("t1", 0, MIB), Slot("t0", MIB, MIB)))
     same = replace(small, buckets=(turned, *rest), bucket_ready_us=late)
     assert advised_bucket_cap(same, [TOY], search(same, TOY), (2,)) is None
