@@ -242,7 +242,7 @@ class AutoPlanner:
     def _lays_anew(self, step: int) -> bool:
         """Whether the buckets will be of the size that the search would rather have; then it begins again with those.
 
-        Once in a job: where a turn had them laid too, what a slow network wanted slowed the job down on a faster one.
+        Once in a job: where turns had them laid too, nothing was gained (``docs/benchmarks.md``, weather).
         """
         lay, self._lay_buckets = self._lay_buckets, None
         cap = None if lay is None else self._search.bucket_cap_mb

@@ -11,8 +11,7 @@ from espresso.live.profiler import Place, rising, time_behind
 from espresso.live.watch import Cause, Change
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
-from espresso.model.links import LinkCurve, Links, interpolate, num_rounds
-from espresso.model.what_if import on_busiest_link
+from espresso.model.links import LinkCurve, Links, interpolate, num_rounds, on_busiest_link
 from espresso.strategies import Cluster, Form, Routine, Scope
 
 BURST_BYTES = 1 << 19

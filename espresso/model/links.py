@@ -280,6 +280,17 @@ def on_link(routine: Routine, peers: int) -> tuple[float, float]:
     return (1, 1.0) if passes is None else (passes * (peers - 1), passes * (peers - 1) / peers)
 
 
+def on_busiest_link(curve: LinkCurve, cluster: Cluster) -> tuple[float, float]:
+    """Messages of a routine, and bytes on its busiest link per byte of the whole array."""
+    peers = group_size(curve.scope, cluster)
+    messages, share = on_link(curve.routine, peers)
+    if curve.routine not in (Routine.ALLREDUCE, Routine.REDUCE_SCATTER, Routine.ALLGATHER):
+        ranks = cluster.ranks_per_node if curve.scope is Scope.FLAT and cluster.num_nodes > 1 else 1
+        messages = routine_cost(curve.routine, AlphaBeta(1.0, 0.0), peers, 0.0, ranks).occupancy_us
+        share = routine_cost(curve.routine, AlphaBeta(0.0, 1.0), peers, 1000.0, ranks).occupancy_us
+    return messages, share
+
+
 AT_ONCE = (Routine.ALL_TO_ALL, Routine.REDUCE_SCATTER, Routine.ALLGATHER)
 """Routines whose messages do not wait for one another."""
 

@@ -24,17 +24,14 @@ from espresso.model.job import SHARES, Job
 from espresso.model.links import (
     KB,
     RING_PASSES,
-    AlphaBeta,
     JobError,
     LinkCurve,
     Links,
-    group_size,
     num_rounds,
-    on_link,
-    routine_cost,
+    on_busiest_link,
 )
 from espresso.model.probe import Probe
-from espresso.strategies import Cluster, Routine, Scope
+from espresso.strategies import Cluster, Scope
 from espresso.strategies.fields import faults, number
 
 FARTHEST: Mapping[str, float] = {"rate": 30.0, "nodes": 8.0, "ranks_per_node": 4.0, "device": 8.0, "size": 8.0}
@@ -330,17 +327,6 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
     )
 
 
-def on_busiest_link(curve: LinkCurve, cluster: Cluster) -> tuple[float, float]:
-    """Messages of a routine, and bytes on its busiest link per byte of the whole array."""
-    peers = group_size(curve.scope, cluster)
-    messages, share = on_link(curve.routine, peers)
-    if curve.routine not in (Routine.ALLREDUCE, Routine.REDUCE_SCATTER, Routine.ALLGATHER):
-        ranks = cluster.ranks_per_node if curve.scope is Scope.FLAT and cluster.num_nodes > 1 else 1
-        messages = routine_cost(curve.routine, AlphaBeta(1.0, 0.0), peers, 0.0, ranks).occupancy_us
-        share = routine_cost(curve.routine, AlphaBeta(0.0, 1.0), peers, 1000.0, ranks).occupancy_us
-    return messages, share
-
-
 def _beta(curve: LinkCurve, cluster: Cluster) -> float:
     """Microseconds per 1000 bytes on the link, from the least to the largest size: what a card lets through in bursts
     after a rest bends the curve between them.
@@ -395,7 +381,6 @@ __all__ = [
     "changed",
     "extrapolates",
     "of_model",
-    "on_busiest_link",
     "on_device",
     "own_gbit",
     "parse_gbit",
