@@ -10,13 +10,12 @@ from espresso.cli import app
 from espresso.live.observer import Observation, hosts_of
 from espresso.model.costs import ComputeCost, Contention, CostModel, Op
 from espresso.model.job import Host, Job
-from espresso.model.links import JobError, LinkCurve, Links, routine_cost
+from espresso.model.links import AlphaBeta, JobError, LinkCurve, Links, routine_cost
 from espresso.model.presets import job_from_trace, load_cluster
 from espresso.model.probe import Probe
 from espresso.model.timeline import simulate
 from espresso.model.what_if import (
     IN_FLIGHT,
-    AlphaBeta,
     Change,
     RangeError,
     changed,
