@@ -1,8 +1,10 @@
 """Which ranks share a node, and the groups of every scope on real ranks."""
 
+import itertools
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -17,7 +19,7 @@ from espresso.comm.errors import TopologyError
 from espresso.comm.groups import Groups
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
 from espresso.live import profiler
-from espresso.live.profiler import Place, measure_links
+from espresso.live.profiler import LinkReport, Place, measure_links
 from espresso.strategies import Choice, Cluster, CompressorSpec, Scope, Strategy, parse_option
 from tests.workers import run_ranks
 
@@ -218,15 +220,15 @@ def stalled_links(rank: int) -> list[tuple[float, float]]:
         groups.close()
 
 
-def far_links(rank: int) -> list[tuple[str, float, float, float]]:
-    """Every routine's name, latency, least and largest time on links on which all arrives 30 ms after it was sent."""
-    near = profiler.starter
+def links_held_up(rank: int, us_of: Callable[[int, int], float]) -> LinkReport:
+    """What is measured where the exchange with this number, of so many bytes, is there so much later."""
+    start_of, numbers = profiler.starter, itertools.count()
 
-    def far(*which: Any, **more: Any) -> Any:
-        start = near(*which, **more)
+    def starter(*which: Any, **more: Any) -> Any:
+        start = start_of(*which, **more)
 
         def begin() -> Any:
-            rest, there = start(), time.perf_counter() + 0.03
+            rest, there = start(), time.perf_counter() + us_of(next(numbers), which[3]) / 1e6
 
             def wait() -> None:
                 rest()
@@ -236,24 +238,38 @@ def far_links(rank: int) -> list[tuple[str, float, float, float]]:
 
         return begin
 
-    profiler.starter = far
+    profiler.starter = starter
     groups = Groups(timeout_s=20)
     try:
-        report = measure_links(groups)
-        assert report.in_flight > 1
-        return [(c.routine.value, c.latency_us, c.alone[0][1], c.alone[-1][0]) for c in report.curves]
+        return measure_links(groups)
     finally:
-        profiler.starter = near
+        profiler.starter = start_of
         groups.close()
 
 
+def far(number: int, size: int) -> float:
+    """A connection that starts slowly for what is no longer small."""
+    return 30_000.0 if size < 1 << 16 else 120_000.0
+
+
+def often_4_ms(number: int, size: int) -> float:
+    return 4_000.0 * (number % 2)
+
+
 def test_latency_is_told_from_what_holds_a_link():
-    for outcome in run_ranks(far_links, 2):
-        for routine, latency_us, alone_us, largest in outcome.value:
-            assert 15_000.0 < latency_us <= alone_us, routine
-            assert alone_us >= 30_000.0
-            # Latency alone does not make a routine too slow to be measured at larger sizes.
-            assert largest > 4096.0
+    for outcome in run_ranks(links_held_up, 2, far):
+        assert outcome.value.in_flight > 1
+        for curve in outcome.value.curves:
+            assert 15_000.0 < curve.latency_us <= curve.alone[0][1], curve.routine
+            assert curve.alone[0][1] >= 30_000.0
+            # Neither latency nor a slow start makes a routine too slow to be measured at larger sizes.
+            assert curve.alone[-1][0] > 65536.0
+
+
+def test_what_only_most_exchanges_wait_for_is_no_latency():
+    for outcome in run_ranks(links_held_up, 2, often_4_ms):
+        assert outcome.value.in_flight == 1
+        assert not any(curve.latency_us or curve.spread_us for curve in outcome.value.curves)
 
 
 def test_a_stall_is_not_taken_for_the_links_rate():
