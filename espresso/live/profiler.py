@@ -37,6 +37,9 @@ of all that could be sent at once: beyond the last one a curve goes on as it is.
 ENCODE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 """Elements at which a compressor is measured."""
 
+IN_A_ROW = 4
+"""Compressions that are measured one after the other, where the largest group is so large."""
+
 SLOW_US = 60_000.0
 """A routine that takes this long is measured once, and not at larger sizes."""
 
@@ -116,7 +119,7 @@ def measure_links(
                 if size == enough or wall_us - latency_us > SLOW_US + SLOW_START * latency_us:
                     cpu.setdefault(f"{scope.value}.{routine.value}", []).append(busy)
                     break
-            bounded = rising(points)
+            bounded = at_rate(rising(points))
             latency_us = min(latency_us, bounded[0][1])
             held = tuple((num_bytes, us - latency_us) for num_bytes, us in bounded)
             curves.append(LinkCurve(routine, scope, form, held, latency_us))
@@ -303,6 +306,21 @@ def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], 
     return tuple(reversed(bounded))
 
 
+def at_rate(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """The points with every time raised to what its bytes take at the rate between the two largest, or of the largest.
+
+    What a card lets through at once after a rest (a token bucket) it takes back from what comes next.
+
+    >>> at_rate([(1, 0.5), (2, 4.0), (4, 6.0), (8, 14.0)])
+    ((1, 1.75), (2, 4.0), (4, 7.0), (8, 14.0))
+    """
+    if len(points) < 2:
+        return tuple(points)
+    (size, us), (most, most_us) = points[-2:]
+    us_per_byte = min((most_us - us) / (most - size), most_us / most)
+    return tuple((num_bytes, max(took_us, us_per_byte * num_bytes)) for num_bytes, took_us in points)
+
+
 def starter(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], Rest]:
     """What begins an exchange of a tensor of ``size`` bytes, over and over in the same buffers."""
     peers = member.size
@@ -427,7 +445,10 @@ def measure_compressor(
         codec, here = codecs(spec, device), place if place and device is not Device.OFFLOAD else Place()
         rounds = codec.compressor.traits.rounds > 1
         width = offload_width if device is Device.OFFLOAD else 1
-        rows = [_time_codec(groups, codec, size, repeats, here, width) for size in sizes]
+        most = IN_A_ROW if width == 1 else 1
+        rows = [
+            _time_codec(groups, codec, size, repeats, here, width, max(min(most, largest // size), 1)) for size in sizes
+        ]
         for op, column in zip(Op if rounds else COMMON_OPS, range(3), strict=False):
             launch = min(0.9 * rows[0][column], 50.0)
             points = [(float(size), max(row[column] - launch, 0.0)) for size, row in zip(sizes, rows, strict=True)]
@@ -438,26 +459,37 @@ def measure_compressor(
     return tuple(costs)
 
 
-def _time_codec(groups: Groups, codec: Codec, size: int, repeats: int, place: Place, width: int) -> tuple[float, ...]:
+def _time_codec(
+    groups: Groups, codec: Codec, size: int, repeats: int, place: Place, width: int, in_a_row: int
+) -> tuple[float, ...]:
     """Microseconds of an encode, of the decode of a payload of every rank, and of a transform where there is one.
 
-    Of ``width`` of them at once it is the time of all.
+    Of ``width`` of them at once it is the time of all; else of one of so many in a row, each with its own numbers, as
+    partitions of a bucket are: one alone finds its numbers in the cache, or everything cold, as they do not.
     """
     side = max(math.isqrt(size), 1)
     shape = (side, side) if codec.compressor.traits.rounds > 1 else (size,)
     probe = Segment("probe", 0, math.prod(shape), shape)
     made = [
         rehearse(codec, [probe], rows=groups.num_ranks, scale=1.0 / groups.num_ranks, here=place.here)
-        for _ in range(width)
+        for _ in range(width * in_a_row)
     ]
     times = []
     with ThreadPoolExecutor(width) as others:
-        steps = made[0] if width == 1 else [partial(_at_once, others, each) for each in zip(*made, strict=True)]
+        steps = [
+            partial(_in_a_row, each) if width == 1 else partial(_at_once, others, each)
+            for each in zip(*made, strict=True)
+        ]
         for _ in range(repeats):
             groups.barrier()
-            times.append([place.time_us(step) for step in steps])
+            times.append([place.time_us(step) / in_a_row for step in steps])
     medians = tuple(median(column) for column in zip(*times, strict=True))
     return tuple(map(max, zip(*groups.all_objects(medians), strict=True)))
+
+
+def _in_a_row(steps: Sequence[Step]) -> None:
+    for step in steps:
+        step()
 
 
 def _at_once(threads: ThreadPoolExecutor, steps: Sequence[Step]) -> None:
