@@ -21,6 +21,7 @@ import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.alarm import START_S, Alarm
 from espresso.comm.bounded import within
+from espresso.comm.connections import spread_bursts
 from espresso.comm.endpoints import Ends, local_ends, rank_in
 from espresso.comm.environment import build, check_builds
 from espresso.comm.errors import DisagreementError, EspressoError, LostRankError, ProtocolError, TopologyError
@@ -276,6 +277,10 @@ class Groups:
         """The other rank whose address an error of Gloo names."""
         rank = rank_in(text, self._ends)
         return None if rank == self.rank else rank
+
+    def spread_bursts(self) -> None:
+        """Have connections to the other ranks' hosts send smoothly, where bursts are lost on the way."""
+        spread_bursts({address for rank, ends in enumerate(self._ends) if rank != self.rank for address in ends})
 
     def start_gather(self, mine: torch.Tensor) -> Gathering:
         """Begin to gather everybody's tensor of one shape and type on the host. Does not block.

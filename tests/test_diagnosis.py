@@ -251,6 +251,10 @@ CAUSES: dict[str, tuple[World, World, str, int | None]] = {
     "small buckets": (
         SMALL, World(alpha_ms=1.0), "buckets_too_small", None
     ),
+    "small buckets, whose connections wait for who wakes": (
+        replace(SMALL, traffic=sending([210, 190, 200]), cards=(444, 444, 444)), World(alpha_ms=1.0),
+        "buckets_too_small", None,
+    ),
     "large buckets": (
         World(buckets=1, bucket_mb=8, tensors_a_bucket=32, ms_a_mb=6), World(ms_a_mb=6), "buckets_too_large", None
     ),
