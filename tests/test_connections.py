@@ -22,7 +22,7 @@ from espresso.comm.groups import Groups
 from espresso.strategies import Scope
 
 def limits():
-    return sorted({info.limit for _, info in connections._to_other_hosts() if info.window * info.mss > 1 << 20})
+    return sorted({info.limit for _, info in connections._to_other_hosts() if info.window * info.mss > connections.WIDE_BYTES})
 
 dist.init_process_group("gloo")
 groups = Groups(timeout_s=60)
