@@ -175,8 +175,8 @@ def _profile(trainee: _Trainee) -> Any:
 def _with_costs(job: Any, specs: Sequence[str]) -> Any:
     """The job with the costs of further compressors, measured the same way."""
     from espresso.comm.groups import Groups
+    from espresso.live.codec_costs import measure_compressor
     from espresso.live.codecs import HostCodecs
-    from espresso.live.profiler import measure_compressor
     from espresso.strategies import CompressorSpec, Device
 
     groups, codecs = Groups(None), HostCodecs(1)

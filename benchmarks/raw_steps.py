@@ -3,10 +3,12 @@
     python -m benchmarks.emulated --hosts 2 --rate 200mbit --rtt-ms 50 --pin -- \
         python -m benchmarks.raw_steps --rate 200mbit
 
-With ``--window`` the hosts' TCP windows are too small for the link, as where nobody set ``tcp_rmem`` and ``tcp_wmem``.
+With ``--window`` the hosts' TCP windows are too small for the link, as where nobody set ``tcp_rmem`` and ``tcp_wmem``;
+with ``--bursts`` nothing is paced.
 All arms live in the same processes and alternate; the first step of a block, after another arm's, is not counted.
 """
 
+import math
 import os
 import statistics
 import time
@@ -23,6 +25,7 @@ from benchmarks import results
 from benchmarks.emulated import parse_rate
 from benchmarks.models import build_workload
 from benchmarks.train import process_group
+from espresso.comm import connections as tcp
 
 SHARDED = "flat.reduce_scatter > flat.allgather"
 OPTIONS = (("flat.allreduce", 0), (SHARDED, 1 << 20), (SHARDED, 4 << 20))
@@ -77,9 +80,12 @@ def main(
     rounds: Annotated[int, typer.Option(help="Blocks of every arm; one more warms up.")] = 1,
     steps: Annotated[int, typer.Option(help="Of a block that are counted.")] = 1,
     window: Annotated[int, typer.Option(help="Largest TCP buffer of an emulated host, in bytes; 0: as it is.")] = 0,
+    bursts: Annotated[bool, typer.Option("--bursts", help="Pace no connection.")] = False,
 ) -> None:
     """Measure steps on the ranks that run this."""
     torch.set_num_threads(1)
+    if bursts:
+        tcp.FAR_US = math.inf
     if window and os.environ.get("GLOO_SOCKET_IFNAME", "lo") != "lo":  # this machine's own stay as they are
         for name in ("tcp_rmem", "tcp_wmem"):
             Path("/proc/sys/net/ipv4", name).write_text(f"4096 {min(window, 1 << 16)} {window}")

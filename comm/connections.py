@@ -5,7 +5,7 @@ send what they have and wait. No traffic of our own is needed to see that.
 
 Between hosts far apart a window holds megabytes, and after the pause of a step TCP sends all of it at once: more than a
 router's queue takes. What is lost there keeps the window small. :func:`spread_bursts` has the kernel send it over a
-round trip instead.
+round trip instead. Payloads, which are smaller, would only wait for that: they have connections of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -28,12 +28,11 @@ _MAX_PACING_RATE = 47
 _UNLIMITED, _PACED = 2**64 - 1, 2**63 - 2
 """The first is not paced at all, the second at TCP's own rate; kernels of before 4.20 take its lower half."""
 
-FAR_US = 1000
+FAR_US: float = 1000
 """A least round trip above it is no local network's."""
 
 WIDE_BYTES = 1 << 18
-"""Of a window: a smaller one fits into queues, and small messages wait where it is spread (8 to 12 ms of 52 for 100 to
-660 KB on a connection that has carried nothing larger, at a round trip of 50 ms)."""
+"""Of a window: a smaller one fits into queues."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +62,25 @@ def sent() -> Sent | None:
     return Sent(num_bytes, float(busy), float(waited), float(median(row.rtt_us for row in rows)))
 
 
-def spread_bursts(hosts: Collection[str]) -> int:
-    """Pace connections to these addresses that are far away, have wide windows, and lost something: how many now are.
+def is_far() -> bool:
+    """Whether this process's connections go to hosts far away, as far as the system tells."""
+    seen = sent()
+    return seen is not None and seen.rtt_us > FAR_US
 
-    Whoever opened them. Nothing bounds their rate: TCP's own, a window and a fifth in a round trip, is what is kept to.
+
+def spread_bursts(ends: Mapping[str, Collection[int]]) -> int:
+    """Pace those of the connections with these local ends (ports by address) that are far, have wide windows, and had
+    to send something again; how many now are.
+
+    Nothing bounds their rate: TCP's own, a window and a fifth in a round trip, is what is kept to.
     """
     count = 0
     for connection, info in _to_other_hosts():
         if info.rtt_us <= FAR_US or info.window * info.mss <= WIDE_BYTES or not info.resent or info.limit != _UNLIMITED:
             continue
         try:
-            if connection.getpeername()[0].partition("%")[0] not in hosts:
+            address, port = connection.getsockname()[:2]
+            if port not in ends.get(address.partition("%")[0], ()):
                 continue
             connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("=Q", _PACED))
         except OSError:

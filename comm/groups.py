@@ -21,7 +21,7 @@ import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.alarm import START_S, Alarm
 from espresso.comm.bounded import within
-from espresso.comm.connections import spread_bursts
+from espresso.comm.connections import is_far, spread_bursts
 from espresso.comm.endpoints import Ends, local_ends, rank_in
 from espresso.comm.environment import build, check_builds
 from espresso.comm.errors import DisagreementError, EspressoError, LostRankError, ProtocolError, TopologyError
@@ -111,6 +111,8 @@ class Groups:
         self._made: list[Member] = []
         self._number = -1  # until all have met
         self._ends: list[Ends] = []
+        self._bulk_ends: dict[str, set[int]] = {}
+        self._far = False
         self._pairs: Any = None
         self.rank = self._ranks.index(dist.get_rank())
         self.beside = beside
@@ -279,8 +281,9 @@ class Groups:
         return None if rank == self.rank else rank
 
     def spread_bursts(self) -> None:
-        """Have connections to the other ranks' hosts send smoothly, where bursts are lost on the way."""
-        spread_bursts({address for rank, ends in enumerate(self._ends) if rank != self.rank for address in ends})
+        """Have connections that are for bulk send smoothly, where bursts are lost on the way."""
+        if self._bulk_ends:
+            spread_bursts(self._bulk_ends)
 
     def start_gather(self, mine: torch.Tensor) -> Gathering:
         """Begin to gather everybody's tensor of one shape and type on the host. Does not block.
@@ -397,10 +400,11 @@ class Groups:
     def _find_cluster(self, ranks_per_node: int | None, connections: int) -> Cluster:
         # Compared before anything depends on it: ranks that disagree here would make different groups, and hang.
         mine = {"ranks_per_node": ranks_per_node, "connections": connections}
-        everybody = self.all_objects((mine, node_key(), build()))
-        check_builds([runs for _, _, runs in everybody])
+        everybody = self.all_objects((mine, node_key(), build(), is_far()))
+        check_builds([runs for _, _, runs, _ in everybody])
+        self._far = any(far for *_, far in everybody) and self.backend == "gloo"
         first: dict[str, int | None] = everybody[0][0]
-        for rank, (theirs, _, _) in enumerate(everybody):
+        for rank, (theirs, *_) in enumerate(everybody):
             for name, value in first.items():
                 if theirs[name] != value:
                     raise DisagreementError(
@@ -408,7 +412,7 @@ class Groups:
                         f" rank {rank}); start all ranks alike"
                     )
         if ranks_per_node is None:
-            keys = [key for _, key, _ in everybody]
+            keys = [key for _, key, *_ in everybody]
             why = why_flat(keys)
             if why is not None and self.speaks:
                 logger.warning("%s: only flat options and servers are used, as with ranks_per_node=1", why)
@@ -422,15 +426,25 @@ class Groups:
 
     def _make_scopes(self, cluster: Cluster, connections: int) -> dict[Scope, Member]:
         per_node, nodes = cluster.ranks_per_node, cluster.num_nodes
-        scopes = {Scope.FLAT: self._new(self._ranks, self.backend, connections)}
+        scopes = {Scope.FLAT: self._new_link(self._ranks, connections)}
         if cluster.is_hierarchical:
             rows = [self._ranks[n * per_node : (n + 1) * per_node] for n in range(nodes)]
             columns = [self._ranks[local::per_node] for local in range(per_node)]
             for scope, lists in ((Scope.INTRA, rows), (Scope.INTER, columns)):
-                count = connections if scope is Scope.INTER else 1
-                mine = [self._new(ranks, self.backend, count) for ranks in lists]
+                inter = scope is Scope.INTER
+                mine = [self._new_link(r, connections) if inter else self._new(r, self.backend) for r in lists]
                 scopes[scope] = next(member for member in mine if member.index >= 0)
         return scopes
+
+    def _new_link(self, ranks: Sequence[int], connections: int) -> Member:
+        """Between nodes; far apart with connections for bulk beside the others."""
+        if not self._far:
+            return self._new(ranks, self.backend, connections)
+        known = local_ends()
+        bulk = self._new(ranks, self.backend, connections)
+        for address, ports in local_ends().items():
+            self._bulk_ends.setdefault(address, set()).update(set(ports) - set(known.get(address, ())))
+        return replace(self._new(ranks, self.backend, connections), bulk=bulk)
 
     def _new(self, ranks: Sequence[int], backend: str, connections: int = 1) -> Member:
         me, others = dist.get_rank(), tuple(self._new(ranks, backend) for _ in range(connections - 1))

@@ -21,8 +21,8 @@ from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import DeviceMemory
 from espresso.compressors import Correction
 from espresso.compressors.cuda import sources
+from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import DeviceCodecs
-from espresso.live.profiler import measure_compressor
 from espresso.live.runtime import DeviceRuntime
 from espresso.strategies import (
     PLAIN,

@@ -19,8 +19,10 @@ from espresso.comm.errors import TopologyError
 from espresso.comm.groups import Groups
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
 from espresso.live import profiler
+from espresso.live.codec_costs import measure_compressor
+from espresso.live.codecs import HostCodecs
 from espresso.live.profiler import LinkReport, Place, measure_links
-from espresso.strategies import Choice, Cluster, CompressorSpec, Scope, Strategy, parse_option
+from espresso.strategies import Choice, Cluster, CompressorSpec, Device, Form, Routine, Scope, Strategy, parse_option
 from tests.workers import run_ranks
 
 
@@ -93,7 +95,7 @@ def connect(rank: int) -> dict[str, tuple[int, bool]]:
     groups = Groups(ranks_per_node=2, timeout_s=20, connections=3)
     found = {}
     for scope, member in groups.scopes.items():
-        ways = [member.connection(number) for number in range(6)]
+        ways = [member.connection(number, Form.RAW) for number in range(6)]
         for way in ways[:3]:
             total = torch.tensor([1 << rank])
             dist.all_reduce(total, group=way.group)
@@ -264,13 +266,52 @@ def test_latency_is_told_from_what_holds_a_link():
             assert 15_000.0 < curve.latency_us <= curve.alone[0][1], curve.routine
             assert curve.alone[0][1] >= 30_000.0
             # Neither latency nor a slow start makes a routine too slow to be measured at larger sizes.
-            assert curve.alone[-1][0] > 65536.0
+            # The allreduce of a whole bucket is measured larger: it grows by round trips.
+            assert curve.alone[-1][0] == (profiler.WHOLE_FAR if curve.routine is Routine.ALLREDUCE else 1 << 22)
 
 
 def test_what_only_most_exchanges_wait_for_is_no_latency():
     for outcome in run_ranks(links_held_up, 2, mostly_late):
         # (On a busy machine the others take a while too.)
         assert all(curve.latency_us < 10_000.0 for curve in outcome.value.curves)
+
+
+def encoded(rank: int) -> list[tuple[int, float]]:
+    """Of two sizes: how many different groups of numbers are encoded in a row, and what one is then said to take."""
+    spec, numbers, rows = CompressorSpec.parse("int8"), list[int](), list[int]()
+    codecs = HostCodecs(1)
+    codec: Any = codecs(spec, Device.TRAINING)
+    encode = codec.encode
+
+    def noted(encoding: Any, payload: Any) -> None:
+        numbers.append(id(encoding))
+        encode(encoding, payload)
+
+    def timed(step: Callable[[], object]) -> float:
+        numbers.clear()
+        step()
+        rows.append(len(set(numbers)))
+        return 800.0
+
+    codec.encode = noted
+    groups = Groups(timeout_s=20)
+    try:
+        found = []
+        for size in (1 << 12, 1 << 14):
+            rows.clear()
+            cost = measure_compressor(
+                groups, codecs, spec, [Device.TRAINING], largest=1 << 14, sizes=[size], place=Place(time_us=timed)
+            )[0]
+            found.append((max(rows), cost.time_us(size)))
+        return found
+    finally:
+        groups.close()
+        codecs.close()
+
+
+def test_compressors_are_timed_in_a_row_each_with_its_own_numbers():
+    for outcome in run_ranks(encoded, 2):
+        assert outcome.value == [(4, pytest.approx(200.0)), (1, pytest.approx(800.0))]
 
 
 def test_a_stall_is_not_taken_for_the_links_rate():

@@ -408,7 +408,7 @@ def test_measured_links_make_a_cluster_file(tmp_path):
 
 
 def test_compressors_of_one_algorithm_share_what_is_measured():
-    from espresso.live.profiler import _scaled
+    from espresso.live.codec_costs import _scaled
     from espresso.model.costs import ComputeCost, Op
     from espresso.strategies import Device
 

@@ -19,12 +19,13 @@ from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
 from espresso.live.artifacts import Artifacts
 from espresso.live.candidates import Candidate
+from espresso.live.codec_costs import measure_compressors
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import InForce
 from espresso.live.machine import cores_per_rank, machine_facts
 from espresso.live.observer import Observation, Observer, combine, hosts_of
-from espresso.live.profiler import measure_compressors, measure_links
+from espresso.live.profiler import measure_links
 from espresso.live.remeasure import Remeasured, use_up_rest
 from espresso.live.runtime import Runtime
 from espresso.live.sampler import Sampler

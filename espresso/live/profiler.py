@@ -1,7 +1,7 @@
-"""Measuring what links and compressors cost on the live job.
+"""Measuring what links cost on the live job.
 
-Nothing here decides anything. Link and compressor measurements run on all ranks at once, inside one
-hook call, so that ranks that share cores or a network card measure what they will meet.
+Nothing here decides anything. Measurements run on all ranks at once, inside one hook call, so that ranks that share
+cores or a network card measure what they will meet.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 
-import numpy as np
 import torch
 
 from espresso.comm import collectives
@@ -23,12 +20,9 @@ from espresso.comm.collectives import Rest
 from espresso.comm.execute.lanes import IN_FLIGHT
 from espresso.comm.groups import Groups
 from espresso.comm.member import Member
-from espresso.comm.program import Codecs
-from espresso.compressors.base import Codec, Segment
-from espresso.compressors.rehearsal import Here, Step, rehearse
-from espresso.model.costs import COMMON_OPS, ComputeCost, Op
+from espresso.compressors.rehearsal import Here, Step
 from espresso.model.links import LinkCurve
-from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
+from espresso.strategies import Form, Routine, Scope
 
 LINK_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of the whole array, in bytes, at which a routine is measured, until one takes ``SLOW_US``, or is at least half
@@ -37,12 +31,6 @@ of all that could be sent at once: beyond the last one a curve goes on as it is.
 WHOLE_FAR = 1 << 24
 """One more, for the allreduce of a whole bucket between hosts far apart. Gloo sends it in pieces of a MB, two at once,
 so that it takes half a round trip a MB however fast the link (1 Gb/s, 100 ms, 40 MB: 2.3 s; 1.5 by the 4 MB before)."""
-
-ENCODE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
-"""Elements at which a compressor is measured."""
-
-IN_A_ROW = 4
-"""Compressions that are measured one after the other, where the largest group is so large."""
 
 SLOW_US = 60_000.0
 """A routine that takes this long is measured once, and not at larger sizes."""
@@ -110,11 +98,11 @@ def measure_links(
                 progress(f"{scope.value}.{routine.value} ({form.value})")
             ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
             points: list[tuple[float, float]] = []
-            latency_us = 0.0
+            latency_us, way = 0.0, member.connection(0, form)
             for size in (*LINK_SIZES, WHOLE_FAR):
                 grown_us = max(points[-1][1] - latency_us, 0.0) * size * columns / points[-1][0] if points else 0.0
                 most = STALLED * (latency_us + grown_us)
-                wall_us, busy = _time_routine(groups, member, routine, form, size, repeats, ring, place, most)
+                wall_us, busy = _time_routine(groups, way, routine, form, size, repeats, ring, place, most)
                 points.append((float(size * columns), wall_us))
                 # (On a device exchanges wait for one another.)
                 if size == LINK_SIZES[0] and wall_us > LEAST_LATENCY_US and place.device.type == "cpu":
@@ -247,7 +235,7 @@ def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Pla
 
 def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ring: bool) -> float:
     """What of a short routine does not hold the link: where several are under way, each of the others takes less."""
-    starts = [starter(member.connection(i), routine, form, LINK_SIZES[0], ring) for i in range(IN_FLIGHT)]
+    starts = [starter(member.connection(i, form), routine, form, LINK_SIZES[0], ring) for i in range(IN_FLIGHT)]
 
     def together() -> None:
         for rest in [start() for start in starts]:
@@ -365,138 +353,3 @@ def starter(member: Member, routine: Routine, form: Form, size: int, ring: bool)
         own = mine.clone()
         return lambda: collectives.allgather_ring(own, whole, member)
     return lambda: collectives.allgather(mine, places, member)
-
-
-# -- compressors -----------------------------------------------------------------------------------
-
-
-PROBED = (1 << 14, 1 << 20)
-"""Elements at which a compressor is measured whose kin was measured at all sizes."""
-
-
-def measure_compressors(
-    groups: Groups,
-    codecs: Codecs,
-    specs: Sequence[CompressorSpec],
-    devices: Sequence[Device],
-    *,
-    largest: int,
-    place: Place | None = None,
-    offload_width: int = 1,
-) -> tuple[ComputeCost, ...]:
-    """Costs of several compressors, on all ranks at once, at less than so many times the cost of one.
-
-    The first of each algorithm is measured as :func:`measure_compressor` does. Of its kin, the same algorithm with
-    other settings, two sizes on the first device say how much longer or shorter they take; between the sizes that
-    factor is interpolated, and it holds on the other devices too.
-    """
-    whole: dict[str, tuple[ComputeCost, ...]] = {}
-    found: list[ComputeCost] = []
-    for spec in specs:
-        first = whole.get(spec.name)
-        if first is None:
-            first = whole[spec.name] = measure_compressor(
-                groups, codecs, spec, devices, largest=largest, place=place, offload_width=offload_width
-            )
-            found += first
-            continue
-        sizes = [size for size in PROBED if size <= largest] or [max(largest, 1)]
-        probed = measure_compressor(groups, codecs, spec, devices[:1], largest=largest, place=place, sizes=sizes)
-        found += [_scaled(cost, str(spec), first, probed) for cost in first]
-    return tuple(found)
-
-
-def _scaled(cost: ComputeCost, spec: str, first: Sequence[ComputeCost], probed: Sequence[ComputeCost]) -> ComputeCost:
-    """The cost of a compressor whose kin has ``cost``."""
-    mine = next(one for one in probed if one.op is cost.op)
-    theirs = next(one for one in first if one.op is cost.op and one.device is mine.device)
-    sizes = [size for size, _ in mine.points]
-    factors = [mine.time_us(size) / max(theirs.time_us(size), 1e-3) for size in sizes]
-    logs = np.log([max(size, 1.0) for size in sizes])
-    points = []
-    for size, _ in cost.points:
-        factor = float(np.interp(math.log(max(size, 1.0)), logs, factors))
-        points.append((size, max(factor * cost.time_us(size) - cost.launch_us, 0.0)))
-    return replace(cost, spec=spec, points=tuple(points))
-
-
-def measure_compressor(
-    groups: Groups,
-    codecs: Codecs,
-    spec: CompressorSpec,
-    devices: Iterable[Device],
-    *,
-    largest: int,
-    repeats: int = 5,
-    place: Place | None = None,
-    offload_width: int = 1,
-    sizes: Sequence[int] = (),
-) -> tuple[ComputeCost, ...]:
-    """Encode (with its residual) and decode times of one compressor, on all ranks at once.
-
-    Args:
-        largest: elements of the largest group; sizes beyond it are not measured.
-        offload_width: so many offloaded ones run at once, and so they are timed.
-        place: where the training device's codecs work.
-        sizes: to measure at; by default all.
-
-    Returns:
-        Costs whose points are (elements, us), the slowest rank's medians; decode per payload. Of compressors of several
-        rounds sizes are those of a square matrix.
-    """
-    costs = []
-    sizes = sizes or [size for size in ENCODE_SIZES if size <= largest] or [max(largest, 1)]
-    for device in devices:
-        codec, here = codecs(spec, device), place if place and device is not Device.OFFLOAD else Place()
-        rounds = codec.compressor.traits.rounds > 1
-        width = offload_width if device is Device.OFFLOAD else 1
-        most = IN_A_ROW if width == 1 else 1
-        rows = [
-            _time_codec(groups, codec, size, repeats, here, width, max(min(most, largest // size), 1)) for size in sizes
-        ]
-        for op, column in zip(Op if rounds else COMMON_OPS, range(3), strict=False):
-            launch = min(0.9 * rows[0][column], 50.0)
-            points = [(float(size), max(row[column] - launch, 0.0)) for size, row in zip(sizes, rows, strict=True)]
-            # Decoders of payloads read one of every rank; a sum is decoded once.
-            share = groups.num_ranks if op is Op.DECODE and not rounds else 1
-            scaled = tuple((size, us / share) for size, us in points)
-            costs.append(ComputeCost(str(spec), device, op, scaled, launch_us=launch))
-    return tuple(costs)
-
-
-def _time_codec(
-    groups: Groups, codec: Codec, size: int, repeats: int, place: Place, width: int, in_a_row: int
-) -> tuple[float, ...]:
-    """Microseconds of an encode, of the decode of a payload of every rank, and of a transform where there is one.
-
-    Of ``width`` of them at once it is the time of all; else of one of so many in a row, each with its own numbers, as
-    partitions of a bucket are: one alone finds its numbers in the cache, or everything cold, as they do not.
-    """
-    side = max(math.isqrt(size), 1)
-    shape = (side, side) if codec.compressor.traits.rounds > 1 else (size,)
-    probe = Segment("probe", 0, math.prod(shape), shape)
-    made = [
-        rehearse(codec, [probe], rows=groups.num_ranks, scale=1.0 / groups.num_ranks, here=place.here)
-        for _ in range(width * in_a_row)
-    ]
-    times = []
-    with ThreadPoolExecutor(width) as others:
-        steps = [
-            partial(_in_a_row, each) if width == 1 else partial(_at_once, others, each)
-            for each in zip(*made, strict=True)
-        ]
-        for _ in range(repeats):
-            groups.barrier()
-            times.append([place.time_us(step) / in_a_row for step in steps])
-    medians = tuple(median(column) for column in zip(*times, strict=True))
-    return tuple(map(max, zip(*groups.all_objects(medians), strict=True)))
-
-
-def _in_a_row(steps: Sequence[Step]) -> None:
-    for step in steps:
-        step()
-
-
-def _at_once(threads: ThreadPoolExecutor, steps: Sequence[Step]) -> None:
-    for done in [threads.submit(step) for step in steps]:
-        done.result()
