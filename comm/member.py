@@ -24,7 +24,7 @@ class Member:
 
     Attributes:
         others: the same ranks over connections of their own.
-        bulk: likewise, for numbers that nothing compresses, where the ranks are far apart.
+        bulk: likewise, for what adds up as numbers do, where the ranks are far apart.
     """
 
     group: Any
@@ -35,7 +35,7 @@ class Member:
 
     def connection(self, number: int, form: Form) -> Member:
         """Which one the exchange with this number takes; number and form are the same on all ranks."""
-        if self.bulk is not None and form in (Form.RAW, Form.HALF):
+        if self.bulk is not None and form is not Form.PAYLOAD:
             return self.bulk.connection(number, form)
         place = number % (len(self.others) + 1)
         return self.others[place - 1] if place else self
