@@ -252,7 +252,7 @@ CAUSES: dict[str, tuple[World, World, str, int | None]] = {
         SMALL, World(alpha_ms=1.0), "buckets_too_small", None
     ),
     "small buckets, whose connections wait for who wakes": (
-        replace(SMALL, traffic=sending([210, 190, 200]), cards=(444, 444, 444)), World(alpha_ms=1.0),
+        replace(SMALL, traffic=sending([20, 19.9, 21]), cards=(444, 444, 444)), World(alpha_ms=1.0),
         "buckets_too_small", None,
     ),
     "large buckets": (

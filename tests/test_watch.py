@@ -132,8 +132,8 @@ def test_a_small_difference_is_no_change_and_a_large_one_takes_two_windows():
     assert [stream.take(math.log(3)) for _ in range(2)] == [False, True]
 
 
-def seen_from(step: int, now_us: float, exposed_us: float = math.inf, link: float = 2.0) -> Change:
-    return Change((Finding(Cause.LINK, link),), step, (1e5, now_us), exposed_us=exposed_us)
+def seen_from(step: int, now_us: float, exposed_us: float = math.inf) -> Change:
+    return Change((Finding(Cause.LINK, 2.0),), step, (1e5, now_us), exposed_us=exposed_us)
 
 
 def first_permitted(patience: Patience, change: Change, limit: int = 10_000) -> int:
@@ -146,9 +146,6 @@ def test_a_change_is_looked_into_once_it_has_cost_as_much_as_a_look():
     assert first_permitted(Patience(), seen_from(40, 1.5e5, exposed_us=2e4)) == 48  # compression can do less about it
     assert first_permitted(Patience(), seen_from(40, 9.5e4)) == 55  # what sends more may have gained twice as much
     assert first_permitted(Patience(), seen_from(40, 5e4, exposed_us=2e4)) == 48
-    assert (
-        first_permitted(Patience(), seen_from(40, 9.9e4, exposed_us=2e4, link=0.5)) == 48
-    )  # others may need none of it
     assert first_permitted(Patience(), seen_from(40, 1.01e5)) == 75  # on a mere suspicion: 2 % of the time
     patience = Patience()
     patience.took(600, cost_us=1e6, step_us=1e5, brought=True)

@@ -31,7 +31,7 @@ LEAST_SHARE = 0.05
 """Of a step: a smaller gain is no finding."""
 
 LEAST_GAIN_US = 300.0
-"""Nor is one of less than this: waking a thread takes as long. Exchanges that last longer by less tell of no card."""
+"""Nor is one of less than this: waking a thread takes as long."""
 
 LATE_SHARE = 0.12
 """Of a step, for exchanges that begin late: what the timeline does not explain of clean steps comes to half of it."""
@@ -347,8 +347,9 @@ class _Case:
         """What every host's card sends, in bytes a microsecond; none where that is not known of all.
 
         It is what it sent at the start, while nothing else did. One card may have become thin since then: the one whose
-        connections are slowest, by far; answers to the others wait behind what it sends. Where round trips are long, or
-        nobody looked at the start, it is what each host's connections send while they send.
+        connections are slowest, by far; answers to the others wait behind what it sends. Where all are slow alike, they
+        wait for who wakes to answer what is small. Where round trips are long, or nobody looked at the start, it is
+        what each host's connections send while they send.
         """
         each = [
             [f for f, at in zip(self.run.flights, self.run.hosts, strict=True) if at == host] for host in self.hosts
@@ -358,17 +359,10 @@ class _Case:
         busy = [median(rates) for rates in seen if rates]
         if any(self.costs.latency_us) or not all(alone):
             return busy if len(busy) == len(each) else []
-        if len(busy) == len(each) and min(busy) < SLOW_CARD * min(alone) and self._tells(min(busy), min(alone)):
+        others = sorted(busy)[1:]
+        if len(busy) == len(each) and others and min(busy) < SLOW_CARD * min(min(alone), median(others)):
             alone[busy.index(min(busy))] = min(busy)
         return alone
-
-    def _tells(self, busy: float, alone: float) -> bool:
-        """Whether exchanges that are sent so much more slowly than a card sends alone last longer by more than waking.
-
-        What small ones hold a connection for is not their bytes: whoever is to answer them has to wake first.
-        """
-        sent = [self.costs.sent[index] for index in self.costs.exchanges] if self.costs.sent else []
-        return bool(sent) and sum(sent) / len(sent) * (1 / busy - 1 / alone) > LEAST_GAIN_US
 
     def late_starts(self) -> Iterator[Finding]:
         """Exchanges that begin long after their bucket is there and the link is free."""

@@ -164,12 +164,10 @@ class Change:
     def at_stake_us(self) -> float:
         """What another strategy may save of a step: what has come to it, and no more than is exposed of it.
 
-        Where steps are faster, twice as much as they are: strategies that send more have gained more. Where the link
-        is, all the more: what is exposed of a strategy that compresses is hardly the link then.
+        Where steps are faster, twice as much as they are: strategies that send more have gained more.
         """
         before_us, now_us = self.step_us
-        gone_us = max(1.0 - (self.ratio(Cause.LINK) or 1.0), 0.0) * now_us
-        return min(max(now_us - before_us, FREED * (before_us - now_us), gone_us), self.exposed_us)
+        return min(max(now_us - before_us, FREED * (before_us - now_us)), self.exposed_us)
 
     @property
     def severity(self) -> float:
