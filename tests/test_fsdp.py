@@ -501,10 +501,10 @@ def decides_again(rank: int) -> list[tuple[int, str, str]]:
     state = espresso.fsdp.hybrid_shard(
         model, blocks=model.blocks, shards=2, timeout_s=60.0, offload_threads=1, adapt=True, **short
     )
-    for step in range(60):
+    for step in range(200):  # a race takes as long as it needs to tell its arms apart
         loss_of(model, rank, step).backward()
         model.zero_grad()
-        if len(state.history) == 3:
+        if len(state.history) >= 3:
             break
     Watch.test = test  # type: ignore[method-assign]
     assert set(seen) == {4}
