@@ -5,7 +5,6 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,34 +42,18 @@ dist.destroy_process_group()
 """
 
 
-def _run_bursts(tmp_path: Path, distance: Distance | None) -> list[Any]:
+@pytest.mark.slow
+@pytest.mark.skipif(REFUSAL is not None, reason=f"no network namespaces: {REFUSAL}")
+def test_bursts_of_bulk_that_are_lost_far_away_are_spread_and_those_of_payloads_are_not(tmp_path: Path) -> None:
     root = str(Path(__file__).resolve().parents[1])
-    with open_network(2, "200mbit", distance=distance) as network:
+    with open_network(2, "200mbit", distance=Distance(rtt_ms=50, queue_ms=20)) as network:
         argv = [sys.executable, "-c", BURSTS]
         run_workers(network, argv, log_dir=tmp_path, deadline_s=90, env={"PYTHONPATH": root + os.pathsep})
-    *found, num_bytes = json.loads((tmp_path / "rank0.log").read_text().splitlines()[-1])
+    before, after, has_bulk, num_bytes = json.loads((tmp_path / "rank0.log").read_text().splitlines()[-1])
     assert num_bytes > 18 * 6_000_000
-    return found
-
-
-needs_namespaces = pytest.mark.skipif(REFUSAL is not None, reason=f"no network namespaces: {REFUSAL}")
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_bursts_of_bulk_that_are_lost_far_away_are_spread_and_those_of_payloads_are_not(tmp_path: Path) -> None:
-    before, after, has_bulk = _run_bursts(tmp_path, Distance(rtt_ms=50, queue_ms=20))
     assert has_bulk
     assert before == [connections._UNLIMITED] * 2
     assert after == [connections._PACED, connections._UNLIMITED]
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_nothing_is_spread_on_a_local_network(tmp_path: Path) -> None:
-    before, after, _ = _run_bursts(tmp_path, None)
-    assert before == after
-    assert set(after) <= {connections._UNLIMITED}
 
 
 def test_what_is_near_or_belongs_to_others_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
