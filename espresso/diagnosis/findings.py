@@ -236,7 +236,7 @@ class _Case:
 
     def thin_cards(self) -> Iterator[Finding]:
         """Whose connections send more slowly while they have something to send."""
-        rates = self._cards()
+        rates = self._cards(apart=True)
         for place, host in enumerate(self.hosts[: len(rates)]):
             mine, others = rates[place], [*rates[:place], *rates[place + 1 :]]
             if not others or mine > SLOW_CARD * median(others):
@@ -343,13 +343,16 @@ class _Case:
         rates = self._cards()
         return passes_of(self.run.num_ranks) / min(rates) if rates else None
 
-    def _cards(self) -> list[float]:
+    def _cards(self, *, apart: bool = False) -> list[float]:
         """What every host's card sends, in bytes a microsecond; none where that is not known of all.
 
         It is what it sent at the start, while nothing else did. One card may have become thin since then: the one whose
-        connections are slowest, by far; answers to the others wait behind what it sends. Where all are slow alike, they
-        wait for who wakes to answer what is small. Where round trips are long, or nobody looked at the start, it is
-        what each host's connections send while they send.
+        connections are slowest, by far; answers to the others wait behind what it sends. Where round trips are long, or
+        nobody looked at the start, it is what each host's connections send while they send.
+
+        Args:
+            apart: by far from the others' too. Where all are slow alike, they wait for who wakes to answer what is
+                small, and no card is thin.
         """
         each = [
             [f for f, at in zip(self.run.flights, self.run.hosts, strict=True) if at == host] for host in self.hosts
@@ -359,7 +362,7 @@ class _Case:
         busy = [median(rates) for rates in seen if rates]
         if any(self.costs.latency_us) or not all(alone):
             return busy if len(busy) == len(each) else []
-        others = sorted(busy)[1:]
+        others = sorted(busy)[1:] if apart else alone
         if len(busy) == len(each) and others and min(busy) < SLOW_CARD * min(min(alone), median(others)):
             alone[busy.index(min(busy))] = min(busy)
         return alone
