@@ -4,12 +4,20 @@ import json
 import os
 import socket
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import espresso
 from benchmarks.emulated import Distance, open_network, run_workers, why_not_permitted
 from espresso.comm import connections
+from espresso.comm.execute import executor
+from espresso.comm.groups import Groups
+from tests.workers import run_ranks
 
 REFUSAL = why_not_permitted()
 
@@ -56,7 +64,14 @@ def test_bursts_of_bulk_that_are_lost_far_away_are_spread_and_those_of_payloads_
     assert after == [connections._PACED, connections._UNLIMITED]
 
 
-def test_what_is_near_or_belongs_to_others_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Two ends of a connection between two addresses."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells what connections do")
     with socket.socket() as listener, socket.socket() as mine:
         listener.bind(("127.0.0.2", 0))
         listener.listen()
@@ -64,14 +79,50 @@ def test_what_is_near_or_belongs_to_others_stays_as_it_is(monkeypatch: pytest.Mo
         mine.connect(listener.getsockname())
         theirs, _ = listener.accept()
         with theirs:
-            ends = {name: [number] for name, number in (mine.getsockname(), theirs.getsockname())}
-            assert connections.spread_bursts(ends) == 0
-            far = [(each, info._replace(rtt_us=9000, window=99)) for each, info in connections._to_other_hosts()]
-            if not far:
-                pytest.skip("this system does not tell")
-            monkeypatch.setattr(connections, "_to_other_hosts", lambda: iter(far))
-            assert connections.spread_bursts(ends) == 0  # nothing was lost
-            far = [(mine, info._replace(resent=1)) for _, info in far[:1]]
-            assert connections.spread_bursts({"127.0.0.3": [1], "10.1.2.3": ends["127.0.0.3"]}) == 0
-            assert connections.spread_bursts(ends) == 1
-            assert int.from_bytes(mine.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder) == connections._PACED
+            yield mine, theirs
+
+
+def test_the_kernel_tells_what_was_sent_to_other_hosts(pair: Pair) -> None:
+    mine, theirs = pair
+    before = connections.sent()
+    mine.sendall(bytes(40_000))
+    assert len(theirs.recv(40_000, socket.MSG_WAITALL)) == 40_000
+    after = connections.sent()
+    assert mine.gettimeout() is None
+    assert before is not None
+    assert after is not None
+    assert after.num_bytes - before.num_bytes >= 40_000
+    assert after.rtt_us > 0
+
+
+def test_what_is_near_or_belongs_to_others_stays_as_it_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = pair
+    ends = {name: [number] for name, number in (mine.getsockname(), theirs.getsockname())}
+    assert connections.spread_bursts(ends) == 0
+    far = [(each, info._replace(rtt_us=9000, window=99)) for each, info in connections._to_other_hosts()]
+    assert far
+    monkeypatch.setattr(connections, "_to_other_hosts", lambda: iter(far))
+    assert connections.spread_bursts(ends) == 0  # nothing was lost
+    far = [(mine, info._replace(resent=1)) for _, info in far[:1]]
+    assert connections.spread_bursts({"127.0.0.3": [1], "10.1.2.3": ends["127.0.0.3"]}) == 0
+    assert connections.spread_bursts(ends) == 1
+    assert int.from_bytes(mine.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder) == connections._PACED
+
+
+def looked_at(rank: int) -> list[float]:
+    """When a job looks whether bursts are lost."""
+    looks = list[float]()
+    spread = Groups.spread_bursts
+    Groups.spread_bursts = lambda groups: looks.append(time.monotonic())  # type: ignore[method-assign]
+    try:
+        with espresso.register(DistributedDataParallel(nn.Linear(4, 4)), timeout_s=20):
+            time.sleep(5 * executor.LOOK_S)
+    finally:
+        Groups.spread_bursts = spread  # type: ignore[method-assign]
+    return looks
+
+
+def test_a_job_looks_again_after_twice_as_long() -> None:
+    for outcome in run_ranks(looked_at, 2):
+        first, second, third = outcome.value[:3]
+        assert third - second > 1.4 * (second - first) > 0
