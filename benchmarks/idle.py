@@ -3,8 +3,8 @@
     python -m benchmarks.idle --rtt-ms 50
 
 A connection that was idle for longer than its retransmission time-out starts again from ten segments. Both ranks pause,
-as in a backward pass, and then gather a payload from each other over Gloo. Arms: as it is; with a byte each way every
-tenth of a second of the pause, over the same connection; with ``net.ipv4.tcp_slow_start_after_idle=0`` on both hosts.
+as in a backward pass, and then gather a payload from each other over Gloo. Arms: nothing sent in a pause; as espresso
+does it (:mod:`espresso.comm.beats`); with ``net.ipv4.tcp_slow_start_after_idle=0`` on both hosts, and nothing sent.
 """
 
 # No `from __future__ import annotations` here: typer reads the annotations.
@@ -28,9 +28,7 @@ from benchmarks.emulated import Distance, Network, open_network, run_workers
 from benchmarks.prediction import describe
 from benchmarks.train import process_group
 
-ARMS = ("as it is", "small traffic", "setting")
-EVERY_S = 0.1
-"""Between two small messages: less than a retransmission time-out."""
+ARMS = ("silent", "as it is", "setting")
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -45,12 +43,15 @@ class Row:
     ms: float
 
 
-def measure(num_bytes: int, pause_s: float, repeats: int, *, keeps_busy: bool) -> float:
+def measure(num_bytes: int, pause_s: float, repeats: int, *, beats: bool) -> float:
     """Milliseconds of an all-gather after a pause; both ranks call it."""
+    from espresso.comm import beats as comm_beats
     from espresso.comm import collectives
     from espresso.comm.groups import Groups
     from espresso.strategies import Scope
 
+    if not beats:
+        comm_beats.EVERY_S = 1e6
     groups = Groups(None, timeout_s=60.0)
     member = groups.scopes[Scope.FLAT]
     taken = []
@@ -60,11 +61,7 @@ def measure(num_bytes: int, pause_s: float, repeats: int, *, keeps_busy: bool) -
         collectives.allgather(mine, [theirs] * member.size, member)()
 
     for number in range(repeats + 3):
-        until = time.perf_counter() + pause_s
-        while (left := until - time.perf_counter()) > 0:
-            time.sleep(min(left, EVERY_S) if keeps_busy else left)
-            if keeps_busy and left > EVERY_S:
-                gather(1)
+        time.sleep(pause_s)
         begin = time.perf_counter()
         gather(num_bytes)
         if number >= 3:  # the connection has grown
@@ -79,7 +76,7 @@ def _as_worker(out: Path, arm: str, sizes: list[int], pauses: list[int], repeats
     torch.set_num_threads(1)
     with process_group(120.0):
         rows = [
-            Row(arm, kb, pause, measure(1000 * kb, pause / 1e3, repeats, keeps_busy=arm == ARMS[1]))
+            Row(arm, kb, pause, measure(1000 * kb, pause / 1e3, repeats, beats=arm == ARMS[1]))
             for kb in sizes
             for pause in pauses
         ]

@@ -5,7 +5,7 @@ send what they have and wait. No traffic of our own is needed to see that.
 
 Between hosts far apart a window holds megabytes, and after the pause of a step TCP sends all of it at once: more than a
 router's queue takes. What is lost there keeps the window small. :func:`spread_bursts` has the kernel send it over a
-round trip instead. Payloads, which are smaller, would only wait for that: they have connections of their own.
+round trip instead.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.alarm import START_S, Alarm
+from espresso.comm.beats import Beats
 from espresso.comm.bounded import within
 from espresso.comm.connections import is_far, spread_bursts
 from espresso.comm.endpoints import Ends, local_ends, rank_in
@@ -111,8 +112,10 @@ class Groups:
         self._made: list[Member] = []
         self._number = -1  # until all have met
         self._ends: list[Ends] = []
-        self._bulk_ends: dict[str, set[int]] = {}
+        self._link_ends: dict[str, set[int]] = {}
         self._far = False
+        self._links: list[Member] = []
+        self._beats: Beats | None = None
         self._pairs: Any = None
         self.rank = self._ranks.index(dist.get_rank())
         self.beside = beside
@@ -138,6 +141,8 @@ class Groups:
             found = within(timeout_s + _SLACK_S, make, what, lambda: silent.update(self.witness.glance()))
             self.control, self.cluster, self.scopes = found
             self._ends = self.all_objects(local_ends())
+            if self._links and not _operations_are_compared():
+                self._beats = Beats(self._links, lambda: self.alarm.report())
         except BaseException as error:
             try:
                 if self._number < 0 and self.rank == 0 and isinstance(error, LostRankError):
@@ -265,11 +270,8 @@ class Groups:
             group.send([answer], peer, 0).wait()
 
     def _group_for_pairs(self) -> Any:
-        """For messages from rank to rank. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares how many operations every rank of
-        a group has begun, these included, before each collective: there they have a group of their own.
-        """
-        level: Any = dist
-        if level.get_debug_level() != level.DebugLevel.DETAIL:
+        """For messages from rank to rank: where operations are compared they have a group of their own."""
+        if not _operations_are_compared():
             return self._control_group()
         if self._pairs is None:
             self._pairs = self._new(self._ranks, "gloo").group
@@ -281,9 +283,9 @@ class Groups:
         return None if rank == self.rank else rank
 
     def spread_bursts(self) -> None:
-        """Have connections that are for bulk send smoothly, where bursts are lost on the way."""
-        if self._bulk_ends:
-            spread_bursts(self._bulk_ends)
+        """Have connections between nodes send smoothly, where bursts are lost on the way."""
+        if self._link_ends:
+            spread_bursts(self._link_ends)
 
     def start_gather(self, mine: torch.Tensor) -> Gathering:
         """Begin to gather everybody's tensor of one shape and type on the host. Does not block.
@@ -348,6 +350,8 @@ class Groups:
                 the process. Not where a collective is under way: they finish it first, or its time-out.
         """
         made, self._made = self._made, []
+        if self._beats is not None:
+            self._beats.stop()
         if self.beside is not None:
             self.beside.close(wait=wait)
         self.witness.close()
@@ -361,6 +365,7 @@ class Groups:
         if wait and LETS_GO_OF_PYTHON:
             for member in made:
                 object.__setattr__(member, "group", _Gone())
+        self._beats = None
 
     def _control_group(self) -> Any:
         """The group of control messages, as long as there is one."""
@@ -437,14 +442,14 @@ class Groups:
         return scopes
 
     def _new_link(self, ranks: Sequence[int], connections: int) -> Member:
-        """Between nodes; far apart with connections for bulk beside the others."""
-        if not self._far:
-            return self._new(ranks, self.backend, connections)
+        """Between nodes; far apart with connections that are kept from idling, and whose bursts are spread."""
         known = local_ends()
-        bulk = self._new(ranks, self.backend, connections)
-        for address, ports in local_ends().items():
-            self._bulk_ends.setdefault(address, set()).update(set(ports) - set(known.get(address, ())))
-        return replace(self._new(ranks, self.backend, connections), bulk=bulk)
+        link = self._new(ranks, self.backend, connections)
+        if self._far and link.index >= 0:
+            self._links += (link, *link.others)
+            for address, ports in local_ends().items():
+                self._link_ends.setdefault(address, set()).update(set(ports) - set(known.get(address, ())))
+        return link
 
     def _new(self, ranks: Sequence[int], backend: str, connections: int = 1) -> Member:
         me, others = dist.get_rank(), tuple(self._new(ranks, backend) for _ in range(connections - 1))
@@ -468,3 +473,11 @@ class Groups:
 def _turn(node: int, nodes: int) -> int:
     """When a node sends, of as few turns as keep senders from receiving; the last of an odd number has its own."""
     return 2 if nodes % 2 and node == nodes - 1 else node % 2
+
+
+def _operations_are_compared() -> bool:
+    """Whether before each collective it is compared how many operations every rank of a group has begun, messages from
+    rank to rank included: ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+    """
+    level: Any = dist
+    return bool(level.get_debug_level() == level.DebugLevel.DETAIL)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from espresso.strategies import Form
-
 _UNUSED_TAG = 1
 """Of messages from rank to rank; collectives of ours that are made of such use 0."""
+
+BEAT_TAG = 2
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,15 @@ class Member:
 
     Attributes:
         others: the same ranks over connections of their own.
-        bulk: likewise, for what adds up as numbers do, where the ranks are far apart.
     """
 
     group: Any
     ranks: tuple[int, ...]
     index: int
     others: tuple[Member, ...] = ()
-    bulk: Member | None = None
 
-    def connection(self, number: int, form: Form) -> Member:
-        """Which one the exchange with this number takes; number and form are the same on all ranks."""
-        if self.bulk is not None and form is not Form.PAYLOAD:
-            return self.bulk.connection(number, form)
+    def connection(self, number: int) -> Member:
+        """Which one the exchange with this number takes, on all ranks."""
         place = number % (len(self.others) + 1)
         return self.others[place - 1] if place else self
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from espresso.comm import connections
 from espresso.comm.groups import Groups
-from espresso.strategies import Form, Scope
+from espresso.strategies import Scope
 
 def limits():
     found = [info for _, info in connections._to_other_hosts()]
@@ -37,13 +37,12 @@ dist.init_process_group("gloo")
 groups = Groups(timeout_s=60)
 member, numbers = groups.scopes[Scope.FLAT], torch.zeros(1_500_000)
 for step in range(10):
-    for form in (Form.RAW, Form.PAYLOAD):
-        groups.barrier()
-        time.sleep(0.02)
-        dist.all_reduce(numbers, group=member.connection(0, form).group)
+    groups.barrier()
+    time.sleep(0.02)
+    dist.all_reduce(numbers, group=member.connection(0).group)
 before = limits()
 groups.spread_bursts()
-print(json.dumps([before, limits(), member.bulk is not None, connections.sent().num_bytes]))
+print(json.dumps([before, limits(), connections.sent().num_bytes]))
 groups.barrier()
 groups.close()
 dist.destroy_process_group()
@@ -52,16 +51,15 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.skipif(REFUSAL is not None, reason=f"no network namespaces: {REFUSAL}")
-def test_bursts_of_bulk_that_are_lost_far_away_are_spread_and_those_of_payloads_are_not(tmp_path: Path) -> None:
+def test_bursts_that_are_lost_far_away_are_spread(tmp_path: Path) -> None:
     root = str(Path(__file__).resolve().parents[1])
     with open_network(2, "200mbit", distance=Distance(rtt_ms=50, queue_ms=20)) as network:
         argv = [sys.executable, "-c", BURSTS]
         run_workers(network, argv, log_dir=tmp_path, deadline_s=90, env={"PYTHONPATH": root + os.pathsep})
-    before, after, has_bulk, num_bytes = json.loads((tmp_path / "rank0.log").read_text().splitlines()[-1])
-    assert num_bytes > 18 * 6_000_000
-    assert has_bulk
-    assert before == [connections._UNLIMITED] * 2
-    assert after == [connections._PACED, connections._UNLIMITED]
+    before, after, num_bytes = json.loads((tmp_path / "rank0.log").read_text().splitlines()[-1])
+    assert num_bytes > 9 * 6_000_000
+    assert before == [connections._UNLIMITED]
+    assert after == [connections._PACED]
 
 
 Pair = tuple[socket.socket, socket.socket]

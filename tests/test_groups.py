@@ -22,7 +22,7 @@ from espresso.live import profiler
 from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import HostCodecs
 from espresso.live.profiler import LinkReport, Place, measure_links
-from espresso.strategies import Choice, Cluster, CompressorSpec, Device, Form, Routine, Scope, Strategy, parse_option
+from espresso.strategies import Choice, Cluster, CompressorSpec, Device, Routine, Scope, Strategy, parse_option
 from tests.workers import run_ranks
 
 
@@ -95,7 +95,7 @@ def connect(rank: int) -> dict[str, tuple[int, bool]]:
     groups = Groups(ranks_per_node=2, timeout_s=20, connections=3)
     found = {}
     for scope, member in groups.scopes.items():
-        ways = [member.connection(number, Form.RAW) for number in range(6)]
+        ways = [member.connection(number) for number in range(6)]
         for way in ways[:3]:
             total = torch.tensor([1 << rank])
             dist.all_reduce(total, group=way.group)

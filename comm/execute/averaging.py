@@ -23,7 +23,7 @@ from espresso.comm.execute.programs import described
 from espresso.comm.member import Member
 from espresso.comm.memory import is_finite
 from espresso.comm.witness import worded
-from espresso.strategies import DTYPES, Bucket, Form, Lane
+from espresso.strategies import DTYPES, Bucket, Lane
 
 LOOK_NS = 300_000
 """What a look at one exchange's end takes where ranks have one core: a thread that wakes up in the middle of backward,
@@ -105,7 +105,7 @@ class Averaging:
         if self._iteration.last_seen:
             self._fill_record(index + 1)  # first: the watchdog may collect the last bucket as soon as it has begun
         buffer.mul_(self._scale)
-        member = self._averager.member.connection(index, Form.RAW)
+        member = self._averager.member.connection(index)
         began = time.perf_counter_ns()
         self._under_way.append((index, collectives.allreduce_async(buffer, member), began))
         if self._iteration.last_seen or self._averager.collects_early or self._looks:

@@ -30,7 +30,7 @@ def exchange(part: Part, index: int, held: Numbers | Payload | Vector | Matrices
     """Move what is held over the step's scope."""
     flow, context = part.flows[index], part.context
     assert flow.step.scope is not None
-    member = context.members[flow.step.scope].connection(part.partition.index, flow.step.form)
+    member = context.members[flow.step.scope].connection(part.partition.index)
     if isinstance(held, Payload):
         action, buffer, total = _exchange_payload(flow, member, held.buffer, context.memory, context.cluster)
         return Compiled(replace(held, buffer=buffer), action, bytes_sent=_bytes_sent(flow, member, total))

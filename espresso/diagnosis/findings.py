@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -38,6 +39,9 @@ LATE_SHARE = 0.12
 
 OFTEN = 0.7
 """Of the steps, a worker must be the last to be counted as slow: of two equal ones each is, in half of them."""
+
+SPELLS = 3
+"""Parts of a run, in each of which it must: what comes and goes is not the worker's."""
 
 SLOW_CARD = 0.7
 """Of the others' rate."""
@@ -150,12 +154,12 @@ class _Case:
         if len(self.run.flights) < 2:
             return
         for place in range(len(self.run.flights)):
-            often = sum(turn.last == place for turn in self.run.turns) / len(self.run.turns)
+            often = self._often(place)
             if often < OFTEN:
                 continue
             excess = {phase: self._excess(place, phase) for phase in ("input", "forward", "backward", "optimizer")}
             said = ", ".join(f"{phase} {us / 1e3:+.1f} ms" for phase, us in excess.items())
-            detail = f"last in {often:.0%} of the steps; against the others: {said}"
+            detail = f"last in {often:.0%} of the steps or more; against the others: {said}"
             for kind, phases in self._suspects(place):
                 costs = self._at_pace(place) if kind == "slow_worker" else self.costs
                 gain = self.gain(lambda turn, p=place, which=phases: _like_the_others(turn, p, which), costs)  # type: ignore[misc]
@@ -163,6 +167,13 @@ class _Case:
                 if self.counts(gain):
                     remedy = _REMEDIES[kind].format(rank=self.run.flights[place].rank, host=self.run.hosts[place])
                     yield self._finding(kind, place, cost, gain, often, remedy, detail)
+
+    def _often(self, place: int) -> float:
+        """In how many of the steps it is the last of all, in the part of the run where it is that least often."""
+        turns = self.run.turns
+        ends = [len(turns) * spell // SPELLS for spell in range(SPELLS + 1)]
+        shares = [[turn.last == place for turn in turns[a:b]] for a, b in pairwise(ends) if b > a]
+        return min(sum(share) / len(share) for share in shares)
 
     def _suspects(self, place: int) -> list[tuple[str, tuple[str, ...]]]:
         """Kinds of slowness, and the phases that each would mend."""

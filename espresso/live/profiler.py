@@ -98,11 +98,11 @@ def measure_links(
                 progress(f"{scope.value}.{routine.value} ({form.value})")
             ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
             points: list[tuple[float, float]] = []
-            latency_us, way = 0.0, member.connection(0, form)
+            latency_us = 0.0
             for size in (*LINK_SIZES, WHOLE_FAR):
                 grown_us = max(points[-1][1] - latency_us, 0.0) * size * columns / points[-1][0] if points else 0.0
                 most = STALLED * (latency_us + grown_us)
-                wall_us, busy = _time_routine(groups, way, routine, form, size, repeats, ring, place, most)
+                wall_us, busy = _time_routine(groups, member, routine, form, size, repeats, ring, place, most)
                 points.append((float(size * columns), wall_us))
                 # (On a device exchanges wait for one another.)
                 if size == LINK_SIZES[0] and wall_us > LEAST_LATENCY_US and place.device.type == "cpu":
@@ -235,7 +235,7 @@ def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Pla
 
 def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ring: bool) -> float:
     """What of a short routine does not hold the link: where several are under way, each of the others takes less."""
-    starts = [starter(member.connection(i, form), routine, form, LINK_SIZES[0], ring) for i in range(IN_FLIGHT)]
+    starts = [starter(member.connection(i), routine, form, LINK_SIZES[0], ring) for i in range(IN_FLIGHT)]
 
     def together() -> None:
         for rest in [start() for start in starts]:

@@ -1,0 +1,66 @@
+"""Connections to hosts far apart are kept from idling, and a rank that stopped is not waited for."""
+
+import itertools
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from espresso.comm import beats, collectives, groups
+from espresso.comm.alarm import Progress
+from espresso.strategies import Scope
+from tests.workers import run_ranks
+
+
+def counted(rank: int) -> tuple[int, int, int, float]:
+    """Beats heard in half a second of rest; sent while there is progress; after the other rank's stopped; a sum."""
+    beats.EVERY_S, groups.is_far = 0.02, lambda: True  # type: ignore[attr-defined]
+    made = groups.Groups(timeout_s=20)
+    assert made._beats is not None
+    (line,) = made._beats.lines
+    time.sleep(0.5)
+    made.barrier()
+    heard, steps = line.heard, itertools.count()
+    made.alarm.report = lambda: Progress(next(steps))
+    time.sleep(0.1)
+    before = line.sent
+    time.sleep(0.3)
+    while_busy = line.sent - before
+    made.alarm.report = Progress
+    made.barrier()
+    if rank:
+        made._beats.stop()
+    time.sleep(0.4)
+    before = line.sent
+    time.sleep(0.3)
+    mine, theirs = torch.full((1000,), float(rank + 1)), torch.zeros(1000)
+    member = made.scopes[Scope.FLAT].connection(0)
+    collectives.allgather(mine, [theirs] * 2, member)()
+    after_stop = line.sent - before
+    made.close()
+    return heard, while_busy, after_stop, float((mine + theirs).mean())
+
+
+def test_beats_go_on_in_pauses_and_only_to_ranks_that_are_heard() -> None:
+    for outcome in run_ranks(counted, 2):
+        heard, while_busy, after_stop, mean = outcome.value
+        assert heard > 2 * beats.MOST_UNHEARD
+        assert while_busy == after_stop == 0
+        assert mean == 3.0
+
+
+def under_comparison(rank: int) -> bool:
+    level: Any = dist
+    level.set_debug_level(level.DebugLevel.DETAIL)
+    groups.is_far = lambda: True  # type: ignore[attr-defined]
+    made = groups.Groups(timeout_s=20)
+    made.barrier()
+    beating = made._beats is not None
+    made.close()
+    return beating
+
+
+def test_no_beats_where_torch_compares_operations() -> None:
+    outcomes = run_ranks(under_comparison, 2)
+    assert [outcome.value for outcome in outcomes] == [False, False]
