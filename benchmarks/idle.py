@@ -4,7 +4,7 @@
 
 A connection that was idle for longer than its retransmission time-out starts again from ten segments. Both ranks pause,
 as in a backward pass, and then gather a payload from each other over Gloo. Arms: nothing sent in a pause; as espresso
-does it (:mod:`espresso.comm.beats`); with ``net.ipv4.tcp_slow_start_after_idle=0`` on both hosts, and nothing sent.
+does it (:mod:`espresso.comm.upkeep`); with ``net.ipv4.tcp_slow_start_after_idle=0`` on both hosts, and nothing sent.
 """
 
 # No `from __future__ import annotations` here: typer reads the annotations.
@@ -45,13 +45,12 @@ class Row:
 
 def measure(num_bytes: int, pause_s: float, repeats: int, *, beats: bool) -> float:
     """Milliseconds of an all-gather after a pause; both ranks call it."""
-    from espresso.comm import beats as comm_beats
-    from espresso.comm import collectives
+    from espresso.comm import collectives, upkeep
     from espresso.comm.groups import Groups
     from espresso.strategies import Scope
 
     if not beats:
-        comm_beats.EVERY_S = 1e6
+        upkeep.EVERY_S = 1e6
     groups = Groups(None, timeout_s=60.0)
     member = groups.scopes[Scope.FLAT]
     taken = []

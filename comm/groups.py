@@ -20,9 +20,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.alarm import START_S, Alarm
-from espresso.comm.beats import Beats
 from espresso.comm.bounded import within
-from espresso.comm.connections import is_far, spread_bursts
+from espresso.comm.connections import is_far
 from espresso.comm.endpoints import Ends, local_ends, rank_in
 from espresso.comm.environment import build, check_builds
 from espresso.comm.errors import DisagreementError, EspressoError, LostRankError, ProtocolError, TopologyError
@@ -30,6 +29,7 @@ from espresso.comm.group_names import highest_number, named_after
 from espresso.comm.member import Gathering, Member, break_off, gathered
 from espresso.comm.messages import PLAIN
 from espresso.comm.nodes import cluster_from_nodes, compact, node_key, why_flat
+from espresso.comm.upkeep import Upkeep
 from espresso.comm.witness import Witness, worded
 from espresso.strategies import Cluster, Scope
 
@@ -115,7 +115,7 @@ class Groups:
         self._link_ends: dict[str, set[int]] = {}
         self._far = False
         self._links: list[Member] = []
-        self._beats: Beats | None = None
+        self._upkeep: Upkeep | None = None
         self._pairs: Any = None
         self.rank = self._ranks.index(dist.get_rank())
         self.beside = beside
@@ -141,8 +141,9 @@ class Groups:
             found = within(timeout_s + _SLACK_S, make, what, lambda: silent.update(self.witness.glance()))
             self.control, self.cluster, self.scopes = found
             self._ends = self.all_objects(local_ends())
-            if self._links and not _operations_are_compared():
-                self._beats = Beats(self._links, lambda: self.alarm.report())
+            if self._links:
+                beating = () if _operations_are_compared() else self._links
+                self._upkeep = Upkeep(beating, self._link_ends, lambda: self.alarm.report())
         except BaseException as error:
             try:
                 if self._number < 0 and self.rank == 0 and isinstance(error, LostRankError):
@@ -282,11 +283,6 @@ class Groups:
         rank = rank_in(text, self._ends)
         return None if rank == self.rank else rank
 
-    def spread_bursts(self) -> None:
-        """Have connections between nodes send smoothly, where bursts are lost on the way."""
-        if self._link_ends:
-            spread_bursts(self._link_ends)
-
     def start_gather(self, mine: torch.Tensor) -> Gathering:
         """Begin to gather everybody's tensor of one shape and type on the host. Does not block.
 
@@ -350,8 +346,8 @@ class Groups:
                 the process. Not where a collective is under way: they finish it first, or its time-out.
         """
         made, self._made = self._made, []
-        if self._beats is not None:
-            self._beats.stop()
+        if self._upkeep is not None:
+            self._upkeep.stop()
         if self.beside is not None:
             self.beside.close(wait=wait)
         self.witness.close()
@@ -365,7 +361,7 @@ class Groups:
         if wait and LETS_GO_OF_PYTHON:
             for member in made:
                 object.__setattr__(member, "group", _Gone())
-        self._beats = None
+        self._upkeep = None
 
     def _control_group(self) -> Any:
         """The group of control messages, as long as there is one."""
@@ -442,7 +438,7 @@ class Groups:
         return scopes
 
     def _new_link(self, ranks: Sequence[int], connections: int) -> Member:
-        """Between nodes; far apart with connections that are kept from idling, and whose bursts are spread."""
+        """Between nodes; far apart with connections that are kept up."""
         known = local_ends()
         link = self._new(ranks, self.backend, connections)
         if self._far and link.index >= 0:

@@ -4,20 +4,13 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import espresso
 from benchmarks.emulated import Distance, open_network, run_workers, why_not_permitted
 from espresso.comm import connections
-from espresso.comm.execute import executor
-from espresso.comm.groups import Groups
-from tests.workers import run_ranks
 
 REFUSAL = why_not_permitted()
 
@@ -25,7 +18,7 @@ BURSTS = """
 import json, time
 import torch
 import torch.distributed as dist
-from espresso.comm import connections
+from espresso.comm import connections, upkeep
 from espresso.comm.groups import Groups
 from espresso.strategies import Scope
 
@@ -34,6 +27,7 @@ def limits():
     return sorted(info.limit for info in found if info.window * info.mss > connections.WIDE_BYTES and info.resent)
 
 dist.init_process_group("gloo")
+upkeep.EVERY_S = 1e6
 groups = Groups(timeout_s=60)
 member, numbers = groups.scopes[Scope.FLAT], torch.zeros(1_500_000)
 for step in range(10):
@@ -41,7 +35,7 @@ for step in range(10):
     time.sleep(0.02)
     dist.all_reduce(numbers, group=member.connection(0).group)
 before = limits()
-groups.spread_bursts()
+connections.spread_bursts(groups._link_ends)
 print(json.dumps([before, limits(), connections.sent().num_bytes]))
 groups.barrier()
 groups.close()
@@ -105,22 +99,3 @@ def test_what_is_near_or_belongs_to_others_stays_as_it_is(pair: Pair, monkeypatc
     assert connections.spread_bursts({"127.0.0.3": [1], "10.1.2.3": ends["127.0.0.3"]}) == 0
     assert connections.spread_bursts(ends) == 1
     assert int.from_bytes(mine.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder) == connections._PACED
-
-
-def looked_at(rank: int) -> list[float]:
-    """When a job looks whether bursts are lost."""
-    looks = list[float]()
-    spread = Groups.spread_bursts
-    Groups.spread_bursts = lambda groups: looks.append(time.monotonic())  # type: ignore[method-assign]
-    try:
-        with espresso.register(DistributedDataParallel(nn.Linear(4, 4)), timeout_s=20):
-            time.sleep(5 * executor.LOOK_S)
-    finally:
-        Groups.spread_bursts = spread  # type: ignore[method-assign]
-    return looks
-
-
-def test_a_job_looks_again_after_twice_as_long() -> None:
-    for outcome in run_ranks(looked_at, 2):
-        first, second, third = outcome.value[:3]
-        assert third - second > 1.4 * (second - first) > 0

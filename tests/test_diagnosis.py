@@ -52,7 +52,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class World:
-    """A synthetic run."""
+    """A synthetic run; in its first ``disturbed`` steps something slows rank 0."""
 
     ranks: tuple[Rank, ...] = (Rank(), Rank(), Rank())
     buckets: int = 8
@@ -71,6 +71,7 @@ class World:
     traffic: Callable[[int], tuple[Traffic, ...]] = lambda rank: ()
     cards: tuple[float, ...] = ()
     beside_ms: float = 0.0
+    disturbed: int = 0
 
     def stretch(self) -> Stretch:
         numel = round(self.bucket_mb * 250_000 / self.tensors_a_bucket)
@@ -93,7 +94,8 @@ class World:
         steps: list[list[StepRecord]] = [[] for _ in self.ranks]
         now = 1e6
         for number in range(STEPS):
-            now = self._step(number, now, stretch, steps, draw)
+            slowed = replace(self, ranks=(Rank(forward=35, backward=70), *self.ranks[1:]))
+            now = (slowed if number < self.disturbed else self)._step(number, now, stretch, steps, draw)
         return [
             Flight(
                 rank, len(self.ranks), f"host{rank}", Cluster(len(self.ranks), 1), (stretch,), tuple(mine),
@@ -282,6 +284,7 @@ def test_a_cause_is_named_first_where_it_is_and_its_gain_is_right(name: str) -> 
         World(observed=True),
         World(ms_a_mb=0.1),
         World(noise=0.2),
+        World(disturbed=32),
         World(ahead_s=3.0),
         World(traffic=sending((110, 125, 118))),
         World((Rank(),)),

@@ -46,8 +46,7 @@ from espresso.strategies import Bucket, Scope
 __all__ = ["Assignment", "Executor", "Interval", "Planner", "Record"]
 
 LOOK_S = 0.5
-"""So often the watchdog looks at the state of things; it touches nothing outside this process. At the connections it
-looks the first, second, fourth time and so on."""
+"""So often the watchdog looks at the state of things; it touches nothing outside this process."""
 
 LISTEN_AFTER_S = 1.0
 """A step that makes no progress for so long looks whether another rank said that it failed."""
@@ -344,12 +343,8 @@ class Executor:
         return Progress(iteration.record.iteration, iteration.num_seen, iteration.course.place())
 
     def _watch(self) -> None:
-        looks = 0
         while not self._stopped.wait(LOOK_S):
             self._look()
-            looks += 1
-            if looks & (looks - 1) == 0:
-                self._groups.spread_bursts()
 
     def _look(self) -> None:
         """The watchdog: fail an iteration that outlives its deadline, or that waits for a rank that failed."""

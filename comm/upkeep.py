@@ -1,22 +1,22 @@
-"""A few bytes now and then over connections to hosts far apart, so that a pause does not make them start again.
+"""What connections to hosts far apart need while a job runs: a few bytes in pauses, and bursts that are spread.
 
 TCP takes back the window of a connection that sent nothing for longer than its retransmission time-out, a round trip
-and a fifth of a second, down to ten segments: the next message takes round trips more. What is sent here goes over the
-very connections that exchanges use, as messages from rank to rank with a tag of their own.
-
-Nobody waits for a beat: it has arrived when the number in it is there. So a rank that stopped holds up no other. None
-is sent while a job gets on with its exchanges.
+and a fifth of a second, down to ten segments: the next message takes round trips more. So something is sent in pauses:
+messages from rank to rank with a tag of their own, over the very connections that exchanges use. Nobody waits for such
+a beat: it has arrived when the number in it is there, and a rank that stopped holds up no other. None is sent while a
+job gets on with its exchanges.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from espresso.comm.connections import spread_bursts
 from espresso.comm.member import BEAT_TAG, Member
 
 EVERY_S = 0.1
@@ -28,21 +28,26 @@ MOST_UNHEARD = 4
 _NOTHING = -1
 
 
-class Beats:
-    """Sends them over the connections of some groups to all their other ranks, until it is stopped; all ranks do.
-
-    To be let go of when the groups are: until then the library may write to what is received here.
+class Upkeep:
+    """A thread that does it, until it is stopped; on all ranks. To be let go of when the groups are, not before: until
+    then the library may write to what is received here.
 
     Args:
-        members: the groups, seen from this rank.
+        members: the groups whose connections get beats, seen from this rank.
+        ends: of the connections whose bursts are spread: local ports by address.
         progress: changes whenever something is exchanged.
     """
 
-    def __init__(self, members: Sequence[Member], progress: Callable[[], object]) -> None:
-        self._progress = progress
+    def __init__(
+        self,
+        members: Sequence[Member],
+        ends: Mapping[str, Collection[int]],
+        progress: Callable[[], object],
+    ) -> None:
+        self._ends, self._progress = ends, progress
         self.lines = [Line(each.group, peer) for each in members for peer in range(each.size) if peer != each.index]
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="espresso-beats", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="espresso-upkeep", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -53,14 +58,16 @@ class Beats:
             line.group = None
 
     def _run(self) -> None:
-        seen = self._progress()
-        try:
-            while not self._stopped.wait(EVERY_S):
-                before, seen = seen, self._progress()
-                for line in self.lines if seen == before else ():
+        seen, times, lines = self._progress(), 0, self.lines
+        while not self._stopped.wait(EVERY_S):
+            before, seen, times = seen, self._progress(), times + 1
+            try:
+                for line in lines if seen == before else ():
                     line.beat()
-        except RuntimeError:
-            return  # a connection was lost: whoever needs it says so
+            except RuntimeError:
+                lines = []  # a connection was lost: whoever needs it says so
+            if times & (times - 1) == 0:
+                spread_bursts(self._ends)
 
 
 class Line:
@@ -79,7 +86,11 @@ class Line:
         self._listen()
 
     def beat(self) -> None:
-        """Take what has come, and send one. Never blocks."""
+        """Take what has come, and send one. Never blocks.
+
+        Raises:
+            RuntimeError: the connection is lost.
+        """
         known = int(self._theirs)
         if known != _NOTHING:
             self.heard += 1

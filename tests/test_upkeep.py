@@ -2,12 +2,16 @@
 
 import itertools
 import time
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from espresso.comm import beats, collectives, groups
+import espresso
+from espresso.comm import collectives, groups, upkeep
 from espresso.comm.alarm import Progress
 from espresso.strategies import Scope
 from tests.workers import run_ranks
@@ -15,10 +19,10 @@ from tests.workers import run_ranks
 
 def counted(rank: int) -> tuple[int, int, int, float]:
     """Beats heard in half a second of rest; sent while there is progress; after the other rank's stopped; a sum."""
-    beats.EVERY_S, groups.is_far = 0.02, lambda: True  # type: ignore[attr-defined]
+    upkeep.EVERY_S, groups.is_far = 0.02, lambda: True  # type: ignore[attr-defined]
     made = groups.Groups(timeout_s=20)
-    assert made._beats is not None
-    (line,) = made._beats.lines
+    assert made._upkeep is not None
+    (line,) = made._upkeep.lines
     time.sleep(0.5)
     made.barrier()
     heard, steps = line.heard, itertools.count()
@@ -30,7 +34,7 @@ def counted(rank: int) -> tuple[int, int, int, float]:
     made.alarm.report = Progress
     made.barrier()
     if rank:
-        made._beats.stop()
+        made._upkeep.stop()
     time.sleep(0.4)
     before = line.sent
     time.sleep(0.3)
@@ -45,7 +49,7 @@ def counted(rank: int) -> tuple[int, int, int, float]:
 def test_beats_go_on_in_pauses_and_only_to_ranks_that_are_heard() -> None:
     for outcome in run_ranks(counted, 2):
         heard, while_busy, after_stop, mean = outcome.value
-        assert heard > 2 * beats.MOST_UNHEARD
+        assert heard > 2 * upkeep.MOST_UNHEARD
         assert while_busy == after_stop == 0
         assert mean == 3.0
 
@@ -56,7 +60,7 @@ def under_comparison(rank: int) -> bool:
     groups.is_far = lambda: True  # type: ignore[attr-defined]
     made = groups.Groups(timeout_s=20)
     made.barrier()
-    beating = made._beats is not None
+    beating = made._upkeep is None or bool(made._upkeep.lines)
     made.close()
     return beating
 
@@ -64,3 +68,24 @@ def under_comparison(rank: int) -> bool:
 def test_no_beats_where_torch_compares_operations() -> None:
     outcomes = run_ranks(under_comparison, 2)
     assert [outcome.value for outcome in outcomes] == [False, False]
+
+
+def looked_at(rank: int) -> list[float]:
+    """When a far job looks whether bursts are lost."""
+    looks = list[float]()
+
+    def look(ends: Mapping[str, Collection[int]]) -> int:
+        assert ends
+        looks.append(time.monotonic())
+        return 0
+
+    upkeep.EVERY_S, upkeep.spread_bursts, groups.is_far = 0.2, look, lambda: True  # type: ignore[attr-defined]
+    with espresso.register(DistributedDataParallel(nn.Linear(4, 4)), timeout_s=20):
+        time.sleep(5 * upkeep.EVERY_S)
+    return looks
+
+
+def test_a_job_looks_at_its_connections_again_after_twice_as_long() -> None:
+    for outcome in run_ranks(looked_at, 2):
+        first, second, third = outcome.value[:3]
+        assert third - second > 1.4 * (second - first) > 0
