@@ -209,6 +209,8 @@ def _strategies(job: Any) -> list[tuple[str, Any, float]]:
         for name, option, compressor in pipelines:
             choice = Choice(parse_option(option), CompressorSpec.parse(compressor))
             strategy = Strategy.uniform(job.tensors, job.cluster, choice)
+            if strategy.only_averages:  # whole buckets, as plain DDP does it, whatever it says of partitions
+                strategy = replace(strategy, partition_bytes=0)
             rows.append((name, strategy, simulate(lay_out(job, strategy), job).iteration_us))
         found = search(job, COMPRESSOR)
         rows.append(("chosen", found.strategy, found.predicted_us))

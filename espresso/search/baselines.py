@@ -187,7 +187,8 @@ def simple_baselines(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> l
     def uniform(name: str, choice: Choice) -> None:
         add(name, [choice] * len(evaluator.units))
 
-    uniform("uncompressed", PLAIN)
+    whole = evaluator_at(evaluator, 0)  # as plain DDP averages
+    rows.append(Baseline("uncompressed", (PLAIN,) * len(whole.units), whole.makespan(whole.uniform(PLAIN))))
     raw = raw_choices(evaluator.job.cluster)
     if len(raw) > 1:
         rows.append(_best_uniform(evaluator, "cheapest raw leaf", raw))

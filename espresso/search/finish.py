@@ -78,7 +78,7 @@ def _plain(job: Job, space: Space, result: SearchResult) -> Ranked:
     """Every tensor raw, but for those that are forced to something else."""
     choices = {t.name: space.every[space.terms.constraints.kind_of(t)][0] for t in job.tensors}
     notes = {"predicted_us": result.uncompressed_us, "mode": job.mode.value, "found_by": "uncompressed"}
-    strategy = Strategy(job.tensors, choices, job.cluster, notes=notes)
+    strategy = Strategy(job.tensors, choices, job.cluster, partition_bytes=0, notes=notes)
     return replace(
         result.chosen, name="uncompressed", strategy=strategy, job=job, predicted_us=result.uncompressed_us
     )  # fmt: skip

@@ -189,7 +189,8 @@ def replan(
     )
     units = units_for(job, old, space.constraints)
     evaluator = Evaluator(job, units, old.partition_bytes, pricer=shared_pricer(job.costs, job.cluster, payload))
-    rows = [_found("uncompressed", evaluator, evaluator.uniform(PLAIN))]
+    whole = evaluator_at(evaluator, 0)  # as plain DDP averages
+    rows = [_found("uncompressed", whole, whole.uniform(PLAIN))]
     begun = evaluator.encode([old.choices[unit.tensors[0]] for unit in units])
     rows.append(_found("old strategy", evaluator, begun))
     algorithms_ms = (time.perf_counter() - started) * 1e3
