@@ -26,6 +26,11 @@ def local_ends() -> dict[str, tuple[int, ...]]:
     return {address: tuple(sorted(ports)) for address, ports in found.items()}
 
 
+def ends_since(before: Ends) -> dict[str, set[int]]:
+    """The local ends that there were not yet."""
+    return {address: set(ports) - set(before.get(address, ())) for address, ports in local_ends().items()}
+
+
 def rank_in(text: str, everybody: Sequence[Ends]) -> int | None:
     """The rank whose address an error names, if it names just one.
 

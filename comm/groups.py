@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as torch_groups
 from espresso.comm.alarm import START_S, Alarm
 from espresso.comm.bounded import within
 from espresso.comm.connections import is_far
-from espresso.comm.endpoints import Ends, local_ends, rank_in
+from espresso.comm.endpoints import Ends, ends_since, local_ends, rank_in
 from espresso.comm.environment import build, check_builds
 from espresso.comm.errors import DisagreementError, EspressoError, LostRankError, ProtocolError, TopologyError
 from espresso.comm.group_names import highest_number, named_after
@@ -443,8 +443,8 @@ class Groups:
         link = self._new(ranks, self.backend, connections)
         if self._far and link.index >= 0:
             self._links += (link, *link.others)
-            for address, ports in local_ends().items():
-                self._link_ends.setdefault(address, set()).update(set(ports) - set(known.get(address, ())))
+            for address, ports in ends_since(known).items():
+                self._link_ends.setdefault(address, set()).update(ports)
         return link
 
     def _new(self, ranks: Sequence[int], backend: str, connections: int = 1) -> Member:

@@ -47,6 +47,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="auto",
         help="auto: mpi under mpirun and srun where mpi4py is installed, else gloo",
     )
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=1,
+        metavar="N",
+        help="between a worker and a server, over which partitions go in turn (1); over Gloo",
+    )
     parser.add_argument("--engines", type=int, default=4, metavar="N", help="threads of a server that add up (4)")
     parser.add_argument(
         "--server-memory-mb",
@@ -75,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         servers_per_node=options.servers_per_node,
         sharing=Sharing(options.sharing),
         transport=options.transport,
+        connections=options.connections,
         engines=options.engines,
         memory_bytes=options.server_memory_mb << 20,
         timeout_s=options.timeout_s,

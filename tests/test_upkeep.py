@@ -3,8 +3,11 @@
 import itertools
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import espresso
 from espresso.comm import collectives, groups, upkeep
 from espresso.comm.alarm import Progress
+from espresso.comm.parameter_server import transport
 from espresso.strategies import Scope
 from tests.workers import run_ranks
 
@@ -89,3 +93,33 @@ def test_a_job_looks_at_its_connections_again_after_twice_as_long() -> None:
     for outcome in run_ranks(looked_at, 2):
         first, second, third = outcome.value[:3]
         assert third - second > 1.4 * (second - first) > 0
+
+
+def told(store: dist.TCPStore, rank: int) -> tuple[list[int], int, int]:
+    """What the other end sends under six tags, over how many connections; beats heard on one of them meanwhile."""
+    mine = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    link = transport.GlooTransport(mine, rank, 2, 20.0, connections=3)
+    try:
+        places = [np.zeros(1, np.uint8) for _ in range(6)]
+        waits = [link.receive(transport.Channel.DATA, 1 - rank, 16 + i, place) for i, place in enumerate(places)]
+        for i in range(6):
+            number = np.full(1, 10 * rank + i, np.uint8)
+            link.send(transport.Channel.DATA, 1 - rank, 16 + i, number).wait(20.0)
+        transport.wait_for(waits, transport.Deadline(20.0))
+        time.sleep(1.0)
+        assert link._upkeep is not None
+        ways = {id(link._group(transport.Channel.DATA, tag)) for tag in range(16, 22)}
+        return [int(place[0]) for place in places], len(ways), link._upkeep.lines[0].heard
+    finally:
+        link.close()
+
+
+def test_servers_connections_are_kept_up_and_payloads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "is_far", lambda: True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(2) as ends:
+        found = list(ends.map(lambda rank: told(store, rank), range(2)))
+    for rank, (numbers, ways, heard) in enumerate(found):
+        assert numbers == [10 * (1 - rank) + i for i in range(6)]
+        assert ways == 3
+        assert heard > 2

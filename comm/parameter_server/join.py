@@ -40,6 +40,8 @@ _LINGER_S = 3.0
 _FAREWELL_S = 5.0
 """How long who fails waits for the servers' answer to its leaving."""
 
+MAX_CONNECTIONS = 16
+
 _LAST_S = 30.0
 """Whatever holds up an end after an error (a launcher's abort that waits for the dead) is cut off after so long."""
 
@@ -56,6 +58,7 @@ class ServerSettings:
         memory_bytes: of a server, for what was pushed and not added up yet.
         timeout_s: for connecting and for messages that were announced.
         sharing: how gradients are shared out over the servers.
+        connections: between a worker and a server, over Gloo.
     """
 
     servers: int = 0
@@ -65,6 +68,7 @@ class ServerSettings:
     memory_bytes: int = 1 << 30
     timeout_s: float = 300.0
     sharing: Sharing = Sharing.MEASURED
+    connections: int = 1
 
     def __post_init__(self) -> None:
         if self.servers + self.servers_per_node < 1 or min(self.servers, self.servers_per_node) < 0:
@@ -73,6 +77,8 @@ class ServerSettings:
             )
         if self.engines < 1 or self.memory_bytes < 1 or not self.timeout_s > 0:
             raise ValueError("engines, server memory and time-out must be above 0")
+        if not 1 <= self.connections <= MAX_CONNECTIONS:
+            raise ValueError(f"connections must be 1 to {MAX_CONNECTIONS}, got {self.connections}")
 
 
 @dataclass(frozen=True)
@@ -273,7 +279,7 @@ def _default_master(launch: Launch) -> None:
 def _transport(mail: MpiMail | StoreMail, roles: Roles, rank: int, settings: ServerSettings) -> Transport:
     if isinstance(mail, MpiMail):
         return MpiTransport(mail.world, list(roles.order))
-    return GlooTransport(mail.store, rank, len(roles.order), settings.timeout_s)
+    return GlooTransport(mail.store, rank, len(roles.order), settings.timeout_s, settings.connections)
 
 
 def _enter_world(roles: Roles, facts: Sequence[Fact], rank: int) -> None:

@@ -17,9 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
+from espresso.comm.connections import is_far
+from espresso.comm.endpoints import ends_since, local_ends
 from espresso.comm.errors import EspressoError
-from espresso.comm.member import break_off
+from espresso.comm.member import Member, break_off
 from espresso.comm.messages import Bytes
+from espresso.comm.upkeep import Upkeep
 
 FOREVER = timedelta(days=365)
 
@@ -118,29 +121,40 @@ class GlooTransport:
     Args:
         store: where the ranks find each other (``torch.distributed.Store``); a prefix of its own is used.
         timeout_s: for connecting.
+        connections: between two ranks, over which what has different tags goes in turn; the same on all ranks.
 
     Raises:
         LinkError: the ranks could not be connected.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float = 60.0, connections: int = 1) -> None:
         from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
         self.rank, self.size = rank, size
-        self._groups: dict[Channel, Any] = {}
-        for channel in Channel:
-            prefix = PrefixStore(f"espresso-servers-{channel.value}", store)
+        self._groups: dict[Channel, list[Any]] = {channel: [] for channel in Channel}
+        self._begun, known = 0, local_ends()
+        for channel, number in ((Channel.CONTROL, 0), *((Channel.DATA, number) for number in range(connections))):
+            prefix = PrefixStore(f"espresso-servers-{channel.value}-{number}", store)
             try:
                 group = ProcessGroupGloo(prefix, rank, size, timedelta(seconds=timeout_s))
             except RuntimeError as error:
                 raise LinkError(f"rank {rank} could not connect to the other {size - 1} ranks: {error}") from error
-            self._groups[channel] = group
+            self._groups[channel].append(group)
+        self._upkeep = None
+        if is_far():
+            links = [Member(group, tuple(range(size)), rank) for group in self._groups[Channel.DATA]]
+            self._upkeep = Upkeep(links, ends_since(known), lambda: self._begun)
 
     def send(self, channel: Channel, peer: int, tag: int, data: Bytes) -> Pending:
-        return self._start(self._groups[channel].send, torch.from_numpy(data), peer, tag)
+        return self._start(self._group(channel, tag).send, torch.from_numpy(data), peer, tag)
 
     def receive(self, channel: Channel, peer: int, tag: int, data: Bytes) -> Pending:
-        return self._start(self._groups[channel].recv, torch.from_numpy(data), peer, tag)
+        return self._start(self._group(channel, tag).recv, torch.from_numpy(data), peer, tag)
+
+    def _group(self, channel: Channel, tag: int) -> Any:
+        self._begun += 1
+        groups = self._groups[channel]
+        return groups[tag % len(groups)]
 
     def _start(self, call: Any, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         try:
@@ -150,9 +164,12 @@ class GlooTransport:
 
     def close(self) -> None:
         # A thread that still waits here would come back from the library while the interpreter ends, and abort it.
-        for group in self._groups.values():
+        if self._upkeep is not None:
+            self._upkeep.stop()
+        for group in (group for groups in self._groups.values() for group in groups):
             break_off(group, self.rank, self.size)
         self._groups.clear()
+        self._upkeep = None
 
 
 class _MpiPending:

@@ -165,8 +165,7 @@ class Config:
             takes each compressor's own: 1/8 for signs and random-k, 1/4 for top-k and its kin, 1 for the others.
         offload_threads: threads of the host worker pool; None takes the cores this rank may use.
         offload_width: compressions at once on that pool; None takes one for each of its threads, and at most 8.
-        connections: of each link between nodes, over which exchanges go in turn (Gloo; far apart, what adds up on
-            the way has as many of its own: ``docs/long_networks.md``).
+        connections: of each link between nodes, over which exchanges go in turn (Gloo; ``docs/long_networks.md``).
         compile_beside: kernels that are not on disk are compiled while plain steps run, and automatic mode begins when
             they are there. False: before the first step, which all ranks wait for.
         warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
