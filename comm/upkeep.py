@@ -80,10 +80,9 @@ class Line:
     def __init__(self, group: Any, peer: int) -> None:
         self._receiving: Any = None  # (works go before what they write to or read from)
         self._sending: deque[tuple[torch.Tensor, Any]] = deque()
-        self._theirs = torch.empty(0)
+        self._theirs = torch.tensor([_NOTHING])
         self.group, self._peer = group, peer
         self.heard = self.sent = 0
-        self._listen()
 
     def beat(self) -> None:
         """Take what has come, and send one. Never blocks.
@@ -91,6 +90,8 @@ class Line:
         Raises:
             RuntimeError: the connection is lost.
         """
+        if self._receiving is None:
+            self._listen()
         known = int(self._theirs)
         if known != _NOTHING:
             self.heard += 1

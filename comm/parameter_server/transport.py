@@ -163,9 +163,9 @@ class GlooTransport:
             raise LinkError(f"rank {peer}: {_worded(error)}", peer) from error
 
     def close(self) -> None:
-        # A thread that still waits here would come back from the library while the interpreter ends, and abort it.
         if self._upkeep is not None:
             self._upkeep.stop()
+        # A thread that still waits here would come back from the library while the interpreter ends, and abort it.
         for group in (group for groups in self._groups.values() for group in groups):
             break_off(group, self.rank, self.size)
         self._groups.clear()
