@@ -258,7 +258,7 @@ def test_the_deadline_ends_workers_that_ignore_sigterm(tmp_path: Path) -> None:
     code = "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     code += "pathlib.Path(os.environ['PIDS'], str(os.getpid())).touch(); time.sleep(60)"
     with pytest.raises(DeadlineError, match="rank 0, 1"):
-        run_workers(_loopback(2), _python(code), env={"PIDS": str(tmp_path)}, deadline_s=2)
+        run_workers(_loopback(2), _python(code), env={"PIDS": str(tmp_path)}, deadline_s=5)
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2
     assert not [pid for pid in pids if _is_running(pid)]

@@ -439,6 +439,24 @@ def test_where_latency_rules_one_message_a_step_is_found(in_flight):
     assert len(exchanges(near.chosen)) > 1
 
 
+def test_plain_is_priced_in_whole_buckets_as_it_is_carried_out():
+    from espresso.model.links import LinkCurve
+    from espresso.search.search import lay_out
+    from espresso.search.terms import AUTOMATIC
+    from espresso.strategies import Form, Routine, Scope
+
+    job = long_network(8, 115_000.0, scale=8)
+    points = ((4096.0, 10.0), (4e6, 120e3), (16e6, 800e3))  # as Gloo's allreduce was measured at 1 Gb/s and 100 ms
+    curve = LinkCurve(Routine.ALLREDUCE, Scope.FLAT, Form.RAW, points, 115_000.0)
+    job = replace(job, costs=replace(job.costs, links=replace(job.costs.links, curves=(curve,))))
+    strategies = [Strategy.uniform(job.tensors, job.cluster, partition_bytes=size) for size in (0, 1 << 22)]
+    whole_us, cut_us = (simulate(lay_out(job, strategy), job).iteration_us for strategy in strategies)
+    assert cut_us < 0.8 * whole_us
+    for terms in (None, AUTOMATIC):
+        found = search(job, "dgc:ratio=0.01", bucket_caps=None, **({} if terms is None else {"terms": terms}))
+        assert found.uncompressed_us == pytest.approx(whole_us)
+
+
 def test_where_the_way_varies_a_prediction_says_what_is_late(tmp_path):
     from espresso.model.links import LinkCurve
     from espresso.strategies import Form, Routine, Scope
