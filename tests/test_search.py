@@ -452,8 +452,8 @@ def test_plain_is_priced_in_whole_buckets_as_it_is_carried_out():
     strategies = [Strategy.uniform(job.tensors, job.cluster, partition_bytes=size) for size in (0, 1 << 22)]
     whole_us, cut_us = (simulate(lay_out(job, strategy), job).iteration_us for strategy in strategies)
     assert cut_us < 0.8 * whole_us
-    for terms in (None, AUTOMATIC):
-        found = search(job, "dgc:ratio=0.01", bucket_caps=None, **({} if terms is None else {"terms": terms}))
+    for how in ({}, {"terms": AUTOMATIC}, {"effort": NO_EFFORT}):
+        found = search(job, "dgc:ratio=0.01", bucket_caps=None, **how)
         assert found.uncompressed_us == pytest.approx(whole_us)
 
 
