@@ -363,6 +363,12 @@ class Groups:
                 object.__setattr__(member, "group", _Gone())
         self._upkeep = None
 
+    def let_go(self) -> None:
+        """Stop the threads of a job that nobody holds any more; its groups go with their last reference."""
+        if self._upkeep is not None:
+            self._upkeep.stop()
+        self.alarm.close()
+
     def _control_group(self) -> Any:
         """The group of control messages, as long as there is one."""
         if not self._made:

@@ -17,6 +17,9 @@ _UNUSED_TAG = 1
 
 BEAT_TAG = 2
 
+MAX_CONNECTIONS = 16
+"""Between two ranks."""
+
 
 @dataclass(frozen=True)
 class Member:

@@ -77,17 +77,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Join the job, then serve or run the script. Returns the exit status."""
     options = parse(arguments)
-    settings = ServerSettings(
-        servers=options.servers,
-        servers_per_node=options.servers_per_node,
-        sharing=Sharing(options.sharing),
-        transport=options.transport,
-        connections=options.connections,
-        engines=options.engines,
-        memory_bytes=options.server_memory_mb << 20,
-        timeout_s=options.timeout_s,
-    )
     try:
+        settings = ServerSettings(
+            servers=options.servers,
+            servers_per_node=options.servers_per_node,
+            sharing=Sharing(options.sharing),
+            transport=options.transport,
+            connections=options.connections,
+            engines=options.engines,
+            memory_bytes=options.server_memory_mb << 20,
+            timeout_s=options.timeout_s,
+        )
         joined = join(settings)
     except (EspressoError, ValueError) as error:
         sys.stderr.write(f"espresso.launch: {error}\n")

@@ -1,6 +1,8 @@
 """Connections to hosts far apart are kept from idling, and a rank that stopped is not waited for."""
 
+import gc
 import itertools
+import threading
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +74,25 @@ def under_comparison(rank: int) -> bool:
 def test_no_beats_where_torch_compares_operations() -> None:
     outcomes = run_ranks(under_comparison, 2)
     assert [outcome.value for outcome in outcomes] == [False, False]
+
+
+def left_behind(rank: int) -> bool:
+    """Whether a thread goes on for a state that was dropped without being closed."""
+    groups.is_far = lambda: True  # type: ignore[attr-defined]
+    state = espresso.register(DistributedDataParallel(nn.Linear(4, 4)), timeout_s=20).start()
+    names = {thread.name for thread in threading.enumerate()}
+    assert "espresso-upkeep" in names
+    del state
+    until = time.monotonic() + 20.0
+    while "espresso-upkeep" in names and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.05)
+        names = {thread.name for thread in threading.enumerate()}
+    return "espresso-upkeep" in names
+
+
+def test_a_state_that_is_dropped_leaves_no_thread_behind() -> None:
+    assert [outcome.value for outcome in run_ranks(left_behind, 2)] == [False, False]
 
 
 def looked_at(rank: int) -> list[float]:

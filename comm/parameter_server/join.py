@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from espresso.comm.environment import Launch, build, export_worker, local_address, read_environment
 from espresso.comm.errors import TopologyError
+from espresso.comm.member import MAX_CONNECTIONS
 from espresso.comm.memory import Codecs
 from espresso.comm.nodes import node_key
 from espresso.comm.parameter_server import connect
@@ -39,8 +40,6 @@ _LINGER_S = 3.0
 
 _FAREWELL_S = 5.0
 """How long who fails waits for the servers' answer to its leaving."""
-
-MAX_CONNECTIONS = 16
 
 _LAST_S = 30.0
 """Whatever holds up an end after an error (a launcher's abort that waits for the dead) is cut off after so long."""

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_args
 
 from espresso.comm.keep.residual import STORAGES
+from espresso.comm.member import MAX_CONNECTIONS
 from espresso.compressors import create
 from espresso.search.terms import AUTOMATIC, EXACT_VECTORS, FOR_EXACTNESS, Terms
 from espresso.strategies.constraints import Constraints
@@ -207,7 +208,7 @@ class Config:
     feedback_gain: float | None = field(default=None, metadata=_in(_optional(_real(1.0))))
     offload_threads: int | None = field(default=None, metadata=_in(_optional(_whole(1, 1024))))
     offload_width: int | None = field(default=None, metadata=_in(_optional(_whole(1, 64))))
-    connections: int = field(default=1, metadata=_in(_whole(1, 16)))
+    connections: int = field(default=1, metadata=_in(_whole(1, MAX_CONNECTIONS)))
     compile_beside: bool = field(default=True, metadata=_in(Range("True or False", (bool,))))
     warmup_steps: int = field(default=4, metadata=_in(_whole(3, MOST_MEASURED)))
     profile_steps: int = field(default=8, metadata=_in(_whole(1, MOST_MEASURED)))

@@ -431,7 +431,7 @@ class Session:
         self._guard.remove()
         self.recording.detach()
         self.executor.close()
-        for end in (self._kernels.end, self.codecs.close, self.groups.alarm.close):
+        for end in (self._kernels.end, self.codecs.close, self.groups.let_go):
             threading.Thread(target=end, name="espresso-end", daemon=True).start()
 
 
