@@ -29,10 +29,14 @@ from benchmarks.emulated import (
     open_network,
     run_workers,
 )
+from benchmarks.models import Name, build_workload, num_parameters
 from benchmarks.pictures import draw_lanes
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 600.0
+MOST_STEPS, FEWEST_STEPS = 180, 40
+#: What plain DDP's bytes may take in all, so that the demo ends within minutes on a slow network too.
+PLAIN_S = 60.0
 LEFT_BEHIND = {
     "summary.json": "this table",
     "strategy.json": "what automatic mode chose (espresso explain)",
@@ -131,6 +135,11 @@ def table_of(rows: list[Row], title: str) -> Table:
 
 def spread_over_seeds(model: str, num_steps: int) -> str:
     """What one run of each arm says about where training ends: how far plain DDP's own seeds lie apart."""
+    if num_steps < MOST_STEPS:
+        return (
+            "So short a training does not say where it would end: what error feedback still keeps back is a large part"
+            " of it. python -m benchmarks.convergence measures that."
+        )
     path = results.RESULTS_DIR / f"convergence_{model}10m.json"
     measured = json.loads(path.read_text()) if path.exists() else {"config": {}, "rows": []}
     if measured["config"].get("steps") != num_steps:
@@ -142,6 +151,17 @@ def spread_over_seeds(model: str, num_steps: int) -> str:
         f" and an accuracy of {min(accuracies):.3f} to {max(accuracies):.3f}: smaller differences say nothing"
         f" ({path.relative_to(ROOT)})."
     )
+
+
+def steps_that_fit(model: Name, network: Network) -> int:
+    """How many steps of each arm end within minutes: fewer where plain DDP's bytes take more than ``PLAIN_S``.
+
+    Between two hosts an allreduce sends every gradient once.
+    """
+    if network.rate_bps is None:
+        return MOST_STEPS
+    plain_step_s = 32 * num_parameters(build_workload(model).make_model()) / network.rate_bps
+    return max(FEWEST_STEPS, min(MOST_STEPS, int(PLAIN_S / plain_step_s)))
 
 
 def describe_network(network: Network, console: Console) -> None:
@@ -166,14 +186,16 @@ def describe_network(network: Network, console: Console) -> None:
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Option(help="mlp, gpt, cnn, resnet, vit or lstm.")] = "mlp",
+    model: Annotated[Name, typer.Option(help="What to train.")] = "mlp",
     rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "1gbit",
     rtt_ms: Annotated[float, typer.Option(help="Round trip between hosts far apart; 0: one local network.")] = 0.0,
     workers: Annotated[int, typer.Option(help="Workers per host.")] = 1,
     compressor: Annotated[str, typer.Option(help="What automatic mode may use.")] = "efsignsgd",
     blocks: Annotated[int, typer.Option(help="Rounds of timing.")] = 4,
-    steps_per_block: Annotated[int, typer.Option()] = 8,
-    total_steps: Annotated[int, typer.Option(help="Of every arm; the learning rate falls to zero.")] = 180,
+    steps_per_block: Annotated[int | None, typer.Option(help="8 by default, 3 or more where steps are few.")] = None,
+    total_steps: Annotated[
+        int | None, typer.Option(help="Of every arm; the learning rate falls to zero. By default what fits minutes.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where everything is left.")] = Path("build/demo"),
     arms: Annotated[str | None, typer.Option(help="Other arms than the demo's.")] = None,
 ) -> None:
@@ -183,12 +205,14 @@ def main(
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     chosen = arms or f"plain,fp16,espresso:{compressor},none"
-    argv = ["--model", model, "--arms", chosen]
-    argv += ["--blocks", str(blocks), "--steps-per-block", str(steps_per_block)]
-    argv += ["--total-steps", str(total_steps)]
     try:
         with open_network(2, rate, distance=Distance(rtt_ms=rtt_ms) if rtt_ms else None) as network:
             describe_network(network, console)
+            total = total_steps or steps_that_fit(model, network)
+            timed = steps_per_block or max(3, min(8, total // 20))
+            argv = ["--model", model, "--arms", chosen, "--blocks", str(blocks)]
+            argv += ["--steps-per-block", str(timed), "--total-steps", str(total)]
+            argv += ["--decide-by", "0"] if total < MOST_STEPS else []  # plain steps to wait in are what is slow
             result = train(network, console, out, argv, workers)
     except (WorkerError, DeadlineError) as error:
         console.print(str(error), style="red", markup=False)

@@ -76,7 +76,8 @@ HIERARCHICAL_PIPELINES: tuple[tuple[str, str, str], ...] = (
 )
 """The pair that needs two workers a host."""
 
-WARM_UP_STEPS = 6
+WARM_UP_STEPS = 12
+"""Of each strategy: far apart a connection loses packets in its first steps, until its bursts are spread."""
 app = typer.Typer(pretty_exceptions_enable=False)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo import spread_over_seeds
-from benchmarks.emulated import why_not_permitted
+from benchmarks.demo import spread_over_seeds, steps_that_fit
+from benchmarks.emulated import Network, why_not_permitted
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,7 +22,7 @@ def test_demo_leaves_a_summary_that_adds_up(tmp_path: Path) -> None:
     command += ["--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "from seed to seed" in " ".join(done.stdout.split())
+    assert "So short a training does not say where it would end" in " ".join(done.stdout.split())
     rows = {row["name"]: row for row in json.loads((tmp_path / "summary.json").read_text())}
     assert list(rows) == ["plain DDP", "fp16 hook", "compute only"]
     plain, half, bound = rows["plain DDP"], rows["fp16 hook"], rows["compute only"]
@@ -50,6 +50,12 @@ def test_a_failing_trainer_is_quoted(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert "no kind 'warp'" in done.stdout
+
+
+@pytest.mark.parametrize(("rate_bps", "steps"), [(None, 180), (10**9, 180), (300 * 10**6, 55), (10**6, 40)])
+def test_a_slow_network_has_fewer_steps(rate_bps: int | None, steps: int) -> None:
+    """10.2 M gradients are 327 Mb: a minute of them is 55 steps at 300 Mb/s; fewer than 40 are no training."""
+    assert steps_that_fit("mlp", Network((), rate_bps)) == steps
 
 
 def test_the_demo_says_how_far_seeds_lie_apart() -> None:

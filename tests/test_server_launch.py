@@ -351,9 +351,7 @@ def test_the_number_of_servers_is_needed(capsys):
 def test_settings_out_of_range_are_said_without_a_traceback(
     capsys: pytest.CaptureFixture[str], setting: str, said: str
 ) -> None:
-    from espresso import launch
-
-    assert launch.main(["--servers", "1", setting, "0", "train.py"]) == 1
+    assert main(["--servers", "1", setting, "0", "train.py"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("espresso.launch: ")
     assert said in told
