@@ -1,6 +1,7 @@
 """How much a parameter server carries: gradients through it against its network card's limit.
 
     python -m benchmarks.server_throughput                  # emulated hosts, 4 workers, 1 and 2 servers, 1 Gb/s
+    python -m benchmarks.server_throughput --rate 200mbit --rtt-ms 50 --workers 1 --shapes 1x4,1x4x4   # far apart
     mpirun -np 6 python -m espresso.launch --servers 2 -m benchmarks.server_throughput worker --rate-bps 0
 
 Workers push prepared messages of 4 MB partitions and pull the answers, as fast as both go: nothing else runs. What
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.emulated import measure_bulk_rate, open_network, run_workers
+from benchmarks.emulated import Distance, measure_bulk_rate, open_network, run_workers
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Line, Link, connected
@@ -114,6 +115,7 @@ def worker(
     rounds: Annotated[int, typer.Option()] = 5,
     repeats: Annotated[int, typer.Option()] = 3,
     rate_bps: Annotated[float, typer.Option(help="A server's card; 0: unlimited.")] = 1e9,
+    connections: Annotated[int, typer.Option(help="As espresso.launch was told, for the table.")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """One worker of the benchmark, inside espresso.launch."""
@@ -147,6 +149,7 @@ def worker(
                 "workers": groups.num_ranks,
                 "servers": client.num_servers,
                 "engines": client.engines,
+                "connections": connections,
                 "round_ms": 1e3 * seconds,
                 "server_mb_per_s": sent / seconds / 1e6,
                 "of_card": 8 * sent / seconds / rate_bps if rate_bps else None,
@@ -171,6 +174,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     for header in (
         "servers",
         "engines",
+        "connections",
         "workers",
         "coding",
         "round, ms",
@@ -183,8 +187,8 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
         share = row["of_card"]
         judged = share is not None and row["servers"] == 2 and row["coding"] in ("raw", "int8")
         table.add_row(
-            str(row["servers"]), str(row["engines"]), str(row["workers"]), row["coding"], f"{row['round_ms']:.0f}",
-            f"{row['server_mb_per_s']:.1f}", "" if share is None else f"{share:.1%}",
+            *(str(row[name]) for name in ("servers", "engines", "connections", "workers", "coding")),
+            f"{row['round_ms']:.0f}", f"{row['server_mb_per_s']:.1f}", "" if share is None else f"{share:.1%}",
             "" if not judged else ("pass" if share >= LEAST else "MISS"),
         )  # fmt: skip
     return table
@@ -194,7 +198,10 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 def emulated(
     rate: Annotated[str, typer.Option(help="Of every host's card.")] = "1gbit",
     workers: Annotated[int, typer.Option()] = 4,
-    shapes: Annotated[str, typer.Option(help="servers x engines.")] = "1x4,2x1,2x4",
+    rtt_ms: Annotated[float, typer.Option(help="Round trip between hosts far apart; 0: one local network.")] = 0.0,
+    shapes: Annotated[str, typer.Option(help="servers x engines, x connections where there are several.")] = (
+        "1x4,2x1,2x4"
+    ),
     codings: Annotated[str, typer.Option()] = "raw;int8;efsignsgd",
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "server_throughput.json",
 ) -> None:
@@ -203,37 +210,28 @@ def emulated(
     bulk: dict[str, list[float]] = {}
     console = results.console(120)
     for shape in shapes.split(","):
-        servers, engines = (int(number) for number in shape.split("x"))
+        servers, engines, connections = (*(int(number) for number in shape.split("x")), 1)[:3]
         part = json_path.with_suffix(".raw")
-        with open_network(workers + servers, rate) as network:
+        with open_network(workers + servers, rate, distance=Distance(rtt_ms) if rtt_ms else None) as network:
             measured = measure_bulk_rate(network, 0.6)[-2:]
             bulk[shape] = [one.payload_bps for one in measured]
-            argv = [
-                sys.executable,
-                "-m",
-                "espresso.launch",
-                "--servers",
-                str(servers),
-                "--engines",
-                str(engines),
-            ]
-            argv += [
-                "-m",
-                "benchmarks.server_throughput",
-                "worker",
-                "--codings",
-                codings,
-                "--json",
-                str(part),
-            ]
-            argv += ["--rate-bps", str(network.rate_bps or 0)]
+            argv = [sys.executable, "-m", "espresso.launch", "--servers", str(servers), "--engines", str(engines)]
+            argv += ["--connections", str(connections)]
+            argv += ["-m", "benchmarks.server_throughput", "worker", "--codings", codings, "--json", str(part)]
+            argv += ["--rate-bps", str(network.rate_bps or 0), "--connections", str(connections)]
             run_workers(network, argv, deadline_s=200.0)
         rows += json.loads(part.read_text())
         part.unlink()
     console.print(table_of(rows))
     console.print(f"bulk rates in the same run: { {k: [f'{b / 1e6:.0f} Mb/s' for b in v] for k, v in bulk.items()} }")
-    config = {"rate": rate, "partition_elements": PARTITION_ELEMENTS, "bulk_bps": bulk, "least": LEAST}
-    config["command"] = "python -m benchmarks.server_throughput"
+    config = {
+        "rate": rate,
+        "rtt_ms": rtt_ms,
+        "partition_elements": PARTITION_ELEMENTS,
+        "bulk_bps": bulk,
+        "least": LEAST,
+    }
+    config["command"] = " ".join(("python -m benchmarks.server_throughput", *sys.argv[2:]))
     results.write(json_path, results.record(config, 0, rows))
 
 

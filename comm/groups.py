@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -38,9 +38,6 @@ logger = logging.getLogger("espresso")
 LETS_GO_OF_PYTHON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 """Whether a process group that goes waits for its threads without Python's lock; where it keeps it, they dead-lock."""
 
-
-MUCH, MUCH_S = (1 << 18, 1 << 20, 1 << 20), 0.1
-"""Bytes by which a card is looked at, the first to open the connection's window; after so long nothing more is sent."""
 
 _SLACK_S = 2.0
 """For the groups' own time-outs to come first."""
@@ -129,7 +126,7 @@ class Groups:
 
         def make() -> tuple[Member, Cluster, dict[Scope, Member]]:
             store, card = self._meet(parent)
-            with self._explained(what):
+            with self.explained(what):
                 self.control = self._new(self._ranks, "gloo")
                 store.delete_key(card)  # everybody has read it, and may come again
                 answers = self.alarm.roll_call(START_S)
@@ -180,7 +177,7 @@ class Groups:
         """
         mine = torch.from_numpy(PLAIN.pack(value))
         group = self._control_group()
-        with self._explained("the ranks' messages to each other"):
+        with self.explained("the ranks' messages to each other"):
             sizes = gathered(torch.tensor([mine.numel()]), self.num_ranks, group)
             largest = max(map(_checked_size, sizes))
             padded = torch.zeros(largest, dtype=torch.uint8)
@@ -196,7 +193,7 @@ class Groups:
     def all_true(self, value: bool) -> bool:
         """Whether it is true on every rank."""
         flag = torch.tensor([int(value)])
-        with self._explained("the ranks' messages to each other"):
+        with self.explained("the ranks' messages to each other"):
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._control_group())
         return bool(flag.item())
 
@@ -205,73 +202,15 @@ class Groups:
         group, source = self._control_group(), self._ranks[0]
         message = torch.from_numpy(PLAIN.pack(value if self.rank == 0 else None))
         size = torch.tensor([message.numel()])
-        with self._explained("rank 0's message to the others"):
+        with self.explained("rank 0's message to the others"):
             dist.broadcast(size, src=source, group=group)
             if self.rank:
                 message = torch.empty(_checked_size(size), dtype=torch.uint8)
             dist.broadcast(message, src=source, group=group)
         return PLAIN.unpack(message.numpy())
 
-    def round_trips(self, clock: Callable[[], float], count: int = 8) -> list[tuple[float, float, float]]:
-        """Ask rank 0 for the time: (sent, its answer, back) by every rank's ``clock``. Collective; none on rank 0."""
-        group, now, trips = self._group_for_pairs(), torch.zeros(1, dtype=torch.float64), []
-        with self._explained("the ranks' look at rank 0's clock"):
-            if self.rank:
-                for _ in range(count):
-                    sent = clock()
-                    group.send([now], 0, 0).wait()
-                    group.recv([now], 0, 0).wait()
-                    trips.append((sent, float(now), clock()))
-                return trips
-            for peer in range(1, self.num_ranks):
-                for _ in range(count):
-                    group.recv([now], peer, 0).wait()
-                    now[0] = clock()
-                    group.send([now], peer, 0).wait()
-        return []
-
-    def card_rate(self, clock: Callable[[], float]) -> float | None:
-        """What this node's card sends to the next node while nothing else is sent, in bytes a unit of ``clock``.
-
-        Collective. None with one node, and on ranks that are not their node's first. A node that sends does not
-        receive, since answers would wait behind what it sends itself.
-        """
-        per_node, nodes = self.cluster.ranks_per_node, self.cluster.num_nodes
-        node, local = divmod(self.rank, per_node)
-        if nodes == 1 or local:
-            return None
-        rate = None
-        with self._explained("the ranks' look at their network cards"):
-            for turn in range(3 if nodes % 2 else 2):
-                if _turn(node, nodes) == turn:
-                    rate = self._send_much((node + 1) % nodes * per_node, clock)
-                elif _turn((node - 1) % nodes, nodes) == turn:
-                    self._receive_much((node - 1) % nodes * per_node)
-        return rate
-
-    def _send_much(self, peer: int, clock: Callable[[], float]) -> float:
-        """The best of some sends; every one says how many bytes come, and the last that none do."""
-        group, answer, started = self._group_for_pairs(), torch.zeros(1), time.perf_counter()
-        rates: list[float] = []
-        for num_bytes in MUCH:
-            if rates and time.perf_counter() - started > MUCH_S:
-                break
-            begin = clock()
-            group.send([torch.tensor([num_bytes])], peer, 0).wait()
-            group.send([torch.zeros(num_bytes, dtype=torch.uint8)], peer, 0).wait()
-            group.recv([answer], peer, 0).wait()
-            rates.append(num_bytes / (clock() - begin))
-        group.send([torch.tensor([0])], peer, 0).wait()
-        return max(rates[1:] or rates)  # (what a card lets through in a burst after a rest is gone by then)
-
-    def _receive_much(self, peer: int) -> None:
-        group, answer, num_bytes = self._group_for_pairs(), torch.zeros(1), torch.tensor([0])
-        while group.recv([num_bytes], peer, 0).wait() and int(num_bytes):
-            group.recv([torch.zeros(int(num_bytes), dtype=torch.uint8)], peer, 0).wait()
-            group.send([answer], peer, 0).wait()
-
-    def _group_for_pairs(self) -> Any:
-        """For messages from rank to rank: where operations are compared they have a group of their own."""
+    def for_pairs(self) -> Any:
+        """The group for messages from rank to rank: where operations are compared they have a group of their own."""
         if not _operations_are_compared():
             return self._control_group()
         if self._pairs is None:
@@ -289,19 +228,19 @@ class Groups:
         All ranks begin theirs between the same two iterations, or in the same hook call, as all control messages.
         """
         self._control_group()
-        return Gathering(mine, self.control, self._explained, adds=False)
+        return Gathering(mine, self.control, self.explained, adds=False)
 
     def start_sum(self, mine: torch.Tensor) -> Gathering:
         """Begin to add up everybody's tensor, in place; otherwise as :meth:`start_gather`."""
         self._control_group()
-        return Gathering(mine, self.control, self._explained, adds=True)
+        return Gathering(mine, self.control, self.explained, adds=True)
 
     def barrier(self, *, patient: bool = False) -> None:
         """Wait for everybody; past the time-out only if ``patient``, and while all ranks answer."""
         options = dist.BarrierOptions()
         options.timeout = timedelta(seconds=max(self.timeout_s, PATIENCE_S)) if patient else self._timeout
         group = self._control_group()
-        with self._explained("the ranks' barrier"):
+        with self.explained("the ranks' barrier"):
             work = group.barrier(options)
             try:
                 if patient:
@@ -321,7 +260,7 @@ class Groups:
                 look_at = time.monotonic() + _LOOK_EVERY_S
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def explained(self, what: str) -> Iterator[None]:
         """A lost connection becomes an error that says whose it was."""
         try:
             yield
@@ -470,11 +409,6 @@ class Groups:
         if me in ranks:
             self._made.append(member)
         return member
-
-
-def _turn(node: int, nodes: int) -> int:
-    """When a node sends, of as few turns as keep senders from receiving; the last of an odd number has its own."""
-    return 2 if nodes % 2 and node == nodes - 1 else node % 2
 
 
 def _operations_are_compared() -> bool:

@@ -18,6 +18,7 @@ from benchmarks.rank_pool import POOL
 from espresso.comm.errors import TopologyError
 from espresso.comm.groups import Groups
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
+from espresso.comm.pairs import card_rate
 from espresso.live import profiler
 from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import HostCodecs
@@ -113,7 +114,7 @@ def test_exchanges_go_in_turn_over_several_connections_between_nodes():
 def look_at_cards(rank: int, ranks_per_node: int) -> list[float | None]:
     groups = Groups(ranks_per_node=ranks_per_node, timeout_s=20)
     try:
-        return groups.all_objects(groups.card_rate(lambda: time.perf_counter() * 1e6))
+        return groups.all_objects(card_rate(groups, lambda: time.perf_counter() * 1e6))
     finally:
         groups.close()
 

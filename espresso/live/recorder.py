@@ -25,6 +25,7 @@ from typing import Any
 from espresso.comm import connections
 from espresso.comm.execute.assignment import Record
 from espresso.comm.groups import Groups
+from espresso.comm.pairs import card_rate, round_trips
 from espresso.diagnosis.overlap import measured_overlap
 from espresso.flight.clocks import tick_of
 from espresso.flight.form import NAME, Flight, Script, Span, StepRecord, Stretch, Tick, Traffic
@@ -152,13 +153,13 @@ class Recorder:
         if self._groups.num_ranks == 1:
             return
         self._look_at_traffic()
-        trips = self._groups.round_trips(now_us, FEW_TRIPS if self._groups.num_ranks > MANY_RANKS else TRIPS)
+        trips = round_trips(self._groups, now_us, FEW_TRIPS if self._groups.num_ranks > MANY_RANKS else TRIPS)
         if trips:
             self.ticks.append(tick_of(trips))
 
     def look_at_card(self) -> None:
         """Find out what this host's card sends when nothing else does. All ranks together, before the first step."""
-        rate = self._groups.card_rate(now_us)
+        rate = card_rate(self._groups, now_us)
         if rate is not None:
             self.facts["card_rate"] = rate
 
