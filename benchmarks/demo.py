@@ -34,9 +34,10 @@ from benchmarks.pictures import draw_lanes
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 600.0
+"""And what the steps of all arms take at plain DDP's bytes."""
 MOST_STEPS, FEWEST_STEPS = 180, 40
-#: What plain DDP's bytes may take in all, so that the demo ends within minutes on a slow network too.
 PLAIN_S = 60.0
+"""What plain DDP's bytes may take in all, so that the demo ends within minutes on a slow network too."""
 LEFT_BEHIND = {
     "summary.json": "this table",
     "strategy.json": "what automatic mode chose (espresso explain)",
@@ -97,7 +98,9 @@ class Follower:
             self._bar.update(self._task, description=text, completed=last["done"], total=last["total"])
 
 
-def train(network: Network, console: Console, out: Path, argv: list[str], workers: int) -> dict[str, Any]:
+def train(
+    network: Network, console: Console, out: Path, argv: list[str], workers: int, deadline_s: float
+) -> dict[str, Any]:
     """Run the trainer on every host and return its result."""
     logs, result, progress = out / "logs", out / "train.json", out / "progress.jsonl"
     logs.mkdir(parents=True, exist_ok=True)
@@ -112,7 +115,7 @@ def train(network: Network, console: Console, out: Path, argv: list[str], worker
             command,
             workers_per_host=workers,
             pin=True,
-            deadline_s=DEADLINE_S,
+            deadline_s=deadline_s,
             log_dir=logs,
             on_poll=Follower(progress, bar),
         )
@@ -153,15 +156,16 @@ def spread_over_seeds(model: str, num_steps: int) -> str:
     )
 
 
-def steps_that_fit(model: Name, network: Network) -> int:
-    """How many steps of each arm end within minutes: fewer where plain DDP's bytes take more than ``PLAIN_S``.
-
-    Between two hosts an allreduce sends every gradient once.
-    """
+def plain_step_s(model: Name, network: Network) -> float:
+    """What plain DDP's bytes take: between two hosts an allreduce sends every gradient once."""
     if network.rate_bps is None:
-        return MOST_STEPS
-    plain_step_s = 32 * num_parameters(build_workload(model).make_model()) / network.rate_bps
-    return max(FEWEST_STEPS, min(MOST_STEPS, int(PLAIN_S / plain_step_s)))
+        return 0.0
+    return 32 * num_parameters(build_workload(model).make_model()) / network.rate_bps
+
+
+def steps_that_fit(step_s: float) -> int:
+    """How many steps of each arm end within minutes: fewer where those of plain DDP take more than ``PLAIN_S``."""
+    return max(FEWEST_STEPS, min(MOST_STEPS, int(PLAIN_S / step_s) if step_s else MOST_STEPS))
 
 
 def describe_network(network: Network, console: Console) -> None:
@@ -208,12 +212,13 @@ def main(
     try:
         with open_network(2, rate, distance=Distance(rtt_ms=rtt_ms) if rtt_ms else None) as network:
             describe_network(network, console)
-            total = total_steps or steps_that_fit(model, network)
+            step_s = plain_step_s(model, network)
+            total = total_steps or steps_that_fit(step_s)
             timed = steps_per_block or max(3, min(8, total // 20))
             argv = ["--model", model, "--arms", chosen, "--blocks", str(blocks)]
             argv += ["--steps-per-block", str(timed), "--total-steps", str(total)]
             argv += ["--decide-by", "0"] if total < MOST_STEPS else []  # plain steps to wait in are what is slow
-            result = train(network, console, out, argv, workers)
+            result = train(network, console, out, argv, workers, DEADLINE_S + len(chosen.split(",")) * total * step_s)
     except (WorkerError, DeadlineError) as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(1) from None

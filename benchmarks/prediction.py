@@ -190,7 +190,9 @@ def _with_costs(job: Any, specs: Sequence[str]) -> Any:
             if turn == dist.get_rank():
                 codecs.warm_up([spec], ["float32"])
             dist.barrier()
-        compute += measure_compressor(groups, codecs, spec, [Device.TRAINING], largest=largest)
+        compute += measure_compressor(
+            groups, codecs, spec, [Device.TRAINING], largest=largest, cores=job.costs.contention.cores or 1.0
+        )
     codecs.close()
     groups.close()
     shared: list[Any] = [replace(job, costs=replace(job.costs, compute=tuple(compute)))]

@@ -63,7 +63,14 @@ class Place:
 
     def tx_bytes(self) -> int:
         """What this host's card has sent so far, by the kernel's counter."""
-        return int(Path(f"/sys/class/net/{self.interface}/statistics/tx_bytes").read_text())
+        return self._counted("tx_bytes")
+
+    def rx_bytes(self) -> int:
+        """What it has received."""
+        return self._counted("rx_bytes")
+
+    def _counted(self, counter: str) -> int:
+        return int(Path(f"/sys/class/net/{self.interface}/statistics/{counter}").read_text())
 
 
 @dataclass(frozen=True)

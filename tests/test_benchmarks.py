@@ -207,3 +207,5 @@ def test_traffic_and_rounds_by_the_models_formulas():
     assert growth.formula(*twice, 8, 1, growth.MANY) == (pytest.approx(2 * 7 / 8 * payload, rel=0.01), 2)
     assert growth.formula(*between, 4, 2, growth.MANY) == (pytest.approx(3 * payload, rel=0.01), 1)
     assert growth.formula("flat.allreduce", "none", 4, 1, growth.MANY)[0] == pytest.approx(1.5 * 4 * growth.MANY)
+    through = growth.SERVERS["through a server"]  # its card receives every worker's and sends every worker its own
+    assert growth.formula(*through, 4, 1, growth.MANY, servers=1) == (pytest.approx(2 * 4 * 4 * growth.MANY), 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo import spread_over_seeds, steps_that_fit
+from benchmarks.demo import plain_step_s, spread_over_seeds, steps_that_fit
 from benchmarks.emulated import Network, why_not_permitted
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +55,7 @@ def test_a_failing_trainer_is_quoted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rate_bps", "steps"), [(None, 180), (10**9, 180), (300 * 10**6, 55), (10**6, 40)])
 def test_a_slow_network_has_fewer_steps(rate_bps: int | None, steps: int) -> None:
     """10.2 M gradients are 327 Mb: a minute of them is 55 steps at 300 Mb/s; fewer than 40 are no training."""
-    assert steps_that_fit("mlp", Network((), rate_bps)) == steps
+    assert steps_that_fit(plain_step_s("mlp", Network((), rate_bps))) == steps
 
 
 def test_the_demo_says_how_far_seeds_lie_apart() -> None:

@@ -3,6 +3,8 @@
 import itertools
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -19,6 +21,7 @@ from espresso.comm.errors import TopologyError
 from espresso.comm.groups import Groups
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
 from espresso.comm.pairs import card_rate
+from espresso.flight.processors import Delays
 from espresso.live import profiler
 from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import HostCodecs
@@ -313,6 +316,39 @@ def encoded(rank: int) -> list[tuple[int, float]]:
 def test_compressors_are_timed_in_a_row_each_with_its_own_numbers():
     for outcome in run_ranks(encoded, 2):
         assert outcome.value == [(4, pytest.approx(200.0)), (1, pytest.approx(800.0))]
+
+
+def on_one_core(rank: int) -> tuple[float, float]:
+    """Microseconds of an encode by ranks that share a core with somebody: with what they wait for it, and without."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(mine)])
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    groups, codecs, spec = Groups(timeout_s=60), HostCodecs(1), CompressorSpec.parse("efsignsgd")
+    try:
+        codecs.warm_up([spec], ["float32"])
+        groups.barrier(patient=True)
+        size = 1 << 21
+        together, apart = (
+            measure_compressor(groups, codecs, spec, [Device.TRAINING], largest=4 * size, sizes=[size], cores=cores)[
+                0
+            ].time_us(size)
+            for cores in (1.0, 0.5)
+        )
+        return together, apart
+    finally:
+        busy.kill()
+        busy.wait()
+        groups.close()
+        codecs.close()
+        os.sched_setaffinity(0, mine)
+
+
+@pytest.mark.skipif(Delays.open() is None, reason="the system does not say how long a thread waited for a core")
+def test_of_a_core_that_ranks_share_compressors_are_timed_alone():
+    """The timeline counts that they share it."""
+    for outcome in run_ranks(on_one_core, 2):
+        together, apart = outcome.value
+        assert apart < 0.8 * together
 
 
 def test_a_stall_is_not_taken_for_the_links_rate():

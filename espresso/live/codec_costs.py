@@ -15,6 +15,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.program import Codecs
 from espresso.compressors.base import Codec, Segment
 from espresso.compressors.rehearsal import Step, rehearse
+from espresso.flight.processors import Delays
 from espresso.live.profiler import Place
 from espresso.model.costs import COMMON_OPS, ComputeCost, Op
 from espresso.strategies import CompressorSpec, Device
@@ -38,6 +39,7 @@ def measure_compressors(
     largest: int,
     place: Place | None = None,
     offload_width: int = 1,
+    cores: float = 1.0,
 ) -> tuple[ComputeCost, ...]:
     """Costs of several compressors, on all ranks at once, at less than so many times the cost of one.
 
@@ -51,12 +53,14 @@ def measure_compressors(
         first = whole.get(spec.name)
         if first is None:
             first = whole[spec.name] = measure_compressor(
-                groups, codecs, spec, devices, largest=largest, place=place, offload_width=offload_width
+                groups, codecs, spec, devices, largest=largest, place=place, offload_width=offload_width, cores=cores
             )
             found += first
             continue
         sizes = [size for size in PROBED if size <= largest] or [max(largest, 1)]
-        probed = measure_compressor(groups, codecs, spec, devices[:1], largest=largest, place=place, sizes=sizes)
+        probed = measure_compressor(
+            groups, codecs, spec, devices[:1], largest=largest, place=place, cores=cores, sizes=sizes
+        )
         found += [_scaled(cost, str(spec), first, probed) for cost in first]
     return tuple(found)
 
@@ -85,6 +89,7 @@ def measure_compressor(
     repeats: int = 5,
     place: Place | None = None,
     offload_width: int = 1,
+    cores: float = 1.0,
     sizes: Sequence[int] = (),
 ) -> tuple[ComputeCost, ...]:
     """Encode (with its residual) and decode times of one compressor, on all ranks at once.
@@ -92,6 +97,8 @@ def measure_compressor(
     Args:
         largest: elements of the largest group; sizes beyond it are not measured.
         offload_width: so many offloaded ones run at once, and so they are timed.
+        cores: of a rank. With less than one, what it waited for a core is left out: the timeline counts that, and so
+            would this, of what takes longer than the system's time slices.
         place: where the training device's codecs work.
         sizes: to measure at; by default all.
 
@@ -107,7 +114,8 @@ def measure_compressor(
         width = offload_width if device is Device.OFFLOAD else 1
         most = IN_A_ROW if width == 1 else 1
         rows = [
-            _time_codec(groups, codec, size, repeats, here, width, max(min(most, largest // size), 1)) for size in sizes
+            _time_codec(groups, codec, size, repeats, here, width, max(min(most, largest // size), 1), cores)
+            for size in sizes
         ]
         for op, column in zip(Op if rounds else COMMON_OPS, range(3), strict=False):
             launch = min(0.9 * rows[0][column], 50.0)
@@ -120,7 +128,7 @@ def measure_compressor(
 
 
 def _time_codec(
-    groups: Groups, codec: Codec, size: int, repeats: int, place: Place, width: int, in_a_row: int
+    groups: Groups, codec: Codec, size: int, repeats: int, place: Place, width: int, in_a_row: int, cores: float
 ) -> tuple[float, ...]:
     """Microseconds of an encode, of the decode of a payload of every rank, and of a transform where there is one.
 
@@ -134,7 +142,14 @@ def _time_codec(
         rehearse(codec, [probe], rows=groups.num_ranks, scale=1.0 / groups.num_ranks, here=place.here)
         for _ in range(width * in_a_row)
     ]
-    times = []
+    times: list[list[float]] = []
+    delays = Delays.open() if cores < 1 and place.device.type == "cpu" else None
+
+    def time_us(step: Step) -> float:
+        waited_us = delays.read() if delays else 0.0
+        took_us = place.time_us(step)
+        return took_us - (delays.read() - waited_us if delays else 0.0)
+
     with ThreadPoolExecutor(width) as others:
         steps = [
             partial(_in_a_row, each) if width == 1 else partial(_at_once, others, each)
@@ -142,7 +157,7 @@ def _time_codec(
         ]
         for _ in range(repeats):
             groups.barrier()
-            times.append([place.time_us(step) / in_a_row for step in steps])
+            times.append([time_us(step) / in_a_row for step in steps])
     medians = tuple(median(column) for column in zip(*times, strict=True))
     return tuple(map(max, zip(*groups.all_objects(medians), strict=True)))
 

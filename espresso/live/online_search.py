@@ -192,7 +192,7 @@ class OnlineSearch:
         runtime = self._runtime
         largest_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
         links = measure_links(self._groups, place=runtime.place, largest=largest_bytes)
-        compute = self._measure_compressors(self._wanted(), devices, largest)
+        compute = self._measure_compressors(self._wanted(), devices, largest, cores)
         width = self._codecs.offload_width if Device.OFFLOAD in devices else 1
         pool = min(float(self._codecs.pool.num_threads), cores) / width
         pushes, burnt = measure_exchange(self._groups, self._bearing)
@@ -218,11 +218,11 @@ class OnlineSearch:
         return [spec for spec in self._wanted() if spec in self.compressors]
 
     def _measure_compressors(
-        self, specs: Sequence[CompressorSpec], devices: Sequence[Device], largest: int
+        self, specs: Sequence[CompressorSpec], devices: Sequence[Device], largest: int, cores: float
     ) -> tuple[ComputeCost, ...]:
         return measure_compressors(
             self._groups, self._codecs, specs, devices, largest=largest, place=self._runtime.place,
-            offload_width=self._codecs.offload_width,
+            offload_width=self._codecs.offload_width, cores=cores,
         )  # fmt: skip
 
     def _with_compressors(self, job: Job) -> Job:
@@ -233,7 +233,7 @@ class OnlineSearch:
         if not fresh:
             return job
         largest = max(bucket.numel for bucket in job.laid_out)
-        more = self._measure_compressors(fresh, devices, largest)
+        more = self._measure_compressors(fresh, devices, largest, job.costs.contention.cores or 1.0)
         return replace(job, costs=replace(job.costs, compute=job.costs.compute + more))
 
     def _with_sensitivity(self, job: Job) -> Job:
