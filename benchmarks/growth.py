@@ -179,6 +179,10 @@ def main(
     if worker is not None:
         _as_worker(worker, workers, servers)
         return
+    if servers and workers > 1:
+        raise typer.BadParameter(
+            "a server's card is told by its workers' cards, so with --servers a host has one worker"
+        )
     rows: list[Row] = []
     networks: dict[str, str] = {}
     for number in map(int, hosts.split(",")):

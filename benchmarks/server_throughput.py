@@ -10,6 +10,7 @@ counts is what the servers send, each limited to the network's rate: a ratio of 
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -194,6 +195,14 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _parsed(shape: str) -> tuple[int, int, int]:
+    """Servers, engines and connections of ``1x4`` or ``1x4x2``."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", shape)
+    if found is None:
+        raise typer.BadParameter(f"a shape is servers x engines [x connections], such as 1x4 or 1x4x2; got {shape!r}")
+    return int(found[1]), int(found[2]), int(found[3] or 1)
+
+
 @app.command()
 def emulated(
     rate: Annotated[str, typer.Option(help="Of every host's card.")] = "1gbit",
@@ -209,8 +218,8 @@ def emulated(
     rows: list[dict[str, Any]] = []
     bulk: dict[str, list[float]] = {}
     console = results.console(120)
-    for shape in shapes.split(","):
-        servers, engines, connections = (*(int(number) for number in shape.split("x")), 1)[:3]
+    asked = [(shape, _parsed(shape)) for shape in shapes.split(",")]
+    for shape, (servers, engines, connections) in asked:
         part = json_path.with_suffix(".raw")
         with open_network(workers + servers, rate, distance=Distance(rtt_ms) if rtt_ms else None) as network:
             measured = measure_bulk_rate(network, 0.6)[-2:]
