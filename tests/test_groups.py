@@ -20,7 +20,7 @@ from benchmarks.rank_pool import POOL
 from espresso.comm.errors import TopologyError
 from espresso.comm.groups import Groups
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
-from espresso.comm.pairs import card_rate
+from espresso.comm.pairs import MUCH, card_rate
 from espresso.flight.processors import Delays
 from espresso.live import profiler
 from espresso.live.codec_costs import measure_compressor
@@ -117,7 +117,8 @@ def test_exchanges_go_in_turn_over_several_connections_between_nodes():
 def look_at_cards(rank: int, ranks_per_node: int) -> list[float | None]:
     groups = Groups(ranks_per_node=ranks_per_node, timeout_s=20)
     try:
-        return groups.all_objects(card_rate(groups, lambda: time.perf_counter() * 1e6))
+        looks = itertools.count()  # a clock by which every send takes one
+        return groups.all_objects(card_rate(groups, lambda: float(next(looks))))
     finally:
         groups.close()
 
@@ -126,7 +127,8 @@ def look_at_cards(rank: int, ranks_per_node: int) -> list[float | None]:
 def test_the_first_rank_of_a_node_says_what_its_card_sends(ranks_per_node, known):
     for rates in POOL.run(look_at_cards, ranks_per_node):
         assert tuple(rank for rank, rate in enumerate(rates) if rate is not None) == known
-        assert all(rate > 10 for rate in rates if rate is not None)  # megabytes a second, over loopback
+        # (Of a machine too busy to send more within the time only the first is known.)
+        assert all(rate in (MUCH[0], max(MUCH)) for rate in rates if rate is not None)
 
 
 def test_scopes_of_two_nodes_of_two_ranks():
