@@ -134,8 +134,9 @@ def _exchange_payload(
         assert held.shape == shape or me != flow.root, "the root holds what it broadcasts"
         out = held if held.shape == shape else _payloads(memory, shape)
         return (lambda: collectives.broadcast(out, member, flow.root)), out, out.nbytes
+    ring = flow.step.scope is Scope.FLAT and cluster.is_hierarchical  # crosses links of both kinds
     if flow.step.phase is Phase.SECOND:
-        return _gather_atoms(member, held, memory)
+        return _gather_atoms(member, held, memory, ring)
     out = _payloads(memory, shape)
     places = [out[p * sources : (p + 1) * sources] for p in range(member.size)]
     if routine is Routine.ALL_TO_ALL:
@@ -148,8 +149,8 @@ def _exchange_payload(
             return rest
 
         return shuffle, out, held.nbytes
-    if flow.step.scope is Scope.FLAT and cluster.is_hierarchical and routine is Routine.ALLGATHER and out.nbytes:
-        mine, together = held.view(-1), out.view(-1)  # crosses links of both kinds
+    if ring and routine is Routine.ALLGATHER and out.nbytes:
+        mine, together = held.view(-1), out.view(-1)
         return (lambda: collectives.allgather_ring(mine, together, member)), out, out.nbytes
 
     def gather() -> Rest:
@@ -163,17 +164,21 @@ def _exchange_payload(
     return gather, out, out.nbytes
 
 
-def _gather_atoms(member: Member, held: torch.Tensor, memory: Memory) -> Exchanged:
+def _gather_atoms(member: Member, held: torch.Tensor, memory: Memory, ring: bool) -> Exchanged:
     """All-gather of disjoint shards: the atoms of rank i of the group go to place i, sources stay."""
     sources, each, stride = held.shape
     out = _payloads(memory, (sources, member.size * each, stride))
     shares = [out[:, p * each : (p + 1) * each] for p in range(member.size)]
     direct = sources == 1
-    places = shares if direct else [torch.zeros_like(held) for _ in shares]
+    together = out if direct else held.new_zeros((member.size, *held.shape))
+    places = list(together.view(member.size, *held.shape))
 
     def allgather() -> Rest:
-        rest = collectives.allgather(held, places, member)
-        places[member.index].copy_(held)
+        if ring and out.nbytes:
+            rest = collectives.allgather_ring(held.view(-1), together.view(-1), member)
+        else:
+            rest = collectives.allgather(held, places, member)
+            places[member.index].copy_(held)
         return rest if direct else partial(spread, rest)
 
     def spread(rest: Rest) -> None:

@@ -33,16 +33,19 @@ WHOLE_FAR = 1 << 24
 so that it takes half a round trip a MB however fast the link (1 Gb/s, 100 ms, 40 MB: 2.3 s; 1.5 by the 4 MB before)."""
 
 SLOW_US = 60_000.0
-"""A routine that takes this long is measured once, and not at larger sizes."""
+"""A routine that takes this long is not repeated back to back, nor measured at larger sizes."""
+
+WHOLE = 5
+"""So many times as long for the allreduce: whole buckets travel by it, and its last points say what a byte takes."""
 
 SLOW_START = 4
 """Between hosts far apart: so long beyond so many times its latency. A size for which a connection merely starts too
 slowly, or that lost a packet, would else be the last one, and its time taken for bytes."""
 
 TRIES, STALLED = 3, 3.0
-"""So often it is timed where it takes more than this many times what latency and its bytes do by the last smaller
-size: the least counts. One stall (a lost packet, a neighbour's burst) would else be taken for the link's rate at all
-larger sizes."""
+"""So often a slow one is timed, and between hosts far apart where it takes more than this many times what latency and
+its bytes do by the last smaller size: the least counts. One stall (a lost packet, a neighbour's burst, eight ranks that
+share two cores) would else be taken for the link's rate at all larger sizes."""
 
 ALIKE = 10
 """Short exchanges of which the last but one says what the way varies by."""
@@ -101,7 +104,7 @@ def measure_links(
             latency_us = 0.0
             for size in (*LINK_SIZES, WHOLE_FAR):
                 grown_us = max(points[-1][1] - latency_us, 0.0) * size * columns / points[-1][0] if points else 0.0
-                most = STALLED * (latency_us + grown_us)
+                most = STALLED * (latency_us + grown_us) if latency_us else 0.0
                 wall_us, busy = _time_routine(groups, member, routine, form, size, repeats, ring, place, most)
                 points.append((float(size * columns), wall_us))
                 # (On a device exchanges wait for one another.)
@@ -109,7 +112,8 @@ def measure_links(
                     latency_us = _latency_us(groups, member, routine, form, ring)
                 last = WHOLE_FAR if latency_us and routine is Routine.ALLREDUCE else LINK_SIZES[-1]
                 is_enough = size == last or (size > LINK_SIZES[0] and 2 * size >= largest)
-                if is_enough or wall_us - latency_us > SLOW_US + SLOW_START * latency_us:
+                slow_us = SLOW_US * (WHOLE if routine is Routine.ALLREDUCE else 1)
+                if is_enough or wall_us - latency_us > slow_us + SLOW_START * latency_us:
                     cpu.setdefault(f"{scope.value}.{routine.value}", []).append(busy)
                     break
             bounded = at_rate(rising(points))
@@ -171,7 +175,7 @@ def _time_routine(
 ) -> tuple[float, float]:
     """(microseconds, cores burnt) of one routine; the slowest rank's figures, the same on all ranks.
 
-    A slow routine is timed once, and again where it takes more than ``most_us``, which says that something stalled.
+    A slow one that takes more than ``most_us`` is timed again: something may have stalled.
     """
     with place.device:
         start = starter(member, routine, form, size, ring)
