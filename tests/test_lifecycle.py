@@ -202,7 +202,7 @@ def caught():
     try:
         train()
     except RuntimeError as error:
-        assert "That is rank 3: it died" in str(state.error), state.error
+        assert "rank 3" in str(state.error).lower(), state.error  # dead, or silent
         return
     raise AssertionError("nobody missed rank 3")
 """
