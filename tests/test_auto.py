@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import espresso
+from espresso.live.given import AUTO_COMPRESSORS
 from espresso.strategies import Scope, Strategy
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
@@ -20,9 +21,10 @@ POISONED = (1, 6, 20, 29)
 
 
 @pytest.mark.slow
-def test_decides_within_sixty_steps_and_learns(played):
+def test_with_nothing_chosen_it_decides_within_sixty_steps_and_learns(played):
     everybody = played(decide)
     for result in everybody:
+        assert result["compressors"] == AUTO_COMPRESSORS
         assert 0 < result["decided at"] <= DECIDED_WITHIN
         assert result["losses"][1] < 0.7 * result["losses"][0]
         assert result["verdict"].split(":")[0] in result["names"]
@@ -84,7 +86,7 @@ def decide(rank: int) -> dict[str, object]:
     ddp = wrap(mlp(64, 512, 512, 8), bucket_cap_mb=0.5)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     losses, decided_at = [], 0
-    with registered(ddp, compressor="efsignsgd", strategy="auto", ranks_per_node=2, timeout_s=60.0) as state:
+    with espresso.register(ddp, ranks_per_node=2, timeout_s=60.0, offload_threads=1, compile_beside=False) as state:
         for step in range(DECIDED_WITHIN + 10):
             optimizer.zero_grad()
             inputs = batch(rank, step % 4, 64, rows=16)
@@ -110,6 +112,7 @@ def decide(rank: int) -> dict[str, object]:
             "predicted": metrics["espresso/predicted_step_us"],
             "measured": metrics["espresso/measured_step_us"],
             "job on rank 0": state.job is not None,
+            "compressors": tuple(map(str, state.compressors)),
             "digest": digest(ddp),
         }
 

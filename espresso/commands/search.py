@@ -286,7 +286,8 @@ def _remarks(result: "SearchResult") -> list[str]:
     if terms.for_exactness:
         lines.append(
             f"as automatic mode: vectors of up to {terms.constraints.exact_vectors} elements stay exact,"
-            f" {terms.for_exactness:.0%} of the time saved may go into owing less (--no-automatic: the shortest alone)"
+            f" {100 * terms.for_exactness:.3g}% of the time saved, and of a step, may go into owing less"
+            " (--no-automatic: the shortest alone)"
         )
     if result.offload_capped:
         lines.append("Algorithm 2 had more combinations than its cap allows; it settled its groups one after the other")

@@ -45,7 +45,7 @@ def hybrid_shard(
     shards: int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
-    compressor: CompressorLike = "efsignsgd",
+    compressor: CompressorLike = AUTO,
     strategy: StrategyLike = AUTO,
     grad_scaler: Scaler | None = None,
     **config: Unpack[Settings],

@@ -31,7 +31,7 @@ logger = logging.getLogger("espresso")
 def register(
     model: torch.nn.Module,
     replicate: DeviceMesh | dist.ProcessGroup,
-    compressor: CompressorLike = "efsignsgd",
+    compressor: CompressorLike = AUTO,
     strategy: StrategyLike = AUTO,
     grad_scaler: Scaler | None = None,
     **config: Unpack[Settings],

@@ -76,7 +76,7 @@ class EspressoCallback(Callback):
     """
 
     def __init__(
-        self, compressor: CompressorLike = "efsignsgd", strategy: StrategyLike = AUTO, **settings: Unpack[Settings]
+        self, compressor: CompressorLike = AUTO, strategy: StrategyLike = AUTO, **settings: Unpack[Settings]
     ) -> None:
         self._exchange = _Exchange(compressor, strategy, settings)
 
@@ -111,9 +111,7 @@ class EspressoStrategy(DDPStrategy):
         >>> trainer = Trainer(devices=2, strategy=EspressoStrategy("dgc:ratio=0.01"))   # doctest: +SKIP
     """
 
-    def __init__(
-        self, compressor: CompressorLike = "efsignsgd", strategy: StrategyLike = AUTO, **keywords: Any
-    ) -> None:
+    def __init__(self, compressor: CompressorLike = AUTO, strategy: StrategyLike = AUTO, **keywords: Any) -> None:
         super().__init__(**{name: value for name, value in keywords.items() if name not in RANGES})
         ours = cast(Settings, {name: value for name, value in keywords.items() if name in RANGES})
         self._exchange = _Exchange(compressor, strategy, ours)

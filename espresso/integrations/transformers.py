@@ -45,7 +45,7 @@ class EspressoCallback(TrainerCallback):
 
     def __init__(
         self,
-        compressor: CompressorLike = "efsignsgd",
+        compressor: CompressorLike = AUTO,
         strategy: StrategyLike = AUTO,
         resume_from: str | Path | None = None,
         **settings: Unpack[Settings],

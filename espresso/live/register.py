@@ -20,7 +20,7 @@ from espresso.live.state import EspressoState
 
 def register(
     ddp_model: torch.nn.Module,
-    compressor: CompressorLike = "efsignsgd",
+    compressor: CompressorLike = AUTO,
     strategy: StrategyLike = AUTO,
     process_group: dist.ProcessGroup | None = None,
     grad_scaler: Scaler | None = None,

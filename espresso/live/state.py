@@ -64,7 +64,7 @@ class EspressoState(View):
 
     def __init__(
         self,
-        compressor: CompressorLike = "efsignsgd",
+        compressor: CompressorLike = AUTO,
         strategy: StrategyLike = AUTO,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: Scaler | None = None,

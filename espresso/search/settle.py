@@ -40,10 +40,6 @@ workers share, predictions are furthest off for strategies of many steps (benchm
 MAX_CANDIDATES = 2
 """Of the others, so many race against plain: more would take too many steps."""
 
-MOST_FOR_EXACTNESS = 2.0
-"""Steps of which a part goes into owing less, at most. Where plain takes ten times as long, a part of what is saved is
-most of a step: at 200 Mb/s and 50 ms 5 % of it took 165 ms more than 223 (MLP, dgc:ratio=0.01)."""
-
 MOST_TARGETS = 4
 """Kinds that one kind is merged into at most: those that hold most."""
 
@@ -119,7 +115,7 @@ class Settler:
         """The strategy as it may run."""
         row = self.priced(row)
         saved = max(self.plain_us - row.predicted_us, 0.0)
-        spare = min(saved, MOST_FOR_EXACTNESS * row.predicted_us)
+        spare = min(saved, row.predicted_us)
         row = self._exacter(row, row.predicted_us + self._terms.for_exactness * spare)
         before = row
         if not self._terms.all_kinds:

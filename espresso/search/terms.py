@@ -20,9 +20,10 @@ EXACT_VECTORS = 16384
 """Vectors of at most this many elements stay exact unless the user says otherwise: biases and the weights of norms are
 a thousandth of a model's bytes, and an error in one of them moves every unit of a layer alike."""
 
-FOR_EXACTNESS = 0.05
-"""Of the time that compression saves this part may buy exactness. A twentieth lets the small models of
-docs/convergence.md send ``least=2048`` numbers of a tensor at 100 Mb/s, and is within what predictions are off by."""
+FOR_EXACTNESS = 0.025
+"""Of the time that compression saves, and of a step, at most this part may buy exactness: half of the twentieth by
+which nothing chosen may be slower than the best compressor alone. With a twentieth of the time saved, up to a tenth of
+a step, a GPT's steps at 1 Gb/s took 1.09 times that (docs/benchmarks.md)."""
 
 HARMLESS = 4.0
 """Gradients that a strategy may owe where espresso chooses between compressors: of those in docs/convergence.md that
@@ -41,7 +42,7 @@ class Terms:
     Attributes:
         error_budget: gradients that a strategy may owe (:mod:`espresso.search.budgets`); None: any number.
         residual_budget_mb: memory of all residuals of a rank, in millions of bytes; None: any.
-        for_exactness: the part of the time saved by compression that may go into owing less.
+        for_exactness: the part of the time saved by compression, and of a step, that may go into owing less.
         all_kinds: whether strategies that are nearly as fast with fewer kinds of choices are left aside.
         residual_dtype, transactional: how residuals are kept (:class:`espresso.live.config.Config`).
         partition_bytes: the one partition size that is searched; None: those that fit the job.
