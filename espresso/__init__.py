@@ -1,6 +1,6 @@
 """Espresso: gradient compression for PyTorch DDP that is searched for, not guessed.
 
-    state = espresso.register(ddp_model, compressor="dgc:ratio=0.01", strategy="auto")
+    state = espresso.register(ddp_model)
 
 The public names are loaded when they are first used, so that ``import espresso.strategies`` needs nothing
 but the standard library.

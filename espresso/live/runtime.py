@@ -17,6 +17,7 @@ from espresso.comm.memory import DeviceMemory
 from espresso.compressors.cuda import CudaDevice
 from espresso.compressors.cuda import Device as Accelerator
 from espresso.live.codecs import DeviceCodecs, HostCodecs
+from espresso.live.heap import keep_freed_memory
 from espresso.live.observer import GradientClock
 from espresso.live.profiler import Place
 from espresso.model.costs import PAPER_CONTENTION, Contention, CopyCost
@@ -34,6 +35,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.place = Place()
+        keep_freed_memory()
 
     def codecs(self, offload_threads: int | None, offload_width: int | None) -> HostCodecs:
         """Where codecs come from."""

@@ -1,0 +1,42 @@
+"""What a step frees and makes anew is not fetched from the kernel page by page."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys
+import torch
+from espresso.live.heap import keep_freed_memory
+
+kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+
+def step():
+    return [torch.ones(5_000_000) for _ in range(4)]
+
+for _ in range(4):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(kept, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+"""
+PAGES = 4 * 20_000_000 // 4096
+
+
+def run(how: str, **environment: str) -> tuple[str, int]:
+    command = [sys.executable, "-c", SCRIPT, how]
+    out = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
+    kept, faults = out.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif("glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="another C library")
+def test_freed_blocks_are_kept_unless_the_process_was_told_otherwise():
+    assert run("leave")[1] > PAGES // 2, "nothing to mend here"
+    kept, faults = run("keep")
+    assert kept == "True"
+    assert faults < PAGES // 100
+    assert run("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
