@@ -9,13 +9,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from espresso.live.given import AUTO_COMPRESSORS
 from espresso.model.links import JobError
 from espresso.model.presets import job_from_trace
 from espresso.model.pricing import Pricer
 from espresso.search.bounds import certify
 from espresso.search.budgets import Budgets, Ledger, residual_bytes
 from espresso.search.candidates import every_choice, units_of
-from espresso.search.error_budget import Sample, Sensitivity, measure_sensitivity, normal_sensitivity, stretches_of
+from espresso.search.error_budget import (
+    TOO_MUCH,
+    Sample,
+    Sensitivity,
+    measure_sensitivity,
+    normal_sensitivity,
+    stretches_of,
+)
 from espresso.search.evaluator import Evaluator
 from espresso.search.frontier import frontier
 from espresso.search.relaxation import relax
@@ -315,6 +323,21 @@ def test_measured_errors_are_what_feedback_keeps():
     classical = measure_sensitivity(samples, specs[:1], gain=1.0)
     assert classical.of(specs[0], "noise") != pytest.approx(tenths, rel=0.01), "the gain counts"
     assert normal_sensitivity([FP16]).of(FP16, "anything") < 1e-3
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_cannot_carry_gradients_owes_too_much_of_them_and_nothing_fails():
+    """A training that diverges, or whose loss is scaled: half precision overflows, and in the end everything does."""
+    values = np.random.default_rng(0).standard_normal((4, 4096)).astype(np.float32)
+    shape = TensorSpec("w", (64, 64))
+    specs = [CompressorSpec.parse(text) for text in ("fp16", *AUTO_COMPRESSORS)]
+    large = measure_sensitivity([Sample(shape, values * np.float32(1e6))], specs)
+    usual = measure_sensitivity([Sample(shape, values)], specs)
+    assert large.of(specs[0], "w") == TOO_MUCH
+    for spec in specs[1:]:
+        assert large.of(spec, "w") == pytest.approx(usual.of(spec, "w"), rel=0.05, abs=0.01), spec
+    last = measure_sensitivity([Sample(shape, np.sign(values) * np.float32(3e38))], specs)
+    assert all(0 <= last.of(spec, "w") <= TOO_MUCH for spec in specs)
 
 
 def test_forecasts_from_eight_gradients_are_what_a_long_run_owes():

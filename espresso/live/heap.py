@@ -1,8 +1,8 @@
 """Memory that was freed stays with the process: gradients are freed and made anew in every step.
 
 glibc gives it back to the kernel where much of it lies on top of the heap, or where a block was large, and gets it back
-page by page: 10 000 faults a step for 40 MB of gradients, 10 ms of a step that computes for 80. Whether it does depends
-on what happens to lie above, so two steps that compute the same differ by that, and predictions with them.
+page by page: 10 000 faults a step for 40 MB of gradients. Whether it does depends on what happens to lie above, so two
+steps that compute the same differ by that, and predictions with them.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ ONE_STEP = 4
 DRIFT = 0.1
 """The part of a gradient that later steps have in common, of its norm. Early in a training it is most of it, and
 waits as residual until it is sent; with a tenth forecasts come near what is owed later (benchmarks.error_measures)."""
+TOO_MUCH = 1e6
+"""Gradients owed by what cannot carry a tensor's: half precision ends at 65 504."""
 RUNS = 8
 """Stretches of a tensor that is too large to be sampled whole."""
 _NORMAL = (128, 128)
@@ -184,15 +186,17 @@ def measure_sensitivity(
 
     A step's gradient is the samples' scatter in new proportions, as many different ones as needed, with the heavy tails
     and the sparsity of the tensor's own numbers, plus their mean, less what chance makes of it and ``DRIFT`` at most.
+    What is not finite after it owes ``TOO_MUCH``.
 
     Args:
         gain: of the feedback; None takes each compressor's own.
         steps: that are played; sparsifiers of one in a thousand have not settled by then, and owe more.
     """
-    made = _Gradients(samples, steps)
-    found = {
-        spec: dict(zip(made.names, _owed(made, spec, gain).tolist(), strict=True)) for spec in dict.fromkeys(specs)
-    }
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = _Gradients(samples, steps)
+        found = {
+            spec: dict(zip(made.names, _owed(made, spec, gain).tolist(), strict=True)) for spec in dict.fromkeys(specs)
+        }
     return Sensitivity({spec: rows for spec, rows in found.items() if spec != NONE})
 
 
@@ -259,8 +263,8 @@ def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None) -> Reals:
         left = play.left(gradient, step)
         if step >= steps * 3 // 4:
             norms = made.norms(gradient)
-            rows.append(np.divide(made.norms(left), norms, out=np.zeros_like(norms), where=norms > 0))
-    return np.asarray(np.median(rows, axis=0))
+            rows.append(np.divide(made.norms(left), norms, out=np.zeros_like(norms), where=norms != 0))
+    return np.asarray(np.nan_to_num(np.median(rows, axis=0), nan=TOO_MUCH, posinf=TOO_MUCH))
 
 
 class _Coded:
