@@ -35,7 +35,7 @@ def run(how: str, **environment: str) -> tuple[str, int]:
 
 @pytest.mark.skipif("glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="another C library")
 def test_freed_blocks_are_kept_unless_the_process_was_told_otherwise():
-    assert run("leave")[1] > PAGES // 2, "nothing to mend here"
+    assert run("leave")[1] > PAGES // 10, "nothing to mend here"
     kept, faults = run("keep")
     assert kept == "True"
     assert faults < PAGES // 100
