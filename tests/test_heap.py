@@ -7,10 +7,11 @@ import sys
 import pytest
 
 SCRIPT = """
-import resource, sys
+import ctypes, resource, sys
 import torch
 from espresso.live.heap import keep_freed_memory
 
+ctypes.CDLL(None).mallopt(-3, 128 << 10)  # as glibc begins; it would raise this by what it happens to see
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 
 def step():
@@ -35,7 +36,7 @@ def run(how: str, **environment: str) -> tuple[str, int]:
 
 @pytest.mark.skipif("glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="another C library")
 def test_freed_blocks_are_kept_unless_the_process_was_told_otherwise():
-    assert run("leave")[1] > PAGES // 10, "nothing to mend here"
+    assert run("leave")[1] > PAGES // 2, "nothing to mend here"
     kept, faults = run("keep")
     assert kept == "True"
     assert faults < PAGES // 100
