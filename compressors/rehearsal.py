@@ -17,7 +17,7 @@ GAIN = 0.5
 """Of the feedback: any but 1, since encoders that do not fuse it then take one more pass."""
 
 DRAWS = 7
-"""Steps whose draws an encoder meets in turn: with one sample in fifty ``dgc`` makes three passes instead of one."""
+"""Steps whose draws an encoder meets in turn: an unlucky sample costs ``dgc`` three passes instead of one."""
 
 Step = Callable[[], object]
 Here = Callable[[Array], Any]

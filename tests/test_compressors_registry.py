@@ -266,7 +266,7 @@ def test_momentum_correction(nesterov: bool, dtype: type) -> None:
 
 
 def test_encoders_are_rehearsed_on_several_draws():
-    """With one in fifty ``dgc`` makes three passes instead of one: timed alone it would stand for all."""
+    """An unlucky sample costs ``dgc`` three passes instead of one: timed alone it would stand for all."""
 
     class Noting:
         compressor, seen = create(CompressorSpec.parse("dgc:ratio=0.01")), set[int]()

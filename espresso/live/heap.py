@@ -25,11 +25,5 @@ def keep_freed_memory() -> bool:
     """
     if any(os.environ.get(name) for name in _ASKED):
         return False
-    try:
-        is_glibc = bool(os.confstr("CS_GNU_LIBC_VERSION"))
-    except (AttributeError, OSError, ValueError):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if is_glibc else None
-    if mallopt is None:
-        return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _MOST_ON_TOP))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    return bool(mallopt and mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _MOST_ON_TOP))
