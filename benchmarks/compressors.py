@@ -8,6 +8,10 @@ Operations, with residuals where training keeps them (not with ``none`` and cast
     decode      one payload into the target
     decode_add  four payloads into the target in one call; bytes = four times the numbers
     torch       PyTorch's plain operation (with --torch), as ``encode``, without a residual
+
+    python -m benchmarks.compressors efsignsgd int8 --elements 1006272 --sets 20 --threads 1
+
+is what partitions of the default size meet in a step: a little less than 4 MB, and in no cache any more.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -59,16 +64,22 @@ class Row:
 
 
 class Bench:
-    """Arrays of one size, and the plain copy to compare with."""
+    """Arrays of one size, and the plain copy to compare with. Several sets of them take turns, one a repeat."""
 
     def __init__(
-        self, elements: int, pool: WorkerPool, repeats: int, clock: Callable[[], float], seed: int = 0
+        self, elements: int, pool: WorkerPool, repeats: int, clock: Callable[[], float], sets: int = 1, seed: int = 0
     ) -> None:
         self.clock = clock
         rng = np.random.default_rng(seed)
-        self.source = rng.standard_normal(elements, dtype=np.float32)
-        self.old = 0.3 * rng.standard_normal(elements, dtype=np.float32)
-        self.new, self.target, self.copy = (np.zeros_like(self.source) for _ in range(3))
+        self._sets = deque(
+            (
+                rng.standard_normal(elements, dtype=np.float32),
+                0.3 * rng.standard_normal(elements, dtype=np.float32),
+                *(np.zeros(elements, np.float32) for _ in range(3)),
+            )
+            for _ in range(sets)
+        )
+        self._turn()
         self.pool, self.repeats = pool, repeats
         threads = pool.num_threads
         self._halves = [(i * elements // threads, (i + 1) * elements // threads) for i in range(threads)]
@@ -81,9 +92,15 @@ class Bench:
         times, copies = [], []
         for _ in range(self.repeats):
             copies.append(_time(self._copy, inner, self.clock))
+            self._turn()
             times.append(_time(call, inner, self.clock))
+            self._turn()
         rate = num_bytes / statistics.median(times)
         return rate / 1e9, rate / (self.source.nbytes / statistics.median(copies))
+
+    def _turn(self) -> None:
+        self._sets.rotate()
+        self.source, self.old, self.new, self.target, self.copy = self._sets[0]
 
     def _copy(self) -> None:
         self.pool.run(lambda low, high: np.copyto(self.copy[low:high], self.source[low:high]), self._halves)
@@ -101,14 +118,19 @@ def measure(spec: str, bench: Bench, segment: int) -> list[Row]:
     warm_up(codec, sizes=(1, 5000, FUSED + 1))
     layout, starts = bench.layout(codec, segment)
     payloads = np.zeros((DECODE_ADD_ROWS, layout.num_bytes), np.uint8)
-    feedback = Feedback(bench.old, bench.new, starts) if codec.compressor.traits.error_feedback else None
+    keeps = codec.compressor.traits.error_feedback
+
+    def encode(payload: Array) -> bool:
+        feedback = Feedback(bench.old, bench.new, starts) if keeps else None
+        return codec.encode(Encoding(layout, bench.source, starts, feedback=feedback), payload)
+
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "encode": (lambda: codec.encode(Encoding(layout, bench.source, starts, feedback=feedback), payloads[0]), 1),
+        "encode": (lambda: encode(payloads[0]), 1),
         "decode": (lambda: codec.decode(Decoding(layout, bench.target, starts), payloads[:1]), 1),
         "decode_add": (lambda: codec.decode(Decoding(layout, bench.target, starts), payloads), DECODE_ADD_ROWS),
     }
     for row in payloads:
-        codec.encode(Encoding(layout, bench.source, starts, feedback=feedback), row)
+        encode(row)
     rows = []
     for op, (call, times) in calls.items():
         rate, fraction = bench.against_copy(call, times * bench.source.nbytes)
@@ -156,6 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compressors", description=__doc__.split("\n")[0])
     parser.add_argument("compressors", nargs="*", help="specs; all ids with their defaults if none is given")
     parser.add_argument("--log2-elements", type=int, nargs="+", default=[14, 16, 18, 20, 22, 24, 26])
+    parser.add_argument("--elements", type=int, nargs="+", help="sizes that are no powers of two")
+    parser.add_argument("--sets", type=int, default=1, help="of arrays, taking turns: enough of them are in no cache")
     parser.add_argument("--log2-segment", type=int, default=None, help="cut into segments of this length")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, available_cores()}))
     parser.add_argument("--repeats", type=int, default=9)
@@ -180,9 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for threads in options.threads:
         with WorkerPool(threads) as pool:
-            for elements in (1 << power for power in options.log2_elements):
+            for elements in options.elements or [1 << power for power in options.log2_elements]:
                 segment = elements if options.log2_segment is None else min(elements, 1 << options.log2_segment)
-                bench = Bench(elements, pool, options.repeats, clock)
+                bench = Bench(elements, pool, options.repeats, clock, options.sets)
                 for spec in options.compressors or one_round_ids():
                     rows += measure(spec, bench, segment)
                     if not options.json:
@@ -198,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "numpy": np.__version__,
         "clock": clock.__name__,
         "repeats": options.repeats,
+        "sets": options.sets,
         "seed": 0,
     }
     if options.save:
@@ -226,7 +251,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# Host compressors: GB/s of fp32 input (fraction of `np.copyto`'s rate, same run, same threads)",
         "",
-        "| compressor | operation | threads | " + " | ".join(f"2^{size.bit_length() - 1}" for size in sizes) + " |",
+        "| compressor | operation | threads | " + " | ".join(map(_size, sizes)) + " |",
         "| --- | --- | --- |" + " --- |" * len(sizes),
     ]
     cells: dict[tuple[Any, ...], dict[int, str]] = {}
@@ -240,10 +265,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _size(elements: int) -> str:
+    power = elements.bit_length() - 1
+    return f"2^{power}" if elements == 1 << power else str(elements)
+
+
 def _write(rows: Sequence[Row]) -> None:
     for row in rows:
         sys.stdout.write(
-            f"{row.compressor:24} {row.op:10} 2^{row.elements.bit_length() - 1} elements {row.threads} threads"
+            f"{row.compressor:24} {row.op:10} {_size(row.elements)} elements {row.threads} threads"
             f" {row.gb_per_s:7.2f} GB/s {row.copy_fraction:6.2f} of copy\n"
         )
     sys.stdout.flush()

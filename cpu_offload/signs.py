@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from espresso.compressors.base import Array
 from espresso.compressors.signs import Signs
-from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
+from espresso.cpu_offload.codec import STREAM_SOON_BYTES, DecodeCall, EncodeCall, HostCodec
 from espresso.cpu_offload.jit import Scalar, fence, kernel, prefetch, room
 from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, copy_block, fill_q, keep_block, neutral_block
 from espresso.cpu_offload.vectors import GROUP, add_magnitudes, sign_group, sum_magnitudes, sum_sides, unpack_groups
@@ -387,6 +387,7 @@ class HostSigns(HostCodec):
 
     compressor: Signs
     fuses_gain: ClassVar[bool] = True
+    stream_from: ClassVar[int] = STREAM_SOON_BYTES
     malformed_body: ClassVar[str] = "a mean has the wrong sign or is not finite"
 
     def encode_bodies(self, call: EncodeCall) -> bool:

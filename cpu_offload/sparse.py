@@ -20,7 +20,7 @@ import numpy.typing as npt
 from espresso.compressors import sparse
 from espresso.compressors.base import Array
 from espresso.compressors.sparse import RUN, SPAN, Selection, Sparsifier
-from espresso.cpu_offload.codec import DecodeCall, EncodeCall, HostCodec
+from espresso.cpu_offload.codec import STREAM_SOON_BYTES, DecodeCall, EncodeCall, HostCodec
 from espresso.cpu_offload.jit import Scalar, fence, kernel, room, trailing_zeros
 from espresso.cpu_offload.kernels import (
     BLOCK,
@@ -380,6 +380,7 @@ class HostSparse(HostCodec):
     """``topk``, ``dgc`` and ``threshold`` with the residual fused."""
 
     fuses_gain: ClassVar[bool] = True
+    stream_from: ClassVar[int] = STREAM_SOON_BYTES
     malformed_body: ClassVar[str] = "its count or indices are out of range or out of order"
 
     def __init__(self, compressor: Sparsifier, pool: WorkerPool | None = None) -> None:

@@ -31,9 +31,11 @@ from espresso.compressors import (
     SummableCodec,
     compressor_ids,
     create,
+    host_codec,
     spec_of,
 )
 from espresso.cpu_offload import WorkerPool, work
+from espresso.cpu_offload.codec import EncodeCall
 from tests.backends import backend, make_codec  # noqa: F401 (the fixture runs every test on every backend)
 
 every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.replace(":raw_below=1", ""))
@@ -216,6 +218,17 @@ def test_streamed_residuals_are_complete(dtype: type) -> None:
             codec.decode(Decoding(layout, target, np.array([0])), payload)
             assert np.array_equal(new[start : start + count], source - target)
             assert (np.r_[new[:start], new[start + count :]] == 7).all()
+
+
+def test_partitions_of_the_default_size_stream_where_that_is_faster() -> None:
+    """A bucket is cut into equal parts of less than 4 MB: a threshold of 4 MB would let none of them by."""
+    layout = create("efsignsgd").layout([Segment("w", 0, 1_006_272)], np.float32)
+    encoding = Encoding(layout, numbers(1_006_272, np.float32), np.array([0]))
+    streams = {
+        spec: EncodeCall.of(encoding, np.empty(0, np.uint8), host_codec(create(spec)).stream_from).stream
+        for spec in ("efsignsgd", "onebit", "dgc", "topk", "int8", "randomk")
+    }
+    assert streams == {"efsignsgd": True, "onebit": True, "dgc": True, "topk": True, "int8": False, "randomk": False}
 
 
 # What each algorithm promises (ALGORITHMS.md section 3), against slow references.
