@@ -276,7 +276,8 @@ def main(
     config = {"cases": wanted, "arms": arms, "seeds": seeds, "rate": rate, "ranks": 2}
     took = {"seconds": time.perf_counter() - begin}
     body = results.record(config | took, 0, [asdict(row) for row in rows])
-    results.write(json_path, body | {"runs": [asdict(run) for run in runs]})
+    ends = [{key: value for key, value in asdict(run).items() if key != "curve"} for run in runs]
+    results.write(json_path, body | {"runs": ends})
     if plot is not None:
         draw(plot, runs)
     results.console(140).print(table_of(rows, f"two hosts, {rate}, {seeds} seeds; mean ± half of the 95 % interval"))
