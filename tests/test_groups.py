@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,9 +24,11 @@ from espresso.comm.groups import Groups
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
 from espresso.comm.pairs import MUCH, card_rate
 from espresso.flight.processors import Delays
-from espresso.live import profiler
+from espresso.live import codec_costs, profiler
+from espresso.live.beside import Computing
 from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import HostCodecs
+from espresso.live.machine import cores_per_rank
 from espresso.live.profiler import LinkReport, Place, measure_links
 from espresso.strategies import Choice, Cluster, CompressorSpec, Device, Routine, Scope, Strategy, parse_option
 from tests.workers import run_ranks
@@ -359,3 +363,68 @@ def test_a_stall_is_not_taken_for_the_links_rate():
         assert sizes[:3] == [4096.0, 65536.0, 262144.0]
         assert len(sizes) > 3, "a stall ended the measurement"
         assert max(us for _, us in outcome.value[:3]) < 100_000.0
+
+
+def beside(rank: int) -> tuple[float, float, float]:
+    """Cores that 0.1 s of work on its core takes from what computes beside it, and waiting; their number."""
+    mine, groups = os.sched_getaffinity(0), Groups(timeout_s=20)
+    os.sched_setaffinity(0, [min(mine)])
+    numbers = np.ones(1 << 16, np.float32)
+
+    def work() -> None:
+        until = time.perf_counter() + 0.1
+        while time.perf_counter() < until:
+            np.abs(numbers, out=numbers)
+
+    try:
+        computing = Computing(groups)
+        busy, idle = (min(computing.taken_us(run) / 1e5 for _ in range(3)) for run in (work, partial(time.sleep, 0.1)))
+        return busy, idle, cores_per_rank(groups)
+    finally:
+        groups.close()
+        os.sched_setaffinity(0, mine)
+
+
+def test_what_an_exchange_takes_is_what_computations_beside_it_lose():
+    """Half of a core that both want; of a wait nothing."""
+    for outcome in run_ranks(beside, 2):
+        busy, idle, cores = outcome.value
+        assert 0.25 * cores < busy < 0.75 * cores
+        assert idle < 0.15 * cores
+
+
+def forgotten(rank: int) -> list[str]:
+    """What happens to a codec that is timed: caches emptied, compressions, decodes."""
+    happened: list[str] = []
+    emptied = codec_costs._forgetting
+
+    def forgetting(num_bytes: int) -> Callable[[], None]:
+        forget = emptied(num_bytes)
+
+        def noted() -> None:
+            happened.append(f"emptied of {num_bytes} bytes")
+            forget()
+
+        return noted
+
+    def timed(step: Callable[[], object]) -> float:
+        happened.append("timed")
+        return 1.0
+
+    codec_costs._forgetting = forgetting
+    groups, codecs, spec = Groups(timeout_s=20), HostCodecs(1), CompressorSpec.parse("efsignsgd")
+    try:
+        measure_compressor(
+            groups, codecs, spec, [Device.TRAINING], largest=1 << 14, sizes=[1 << 14], place=Place(time_us=timed)
+        )
+        return happened
+    finally:
+        codec_costs._forgetting = emptied
+        groups.close()
+        codecs.close()
+
+
+def test_compressors_are_timed_on_numbers_that_are_in_no_cache():
+    """A step goes through weights, gradients and averages of all parameters between two compressions of the same."""
+    for outcome in run_ranks(forgotten, 2):
+        assert outcome.value == [f"emptied of {12 << 14} bytes", "timed", "timed"] * 5

@@ -64,7 +64,7 @@ def measured_job(nodes: int = 2, gbit: float = 1.0, cores: float = 1.0, rtt_ms: 
         ComputeCost(name, Device.TRAINING, op, ((0.0, 0.0), (1e6, us / cores)), launch_us=20.0 / cores)
         for name, op, us in (("efsignsgd", Op.ENCODE, 300.0), ("efsignsgd", Op.DECODE, 150.0))
     )
-    costs = CostModel(Links(curves=curves), compute, contention=Contention(1.0, comm_cpu={"flat": 0.05}))
+    costs = CostModel(Links(curves=curves), compute, contention=Contention(1.0, comm_cpu={"flat": 0.002 * gbit}))
     tensors = tuple(TensorSpec(f"t{i}", (1 << 20,)) for i in range(8))
     gaps = (0.0,) + (4000.0 / cores,) * 7
     return Job("mine", tensors, gaps, cluster, costs, forward_us=9000.0 / cores, optimizer_us=1000.0 / cores)
@@ -115,6 +115,15 @@ def test_a_core_that_is_busy_bounds_the_rate():
     fast = changed(replace(slow, costs=busy), Change(inter_gbit=20.0))
     least = 0.5 * (slow.costs.links.curves[0].points[-1][1] - 100.0)
     assert fast.costs.links.curves[0].points[-1][1] >= least
+
+
+def test_cores_that_exchanges_take_go_with_the_bytes_a_second():
+    """At a tenth of the rate it takes a tenth of what it took, whether that was told by scope or by routine."""
+    slow = measured_job()
+    for key in ("flat", "flat.allreduce"):
+        busy = replace(slow.costs, contention=replace(slow.costs.contention, comm_cpu={key: 0.3}))
+        taken = changed(replace(slow, costs=busy), Change(inter_gbit=0.1 * own_gbit(slow))).costs.contention.comm_cpu
+        assert taken == {key: pytest.approx(0.03, rel=0.05)}
 
 
 def test_what_a_core_adds_beside_the_wire_does_not_go_with_the_rate():

@@ -106,7 +106,7 @@ class Contention:
         cores: cores a rank may use; below one where ranks share a core. None: the paper's assumption.
         backward_cores: what backward demands while it runs.
         pool_threads: what an offloaded task demands. A task on the training lane demands one core.
-        comm_cpu: cores that communication burns while it is on the wire, by ``scope.routine`` or ``scope``.
+        comm_cpu: cores that communication takes while it is on the wire, by ``scope.routine`` or ``scope``.
     """
 
     cores: float | None = None

@@ -31,7 +31,7 @@ from espresso.model.links import (
     on_busiest_link,
 )
 from espresso.model.probe import Probe
-from espresso.strategies import Cluster, Scope
+from espresso.strategies import Cluster, Routine, Scope
 from espresso.strategies.fields import faults, number
 
 FARTHEST: Mapping[str, float] = {"rate": 30.0, "nodes": 8.0, "ranks_per_node": 4.0, "device": 8.0, "size": 8.0}
@@ -311,8 +311,10 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
         crosses = curve.scope in crossing
         share = costs.contention.comm_cpu.get(key, costs.contention.comm_cpu.get(curve.scope.value, 0.0))
         made = _carried(curve, job.cluster, cluster, ratio if crosses else 1.0, share, own_beta)
-        if key in busy:
-            busy[key] = share * _share_of_time(curve, made, job.cluster, cluster)
+        longer = _share_of_time(curve, made, job.cluster, cluster)
+        for name in (key, curve.scope.value) if curve.routine is Routine.ALLGATHER else (key,):
+            if name in busy:
+                busy[name] = costs.contention.comm_cpu[name] * longer
         if crosses and late_us is not None:
             messages = on_busiest_link(curve, cluster)[0]
             made = replace(made, latency_us=late_us * num_rounds(curve.routine, messages))
