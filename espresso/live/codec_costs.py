@@ -28,8 +28,7 @@ IN_A_ROW = 4
 
 STEP_BYTES, MOST_STEP_BYTES = 12, 1 << 27
 """Per element of the largest group, and at most: what a step goes through between two compressions of the same numbers
-(weights, gradients, an optimizer's average), and so drives out of the caches. Numbers that were still there compressed
-in half to two thirds of the time that a step took for them."""
+(weights, gradients, an optimizer's average), and so drives out of the caches."""
 
 PROBED = (1 << 14, 1 << 20)
 """Elements at which a compressor is measured whose kin was measured at all sizes."""

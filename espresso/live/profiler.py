@@ -51,8 +51,9 @@ share two cores) would else be taken for the link's rate at all larger sizes."""
 ALIKE = 10
 """Short exchanges of which the last but one says what the way varies by."""
 
-BESIDE_US = 50_000.0
-"""So long an exchange is repeated beside computations."""
+BESIDE_US, MAX_BESIDE = 50_000.0, 50
+"""So long an exchange is repeated beside computations, by what it takes alone, and so often at most: beside them a
+short one takes several times as long."""
 
 LOOP_US = 10_000.0
 MAX_LOOP = 16
@@ -138,7 +139,7 @@ def _cores_taken(groups: Groups, curves: Sequence[LinkCurve]) -> dict[str, float
         ring = curve.scope is Scope.FLAT and groups.cluster.is_hierarchical
         num_bytes, us = curve.alone[-1]
         start = starter(groups.scopes[curve.scope], curve.routine, curve.form, int(num_bytes) // columns, ring)
-        count = max(int(BESIDE_US / max(us, 1.0)), 1)
+        count = max(min(int(BESIDE_US / max(us, 1.0)), MAX_BESIDE), 1)
 
         def exchange(start: Callable[[], Rest] = start, count: int = count) -> None:
             for _ in range(count):
