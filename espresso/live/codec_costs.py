@@ -117,7 +117,7 @@ def measure_compressor(
         rounds = codec.compressor.traits.rounds > 1
         width = offload_width if device is Device.OFFLOAD else 1
         most = IN_A_ROW if width == 1 else 1
-        forget = _forgetting(min(STEP_BYTES * largest, MOST_STEP_BYTES)) if here.device.type == "cpu" else _nothing
+        forget = _forgetting(min(STEP_BYTES * largest, MOST_STEP_BYTES) if here.device.type == "cpu" else 0)
         rows = [
             _time_codec(groups, codec, size, repeats, here, width, max(min(most, largest // size), 1), cores, forget)
             for size in sizes
@@ -130,10 +130,6 @@ def measure_compressor(
             scaled = tuple((size, us / share) for size, us in points)
             costs.append(ComputeCost(str(spec), device, op, scaled, launch_us=launch))
     return tuple(costs)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _forgetting(num_bytes: int) -> Callable[[], None]:

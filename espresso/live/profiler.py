@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -22,6 +22,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.member import Member
 from espresso.compressors.rehearsal import Here, Step
 from espresso.live.beside import Computing
+from espresso.live.points import at_rate, rising, straight, usual
 from espresso.model.links import LinkCurve
 from espresso.strategies import Form, Routine, Scope
 
@@ -223,16 +224,6 @@ def _time_routine(
     return usual(walls)
 
 
-def usual(times: Sequence[float]) -> float:
-    """The first decile. Where a processor wakes late (a virtual one that was idle: 4 ms), most short exchanges that are
-    measured alone wait for it, at times four in five, and few between the computations of a step.
-
-    >>> usual([4000.0, 4000.0, 110.0, 4000.0, 100.0, 4000.0, 4000.0, 4000.0, 4000.0, 4000.0])
-    110.0
-    """
-    return sorted(times)[len(times) // 10]
-
-
 def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Place, count: int = 1) -> float:
     """Microseconds of a gather of payloads, right behind another; of ``count`` what is usual. Collective.
 
@@ -302,56 +293,6 @@ def _time_loop(groups: Groups, run: Callable[[], None], count: int, place: Place
         marks = [marks[0], time.perf_counter()]
     walls = [(b - a) * 1e6 * (len(marks) - 1) / count for a, b in itertools.pairwise(marks)]
     return [max(us) for us in zip(*groups.all_objects(walls), strict=True)]
-
-
-def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The points with every time lowered to the least of those at larger sizes.
-
-    What a larger array took bounds what a smaller one takes, so a time above it is a disturbance.
-
-    >>> rising([(1, 50.0), (2, 20.0), (3, 30.0)])
-    ((1, 20.0), (2, 20.0), (3, 30.0))
-    """
-    bounded: list[tuple[float, float]] = []
-    least = float("inf")
-    for size, us in reversed(points):
-        least = min(least, us)
-        bounded.append((size, least))
-    return tuple(reversed(bounded))
-
-
-def straight(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The points with every time lowered to the lines between those at smaller and larger sizes.
-
-    On a local network a byte takes no less at larger sizes; a time above the line is that of a processor which woke
-    late again and again (256 KB: 3.9 ms, between .3 for 64 KB and 4.4 for a MB).
-
-    >>> straight([(1, 2.0), (2, 9.0), (3, 4.0), (4, 7.0)])
-    ((1, 2.0), (2, 3.0), (3, 4.0), (4, 7.0))
-    """
-
-    def on_lines(at: int) -> Iterator[float]:
-        size, us = points[at]
-        yield us
-        for (less, less_us), (more, more_us) in itertools.product(points[:at], points[at + 1 :]):
-            yield less_us + (more_us - less_us) * (size - less) / (more - less)
-
-    return tuple((size, min(on_lines(at))) for at, (size, _) in enumerate(points))
-
-
-def at_rate(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The points with every time raised to what its bytes take at the rate between the two largest, or of the largest.
-
-    What a card lets through at once after a rest (a token bucket) it takes back from what comes next.
-
-    >>> at_rate([(1, 0.5), (2, 4.0), (4, 6.0), (8, 14.0)])
-    ((1, 1.75), (2, 4.0), (4, 7.0), (8, 14.0))
-    """
-    if len(points) < 2:
-        return tuple(points)
-    (size, us), (most, most_us) = points[-2:]
-    us_per_byte = min((most_us - us) / (most - size), most_us / most)
-    return tuple((num_bytes, max(took_us, us_per_byte * num_bytes)) for num_bytes, took_us in points)
 
 
 def starter(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], Rest]:

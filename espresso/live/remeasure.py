@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from espresso.comm.groups import Groups
-from espresso.live.profiler import Place, rising, time_behind
+from espresso.live.points import rising
+from espresso.live.profiler import Place, time_behind
 from espresso.live.watch import Cause, Change
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job

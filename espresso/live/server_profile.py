@@ -14,7 +14,8 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Bearing, Client, Line, Link, connected
 from espresso.comm.parameter_server.wire import Coding, Key, Stretch
-from espresso.live.profiler import LINK_SIZES, LOOP_US, MAX_LOOP, SLOW_US, rising
+from espresso.live.points import rising
+from espresso.live.profiler import LINK_SIZES, LOOP_US, MAX_LOOP, SLOW_US
 from espresso.model.costs import ComputeCost, Op, ServerCosts
 from espresso.model.links import LinkCurve
 from espresso.strategies import NONE, CompressorSpec, Device, Form, Routine, Scope, Sharing

@@ -1,0 +1,240 @@
+"""What links and compressors cost, measured on real ranks: with stalls, late processors, shared cores, cold caches."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from espresso.comm.groups import Groups
+from espresso.flight.processors import Delays
+from espresso.live import codec_costs, profiler
+from espresso.live.beside import Computing
+from espresso.live.codec_costs import measure_compressor
+from espresso.live.codecs import HostCodecs
+from espresso.live.machine import cores_per_rank
+from espresso.live.profiler import LinkReport, Place, measure_links
+from espresso.strategies import CompressorSpec, Device, Routine
+from tests.workers import run_ranks
+
+
+def stalled_links(rank: int) -> list[tuple[float, float]]:
+    """The first routine's curve, with two stalls of 0.2 s on rank 0 where a routine is timed for the first time."""
+    calls = 0
+
+    def settle() -> None:
+        nonlocal calls
+        calls += 1
+        # Per size: once to warm up, once alone, three loops. The first size's second try adds a call.
+        if rank == 0 and calls in (2, 13):
+            time.sleep(0.2)
+
+    groups = Groups(timeout_s=20)
+    try:
+        return list(measure_links(groups, place=Place(settle=settle)).curves[0].points)
+    finally:
+        groups.close()
+
+
+def links_held_up(rank: int, us_of: Callable[[int, int], float]) -> LinkReport:
+    """What is measured where the exchange with this number, of so many bytes, is there so much later."""
+    start_of, numbers = profiler.starter, itertools.count()
+
+    def starter(*which: Any, **more: Any) -> Any:
+        start = start_of(*which, **more)
+
+        def begin() -> Any:
+            rest, there = start(), time.perf_counter() + us_of(next(numbers), which[3]) / 1e6
+
+            def wait() -> None:
+                rest()
+                time.sleep(max(there - time.perf_counter(), 0.0))
+
+            return wait
+
+        return begin
+
+    profiler.starter = starter
+    groups = Groups(timeout_s=20)
+    try:
+        return measure_links(groups)
+    finally:
+        profiler.starter = start_of
+        groups.close()
+
+
+def far(number: int, size: int) -> float:
+    """A connection that starts slowly for what is no longer small."""
+    return 30_000.0 if size < 1 << 16 else 120_000.0
+
+
+def mostly_late(number: int, size: int) -> float:
+    """Three of four exchanges find a processor that wakes late."""
+    return 20_000.0 if number % 4 else 0.0
+
+
+def test_latency_is_told_from_what_holds_a_link():
+    for outcome in run_ranks(links_held_up, 2, far):
+        assert outcome.value.in_flight > 1
+        for curve in outcome.value.curves:
+            assert 15_000.0 < curve.latency_us <= curve.alone[0][1], curve.routine
+            assert curve.alone[0][1] >= 30_000.0
+            # Neither latency nor a slow start makes a routine too slow to be measured at larger sizes.
+            # The allreduce of a whole bucket is measured larger: it grows by round trips.
+            assert curve.alone[-1][0] == (profiler.WHOLE_FAR if curve.routine is Routine.ALLREDUCE else 1 << 22)
+
+
+def test_what_only_most_exchanges_wait_for_is_no_latency():
+    for outcome in run_ranks(links_held_up, 2, mostly_late):
+        # (On a busy machine the others take a while too.)
+        assert all(curve.latency_us < 10_000.0 for curve in outcome.value.curves)
+
+
+def encoded(rank: int) -> list[tuple[int, float]]:
+    """Of two sizes: how many different groups of numbers are encoded in a row, and what one is then said to take."""
+    spec, numbers, rows = CompressorSpec.parse("int8"), list[int](), list[int]()
+    codecs = HostCodecs(1)
+    codec: Any = codecs(spec, Device.TRAINING)
+    encode = codec.encode
+
+    def noted(encoding: Any, payload: Any) -> None:
+        numbers.append(id(encoding))
+        encode(encoding, payload)
+
+    def timed(step: Callable[[], object]) -> float:
+        numbers.clear()
+        step()
+        rows.append(len(set(numbers)))
+        return 800.0
+
+    codec.encode = noted
+    groups = Groups(timeout_s=20)
+    try:
+        found = []
+        for size in (1 << 12, 1 << 14):
+            rows.clear()
+            cost = measure_compressor(
+                groups, codecs, spec, [Device.TRAINING], largest=1 << 14, sizes=[size], place=Place(time_us=timed)
+            )[0]
+            found.append((max(rows), cost.time_us(size)))
+        return found
+    finally:
+        groups.close()
+        codecs.close()
+
+
+def test_compressors_are_timed_in_a_row_each_with_its_own_numbers():
+    for outcome in run_ranks(encoded, 2):
+        assert outcome.value == [(4, pytest.approx(200.0)), (1, pytest.approx(800.0))]
+
+
+def on_one_core(rank: int) -> tuple[float, float]:
+    """Microseconds of an encode by ranks that share a core with somebody: with what they wait for it, and without."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(mine)])
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    groups, codecs, spec = Groups(timeout_s=60), HostCodecs(1), CompressorSpec.parse("efsignsgd")
+    try:
+        codecs.warm_up([spec], ["float32"])
+        groups.barrier(patient=True)
+        size = 1 << 21
+        together, apart = (
+            measure_compressor(groups, codecs, spec, [Device.TRAINING], largest=4 * size, sizes=[size], cores=cores)[
+                0
+            ].time_us(size)
+            for cores in (1.0, 0.5)
+        )
+        return together, apart
+    finally:
+        busy.kill()
+        busy.wait()
+        groups.close()
+        codecs.close()
+        os.sched_setaffinity(0, mine)
+
+
+@pytest.mark.skipif(Delays.open() is None, reason="the system does not say how long a thread waited for a core")
+def test_of_a_core_that_ranks_share_compressors_are_timed_alone():
+    """The timeline counts that they share it."""
+    for outcome in run_ranks(on_one_core, 2):
+        together, apart = outcome.value
+        assert apart < 0.8 * together
+
+
+def test_a_stall_is_not_taken_for_the_links_rate():
+    for outcome in run_ranks(stalled_links, 2):
+        sizes = [size for size, _ in outcome.value]
+        assert sizes[:3] == [4096.0, 65536.0, 262144.0]
+        assert len(sizes) > 3, "a stall ended the measurement"
+        assert max(us for _, us in outcome.value[:3]) < 100_000.0
+
+
+def beside(rank: int) -> tuple[float, float, float]:
+    """Cores that 0.1 s of work on its core takes from what computes beside it, and waiting; their number."""
+    mine, groups = os.sched_getaffinity(0), Groups(timeout_s=20)
+    os.sched_setaffinity(0, [min(mine)])
+    numbers = np.ones(1 << 16, np.float32)
+
+    def work() -> None:
+        until = time.perf_counter() + 0.1
+        while time.perf_counter() < until:
+            np.abs(numbers, out=numbers)
+
+    try:
+        computing = Computing(groups)
+        busy, idle = (min(computing.taken_us(run) / 1e5 for _ in range(3)) for run in (work, partial(time.sleep, 0.1)))
+        return busy, idle, cores_per_rank(groups)
+    finally:
+        groups.close()
+        os.sched_setaffinity(0, mine)
+
+
+def test_what_an_exchange_takes_is_what_computations_beside_it_lose():
+    """Half of a core that both want; of a wait nothing."""
+    for outcome in run_ranks(beside, 2):
+        busy, idle, cores = outcome.value
+        assert 0.25 * cores < busy < 0.75 * cores
+        assert idle < 0.15 * cores
+
+
+def forgotten(rank: int) -> list[str]:
+    """What happens to a codec that is timed: caches emptied, compressions, decodes."""
+    happened: list[str] = []
+    emptied = codec_costs._forgetting
+
+    def forgetting(num_bytes: int) -> Callable[[], None]:
+        forget = emptied(num_bytes)
+
+        def noted() -> None:
+            happened.append(f"emptied of {num_bytes} bytes")
+            forget()
+
+        return noted
+
+    def timed(step: Callable[[], object]) -> float:
+        happened.append("timed")
+        return 1.0
+
+    codec_costs._forgetting = forgetting
+    groups, codecs, spec = Groups(timeout_s=20), HostCodecs(1), CompressorSpec.parse("efsignsgd")
+    try:
+        measure_compressor(
+            groups, codecs, spec, [Device.TRAINING], largest=1 << 14, sizes=[1 << 14], place=Place(time_us=timed)
+        )
+        return happened
+    finally:
+        codec_costs._forgetting = emptied
+        groups.close()
+        codecs.close()
+
+
+def test_compressors_are_timed_on_numbers_that_are_in_no_cache():
+    """A step goes through weights, gradients and averages of all parameters between two compressions of the same."""
+    for outcome in run_ranks(forgotten, 2):
+        assert outcome.value == [f"emptied of {12 << 14} bytes", "timed", "timed"] * 5
