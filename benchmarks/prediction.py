@@ -78,6 +78,10 @@ HIERARCHICAL_PIPELINES: tuple[tuple[str, str, str], ...] = (
 
 WARM_UP_STEPS = 12
 """Of each strategy: far apart a connection loses packets in its first steps, until its bursts are spread."""
+
+SETTLING_STEPS, SETTLING_STEPS_FAR = 1, 8
+"""Of a block, not counted. Far apart a strategy that comes after the others' turns loses packets for some steps, as a
+job that never pauses does not; there blocks are half as many and twice as long."""
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
@@ -145,13 +149,14 @@ class _Trainee:
         self._optimizer.step()
         self._count += 1
 
-    def block(self, steps: int) -> list[float]:
-        """Milliseconds of each step but the first, mean over the ranks."""
+    def block(self, steps: int, settling: int) -> list[float]:
+        """Milliseconds of each step after the settling ones, mean over the ranks."""
         dist.barrier()
         marks = []
-        for _ in range(steps + 1):
+        for count in range(settling + steps):
             self.step()
-            marks.append(time.perf_counter())
+            if count + 1 >= settling:
+                marks.append(time.perf_counter())
         taken = torch.tensor([1e3 * (b - a) for a, b in pairwise(marks)])
         dist.all_reduce(taken)
         return (taken / dist.get_world_size()).tolist()
@@ -275,13 +280,16 @@ def measure(
         trainee = _Trainee(workload, bucket_cap_mb)
         states.append(espresso.register(trainee.model, strategy=strategy))
         trainees.append(trainee)
+    settling = SETTLING_STEPS
+    if float(network.split()[1]):
+        settling, rounds, steps = SETTLING_STEPS_FAR, (rounds + 1) // 2, 2 * steps
     for trainee in trainees:
-        trainee.block(WARM_UP_STEPS)
+        trainee.block(WARM_UP_STEPS, settling=1)
     times: list[list[float]] = [[] for _ in found]
     order = list(range(len(found)))
     for _ in range(rounds):
         for index in order:
-            times[index] += trainees[index].block(steps)
+            times[index] += trainees[index].block(steps, settling)
         order = order[1:] + order[:1]
     for state in states:
         state.close()
@@ -363,8 +371,8 @@ def main(
     rate: Annotated[str, typer.Option(help="Each host's egress limit; several with commas.")] = "1gbit",
     rtt_ms: Annotated[str, typer.Option(help="Round trip; 0 is a local network; several with commas.")] = "0",
     workers: Annotated[int, typer.Option(help="Workers per host.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Blocks of every strategy.")] = 4,
-    steps: Annotated[int, typer.Option(help="Steps of a block.")] = 6,
+    rounds: Annotated[int, typer.Option(help="Blocks of every strategy; far apart half as many.")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps of a block; far apart twice.")] = 6,
     bucket_cap_mb: Annotated[float, typer.Option(help="DDP's bucket size.")] = 25.0,
     seed: Annotated[int, typer.Option()] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Default: benchmarks/results.")] = None,
