@@ -71,6 +71,7 @@ class World:
     traffic: Callable[[int], tuple[Traffic, ...]] = lambda rank: ()
     cards: tuple[float, ...] = ()
     beside_ms: float = 0.0
+    hook_ms: float = 0.0
     disturbed: int = 0
 
     def stretch(self) -> Stretch:
@@ -128,7 +129,7 @@ class World:
         forward = [synced if self.broadcast_ms else at for at in entered]
         backward = [at + took(rank.forward) for at, rank in zip(forward, self.ranks, strict=True)]
         ready = [
-            [at + rank.backward * MS * (b + 1) / self.buckets for b in range(self.buckets)]
+            [at + (rank.backward + self.hook_ms) * MS * (b + 1) / self.buckets for b in range(self.buckets)]
             for at, rank in zip(backward, self.ranks, strict=True)
         ]
         spans: list[list[Span]] = [[] for _ in self.ranks]
@@ -183,7 +184,7 @@ class World:
             steps[r].append(
                 StepRecord(
                     number, 0, script, tuple(self._clock(r, at) for at in ready[r]), self._clock(r, averaged),
-                    spans=() if self.observed else moved,
+                    spans=() if self.observed else moved, hook_us=self.hook_ms * MS,
                 )
             )  # fmt: skip
         return averaged
@@ -253,6 +254,9 @@ CAUSES: dict[str, tuple[World, World, str, int | None]] = {
     "small buckets": (
         SMALL, World(alpha_ms=1.0), "buckets_too_small", None
     ),
+    "small buckets, a slow hook": (
+        replace(SMALL, alpha_ms=0.1, hook_ms=80), World(alpha_ms=0.1, hook_ms=4), "buckets_too_small", None
+    ),
     "large buckets": (
         World(buckets=1, bucket_mb=8, tensors_a_bucket=32, ms_a_mb=6), World(ms_a_mb=6), "buckets_too_large", None
     ),
@@ -298,10 +302,19 @@ def test_a_clean_run_is_clean(world: World) -> None:
 
 
 def test_where_all_connections_wait_for_who_wakes_no_card_is_thin() -> None:
-    world = replace(SMALL, traffic=sending([210, 190, 200]), cards=(444, 444, 444))
-    kinds = [finding.kind for finding in diagnose(world.flights()).findings]
+    world = replace(SMALL, traffic=sending([61, 60, 62]), cards=(444, 444, 444))
+    findings = diagnose(world.flights()).findings
+    kinds = [finding.kind for finding in findings]
     assert kinds[0] == "buckets_too_small"
     assert "thin_card" not in kinds
+    assert findings[0].gain_us == pytest.approx(world.step_us - World(alpha_ms=1.0).step_us, rel=0.15)
+
+
+def test_a_faster_card_frees_what_exchanges_held_together() -> None:
+    costs = costs_of(Run(BASE.flights()))
+    uneven = replace(costs, task_us=tuple(us * (0.1, 1.9)[i % 2] for i, us in enumerate(costs.task_us)))
+    freed = [sum(each.task_us) - sum(each.at_rate(444, 888).task_us) for each in (costs, uneven)]
+    assert freed == pytest.approx([sum(costs.sent) / 888] * 2, rel=0.02)
 
 
 def test_shifted_clocks_change_nothing() -> None:

@@ -219,6 +219,7 @@ def plain(rank: int, folder: str) -> dict[str, Any]:
         state.record(f"{folder}/asked", last=4)
         steps = state.session.recorder.steps()
         assert agreed(ddp)
+    assert all(0 < each.hook_us < each.done_us - each.script.backward_us for each in steps)
     return {"steps": [(each.number, each.script, len(each.ready_us), len(each.spans)) for each in steps]}
 
 

@@ -59,6 +59,7 @@ class Record:
     Attributes:
         plan: what was followed; None where buckets were planned one by one.
         intervals: of all tasks; of buckets that went whole to the library (``whole``) in some iterations only.
+        hook_ns: processor time of backward's thread in the hook, all buckets together.
     """
 
     iteration: int
@@ -72,6 +73,7 @@ class Record:
     intervals: list[Interval] = field(default_factory=list)
     plan: Plan | None = None
     whole: bool = False
+    hook_ns: int = 0
 
 
 class Planner(Protocol):

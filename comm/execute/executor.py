@@ -142,6 +142,7 @@ class Executor:
         """
         if self._failure.error is not None:
             raise self._failure.error
+        began_ns = time.thread_time_ns()
         if index == 0:
             self._begin(grad_scale)
         with self.lanes.lock:
@@ -157,6 +158,7 @@ class Executor:
             self._take(iteration, index, buffer, describe)
         elif (settled := self.error) is not None:  # perhaps before this future was there
             fail_open([future], settled)
+        iteration.record.hook_ns += time.thread_time_ns() - began_ns
         return future
 
     def end(self) -> torch.futures.Future[torch.Tensor]:

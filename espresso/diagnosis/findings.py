@@ -14,6 +14,7 @@ from typing import Any
 from espresso.diagnosis.rebucketing import fit, plain_costs, rebucketed
 from espresso.diagnosis.replay import (
     EVEN_BYTES,
+    LEAST_LATENCY_US,
     Costs,
     bucket_bytes,
     costs_of,
@@ -334,7 +335,8 @@ class _Case:
             if len(buckets) == len(before):
                 continue
             core_us = self.costs.core_us * (total + EVEN_BYTES * len(buckets)) / (total + EVEN_BYTES * len(before))
-            costs = plain_costs(self.run.stretch.strategy, buckets, line, latency, core_us)
+            hook_us = self.costs.hook_us * len(buckets) / len(before)
+            costs = plain_costs(self.run.stretch.strategy, buckets, line, latency, core_us, hook_us)
             gain = self.gain(lambda turn, c=cap: rebucketed(turn, before, c * (1 << 20))[1], costs)  # type: ignore[misc]
             found.append((gain, -cap, len(buckets)))
         gain, cap, count = max(found, default=(0.0, -1, 0))
@@ -351,8 +353,11 @@ class _Case:
 
     def _us_per_byte(self) -> float | None:
         """What the bytes of a bucket take at the rate of the cards; None where that is not known."""
-        rates = self._cards()
-        return passes_of(self.run.num_ranks) / min(rates) if rates else None
+        passes, largest = passes_of(self.run.num_ranks), max(map(bucket_bytes, self.run.stretch.buckets))
+        rates = self._cards(apart=True)
+        if rates and largest * passes / min(rates) > LEAST_LATENCY_US:  # what is shorter waits more than it sends
+            rates = self._cards()
+        return passes / min(rates) if rates else None
 
     def _cards(self, *, apart: bool = False) -> list[float]:
         """What every host's card sends, in bytes a microsecond; none where that is not known of all.

@@ -79,9 +79,9 @@ def _arrivals(part: Part, buckets: Sequence[Bucket]) -> list[float]:
 
 
 def plain_costs(
-    strategy: Strategy, buckets: Sequence[Bucket], line: Line, latency_us: float, core_us: float = 0.0
+    strategy: Strategy, buckets: Sequence[Bucket], line: Line, latency_us: float, core_us: float, hook_us: float
 ) -> Costs:
     """What plain exchanges of these buckets take."""
     laid, sizes = plan(replace(strategy, partition_bytes=0), buckets), [bucket_bytes(b) for b in buckets]
     task_us = tuple(line.us(size) for size in sizes)
-    return Costs(laid, task_us, (latency_us,) * len(sizes), {}, sent=tuple(sizes), core_us=core_us)
+    return Costs(laid, task_us, (latency_us,) * len(sizes), {}, sent=tuple(sizes), core_us=core_us, hook_us=hook_us)

@@ -68,6 +68,7 @@ class Costs:
         in_flight: exchanges of a link under way at once.
         sent: bytes of every task on the card that sends most of them.
         core_us: processor time of all exchanges of a step, where they have no core beside backward's; else 0.
+        hook_us: processor time of a step's backward pass in the hook.
     """
 
     plan: Plan
@@ -77,6 +78,7 @@ class Costs:
     in_flight: int = IN_FLIGHT[0]
     sent: tuple[int, ...] = ()
     core_us: float = 0.0
+    hook_us: float = 0.0
 
     @property
     def exchanges(self) -> list[int]:
@@ -88,9 +90,13 @@ class Costs:
         return sum(self.task_us[index] + self.latency_us[index] for index in self.exchanges)
 
     def at_rate(self, now: float, then: float) -> Costs:
-        """With cards that send ``then`` bytes a microsecond instead of ``now``."""
-        freed = [num_bytes * (1 / now - 1 / then) for num_bytes in self.sent]
-        task_us = tuple(max(us - less, LEAST_KEPT * us) for us, less in zip(self.task_us, freed, strict=True))
+        """With cards that send ``then`` bytes a microsecond instead of ``now``.
+
+        Exchanges under way together share a card: which of them held it is not known of each, only of all.
+        """
+        held_us = sum(us for us, sent in zip(self.task_us, self.sent, strict=True) if sent)
+        kept = max(1 - sum(self.sent) * (1 / now - 1 / then) / held_us, LEAST_KEPT) if held_us else 1.0
+        task_us = tuple(us * kept if sent else us for us, sent in zip(self.task_us, self.sent, strict=True))
         return replace(self, task_us=task_us)
 
     def at_pace(self, pace: float, rate: float | None) -> Costs:
@@ -109,7 +115,7 @@ class Costs:
     def idle(self) -> Costs:
         """Without any of it."""
         nothing = (0.0,) * len(self.task_us)
-        return replace(self, task_us=nothing, latency_us=nothing, core_us=0.0)
+        return replace(self, task_us=nothing, latency_us=nothing, core_us=0.0, hook_us=0.0)
 
     def without_latency(self) -> Costs:
         return replace(self, latency_us=(0.0,) * len(self.latency_us))
@@ -124,6 +130,11 @@ class Costs:
 
 def costs_of(run: Run) -> Costs:
     """What the tasks took: of an exchange what it held its link, first come, first served, once all ranks had begun."""
+    hook_us = median(median(step.hook_us for step in flight.steps) for flight in run.flights)
+    return replace(_likeliest(run), hook_us=hook_us)
+
+
+def _likeliest(run: Run) -> Costs:
     latencies = _latencies(run)
     if not any(latencies):
         return _measured(run, latencies, IN_FLIGHT[0])
@@ -319,11 +330,12 @@ def _scheduled(costs: Costs, ready: Sequence[float]) -> Schedule:
 
 
 def shared(turn: Turn, costs: Costs, then: Turn, costs_then: Costs) -> Turn:
-    """``then`` with backward passes that share their core with other exchanges than those of ``turn``, as recorded.
+    """``then`` with backward passes that hand over other buckets than those of ``turn``, as recorded, and share their
+    core with other exchanges.
 
     An exchange takes processor time as long as it lasts; what of that falls into a backward pass makes it longer.
     """
-    if not costs.core_us:
+    if not costs.core_us and costs_then.hook_us == costs.hook_us:
         return then
     before, changed = _taken(turn, costs), then
     for _ in range(SETTLED):
@@ -339,9 +351,9 @@ def shared(turn: Turn, costs: Costs, then: Turn, costs_then: Costs) -> Turn:
 
 
 def _taken(turn: Turn, costs: Costs) -> list[float]:
-    """Processor time that exchanges took from each rank's backward pass."""
+    """Processor time that the hook and exchanges took from each rank's backward pass."""
     if not costs.core_us:
-        return [0.0] * len(turn.parts)
+        return [costs.hook_us] * len(turn.parts)
     ready, starts, _ = _forward(turn, True)
     run = _scheduled(costs, ready)
     weights = {i: EVEN_BYTES + costs.sent[i] for i in costs.exchanges}
@@ -352,7 +364,7 @@ def _taken(turn: Turn, costs: Costs) -> list[float]:
         for i, weight in weights.items():
             lasts, hidden = run.end_us[i] - run.start_us[i], min(run.end_us[i], start + part.backward) - run.start_us[i]
             own += weight * (min(max(hidden, 0.0) / lasts, 1.0) if lasts > 0 else 0.0)
-        taken.append(own * a_weight)
+        taken.append(costs.hook_us + own * a_weight)
     return taken
 
 

@@ -108,6 +108,7 @@ class StepRecord:
         stretch: the place of its stretch in :attr:`Flight.stretches`.
         ready_us: when each bucket came from backward.
         done_us: when all averages were there.
+        hook_us: processor time of backward's thread in the hook, all buckets together.
         finite: whether they were.
         bytes_sent, bytes_raw: by this rank, and what it would have sent uncompressed.
         spans: of its tasks. Plain exchanges are looked at in some steps only, so that it costs next to nothing.
@@ -122,11 +123,12 @@ class StepRecord:
     bytes_sent: int = 0
     bytes_raw: int = 0
     spans: tuple[Span, ...] = ()
+    hook_us: float = 0.0
 
     @property
     def num_values(self) -> int:
         """Numbers in a file."""
-        return 24 + len(self.ready_us) + len(Span._fields) * len(self.spans)
+        return 25 + len(self.ready_us) + len(Span._fields) * len(self.spans)
 
 
 @dataclass(frozen=True)

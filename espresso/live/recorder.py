@@ -264,4 +264,5 @@ def _step(record: Record, script: Script, stretch: int, num_tasks: int) -> StepR
         record.bytes_sent,
         record.bytes_raw,
         tuple(sorted(spans, key=lambda span: span.start_us)),
+        record.hook_ns / 1e3,
     )
