@@ -10,8 +10,8 @@ what any hook costs, since only plain DDP divides by the number of ranks while i
 
     python -m benchmarks.overhead --recorder
 
-What the flight recorder costs: our hook with it against our hook without. ``--watch``: the same of the watch of
-``adapt=True``.
+What the flight recorder costs: our hook with it against our hook without, on one model, whose recorder is paused
+block by block. ``--watch``: what the watch of ``adapt=True`` costs, on two models.
 """
 
 import gc
@@ -46,6 +46,9 @@ RECORDER_BAR = 1.005
 RECORDER_ARMS = ("espresso, no recorder", "espresso")
 WATCH_ARMS = ("espresso, no watch", "espresso")
 """The first is what the others are compared with."""
+
+RECORDER_PAIRS = 3
+"""Times as many pairs where both arms are one model: it is made once a round, not twice, and less is looked for."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -114,7 +117,12 @@ class _Job:
         self.states: list[Any] = []
         self.num_buckets = 0
         self._watch = WATCH_ARMS[0] in order
+        self._pauses = RECORDER_ARMS[0] in order
         for arm in order:
+            if self._pauses and self.models:
+                first = next(iter(self.models))
+                self.models[arm], self.optimizers[arm] = self.models[first], self.optimizers[first]
+                continue
             model = DistributedDataParallel(make(), bucket_cap_mb=case.bucket_cap_mb)
             self._attach(arm, model)
             self.models[arm] = model
@@ -130,8 +138,6 @@ class _Job:
             plain = Strategy.uniform(tensors, Cluster(dist.get_world_size(), 1))
             watched = self._watch and arm == "espresso"
             self.states.append(espresso.register(model, strategy=plain, ranks_per_node=1, adapt=watched))
-            if arm == RECORDER_ARMS[0]:
-                self.states[-1].session.recording.stop()
         elif arm == "torch's allreduce hook":
             model.register_comm_hook(None, default_hooks.allreduce_hook)
         elif arm != "plain":
@@ -141,6 +147,8 @@ class _Job:
     def block(self, arm: str, steps: int) -> float:
         """Seconds per step on the slowest rank, between barriers."""
         model, optimizer = self.models[arm], self.optimizers[arm]
+        if self._pauses and arm == RECORDER_ARMS[0]:
+            self.states[0].session.recording.pause()
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -150,6 +158,8 @@ class _Job:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         elapsed = torch.tensor((time.perf_counter() - begin) / steps, dtype=torch.float64)
+        if self._pauses and arm == RECORDER_ARMS[0]:
+            self.states[0].session.recording.go_on()
         dist.all_reduce(elapsed, dist.ReduceOp.MAX)
         return float(elapsed)
 
@@ -238,6 +248,8 @@ def main(
     chosen = [case for case in CASES if case.model in models.split(",")]
     if quick:
         chosen = [replace(c, rounds=max(1, c.rounds // 4)) for c in chosen]
+    if recorder:
+        chosen = [replace(c, pairs=RECORDER_PAIRS * c.pairs) for c in chosen]
     if worker is not None:
         _as_worker(worker, chosen, seed, RECORDER_ARMS if recorder else WATCH_ARMS if watch else ARMS)
         return

@@ -218,6 +218,13 @@ def plain(rank: int, folder: str) -> dict[str, Any]:
             each(torch.randn(4, 20))
         state.record(f"{folder}/asked", last=4)
         steps = state.session.recorder.steps()
+        state.session.recording.pause()
+        run(ddp, optimizer, 3)
+        assert state.session.recorder.steps()[-1].script == steps[-1].script
+        state.session.recording.go_on()
+        run(ddp, optimizer, 2)
+        numbers = [each.number for each in state.session.recorder.steps()]
+        assert numbers == [*range(10), 13, 14], numbers
         assert agreed(ddp)
     assert all(0 < each.hook_us < each.done_us - each.script.backward_us for each in steps)
     return {"steps": [(each.number, each.script, len(each.ready_us), len(each.spans)) for each in steps]}
@@ -335,7 +342,7 @@ def test_a_plain_job_is_recorded_whole(played: Played, folder: str) -> None:
 def test_it_is_written_when_asked_and_at_the_end(played: Played, folder: str) -> None:
     played(plain_here)
     whole, asked = load_run(f"{folder}/plain"), load_run(f"{folder}/plain/asked")
-    assert [len(each.steps) for each in whole] == [10, 10]
+    assert [len(each.steps) for each in whole] == [12, 12]
     assert [each.number for each in asked[0].steps] == [6, 7, 8, 9]
     assert whole[0].facts["written"] == "the job ended"
     assert whole[0].facts["buffer_bytes"] > 0

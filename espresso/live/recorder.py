@@ -62,6 +62,7 @@ class Recorder:
         script: of the step that is under way.
         facts: what else readers may want to know; see :class:`~espresso.flight.form.Flight`.
         ticks, traffic: what was seen of clocks and connections so far.
+        keeps: whether iterations come into the ring.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -73,7 +74,7 @@ class Recorder:
         self.traffic: deque[Traffic] = deque(maxlen=KEPT_LOOKS)
         self._kept: deque[tuple[Record, Script]] = deque(maxlen=KEPT_STEPS)
         self._num_intervals = 0
-        self._exchanged = self._stopped = False
+        self.keeps, self._exchanged = True, False
         self._spent: Spent | None = None
         self._delays: Delays | None = None
         self._waited_us = 0.0
@@ -115,7 +116,7 @@ class Recorder:
 
     def take(self, record: Record) -> None:
         """An iteration is exchanged: it is in the ring from now on. What the script does next is added to it."""
-        if self._stopped:
+        if not self.keeps:
             return
         with self._lock:
             if len(self._kept) == KEPT_STEPS:
@@ -125,10 +126,6 @@ class Recorder:
             while self._num_intervals > KEPT_INTERVALS and len(self._kept) > 1:
                 self._num_intervals -= len(self._kept.popleft()[0].intervals)
         self._exchanged = True
-
-    def stop(self) -> None:
-        """Keep nothing from now on."""
-        self._stopped = True
 
     def skip(self) -> None:
         """An iteration is exchanged that nobody wants to keep."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from espresso.comm.execute.executor import Executor
 from espresso.live.config import Config
@@ -25,18 +26,27 @@ class Recording:
         recorder.look()
         recorder.look_at_card()
         module = model.module()
-        self._marks = None if module is None else ScriptMarks(module, model.names, recorder)
+        self._attach = None if module is None else partial(ScriptMarks, module, model.names, recorder)
+        self._marks = None if self._attach is None else self._attach()
         recorder.facts |= {} if module is None else facts_of(module)
         name = config.record_signal
         self._unlisten: Callable[[], None] | None = None
         if name is not None:
             self._unlisten = recorder.listen(name, config.artifacts_dir)
 
-    def stop(self) -> None:
-        """Keep no more steps and look at no more exchanges; a benchmark compares with that."""
-        self.detach()
-        self._recorder.stop()
+    def pause(self) -> None:
+        """Keep no steps and look at no exchanges, until told to go on; a benchmark compares with that."""
+        if self._marks is not None:
+            self._marks.detach()
+        self._recorder.keeps = False
         self._executor.look_at_exchanges(False)
+
+    def go_on(self) -> None:
+        """Record again after a pause."""
+        if self._attach is not None:
+            self._marks = self._attach()
+        self._recorder.keeps = True
+        self._executor.look_at_exchanges(True)
 
     def end(self) -> None:
         """The job ends: write the ring, unless an error has."""
