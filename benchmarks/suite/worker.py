@@ -71,7 +71,8 @@ class Trainee:
 def time_arms(task: Task, arms: Sequence[Arm], place: Place, blocks: int, steps: int) -> list[dict[str, Any]]:
     """Step times of all arms, alternated in blocks; ratios to computing alone and to computing with a barrier."""
     trainees = [Trainee.start(arm, task) for arm in arms]
-    warm_up(trainees, place, 4, Progress(None))
+    for one in trainees:  # each by itself: sixty uncompressed steps on a slow network would tell nothing
+        warm_up([one], place, 4, Progress(None))
     for done in range(blocks):
         turn = done % len(trainees)
         for trainee in trainees[turn:] + trainees[:turn]:
