@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from espresso.comm.execute.executor import Executor
 from espresso.live.config import Config
@@ -22,12 +21,12 @@ class Recording:
 
     def __init__(self, recorder: Recorder, executor: Executor, model: BoundModel, config: Config) -> None:
         self._recorder, self._executor, self._folder = recorder, executor, config.artifacts_dir
+        self._model = model
         executor.on_failure(lambda: recorder.leave(self._folder, "the exchange failed"))
         recorder.look()
         recorder.look_at_card()
         module = model.module()
-        self._attach = None if module is None else partial(ScriptMarks, module, model.names, recorder)
-        self._marks = None if self._attach is None else self._attach()
+        self._marks = self._attached()
         recorder.facts |= {} if module is None else facts_of(module)
         name = config.record_signal
         self._unlisten: Callable[[], None] | None = None
@@ -43,10 +42,14 @@ class Recording:
 
     def go_on(self) -> None:
         """Record again after a pause."""
-        if self._attach is not None:
-            self._marks = self._attach()
+        self._marks = self._attached()
         self._recorder.keeps = True
         self._executor.look_at_exchanges(True)
+
+    def _attached(self) -> ScriptMarks | None:
+        """The script's marks; made from the model anew, which must not be held here: it holds this."""
+        module = self._model.module()
+        return None if module is None else ScriptMarks(module, self._model.names, self._recorder)
 
     def end(self) -> None:
         """The job ends: write the ring, unless an error has."""
