@@ -28,7 +28,11 @@ def widen(end: socket.socket, option: int, window: int) -> None:
 
 
 def receive(duration_s: float, window: int) -> None:
-    """Accept one sender and count what arrives, leaving out the first third: the bucket starts full."""
+    """Accept one sender and count what arrives, leaving out the first third: the bucket starts full.
+
+    Counted from and to moments at which all that had arrived was read: what a reader that woke up late finds waiting
+    came earlier.
+    """
     with socket.create_server(("0.0.0.0", 0)) as server:
         server.settimeout(20)
         widen(server, _SO_RCVBUFFORCE, window)
@@ -40,16 +44,15 @@ def receive(duration_s: float, window: int) -> None:
         connection.settimeout(20)
         start = time.perf_counter()
         count_from = start + duration_s / 3
-        counted, first, last = 0, 0.0, 0.0
+        arrived, counted, first, last = 0, 0, 0.0, 0.0
         while size := connection.recv_into(buffer):
             now = time.perf_counter()
-            if now < count_from:
+            arrived += size
+            if now < count_from or size == len(buffer):
                 continue
-            if first:
-                counted += size
-            else:
-                first = now
-            last = now
+            if not first:
+                first, arrived = now, 0
+            last, counted = now, arrived
     sys.stdout.write(json.dumps({"bytes": counted, "seconds": last - first}) + "\n")
 
 
