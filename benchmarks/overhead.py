@@ -10,18 +10,21 @@ what any hook costs, since only plain DDP divides by the number of ranks while i
 
     python -m benchmarks.overhead --recorder
 
-What the flight recorder costs: our hook with it against our hook without, on one model, whose recorder is paused
-block by block. ``--watch``: what the watch of ``adapt=True`` costs, on two models.
+What the flight recorder costs: our hook with it against our hook without, on one model, whose recorder is paused in
+one step of two, at random. In some steps it looks at the end of every exchange. A typical ratio knows nothing of what
+is seldom, so those steps are compared by themselves, and count by how many they are. ``--watch``: what the watch of
+``adapt=True`` costs, on two models.
 """
 
 import gc
 import json
 import logging
+import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,8 +50,8 @@ RECORDER_ARMS = ("espresso, no recorder", "espresso")
 WATCH_ARMS = ("espresso, no watch", "espresso")
 """The first is what the others are compared with."""
 
-RECORDER_PAIRS = 3
-"""Times as many pairs where both arms are one model: it is made once a round, not twice, and less is looked for."""
+RECORDER_PAIRS = 15
+"""Times as many pairs, of a step each, where both arms are one model: what is looked for is less than noise."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -117,9 +120,9 @@ class _Job:
         self.states: list[Any] = []
         self.num_buckets = 0
         self._watch = WATCH_ARMS[0] in order
-        self._pauses = RECORDER_ARMS[0] in order
+        self.pauses = RECORDER_ARMS[0] in order
         for arm in order:
-            if self._pauses and self.models:
+            if self.pauses and self.models:
                 first = next(iter(self.models))
                 self.models[arm], self.optimizers[arm] = self.models[first], self.optimizers[first]
                 continue
@@ -147,7 +150,7 @@ class _Job:
     def block(self, arm: str, steps: int) -> float:
         """Seconds per step on the slowest rank, between barriers."""
         model, optimizer = self.models[arm], self.optimizers[arm]
-        if self._pauses and arm == RECORDER_ARMS[0]:
+        if self.pauses and arm == RECORDER_ARMS[0]:
             self.states[0].session.recording.pause()
         dist.barrier()
         begin = time.perf_counter()
@@ -158,10 +161,15 @@ class _Job:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         elapsed = torch.tensor((time.perf_counter() - begin) / steps, dtype=torch.float64)
-        if self._pauses and arm == RECORDER_ARMS[0]:
+        self.has_looked = self.pauses and arm != RECORDER_ARMS[0] and self._has_looked()
+        if self.pauses and arm == RECORDER_ARMS[0]:
             self.states[0].session.recording.go_on()
         dist.all_reduce(elapsed, dist.ReduceOp.MAX)
         return float(elapsed)
+
+    def _has_looked(self) -> bool:
+        """Whether the recorder looked at exchanges in the step that has ended: the same step on all ranks."""
+        return bool(self.states[0].session.recorder.steps(1)[-1].spans)
 
     def close(self) -> None:
         for state in self.states:
@@ -176,6 +184,8 @@ def _buckets_of(model: DistributedDataParallel) -> int:
 def work(case: Case, seed: int, arms: Sequence[str] = ARMS) -> list[Result]:
     """Measure one case; every rank of the default group calls it."""
     times: dict[str, list[float]] = {arm: [] for arm in arms}
+    looked_at: dict[str, list[float]] = {arm: [] for arm in arms}
+    draw = random.Random(seed)
     buckets = 0
     for turn in range(case.rounds):
         order = _rotated(arms, turn)
@@ -183,13 +193,16 @@ def work(case: Case, seed: int, arms: Sequence[str] = ARMS) -> list[Result]:
         for arm in order:
             job.block(arm, 3)
         for pair in range(case.pairs):
-            for arm in _rotated(arms, pair):
-                times[arm].append(job.block(arm, case.steps))
+            order = draw.sample(arms, len(arms)) if job.pauses else _rotated(arms, pair)
+            taken = {arm: (job.block(arm, case.steps), job.has_looked) for arm in order}
+            kept = looked_at if any(looked for _, looked in taken.values()) else times
+            for arm, (step_s, _) in taken.items():
+                kept[arm].append(step_s)
         buckets = _buckets_of(job.models[arms[0]])
         job.close()
         del job
         gc.collect()
-    return summarize(case, buckets, times)
+    return summarize(case, buckets, times, looked_at)
 
 
 def _rotated(arms: Sequence[str], turn: int) -> Sequence[str]:
@@ -199,9 +212,20 @@ def _rotated(arms: Sequence[str], turn: int) -> Sequence[str]:
     return order if turn % 2 == 0 else order[::-1]
 
 
-def summarize(case: Case, num_buckets: int, times: dict[str, list[float]]) -> list[Result]:
-    """One row per arm, each against the first."""
+def summarize(
+    case: Case, num_buckets: int, times: dict[str, list[float]], looked_at: dict[str, list[float]]
+) -> list[Result]:
+    """One row per arm, each against the first; steps that were looked at (of the recorder) count by their number."""
     base = next(iter(times))
+
+    def ratio(arm: str) -> Ratio:
+        usual, few = paired_ratio(times[arm], times[base]), looked_at[arm]
+        if not few:
+            return usual
+        seldom, share = paired_ratio(few, looked_at[base]), len(few) / (len(few) + len(times[arm]))
+        mixed = [(1 - share) * a + share * b for a, b in zip(astuple(usual), astuple(seldom), strict=True)]
+        return Ratio(*mixed)
+
     bar = RECORDER_BAR if base in (RECORDER_ARMS[0], WATCH_ARMS[0]) else BAR
     return [
         Result(
@@ -209,7 +233,7 @@ def summarize(case: Case, num_buckets: int, times: dict[str, list[float]]) -> li
             arm,
             num_buckets,
             1e3 * statistics.median(values),
-            paired_ratio(values, times[base]),
+            ratio(arm),
             case.judged and arm == "espresso",
             bar,
         )
@@ -249,7 +273,7 @@ def main(
     if quick:
         chosen = [replace(c, rounds=max(1, c.rounds // 4)) for c in chosen]
     if recorder:
-        chosen = [replace(c, pairs=RECORDER_PAIRS * c.pairs) for c in chosen]
+        chosen = [replace(c, pairs=RECORDER_PAIRS * c.pairs, steps=1) for c in chosen]
     if worker is not None:
         _as_worker(worker, chosen, seed, RECORDER_ARMS if recorder else WATCH_ARMS if watch else ARMS)
         return
@@ -262,7 +286,7 @@ def main(
     json_path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with termination_raises():
-            run_workers(network, argv, pin=True, deadline_s=900)
+            run_workers(network, argv, pin=True, deadline_s=1800)
         rows = [Result(**{**row, "ratio": Ratio(**row["ratio"])}) for row in json.loads(raw.read_text())]
     finally:
         raw.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -82,13 +82,21 @@ def test_a_predicted_gain_is_right_within_a_part_of_it_or_of_a_step():
 
 def test_overhead_is_judged_by_the_end_of_its_interval():
     case = overhead.Case("mlp", 1.0, 1, 4, 3, True)
-    plain = [0.1, 0.1, 0.1, 0.1]
-    near = overhead.summarize(case, 7, {"plain": plain, "espresso": [0.101, 0.102, 0.101, 0.102]})
-    wide = overhead.summarize(case, 7, {"plain": plain, "espresso": [0.09, 0.11, 0.09, 0.11]})
+    plain, none = [0.1, 0.1, 0.1, 0.1], {"plain": [], "espresso": []}
+    near = overhead.summarize(case, 7, {"plain": plain, "espresso": [0.101, 0.102, 0.101, 0.102]}, none)
+    wide = overhead.summarize(case, 7, {"plain": plain, "espresso": [0.09, 0.11, 0.09, 0.11]}, none)
     assert [row.judged for row in near] == [False, True]
     assert near[1].passes
     assert wide[1].ratio.value < 1.03
     assert not wide[1].passes
+
+
+def test_steps_that_the_recorder_looks_at_count_by_their_number():
+    case = overhead.Case("gpt", 1.0, 1, 16, 1, True)
+    times = {"off": [0.1] * 15, "on": [0.1] * 15}
+    assert overhead.summarize(case, 7, times, {"off": [0.1], "on": [0.132]})[1].ratio.value == pytest.approx(1.02)
+    both = overhead.summarize(case, 7, times, {"off": [0.1] * 5, "on": [0.14] * 5})[1].ratio
+    assert astuple(both) == pytest.approx((1.1, 1.1, 1.1))
 
 
 def runs(arm: str, *ends: tuple[float, float], compressed: int = 0) -> list[Run]:

@@ -96,22 +96,32 @@ def metrics_of(name: str, arms: Sequence[str], seeds: int, steps: int, rate: str
     return found
 
 
+SHOWN = {
+    "step_ms": (".1f", "step, ms"),
+    "mb_per_step_per_host": (".2f", "MB"),
+    "of_compute": (".0%", "of compute"),
+    "of_barrier": (".0%", "of barrier"),
+    "of_plain": (".2f", "x plain"),
+    "overlap": (".0%", "overlap"),
+}
+"""Of a timed row: how it is printed, under what head."""
+
+
 def table_of(rows: Sequence[Mapping[str, Any]], ends: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Everything in one table."""
-    table = Table(
-        "task", "network", "arm", "step, ms", "MB", "of compute", "of barrier", "x plain", "overlap", "metric",
-        "in band", "peak MiB",
-    )  # fmt: skip
-    for row in rows:
+    """Everything in one table; blank is what was not measured."""
+    heads = [head for _, head in SHOWN.values()]
+    table = Table("task", "network", "arm", *heads, "metric", "in band", "peak MiB")
+    timed = {row["task"] for row in rows}
+    trained = [{"task": task, "arm": arm} for task, arms in ends.items() if task not in timed for arm in arms]
+    for row in [*rows, *trained]:
+        figures = ["" if row.get(key) is None else format(row[key], how) for key, (how, _) in SHOWN.items()]
         end = ends.get(row["task"], {}).get(row["arm"])
-        table.add_row(
-            row["task"], row["rate"], row["arm"], f"{row['step_ms']:.1f}", f"{row['mb_per_step_per_host']:.2f}",
-            f"{row['of_compute']:.0%}", f"{row['of_barrier']:.0%}", f"{row['of_plain']:.2f}",
-            "" if row["overlap"] is None else f"{row['overlap']:.0%}",
-            "" if end is None else f"{statistics.fmean(end['metrics']):.3f}",
-            "" if end is None else ("yes" if end["in_band"] else "NO"),
-            "" if end is None else f"{end['peak_mib']:.0f}",
-        )  # fmt: skip
+        if end is None:
+            ended = ["", "", ""]
+        else:
+            mean, inside = statistics.fmean(end["metrics"]), "yes" if end["in_band"] else "NO"
+            ended = [f"{mean:.3f}", inside, f"{end['peak_mib']:.0f}"]
+        table.add_row(row["task"], row.get("rate", ""), row["arm"], *figures, *ended)
     return table
 
 
@@ -120,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", default=",".join(NAMES), help=f"of {', '.join(NAMES)}")
     parser.add_argument("--rates", default=",".join(RATES), help="of the network between the hosts")
     parser.add_argument("--compressors", default=";".join(COMPRESSORS), help="separated by semicolons")
-    parser.add_argument("--blocks", type=int, default=5, help="rounds of timing")
+    parser.add_argument("--blocks", type=int, default=5, help="rounds of timing; 0: no times")
     parser.add_argument("--steps", type=int, default=4, help="of a block")
     parser.add_argument("--train-steps", type=int, default=300, help="before the metric is taken; 0: no metrics")
     parser.add_argument("--seeds", type=int, default=3)
@@ -156,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     ends: dict[str, Any] = {}
     for name in names:
-        for rate in given.rates.split(","):
+        for rate in given.rates.split(",") if blocks else ():
             with open_network(2, rate) as network:
                 bulk = None
                 if network.rate_bps is not None:

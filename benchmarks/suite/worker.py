@@ -40,7 +40,8 @@ class Trainee:
         """Wrap the task's models and attach the arm to each."""
         models = [DistributedDataParallel(model) for model in task.make_models()]
         optimizers = [task.make_optimizer(model) for model in models]
-        return cls(arm, task, models, optimizers, [arm.attach(model) for model in models])
+        # Decided as soon as all is measured: what comes before are uncompressed steps, seconds each on a slow network.
+        return cls(arm, task, models, optimizers, [arm.attach(model, decide_by=0) for model in models])
 
     def step(self, place: Place) -> float:
         """Train one step; returns its duration in seconds on this rank."""
