@@ -1,0 +1,173 @@
+"""What do the sizes of DDP's buckets do to what is left of an exchange after backward, and to the step?
+
+    python -m benchmarks.buckets
+    python -m benchmarks.buckets --models mlp --caps 25,1 --compressor dgc:ratio=0.01 --rate 100mbit
+
+The papers release a tensor when its gradient is ready; DDP hands over buckets, and one of 25 MB may be ready when
+backward is over. Smaller buckets are the way to begin sooner: with one tensor in each, the paper's unit. Two emulated
+hosts of one core; every size runs the same strategy, all of them in turn, in blocks. What is exposed is recorded: from
+the end of backward until the last average is there. Ratios are to the first size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import results
+from benchmarks.emulated import format_rate, measure_bulk_rate, open_network, run_workers
+from benchmarks.models import NAMES, Workload, build_workload
+from benchmarks.ratios import paired_ratio
+from benchmarks.train import Block, Place, process_group, run_block
+
+CAPS = "25,8,1"
+"""In MB; 25 is DDP's own."""
+
+OPTION = "comp > flat.allgather > dec"
+WARM_UP = 6
+
+
+@dataclass
+class Trainee:
+    """A model in buckets of some size."""
+
+    cap_mb: float
+    workload: Workload
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    state: Any
+    num_steps: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    exposed_ms: list[float] = field(default_factory=list)
+    """Of each block, the median."""
+
+    @classmethod
+    def start(cls, workload: Workload, cap_mb: float, compressor: str) -> Trainee:
+        """Wrap and register it."""
+        import espresso
+        from espresso.strategies import Choice, CompressorSpec, Strategy, parse_option
+
+        def uniform(tensors: Any, cluster: Any) -> Strategy:
+            return Strategy.uniform(tensors, cluster, Choice(parse_option(OPTION), CompressorSpec.parse(compressor)))
+
+        model = DistributedDataParallel(workload.make_model(), bucket_cap_mb=cap_mb)
+        state = espresso.register(model, strategy=uniform)
+        return cls(cap_mb, workload, model, workload.make_optimizer(model), state)
+
+    def step(self, place: Place) -> float:
+        """Train one step; returns its seconds."""
+        inputs, targets = self.workload.batch(self.num_steps, place.rank, place.world_size)
+        began = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.workload.loss(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.num_steps += 1
+        return time.perf_counter() - began
+
+    def block(self, place: Place, steps: int) -> None:
+        """Time some steps, and note what was exposed in them."""
+        self.blocks.append(run_block(partial(self.step, place), place, steps))
+        scripts = [each.script for each in self.state.session.recorder.steps(steps)]
+        self.exposed_ms.append(statistics.median((s.averaged_us - s.backward_end_us) / 1e3 for s in scripts))
+
+
+def work(model: str, caps: Sequence[float], compressor: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Everything of one model; every rank calls it."""
+    workload, place = build_workload(model), Place.from_env(None)
+    trainees = [Trainee.start(workload, cap, compressor) for cap in caps]
+    for trainee in trainees:
+        run_block(partial(trainee.step, place), place, WARM_UP)
+    for turn in range(rounds):
+        first = turn % len(trainees)
+        for trainee in trainees[first:] + trainees[:first]:
+            trainee.block(place, steps)
+    base, rows = trainees[0], []
+    for one in trainees:
+        times, exposed = [block.median_step_s for block in one.blocks], one.exposed_ms
+        step = paired_ratio(times, [block.median_step_s for block in base.blocks])
+        left = paired_ratio(exposed, base.exposed_ms)
+        rows.append(
+            {
+                "model": model,
+                "cap_mb": one.cap_mb,
+                "num_buckets": len(one.state.session.recorder.flight(1).stretches[0].buckets),
+                "step_ms": 1e3 * statistics.median(times),
+                "step_ratio": [step.low, step.value, step.high],
+                "exposed_ms": statistics.median(exposed),
+                "exposed_ratio": [left.low, left.value, left.high],
+            }
+        )
+    for one in trainees:
+        one.state.close()
+    return rows
+
+
+def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """For people."""
+    table = Table("model", "cap, MB", "buckets", "step, ms", "x", "exposed, ms", "x", title=title)
+    for row in rows:
+        ratios = ("{1:.3f} ({0:.3f} to {2:.3f})".format(*row[key]) for key in ("step_ratio", "exposed_ratio"))
+        step, exposed = ratios
+        table.add_row(
+            row["model"], f"{row['cap_mb']:g}", str(row["num_buckets"]), f"{row['step_ms']:.1f}", step,
+            f"{row['exposed_ms']:.1f}", exposed,
+        )  # fmt: skip
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="mlp,gpt,resnet", help=f"of {', '.join(NAMES)}")
+    parser.add_argument(
+        "--caps", default=CAPS, help="DDP's bucket_cap_mb; the first is what the others are compared with"
+    )
+    parser.add_argument("--compressor", default="efsignsgd")
+    parser.add_argument("--rate", default="1gbit", help="of the network between the hosts")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6, help="of a block")
+    parser.add_argument("--json", type=Path, default=results.RESULTS_DIR / "buckets.json", help="where results go")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.worker is not None:
+        torch.set_num_threads(1)
+        with process_group(300.0):
+            found = work(
+                given.models, [float(cap) for cap in given.caps.split(",")], given.compressor, given.rounds, given.steps
+            )
+        if Place.from_env(None).rank == 0:
+            given.worker.write_text(json.dumps(found))
+        return 0
+    rows: list[dict[str, Any]] = []
+    raw = given.json.with_suffix(".raw")
+    for model in given.models.split(","):
+        settings = ["--caps", given.caps, "--compressor", given.compressor, "--worker", str(raw)]
+        settings += ["--rounds", str(given.rounds), "--steps", str(given.steps)]
+        with open_network(2, given.rate) as network:
+            bulk = ", ".join(format_rate(one.payload_bps) for one in measure_bulk_rate(network))
+            run_workers(
+                network, [sys.executable, "-m", "benchmarks.buckets", "--models", model, *settings],
+                pin=True, deadline_s=1800.0,
+            )  # fmt: skip
+        rows += json.loads(raw.read_text())
+        raw.unlink()
+    config = {"rate": given.rate, "compressor": given.compressor, "rounds": given.rounds, "steps": given.steps}
+    results.write(given.json, results.record(config, 0, rows))
+    results.console(150).print(table_of(rows, f"{given.compressor}, {given.rate} (bulk {bulk})"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
