@@ -34,12 +34,15 @@ from espresso.search.terms import AUTOMATIC, MB, Terms
 from espresso.strategies import (
     NONE,
     PLAIN,
+    Bucket,
     Choice,
     Cluster,
     CompressorSpec,
     Device,
     FormError,
+    Mode,
     Routine,
+    Slot,
     Strategy,
     TensorSpec,
     options_for,
@@ -87,6 +90,31 @@ def test_the_budget_holds_and_buys_time():
     assert found[2].strategy.choices["t0"].compressor == TOY
     free = search(job, [TOY, FP16], payload=two_sizes)
     assert found[-1].predicted_us == pytest.approx(free.predicted_us, rel=1e-2)
+
+
+def test_tensors_that_owe_most_do_not_decide_for_their_bucket():
+    """Of two buckets of six tensors, one in each owes six times as much, and alone more than the budget."""
+    size, each = 40_000, 6
+    buckets = tuple(
+        Bucket(which, tuple(Slot(f"t{which * each + i}", i * size, size) for i in range(each))) for which in range(2)
+    )
+    job = make_job(
+        [size] * 2 * each, [0, *[5] * (2 * each - 1)], beta=20.0, costs=BOTH,
+        mode=Mode.DDP, buckets=buckets, bucket_ready_us=(25.0, 55.0),
+    )  # fmt: skip
+    owed = Sensitivity({TOY: {"*": 1.0, "t3": 6.0, "t8": 6.0}, FP16: {"*": 0.01}})
+    result = search(job, [TOY, FP16], terms=Terms(error_budget=1.2), sensitivity=owed, payload=two_sizes)
+    finer = {name for name, choice in result.strategy.choices.items() if choice.compressor == FP16}
+    assert finer == {"t3", "t8"}
+    assert result.error <= 1.2
+    assert result.lower_bound_us <= result.predicted_us
+    whole = search(job, [FP16], payload=two_sizes)
+    assert result.predicted_us < 0.5 * whole.predicted_us
+    # What memory leaves no room for is not mixed either.
+    narrow = Terms(error_budget=1.2, residual_budget_mb=8 * size * 4 / MB)
+    few = search(job, [TOY, FP16], terms=narrow, sensitivity=owed, payload=two_sizes)
+    assert few.residual_bytes <= 8 * size * 4
+    assert few.error <= 1.2
 
 
 def test_memory_has_a_price_too():

@@ -32,12 +32,13 @@ from espresso.search.error_budget import Sensitivity
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.finish import settled
 from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
+from espresso.search.mixing import best_mixture
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
 from espresso.search.space import Space, check_specs, space_of
 from espresso.search.splitting import NEAR, split_buckets
 from espresso.search.terms import Terms
-from espresso.strategies import PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
+from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
 from espresso.strategies.constraints import FREE
 
 PUBLISHED = "algorithms 1 and 2 as published"
@@ -281,8 +282,29 @@ def _search_buckets(
             if evaluator is not refined.evaluator:
                 allowed.append(_found("buckets split", evaluator, split))
                 bound = min(bound, certify_units(job, evaluator, space.every, sizes, bound, space.budgets))
+            if space.terms.budgets.error < math.inf:
+                best = min(allowed, key=lambda row: row.makespan_us)
+                start = dict.fromkeys((tensor.name for tensor in job.tensors), PLAIN) | best.by_tensor
+                mixed = best_mixture(
+                    job, space, refined.evaluator, start, _uniform(found), best.makespan_us / NEAR
+                )  # fmt: skip
+                if mixed is not None:
+                    allowed.append(_found("mixed within the budget", *mixed))
+                    bound = min(bound, certify_units(job, mixed[0], space.every, sizes, bound, space.budgets))
     plain_us = min(row.makespan_us for row in found if row.name == "uncompressed")
     return _result(job, space, allowed, plain_us, baselines, capped, started, bound, refined, algorithms_ms)
+
+
+def _uniform(rows: Sequence[_Found]) -> dict[Choice, float]:
+    """Of each compressor, once and twice, the fastest choice that every unit had, and what a step took with it."""
+    fastest: dict[tuple[CompressorSpec, int], tuple[float, Choice]] = {}
+    for row in rows:
+        first = row.choices[0]
+        if first.compressor != NONE and all(choice == first for choice in row.choices):
+            kind = first.compressor, first.option.num_compressions
+            if kind not in fastest or row.makespan_us < fastest[kind][0]:
+                fastest[kind] = row.makespan_us, first
+    return {choice: takes_us for takes_us, choice in fastest.values()}
 
 
 def _known(evaluator: Evaluator, space: Space, progress: Progress | None) -> tuple[list[_Found], bool]:
