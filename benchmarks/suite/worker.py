@@ -36,12 +36,11 @@ class Trainee:
     blocks: list[Block] = field(default_factory=list)
 
     @classmethod
-    def start(cls, arm: Arm, task: Task) -> Trainee:
-        """Wrap the task's models and attach the arm to each."""
+    def start(cls, arm: Arm, task: Task, decide_by: int | None = None) -> Trainee:
+        """Wrap the task's models and attach the arm to each; ``decide_by`` of automatic arms."""
         models = [DistributedDataParallel(model) for model in task.make_models()]
         optimizers = [task.make_optimizer(model) for model in models]
-        # Decided as soon as all is measured: what comes before are uncompressed steps, seconds each on a slow network.
-        return cls(arm, task, models, optimizers, [arm.attach(model, decide_by=0) for model in models])
+        return cls(arm, task, models, optimizers, [arm.attach(model, decide_by=decide_by) for model in models])
 
     def step(self, place: Place) -> float:
         """Train one step; returns its duration in seconds on this rank."""
@@ -71,7 +70,8 @@ class Trainee:
 
 def time_arms(task: Task, arms: Sequence[Arm], place: Place, blocks: int, steps: int) -> list[dict[str, Any]]:
     """Step times of all arms, alternated in blocks; ratios to computing alone and to computing with a barrier."""
-    trainees = [Trainee.start(arm, task) for arm in arms]
+    # As soon as all is measured: what comes before are uncompressed steps, seconds each on a slow network.
+    trainees = [Trainee.start(arm, task, decide_by=0) for arm in arms]
     for one in trainees:  # each by itself: sixty uncompressed steps on a slow network would tell nothing
         warm_up([one], place, 4, Progress(None))
     for done in range(blocks):
