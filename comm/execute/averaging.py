@@ -29,7 +29,7 @@ LOOK_NS = 300_000
 """What a look at one exchange's end takes where ranks have one core: a thread that wakes up in the middle of backward,
 where else the ends of all are found at once (6 ms a step of 19 buckets, ``benchmarks.overhead --recorder``)."""
 
-LOOK_SHARE = 0.001
+LOOK_SHARE = 0.002
 """Of a step that looks may take, over many steps; twice as much before they become rarer."""
 
 MOST_EVERY = 64
