@@ -150,6 +150,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if Place.from_env(None).rank == 0:
             given.worker.write_text(json.dumps(found))
         return 0
+    unknown = [model for model in given.models.split(",") if model not in NAMES]
+    if unknown:
+        parser.error(f"no model is called {unknown[0]!r}; there are {', '.join(NAMES)}")
+    try:
+        if min(float(cap) for cap in given.caps.split(",")) <= 0:
+            raise ValueError
+    except ValueError:
+        parser.error(f"--caps are numbers above zero, with commas between, got {given.caps!r}")
     rows: list[dict[str, Any]] = []
     raw = given.json.with_suffix(".raw")
     for model in given.models.split(","):

@@ -119,6 +119,7 @@ class _Job:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.states: list[Any] = []
         self.num_buckets = 0
+        self.has_looked = False
         self._watch = WATCH_ARMS[0] in order
         self.pauses = RECORDER_ARMS[0] in order
         for arm in order:
