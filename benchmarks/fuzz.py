@@ -47,6 +47,7 @@ VARIANTS = {
     "topk": ("ratio=0.1", "ratio=0.001"),
     "dgc": ("ratio=0.1", "ratio=0.001"),
     "threshold": ("ratio=0.1", "ratio=0.001"),
+    "stc": ("", "ratio=0.001"),
 }
 BATCH = 2000
 STUCK_SECONDS = 1200.0

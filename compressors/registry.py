@@ -38,6 +38,7 @@ _ENTRIES = {
     "dgc": Entry("sparse:Dgc", "sparse:HostSparse", "sparse:CudaSparse"),
     "randomk": Entry("randomk:RandomK", "randomk:HostRandomK", "families:CudaRandomK"),
     "threshold": Entry("sparse:Threshold", "sparse:HostSparse", "sparse:CudaSparse"),
+    "stc": Entry("ternary:SparseTernary", "sparse:HostSparse", "sparse:CudaTernary"),
     "fp8": Entry("blockwise:Fp8", "blockwise:HostBlockwise", "families:CudaBlockwise"),
     "qsgd": Entry("levels:Qsgd", "levels:HostLevels", "families:CudaLevels"),
     "dithering": Entry("levels:Dithering", "levels:HostLevels", "families:CudaLevels"),

@@ -116,11 +116,14 @@ class Sparsifier(BaseCompressor):
     """What sends k slots a segment. (Its fields belong to the subclasses: payloads' digests hold their order.)
 
     Attributes:
+        is_ternary: bodies are those of :mod:`espresso.compressors.ternary`: signs and means in place of values.
         ratio: k / d, in (0, 1].
         least: k is at least this. A segment less than twice as long travels raw, which takes
             at most a third more bytes in float32 and keeps nothing back.
         k: the count itself, of every segment, in place of the ratio; 0 leaves it to the ratio.
     """
+
+    is_ternary: ClassVar[bool] = False
 
     ratio: float
     least: int

@@ -193,6 +193,30 @@ def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64])
 
 
 @kernel
+def cut_of(
+    chunks: Table, first: int, end: int, k: int, magnitude: int, value: Array, found: Table, chosen: Array,
+    histogram: npt.NDArray[np.int64],
+) -> Scalar:  # fmt: skip
+    """(cut, ties): of the candidates, as bits in ``value``, the top k are those above the cut and the first ties on it.
+
+    Chunk c has ``found[c]`` of them from its LOW on. ``chosen`` has room for all.
+    """
+    total = 0
+    for chunk in range(first, end):
+        total += found[chunk]
+    if total <= k:
+        return chosen.dtype.type(0), total
+    taken = 0
+    for chunk in range(first, end):
+        low = chunks[chunk, LOW]
+        for i in range(low, low + found[chunk]):
+            chosen[taken] = value[i] & magnitude
+            taken += 1
+    kth, ties = kth_largest(chosen, total, k, histogram)
+    return chosen.dtype.type(kth), ties
+
+
+@kernel
 def mix64(value: int) -> Scalar:
     """A bijection of 64-bit numbers in which every input bit reaches every output bit (splitmix64's finaliser)."""
     x = np.uint64(value)

@@ -27,6 +27,7 @@ from espresso.cpu_offload.kernels import (
     can_stream,
     clear_block,
     clear_blocks,
+    cut_of,
     fill_q,
     keep_block,
     kth_largest,
@@ -34,6 +35,7 @@ from espresso.cpu_offload.kernels import (
     neutral_block,
 )
 from espresso.cpu_offload.pool import WorkerPool
+from espresso.cpu_offload.ternary import emit_ternary, scatter_ternary
 from espresso.cpu_offload.vectors import GROUP, filter_group
 from espresso.cpu_offload.work import (
     CHUNK,
@@ -204,19 +206,7 @@ def emit_segment(
     """
     k = row[COUNT]
     numbers, rest = value.view(new.dtype), new.dtype.type(1) - gain
-    total = 0
-    for chunk in range(first, end):
-        total += found[chunk]
-    cut, ties = chosen.dtype.type(0), total
-    if total > k:
-        taken = 0
-        for chunk in range(first, end):
-            low = chunks[chunk, LOW]
-            for i in range(low, low + found[chunk]):
-                chosen[taken] = value[i] & magnitude
-                taken += 1
-        kth, ties = kth_largest(chosen, total, k, histogram)
-        cut = chosen.dtype.type(kth)
+    cut, ties = cut_of(chunks, first, end, k, magnitude, value, found, chosen, histogram)
     at = row[OFFSET]
     values = bits[at // bits.itemsize + 8 // bits.itemsize :][:k]
     ends, places = ends_and_places(words, at, row[NUMEL], k, bits.itemsize)
@@ -324,6 +314,7 @@ def encode_segments(
     new: Array, has_feedback: bool, stream: bool, magnitude: int, infinity: int, part: float, slack: float,
     enough: float, attempts: int, exact: bool, fixed: int, salt: int, index: npt.NDArray[np.uint32], value: Array,
     found: Table, chosen: Array, histogram: Histogram, words: npt.NDArray[np.uint32], bits: Array, gain: float,
+    is_ternary: bool,
 ) -> Scalar:  # fmt: skip
     """Sample, filter until enough passes, emit; for each of a run of segments. False if one is not finite."""
     finite = True
@@ -348,11 +339,16 @@ def encode_segments(
                 threshold = exact_threshold(row, source, scale, old, has_feedback, magnitude, chosen, histogram)
             else:
                 break
-        if not emit_segment(
-            row, chunks, low, high, old, new, has_feedback, magnitude, infinity, index, value, found, chosen,
-            histogram, words, bits, gain,
-        ):  # fmt: skip
-            finite = False
+        if is_ternary:
+            finite &= emit_ternary(
+                row, chunks, low, high, old, new, has_feedback, magnitude, infinity, index, value, found, chosen,
+                histogram, words, bits, gain,
+            )  # fmt: skip
+        else:
+            finite &= emit_segment(
+                row, chunks, low, high, old, new, has_feedback, magnitude, infinity, index, value, found, chosen,
+                histogram, words, bits, gain,
+            )  # fmt: skip
     return finite
 
 
@@ -377,7 +373,7 @@ class Scratch(threading.local):
 
 
 class HostSparse(HostCodec):
-    """``topk``, ``dgc`` and ``threshold`` with the residual fused."""
+    """``topk``, ``dgc``, ``threshold`` and ``stc`` with the residual fused."""
 
     fuses_gain: ClassVar[bool] = True
     stream_from: ClassVar[int] = STREAM_SOON_BYTES
@@ -386,6 +382,7 @@ class HostSparse(HostCodec):
     def __init__(self, compressor: Sparsifier, pool: WorkerPool | None = None) -> None:
         super().__init__(compressor, pool)
         self._selection = compressor.selection()
+        self._is_ternary = compressor.is_ternary
         self._scratch = Scratch()
 
     def encode_bodies(self, call: EncodeCall) -> bool:
@@ -401,7 +398,7 @@ class HostSparse(HostCodec):
                     call.table, work.chunks, work.segments, first, end, *call.given, call.stream, call.magnitude,
                     call.infinity, how.part, how.slack, how.enough, how.attempts, how.exact, threshold_bits(call, how),
                     call.key.step, scratch.index, scratch.value, found, scratch.chosen, scratch.histogram, call.words,
-                    call.bits, call.gain,
+                    call.bits, call.gain, self._is_ternary,
                 )
             )  # fmt: skip
 
@@ -412,7 +409,7 @@ class HostSparse(HostCodec):
 
     def decode_bodies(self, call: DecodeCall) -> None:
         """Zero-fill and scatter-add, chunk by chunk: one pass over the target and one over the slots."""
-        self.share_decode(scatter_chunks, call, call.numbers, call.words)
+        self.share_decode(scatter_ternary if self._is_ternary else scatter_chunks, call, call.numbers, call.words)
 
     def _encode_large(self, call: EncodeCall, segment: int, found: Any) -> bool:
         """``encode_segments`` for one segment, with the filter shared out over the pool."""
@@ -445,8 +442,9 @@ class HostSparse(HostCodec):
                 )  # fmt: skip
             else:
                 break
+        emit = emit_ternary if self._is_ternary else emit_segment
         return bool(
-            emit_segment(
+            emit(
                 row, chunks, 0, len(chunks), call.old, call.new, call.has_feedback, magnitude, call.infinity, index,
                 value, found, scratch.chosen, scratch.histogram, call.words, bits, call.gain,
             )

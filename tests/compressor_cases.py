@@ -28,6 +28,7 @@ SPECS = (
     "topk:raw_below=1,ratio=0.05",
     "dgc:raw_below=1,ratio=0.05",
     "threshold:raw_below=1,threshold=2,ratio=0.05",
+    "stc:raw_below=1,ratio=0.05",
     "randomk:raw_below=1,ratio=0.05",
     "qsgd:raw_below=1",
     "qsgd:raw_below=1,levels=127",

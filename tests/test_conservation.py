@@ -43,6 +43,7 @@ SPECS = {
     "onebit": "onebit",
     "fp8": "fp8",
     "threshold": "threshold:threshold=2,ratio=0.05",
+    "stc": "stc:ratio=0.05",
     "topk": "topk:ratio=0.05",
     "dgc": "dgc:ratio=0.05",
     "int8": "int8",

@@ -49,6 +49,7 @@ MORE_SPECS = (
     "topk:raw_below=300,ratio=0.3",
     "topk:ratio=0.01,least=150",
     "dgc:ratio=0.001",
+    "stc:raw_below=300,ratio=0.5",
 )
 
 
@@ -170,7 +171,7 @@ def test_no_two_threads_race(spec: str) -> None:
 
 
 BARRIER, FENCE = "__syncthreads();", "__threadfence();"
-BLOCK_0, TOPK, RANDOM = "efsignsgd:block=0", "topk:ratio=0.1", "randomk:ratio=0.1"
+BLOCK_0, TOPK, STC, RANDOM = "efsignsgd:block=0", "topk:ratio=0.1", "stc:ratio=0.1", "randomk:ratio=0.1"
 
 
 @needs_compiler
@@ -184,6 +185,8 @@ BLOCK_0, TOPK, RANDOM = "efsignsgd:block=0", "topk:ratio=0.1", "randomk:ratio=0.
         ("sparse.cu", TOPK, FENCE, "", "\n    __syncthreads();\n    if (threadIdx.x == 0) last"),
         ("sparse.cu", TOPK, BARRIER, "if (lane == 31) sums[warp] = through;\n    ", ""),
         ("sparse.cu", TOPK, BARRIER, "total[position] += values[slot];\n                }\n                ", ""),
+        ("ternary.cu", STC, BARRIER, "sums[threadIdx.x] = sum;\n        }\n        ", ""),
+        ("ternary.cu", STC, BARRIER, "firsts[0] = 0;\n            }\n            ", ""),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_found(
@@ -306,7 +309,7 @@ def test_every_fallback_of_the_sparsifiers() -> None:
         "steep": lambda n: np.exp(-np.arange(n) / 300.0),
     }
     for number, make in enumerate(shapes.values()):
-        for spec in ("topk:ratio=0.01", "dgc:ratio=0.01", "dgc:ratio=0.001"):
+        for spec in ("topk:ratio=0.01", "dgc:ratio=0.01", "dgc:ratio=0.001", "stc:ratio=0.03"):
             compare(
                 spec,
                 np.float32,
@@ -528,7 +531,7 @@ def test_one_launch_serves_all_segments() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("spec", "launches"), [("topk", 4), ("threshold:threshold=1", 3)])
+@pytest.mark.parametrize(("spec", "launches"), [("topk", 4), ("threshold:threshold=1", 3), ("stc", 4)])
 def test_sparsifiers_launch_the_same_for_any_number_of_long_segments(spec: str, launches: int) -> None:
     device = EmulatedDevice()
     codec = cuda_codec(create(spec), device)

@@ -114,6 +114,7 @@ def test_a_lie_is_noticed_and_its_tensors_go_exact(played, scenario):
         ("fp16", "float32", 0.03, 0.5, 0.0, ""),
         ("efsignsgd", "float32", 0.0, 0.0, 9.0, "nothing of it is sent"),
         ("threshold", "float32", 0.0, 0.0, 9.0, ""),
+        ("stc", "float32", 0.0, 0.0, 9.0, ""),
         ("topk", "float32", 0.0, 0.0, 9.0, ""),
         ("efsignsgd", "float32", 0.0, 0.0, 0.5, ""),
     ],

@@ -48,6 +48,7 @@ SPECS = (
     "topk",
     "dgc",
     "threshold:threshold=1.5",
+    "stc",
     "randomk",
     "qsgd",
     "natural",

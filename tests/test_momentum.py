@@ -42,6 +42,7 @@ FAMILIES = {
     "int4": ALLGATHER,
     "randomk:k=300": SUMMED,
     "threshold": ALLGATHER,
+    "stc": ALLGATHER,
     "fp16": SUMMED,
 }
 

@@ -1,4 +1,4 @@
-"""Top-k, DGC and threshold on a GPU; kernels in sparse.cu. One pass over memory each way.
+"""Sparsifiers on a GPU; kernels in candidates.cuh, sparse.cu and ternary.cu. One pass over memory each way.
 
 Encode is four launches (three with a fixed threshold), or one where every segment fits a tile; decode is one.
 """
@@ -78,8 +78,14 @@ class CudaSparse(CudaCodec):
         return found
 
 
+class CudaTernary(CudaSparse):
+    """``stc``."""
+
+    file: ClassVar[str] = "ternary.cu"
+
+
 class _Samplings:
-    """How every segment is sampled: the table of ``Sampling`` in sparse.cu, and tiles of samples.
+    """How every segment is sampled: the table of ``Sampling`` in candidates.cuh, and tiles of samples.
 
     Segments of one tile are not sampled, nor are any where the threshold is fixed.
     """

@@ -1,0 +1,109 @@
+"""A sign and a place for each of the few largest numbers: a byte apiece.
+
+Body of a segment of d elements with k slots (``count`` = k = ratio * d, rounded to nearest, in [1, d])::
+
+    0              4    n, how many slots count, 0 <= n <= k
+    4              4    zero
+    8              t*s  means, numbers of the layout's dtype (s = 4 or 8 bytes), one for each of t = ceil(d / 4096)
+                        tiles: the mean magnitude of what is sent of the tile, >= 0 (0 where that is nothing)
+    8 + t*s        ...  ends, uint32: how many slots lie in the first, the first two, ... tiles; t - 1 of them, for in
+                        all tiles lie n
+    behind them    c    uint8: how many slots lie in each of the c = ceil(d / 128) groups of 128 elements
+    behind them    k    slots, a byte each: the lower seven bits are the element's place in its group, ascending within
+                        a group; the upper one is its sign, 1 = negative
+
+Slots from n on are zero. An element decodes to its tile's mean with its sign, all others to zero. A zero is never sent,
+so n < k where fewer than k numbers are non-zero. Counts, ends, places or means that cannot be are malformed.
+
+The sum behind a mean has a fixed shape, so that backends agree bit for bit: the magnitudes that are sent of a tile, in
+order and each divided by 4096, go into 64 lanes in float64 (lane = number in the tile mod 64); lanes are added by
+halving (lane i and i + 32, then i and i + 16, ...); the sum is divided by their number, multiplied by 4096 and rounded
+to the layout's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from espresso.compressors.base import Traits
+from espresso.compressors.sparse import FEEDBACK_GAIN, PREFIX_BYTES, Selection, Sparsifier, num_slots
+
+TILE = 4096
+"""Elements that share a mean."""
+
+COUNTED = 128
+"""Elements whose slots are counted together: a place among them and a sign fill a byte."""
+
+LANES = 64
+
+
+# Kernels compile each of these by itself: none may call another.
+
+
+def num_tiles(numel: int) -> int:
+    """How many means a body has."""
+    return (numel + TILE - 1) // TILE
+
+
+def tile_ends_at(numel: int, itemsize: int) -> int:
+    """Where in a body the ends begin, in bytes."""
+    return PREFIX_BYTES + itemsize * ((numel + TILE - 1) // TILE)
+
+
+def counts_at(numel: int, itemsize: int) -> int:
+    """Where in a body the groups' counts begin, in bytes, if it is not empty."""
+    return PREFIX_BYTES - 4 + (itemsize + 4) * ((numel + TILE - 1) // TILE)
+
+
+def slots_at(numel: int, itemsize: int) -> int:
+    """Where in a body the slots begin, in bytes."""
+    return PREFIX_BYTES - 4 + (itemsize + 4) * ((numel + TILE - 1) // TILE) + (numel + COUNTED - 1) // COUNTED
+
+
+@dataclass(frozen=True)
+class SparseTernary(Sparsifier):
+    """Sends signs of the largest numbers and how large they are on average, 1.02 bytes a number and 0.01 an element.
+
+    Sparse ternary compression (STC): Sattler, Wiedemann, Müller, Samek: Robust and Communication-Efficient Federated
+    Learning from Non-IID Data, IEEE TNNLS 2020.
+
+    The largest numbers of a gradient are nearly alike in magnitude, so that their signs owe what their values do
+    (docs/convergence.md), in a sixth of a sparsifier's bytes.
+
+    Deviations from the paper: it takes one mean per tensor, this one one per 4096 elements; it codes distances between
+    places by Golomb, this one places in bytes, which decode side by side; and the k largest are found as
+    :class:`espresso.compressors.sparse.Dgc` does, by a sampled threshold: the top n, 0.8 k <= n <= k.
+
+    Attributes:
+        ratio: k / d, in (0, 1].
+        sample: the part of a segment that is sampled, in (0, 1]; small segments are sampled more densely.
+    """
+
+    name: ClassVar[str] = "stc"
+    traits: ClassVar[Traits] = Traits(exact_size=False, feedback_gain=FEEDBACK_GAIN)
+    algorithm: ClassVar[int] = 17
+    is_ternary: ClassVar[bool] = True
+
+    ratio: float = 0.05
+    sample: float = 0.01
+    least = 1
+    k = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_float("sample", above=0.0)
+
+    @property
+    def raw_limit(self) -> int:
+        """Segments with fewer elements travel raw."""
+        return self.raw_below
+
+    def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """k, and the body of k slots."""
+        k = num_slots(numel, self.ratio)
+        return k, slots_at(numel, itemsize) + k
+
+    def selection(self) -> Selection:
+        """As DGC's."""
+        return Selection(part=self.sample, slack=0.0, enough=0.8, attempts=10, exact=False)
