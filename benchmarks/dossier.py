@@ -261,6 +261,10 @@ def main(
     if worker is not None:
         _as_worker(worker, wanted, arms.split(";"), seeds)
         return
+    if unknown := [arm for arm in arms.split(";") if arm not in ARMS]:
+        raise typer.BadParameter(f"no arm {unknown[0]!r}; there are {'; '.join(ARMS)}", param_hint="--arms")
+    if "plain" not in arms.split(";"):
+        raise typer.BadParameter("the others are compared with plain: name it too", param_hint="--arms")
     begin = time.perf_counter()
     json_path.parent.mkdir(parents=True, exist_ok=True)
     raw = json_path.with_suffix(".raw")
