@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from compressor_cases import make_layout, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,19 +16,14 @@ from test_sparse_bodies import SPAN, backends, both, encoded, make
 
 from espresso.compressors import (
     Decoding,
-    DrawKey,
     Encoding,
     Feedback,
     Layout,
     PayloadError,
     create,
-    cuda_codec,
-    host_codec,
 )
 from espresso.search.error_budget import normal_sensitivity
 from espresso.strategies import CompressorSpec
-from tests.backends import needs_compiler
-from tests.emulator import EmulatedDevice
 
 SIZES = (1, 127, 128, 129, 4095, 4096, 4097, SPAN, 2 * SPAN + 4099)
 LONG = 2 * SPAN + 4099
@@ -111,39 +105,6 @@ def test_the_edges_of_groups_and_tiles(backend: str) -> None:
     assert codec.decode(Decoding(layout, decoded, starts), payload.reshape(1, -1))
     assert np.array_equal(np.sign(decoded), np.sign(source))
     assert decoded[LONG - 1] == source[LONG - 1]
-
-
-@needs_compiler
-@both
-def test_bytes_of_long_segments_are_those_of_the_host(dtype: Any) -> None:
-    """Payload, residual and the sum of three; threads of the device in any order."""
-    outcomes = []
-    for codec in (host_codec(create("stc:ratio=0.03")), cuda_codec(create("stc:ratio=0.03"), EmulatedDevice(11))):
-        layout, starts = make_layout(codec.compressor, (300, LONG, SPAN + 1, SPAN), dtype)
-        total = int(starts[-1]) + SPAN
-        old, new, target = numbers(total, dtype, 9), np.zeros(total, dtype), np.zeros(total, dtype)
-        rows = np.full((3, layout.num_bytes), 0xA5, np.uint8)
-        for seed, row in enumerate(rows):
-            feedback = Feedback(old, new, starts, 0.25)
-            encoding = Encoding(layout, numbers(total, dtype, seed), starts, feedback=feedback, key=DrawKey(step=seed))
-            assert codec.encode(encoding, row)
-        assert codec.decode(Decoding(layout, target, starts, scale=1 / 3), rows)
-        outcomes.append([part.tobytes() for part in (rows, new, target)])
-    assert outcomes[0] == outcomes[1]
-
-
-@needs_compiler
-def test_no_two_threads_race() -> None:
-    device = EmulatedDevice(11, races=True)
-    codec = cuda_codec(create("stc:ratio=0.03"), device)
-    layout, starts = make_layout(codec.compressor, (SPAN + 1, 300), np.float32)
-    source = torch.from_numpy(numbers(SPAN + 304, np.float32))
-    payload = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    feedback: Any = Feedback(source, source.clone(), starts)
-    assert codec.encode(Encoding(layout, source, starts, feedback=feedback), payload)
-    assert codec.decode(Decoding(layout, source.clone(), starts), payload.view(1, -1))
-    assert len(device.launches) == 5
-    assert device.found == []
 
 
 @cache
