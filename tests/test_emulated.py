@@ -264,6 +264,17 @@ def test_the_deadline_ends_workers_that_ignore_sigterm(tmp_path: Path) -> None:
     assert not [pid for pid in pids if _is_running(pid)]
 
 
+def test_what_is_counted_of_a_transfer() -> None:
+    from benchmarks.emulated.bulk_peer import count
+
+    late = [(0.5, 9), (1.0, 3), (1.1, 10), (1.1, 10), (1.2, 4), (1.3, 10)]  # woke up late at 1.1
+    assert count(late, 1.0, 10) == (24, pytest.approx(0.2))
+    assert count([(0.5, 10), (1.0, 10), (1.5, 10), (2.0, 10)], 1.0, 10) == (20, 1.0)  # never caught up
+    assert count([(1.0, 10), (1.5, 4), (2.0, 10)], 1.0, 10) == (14, 1.0)  # once
+    with pytest.raises(ValueError, match="4 bytes came, and fewer than two reads"):
+        count([(1.0, 4)], 1.0, 10)
+
+
 def test_without_permission_it_says_so_and_uses_loopback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Iterable, Iterator
 
 CHUNK = bytes(256 * 1024)
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
@@ -27,12 +28,28 @@ def widen(end: socket.socket, option: int, window: int) -> None:
             end.setsockopt(socket.SOL_SOCKET, option, window)
 
 
-def receive(duration_s: float, window: int) -> None:
-    """Accept one sender and count what arrives, leaving out the first third: the bucket starts full.
+def count(reads: Iterable[tuple[float, int]], begin: float, full: int) -> tuple[int, float]:
+    """Bytes and seconds of (moment, bytes) from ``begin`` on.
 
-    Counted from and to moments at which all that had arrived was read: what a reader that woke up late finds waiting
-    came earlier.
+    Counted from and to moments at which all that had arrived was read, which a read of less than ``full`` shows: what a
+    reader that woke up late finds waiting came earlier. A reader that never catches up is the bound itself: then all
+    counts, from its first read on.
     """
+    caught, every = list[tuple[float, int]](), list[tuple[float, int]]()
+    arrived = 0
+    for now, size in reads:
+        arrived += size
+        if now >= begin:
+            for moments in (every, caught) if size < full else (every,):
+                moments[1:] = [(now, arrived)]
+    for moments in (caught, every):
+        if len(moments) == 2 and moments[1][0] > moments[0][0]:
+            return moments[1][1] - moments[0][1], moments[1][0] - moments[0][0]
+    raise ValueError(f"{arrived} bytes came, and fewer than two reads to count between")
+
+
+def receive(duration_s: float, window: int) -> None:
+    """Accept one sender and count what arrives, leaving out the first third: the bucket starts full."""
     with socket.create_server(("0.0.0.0", 0)) as server:
         server.settimeout(20)
         widen(server, _SO_RCVBUFFORCE, window)
@@ -40,20 +57,15 @@ def receive(duration_s: float, window: int) -> None:
         sys.stdout.flush()
         connection, _ = server.accept()
     buffer = bytearray(len(CHUNK))
+
+    def reads() -> Iterator[tuple[float, int]]:
+        while size := connection.recv_into(buffer):
+            yield time.perf_counter(), size
+
     with connection:
         connection.settimeout(20)
-        start = time.perf_counter()
-        count_from = start + duration_s / 3
-        arrived, counted, first, last = 0, 0, 0.0, 0.0
-        while size := connection.recv_into(buffer):
-            now = time.perf_counter()
-            arrived += size
-            if now < count_from or size == len(buffer):
-                continue
-            if not first:
-                first, arrived = now, 0
-            last, counted = now, arrived
-    sys.stdout.write(json.dumps({"bytes": counted, "seconds": last - first}) + "\n")
+        counted, seconds = count(reads(), time.perf_counter() + duration_s / 3, len(buffer))
+    sys.stdout.write(json.dumps({"bytes": counted, "seconds": seconds}) + "\n")
 
 
 def send(address: str, port: int, duration_s: float, window: int) -> None:
