@@ -37,8 +37,7 @@ class Computing:
         self._groups.barrier()
         beside, lasted_us = self._rate(run)
         after, _ = self._rate(_rest)
-        lost = max(1.0 - 2.0 * beside / (before + after), 0.0)
-        taken_us: float = median(self._groups.all_objects(self._cores * lost * lasted_us))
+        taken_us: float = median(self._groups.all_objects(self._cores * lost(before, beside, after) * lasted_us))
         return taken_us
 
     def _rate(self, run: Callable[[], None]) -> tuple[float, float]:
@@ -65,6 +64,18 @@ class Computing:
             for thread in threads:
                 thread.join()
         return sum(done) / lasted_us, lasted_us
+
+
+def lost(before: float, beside: float, after: float) -> float:
+    """The part of work that is not done beside something: rates of work before it, beside it, and after.
+
+    A processor that others keep busy may do no work at all while it rests: nothing is known then.
+
+    >>> lost(3.0, 3.0, 5.0), lost(1.0, 2.0, 1.0), lost(0.0, 0.0, 0.0)
+    (0.25, 0.0, 0.0)
+    """
+    alone = (before + after) / 2.0
+    return max(1.0 - beside / alone, 0.0) if alone else 0.0
 
 
 def _rest() -> None:
