@@ -1,5 +1,6 @@
 """What links and compressors cost, measured on real ranks: with stalls, late processors, shared cores, cold caches."""
 
+import doctest
 import itertools
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from espresso.comm.groups import Groups
 from espresso.flight.processors import Delays
-from espresso.live import codec_costs, profiler
+from espresso.live import beside, codec_costs, points, profiler
 from espresso.live.beside import Computing
 from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import HostCodecs
@@ -239,6 +240,12 @@ def forgotten(rank: int) -> list[str]:
         codec_costs._forgetting = emptied
         groups.close()
         codecs.close()
+
+
+@pytest.mark.parametrize("module", [beside, points])
+def test_what_is_said_of_measurements_holds(module: Any) -> None:
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
 
 
 def test_compressors_are_timed_on_numbers_that_are_in_no_cache():
