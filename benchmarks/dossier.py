@@ -96,21 +96,19 @@ def _ours(seed: int, **settings: Any) -> Callable[[DistributedDataParallel], Any
     return lambda model: espresso.register(model, compressor="auto", seed=seed, compile_beside=False, **settings)
 
 
-def attach(arm: str, model: DistributedDataParallel, seed: int) -> Any:
-    """Register the arm on a model; the state of ours, else None.
+def attach(arm: str, model: DistributedDataParallel, seed: int, harmless: float) -> Any:
+    """Register the arm on a model, which may owe so much by itself; the state of ours, else None.
 
     Raises:
         ValueError: there is no such arm.
     """
-    from espresso.search.terms import HARMLESS
-
     if arm == "bf16 hook":
         model.register_comm_hook(None, bf16_hook)
     elif arm == "powersgd hook":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif arm in OURS:
-        return _ours(seed, error_budget=HARMLESS * OURS[arm])(model)
+        return _ours(seed, error_budget=None if OURS[arm] == 1.0 else harmless * OURS[arm])(model)
     elif arm != "plain":
         raise ValueError(f"no arm {arm!r}; there are {', '.join(ARMS)}")
     return None
@@ -137,10 +135,12 @@ def task_of(case: str, seed: int) -> Task:
 
 def train_once(case: str, arm: str, seed: int, steps: int) -> Run:
     """Train to the end; every rank calls it."""
+    from espresso.search.terms import HARMLESS, HARMLESS_ADAPTIVE
+
     task = task_of(case, seed)
     models = [DistributedDataParallel(model) for model in task.make_models()]
     optimizers = [task.make_optimizer(model) for model in models]
-    state = attach(arm, models[0], seed)
+    state = attach(arm, models[0], seed, HARMLESS_ADAPTIVE if "adam" in case else HARMLESS)
     if arm == CONTROL:
         store = state.session.store
         store.commit = store.discard

@@ -13,6 +13,7 @@ measure is the one by whose order the strategies end (Spearman's rho, mean over 
 ``missing``           energy of the corrected gradient (gradient plus what comes back of the residual) that is not sent
 ``owed by energy``    |e| / |g| of the whole model
 ``owed``              root of the mean over elements of (|e| / |g|)² of their tensors
+``and rings``         the same, a tensor's times :func:`espresso.search.error_budget.rings` of its feedback gain
 ``angle``             one minus the cosine between the exchanged and the exact average
 ``forecast``          ``owed``, as measure_sensitivity says before anything was compressed
 ====================  =================================================================================
@@ -39,19 +40,21 @@ from benchmarks import results
 from benchmarks.feedback_gain import PLAIN, RANKS, Array, Site, own_gain, parts_of
 from espresso.compressors import create
 from espresso.search.budgets import Budgets, Ledger
-from espresso.search.error_budget import Sample, measure_sensitivity
+from espresso.search.error_budget import Sample, measure_sensitivity, rings
 from espresso.strategies import Choice, Cluster, CompressorSpec, TensorSpec, parse_option
 
 CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "gpt-adamw")
 STRATEGIES = (
     "int8", "int4", "fp8", "efsignsgd:block=64", "efsignsgd", "efsignsgd:block=4096", "efsignsgd:block=0", "onebit",
     "topk:ratio=0.3", "topk:ratio=0.1", "topk:ratio=0.03", "topk:ratio=0.01", "topk:ratio=0.003", "topk:ratio=0.001",
-    "dgc:ratio=0.01,least=2048", "randomk:ratio=0.3", "randomk:ratio=0.1", "randomk:ratio=0.03", "randomk:ratio=0.01",
+    "dgc:ratio=0.1", "dgc:ratio=0.01,least=2048", "stc:ratio=0.1", "stc:ratio=0.03",
+    "powersgd:rank=2", "powersgd:rank=4", "powersgd:rank=8", "randomk:ratio=0.3", "randomk:ratio=0.1",
+    "randomk:ratio=0.03", "randomk:ratio=0.01",
     "largest topk:ratio=0.001", "others topk:ratio=0.001", "largest randomk:ratio=0.01", "others efsignsgd:block=0",
 )  # fmt: skip
 """A compressor for all matrices, for the largest tensor alone, or for all other matrices."""
 
-MEASURES = ("one step", "missing", "owed by energy", "owed", "angle", "forecast")
+MEASURES = ("one step", "missing", "owed by energy", "owed", "and rings", "angle", "forecast")
 SAMPLED = range(4, 12)
 """Steps whose gradients are sampled: those that automatic mode profiles."""
 SAMPLE = 1 << 14
@@ -92,7 +95,12 @@ def chosen(strategy: str, parameters: Sequence[torch.nn.Parameter]) -> dict[int,
         return {}
     matrices = [index for index, p in enumerate(parameters) if p.ndim > 1]
     largest = max(matrices, key=lambda index: parameters[index].numel())
-    return {i: spec for i in matrices if not which or (i == largest) == (which == "largest")}
+    rank_of = getattr(create(spec), "rank_of", None)
+    return {
+        i: spec
+        for i in matrices
+        if (not which or (i == largest) == (which == "largest")) and (rank_of is None or rank_of(parameters[i].shape))
+    }
 
 
 def train(job: Job) -> Run:
@@ -102,10 +110,7 @@ def train(job: Job) -> Run:
     parameters = list(model.parameters())
     specs = chosen(job.strategy, parameters)
     gains = {index: job.gain or own_gain(spec) for index, spec in specs.items()}
-    sites = {
-        index: [Site(spec, parameters[index].numel(), gains[index], index, rank) for rank in range(RANKS)]
-        for index, spec in specs.items()
-    }
+    sites = {index: _senders(spec, parameters[index], gains[index], index) for index, spec in specs.items()}
     samples: dict[int, list[Array]] = {index: [] for index in specs}
     forecast = 0.0
     seen: dict[str, list[float]] = {name: [] for name in MEASURES}
@@ -132,10 +137,10 @@ def train(job: Job) -> Run:
         for index, parameter in enumerate(parameters):
             mine = [gradients[index] for gradients in given]
             if step >= job.start and index in sites:
-                sent = [site.send(gradient, step) for site, gradient in zip(sites[index], mine, strict=True)]
+                sender, given_here = sites[index], mine
+                mine = sender.send(mine, step)
                 if look is not None:
-                    look.at(sites[index][0], mine[0], sum(mine), sum(sent), specs[index])
-                mine = sent
+                    look.at(sender, given_here, sum(mine), CompressorSpec.parse(specs[index]), job.gain)
             elif look is not None:
                 look.exact(sum(mine), mine[0])
             parameter.grad = torch.from_numpy(np.sum(mine, axis=0) / RANKS).view_as(parameter)
@@ -145,6 +150,66 @@ def train(job: Job) -> Run:
         optimizer.step()
     measures = {name: statistics.median(values) if values else 0.0 for name, values in seen.items()}
     return Run(job, statistics.fmean(late), workload.evaluate(model).loss, measures | {"forecast": forecast})
+
+
+class _Each:
+    """A codec that each rank runs by itself; rank 0 stands for all where one is looked at."""
+
+    def __init__(self, spec: str, numel: int, gain: float, index: int) -> None:
+        self._sites = [Site(spec, numel, gain, index, rank) for rank in range(RANKS)]
+        self.bare, self.mean = self._sites[0].bare, lambda given: given[0]
+
+    def send(self, given: list[Array], step: int) -> list[Array]:
+        """What arrives of each rank's gradient."""
+        return [site.send(gradient, step) for site, gradient in zip(self._sites, given, strict=True)]
+
+    owed = property(lambda self: self._sites[0].owed)
+    corrected = property(lambda self: self._sites[0].corrected)
+    sent = property(lambda self: self._sites[0].sent)
+
+
+class _Together:
+    """PowerSGD of a matrix: all ranks send one thing, and what is owed is their mean's."""
+
+    def __init__(self, spec: str, shape: Sequence[int], gain: float, index: int) -> None:
+        rank = create(spec).rank_of(tuple(shape))  # type: ignore[attr-defined]
+        self._shape, self._gain = (shape[0], math.prod(shape[1:])), np.float32(gain)
+        self._right = np.random.default_rng(index).standard_normal((self._shape[1], rank)).astype(np.float32)
+        self._kept = [np.zeros(math.prod(shape), np.float32) for _ in range(RANKS)]
+        self.corrected = self.sent = self._kept[0]
+
+    def mean(self, given: list[Array]) -> Array:
+        """Of all ranks' gradients."""
+        found: Array = np.mean(given, axis=0)
+        return found
+
+    def bare(self, gradient: Array) -> Array:
+        """What would arrive of the mean gradient alone, by the factors of now."""
+        return self._near(gradient)[0]
+
+    def _near(self, values: Array) -> tuple[Array, Array]:
+        matrix = values.reshape(self._shape)
+        left, _ = np.linalg.qr(matrix @ self._right)
+        right = matrix.T @ left
+        return (left @ right.T).reshape(-1), right
+
+    def send(self, given: list[Array], step: int) -> list[Array]:
+        """What arrives of the mean, as each rank's."""
+        whole = [gradient + self._gain * kept for gradient, kept in zip(given, self._kept, strict=True)]
+        self.corrected = self.mean(whole)
+        self.sent, self._right = self._near(self.corrected)
+        self._kept = [g + kept - self.sent for g, kept in zip(given, self._kept, strict=True)]
+        return [self.sent] * RANKS
+
+    @property
+    def owed(self) -> Array:
+        """By the mean."""
+        return self.mean(self._kept)
+
+
+def _senders(spec: str, parameter: torch.nn.Parameter, gain: float, index: int) -> _Each | _Together:
+    together = create(spec).traits.rounds > 1
+    return _Together(spec, parameter.shape, gain, index) if together else _Each(spec, parameter.numel(), gain, index)
 
 
 def _sampled(gradient: Array) -> Array:
@@ -170,16 +235,20 @@ class _Look:
 
     def __init__(self, numel: int) -> None:
         self._numel = numel
-        self._sums = dict.fromkeys(("lost", "given", "missing", "corrected", "owed", "mean", "dot", "a", "b"), 0.0)
+        self._sums = dict.fromkeys(
+            ("lost", "given", "missing", "corrected", "owed", "mean", "rings", "dot", "a", "b"), 0.0
+        )
 
-    def at(self, site: Site, gradient: Array, exact: Any, arrived: Any, spec: str) -> None:
+    def at(self, site: _Each | _Together, given: list[Array], arrived: Any, spec: CompressorSpec, gain: float) -> None:
         """A tensor that was compressed; ``site`` has sent already."""
+        gradient, exact = site.mean(given), sum(given)
         sums, square = self._sums, _square(gradient)
         sums["given"] += square
         sums["lost"] += _square(gradient - site.bare(gradient))
         owed = _square(site.owed)
         sums["owed"] += owed
         sums["mean"] += gradient.size / self._numel * owed / max(square, 1e-30)
+        sums["rings"] += gradient.size / self._numel * owed / max(square, 1e-30) * rings(spec, gain or None) ** 2
         sums["missing"] += _square(site.corrected - site.sent)
         sums["corrected"] += _square(site.corrected)
         self._angle(exact, arrived)
@@ -202,6 +271,7 @@ class _Look:
             "missing": s["missing"] / s["corrected"],
             "owed by energy": math.sqrt(s["owed"] / s["given"]),
             "owed": math.sqrt(s["mean"]),
+            "and rings": math.sqrt(s["rings"]),
             "angle": 1.0 - s["dot"] / math.sqrt(max(s["a"] * s["b"], 1e-30)),
         }
 
@@ -223,13 +293,15 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     return round(float(np.corrcoef(ranks[0], ranks[1])[0, 1]), 12)
 
 
-def correlations(runs: Sequence[Run], case: str, gain: float) -> dict[str, tuple[float, float]]:
-    """Measure to its correlation with (final training loss, test loss), means over seeds by strategy; plain is one."""
-    mine = [run for run in runs if run.job.case == case and (run.job.gain == gain or run.job.strategy == PLAIN)]
-    names = list(dict.fromkeys(run.job.strategy for run in mine))
+def correlations(runs: Sequence[Run], case: str, gains: Sequence[float]) -> dict[str, tuple[float, float]]:
+    """Measure to its correlation with (final training loss, test loss), means over seeds by strategy and gain; plain is
+    one.
+    """
+    mine = [run for run in runs if run.job.case == case and (run.job.gain in gains or run.job.strategy == PLAIN)]
+    names = list(dict.fromkeys((run.job.strategy, run.job.gain) for run in mine))
 
     def mean(of: Any) -> list[float]:
-        return [statistics.fmean(of(run) for run in mine if run.job.strategy == name) for name in names]
+        return [statistics.fmean(of(run) for run in mine if (run.job.strategy, run.job.gain) == name) for name in names]
 
     losses = mean(lambda run: run.train_loss), mean(lambda run: run.test_loss)
     said = {name: mean(lambda run, name=name: run.measures[name]) for name in MEASURES}
@@ -243,9 +315,12 @@ def tables(runs: Sequence[Run], gains: Sequence[float]) -> tuple[Table, dict[str
         table.add_column(header)
     found: dict[str, list[float]] = {name: [] for name in MEASURES}
     for case in dict.fromkeys(run.job.case for run in runs):
-        for gain in gains:
-            rows = correlations(runs, case, gain)
-            table.add_row(case, f"{gain:g}" if gain else "own", *(f"{a:.2f} ({b:.2f})" for a, b in rows.values()))
+        for together in dict.fromkeys([(gain,) for gain in gains] + [tuple(gains)]):
+            rows = correlations(runs, case, together)
+            label = " and ".join(f"{gain:g}" if gain else "own" for gain in together)
+            table.add_row(case, label, *(f"{a:.2f} ({b:.2f})" for a, b in rows.values()))
+            if together != tuple(gains):
+                continue
             for name, (train_rho, _) in rows.items():
                 found[name].append(train_rho)
     means = {name: statistics.fmean(values) for name, values in found.items()}

@@ -4,6 +4,7 @@ import math
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import espresso
 from espresso.live.given import AUTO_COMPRESSORS
+from espresso.live.script import StepGuard
 from espresso.strategies import Scope, Strategy
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 
@@ -32,6 +34,7 @@ def test_with_nothing_chosen_it_decides_within_sixty_steps_and_learns(played):
         assert result["predicted"] > 0
         assert result["measured"] > 0
         assert result["job on rank 0"]
+        assert result["budget"] == 4.0, "plain SGD"
         assert 0 < result["largest timed"] <= 2 * result["model"], "exchanges that the job never makes"
         assert result["digest"] == everybody[0]["digest"]
 
@@ -79,6 +82,30 @@ def test_one_rank_has_nothing_to_exchange(pair):
         assert equal
 
 
+@pytest.mark.parametrize(
+    ("make", "adapts"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), False),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), False),
+        (torch.optim.Adam, True),
+        (torch.optim.RMSprop, True),
+        (torch.optim.Adafactor, True),
+    ],
+)
+def test_optimizers_that_divide_by_what_they_remember_are_told_from_others(make, adapts):
+    """As many gradients owed are harmless to Adam as to SGD, times a half."""
+    ours, others = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    guard = StepGuard({id(p) for p in ours.parameters()}, has_momentum=False, error=lambda: None)
+    try:
+        assert guard.optimizer_adapts, "nothing is known: carefully"
+        for model, optimizer in ((others, torch.optim.Adam(others.parameters())), (ours, make(ours.parameters()))):
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+        assert guard.optimizer_adapts is adapts
+    finally:
+        guard.remove()
+
+
 # -- scenarios, on two nodes of two ranks or of one ----------------------------------------------------------
 
 
@@ -112,6 +139,7 @@ def decide(rank: int) -> dict[str, object]:
             "predicted": metrics["espresso/predicted_step_us"],
             "measured": metrics["espresso/measured_step_us"],
             "job on rank 0": state.job is not None,
+            "budget": state.session.search._terms.error_budget,
             "compressors": tuple(map(str, state.compressors)),
             "digest": digest(ddp),
         }

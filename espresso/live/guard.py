@@ -39,6 +39,7 @@ from espresso.comm.keep.residual import FULL
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.member import Gathering
 from espresso.compressors import create
+from espresso.search.error_budget import rings
 from espresso.strategies import Bucket, Choice, CompressorSpec, TensorSpec
 
 Array = npt.NDArray[Any]
@@ -230,7 +231,7 @@ class Guard:
             if (square := figures[3]) > 0:
                 if name not in self._owed or self._owed[name][0] != choice:
                     self._owed[name] = choice, deque(maxlen=OWED_CHECKS)
-                self._owed[name][1].append(figures[4] / square)
+                self._owed[name][1].append(_owed(row) if _sums_inside(choice) else figures[4] / square)
             reason = _why_out(figures, choice.compressor, self._store.storage)
             if reason:
                 found[name] = reason
@@ -249,8 +250,13 @@ class Guard:
 
     @property
     def owed(self) -> dict[str, tuple[Choice, float]]:
-        """By tensor its choice and the gradients that it owes, |e| / |g| of the latest checks; equal on all ranks."""
-        return {name: (choice, math.sqrt(math.fsum(row) / len(row))) for name, (choice, row) in self._owed.items()}
+        """By tensor its choice and the gradients that it owes, |e| / |g| of the latest checks, as a budget counts them
+        (:mod:`espresso.search.error_budget`); equal on all ranks.
+        """
+        return {
+            name: (choice, rings(choice.compressor, self._store.gain) * math.sqrt(math.fsum(row) / len(row)))
+            for name, (choice, row) in self._owed.items()
+        }
 
     def _alarms(self, reasons: Mapping[str, str]) -> list[Alarm]:
         groups = dict.fromkeys(self._group_of[name] for name in reasons)
@@ -297,6 +303,18 @@ def _figures(row: Array, average: Array) -> tuple[float, ...]:
     exact = max(_square(given), 1e-300)
     part = sent / max(_square(owed), 1e-300) if row[3 * SIZE] else 1.0
     return _square(average - (owed - after)), _square(average - given), exact, row[-2], row[-1], part
+
+
+def _sums_inside(choice: Choice) -> bool:
+    """Whether all ranks send one thing together: what a rank's gradients have apart from the others' then stays, and
+    grows, in its residual, and cancels in the sum.
+    """
+    return create(choice.compressor).traits.rounds > 1
+
+
+def _owed(row: Array) -> float:
+    """Square of what the sum of all ranks owes, in gradients; by the sketches."""
+    return _square(row[2 * SIZE : 3 * SIZE]) / max(_square(row[:SIZE]), 1e-300)
 
 
 def _why_out(figures: tuple[float, ...], compressor: CompressorSpec, storage: str) -> str:

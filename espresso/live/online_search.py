@@ -37,7 +37,7 @@ from espresso.model.job import Job
 from espresso.model.links import Links
 from espresso.model.timeline import list_schedule, simulate
 from espresso.search.settle import finer, racers
-from espresso.search.terms import HARMLESS, MB, Terms
+from espresso.search.terms import HARMLESS, HARMLESS_ADAPTIVE, MB, Terms
 from espresso.strategies import (
     NONE,
     RANK_DEVICES,
@@ -70,6 +70,7 @@ class OnlineSearch:
         advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
         bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
         measured_owed: what tensors owe by the choices that run, where that is looked at.
+        optimizer_adapts: :attr:`espresso.live.script.StepGuard.optimizer_adapts`.
     """
 
     def __init__(
@@ -88,9 +89,7 @@ class OnlineSearch:
         self._bearing = bearing
         self._groups, self._codecs, self._given, self.compressors = groups, codecs, compressors, compressors
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._terms, self._gain = config.terms, config.feedback_gain
-        if self._terms.error_budget is None and len(compressors) > 1:
-            self._terms = replace(self._terms, error_budget=HARMLESS)
+        self._asked, self._gain = config.terms, config.feedback_gain
         self._artifacts, self._observer, self._sampler, self._runtime = artifacts, observer, sampler, runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0
@@ -99,6 +98,14 @@ class OnlineSearch:
         self._revised: Remeasured | None = None
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
         self.measured_owed: Callable[[], Mapping[str, tuple[Choice, float]]] = dict
+        self.optimizer_adapts: Callable[[], bool] = lambda: True
+
+    @property
+    def _terms(self) -> Terms:
+        """The user's; of several compressors' errors as many as are harmless, where the user says nothing."""
+        if self._asked.error_budget is not None or len(self._given) == 1:
+            return self._asked
+        return replace(self._asked, error_budget=HARMLESS_ADAPTIVE if self.optimizer_adapts() else HARMLESS)
 
     def follow(self, in_force: InForce) -> bool:
         """Search for the compressors in force, or for those to come while nothing is."""

@@ -11,6 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from espresso.comm.errors import EspressoError
 
+_OF_SGD = {"momentum_buffer", "step"}
+"""What stochastic gradient descent, with momentum or without, keeps of a parameter."""
+
 
 class Scaler(Protocol):
     """What is asked of ``torch.amp.GradScaler``."""
@@ -71,6 +74,15 @@ class StepGuard:
     def remove(self) -> None:
         """Look no more."""
         self._handle.remove()
+
+    @property
+    def optimizer_adapts(self) -> bool:
+        """Whether steps depend on what the optimizer remembers of earlier gradients beside their sum, as Adam's second
+        moments; so it is assumed while none was seen.
+        """
+        seen = [optimizer for optimizer, is_ours in self._is_ours.items() if is_ours]
+        kept = {name for optimizer in seen for row in optimizer.state.values() for name in row}
+        return not seen or not kept <= _OF_SGD
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._is_ours:

@@ -237,6 +237,7 @@ class Session:
         )
         search.follow(self.follower.in_force)
         search.measured_owed = lambda: {} if self.guard is None else self.guard.owed
+        search.optimizer_adapts = lambda: self._guard.optimizer_adapts
         return search
 
     def _make_clock(self) -> GradientClock | None:

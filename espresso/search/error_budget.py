@@ -2,8 +2,9 @@
 
 *Owed* is ``|e| / |g|`` where error feedback has settled: how many of its gradients a tensor's residual is as large as.
 It says what the error of one step does not: signs lose 60 % of a gradient in every step and owe a few gradients, one
-number in a hundred loses less than twice that and owes ten. Of codecs without a residual it is what one step loses
-(:mod:`benchmarks.error_measures` has what it predicts of training). A sensitivity file::
+number in a hundred loses less than twice that and owes ten. A residual that comes back in the next step counts
+:func:`rings` times. Of codecs without a residual it is what one step loses (:mod:`benchmarks.error_measures` has what
+it predicts of training). A sensitivity file::
 
     {"schema_version": 1, "kind": "espresso-sensitivity",
      "owed": {"dgc:ratio=0.01": {"*": 9.5, "embedding.weight": 4.0}, "fp16": {"*": 0.0003}}}
@@ -40,11 +41,27 @@ ONE_STEP = 4
 DRIFT = 0.1
 """The part of a gradient that later steps have in common, of its norm. Early in a training it is most of it, and
 waits as residual until it is sent; with a tenth forecasts come near what is owed later (benchmarks.error_measures)."""
+RINGING = 3.0
+"""What a residual that comes back in the next step (a feedback gain of 1) counts against one that takes many: so ends
+of training are in the order of what is owed over both (benchmarks.error_measures)."""
 TOO_MUCH = 1e6
 """Gradients owed by what cannot carry a tensor's: half precision ends at 65 504."""
 RUNS = 8
 """Stretches of a tensor that is too large to be sampled whole."""
 _NORMAL = (128, 128)
+
+
+def rings(spec: CompressorSpec, gain: float | None = None) -> float:
+    """How much more what is owed is felt where it comes back at once than where it comes back over many steps.
+
+    1 of what keeps nothing back, and of momentum correction, which is defined with a gain of 1 and not known.
+    """
+    from espresso.compressors.registry import create
+
+    compressor = create(spec)
+    if not compressor.traits.error_feedback or compressor.correction:
+        return 1.0
+    return max(RINGING * (compressor.traits.feedback_gain if gain is None else gain), 1.0)
 
 
 @dataclass(frozen=True)
@@ -216,14 +233,12 @@ class _Gradients:
         self.numels = np.array([sample.values.shape[1] for sample in samples], np.int64)
         self.starts = np.cumsum(self.numels) - self.numels
         self.steps = steps
-        self._mean, self._scatter = (
-            np.concatenate(parts, axis=-1) for parts in zip(*map(_split, samples), strict=True)
-        )
+        self.mean, self._scatter = (np.concatenate(parts, axis=-1) for parts in zip(*map(_split, samples), strict=True))
         self._mix = np.random.default_rng(0).standard_normal((steps, len(self._scatter))).astype(np.float32)
 
     def step(self, number: int) -> npt.NDArray[np.float32]:
         """float32[all numbers]."""
-        values: npt.NDArray[np.float32] = self._mean + self._mix[number] @ self._scatter
+        values: npt.NDArray[np.float32] = self.mean + self._mix[number] @ self._scatter
         return values
 
     def norms(self, values: npt.NDArray[np.float32]) -> Reals:
@@ -257,13 +272,13 @@ def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None) -> Reals:
     used = 1.0 if compressor.correction else (traits.feedback_gain if gain is None else gain)
     play = _LowRank(made, compressor) if traits.rounds > 1 else _Coded(made, spec, used)
     steps = made.steps if traits.error_feedback else ONE_STEP
-    rows = []
+    felt, rows = rings(spec, gain), []
     for step in range(steps):
         gradient = made.step(step)
         left = play.left(gradient, step)
         if step >= steps * 3 // 4:
             norms = made.norms(gradient)
-            rows.append(np.divide(made.norms(left), norms, out=np.zeros_like(norms), where=norms != 0))
+            rows.append(felt * np.divide(made.norms(left), norms, out=np.zeros_like(norms), where=norms != 0))
     return np.asarray(np.nan_to_num(np.median(rows, axis=0), nan=TOO_MUCH, posinf=TOO_MUCH))
 
 
@@ -316,35 +331,52 @@ def _on_sample(spec: CompressorSpec, sample: Sample) -> CompressorSpec:
 
 
 class _LowRank:
-    """PowerSGD on the rows of each matrix that were sampled; what it sends raw owes nothing."""
+    """PowerSGD on the rows of each matrix that were sampled; what it sends raw owes nothing.
+
+    A step's scatter is a mix of few matrices, and those of eight steps span so little that a warm start would soon send
+    all of it. So its columns change their signs at random from step to step, and the rank stays: forecasts are then .5
+    to 1.5 of what is owed in training, and .2 to 1.1 without (docs/convergence.md). Over many steps energy spreads over
+    all directions, and what waits for its turn grows with the root of their number: a matrix owes as much more than its
+    sampled rows as it has more directions.
+    """
 
     def __init__(self, made: _Gradients, compressor: Any) -> None:
-        self._spans: list[tuple[slice, int, int]] = []
-        self._made = made
+        self._spans: list[tuple[slice, int, int, np.float32]] = []
+        self._made, self._draws = made, np.random.default_rng(0)
         for start, sample in zip(made.starts.tolist(), made.samples, strict=True):
-            rank, (_, columns) = compressor.rank_of(sample.tensor.shape), matrix_of(sample.tensor.shape)
+            rank, (whole, columns) = compressor.rank_of(sample.tensor.shape), matrix_of(sample.tensor.shape)
             rows = sample.values.shape[1] // max(columns, 1)
+            span = slice(start, start + sample.values.shape[1])
             if rank and rows * columns == sample.values.shape[1]:
-                self._spans.append((slice(start, start + rows * columns), columns, min(rank, rows)))
+                more = math.sqrt(min(whole, columns) / min(rows, columns))
+                self._spans.append((span, columns, min(rank, rows), np.float32(more)))
             elif rank:  # stretches of less than a row: nothing is known, and a rank of so many keeps most back
-                self._spans.append((slice(start, start + sample.values.shape[1]), 0, rank))
+                self._spans.append((span, 0, rank, np.float32(1.0)))
         self._kept = np.zeros(int(made.numels.sum()), np.float32)
         self._right: dict[int, npt.NDArray[np.float32]] = {}
 
     def left(self, gradient: npt.NDArray[np.float32], step: int) -> npt.NDArray[np.float32]:
-        """What is kept after a step."""
-        for index, (span, columns, rank) in enumerate(self._spans):
-            whole = gradient[span] + self._kept[span]
-            if columns:
-                matrix = whole.reshape(-1, columns)
-                right = self._right.get(index)
-                if right is None:
-                    right = np.random.default_rng(index).standard_normal((columns, rank)).astype(np.float32)
-                left, _ = np.linalg.qr(matrix @ right)
-                self._right[index] = right = matrix.T @ left
-                whole = (matrix - left @ right.T).reshape(-1)
-            self._kept[span] = whole
-        return self._kept
+        """What is kept after a step, for all rows of the matrices."""
+        scatter, of_all = gradient - self._made.mean, np.zeros_like(self._kept)
+        for index, (span, columns, rank, more) in enumerate(self._spans):
+            if not columns:
+                self._kept[span] += gradient[span]
+                of_all[span] = self._kept[span]
+                continue
+            turned = scatter[span].reshape(-1, columns) * self._signs(columns)
+            matrix = turned + (self._made.mean[span] + self._kept[span]).reshape(-1, columns)
+            right = self._right.get(index)
+            if right is None:
+                right = np.random.default_rng(index).standard_normal((columns, rank)).astype(np.float32)
+            left, _ = np.linalg.qr(matrix @ right)
+            self._right[index] = right = matrix.T @ left
+            self._kept[span] = (matrix - left @ right.T).reshape(-1)
+            of_all[span] = self._kept[span] * more
+        return of_all
+
+    def _signs(self, count: int) -> npt.NDArray[np.float32]:
+        """float32[count] of 1 and -1."""
+        return self._draws.integers(0, 2, count, dtype=np.int8).astype(np.float32) * 2 - 1
 
 
-__all__ = ["Sample", "Sensitivity", "measure_sensitivity", "normal_sensitivity", "stretches_of"]
+__all__ = ["Sample", "Sensitivity", "measure_sensitivity", "normal_sensitivity", "rings", "stretches_of"]
