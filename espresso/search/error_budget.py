@@ -334,10 +334,10 @@ class _LowRank:
     """PowerSGD on the rows of each matrix that were sampled; what it sends raw owes nothing.
 
     A step's scatter is a mix of few matrices, and those of eight steps span so little that a warm start would soon send
-    all of it. So its columns change their signs at random from step to step, and the rank stays: forecasts are then .5
-    to 1.5 of what is owed in training, and .2 to 1.1 without (docs/convergence.md). Over many steps energy spreads over
-    all directions, and what waits for its turn grows with the root of their number: a matrix owes as much more than its
-    sampled rows as it has more directions.
+    all of it. So its columns change their signs at random from step to step, and the rank stays: forecasts are then
+    mostly .5 to 2 of what is owed in training, and without .2 to .6 of a GPT's (docs/convergence.md). Over many steps
+    energy spreads over all directions, and what waits for its turn grows with the root of their number: a matrix owes
+    as much more than its sampled rows as it has more directions.
     """
 
     def __init__(self, made: _Gradients, compressor: Any) -> None:
