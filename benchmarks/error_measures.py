@@ -15,7 +15,7 @@ measure is the one by whose order the strategies end (Spearman's rho, mean over 
 ``owed``              root of the mean over elements of (|e| / |g|)² of their tensors
 ``and rings``         the same, a tensor's times :func:`espresso.search.error_budget.rings` of its feedback gain
 ``angle``             one minus the cosine between the exchanged and the exact average
-``forecast``          ``owed``, as measure_sensitivity says before anything was compressed
+``forecast``          ``and rings``, as measure_sensitivity says before anything was compressed
 ====================  =================================================================================
 """
 
@@ -39,6 +39,7 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.feedback_gain import PLAIN, RANKS, Array, Site, own_gain, parts_of
 from espresso.compressors import create
+from espresso.compressors.powersgd import PowerSgd
 from espresso.search.budgets import Budgets, Ledger
 from espresso.search.error_budget import Sample, measure_sensitivity, rings
 from espresso.strategies import Choice, Cluster, CompressorSpec, TensorSpec, parse_option
@@ -95,12 +96,10 @@ def chosen(strategy: str, parameters: Sequence[torch.nn.Parameter]) -> dict[int,
         return {}
     matrices = [index for index, p in enumerate(parameters) if p.ndim > 1]
     largest = max(matrices, key=lambda index: parameters[index].numel())
-    rank_of = getattr(create(spec), "rank_of", None)
-    return {
-        i: spec
-        for i in matrices
-        if (not which or (i == largest) == (which == "largest")) and (rank_of is None or rank_of(parameters[i].shape))
-    }
+    compressor = create(spec)
+    if isinstance(compressor, PowerSgd):  # what it sends raw is not compressed
+        matrices = [index for index in matrices if compressor.rank_of(tuple(parameters[index].shape))]
+    return {i: spec for i in matrices if not which or (i == largest) == (which == "largest")}
 
 
 def train(job: Job) -> Run:
@@ -157,22 +156,37 @@ class _Each:
 
     def __init__(self, spec: str, numel: int, gain: float, index: int) -> None:
         self._sites = [Site(spec, numel, gain, index, rank) for rank in range(RANKS)]
-        self.bare, self.mean = self._sites[0].bare, lambda given: given[0]
+        self.bare = self._sites[0].bare
+
+    def mean(self, given: list[Array]) -> Array:
+        """Rank 0's."""
+        return given[0]
 
     def send(self, given: list[Array], step: int) -> list[Array]:
         """What arrives of each rank's gradient."""
         return [site.send(gradient, step) for site, gradient in zip(self._sites, given, strict=True)]
 
-    owed = property(lambda self: self._sites[0].owed)
-    corrected = property(lambda self: self._sites[0].corrected)
-    sent = property(lambda self: self._sites[0].sent)
+    @property
+    def owed(self) -> Array:
+        """By rank 0."""
+        return self._sites[0].owed
+
+    @property
+    def corrected(self) -> Array:
+        """Rank 0's gradient and what came back."""
+        return self._sites[0].corrected
+
+    @property
+    def sent(self) -> Array:
+        """By rank 0."""
+        return self._sites[0].sent
 
 
 class _Together:
     """PowerSGD of a matrix: all ranks send one thing, and what is owed is their mean's."""
 
-    def __init__(self, spec: str, shape: Sequence[int], gain: float, index: int) -> None:
-        rank = create(spec).rank_of(tuple(shape))  # type: ignore[attr-defined]
+    def __init__(self, compressor: PowerSgd, shape: tuple[int, ...], gain: float, index: int) -> None:
+        rank = compressor.rank_of(shape)
         self._shape, self._gain = (shape[0], math.prod(shape[1:])), np.float32(gain)
         self._right = np.random.default_rng(index).standard_normal((self._shape[1], rank)).astype(np.float32)
         self._kept = [np.zeros(math.prod(shape), np.float32) for _ in range(RANKS)]
@@ -208,8 +222,10 @@ class _Together:
 
 
 def _senders(spec: str, parameter: torch.nn.Parameter, gain: float, index: int) -> _Each | _Together:
-    together = create(spec).traits.rounds > 1
-    return _Together(spec, parameter.shape, gain, index) if together else _Each(spec, parameter.numel(), gain, index)
+    compressor = create(spec)
+    if isinstance(compressor, PowerSgd):
+        return _Together(compressor, tuple(parameter.shape), gain, index)
+    return _Each(spec, parameter.numel(), gain, index)
 
 
 def _sampled(gradient: Array) -> Array:

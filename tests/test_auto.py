@@ -139,7 +139,7 @@ def decide(rank: int) -> dict[str, object]:
             "predicted": metrics["espresso/predicted_step_us"],
             "measured": metrics["espresso/measured_step_us"],
             "job on rank 0": state.job is not None,
-            "budget": state.session.search._terms.error_budget,
+            "budget": state.job.meta["automatic"]["error_budget"],
             "compressors": tuple(map(str, state.compressors)),
             "digest": digest(ddp),
         }

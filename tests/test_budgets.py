@@ -395,13 +395,13 @@ def test_forecasts_from_eight_gradients_are_what_a_long_run_owes():
 
 
 @pytest.mark.parametrize("sampled", [256, 32])
-@pytest.mark.parametrize("noise", [1.0, 0.0])
-def test_low_rank_forecasts_are_of_gradients_that_are_new_in_every_step(sampled, noise):
+@pytest.mark.parametrize(("inner", "noise"), [(16, 1.0), (8, 0.0)])
+def test_low_rank_forecasts_are_of_gradients_that_are_new_in_every_step(sampled, inner, noise):
     """Eight gradients span little of a matrix, and a part of its rows less; a long run sees all of it."""
     rng, (rows, columns) = np.random.default_rng(0), (256, 128)
 
     def gradient():
-        left, right = rng.standard_normal((rows, 16)), rng.standard_normal((16, columns))
+        left, right = rng.standard_normal((rows, inner)), rng.standard_normal((inner, columns))
         return (left @ right + noise * rng.standard_normal((rows, columns))).astype(np.float32)
 
     values = np.stack([gradient()[:: rows // sampled].reshape(-1) for _ in range(8)])

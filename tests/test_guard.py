@@ -15,6 +15,7 @@ from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, m
 
 SABOTAGED_AT, NOTICED_WITHIN = 40, 100
 WIDTHS = (64, 128, 128, 8)
+TOGETHER = "comp > flat.allreduce > transform > flat.allreduce > dec"
 
 
 def told(state: EspressoState) -> list[dict[str, Any]]:
@@ -71,9 +72,22 @@ def stale_on_one_rank(rank: int) -> dict[str, Any]:
     return train(rank, lie, NOTICED_WITHIN, SHARDED, "topk:ratio=0.05")
 
 
+def apart(rank: int) -> float:
+    """What the ranks' gradients have apart cancels in the sum, and PowerSGD keeps it: by every rank, for ever."""
+    ddp = wrap(torch.nn.Linear(64, 64, bias=False))
+    common, own = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+    gradient = common + (own if rank % 2 else -own)
+    with registered(ddp, TOGETHER, "powersgd:rank=16,start_iter=0", ranks_per_node=2, adapt=True) as state:
+        for _ in range(100):
+            ddp.zero_grad()
+            # an identity goes in, so that the weight's gradient is the one given
+            (ddp(torch.eye(64)) * gradient.T).sum().backward()
+        return state.session.guard.owed["weight"][1]
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
-    scenarios = (sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank)
+    scenarios = (apart, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank)
     return Played(__name__, scenarios, 4, deadline_s=180)
 
 
@@ -87,6 +101,13 @@ def test_sound_runs_raise_no_alarm_and_say_how_far_they_are(played):
                 assert run["metrics"][f"espresso/residual_ratio/{group}"] > 1e-3
             ratios = [run["metrics"][f"espresso/residual_ratio/{group}"] for group in ("0", "2", "4")]
             assert 0.1 * min(ratios) < run["metrics"]["espresso/owed"] < 10 * max(ratios)
+
+
+def test_what_ranks_that_send_one_thing_owe_is_their_sums(played):
+    """Each rank's own residual is a hundred gradients by then."""
+    owed = played(apart)
+    assert len(set(owed)) == 1
+    assert 0 < owed[0] < 15, "three times some gradients: it comes back at once"
 
 
 @pytest.mark.parametrize("scenario", [zero_a_tensor, halve_on_one_rank, stale_on_one_rank])

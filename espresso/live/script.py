@@ -80,9 +80,9 @@ class StepGuard:
         """Whether steps depend on what the optimizer remembers of earlier gradients beside their sum, as Adam's second
         moments; so it is assumed while none was seen.
         """
-        seen = [optimizer for optimizer, is_ours in self._is_ours.items() if is_ours]
-        kept = {name for optimizer in seen for row in optimizer.state.values() for name in row}
-        return not seen or not kept <= _OF_SGD
+        seen = [optimizer for optimizer, is_ours in list(self._is_ours.items()) if is_ours]
+        rows = [row for optimizer in seen for row in list(optimizer.state.values())]
+        return not seen or not all(isinstance(row, dict) and row.keys() <= _OF_SGD for row in rows)
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._is_ours:
