@@ -111,6 +111,7 @@ class World:
     laid: list[float] = field(default_factory=list)
     rests: int = 0
     free: int = 0
+    put_away: int = 0
 
     def lay(self, bucket_cap_mb: float) -> bool:
         self.laid.append(bucket_cap_mb)
@@ -148,6 +149,9 @@ class World:
 
     def before_trying(self) -> None:
         self.free = 0
+
+    def after_trying(self) -> None:
+        self.put_away += 1
 
     def predicted_us(self, strategy: Strategy) -> float:
         return self.step_us(strategy)
@@ -221,6 +225,7 @@ def test_a_change_of_the_network_is_decided_anew_within_forty_steps(before_us, a
     assert planner.verdict.name == then
     assert [finding.cause for finding in world.changes[0].findings] == [Cause.LINK]
     assert world.searches == 2
+    assert world.put_away == (first == "signs") + (first != then), "once for each that won a race"
 
 
 def test_without_adapt_nothing_is_decided_again():

@@ -191,6 +191,7 @@ def test_a_residual_that_is_replaced_is_let_go_where_it_was_read(transactional: 
     memory = LettingGo(streams)
     runs = (Run("a", 0, 0, 0, 100),)
     residual = ResidualStore(transactional=transactional).new_residual(Site.LOCAL, runs, np.float32, 0, memory)
+    residual.begin()
     before = residual.old
     with streams.on("training"):
         residual.feedback(np.zeros(1, np.int64))

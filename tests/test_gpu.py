@@ -208,6 +208,7 @@ def test_narrow_residuals_are_those_of_the_host(storage: str) -> None:
     kept = []
     for memory in (HOST, DeviceMemory(cuda_device())):
         residual = ResidualStore(storage=storage).new_residual(Site.LOCAL, runs, np.float32, 0, memory)
+        residual.begin()
         for step in range(2):
             new = residual.feedback(np.zeros(1, np.int64)).new
             new[:] = memory.here(numbers(len(new), np.float32, step))

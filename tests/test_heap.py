@@ -27,6 +27,21 @@ print(kept, (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
 """
 PAGES = 4 * 20_000_000 // 4096
 
+BELOW_WHAT_IS_USED = """
+import torch
+from espresso.live.heap import give_freed_memory_back, keep_freed_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+keep_freed_memory()
+held = [torch.ones(5_000_000) for _ in range(5)]
+del held[:4]  # what is left lies above them
+before = resident()
+give_freed_memory_back()
+print(before - resident())
+"""
+
 
 def run(how: str, **environment: str) -> tuple[str, int]:
     command = [sys.executable, "-c", SCRIPT, how]
@@ -43,3 +58,11 @@ def test_freed_blocks_are_kept_unless_the_process_was_told_otherwise():
     assert kept == "True"
     assert faults < PAGES // 100
     assert run("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_blocks_are_given_back_when_that_is_asked_for():
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", BELOW_WHAT_IS_USED]
+    out = subprocess.run(command, env=mine, capture_output=True, text=True, check=True).stdout
+    assert int(out) > 0.9 * 4 * 20_000_000

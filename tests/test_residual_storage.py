@@ -103,6 +103,8 @@ def test_what_a_step_holds_for_a_later_one_is_not_its_neighbours(storage: str) -
     """A compressor of several rounds writes in two steps; other residuals are opened between them."""
     store = ResidualStore(storage=storage)
     mine, other = (store.new_residual(Site.LOCAL, RUNS, np.float32, 0) for _ in range(2))
+    mine.begin()
+    other.begin()
     at = np.array(mine.starts)
     mine.old = numbers(mine.size, np.float32)
     kept = mine.old.copy()

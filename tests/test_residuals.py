@@ -1,5 +1,6 @@
 """The residual store: transactions, moves between plans, what is carried. One process, by hand."""
 
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -57,6 +58,7 @@ def filled(*runs, site=Site.LOCAL, replica=0):
 def test_every_run_begins_on_a_cache_line_and_is_found_by_its_place_in_the_group():
     residual = ResidualStore().new_residual(Site.LOCAL, [Run("a", 0, 64, 0, 10), Run("b", 5, 74, 0, 33)], np.float32, 0)
     assert residual.starts == (0, 16)
+    residual.begin()
     assert residual.old.size == 16 + 33
     assert [residual.locate(at) for at in (64, 73, 74, 106)] == [0, 9, 16, 48]
 
@@ -152,6 +154,28 @@ def test_a_local_site_takes_what_has_no_place_of_its_own(site):
         assert kept_by(kept) == list(range(21, 101))
         assert kept_by(local) == ([*range(1, 21)] if taken else [0] * 20) + [0] * 40
         assert not store.carry
+
+
+def test_a_move_never_needs_buffers_of_both_plans():
+    """Two buffers of each residual, what is being moved, and not those of the old plan beside those of the new one."""
+    numels = {f"t{i}": 100_000 for i in range(8)}
+    store = ResidualStore()
+    plans = [[make(store, Site.LOCAL, run(name, 0, numel)) for name, numel in numels.items()] for _ in range(2)]
+    tracemalloc.start()
+    try:
+        store.adopt(plans[0], numels)
+        for residual in store.live:
+            write(residual, np.arange(residual.size))
+        store.commit()
+        in_use = store.num_bytes
+        tracemalloc.reset_peak()
+        store.adopt(plans[1], numels)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert in_use == 8 * 100_000 * 8
+    assert kept_by(plans[1][3]) == list(range(100_000))
+    assert peak < 1.8 * in_use
 
 
 def test_what_is_carried_goes_to_a_local_site_once_there_is_one():

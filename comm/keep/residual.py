@@ -75,7 +75,8 @@ class Residual:
 
     Kept are two buffers, or without transactions one, and another while an encoder runs: numbers as encoders read and
     write them, or payloads of a codec, which are unpacked while an encoder runs. Both are packed then, so that a
-    discarded iteration leaves the first as it was, bit for bit.
+    discarded iteration leaves the first as it was, bit for bit. There are none before :meth:`begin`, so that those of
+    another plan can be gone by then.
 
     Args:
         runs: the tensor stretches of the region, in order; run i lies at ``starts[i]`` of the buffers.
@@ -96,9 +97,20 @@ class Residual:
         self._transactional = transactional
         self._packer = None if storage == FULL else _Packer(memory, runs, starts, self.size, dtype, storage)
         self._loan: Callable[[], Loan | None] = lambda: None
+        self._old: Array
+        self._new: Array | None = None
+        each = self.size * np.dtype(dtype).itemsize if self._packer is None else self._packer.num_bytes
+        self.num_bytes = each * (2 if transactional else 1)
+
+    def begin(self) -> None:
+        """Keep zeros, in buffers of the stream that this is called on."""
         self._old = self._room()
-        self._new: Array | None = self._room() if transactional else None
-        self.num_bytes = self._old.nbytes * (2 if transactional else 1)
+        self._new = self._room() if self._transactional else None
+
+    def end(self) -> None:
+        """Keep nothing, and no buffers."""
+        del self._old
+        self._new = None
 
     def _room(self) -> Array:
         room: Array = self.memory.zeros(self.size, self.dtype)
@@ -211,6 +223,9 @@ class _Packer:
 
     The room for unpacked numbers belongs to the thread, on a GPU to the stream, and is as large as the largest residual
     that it has met, twice. Unpacking and packing are a pass each around the encoder's own, one launch each on a GPU.
+
+    Attributes:
+        num_bytes: of a payload.
     """
 
     def __init__(
@@ -222,6 +237,7 @@ class _Packer:
         segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in runs]
         self._starts = np.array(starts, np.int64)
         self._layout = self._codec.compressor.layout(segments, dtype)
+        self.num_bytes = self._layout.num_bytes
         self._is_open = self._holds = False
         self._held: Array | None = None
 

@@ -176,9 +176,12 @@ class ResidualStore:
             only: replace just the residuals that touch these tensors (one bucket of a changing structure).
         """
         replaced = [r for r in self.live if only is None or any(run.tensor in only for run in r.runs)]
-        pieces = self._export(replaced)
         gone = set(map(id, replaced))
         fresh = list(residuals)
+        # At no time are there buffers of both plans: a job whose memory is nearly full would not survive a switch.
+        pieces = self._taken_from(replaced)
+        for residual in fresh:
+            residual.begin()
         self.live = [r for r in self.live if id(r) not in gone] + fresh
         waiting = {t: self.carry.pop(t) for t in list(self.carry) if only is None or t in only}
         for address, parts in self._claim(only).items():
@@ -197,11 +200,14 @@ class ResidualStore:
                 "both buffers of each" if self.transactional else "one buffer each",
             )  # fmt: skip
 
-    def _export(self, residuals: Iterable[Residual]) -> dict[Address, list[Piece]]:
+    def _taken_from(self, residuals: Iterable[Residual]) -> dict[Address, list[Piece]]:
+        """Copies of what these hold; their buffers are gone then."""
         pieces: dict[Address, list[Piece]] = {}
-        for residual, run, at in _stretches(residuals):
-            piece = (run.tensor_start, residual.read(at, run.numel), residual.replica)
-            pieces.setdefault((run.tensor, residual.site), []).append(piece)
+        for residual in residuals:
+            for _, run, at in _stretches([residual]):
+                piece = (run.tensor_start, residual.read(at, run.numel), residual.replica)
+                pieces.setdefault((run.tensor, residual.site), []).append(piece)
+            residual.end()
         return pieces
 
     def add_carry(self, tensor: str, start: int, values: Array, numel: int) -> None:

@@ -27,3 +27,10 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     return bool(mallopt and mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _MOST_ON_TOP))
+
+
+def give_freed_memory_back() -> None:
+    """Once: what a job has needed that it will not need again, as strategies that were tried."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -123,6 +123,10 @@ class OnlineSearch:
         """Have the first strategy that is tried find the links as the later ones do. Collective."""
         use_up_rest(self._groups, self._runtime.place)
 
+    def after_trying(self) -> None:
+        """Those that were tried are gone, but for one."""
+        self._runtime.put_away()
+
     def predicted_us(self, strategy: Strategy) -> float:
         """Of an iteration of the job as it is known by now (rank 0; 0 elsewhere, and while nothing is measured)."""
         if self.job is None or self._groups.rank:

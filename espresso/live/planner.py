@@ -110,6 +110,7 @@ class AutoPlanner:
         self._later: Later | None = None
         self._laid_at: int | None = None
         self._pause = 0
+        self._has_tried = False
         self._candidates: list[Candidate] = []
         self._restarts = 0
         self._again = False
@@ -304,6 +305,7 @@ class AutoPlanner:
         predicted = {c.name: c.predicted_us for c in self._candidates}
         self.verdict = Verdict(name, reason, {} if race is None else race.measured, predicted)
         self._race = self._later = None
+        self._has_tried = race is not None
         if self.watch is not None:
             self.watch.begin(self.verdict.measured_us.get(name))
 
@@ -317,6 +319,9 @@ class AutoPlanner:
         )
 
     def _after_decision(self, winner: Orderer, record: Record) -> Work | None:
+        if self._has_tried:  # the first step of the one that stays: the others' buffers are gone
+            self._has_tried = False
+            self._search.after_trying()
         if self._winning is not None and record.buckets != self._winning.buckets:
             self._winning = None
             if self.watch is not None and self._groups.beside is None:  # other shards may not have noticed

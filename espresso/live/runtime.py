@@ -17,7 +17,7 @@ from espresso.comm.memory import DeviceMemory
 from espresso.compressors.cuda import CudaDevice
 from espresso.compressors.cuda import Device as Accelerator
 from espresso.live.codecs import DeviceCodecs, HostCodecs
-from espresso.live.heap import keep_freed_memory
+from espresso.live.heap import give_freed_memory_back, keep_freed_memory
 from espresso.live.observer import GradientClock
 from espresso.live.profiler import Place
 from espresso.model.costs import PAPER_CONTENTION, Contention, CopyCost
@@ -56,6 +56,10 @@ class Runtime:
     def contention(self, measured: Contention) -> Contention:
         """What shares what."""
         return measured
+
+    def put_away(self) -> None:
+        """Strategies have been tried: give back what only that needed."""
+        give_freed_memory_back()
 
 
 class DeviceClock(GradientClock):
@@ -130,6 +134,9 @@ class DeviceRuntime(Runtime):
     def contention(self, measured: Contention) -> Contention:
         """The paper's: compression on the GPU holds backward up, what the host does holds nothing up."""
         return PAPER_CONTENTION
+
+    def put_away(self) -> None:
+        """Nothing: torch gives blocks back when it needs others."""
 
     def _settle(self) -> None:
         self.streams.wait_here(self.streams.record(), PATIENCE_S)
