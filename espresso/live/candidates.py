@@ -37,6 +37,10 @@ class Search(Protocol):
         """Use up what links let through at once after the pause that measuring and searching was; collective."""
         ...
 
+    def after_trying(self) -> None:
+        """Give back what only those that were tried needed."""
+        ...
+
     def predicted_us(self, strategy: Strategy) -> float:
         """Of an iteration, as far as the job is known by now; 0 on ranks that do not know."""
         ...

@@ -227,19 +227,21 @@ class Guard:
         of_group: dict[str, list[tuple[float, ...]]] = {}
         for (name, choice), row in zip(check.choices.items(), rows, strict=True):
             figures = _figures(row, self._averages[name])
-            of_group.setdefault(self._group_of[name], []).append(figures)
+            owes = 0.0
             if (square := figures[3]) > 0:
+                owes = _owed(row) if _sums_inside(choice) else figures[4] / square
                 if name not in self._owed or self._owed[name][0] != choice:
                     self._owed[name] = choice, deque(maxlen=OWED_CHECKS)
-                self._owed[name][1].append(_owed(row) if _sums_inside(choice) else figures[4] / square)
+                self._owed[name][1].append(owes)
+            of_group.setdefault(self._group_of[name], []).append((*figures[:4], owes * square))
             reason = _why_out(figures, choice.compressor, self._store.storage)
             if reason:
                 found[name] = reason
         for group, members in of_group.items():
-            lost, deviation, exact, square, kept, _ = (math.fsum(column) for column in zip(*members, strict=True))
+            lost, deviation, exact, square, owed = (math.fsum(column) for column in zip(*members, strict=True))
             self.figures[group] = {
                 "deviation": math.sqrt(deviation / exact) if exact else 0.0,
-                "residual_ratio": math.sqrt(kept / square) if square else 0.0,
+                "residual_ratio": math.sqrt(owed / square) if square else 0.0,
                 "lost": math.sqrt(lost / exact) if exact else 0.0,
             }
         self._out = {name: self._out.get(name, 0) + 1 for name in found}

@@ -124,7 +124,7 @@ class OnlineSearch:
         use_up_rest(self._groups, self._runtime.place)
 
     def after_trying(self) -> None:
-        """Those that were tried are gone, but for one."""
+        """Give back what only those that were tried needed."""
         self._runtime.put_away()
 
     def predicted_us(self, strategy: Strategy) -> float:
