@@ -23,7 +23,7 @@ def keep_freed_memory() -> bool:
 
     It leaves a process alone that was started with one of glibc's own variables for this.
     """
-    if any(os.environ.get(name) for name in _ASKED):
+    if _is_told():
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     return bool(mallopt and mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _MOST_ON_TOP))
@@ -32,5 +32,9 @@ def keep_freed_memory() -> bool:
 def give_freed_memory_back() -> None:
     """Once: what a job has needed that it will not need again, as strategies that were tried."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if trim is not None and not _is_told():
         trim(ctypes.c_size_t(0))
+
+
+def _is_told() -> bool:
+    return any(os.environ.get(name) for name in _ASKED)
