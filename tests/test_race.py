@@ -50,6 +50,9 @@ class Found:
         self.names.append(str(spec))
         return [Candidate(str(spec), chosen, plan(chosen, BUCKETS).order, BUCKETS, 1.0)]
 
+    def after_trying(self) -> None:
+        """Nothing to give back."""
+
     def follow(self, in_force: Any) -> bool:
         return True
 
