@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks import exchange
 from espresso.comm.keep.store import ResidualStore
+from espresso.comm.memory import HostMemory
 from espresso.strategies import Run, Site
 
 NUMELS = {"a": 100, "b": 50}
@@ -176,6 +177,25 @@ def test_a_move_never_needs_buffers_of_both_plans():
     assert in_use == 8 * 100_000 * 8
     assert kept_by(plans[1][3]) == list(range(100_000))
     assert peak < 1.8 * in_use
+
+
+class Full(HostMemory):
+    """No room for anything."""
+
+    def zeros(self, shape, dtype):
+        raise MemoryError
+
+
+def test_a_move_for_which_there_is_no_memory_loses_nothing():
+    store, _ = filled(run("a", 0, 100))
+    with pytest.raises(MemoryError):
+        store.adopt([store.new_residual(Site.LOCAL, [run("a", 0, 100)], np.float32, 0, Full())], NUMELS)
+    pieces, _ = store.snapshot()
+    ((start, values, _),) = pieces["a", Site.LOCAL]
+    assert (start, values.tolist()) == (0, list(range(1, 101)))
+    residual = make(store, Site.LOCAL, run("a", 0, 100))
+    store.adopt([residual], NUMELS)
+    assert kept_by(residual) == list(range(1, 101))
 
 
 def test_what_is_carried_goes_to_a_local_site_once_there_is_one():

@@ -180,9 +180,15 @@ class ResidualStore:
         fresh = list(residuals)
         # At no time are there buffers of both plans: a job whose memory is nearly full would not survive a switch.
         pieces = self._taken_from(replaced)
-        for residual in fresh:
-            residual.begin()
-        self.live = [r for r in self.live if id(r) not in gone] + fresh
+        self.live = [r for r in self.live if id(r) not in gone]
+        try:
+            for residual in fresh:
+                residual.begin()
+        except BaseException:  # no memory: what was kept can still be saved
+            for address, parts in pieces.items():
+                self._waiting.setdefault(address, []).extend(parts)
+            raise
+        self.live += fresh
         waiting = {t: self.carry.pop(t) for t in list(self.carry) if only is None or t in only}
         for address, parts in self._claim(only).items():
             pieces.setdefault(address, []).extend(parts)
