@@ -82,7 +82,7 @@ def apart(rank: int) -> tuple[float, float]:
             ddp.zero_grad()
             # an identity goes in, so that the weight's gradient is the one given
             (ddp(torch.eye(64)) * gradient.T).sum().backward()
-        return state.session.guard.owed["weight"][1], state.metrics()["espresso/residual_ratio/weight"]
+        return state.session.guard.owed()["weight"][1], state.metrics()["espresso/residual_ratio/weight"]
 
 
 @pytest.fixture(scope="module")

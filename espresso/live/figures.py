@@ -64,7 +64,7 @@ def noted(strategy: Strategy, name: str) -> float:
 
 def owed(session: Session) -> float:
     """Gradients that the strategy in use owes by the guard's checks, tensors by their elements; 0 where it saw none."""
-    found = {} if session.guard is None else session.guard.owed
+    found = {} if session.guard is None else session.guard.owed()
     sizes = {tensor.name: tensor.numel for tensor in session.model.tensors}
     choices = session.decider.strategy.choices
     squares = (sizes[name] * value**2 for name, (choice, value) in found.items() if choices[name] == choice)

@@ -37,7 +37,7 @@ from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import FixedPlanner
 from espresso.live.given import Given
-from espresso.live.guard import Guard
+from espresso.live.guard import OWED_CHECKS, Guard
 from espresso.live.history import Event, History
 from espresso.live.names import BoundModel
 from espresso.live.observer import GradientClock, Observer
@@ -236,7 +236,7 @@ class Session:
             self.bearing,
         )
         search.follow(self.follower.in_force)
-        search.measured_owed = lambda: {} if self.guard is None else self.guard.owed
+        search.measured_owed = lambda: {} if self.guard is None else self.guard.owed(OWED_CHECKS)
         search.optimizer_adapts = lambda: self._guard.optimizer_adapts
         return search
 
