@@ -22,6 +22,7 @@ from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
 from espresso.live.remeasure import with_probes
+from espresso.live.sounding import SHARE
 from espresso.live.watch import Cause, Change
 from espresso.model.links import LinkCurve, Links
 from espresso.show.trace_events import write_history
@@ -47,6 +48,7 @@ COMPUTE_US, CODEC_US = 10_000.0, 6_000.0
 SIGNS = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), CompressorSpec.parse("efsignsgd")))
 SIGNS_ONCE_MORE = SIGNS.with_choices({"b": PLAIN})
 WITHIN = 40
+SOUNDS_MS = 2.0
 MOST = 100
 """Steps in which real ranks, on a machine that may be busy, have found and raced something better."""
 
@@ -92,6 +94,8 @@ class World:
         bucket_cap_mb: the size of buckets that the search wants.
         wants: that it would want from the moment on in which the link is measured again.
         rests: exchanges that are free after the pause in which it is measured.
+        sounds_us: what a short exchange takes.
+        soundings: in how many it was looked at.
     """
 
     plain_us: float = 1_000.0
@@ -112,6 +116,8 @@ class World:
     rests: int = 0
     free: int = 0
     put_away: int = 0
+    sounds_us: float = 20_000.0
+    soundings: int = 0
 
     def lay(self, bucket_cap_mb: float) -> bool:
         self.laid.append(bucket_cap_mb)
@@ -146,6 +152,11 @@ class World:
         self.changes.append(change)
         self.plain_us = self.when_measured_us or self.plain_us
         self.bucket_cap_mb, self.free = self.wants, self.rests
+
+    def sound(self) -> float:
+        self.soundings += 1
+        time.sleep(SOUNDS_MS / 1e3)
+        return self.sounds_us
 
     def before_trying(self) -> None:
         self.free = 0
@@ -237,6 +248,33 @@ def test_without_adapt_nothing_is_decided_again():
 
     run(world, planner, range(200), {63: change})
     assert rows_of(planner) == [(4, "decided", "plain")]
+
+
+def test_a_link_that_hides_is_sounded_and_a_faster_one_looked_into():
+    """Steps take as long as before: the exchange was hidden, and is."""
+    world = World(plain_us=60_000, noise=0.002)
+    planner = planner_of(world)
+    now = run(world, planner, range(100), {})
+    assert world.soundings >= 2
+    assert len(rows_of(planner)) == 1
+    world.sounds_us, world.when_measured_us = 5_000.0, 500
+    now = run(world, planner, range(100, 100 + 2 * WITHIN), {}, now)
+    assert [row[1:] for row in rows_of(planner)[1:]] == [("changed", "signs"), ("switched", "plain")]
+    assert "the link is 4 times faster" in planner.history.rows[1]["reason"]
+    world.soundings = 0
+    run(world, planner, range(180, 300), {}, now)
+    assert world.soundings == 0, "what encodes nothing has nothing to save"
+
+
+def test_soundings_are_many_at_first_and_later_a_two_hundredth_of_the_time():
+    world = World(plain_us=60_000)
+    planner = planner_of(world)
+    now = run(world, planner, range(1_000), {})
+    assert 5 < world.soundings * SOUNDS_MS < 0.02 * now / 1e6
+    world.soundings = 0
+    end = run(world, planner, range(1_000, 4_000), {}, now)
+    most = SHARE * (end - now) / 1e6 / SOUNDS_MS
+    assert 0.5 * most < world.soundings <= most + 1
 
 
 def test_there_and_back_again():

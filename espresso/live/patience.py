@@ -6,8 +6,8 @@ import math
 
 from espresso.live.watch import Change
 
-QUIET_SHARE = 0.02
-"""Of the wall time: the most that turns on a mere suspicion may take."""
+QUIET_SHARE = 0.01
+"""Of the wall time: the most that turns on a mere suspicion may take. As much again goes into soundings."""
 
 SUPPOSED_US = 150_000.0
 """What the first turn is supposed to take."""

@@ -24,6 +24,7 @@ from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
 from espresso.live.patience import Patience
 from espresso.live.race import Arm, Race
+from espresso.live.sounding import Soundings
 from espresso.live.turns import (
     DRIFT,
     DROP,
@@ -116,7 +117,7 @@ class AutoPlanner:
         self._again = False
         self.verdict: Verdict | None = None
         self.watch = Watch(groups) if adapt and not profile_only else None
-        self._patience = Patience()
+        self._patience, self._soundings = Patience(), Soundings()
         self._exact = Exact()
 
     @property
@@ -166,8 +167,7 @@ class AutoPlanner:
         self._stop_trying()
         self._winner, self._winning = Orderer(strategy, self._groups), None
         self.verdict = Verdict("resumed", "the strategy of the checkpoint")
-        if self.watch is not None:
-            self.watch.begin()
+        self._watch_anew()
 
     def back_off(self, tensors: Collection[str], step: int) -> str:
         """Leave these tensors exact from the next iteration on, in all that is tried later too; the new name."""
@@ -180,8 +180,7 @@ class AutoPlanner:
         self._winner = self._plain if name == "plain" else Orderer(strategy, self._groups)
         self._winning = None
         self.verdict = Verdict(name, f"at step {step} tensors whose averages were out of their band were left exact")
-        if self.watch is not None:
-            self.watch.begin()
+        self._watch_anew()
         return name
 
     def _stop_trying(self) -> None:
@@ -306,8 +305,7 @@ class AutoPlanner:
         self.verdict = Verdict(name, reason, {} if race is None else race.measured, predicted)
         self._race = self._later = None
         self._has_tried = race is not None
-        if self.watch is not None:
-            self.watch.begin(self.verdict.measured_us.get(name))
+        self._watch_anew(self.verdict.measured_us.get(name))
 
     def _note(self, step: int, event: Event, reason: str, since_ns: int | None = None) -> None:
         verdict = self.verdict
@@ -324,8 +322,8 @@ class AutoPlanner:
             self._search.after_trying()
         if self._winning is not None and record.buckets != self._winning.buckets:
             self._winning = None
-            if self.watch is not None and self._groups.beside is None:  # other shards may not have noticed
-                self.watch.begin()
+            if self._groups.beside is None:  # other shards may not have noticed
+                self._watch_anew()
         ordering = None if self._winning is not None else winner.note(record)
         watch = self.watch
         if watch is None or not watch.take(record):
@@ -340,7 +338,9 @@ class AutoPlanner:
     def _answer(self, watch: Watch, change: Change | None, step: int) -> Work | None:
         """What follows from a window that was looked at."""
         if change is None:
-            return self._what_is_due(watch, step)
+            due = self._what_is_due(watch, step)
+            sounds = due is None and self._soundings.is_due(step, watch.ring[-1][1])
+            return partial(self._sound, watch, step) if sounds else due
         if self._patience.permits(change, step):
             return partial(self._begin_turn, change, step)
         self._later = None
@@ -358,10 +358,26 @@ class AutoPlanner:
             return None
         return partial(self._switch, later.name, later.race, later.change, step)
 
+    def _watch_anew(self, step_us: float | None = None) -> None:
+        """From the next iteration on, against what a step of the strategy in use is known to take."""
+        if self.watch is not None:
+            self.watch.begin(step_us)
+        self._soundings.begin()
+
     def _look(self, watch: Watch, step: int) -> None:
         work = self._answer(watch, watch.look(), step)
         if work is not None:
             work()
+
+    def _sound(self, watch: Watch, step: int) -> None:
+        """Look at a link that may have become faster unseen."""
+        began = time.perf_counter()
+        link_us = self._search.sound()
+        figures = self._groups.everywhere((link_us, 1e6 * (time.perf_counter() - began)))
+        link_us, cost_us = (max(column) for column in zip(*figures, strict=True))
+        change = self._soundings.take(step, watch.ring[-1][1], link_us, cost_us)
+        if change is not None and self._patience.permits(change, step):
+            self._begin_turn(change, step)
 
     def _begin_turn(self, change: Change, step: int, *, is_second: bool = False) -> None:
         """Measure what changed, search, and begin to try what was found."""
@@ -400,7 +416,7 @@ class AutoPlanner:
         block = block_of(best_us or ours_us)
         self._race = Race(
             arms, block=block, rounds=TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP, settle=int(SETTLES * block),
-            known=known,
+            doubts=change.severity < SEVERE, known=known,
         )  # fmt: skip
         self._pause = 0
         self._search.before_trying()
@@ -434,8 +450,7 @@ class AutoPlanner:
                 times += f"; {later.name} pays if this lasts until step {math.ceil(later.step)}"
             self._race, self._later = None, later
             self.verdict = replace(verdict, measured_us=verdict.measured_us | measured)
-            if self.watch is not None:
-                self.watch.begin(measured[ours])
+            self._watch_anew(measured[ours])
             self._note(step, Event.KEPT, times, turn.began_ns)
         drift = measured[ours] / began_us
         is_over = abs(math.log(measured[ours] / before_us)) < TELLING

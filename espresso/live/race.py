@@ -57,6 +57,7 @@ class Race:
         drop: after each round, arms above this factor of the fastest run no further. The first arm does, unless it is
             known: a burst in one block must not be all that is told of the strategy in use.
         settle: steps of an arm's first block that do not count.
+        doubts: a difference that the spread of the steps explains counts for nothing.
         known: step times of arms that were measured just before, in microseconds: they need no block in round 0.
 
     Attributes:
@@ -74,11 +75,12 @@ class Race:
         most_rounds: int = 0,
         drop: float = math.inf,
         settle: int = 1,
+        doubts: bool = True,
         known: Mapping[str, float] | None = None,
     ) -> None:
         self.arms, self._block, self._rounds, self._drop = tuple(arms), block, rounds, drop
         self._most_rounds = max(rounds, most_rounds)
-        self._known, self._settle = dict(known or {}), settle
+        self._known, self._settle, self._doubts = dict(known or {}), settle, doubts
         self._running = list(arms)
         self._round = 0
         self._steps_us: dict[tuple[str, int], list[float]] = {}  # by arm and round
@@ -164,13 +166,14 @@ class Race:
         return min(near, key=lambda name: (losses[name], self.measured[name]))
 
     def is_clear(self, one: str, other: str) -> bool:
-        """Whether an arm is faster than another beyond the noise, and in two of three rounds that both ran.
+        """Whether an arm is faster than another beyond what may be noise, and in two of three rounds that both ran.
 
         What disturbed one block says nothing about an arm.
         """
+        noise = self.noise if self._doubts else 0.0
         both = [number for name, number in self._rounds_us if name == one and (other, number) in self._rounds_us]
         won = sum(self._rounds_us[one, number] < self._rounds_us[other, number] for number in both)
-        return 3 * won >= 2 * len(both) and math.log(self.measured[other] / self.measured[one]) > self.noise
+        return 3 * won >= 2 * len(both) and math.log(self.measured[other] / self.measured[one]) > noise
 
     def _is_open(self) -> bool:
         """Whether more rounds may tell if the fastest arm is better than the first one."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from espresso.comm.groups import Groups
 from espresso.live.points import rising
-from espresso.live.profiler import Place, time_behind
+from espresso.live.profiler import Place, starter, time_behind
 from espresso.live.watch import Cause, Change
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
@@ -21,6 +24,9 @@ BURST_BYTES = 1 << 19
 SMALL_BYTES, SMALL_COUNT = 1 << 14, 8
 LARGE_BYTES = ((2_000.0, 1 << 22), (15_000.0, 1 << 20), (math.inf, 1 << 18))
 """What is gathered behind it, by how many microseconds that took at most."""
+
+SOUND_BYTES = 3 << 17
+"""Of the whole array: short, and more than what two hosts' buckets let through at once (128 KiB, say, of each)."""
 
 Probes = Mapping[Scope, Sequence[tuple[float, float]]]
 """(bytes of the whole array, microseconds) of two gathers of payloads, which stand for all routines on their scope."""
@@ -72,6 +78,21 @@ def probe(groups: Groups, place: Place) -> Probes:
         small_us = time_behind(groups, scope, SMALL_BYTES, SMALL_BYTES, place, SMALL_COUNT)
         found[scope] = rising([(float(SMALL_BYTES * columns), small_us), (float(large * columns), large_us)])
     return found
+
+
+def sound(groups: Groups, place: Place) -> float:
+    """Microseconds of a gather that no token bucket lets through at once, on the slowest scope. Collective."""
+    mine = []
+    for scope, member in groups.scopes.items():
+        if member.size > 1:
+            ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
+            start = starter(member, Routine.ALLGATHER, Form.PAYLOAD, SOUND_BYTES, ring)
+            began = time.perf_counter()
+            start()()
+            place.settle()
+            mine.append(1e6 * (time.perf_counter() - began))
+    rows = groups.start_gather(torch.tensor(mine, dtype=torch.float64)).rows()
+    return max(rows.min(0).values.tolist(), default=0.0)  # whoever comes last waits for the link alone
 
 
 def use_up_rest(groups: Groups, place: Place) -> None:

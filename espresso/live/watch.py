@@ -152,6 +152,7 @@ class Change:
         step_us: of the slowest rank before and now.
         compute_us: likewise.
         exposed_us: what a step spends now on waiting for exchanges, encoding and decoding.
+        hidden_us: what it may save although it takes as long as before.
     """
 
     findings: tuple[Finding, ...]
@@ -159,6 +160,7 @@ class Change:
     step_us: tuple[float, float]
     compute_us: tuple[float, ...] = (1.0, 1.0)
     exposed_us: float = math.inf
+    hidden_us: float = 0.0
 
     @property
     def at_stake_us(self) -> float:
@@ -167,7 +169,7 @@ class Change:
         Where steps are faster, twice as much as they are: strategies that send more have gained more.
         """
         before_us, now_us = self.step_us
-        return min(max(now_us - before_us, FREED * (before_us - now_us)), self.exposed_us)
+        return min(max(now_us - before_us, FREED * (before_us - now_us), self.hidden_us), self.exposed_us)
 
     @property
     def severity(self) -> float:
