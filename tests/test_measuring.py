@@ -22,6 +22,7 @@ from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import HostCodecs
 from espresso.live.machine import cores_per_rank
 from espresso.live.profiler import LinkReport, Place, measure_links
+from espresso.live.remeasure import sound
 from espresso.strategies import CompressorSpec, Device, Routine
 from tests.workers import run_ranks
 
@@ -79,6 +80,23 @@ def far(number: int, size: int) -> float:
 def mostly_late(number: int, size: int) -> float:
     """Three of four exchanges find a processor that wakes late."""
     return 20_000.0 if number % 4 else 0.0
+
+
+def sounded(rank: int) -> float:
+    """On 2 hosts of 2 ranks, where rank 3 comes late, and waits for nobody."""
+    groups = Groups(timeout_s=20, ranks_per_node=2)
+    try:
+        sound(groups, Place())
+        time.sleep(0.2 * (rank == 3))
+        return sound(groups, Place())
+    finally:
+        groups.close()
+
+
+def test_a_sounding_says_what_the_link_takes_and_not_who_came_late():
+    found = {outcome.value for outcome in run_ranks(sounded, 4)}
+    assert len(found) == 1
+    assert 0 < found.pop() < 100_000.0
 
 
 def test_latency_is_told_from_what_holds_a_link():
