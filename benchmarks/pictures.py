@@ -4,7 +4,7 @@ from pathlib import Path
 
 from espresso.flight.form import FlightError, load_run
 from espresso.model.job import Job
-from espresso.model.timeline import list_schedule, simulate
+from espresso.model.timeline import first_come
 from espresso.show.flight_events import step_events
 from espresso.show.gantt import write_gantt
 from espresso.show.lane_events import last_iteration, predicted_events
@@ -24,7 +24,7 @@ def draw_lanes(folder: Path, title: str) -> list[Path]:
         return []
     job, strategy = Job.load(job_path), Strategy.load(strategy_path)
     laid_out = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
-    timeline = simulate(list_schedule(laid_out, job), job)
+    timeline = first_come(laid_out, job)
     predicted = predicted_events(timeline)
     try:
         measured = step_events(load_run(folder), strategy, timeline.bucket_ready_us[0])

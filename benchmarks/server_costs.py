@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks import results
 from espresso.model.job import Job
 from espresso.model.presets import job_from_trace
-from espresso.model.timeline import list_schedule, simulate
+from espresso.model.timeline import first_come
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Option, Sharing, Strategy, parse_option, plan
 from espresso.strategies.tree import two_way_option
 
@@ -39,7 +39,7 @@ def predicted_ms(job: Job, option: Option, spec: CompressorSpec = NONE) -> float
     size = 0 if choice == PLAIN else PARTITION_BYTES
     strategy = Strategy.uniform(job.tensors, job.cluster, choice, partition_bytes=size)
     laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
-    return simulate(list_schedule(laid, job), job).iteration_us / 1e3
+    return first_come(laid, job).iteration_us / 1e3
 
 
 def rows_of(trace: str, cluster: str) -> list[dict[str, Any]]:

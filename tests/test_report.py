@@ -12,7 +12,7 @@ from espresso.compressors.schedule import check_choices
 from espresso.model.costs import ComputeCost, CostModel, Op
 from espresso.model.job import Job
 from espresso.model.links import AlphaBeta, LinkCurve, Links
-from espresso.model.timeline import Timeline, list_schedule, simulate
+from espresso.model.timeline import Timeline, first_come
 from espresso.show.explain import ExplainedGroup, explain
 from espresso.show.gantt import write_gantt
 from espresso.show.lane_events import (
@@ -77,7 +77,7 @@ def _strategy(option: str, cluster: Cluster = CLUSTER) -> Strategy:
 def _timeline(option: str = HIERARCHICAL) -> Timeline:
     job = _job()
     laid = plan(_strategy(option), job.laid_out, mode=job.mode, host_copies=job.host_copies)
-    return simulate(list_schedule(laid, job), job)
+    return first_come(laid, job)
 
 
 def _ran(**changes: Any) -> LaneEvent:

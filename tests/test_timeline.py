@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from espresso.model.costs import Contention, CopyCost, Op, ServerCosts
 from espresso.model.links import AlphaBeta
 from espresso.model.pricing import Pricer
-from espresso.model.timeline import list_schedule, simulate, water_fill, widths_of
+from espresso.model.timeline import first_come, simulate, water_fill, widths_of
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Lane, parse_option, plan
@@ -36,7 +36,7 @@ slow_ok = settings(deadline=None, max_examples=40, suppress_health_check=list(He
 
 def lay(job, strategy):
     laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
-    return list_schedule(laid, job, pricer=Pricer(job.costs, job.cluster, tenth))
+    return first_come(laid, job, pricer=Pricer(job.costs, job.cluster, tenth)).plan
 
 
 def run(job, strategy):

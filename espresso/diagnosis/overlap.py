@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from espresso.flight.form import StepRecord
 from espresso.model.job import Job
-from espresso.model.timeline import list_schedule, simulate
+from espresso.model.timeline import first_come
 from espresso.strategies import Strategy, plan
 
 
@@ -27,7 +27,7 @@ def measured_overlap(step: StepRecord) -> float | None:
 def predicted_overlap(job: Job, strategy: Strategy) -> float:
     """Of a job's iteration under a strategy."""
     laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
-    timeline = simulate(list_schedule(laid, job), job)
+    timeline = first_come(laid, job)
     exchanged = zip(timeline.start_us, timeline.end_us, strict=True)
     return _hidden(timeline.makespan_us - max(timeline.bucket_ready_us), _covered(exchanged))
 

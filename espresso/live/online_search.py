@@ -35,7 +35,7 @@ from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.links import Links
-from espresso.model.timeline import list_schedule, simulate
+from espresso.model.timeline import first_come
 from espresso.search.settle import finer, racers
 from espresso.search.terms import HARMLESS, HARMLESS_ADAPTIVE, MB, Terms
 from espresso.strategies import (
@@ -136,7 +136,7 @@ class OnlineSearch:
         if self.job is None or self._groups.rank:
             return 0.0
         laid = plan(strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
-        return simulate(list_schedule(laid, self.job), self.job).iteration_us
+        return first_come(laid, self.job).iteration_us
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best.

@@ -1,7 +1,7 @@
 """The timeline: a deterministic event simulation of a plan, readable first.
 
 A job's backward pass and prices go through the list scheduler (:mod:`espresso.strategies.list_scheduling`), in a
-plan's total order (:func:`simulate`) or first come first served (:func:`list_schedule`), which is how that order is
+plan's total order (:func:`simulate`) or first come first served (:func:`first_come`), which is how that order is
 found. What is decided here is how things slow one another (:func:`pace_of`). This module is the oracle of the kernels
 in :mod:`espresso.model.timeline_kernels`, which the search uses.
 """
@@ -108,7 +108,20 @@ def simulate(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Timeline:
         pricer: to share prices between calls, or to price otherwise than the job does.
     """
     works = _priced(plan, job, pricer)
-    run = _scheduled(plan, job, works, plan.order)
+    return _timeline(plan, job, works, _scheduled(plan, job, works, plan.order))
+
+
+def first_come(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Timeline:
+    """Run a plan as lanes serve first come first served; its plan has the order in which tasks became ready.
+
+    Simulating that plan gives exactly this timeline.
+    """
+    works = _priced(plan, job, pricer)
+    run = _scheduled(plan, job, works, None)
+    return _timeline(plan.with_order(run.order), job, works, run)
+
+
+def _timeline(plan: Plan, job: Job, works: tuple[Work, ...], run: Schedule) -> Timeline:
     return Timeline(
         plan,
         works,
@@ -120,14 +133,6 @@ def simulate(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Timeline:
         run.freed_us,
         run.end_us,
     )
-
-
-def list_schedule(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Plan:
-    """The same plan in the order in which tasks become ready when lanes serve first come first served.
-
-    Simulating the result gives exactly the time of the list schedule.
-    """
-    return plan.with_order(_scheduled(plan, job, _priced(plan, job, pricer), None).order)
 
 
 def _priced(plan: Plan, job: Job, pricer: Pricer | None) -> tuple[Work, ...]:
@@ -153,4 +158,4 @@ def _scheduled(plan: Plan, job: Job, works: Sequence[Work], order: Sequence[int]
     )
 
 
-__all__ = ["Timeline", "list_schedule", "pace_of", "simulate", "water_fill", "widths_of"]
+__all__ = ["Timeline", "first_come", "pace_of", "simulate", "water_fill", "widths_of"]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from espresso.model.job import Job
 from espresso.model.pricing import Pricer
-from espresso.model.timeline import list_schedule, simulate
+from espresso.model.timeline import Timeline, first_come, simulate
 from espresso.search.bounds import Certificate
 from espresso.search.terms import Terms
 from espresso.strategies import Plan, Strategy, plan
@@ -25,10 +25,15 @@ class Ranked:
     pricer: Pricer
 
     @cached_property
-    def plan(self) -> Plan:
-        """The strategy laid over the job, in the order of its list schedule."""
+    def timeline(self) -> Timeline:
+        """Of the strategy laid over the job, lanes serving first come first served."""
         laid = plan(self.strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
-        return list_schedule(laid, self.job, pricer=self.pricer)
+        return first_come(laid, self.job, pricer=self.pricer)
+
+    @property
+    def plan(self) -> Plan:
+        """Its plan, in that order."""
+        return self.timeline.plan
 
     @cached_property
     def late_us(self) -> float:

@@ -19,7 +19,7 @@ from espresso.model.bucket_caps import caps_for, in_buckets, rebucketed
 from espresso.model.job import Job, JobError
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import Pricer, shared_pricer
-from espresso.model.timeline import list_schedule
+from espresso.model.timeline import first_come
 from espresso.search.algorithms import MOST_GREEDY_UNITS, Progress, greedy, offload, upper_bound_us
 from espresso.search.baselines import simple_baselines
 from espresso.search.bounds import Certificate
@@ -420,7 +420,7 @@ def _distinct(ranked: Sequence[_Found], most: int = 4) -> list[_Found]:
 def lay_out(job: Job, strategy: Strategy, *, payload: PayloadBytes = payload_bytes) -> Plan:
     """Lay a strategy over a job and put its tasks into the order of the list schedule."""
     laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
-    return list_schedule(laid, job, pricer=Pricer(job.costs, job.cluster, payload))
+    return first_come(laid, job, pricer=Pricer(job.costs, job.cluster, payload)).plan
 
 
 def _ranked(job: Job, row: _Found) -> Ranked:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from espresso.model.job import Job
 from espresso.model.payload_sizes import create_compressor
-from espresso.model.timeline import simulate
 from espresso.search.budgets import Ledger
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
@@ -143,7 +142,7 @@ class Settler:
         if self._job.mode is Mode.PAPER:
             predicted = self._evaluated(row)
         else:
-            predicted = simulate(row.plan, row.job, pricer=row.pricer).iteration_us
+            predicted = row.timeline.iteration_us
         notes = {**row.strategy.notes, "predicted_us": predicted, "found_by": row.name}
         return replace(row, strategy=replace(row.strategy, notes=notes), predicted_us=predicted)
 
