@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from math import log10
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,8 +56,9 @@ OF_FRESH, OF_KNOWN, OF_PLAIN = 1.15, 1.10, 1.05
 advance; any ``PLAIN_WINDOW`` steps over plain's."""
 
 PLAIN_WINDOW = 200
-SAMPLE = 40
-"""Steps of a phase that an arm runs which does not decide on the way."""
+SAMPLE, SAMPLE_S = 40, 5.0
+"""An arm that does not decide on the way runs so many steps of a phase, or for so many seconds where that is more; the
+rest of it is taken to be as these, again and again."""
 
 DUEL, DUEL_BLOCK, DUEL_ROUNDS, SETTLES = "duel", 12, 10, 4
 """The last job: steps of a block, blocks of each, and a block's first steps, which do not count."""
@@ -139,8 +140,18 @@ def wait_for(phase: int, folder: Path, rank: int) -> None:
     dist.barrier()
 
 
+def the_same(value: float) -> float:
+    """The largest of all ranks' values."""
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor(value)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
 def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> None:
-    """Train through the schedule; rank 0 writes every step's time."""
+    """Train through the schedule; rank 0 writes its steps' times, which add up to the job's."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -172,7 +183,8 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
 
     ddp, optimizer = trained()
     state = attach(ddp)
-    number, step_s, events, ratios = 0, [], [], []
+    number, events, ratios = 0, [], []
+    step_s: list[float] = []
 
     def duel(index: int, phase: Phase) -> float:
         """The time of the adaptive job's strategy over that of the fresh one's, of rank 0."""
@@ -215,23 +227,21 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
                 step(ddp, optimizer, phase.batch)
         # Where nothing is decided on the way, the rest of a phase is as its sample.
         decides = arm == "adapt" or (arm == "frozen" and index == 0)
-        num_steps = phase.steps if decides else min(phase.steps, SAMPLE)
-        ran = [step(ddp, optimizer, phase.batch) for _ in range(min(num_steps, WITHIN))]
+        ran = [step(ddp, optimizer, phase.batch) for _ in range(min(phase.steps, WITHIN))]
+        enough = max(SAMPLE, int(SAMPLE_S / the_same(statistics.median(ran))))
+        num_steps = phase.steps if decides else min(phase.steps, enough)
         if state is not None and state.strategy is not None and rank == 0:
             state.strategy.save(strategy_file(folder, index))
         ran += [step(ddp, optimizer, phase.batch) for _ in range(num_steps - len(ran))]
-        step_s += ran + [statistics.median(ran[num_steps // 4 :])] * (phase.steps - num_steps)
+        step_s += islice(cycle(ran), phase.steps)
         if state is not None and arm == "fresh":
             events.append({"step": len(step_s) - phase.steps, "event": "decided", "strategy": state.verdict})
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, step_s)
     if state is not None and arm != "fresh":
         events = state.history
     if state is not None:
         state.close()
     if rank == 0:
-        slowest = [max(each) for each in zip(*everybody, strict=True)]
-        (folder / "result.json").write_text(json.dumps({"step_s": slowest, "events": events, "of_fresh": ratios}))
+        (folder / "result.json").write_text(json.dumps({"step_s": step_s, "events": events, "of_fresh": ratios}))
     # A group that a model still holds has threads, and one that lets go of a tensor while the interpreter ends aborts
     # it (PyTorch 2.13, seen without this package).
     del ddp, optimizer, state

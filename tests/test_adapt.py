@@ -22,8 +22,8 @@ from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
 from espresso.live.remeasure import with_probes
-from espresso.live.sounding import SHARE
-from espresso.live.watch import Cause, Change
+from espresso.live.sounding import SHARE, Soundings
+from espresso.live.watch import Cause, Change, Vitals
 from espresso.model.links import LinkCurve, Links
 from espresso.show.trace_events import write_history
 from espresso.strategies import (
@@ -264,6 +264,21 @@ def test_a_link_that_hides_is_sounded_and_a_faster_one_looked_into():
     world.soundings = 0
     run(world, planner, range(180, 300), {}, now)
     assert world.soundings == 0, "what encodes nothing has nothing to save"
+
+
+def test_one_fast_sounding_is_no_faster_link():
+    rows, soundings = [Vitals(10_000.0, 8_000.0, 2_000.0, 5_000.0, 3_000.0)], Soundings()
+
+    def heard(link_ms: float, step: int) -> float | None:
+        change = soundings.take(step, rows, 1e3 * link_ms, cost_us=1e3)
+        return None if change is None else change.ratio(Cause.LINK)
+
+    # A bucket that happens to be full, a busy core, the same again; then the link is faster.
+    times = [8.0, 3.0, 9.0, 3.0, 30.0, 8.0, 3.9, 8.1, 3.0, 2.0]
+    assert [heard(ms, 10 * number) for number, ms in enumerate(times)] == [None] * 9 + [pytest.approx(0.25, rel=0.05)]
+    soundings.begin()
+    assert [heard(ms, 200 + ms) for ms in (0.4, 0.3, 0.1, 0.1)] == [None] * 4, "less than can be told"
+    assert not soundings.is_due(1_000_000, rows), "nothing would show"
 
 
 def test_soundings_are_many_at_first_and_later_a_two_hundredth_of_the_time():

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 from espresso.live.patience import MUST_GAIN
-from espresso.live.watch import LEAST_US, WINDOW, Cause, Change, Finding, Vitals
+from espresso.live.watch import LEAST_US, MANY, WINDOW, Cause, Change, Finding, Vitals
 
 SHARE, AGE = 0.005, 2.5
 """Of the wall time what soundings may take, and at first more: a strategy that has been in use for so many steps has
 had ``AGE`` times the logarithm of them taken up by soundings (what has lasted for long is supposed to last)."""
 
-FASTER = 2.0
-"""A link that is so many times faster than it was in any sounding of a strategy is looked into."""
+FASTER, CONFIRMED = 2.0, 2
+"""A link that is so many times faster than it usually was, in so many soundings in a row, is looked into: once it may
+have been a token bucket that happened to be full."""
 
 FEW = 2
 """Soundings that tell what a strategy's link takes; the first may be disturbed."""
@@ -33,27 +35,29 @@ class Soundings:
         """Another strategy is in use, or the link was measured: what it took before says nothing."""
         self._seen_us: list[float] = []
         self._first: int | None = None
-        self._next = self._last = 0
+        self._next = self._last = self._found = 0
 
     def is_due(self, step: int, rows: Sequence[Vitals]) -> bool:
         """Whether to take one; ``rows`` are the ranks' latest window."""
-        may_show = min(self._seen_us, default=math.inf) > FASTER * LEAST_US
+        may_show = not self._seen_us or median(self._seen_us) > FASTER * LEAST_US
         return step >= self._next and may_show and _codec_us(rows) > MUST_GAIN * _step_us(rows)
 
     def take(self, step: int, rows: Sequence[Vitals], link_us: float, cost_us: float) -> Change | None:
         """What was found: what an exchange takes on the slowest link, and what finding out did."""
-        before, now_us = self._seen_us, max(link_us, LEAST_US)
+        now_us = max(link_us, LEAST_US)
         self._first = step if self._first is None else self._first
-        age = step - self._first + WINDOW
-        self._next = step + math.ceil(min(age / AGE, 1 / SHARE) * cost_us / max(_step_us(rows), 1.0))
-        if len(before) < FEW or FASTER * now_us > min(before):
-            self._seen_us.append(now_us)
-            self._last = step
+        if len(self._seen_us) < FEW or FASTER * now_us > median(self._seen_us):
+            age = step - self._first + WINDOW
+            self._next = step + math.ceil(min(age / AGE, 1 / SHARE) * cost_us / max(_step_us(rows), 1.0))
+            self._seen_us = [*self._seen_us, now_us][:MANY]
+            self._last, self._found = step, 0
             return None
-        since, self._next = self._last, step  # it is asked again whether to look into it
+        self._next, self._found = step, self._found + 1  # the next window asks again
+        if self._found < CONFIRMED:
+            return None
         step_us, compute_us, saves = _step_us(rows), max(row.compute for row in rows), _codec_us(rows)
-        findings = (Finding(Cause.LINK, now_us / min(before)),)
-        return Change(findings, since, (step_us, step_us), (compute_us,) * 2, saves, saves)
+        findings = (Finding(Cause.LINK, now_us / median(self._seen_us)),)
+        return Change(findings, self._last, (step_us, step_us), (compute_us,) * 2, saves, saves)
 
 
 def _step_us(rows: Sequence[Vitals]) -> float:
