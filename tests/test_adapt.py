@@ -23,6 +23,7 @@ from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
 from espresso.live.remeasure import with_probes
 from espresso.live.sounding import SHARE, Soundings
+from espresso.live.turns import TRY_ROUNDS, TRY_STEPS
 from espresso.live.watch import Cause, Change, Vitals
 from espresso.model.links import LinkCurve, Links
 from espresso.show.trace_events import write_history
@@ -266,6 +267,15 @@ def test_a_link_that_hides_is_sounded_and_a_faster_one_looked_into():
     assert world.soundings == 0, "what encodes nothing has nothing to save"
 
 
+def test_a_faster_link_is_looked_into_once():
+    world = World(plain_us=60_000, noise=0.002)
+    planner = planner_of(world)
+    now = run(world, planner, range(100), {})
+    world.sounds_us = 5_000.0
+    run(world, planner, range(100, 700), {}, now)
+    assert [row[1:] for row in rows_of(planner)] == [("decided", "signs"), ("changed", "signs"), ("kept", "signs")]
+
+
 def test_one_fast_sounding_is_no_faster_link():
     rows, soundings = [Vitals(10_000.0, 8_000.0, 2_000.0, 5_000.0, 3_000.0)], Soundings()
 
@@ -284,12 +294,25 @@ def test_one_fast_sounding_is_no_faster_link():
 def test_soundings_are_many_at_first_and_later_a_two_hundredth_of_the_time():
     world = World(plain_us=60_000)
     planner = planner_of(world)
-    now = run(world, planner, range(1_000), {})
-    assert 5 < world.soundings * SOUNDS_MS < 0.02 * now / 1e6
+    now = run(world, planner, range(120), {})
+    assert 8 <= world.soundings
+    now = run(world, planner, range(120, 1_000), {}, now)
+    assert 8 < world.soundings * SOUNDS_MS < 0.02 * now / 1e6
     world.soundings = 0
     end = run(world, planner, range(1_000, 4_000), {}, now)
     most = SHARE * (end - now) / 1e6 / SOUNDS_MS
     assert 0.5 * most < world.soundings <= most + 1
+
+
+def test_after_a_severe_change_two_rounds_are_enough():
+    """Noise explains the difference; but the search expects it."""
+    world = World(plain_us=60_000)
+    planner = planner_of(world)
+    now = run(world, planner, range(100), {})
+    world.plain_us, world.noise = 5_000, 0.2
+    run(world, planner, range(100, 160), {}, now)
+    (changed, _, _), (switched, *what) = rows_of(planner)[1:]
+    assert (switched - changed, what) == (2 * TRY_ROUNDS * TRY_STEPS, ["switched", "plain"])
 
 
 def test_there_and_back_again():

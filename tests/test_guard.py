@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.guard import Lie, Stale, halved, lying, zeroed
-from espresso.live.guard import _why_out, group_names
+from espresso.live.guard import OWED_CHECKS, _why_out, group_names
 from espresso.live.state import EspressoState
 from espresso.strategies import PLAIN, CompressorSpec
 from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, mlp, registered, wrap
@@ -85,9 +85,21 @@ def apart(rank: int) -> tuple[float, float]:
         return state.session.guard.owed()["weight"][1], state.metrics()["espresso/residual_ratio/weight"]
 
 
+def learnt(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The batches of one check are learnt already: next to no gradient, and as much owed as before."""
+    ddp = wrap(torch.nn.Linear(64, 64, bias=False))
+    draw = torch.Generator().manual_seed(rank)
+    with registered(ddp, ALLGATHER, "efsignsgd", ranks_per_node=2, adapt=True) as state:
+        for step in range(100):
+            gradient = torch.randn(64, 64, generator=draw) * (1e-4 if 60 <= step < 70 else 1.0)
+            ddp.zero_grad()
+            (ddp(torch.eye(64)) * gradient.T).sum().backward()
+        return state.session.guard.owed(), state.session.guard.owed(OWED_CHECKS)
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
-    scenarios = (apart, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank)
+    scenarios = (apart, learnt, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank)
     return Played(__name__, scenarios, 4, deadline_s=180)
 
 
@@ -108,6 +120,12 @@ def test_what_ranks_that_send_one_thing_owe_is_their_sums(played):
     ((owed, ratio),) = set(played(apart))
     assert 0 < owed < 15, "three times some gradients: it comes back at once"
     assert 0 < ratio < 5
+
+
+def test_a_batch_that_is_learnt_does_not_make_what_is_owed_many_gradients(played):
+    ((_, owed),) = [row["weight"] for row, _ in played(learnt)][:1]
+    assert 0.3 < owed < 5
+    assert [few for _, few in played(learnt)] == [{}] * 4, "three checks say too little of a tensor"
 
 
 @pytest.mark.parametrize("scenario", [zero_a_tensor, halve_on_one_rank, stale_on_one_rank])
