@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Word(Enum):
@@ -135,7 +136,7 @@ def communicate(routine: Routine, scope: Scope, phase: Phase, form: Form) -> Ste
     return Step(StepKind.COMMUNICATE, form, routine=routine, scope=scope, phase=phase)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Option:
     """A leaf of the tree. ``str(option)`` is its id in strategy files, unique within the tree.
 
@@ -146,44 +147,44 @@ class Option:
 
     steps: tuple[Step, ...]
 
-    @property
+    @cached_property
     def is_compressed(self) -> bool:
         return any(step.kind is StepKind.COMPRESS for step in self.steps)
 
-    @property
+    @cached_property
     def is_summable(self) -> bool:
         """Whether the payload goes through raw reductions, which only a summable compressor allows."""
         return any(step.form is Form.SUMMABLE for step in self.steps)
 
-    @property
+    @cached_property
     def carries_payloads(self) -> bool:
         """Whether ranks send each other payloads, in which exact numbers may ride: not sums, and not to servers."""
         return self.is_compressed and not self.is_summable and not self.uses_servers
 
-    @property
+    @cached_property
     def moves_matrices(self) -> bool:
         """Whether a transform runs on another device than the compression whose matrices it works on."""
         devices = [s.device for s in self.steps if s.kind in (StepKind.COMPRESS, StepKind.TRANSFORM)]
         return self.num_rounds > 1 and len(set(devices)) > 1
 
-    @property
+    @cached_property
     def num_rounds(self) -> int:
         """How many vectors are summed, one after the other; above 1 tensors are kept whole."""
         return 1 + sum(step.kind is StepKind.TRANSFORM for step in self.steps)
 
-    @property
+    @cached_property
     def is_hierarchical(self) -> bool:
         return any(step.scope in (Scope.INTRA, Scope.INTER) for step in self.steps)
 
-    @property
+    @cached_property
     def num_compressions(self) -> int:
         return sum(step.kind is StepKind.COMPRESS for step in self.steps)
 
-    @property
+    @cached_property
     def uses_offload(self) -> bool:
         return any(step.device is Device.OFFLOAD for step in self.steps)
 
-    @property
+    @cached_property
     def uses_servers(self) -> bool:
         return any(step.device is Device.SERVER for step in self.steps)
 

@@ -15,24 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 
 from espresso.strategies.cluster import Cluster
 from espresso.strategies.flow import StepFlow, busiest_rank, trace
-from espresso.strategies.option import Device, Option, Routine, Scope, Step, StepKind
+from espresso.strategies.option import Device, Option, Routine, Scope, Step, StepKind, Word
 from espresso.strategies.spec import NONE
 from espresso.strategies.strategy import DTYPES, Choice, Strategy, StrategyError
 
 
-class Mode(Enum):
+class Mode(Word):
     """Whose grouping a plan, a prediction or a certificate is for."""
 
     PAPER = "paper"
     DDP = "ddp"
 
 
-class Lane(Enum):
+class Lane(Word):
     """Where tasks queue. A flat routine holds every link there is; the last three are all servers' together."""
 
     TRAINING = "training"
@@ -46,7 +45,7 @@ class Lane(Enum):
     SERVER_OUT = "server_out"
 
 
-class Stage(Enum):
+class Stage(Word):
     """A task is a step itself or a copy between device and host: around an offloaded step, before a push, after a pull.
 
     Servers take and give bytes of the host; a CPU job copies nothing.
