@@ -86,7 +86,8 @@ def sound(groups: Groups, place: Place) -> float:
     for scope, member in groups.scopes.items():
         if member.size > 1:
             ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
-            start = starter(member, Routine.ALLGATHER, Form.PAYLOAD, SOUND_BYTES, ring)
+            with place.device:
+                start = starter(member, Routine.ALLGATHER, Form.PAYLOAD, SOUND_BYTES, ring)
             began = time.perf_counter()
             start()()
             place.settle()
