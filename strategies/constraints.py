@@ -90,9 +90,10 @@ class Constraints:
             return True
         if (kind == EXACT and choice.compressor != NONE) or self._forbids(str(choice.option)):
             return False
-        devices = {step.device.value for step in choice.option.steps if step.device in RANK_DEVICES}
-        if self.devices and not devices <= set(self.devices):
-            return False
+        if self.devices:
+            devices = {step.device.value for step in choice.option.steps if step.device in RANK_DEVICES}
+            if not devices <= set(self.devices):
+                return False
         return self.most_compressions is None or choice.option.num_compressions <= self.most_compressions
 
     def of(self, choices: Iterable[Choice], kind: str) -> tuple[Choice, ...]:

@@ -197,8 +197,12 @@ class Option:
             )
         )
 
-    def __str__(self) -> str:
+    @cached_property
+    def _text(self) -> str:
         return " > ".join(str(step) for step in self.steps)
+
+    def __str__(self) -> str:
+        return self._text
 
 
 UNCOMPRESSED = Option((communicate(Routine.ALLREDUCE, Scope.FLAT, Phase.WHOLE, Form.RAW),))

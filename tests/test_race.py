@@ -211,8 +211,8 @@ def test_what_is_not_clear_is_tried_for_more_rounds() -> None:
     assert 2 < rounds < 9
     assert race.is_clear("other", "ours")
     race, rounds = raced(
-        {"ours": lambda _, place: noisy[place], "other": lambda _, place: noisy[place - 1] / 2}, drop=3.0, most_rounds=9,
-        doubts=False,
+        {"ours": lambda _, place: noisy[place], "other": lambda _, place: noisy[place - 1] / 2},
+        drop=3.0, most_rounds=9, doubts=False,
     )  # fmt: skip
     assert (rounds, race.is_clear("other", "ours")) == (2, True), "the search says so too"
     race, rounds = raced({"ours": lambda *_: 5.1, "other": lambda _, place: 5.0 + place / 10}, drop=3.0, most_rounds=9)

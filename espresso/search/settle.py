@@ -115,18 +115,25 @@ class Settler:
         row = self.priced(row)
         saved = max(self.plain_us - row.predicted_us, 0.0)
         spare = min(saved, row.predicted_us)
-        row = self._exacter(row, row.predicted_us + self._terms.for_exactness * spare)
+        row = self.priced(self._exacter(row, row.predicted_us + self._terms.for_exactness * spare))
         before = row
         if not self._terms.all_kinds:
-            row = self._fewer(row, row.predicted_us * NEAR)
+            row = self.priced(self._fewer(row, row.predicted_us * NEAR))
         return Settled(row, len(kinds_of(before.strategy)), before.predicted_us)
 
-    def priced(self, row: Ranked, strategy: Strategy | None = None) -> Ranked:
+    def priced(self, row: Ranked) -> Ranked:
         """The row with what its strategy takes, exact tensors where they travel soonest."""
-        given = self._apart(row.strategy if strategy is None else strategy)
-        riding = self._riding(given)
-        ways = (given,) if riding == given else (given, riding)
+        apart = self._apart(row.strategy)
+        riding = self._riding(apart)
+        ways = (riding,) if riding == apart else (riding, apart)
         return min((self._simulated(replace(row, strategy=way)) for way in ways), key=lambda one: one.predicted_us)
+
+    def _tried(self, row: Ranked, changes: Mapping[str, Choice]) -> Ranked:
+        """The row with other choices, exact tensors where the row's travel soonest."""
+        way = self._apart(row.strategy.with_choices(changes))
+        if row.strategy == self._riding(self._apart(row.strategy)):
+            way = self._riding(way)
+        return self._simulated(replace(row, strategy=way))
 
     def _riding(self, strategy: Strategy) -> Strategy:
         # Copies are priced at nothing, which is right beside a latency that was measured.
@@ -139,10 +146,7 @@ class Settler:
         return strategy.with_choices(riders) if riders else strategy
 
     def _simulated(self, row: Ranked) -> Ranked:
-        if self._job.mode is Mode.PAPER:
-            predicted = self._evaluated(row)
-        else:
-            predicted = row.timeline.iteration_us
+        predicted = self._evaluated(row) if self._job.mode is Mode.PAPER else row.timeline.iteration_us
         notes = {**row.strategy.notes, "predicted_us": predicted, "found_by": row.name}
         return replace(row, strategy=replace(row.strategy, notes=notes), predicted_us=predicted)
 
@@ -164,7 +168,7 @@ class Settler:
         """What saves most of what is owed for its time first, as long as there is time."""
         moves = []
         for changes, gain in self._moves(row.strategy):
-            tried = self.priced(row, row.strategy.with_choices(changes))
+            tried = self._tried(row, changes)
             if tried.predicted_us <= limit_us:
                 moves.append((max(tried.predicted_us - row.predicted_us, 0.0) / gain, changes))
         for _, changes in sorted(moves, key=lambda move: move[0]):
@@ -172,7 +176,7 @@ class Settler:
             better = {n: c for n, c in changes.items() if self._owes(n, c) < self._owes(n, now[n])}
             if not better:
                 continue
-            tried = self.priced(row, row.strategy.with_choices(better))
+            tried = self._tried(row, better)
             if tried.predicted_us <= limit_us and self._ledger.allows(tried.strategy.choices):
                 row = tried
         return row
@@ -219,12 +223,13 @@ class Settler:
             for other in [target for target, _ in kinds.most_common() if target != kind][:MOST_TARGETS]:
                 if not all(self._may(name, other) for name in names):
                     continue
-                changed = row.strategy.with_choices(dict.fromkeys(names, other))
+                changes = dict.fromkeys(names, other)
+                changed = row.strategy.with_choices(changes)
                 known = self._ledger.knows(changed.choices.values())
                 if self._ledger.allows(changed.choices) and (
                     not known or self._ledger.spent(changed.choices)[0] <= owed
                 ):
-                    tried.append(self.priced(row, changed))
+                    tried.append(self._tried(row, changes))
             best = min(tried, key=lambda one: one.predicted_us, default=None)
             if best is not None and best.predicted_us <= limit_us:
                 return best
