@@ -146,7 +146,7 @@ def test_a_change_is_looked_into_once_it_has_cost_as_much_as_a_look():
     assert first_permitted(Patience(), seen_from(40, 1.5e5, exposed_us=2e4)) == 48  # compression can do less about it
     assert first_permitted(Patience(), seen_from(40, 9.5e4)) == 55  # what sends more may have gained twice as much
     assert first_permitted(Patience(), seen_from(40, 5e4, exposed_us=2e4)) == 48
-    assert first_permitted(Patience(), seen_from(40, 1.01e5)) == 150  # on a mere suspicion: a hundredth of the time
+    assert first_permitted(Patience(), seen_from(40, 1e5)) == 300  # on a mere suspicion: a two-hundredth of the time
     patience = Patience()
     patience.took(600, cost_us=1e6, step_us=1e5, brought=True)
     assert first_permitted(patience, seen_from(598, 1.5e5)) == 620
@@ -165,9 +165,9 @@ def test_turns_in_a_row_that_brought_nothing_cost_more_until_their_time_is_earne
     assert first_permitted(patience, seen_from(now, 3e5)) == now + REST  # greater than all that came to nothing
     patience = Patience()
     patience.took(600, cost_us=1e6, step_us=1e5, brought=False)
-    assert first_permitted(patience, seen_from(600, 1.001e5)) == 1600
-    patience.took(1600, cost_us=1e6, step_us=1e5, brought=False)
-    assert first_permitted(patience, seen_from(1600, 1.5e5)) == 1620
+    assert first_permitted(patience, seen_from(600, 1.001e5)) == 2600
+    patience.took(2600, cost_us=1e6, step_us=1e5, brought=False)
+    assert first_permitted(patience, seen_from(2600, 1.5e5)) == 2620
 
 
 def test_a_switch_pays_once_the_change_has_lasted():

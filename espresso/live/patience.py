@@ -6,8 +6,9 @@ import math
 
 from espresso.live.watch import Change
 
-QUIET_SHARE = 0.01
-"""Of the wall time: the most that turns on a mere suspicion may take. As much again goes into soundings."""
+QUIET_SHARE = 0.005
+"""Of the wall time: the most that turns on a mere suspicion may take. As much again goes into soundings, and up to
+three times as much in the first thousand steps of a strategy."""
 
 SUPPOSED_US = 150_000.0
 """What the first turn is supposed to take."""
