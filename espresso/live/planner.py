@@ -370,12 +370,13 @@ class AutoPlanner:
             work()
 
     def _sound(self, watch: Watch, step: int) -> None:
-        """Look at a link that may have become faster unseen."""
-        began = time.perf_counter()
-        link_us = self._search.sound()
-        figures = self._groups.everywhere((link_us, 1e6 * (time.perf_counter() - began)))
-        link_us, cost_us = (max(column) for column in zip(*figures, strict=True))
-        change = self._soundings.take(step, watch.ring[-1][1], link_us, cost_us)
+        """Look at a link that may have become faster unseen; where it has, once more at once."""
+        change, rows = None, watch.ring[-1][1]
+        while change is None and self._soundings.is_due(step, rows):
+            began = time.perf_counter()
+            link_us = self._search.sound()
+            figures = self._groups.everywhere((link_us, 1e6 * (time.perf_counter() - began)))
+            change = self._soundings.take(step, rows, *map(max, zip(*figures, strict=True)))
         if change is not None and self._patience.permits(change, step):
             self._begin_turn(change, step)
 

@@ -48,11 +48,12 @@ class Soundings:
         self._first = step if self._first is None else self._first
         if len(self._seen_us) < FEW or FASTER * now_us > median(self._seen_us):
             age = step - self._first + WINDOW
-            self._next = step + math.ceil(min(age / AGE, 1 / SHARE) * cost_us / max(_step_us(rows), 1.0))
+            steps = math.ceil(min(age / AGE, 1 / SHARE) * cost_us / max(_step_us(rows), 1.0))
+            self._next = step + max(steps, 1)
             self._seen_us = [*self._seen_us, now_us][:MANY]
             self._last, self._found = step, 0
             return None
-        self._next, self._found = step, self._found + 1  # the next window asks again
+        self._next, self._found = step, self._found + 1  # it is due at once
         if self._found < CONFIRMED:
             return None
         step_us, compute_us, saves = _step_us(rows), max(row.compute for row in rows), _codec_us(rows)
