@@ -420,6 +420,18 @@ def exchanges(row):
     return [task.step for task in row.plan.tasks if task.step.is_communication]
 
 
+def test_what_is_tried_has_its_exact_tensors_travel_as_they_will():
+    """Apart they would wait for another round: finer signs would seem to take longer than there is time for."""
+    from espresso.search.terms import AUTOMATIC
+
+    job = long_network(4)
+    costs = compute(2.0, 1.0) + compute(2.0, 1.0, name="efsignsgd:block=64")
+    job = replace(job, costs=replace(job.costs, compute=costs))
+    found = search(job, "efsignsgd", bucket_caps=None, terms=replace(AUTOMATIC, for_exactness=0.1))
+    kinds = {name: str(choice.compressor) for name, choice in found.strategy.choices.items()}
+    assert kinds == {"a": "none", "b": "efsignsgd:block=64", "c": "none", "d": "efsignsgd:block=64"}
+
+
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_where_latency_rules_one_message_a_step_is_found(in_flight):
     from espresso.search.terms import AUTOMATIC
