@@ -50,7 +50,7 @@ def rehearse(
     """
     layout = codec.compressor.layout(segments, dtype)
     starts = np.cumsum(layout.numels) - layout.numels
-    numbers = np.random.default_rng(0).standard_normal(layout.num_elements).astype(layout.dtype)
+    numbers = np.random.default_rng(0).standard_normal(layout.num_elements, np.float32).astype(layout.dtype, copy=False)
     old, new, target = (here(np.zeros_like(numbers)) for _ in range(3))
     feedback = Feedback(old, new, starts, GAIN) if codec.compressor.traits.error_feedback else None
     encoding = Encoding(layout, here(numbers), starts, feedback=feedback)

@@ -3,11 +3,13 @@
 import doctest
 import itertools
 import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,9 @@ from espresso.flight.processors import Delays
 from espresso.live import beside as live_beside
 from espresso.live import codec_costs, points, profiler
 from espresso.live.beside import Computing
-from espresso.live.codec_costs import measure_compressor
+from espresso.live.codec_costs import measure_compressor, measure_compressors
 from espresso.live.codecs import HostCodecs
+from espresso.live.heap import keep_freed_memory
 from espresso.live.machine import cores_per_rank
 from espresso.live.profiler import LinkReport, Place, measure_links
 from espresso.live.remeasure import sound
@@ -155,6 +158,30 @@ def encoded(rank: int) -> list[tuple[int, float]]:
 def test_compressors_are_timed_in_a_row_each_with_its_own_numbers():
     for outcome in run_ranks(encoded, 2):
         assert outcome.value == [(4, pytest.approx(200.0)), (1, pytest.approx(800.0))]
+
+
+def kept_beside(rank: int) -> int:
+    """Bytes that a process holds more of after compressors were measured."""
+    groups, codecs, specs = Groups(timeout_s=60), HostCodecs(1), [CompressorSpec.parse(s) for s in ("bf16", "int8")]
+    try:
+        codecs.warm_up(specs, ["float32"])
+        keep_freed_memory()
+        before = resident_bytes()
+        measure_compressors(groups, codecs, specs, [Device.TRAINING], largest=1 << 22)
+        return resident_bytes() - before
+    finally:
+        groups.close()
+        codecs.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_what_measuring_needed_is_given_back():
+    (outcome,) = run_ranks(kept_beside, 1)
+    assert outcome.value < 20e6, "an array of the largest size takes 17 MB, and there were a dozen"
 
 
 def on_one_core(rank: int) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from espresso.comm.program import Codecs
 from espresso.compressors.base import Codec, Segment
 from espresso.compressors.rehearsal import Step, rehearse
 from espresso.flight.processors import Delays
+from espresso.live.heap import give_freed_memory_back
 from espresso.live.profiler import Place
 from espresso.model.costs import COMMON_OPS, ComputeCost, Op
 from espresso.strategies import CompressorSpec, Device
@@ -54,6 +55,7 @@ def measure_compressors(
     whole: dict[str, tuple[ComputeCost, ...]] = {}
     found: list[ComputeCost] = []
     for spec in specs:
+        give_freed_memory_back()  # what one needed is not kept beside what the next one needs
         first = whole.get(spec.name)
         if first is None:
             first = whole[spec.name] = measure_compressor(
@@ -66,6 +68,7 @@ def measure_compressors(
             groups, codecs, spec, devices[:1], largest=largest, place=place, cores=cores, sizes=sizes
         )
         found += [_scaled(cost, str(spec), first, probed) for cost in first]
+    give_freed_memory_back()
     return tuple(found)
 
 

@@ -358,11 +358,16 @@ class AutoPlanner:
             return None
         return partial(self._switch, later.name, later.race, later.change, step)
 
-    def _watch_anew(self, step_us: float | None = None) -> None:
-        """From the next iteration on, against what a step of the strategy in use is known to take."""
+    def _watch_anew(self, step_us: float | None = None, *, is_another: bool = True) -> None:
+        """From the next iteration on, against what a step of the strategy in use is known to take.
+
+        Args:
+            is_another: this strategy, or its link, is not the one that was sounded so far.
+        """
         if self.watch is not None:
             self.watch.begin(step_us)
-        self._soundings.begin()
+        if is_another:
+            self._soundings.begin()
 
     def _look(self, watch: Watch, step: int) -> None:
         work = self._answer(watch, watch.look(), step)
@@ -411,13 +416,14 @@ class AutoPlanner:
             self._end_turn(self._turn, None, step)
             return
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
-        # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind.
+        # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind, or
+        # nothing did but a look at the link.
         far_behind = min(change.step_us[1], ours_us) > FAR_BEHIND * best_us > 0
-        known = {now: change.step_us[1]} if far_behind else None
+        known = {now: change.step_us[1]} if far_behind or change.hidden_us else {}
         block = block_of(best_us or ours_us)
         self._race = Race(
-            arms, block=block, rounds=TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP, settle=int(SETTLES * block),
-            doubts=change.severity < SEVERE, known=known,
+            arms, block=block, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
+            settle=int(SETTLES * block), doubts=change.severity < SEVERE, known=known,
         )  # fmt: skip
         self._pause = 0
         self._search.before_trying()
@@ -451,7 +457,7 @@ class AutoPlanner:
                 times += f"; {later.name} pays if this lasts until step {math.ceil(later.step)}"
             self._race, self._later = None, later
             self.verdict = replace(verdict, measured_us=verdict.measured_us | measured)
-            self._watch_anew(measured[ours])
+            self._watch_anew(measured[ours], is_another=turn.change.hidden_us > 0)
             self._note(step, Event.KEPT, times, turn.began_ns)
         drift = measured[ours] / began_us
         is_over = abs(math.log(measured[ours] / before_us)) < TELLING

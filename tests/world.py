@@ -1,0 +1,190 @@
+"""A made-up job for planners: its steps take what a test says, and its search finds what a test says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.exchange import make_buckets, strategy_of
+from espresso.comm.execute.assignment import Interval, Record
+from espresso.live.candidates import Candidate
+from espresso.live.fixed_planner import FixedPlanner
+from espresso.live.history import History
+from espresso.live.planner import AutoPlanner
+from espresso.live.watch import Change
+from espresso.strategies import PLAIN, Bucket, Choice, Cluster, CompressorSpec, Lane, Strategy, parse_option, plan
+from tests.ddp import ALLGATHER
+
+BUCKETS, IN_ONE = make_buckets({"a": 3000}, {"b": 3000}), make_buckets({"a": 3000, "b": 3000})
+TWO = Cluster(2, 1)
+COMPUTE_US, CODEC_US = 10_000.0, 6_000.0
+SIGNS = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), CompressorSpec.parse("efsignsgd")))
+SIGNS_ONCE_MORE = SIGNS.with_choices({"b": PLAIN})
+SOUNDS_MS = 2.0
+
+
+class Rows:
+    """A gather of one rank."""
+
+    def __init__(self, mine: torch.Tensor) -> None:
+        self._mine = mine
+        self.is_done = True
+
+    def rows(self) -> torch.Tensor:
+        return self._mine[None]
+
+
+class OneRank:
+    """What a planner asks of groups."""
+
+    rank, host_copies, speaks, beside = 0, False, True, None
+
+    def all_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    everywhere = all_objects
+
+    def from_rank_0(self, value: Any) -> Any:
+        return value
+
+    def start_gather(self, mine: torch.Tensor) -> Rows:
+        return Rows(mine)
+
+
+@dataclass
+class World:
+    """A job whose plain exchange takes ``plain_us`` and whose compressed one a fifteenth, beside its encoders.
+
+    Attributes:
+        finds: what the search finds where it pays.
+        promises: so many times what it will take.
+        when_measured_us: ``plain_us`` from the moment on in which the link is measured again; 0: the same.
+        switch_us: what the first step of another strategy takes beyond the rest.
+        runs: the strategy of the last step.
+        bucket_cap_mb: the size of buckets that the search wants.
+        wants: that it would want from the moment on in which the link is measured again.
+        rests: exchanges that are free after the pause in which it is measured.
+        sounds_us: what a short exchange takes.
+        soundings: in how many it was looked at.
+    """
+
+    plain_us: float = 1_000.0
+    compute: float = 1.0
+    noise: float = 0.02
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    changes: list[Change] = field(default_factory=list)
+    searches: int = 0
+    finds: Strategy = SIGNS
+    promises: float = 1.0
+    when_measured_us: float = 0.0
+    switch_us: float = 0.0
+    runs: Strategy | None = None
+    buckets: tuple[Bucket, ...] = BUCKETS
+    bucket_cap_mb: float | None = None
+    wants: float | None = None
+    laid: list[float] = field(default_factory=list)
+    rests: int = 0
+    free: int = 0
+    put_away: int = 0
+    sounds_us: float = 20_000.0
+    soundings: int = 0
+
+    def lay(self, bucket_cap_mb: float) -> bool:
+        self.laid.append(bucket_cap_mb)
+        self.buckets, self.bucket_cap_mb, self.wants = IN_ONE, None, None
+        return True
+
+    def exchange_us(self, strategy: Strategy) -> float:
+        return self.plain_us if not strategy.num_compressed else self.plain_us / 15 + CODEC_US
+
+    def step_us(self, strategy: Strategy) -> float:
+        return COMPUTE_US * self.compute + self.exchange_us(strategy)
+
+    # -- the search --
+
+    @property
+    def uncompressed_us(self) -> float:
+        return COMPUTE_US + self.plain_us
+
+    def __call__(self, records: Any) -> list[Candidate]:
+        self.searches += 1
+        assert not records or records[-1].buckets == self.buckets
+        found = self.promises * (COMPUTE_US + self.plain_us / 15 + CODEC_US)
+        # Predictions are no better than that: what is close is raced.
+        if found > 1.4 * self.uncompressed_us:
+            return []
+        return [Candidate("signs", self.finds, plan(self.finds, self.buckets).order, self.buckets, found)]
+
+    def follow(self, in_force: Any) -> bool:
+        return False
+
+    def revise(self, change: Change) -> None:
+        self.changes.append(change)
+        self.plain_us = self.when_measured_us or self.plain_us
+        self.bucket_cap_mb, self.free = self.wants, self.rests
+
+    def sound(self) -> float:
+        self.soundings += 1
+        time.sleep(SOUNDS_MS / 1e3)
+        return self.sounds_us
+
+    def before_trying(self) -> None:
+        self.free = 0
+
+    def after_trying(self) -> None:
+        self.put_away += 1
+
+    def predicted_us(self, strategy: Strategy) -> float:
+        return self.step_us(strategy)
+
+    # -- the job --
+
+    def record(self, step: int, planner: AutoPlanner | FixedPlanner, now_ns: float) -> Record:
+        assignment = planner.assign(step)
+        jitter = np.exp(self.noise * self.random.standard_normal(2))
+        compute, exchange = COMPUTE_US * self.compute * jitter[0], self.exchange_us(assignment.strategy) * jitter[1]
+        if self.runs is not None and self.runs is not assignment.strategy:
+            exchange += self.switch_us
+        self.runs = assignment.strategy
+        if self.free:
+            self.free, exchange = self.free - 1, 0.0
+        ready = now_ns + compute * 1e3
+        done = ready + exchange * 1e3
+        record = Record(step, assignment, ready_ns=[int(ready)], done_ns=int(done), buckets=self.buckets)
+        if assignment.strategy.num_compressed:
+            codec = CODEC_US * 1e3 * jitter[1]
+            record.intervals = [
+                Interval(0, Lane.TRAINING, 0, int(ready), int(ready + codec)),
+                Interval(1, Lane.INTER_OUT, 0, int(ready + codec), int(done)),
+            ]
+        return record
+
+
+def run(
+    world: World, planner: AutoPlanner | FixedPlanner, steps: range, at: dict[int, Callable[[], None]], now_ns: int = 0
+) -> int:
+    for step in steps:
+        at.get(step, lambda: None)()
+        record = world.record(step, planner, now_ns)
+        now_ns = record.done_ns
+        work = planner.after(record)
+        if work is not None:
+            work()
+    return now_ns
+
+
+def planner_of(world: World, *, adapt: bool = True, decide_by: int = 20) -> AutoPlanner:
+    return AutoPlanner(
+        strategy_of(BUCKETS, TWO, PLAIN), OneRank(), world, warmup_steps=3, profile_steps=2, race_steps=3,
+        race_rounds=2, decide_by=decide_by, on_profile=lambda _: None, history=History(True), adapt=adapt,
+        lay_buckets=world.lay,
+    )  # fmt: skip
+
+
+def rows_of(planner: AutoPlanner) -> list[tuple[int, str, str]]:
+    return [(row["step"], row["event"], row["strategy"]) for row in planner.history.rows]
