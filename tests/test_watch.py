@@ -146,28 +146,24 @@ def test_a_change_is_looked_into_once_it_has_cost_as_much_as_a_look():
     assert first_permitted(Patience(), seen_from(40, 1.5e5, exposed_us=2e4)) == 48  # compression can do less about it
     assert first_permitted(Patience(), seen_from(40, 9.5e4)) == 55  # what sends more may have gained twice as much
     assert first_permitted(Patience(), seen_from(40, 5e4, exposed_us=2e4)) == 48
-    assert first_permitted(Patience(), seen_from(40, 1e5)) == 300  # on a mere suspicion: a two-hundredth of the time
+    assert first_permitted(Patience(), seen_from(40, 1e5)) == 10_000  # nothing is at stake
     patience = Patience()
-    patience.took(600, cost_us=1e6, step_us=1e5, brought=True)
+    patience.took(600, cost_us=1e6, brought=True)
     assert first_permitted(patience, seen_from(598, 1.5e5)) == 620
-    patience.took(620, cost_us=1e5, step_us=1e5, brought=True)
+    patience.took(620, cost_us=1e5, brought=True)
     assert first_permitted(patience, seen_from(620, 5e5)) == 620 + REST
 
 
-def test_turns_in_a_row_that_brought_nothing_cost_more_until_their_time_is_earned():
-    patience, steps, now = Patience(), [], 600
-    for _ in range(MOST_DOUBLINGS + 1):
-        patience.took(now, cost_us=1e6, step_us=1e5, brought=False)
+def test_turns_in_a_row_that_brought_nothing_cost_more_until_one_brings_something():
+    patience, steps, now = Patience(), [], 0
+    for _ in range(MOST_DOUBLINGS + 2):
         steps.append(first_permitted(patience, seen_from(now, 1.5e5)) - now)
         now += steps[-1]
-    assert steps == [20, 40, 80, 160]
-    patience.took(now, cost_us=1e6, step_us=1e5, brought=False)
+        patience.took(now, cost_us=1e6, brought=False)
+    assert steps == [3, 40, 80, 160, 160]
     assert first_permitted(patience, seen_from(now, 3e5)) == now + REST  # greater than all that came to nothing
-    patience = Patience()
-    patience.took(600, cost_us=1e6, step_us=1e5, brought=False)
-    assert first_permitted(patience, seen_from(600, 1.001e5)) == 2600
-    patience.took(2600, cost_us=1e6, step_us=1e5, brought=False)
-    assert first_permitted(patience, seen_from(2600, 1.5e5)) == 2620
+    patience.took(now, cost_us=1e6, brought=True)
+    assert first_permitted(patience, seen_from(now, 1.5e5)) == now + 20
 
 
 def test_a_switch_pays_once_the_change_has_lasted():

@@ -107,7 +107,7 @@ class FixedPlanner:
         if change is not None and not self._patience.permits(change, step):
             watch.forgive()
         elif change is not None and self._history is not None:
-            self._patience.took(step, SUPPOSED_US, change.step_us[1], brought=False)
+            self._patience.took(step, SUPPOSED_US, brought=False)
             reason = f"{change}; the strategy was given, and stays"
             self._history.add(step, Event.CHANGED, reason, self.verdict.name, measured_us=change.step_us[1])
             watch.begin(change.step_us[1])

@@ -6,10 +6,6 @@ import math
 
 from espresso.live.watch import Change
 
-QUIET_SHARE = 0.005
-"""Of the wall time: the most that turns on a mere suspicion may take. As much again goes into soundings, and up to
-three times as much in the first thousand steps of a strategy."""
-
 SUPPOSED_US = 150_000.0
 """What the first turn is supposed to take."""
 
@@ -31,34 +27,27 @@ class Patience:
     """
 
     def __init__(self) -> None:
-        self._quiet_until: float | None = None
-        self._idle_turns = self._last = self._counted = 0
+        self._idle_turns = self._counted = self._rests_until = 0
         self._cost_us, self._waited_us = SUPPOSED_US, 0.0
         self._severity = self._idle_severity = 0.0
 
     def permits(self, change: Change, step: int) -> bool:
-        """Whether a change is looked into: what it may have cost by now is the price, or the budget allows it."""
+        """Whether a change is looked into: what it may have cost by now is the price."""
         self._waited_us += change.at_stake_us * (step - max(change.since, self._counted))
         self._counted = step
-        if self._quiet_until is None:
-            self._quiet_until = SUPPOSED_US / QUIET_SHARE / max(change.step_us[0], 1.0)
         doublings = self._idle_turns if change.severity <= self._idle_severity else 0
-        is_due = self._waited_us >= self._cost_us * 2**doublings or step >= self._quiet_until
         self._severity = change.severity
-        return is_due and step >= self._last + REST
+        return self._waited_us >= self._cost_us * 2**doublings and step >= self._rests_until
 
-    def took(self, step: int, cost_us: float, step_us: float, *, brought: bool) -> None:
+    def took(self, step: int, cost_us: float, *, brought: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether another is in use now."""
-        quiet_until = self._quiet_until or 0.0
-        if brought or step >= quiet_until:
+        if brought:
             self._idle_turns, self._idle_severity = 0, 0.0
         else:
             self._idle_turns = min(self._idle_turns + 1, MOST_DOUBLINGS)
             self._idle_severity = max(self._idle_severity, self._severity)
-        self._last = self._counted = step
+        self._counted, self._rests_until = step, step + REST
         self._cost_us, self._waited_us = cost_us, 0.0
-        # What was spent is earned again before the next turn on a mere suspicion.
-        self._quiet_until = max(quiet_until, step) + cost_us / QUIET_SHARE / max(step_us, 1.0)
 
     @staticmethod
     def pays_after(ours_us: float, theirs_us: float, *, losses_less: bool, is_clear: bool, price_us: float) -> float:

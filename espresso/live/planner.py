@@ -448,7 +448,7 @@ class AutoPlanner:
                 best = ours
         spent_us = (time.perf_counter_ns() - turn.began_ns) / 1e3 - (step - turn.step) * measured[best]
         spent_us = max(0.0, *self._groups.everywhere(spent_us))
-        self._patience.took(step, spent_us, measured[best], brought=best != ours)
+        self._patience.took(step, spent_us, brought=best != ours)
         if race is not None and best != ours:
             self._switch(best, race, turn.change, step, turn.began_ns)
         else:
