@@ -45,7 +45,7 @@ class BucketLayout:
 
         def before_forward(module: Any, args: Any) -> None:
             handles.pop().remove()
-            if self._state() is not None:
+            if self._state() is not None and bucket_cap_mb == self._cap:  # not one that another was asked for since
                 lay_anew(module, bucket_cap_mb, self._state(), self._hook)
 
         handles.append(ddp.register_forward_pre_hook(before_forward, prepend=True))

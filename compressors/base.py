@@ -41,6 +41,7 @@ class Traits:
         exact_size: every byte of a payload counts; False where slots may stay empty, so that its size is a bound.
         masks: a sparsifier whose bodies are those of :mod:`espresso.compressors.sparse`, and whose choice masks
             velocities of momentum correction.
+        sparse: sends nothing of most numbers, and perhaps nothing of a stretch of them.
         rounds: vectors that are summed one after the other, with a transform between; above 1 the compressor
             has no payload, works on whole tensors, and goes through the tree's extension only.
         feedback_gain: the :class:`Feedback` gain that training goes best with, unless the user sets one. All of the
@@ -55,6 +56,7 @@ class Traits:
     stochastic: bool = False
     exact_size: bool = True
     masks: bool = False
+    sparse: bool = False
     rounds: int = 1
     feedback_gain: float = 1.0
     finer: str = ""

@@ -37,7 +37,7 @@ class RandomK(BaseCompressor):
     """
 
     name: ClassVar[str] = "randomk"
-    traits: ClassVar[Traits] = Traits(summable=True, stochastic=True, feedback_gain=DAMPED)
+    traits: ClassVar[Traits] = Traits(summable=True, stochastic=True, sparse=True, feedback_gain=DAMPED)
     algorithm: ClassVar[int] = 8
 
     ratio: float = 0.01

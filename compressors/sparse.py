@@ -165,7 +165,9 @@ class TopK(Sparsifier):
     """
 
     name: ClassVar[str] = "topk"
-    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN, finer="least")
+    traits: ClassVar[Traits] = Traits(
+        exact_size=False, masks=True, sparse=True, feedback_gain=FEEDBACK_GAIN, finer="least"
+    )
     algorithm: ClassVar[int] = 6
 
     ratio: float = 0.01
@@ -199,7 +201,9 @@ class Dgc(Sparsifier):
     """
 
     name: ClassVar[str] = "dgc"
-    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, feedback_gain=FEEDBACK_GAIN, finer="least")
+    traits: ClassVar[Traits] = Traits(
+        exact_size=False, masks=True, sparse=True, feedback_gain=FEEDBACK_GAIN, finer="least"
+    )
     algorithm: ClassVar[int] = 7
 
     ratio: float = 0.01
@@ -263,7 +267,7 @@ class Threshold(Sparsifier):
     """
 
     name: ClassVar[str] = "threshold"
-    traits: ClassVar[Traits] = Traits(exact_size=False, feedback_gain=FEEDBACK_GAIN)
+    traits: ClassVar[Traits] = Traits(exact_size=False, sparse=True, feedback_gain=FEEDBACK_GAIN)
     algorithm: ClassVar[int] = 11
 
     threshold: float = 0.001

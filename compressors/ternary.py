@@ -81,7 +81,7 @@ class SparseTernary(Sparsifier):
     """
 
     name: ClassVar[str] = "stc"
-    traits: ClassVar[Traits] = Traits(exact_size=False, feedback_gain=FEEDBACK_GAIN)
+    traits: ClassVar[Traits] = Traits(exact_size=False, sparse=True, feedback_gain=FEEDBACK_GAIN)
     algorithm: ClassVar[int] = 17
     is_ternary: ClassVar[bool] = True
 

@@ -22,7 +22,7 @@ from espresso.model.links import LinkCurve, Links
 from espresso.show.trace_events import write_history
 from espresso.strategies import PLAIN, Form, Routine, Scope
 from tests.ddp import Played, agreed, batch, mlp, registered, wrap
-from tests.world import IN_ONE, SIGNS, SIGNS_ONCE_MORE, TWO, OneRank, World, planner_of, rows_of, run
+from tests.world import IN_ONE, SIGNS, SIGNS_ONCE_MORE, TWO, OneRank, Rows, World, planner_of, rows_of, run
 
 WITHIN = 40
 MOST = 100
@@ -271,6 +271,59 @@ def test_what_is_resumed_while_strategies_are_tried_is_in_use_at_once(step):
         assert planner.assign(later).strategy is SIGNS
         now = run(world, planner, range(later, later + 1), {}, now)
     assert rows_of(planner) == []
+
+
+def test_what_orders_a_resumed_strategy_runs_also_where_a_window_is_late():
+    """Whether the window's numbers are there is this rank's own affair; the order comes from rank 0."""
+
+    class Late(Rows):
+        is_done = False
+
+        def __init__(self, mine: torch.Tensor) -> None:
+            self._mine = mine
+
+    class LateRank(OneRank):
+        def start_gather(self, mine: torch.Tensor) -> Rows:
+            return Late(mine)
+
+    world = World(plain_us=60_000)
+    planner = planner_of(world)
+    planner._groups = planner.watch._groups = LateRank()
+    planner.resume(SIGNS)
+    now = 0
+    for step in range(7):
+        record = world.record(step, planner, now)
+        record.finite, now = step >= 5, record.done_ns  # it is ordered at the first that is finite
+        record.intervals = []  # so that nothing is sounded
+        work = planner.after(record)
+        assert (work is None) is (step != 5)
+        if work is not None:
+            work()
+    assert planner.assign(7).order is not None
+
+
+def test_loading_an_earlier_step_begins_to_count_anew():
+    world = World(plain_us=60_000)
+    planner = planner_of(world)
+    now = run(world, planner, range(5_000, 5_100), {})
+    world.plain_us = 400_000
+    now = run(world, planner, range(5_100, 5_200), {}, now)
+    assert [event for _, event, _ in rows_of(planner)][1:] == ["changed", "kept"]
+    planner.restart()
+    now = run(world, planner, range(100, 150), {}, now)
+    world.plain_us = 500
+    run(world, planner, range(150, 190), {}, now)
+    assert rows_of(planner)[-1][1:] == ("switched", "plain")
+
+
+def test_what_was_out_of_its_band_while_it_was_tried_is_left_exact_and_searched_again():
+    world = World(plain_us=60_000)
+    planner = planner_of(world, decide_by=0)
+    now = run(world, planner, range(7), {})
+    assert planner.back_off(["a"], 7) == "plain"
+    run(world, planner, range(7, 60), {}, now)
+    assert planner.strategy.choices["a"] == PLAIN
+    assert planner.strategy.choices["b"] != PLAIN
 
 
 def test_a_given_strategy_is_watched_and_stays():

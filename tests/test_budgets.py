@@ -300,6 +300,9 @@ def test_tensors_take_what_they_are_forced_to():
     assert str(choices["t0"].option) == "comp > flat.allreduce > dec"
     assert [str(choices[f"t{i}"].compressor) for i in range(4)] == ["fp16", "fp16", "efsignsgd", "none"]
     assert found.lower_bound_us <= found.predicted_us
+    free = search(job, TOY, payload=two_sizes)
+    assert found.uncompressed_us == free.uncompressed_us, "plain allreduce, whatever is forced"
+    assert all(row.name != "uncompressed" for row in found.alternatives)
     again = replan(job, found.strategy, terms=Terms(constraints=Constraints(force=force)), payload=two_sizes)
     assert str(again.strategy.choices["t2"].compressor) == "efsignsgd"
 
@@ -354,6 +357,19 @@ def test_measured_errors_are_what_feedback_keeps():
     classical = measure_sensitivity(samples, specs[:1], gain=1.0)
     assert classical.of(specs[0], "noise") != pytest.approx(tenths, rel=0.01), "the gain counts"
     assert normal_sensitivity([FP16]).of(FP16, "anything") < 1e-3
+
+
+def test_a_gradient_that_was_zero_or_seen_once_is_forecast_like_noise():
+    """Zero said that every compressor owes nothing for ever; a single one, that it comes again in every step."""
+    values = np.random.default_rng(1).standard_normal((8, 4096)).astype(np.float32)
+    shape = TensorSpec("w", (64, 64))
+    specs = [CompressorSpec.parse(text) for text in ("int8", "efsignsgd", "dgc:ratio=0.01")]
+    usual = measure_sensitivity([Sample(shape, values)], specs)
+    zero = measure_sensitivity([Sample(shape, np.zeros_like(values))], specs)
+    once = measure_sensitivity([Sample(shape, values[:1])], specs)
+    for spec in specs:
+        assert zero.of(spec, "w") == pytest.approx(usual.of(spec, "w"), rel=0.2), spec
+        assert 0.7 * usual.of(spec, "w") < once.of(spec, "w") < 3 * usual.of(spec, "w"), spec
 
 
 @pytest.mark.filterwarnings("error")

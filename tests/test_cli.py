@@ -499,6 +499,16 @@ def test_profile_says_that_training_was_too_short(script: Path, tmp_path: Path) 
     assert "before the 12 steps that measuring needs (it made 5)" in done.stderr
 
 
+def test_profile_says_why_a_script_that_registered_measured_nothing(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(
+        "import torch, espresso\nmodel = torch.nn.Linear(4, 4)\nstate = espresso.register(model)\n"
+        "model(torch.ones(4)).sum().backward()\nprint('trained')\n"
+    )
+    done = profile(tmp_path, sys.executable, "alone.py")
+    assert (done.returncode, done.stdout) == (4, "trained\n")
+    assert "nothing was measured: one process without DDP" in done.stderr
+
+
 def test_profile_passes_the_exit_status_on(script: Path, tmp_path: Path) -> None:
     assert profile(tmp_path, sys.executable, script, "fail").returncode == 7
     done = profile(tmp_path, sys.executable, script, "register", "measure", "fail")

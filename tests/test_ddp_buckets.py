@@ -1,6 +1,7 @@
 """DDP's buckets, laid anew in a running job: real DDP, on two ranks."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import espresso
 from espresso.comm.ddp_buckets import BucketLayout
 from espresso.comm.hook import espresso_hook
-from tests.ddp import Played, batch, mlp, registered, sgd
+from espresso.strategies import Cluster
+from tests.ddp import Played, batch, mlp, registered, sgd, strategy_for
 
 WIDE = (300, 900, 900, 900, 7)
 """Layers of 1 and 3 MB: DDP takes the first of them alone, then all."""
@@ -83,6 +85,19 @@ def refused(rank: int) -> list[bool]:
     return found
 
 
+def asked_twice(rank: int) -> int:
+    """Two sizes asked for before one forward pass; the number of buckets then."""
+    ddp = DistributedDataParallel(mlp(64, 512, 512, 512, 8))
+    plain = strategy_for(ddp, Cluster(2, 1))
+    with registered(ddp) as state:
+        for cap in (5.0, 1.0):
+            state.use(replace(plain, bucket_cap_mb=cap))
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(batch(rank, step, 64)).square().mean().backward()
+        return int(ddp.bucket_bytes_cap)
+
+
 def by_itself(rank: int) -> tuple[int, int, bool]:
     """Automatic mode, told by its search that smaller buckets are better."""
     ddp = DistributedDataParallel(mlp(*WIDE))
@@ -113,7 +128,7 @@ def by_itself(rank: int) -> tuple[int, int, bool]:
     return counts[2], counts[-1], job is not None and len(job.buckets) == counts[-1]
 
 
-SCENARIOS = (laid_anew, refused, by_itself)
+SCENARIOS = (laid_anew, refused, asked_twice, by_itself)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +146,10 @@ def test_gradients_stay_ddps_bit_for_bit(played):
 
 def test_a_size_that_was_given_and_a_static_graph_stay(played):
     assert played(refused) == [[False, False]] * 2
+
+
+def test_of_two_sizes_the_later_one_counts(played):
+    assert played(asked_twice) == [1 << 20] * 2
 
 
 def test_automatic_mode_decides_for_the_new_buckets(played):

@@ -454,6 +454,14 @@ def test_traces_of_the_profiler_are_diagnosed(tmp_path: Path) -> None:
     assert found.step_us == pytest.approx(world.step_us, rel=0.03)
 
 
+def test_ranks_that_left_no_record_are_named(tmp_path: Path) -> None:
+    for rank in (0, 2):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(kineto(World(), rank)))
+    found = diagnose(load_any(tmp_path))
+    assert found.missing == (1,)
+    assert "no record of rank 1: what is slow there is not seen" in str(found)
+
+
 @pytest.mark.parametrize(
     "body",
     [[], {}, {"traceEvents": 3}, {"traceEvents": [1, {"ph": "X", "name": 2}]}],

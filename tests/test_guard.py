@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.guard import Lie, Stale, halved, lying, zeroed
-from espresso.live.guard import OWED_CHECKS, _why_out, group_names
+from espresso.live.guard import _WIDTH, EVERY, MOST_TENSORS, OWED_CHECKS, SIZE, _figures, _why_out, group_names
 from espresso.live.state import EspressoState
 from espresso.strategies import PLAIN, CompressorSpec
 from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, mlp, registered, wrap
@@ -97,9 +99,54 @@ def learnt(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         return state.session.guard.owed(), state.session.guard.owed(OWED_CHECKS)
 
 
+class Many(nn.Module):
+    """More tensors than one check looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(64)) for _ in range(2 * MOST_TENSORS)])
+
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(100 * step + rank)
+        return torch.stack([(part * torch.randn(64, generator=draw)).sum() for part in self.parts]).sum()
+
+
+def one_of_many(rank: int) -> list[dict[str, Any]]:
+    """One of them is never sent."""
+    ddp = wrap(Many())
+    with registered(ddp, ALLGATHER, "efsignsgd", adapt=True) as state, lying(zeroed("parts.3")):
+        for step in range(3 * EVERY):
+            ddp.zero_grad()
+            ddp(rank, step).backward()
+        return told(state)
+
+
+def some_are_done(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Averages over those that still have inputs; then an earlier checkpoint is loaded, and an encoder lies."""
+    ddp = wrap(mlp(*WIDTHS))
+    with registered(ddp, ALLGATHER, "efsignsgd", adapt=True) as state:
+
+        def step(number: int) -> None:
+            ddp.zero_grad()
+            inputs = batch(rank, number % 8, WIDTHS[0], rows=8)
+            (ddp(inputs) - inputs[:, : WIDTHS[-1]].sin()).square().mean().backward()
+
+        step(0)
+        early = state.gather_state_dict()
+        with ddp.join(divide_by_initial_world_size=False):
+            for number in range(3 * EVERY - 4 * rank):
+                step(number)
+        joined = told(state)
+        state.load_state_dict(early)
+        with lying(zeroed("2.weight")):
+            for number in range(EVERY):
+                step(number)
+        return joined, told(state)[len(joined) :]
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
-    scenarios = (apart, learnt, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank)
+    scenarios = (apart, learnt, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many, some_are_done)
     return Played(__name__, scenarios, 4, deadline_s=180)
 
 
@@ -126,6 +173,18 @@ def test_a_batch_that_is_learnt_does_not_make_what_is_owed_many_gradients(played
     ((_, owed),) = [row["weight"] for row, _ in played(learnt)][:1]
     assert 0.3 < owed < 5
     assert [few for _, few in played(learnt)] == [{}] * 4, "three checks say too little of a tensor"
+
+
+def test_one_of_more_tensors_than_a_check_looks_at_is_confirmed(played):
+    for history in played(one_of_many):
+        (event,) = [row for row in history if row["event"] == "backed_off"]
+        assert "parts.3" in event["reason"]
+
+
+def test_averages_over_some_ranks_are_sound_and_an_earlier_checkpoint_is_looked_at(played):
+    for joined, loaded in played(some_are_done):
+        assert [row["event"] for row in joined] == ["decided"]
+        assert "backed_off" in [row["event"] for row in loaded]
 
 
 @pytest.mark.parametrize("scenario", [zero_a_tensor, halve_on_one_rank, stale_on_one_rank])
@@ -155,14 +214,27 @@ def test_a_lie_is_noticed_and_its_tensors_go_exact(played, scenario):
         ("threshold", "float32", 0.0, 0.0, 9.0, ""),
         ("stc", "float32", 0.0, 0.0, 9.0, ""),
         ("topk", "float32", 0.0, 0.0, 9.0, ""),
+        ("randomk", "float32", 0.0, 0.0, 9.0, ""),
+        ("qsgd", "float32", 1.2, 0.5, 0.0, ""),  # unbiased: what a step loses says nothing
+        ("natural", "float32", 0.24, 0.5, 0.0, ""),
+        ("fp16", "float32", 0.2, 0.5, 0.0, "what was sent and kept is not what came in"),
         ("efsignsgd", "float32", 0.0, 0.0, 0.5, ""),
     ],
 )
 def test_what_is_out_of_its_band(spec, storage, lost, part, kept, says):
     """By squares, of a gradient of norm 1."""
-    reason = _why_out((lost**2, 1.0, 1.0, 1.0, kept**2, part), CompressorSpec.parse(spec), storage)
+    reason = _why_out((lost**2, 1.0, 1.0, 1.0, kept**2, part, 0.0), CompressorSpec.parse(spec), storage)
     assert reason.startswith(says)
     assert bool(reason) is bool(says)
+
+
+def test_what_rounding_takes_of_a_large_average_is_not_lost():
+    """A spike was put off, and goes out beside gradients that are small again."""
+    row, sent = np.zeros(_WIDTH), np.full(SIZE, 1000.0)
+    row[:SIZE], row[SIZE : 2 * SIZE], row[3 * SIZE :] = 1.0, 999.0, (SIZE, 0.0)
+    for eps, is_out in ((torch.finfo(torch.bfloat16).eps, False), (torch.finfo(torch.float32).eps, True)):
+        figures = _figures(row, sent * (1 + 2.0**-9), eps)
+        assert bool(_why_out(figures, CompressorSpec.parse("topk"), "float32")) is is_out
 
 
 def test_groups_are_modules_as_deep_as_there_are_few_of_them():

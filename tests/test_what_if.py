@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from espresso.cli import app
-from espresso.live.observer import Observation, hosts_of
+from espresso.live.observer import Observation, combine, hosts_of
 from espresso.model.costs import ComputeCost, Contention, CostModel, Op
 from espresso.model.job import Host, Job
 from espresso.model.links import AlphaBeta, JobError, LinkCurve, Links, routine_cost
@@ -267,6 +267,14 @@ def test_a_live_job_names_the_machine_that_computes_slowly():
     hosts = hosts_of([seen(4000.0), seen(4100.0), seen(9000.0), seen(8000.0)], 2)
     assert [(host.name, host.compute) for host in hosts] == [("node 0", 0.51), ("node 1", 1.0)]
     assert hosts_of([seen(4000.0), seen(4300.0)], 1) == ()
+
+
+def test_profiled_steps_with_other_buckets_than_the_last_say_nothing():
+    """``skip_all_reduce_unused_params``: a step has the buckets of what it used."""
+    two = Observation({"a": 0.0, "b": 100.0, "c": 300.0}, (100.0, 300.0), 1000.0, 500.0)
+    told = combine([[two, *seen(4000.0)], [*seen(9000.0), two, *seen(4400.0)]])
+    assert told.bucket_ready_us == (6700.0,)
+    assert told.tensor_ready_us.keys() == {"a", "b"}
 
 
 def test_an_uneven_job_is_written_and_read_and_its_faults_are_named():

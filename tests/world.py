@@ -91,6 +91,7 @@ class World:
     rests: int = 0
     free: int = 0
     put_away: int = 0
+    why_none: str = ""
     sounds_us: float = 20_000.0
     soundings: int = 0
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -107,6 +107,7 @@ class Executor:
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None
         self._count = self.step = 0
+        self._may_owe = True  # alike on all ranks, whatever this one keeps; a store may come with something in it
         self._failure = Failure(self._rank, groups.alarm, groups.witness, self._release, failed)
         groups.alarm.report, groups.witness.servers = self._progress, servers
         self._stopped = threading.Event()
@@ -144,7 +145,10 @@ class Executor:
             raise self._failure.error
         began_ns = time.thread_time_ns()
         if index == 0:
-            self._begin(grad_scale)
+            try:
+                self._begin(grad_scale)
+            except Exception as error:
+                self._fail_here(error)
         with self.lanes.lock:
             iteration = self._iteration
             fits = iteration is not None and index == iteration.num_seen
@@ -196,7 +200,7 @@ class Executor:
         record = Record(self.step, self.planner.assign(self.step))
         run = self._side.begin(record, self._timeout_s)
         self.lanes.begin_iteration()
-        iteration = Iteration(record, run, grad_scale(), self._choose)
+        iteration = Iteration(record, run, grad_scale(), self._may_owe, self._choose)
         with self.lanes.lock:
             self._count += 1
             self._iteration = iteration
@@ -206,8 +210,7 @@ class Executor:
         on_done = partial(self._bucket_done, iteration)
         assignment = iteration.record.assignment
         watched = assignment.deferred or assignment.record or self.velocities is not None
-        sends_carry = assignment.drain and not self.store.is_empty
-        if self._side.averages_alone and assignment.strategy.only_averages and not watched and not sends_carry:
+        if self._side.averages_alone and assignment.strategy.only_averages and not watched and not iteration.drains:
             return Averaging(iteration, self._averager, on_done, self.lanes.fail)
         tasks = Tasks(iteration, self._programs, self.lanes, on_done)
         if assignment.order is not None and assignment.buckets is not None:
@@ -220,9 +223,8 @@ class Executor:
             iteration.course = iteration.course.take(index, buffer, describe)
         except UnsupportedModelError:
             raise
-        except EspressoError as error:
-            self.lanes.fail(error)
-            raise self._failure.wait(error) from error
+        except Exception as error:
+            self._fail_here(error)
 
     # -- completion --------------------------------------------------------------------------------
 
@@ -262,6 +264,10 @@ class Executor:
                 store.discard()
         if self._servers is not None:
             self._servers.settled(record.iteration, record.finite)
+        if record.assignment.strategy.num_compressed:
+            self._may_owe = True
+        elif iteration.drains and record.finite:
+            self._may_owe = False
 
     def _judge_apart(self, iteration: Iteration, index: int) -> None:
         """On the control thread, where the device and other ranks may be waited for."""
@@ -324,6 +330,14 @@ class Executor:
         """Called once by the lanes, with the first error."""
         self._failure.begin(error, node, self.step)
 
+    def _fail_here(self, error: Exception) -> NoReturn:
+        """Fail with what was raised in the hook's own thread: the other ranks must hear of it."""
+        self.lanes.fail(error)
+        first = self._failure.wait(error if isinstance(error, EspressoError) else EspressoError(worded(error)))
+        if first is error:
+            raise error
+        raise first from error
+
     def _fail_now(self, text: str) -> EspressoError:
         error = EspressoError(text)
         self.lanes.fail(error)
@@ -379,7 +393,7 @@ class Executor:
 
     def restart(self, step: int) -> None:
         """Go on counting from ``step`` (a resumed job draws the same random numbers)."""
-        self._count = step
+        self._count, self._may_owe = step, True
 
     def look_at_exchanges(self, looks: bool) -> None:
         """Whether ends of exchanges that the library makes by itself are looked at, in some iterations."""

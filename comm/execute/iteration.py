@@ -60,17 +60,19 @@ class Iteration:
 
     Args:
         grad_scale: the loss scale that the gradients carry; None without loss scaling.
+        may_owe: whether some rank may keep something of an earlier strategy.
         choose: the course for its first bucket.
     """
 
     def __init__(
-        self, record: Record, run: Pass, grad_scale: float | None, choose: Callable[[Iteration], Course]
+        self, record: Record, run: Pass, grad_scale: float | None, may_owe: bool, choose: Callable[[Iteration], Course]
     ) -> None:
         self.record, self.run, self.grad_scale = record, run, grad_scale
         # Whether averages are looked at for infs. Every rank must reach the same verdict, also one that keeps no
         # residual (another is the root), since planners move by it together. A plain step without loss scaling
         # goes without: the look would cost a reading pass over all gradients, and nobody skips the step.
-        self.checks = record.assignment.strategy.num_compressed > 0 or grad_scale is not None
+        self.drains = may_owe and record.assignment.drain
+        self.checks = record.assignment.strategy.num_compressed > 0 or grad_scale is not None or self.drains
         self.futures: dict[int, Future] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.complete: set[int] = set()

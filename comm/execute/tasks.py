@@ -125,8 +125,7 @@ class Tasks:
         self._lanes.bucket_ready(buckets)
 
     def _finish(self, program: PartitionProgram) -> None:
-        drains = self.iteration.record.assignment.drain and not self._context.store.is_empty
-        program.finish(check=self.iteration.checks or drains or self._context.velocities is not None)
+        program.finish(check=self.iteration.checks or self._context.velocities is not None)
 
     def _done(self, place: int, work: Work) -> None:
         with self._lanes.lock:

@@ -12,7 +12,7 @@ from espresso.commands._common import JsonFlag, check_output, emit_json, out, sa
 def probe(
     output: Annotated[Path, typer.Option("-o", "--output", help="The probe file to write.")] = Path("probe.json"),
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that a rank has.", show_default="as PyTorch is set")
+        int | None, typer.Option(min=1, max=1024, help="Threads that a rank has.", show_default="as PyTorch is set")
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:

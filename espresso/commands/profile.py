@@ -130,6 +130,7 @@ class Marker:
     steps: int = 0
     needed: int = 0
     writes_here: bool = True
+    why_not: str = ""
 
 
 def _read_marker(path: Path) -> Marker | None:
@@ -166,6 +167,8 @@ def _report(output: Path, written: bool, registered: Marker | None, status: int,
             " add that call after DistributedDataParallel(…)",
             ExitStatus.NEVER_REGISTERED,
         )
+    if registered.why_not:
+        fail(f"nothing was measured: {registered.why_not}", ExitStatus.TOO_FEW_STEPS)
     if not registered.writes_here and registered.steps >= registered.needed:
         say("this node does not run rank 0; the job is written where 'espresso profile' runs on rank 0's node")
         return

@@ -115,6 +115,7 @@ class _Case:
             len(self.run.turns),
             self.run.num_ranks,
             self._shares(),
+            tuple(sorted(set(range(self.run.num_ranks)) - {flight.rank for flight in self.run.flights})),
         )
 
     # -- what every rule needs -----------------------------------------------------------------------

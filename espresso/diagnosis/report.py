@@ -57,6 +57,7 @@ class Diagnosis:
         overlap_predicted: the same by the timeline.
         bound: what a step mostly is: ``compute``, ``network`` or, with findings, the first one's kind.
         shares: of a step, by phase.
+        missing: ranks that left no record here; what is slow on them alone is not seen.
     """
 
     findings: tuple[Finding, ...]
@@ -68,6 +69,7 @@ class Diagnosis:
     num_steps: int
     num_ranks: int
     shares: dict[str, float]
+    missing: tuple[int, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -89,6 +91,9 @@ def text_of(found: Diagnosis) -> str:
         f"{found.num_ranks} rank{'s' if found.num_ranks != 1 else ''}, {found.num_steps} steps of"
         f" {_ms(found.step_us)}; the timeline replays them in {_ms(found.replayed_us)}"
     ]
+    if found.missing:
+        ranks = ("rank " if len(found.missing) == 1 else "ranks ") + ", ".join(map(str, found.missing))
+        lines.append(f"  no record of {ranks}: what is slow there is not seen")
     shares = sorted(((share, PHASES[name]) for name, share in found.shares.items()), reverse=True)
     lines.append("  " + ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.01))
     if found.overlap is not None:

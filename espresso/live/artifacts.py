@@ -61,6 +61,13 @@ class Artifacts:
             self._has_warned = True
 
 
+def measures_nothing(why: str) -> None:
+    """Tell ``espresso profile`` that the script registered, and that there will be no job."""
+    asked = os.environ.get(_JOB_PATH)
+    if asked:
+        Path(asked + ".registered").write_text(json.dumps({"why_not": why}), encoding="utf-8")
+
+
 class ProfileMarks:
     """Tells ``espresso profile`` on this node how far the script came, and who writes the job.
 

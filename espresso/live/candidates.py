@@ -18,10 +18,12 @@ class Search(Protocol):
     Attributes:
         uncompressed_us: predicted for a plain iteration by the latest search.
         bucket_cap_mb: a bucket size that the search would rather have; None where it is content.
+        why_none: why there are no candidates; empty where none is predicted to be faster than plain.
     """
 
     uncompressed_us: float
     bucket_cap_mb: float | None
+    why_none: str
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]: ...
 

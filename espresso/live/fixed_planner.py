@@ -56,14 +56,21 @@ class FixedPlanner:
 
     Args:
         history: where it is told what has changed, if anything is watched; the strategy stays.
+        verdict: why this one; by default that it was given.
     """
 
     def __init__(
-        self, strategy: Strategy, groups: Groups, in_force: InForce | None = None, *, history: History | None = None
+        self,
+        strategy: Strategy,
+        groups: Groups,
+        in_force: InForce | None = None,
+        *,
+        history: History | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
         self._given, self._groups, self._history = strategy, groups, history
         self.watch = None if history is None else Watch(groups)
-        self.verdict = Verdict("given", "the strategy was given")
+        self.verdict = verdict or Verdict("given", "the strategy was given")
         self._exact, self._patience = Exact(), Patience()
         self.follow(in_force or {})
 
@@ -74,6 +81,12 @@ class FixedPlanner:
         self.verdict = Verdict(self._exact.named("given"), "tensors whose averages were out of their band are exact")
         self.follow(self._in_force)
         return self.verdict.name
+
+    def restart(self) -> None:
+        """Iterations are counted from elsewhere on."""
+        self._patience = Patience()
+        if self.watch is not None:
+            self.watch.begin()
 
     def follow(self, in_force: InForce) -> None:
         """Run the same options with these compressors, from the iteration on that is about to be assigned."""

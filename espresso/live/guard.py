@@ -18,7 +18,8 @@ figures of a tensor come from it:
 A tensor that is out in ``CONFIRMED`` of the checks one after another is named, with its group, and goes exact.
 
 Not seen: an encoder that sends little and keeps all the rest. Nothing is lost then; ``residual_ratio`` (what is kept
-over the gradient) grows, and a tensor of which nothing at all is sent is named too, except by sparsifiers.
+over the gradient) grows, and a tensor of which nothing at all is sent is named too, except by sparsifiers. Nor what
+unbiased quantizers lose (``qsgd``, ``terngrad``): they keep nothing, and one step says nothing of their mean.
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ MOST_TENSORS = 64
 SIZE = 8
 """Numbers of a sketch."""
 
-BAND, LOSSY_BAND = 0.02, 0.15
-"""``lost`` above this is out: of compressors with error feedback, whose only loss is rounding, and of those without."""
+BAND, CAST_BAND = 0.02, 0.15
+"""``lost`` above this is out: of compressors with error feedback, whose only loss is rounding, and of casts."""
+
+FLOAT32_EPS = 2.0**-23
 
 ROUNDING = {FULL: 0.0, "bf16": 2.0**-6, "int8": 2.0**-3}
 """Residuals kept narrowly lose up to this part of themselves in a step."""
@@ -113,6 +116,7 @@ class _Check:
     Attributes:
         where: by tensor, the stretch.
         buffers: by tensor, the numbers of its stretch in the bucket's buffer, before and after the exchange.
+        eps: by tensor, of its gradients' type.
     """
 
     iteration: int
@@ -122,6 +126,7 @@ class _Check:
     scale: float = 1.0
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     given: dict[str, tuple[Array, float]] = field(default_factory=dict)
+    eps: dict[str, float] = field(default_factory=dict)
 
 
 class Guard:
@@ -150,6 +155,10 @@ class Guard:
         self.figures: dict[str, dict[str, float]] = {}
 
     # -- around an iteration -------------------------------------------------------------------------
+
+    def restart(self, iteration: int) -> None:
+        """Go on from a checkpoint: look at its next iteration but one."""
+        self._next, self._check, self._summing, self._out = iteration + 1, None, None, {}
 
     def begin(self, iteration: int, assignment: Assignment, scale: Callable[[], float | None]) -> None:
         """An iteration begins; nothing is under way."""
@@ -183,6 +192,7 @@ class Guard:
                 start, stop = check.where[slot.tensor]
                 numbers = buffer[slot.offset + start : slot.offset + stop]
                 check.buffers[slot.tensor] = numbers
+                check.eps[slot.tensor] = torch.finfo(numbers.dtype).eps
                 values = _host(numbers)
                 check.given[slot.tensor] = (
                     self._sketch(values, (start, stop)) / check.scale,
@@ -227,7 +237,7 @@ class Guard:
         found: dict[str, str] = {}
         of_group: dict[str, list[tuple[float, ...]]] = {}
         for (name, choice), row in zip(check.choices.items(), rows, strict=True):
-            figures = _figures(row, self._averages[name])
+            figures = _figures(row, self._averages[name], check.eps[name])
             owes = 0.0
             if (square := figures[3]) > 0:
                 owes = _owed(row) if _sums_inside(choice) else figures[4] / square
@@ -247,7 +257,7 @@ class Guard:
             }
         self._out = {name: self._out.get(name, 0) + 1 for name in found}
         if found:
-            self._next = check.iteration + AGAIN
+            self._next, self._turn = check.iteration + AGAIN, self._turn - 1  # the same tensors once more
         worst = {name: found[name] for name, times in self._out.items() if times >= CONFIRMED}
         return self._alarms(worst)
 
@@ -305,14 +315,17 @@ def _square(values: Array) -> float:
     return float(flat @ flat)
 
 
-def _figures(row: Array, average: Array) -> tuple[float, ...]:
-    """Squares of a tensor's stretch: lost, deviation, the exact sum, gradients, kept; and the part sent of the owed."""
+def _figures(row: Array, average: Array, eps: float) -> tuple[float, ...]:
+    """Squares of a tensor's stretch: lost, deviation, the exact sum, gradients, kept; the part sent of the owed; and
+    what rounding may lose: of the average in its type (``eps``), and of what is owed in float32.
+    """
     given, before, after = row[:SIZE], row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE]
     owed = given + before
     sent = _square(average)
     exact = max(_square(given), 1e-300)
     part = sent / max(_square(owed), 1e-300) if row[3 * SIZE] else 1.0
-    return _square(average - (owed - after)), _square(average - given), exact, row[-2], row[-1], part
+    rounding = eps * math.sqrt(sent) + FLOAT32_EPS * math.sqrt(_square(owed))
+    return _square(average - (owed - after)), _square(average - given), exact, row[-2], row[-1], part, rounding
 
 
 def _sums_inside(choice: Choice) -> bool:
@@ -329,18 +342,19 @@ def _owed(row: Array) -> float:
 
 def _why_out(figures: tuple[float, ...], compressor: CompressorSpec, storage: str) -> str:
     """What is wrong with a tensor; empty if nothing is."""
-    lost, _, exact, square, kept, part = figures
+    lost, _, exact, square, kept, part, rounding = figures
     if not square:
         return ""
     traits = create(compressor).traits
-    band = BAND if traits.error_feedback or traits.lossless else LOSSY_BAND
+    band = BAND if traits.error_feedback or traits.lossless else CAST_BAND
+    if traits.stochastic and not traits.error_feedback:
+        band = math.inf  # right on average: a step may lose a whole gradient
     # Beside the sketch's own size: gradients of the ranks may cancel in the sum.
     size = math.sqrt(max(exact, square))
     out = math.sqrt(lost) / size
-    if out > band + ROUNDING[storage] * math.sqrt(kept / square):
+    if out > band + ROUNDING[storage] * math.sqrt(kept / square) + rounding / size:
         return f"what was sent and kept is not what came in (off by {out:.0%} of the gradient)"
     # Of a stretch sparsifiers may well send nothing.
-    is_sparse = traits.masks or traits.finer == "least" or not traits.exact_size
-    if part < NOTHING and not is_sparse and math.sqrt(kept / square) > 1:
+    if part < NOTHING and not traits.sparse and math.sqrt(kept / square) > 1:
         return "nothing of it is sent"
     return ""

@@ -93,7 +93,7 @@ def hosts_of(per_rank: Sequence[Sequence[Observation]], ranks_per_node: int) -> 
 
 
 def combine(per_rank: Sequence[Sequence[Observation]]) -> Observation:
-    """The median over iterations on each rank, then the maximum over ranks."""
+    """The median over iterations on each rank, then the maximum over ranks; of those with the last one's buckets."""
     medians = [_median(observations) for observations in per_rank]
     names = medians[0].tensor_ready_us
     return Observation(
@@ -105,7 +105,9 @@ def combine(per_rank: Sequence[Sequence[Observation]]) -> Observation:
 
 
 def _median(observations: Sequence[Observation]) -> Observation:
-    names = observations[0].tensor_ready_us
+    last = observations[-1]
+    observations = [o for o in observations if len(o.bucket_ready_us) == len(last.bucket_ready_us)]
+    names = last.tensor_ready_us
     return Observation(
         {n: median(o.tensor_ready_us[n] for o in observations if n in o.tensor_ready_us) for n in names},
         tuple(median(times) for times in zip(*(o.bucket_ready_us for o in observations), strict=True)),

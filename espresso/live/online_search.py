@@ -33,7 +33,7 @@ from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.live.watch import Change
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost, Contention, CostModel
-from espresso.model.job import Job
+from espresso.model.job import Job, JobError
 from espresso.model.links import Links
 from espresso.model.timeline import first_come
 from espresso.search.settle import finer, racers
@@ -69,6 +69,7 @@ class OnlineSearch:
         uncompressed_us: predicted iteration time of the plain strategy.
         advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
         bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
+        why_none: see :class:`~espresso.live.candidates.Search`.
         measured_owed: what tensors owe by the choices that run, where that is looked at.
         optimizer_adapts: :attr:`espresso.live.script.StepGuard.optimizer_adapts`.
     """
@@ -95,6 +96,7 @@ class OnlineSearch:
         self.uncompressed_us = 0.0
         self.advice = ""
         self.bucket_cap_mb: float | None = None
+        self.why_none = ""
         self._revised: Remeasured | None = None
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
         self.measured_owed: Callable[[], Mapping[str, tuple[Choice, float]]] = dict
@@ -132,11 +134,14 @@ class OnlineSearch:
         self._runtime.put_away()
 
     def predicted_us(self, strategy: Strategy) -> float:
-        """Of an iteration of the job as it is known by now (rank 0; 0 elsewhere, and while nothing is measured)."""
+        """Of an iteration of the job as it is known by now (rank 0; 0 elsewhere, and while too little is measured)."""
         if self.job is None or self._groups.rank:
             return 0.0
-        laid = plan(strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
-        return first_come(laid, self.job).iteration_us
+        try:
+            laid = plan(strategy, self.job.laid_out, mode=self.job.mode, host_copies=self.job.host_copies)
+            return first_come(laid, self.job).iteration_us
+        except JobError:  # it came with a checkpoint, and has compressors that were not measured here
+            return 0.0
 
     def __call__(self, records: Sequence[Record]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best.
@@ -184,17 +189,26 @@ class OnlineSearch:
                 self.job = self._with_sensitivity(self.job)
                 self._artifacts.job(self.job)
                 found, self.uncompressed_us = self.decide(self.job)
-                rows = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found]
-                told = rows, self.uncompressed_us, self.bucket_cap_mb
+                # What was in no bucket while the job was measured may come to be in one.
+                later = [self._tensors[name] for name in self._tensors.keys() - {t.name for t in self.job.tensors}]
+                if later:
+                    found = [replace(c, strategy=c.strategy.over((*c.strategy.tensors, *later))) for c in found]
+                self.why_none = ""
+            except JobError as error:  # what was asked leaves nothing
+                logger.warning("automatic mode found no strategy: %s; gradients stay as they are", error)
+                found, self.why_none = [], f"the search found no strategy: {error}"
             except Exception as error:  # every rank must hear of it, or they wait for the answer
                 failed, told = error, f"{type(error).__name__}: {error}"
+            if failed is None:
+                rows = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found]
+                told = rows, self.uncompressed_us, self.bucket_cap_mb, self.why_none
         self._groups.barrier(patient=True)
         told = self._groups.from_rank_0(told)
         if isinstance(told, str):
             raise EspressoError(f"the search failed on rank 0 ({told})") from failed
         if self._groups.rank == 0:
             return found
-        rows, self.uncompressed_us, self.bucket_cap_mb = told
+        rows, self.uncompressed_us, self.bucket_cap_mb, self.why_none = told
         buckets = self.job.buckets or ()
         return [Candidate(name, Strategy.from_json(body), order, buckets, us) for name, body, order, us in rows]
 
@@ -260,7 +274,7 @@ class OnlineSearch:
         fresh = [s for s in (*wanted, *(more for spec in wanted for more in finer(spec))) if s not in self._forecast]
         if fresh:
             samples = self._sampler.samples()
-            if len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):
+            if not samples or len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):
                 return job  # something was never finite: normal numbers stand in
             begin = time.perf_counter()
             self._forecast |= measure_sensitivity(samples, fresh, gain=self._gain).owed
@@ -271,6 +285,10 @@ class OnlineSearch:
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])
         ready = [seen.tensor_ready_us[name] for name in in_order]
+        # What had no gradient while the job was measured may have one later: as late as the last.
+        held = {slot.tensor for bucket in buckets for slot in bucket.slots}
+        unseen = [name for name in self._tensors if name in held and name not in seen.tensor_ready_us]
+        in_order, ready = in_order + unseen, ready + [max(ready, default=0.0)] * len(unseen)
         gaps = [0.0] + [max(b - a, 0.0) for a, b in itertools.pairwise(ready)]
         handed_over: list[float] = []
         for at in seen.bucket_ready_us:

@@ -162,17 +162,30 @@ class AutoPlanner:
         self._stop_trying()
         self._again = True
 
+    def restart(self) -> None:
+        """Iterations are counted from elsewhere on: what was counted up to then says nothing."""
+        self._patience, self._later = Patience(), None
+        if self.verdict is None and self._race is None:
+            self._first = None
+            self._observed.clear()
+        self._watch_anew()
+
     def resume(self, strategy: Strategy) -> None:
         """Go on with what was decided before a restart, until something changes: then the job is measured."""
         self._stop_trying()
         self._winner, self._winning = Orderer(strategy, self._groups), None
+        self._cap_mb = strategy.bucket_cap_mb
         self.verdict = Verdict("resumed", "the strategy of the checkpoint")
         self._watch_anew()
 
     def back_off(self, tensors: Collection[str], step: int) -> str:
         """Leave these tensors exact from the next iteration on, in all that is tried later too; the new name."""
         self._exact.add(tensors)
-        name = "plain" if self.verdict is None else self._exact.named(self.verdict.name)
+        if self.verdict is None:  # of what was only tried: search again, without
+            self._stop_trying()
+            self._again = True
+            return "plain"
+        name = self._exact.named(self.verdict.name)
         strategy = self._plain.strategy if name == "plain" else self._exact.of(self.strategy)
         if not strategy.num_compressed:
             name, strategy = "plain", self._plain.strategy
@@ -228,7 +241,8 @@ class AutoPlanner:
             self._decide(step, "plain", "profile only: the job was measured, nothing is compressed")
             return
         if not candidates:
-            self._decide(step, "plain", "no strategy is predicted to be faster than plain allreduce")
+            why = self._search.why_none or "no strategy is predicted to be faster than plain allreduce"
+            self._decide(step, "plain", why)
             return
         self._candidates = candidates
         arms = [Arm("plain", replace(self._plain.assignment, drain=False))]
@@ -320,6 +334,8 @@ class AutoPlanner:
         if self._has_tried:  # the first step of the one that stays: the others' buffers are gone
             self._has_tried = False
             self._search.after_trying()
+        if self._observed and record.buckets != self._observed[-1].buckets:
+            self._observed[-1] = record  # a turn searches in the buckets as they are
         if self._winning is not None and record.buckets != self._winning.buckets:
             self._winning = None
             if self._groups.beside is None:  # other shards may not have noticed
@@ -330,7 +346,7 @@ class AutoPlanner:
             return ordering
         # On every rank alike something is to be looked at; most often it is there, and nothing has changed.
         if not watch.is_ready:
-            return partial(self._look, watch, record.iteration)
+            return partial(self._look, watch, record.iteration, ordering)
         return self._answer(watch, watch.look(), record.iteration) or ordering
 
     # -- a turn: something has changed ---------------------------------------------------------------
@@ -369,8 +385,8 @@ class AutoPlanner:
         if is_another:
             self._soundings.begin()
 
-    def _look(self, watch: Watch, step: int) -> None:
-        work = self._answer(watch, watch.look(), step)
+    def _look(self, watch: Watch, step: int, ordering: Work | None) -> None:
+        work = self._answer(watch, watch.look(), step) or ordering
         if work is not None:
             work()
 
@@ -411,7 +427,7 @@ class AutoPlanner:
         arms += [Arm(c.name, c.assignment) for c in fresh]
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
-        self._turn = Turn(change, step, began_ns, is_second)
+        self._turn = Turn(change, step, began_ns, ours_us, is_second)
         if len(arms) == 1:
             self._end_turn(self._turn, None, step)
             return
@@ -456,7 +472,11 @@ class AutoPlanner:
             if later is not None:
                 times += f"; {later.name} pays if this lasts until step {math.ceil(later.step)}"
             self._race, self._later = None, later
-            self.verdict = replace(verdict, measured_us=verdict.measured_us | measured)
+            told = {ours: turn.predicted_us} if turn.predicted_us else {}
+            self.verdict = replace(
+                verdict, measured_us=verdict.measured_us | measured, predicted_us=verdict.predicted_us | told
+            )
+            self._has_tried = race is not None
             self._watch_anew(measured[ours], is_another=turn.change.hidden_us > 0)
             self._note(step, Event.KEPT, times, turn.began_ns)
         drift = measured[ours] / began_us

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from espresso.comm.ddp_buckets import BucketLayout
 from espresso.comm.errors import UnsupportedModelError
 from espresso.comm.hook import espresso_hook
+from espresso.live.artifacts import measures_nothing
 from espresso.live.config import Settings
 from espresso.live.given import AUTO, CompressorLike, StrategyLike
 from espresso.live.script import Scaler
@@ -45,7 +46,9 @@ def register(
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         if _is_alone():
-            return EspressoState(compressor, strategy, None, grad_scaler, **config).turn_off("one process without DDP")
+            why = "one process without DDP"
+            measures_nothing(why)
+            return EspressoState(compressor, strategy, None, grad_scaler, **config).turn_off(why)
         is_sharded = any(each.__name__ == "FSDPModule" for each in type(ddp_model).__mro__)
         remedy = "use espresso.fsdp.register" if is_sharded else "wrap the model in DistributedDataParallel first"
         raise TypeError(
@@ -60,6 +63,7 @@ def register(
     group = ddp_model.process_group if process_group is None else process_group
     state = EspressoState(compressor, strategy, group, grad_scaler, **config).bind(ddp_model)
     if state.is_off:
+        measures_nothing("espresso is off (ESPRESSO_DISABLE)")
         return state
     state.start()
     try:

@@ -44,7 +44,7 @@ class Remeasured:
     """
 
     def __init__(self, job: Job, change: Change) -> None:
-        self._first, self._first_compute_us = job, change.compute_us[0]
+        self._first, self._first_compute_us = job, change.compute_us[0] or _compute_us(job)
         self._codec = 1.0
 
     def job(self, job: Job, change: Change, groups: Groups, place: Place) -> Job:
@@ -130,6 +130,11 @@ def with_probes(links: Links, probes: Probes, cluster: Cluster) -> Links:
         return replace(curve, points=points, latency_us=latency_us, spread_us=spread_us)
 
     return replace(links, curves=tuple(map(changed, links.curves)))
+
+
+def _compute_us(job: Job) -> float:
+    """From one averaged gradient to the next one's last bucket, as it was measured."""
+    return max(job.forward_us + sum(job.gaps_us) + job.optimizer_us, 1.0)
 
 
 def _with_compute(job: Job, first: Job, ratio: float) -> Job:

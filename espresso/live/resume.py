@@ -64,19 +64,25 @@ def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     tensors, groups, shards = session.model.tensors, session.groups, session.model.shards
     numels = {tensor.name: tensor.numel for tensor in tensors}
     taker = None if shards is None or groups.beside is None else Taker(shards, groups.beside, numels)
-    kept = checkpoint.of(place(session), groups.cluster, session.model.wholes, strict=strict, shards=taker)
-    strategy = _to_resume(session, kept)
+    wrong = ""
     try:
+        kept = checkpoint.of(place(session), groups.cluster, session.model.wholes, strict=strict, shards=taker)
+        strategy = _to_resume(session, kept)
         schedule = None if strategy is None else session.check(strategy)
+    except CheckpointError as error:
+        wrong = str(error)
     except ValueError as error:
-        raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
+        wrong = f"the strategy in the checkpoint: {error}"
+    for rank, theirs in enumerate(groups.all_objects(wrong)):  # nobody goes on where somebody cannot
+        if theirs:
+            raise CheckpointError(wrong or f"rank {rank} cannot load its checkpoint: {theirs}")
     residuals, velocities = kept.residuals.pieces, kept.velocities.pieces
     if checkpoint.cluster == groups.cluster.shape and groups.cluster.is_hierarchical:
         residuals, velocities = _with_replicas(groups, (residuals, velocities))
     if strategy is not None and schedule is not None:
         session.adopt(strategy, schedule, kept.step, kept.epoch, decides_on=True)
     session.follower.epoch = kept.epoch
-    session.executor.restart(kept.step)
+    session.restart(kept.step)
     session.factors.load(dict(kept.factors))
     if session.store.remote is not None:
         session.store.remote.reset()

@@ -69,11 +69,17 @@ class StepGuard:
     def __init__(self, ours: Collection[int], *, has_momentum: bool, error: Callable[[], EspressoError | None]) -> None:
         self._ours, self._has_momentum, self._error = ours, has_momentum, error
         self._is_ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._refused: EspressoError | None = None
         self._handle = register_optimizer_step_pre_hook(self._check)
 
     def remove(self) -> None:
         """Look no more."""
         self._handle.remove()
+
+    def refuse(self, error: EspressoError) -> None:
+        """Have the next step raise, and then none: these gradients were not averaged. Also after :meth:`remove`."""
+        self._handle.remove()
+        self._refused, self._handle = error, register_optimizer_step_pre_hook(self._check)
 
     @property
     def optimizer_adapts(self) -> bool:
@@ -87,8 +93,11 @@ class StepGuard:
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._is_ours:
             self._is_ours[optimizer] = self._look(optimizer)
-        error = self._error()
+        error = self._refused or self._error()
         if error is not None and self._is_ours[optimizer]:
+            if self._refused is not None:
+                self._refused = None
+                self._handle.remove()
             raise error
 
     def _look(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from espresso.comm.environment import read_environment
+from espresso.comm.errors import EspressoError
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.executor import Executor
 from espresso.comm.groups import Groups
@@ -32,10 +34,10 @@ from espresso.comm.parameter_server import Client, Link, connected
 from espresso.comm.witness import worded
 from espresso.compressors.schedule import Follower, Schedule, check_choices
 from espresso.live.agreement import agree, agree_on_epoch, check_replicas
-from espresso.live.artifacts import Artifacts, ProfileMarks
+from espresso.live.artifacts import Artifacts, ProfileMarks, measures_nothing
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
-from espresso.live.fixed_planner import FixedPlanner
+from espresso.live.fixed_planner import FixedPlanner, Verdict
 from espresso.live.given import Given
 from espresso.live.guard import OWED_CHECKS, Guard
 from espresso.live.history import Event, History
@@ -51,7 +53,9 @@ from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
 from espresso.live.server_profile import measure_bearing
-from espresso.strategies import NONE, Bucket, Strategy
+from espresso.strategies import NONE, PLAIN, Bucket, Strategy
+from espresso.strategies.constraints import parse_forced
+from espresso.strategies.option import RANK_DEVICES
 
 logger = logging.getLogger("espresso")
 
@@ -195,9 +199,11 @@ class Session:
             strategy.check_model(tensors, groups.cluster)
             return FixedPlanner(strategy, groups, self.follower.in_force, history=self._watched)
         plain = Strategy.uniform(tensors, groups.cluster, partition_bytes=0)
-        if groups.num_ranks == 1 and not profile_only:
+        if groups.num_ranks == 1:
             logger.info("one rank: there is nothing to exchange, gradients stay as they are")
-            return FixedPlanner(plain, groups)
+            if profile_only:
+                measures_nothing("one rank has no links to others; start the script with two or more")
+            return FixedPlanner(plain, groups, verdict=Verdict("plain", "one rank: there is nothing to exchange"))
         self._plain = Assignment(plain)
         self._marks.mark(0)
         self.search = self._make_search()
@@ -222,7 +228,23 @@ class Session:
         self.observer.profile(begin)
         self.sampler.is_on = begin
 
+    def _check_constraints(self) -> None:
+        """Refuse what no option of this cluster can be, and name patterns that nothing matches."""
+        from espresso.search.candidates import choices_for
+
+        constraints, names = self.config.terms.constraints, list(self.model.names.values())
+        for pattern in (*constraints.keep_exact, *constraints.force):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                example = f"; the first is {names[0]!r}" if names else ""
+                logger.warning("no tensor of this model is called %r%s: that limit does nothing", pattern, example)
+        for kind in constraints.force.values():
+            spec = parse_forced(kind)[0]
+            options = choices_for(self.groups.cluster, spec, RANK_DEVICES) if spec != NONE else (PLAIN,)
+            if not constraints.of(options, kind):
+                raise ValueError(f"force: {kind!r} is no option of {spec} on {self.groups.cluster}")
+
     def _make_search(self) -> OnlineSearch:
+        self._check_constraints()
         search = OnlineSearch(
             self.groups,
             self.codecs,
@@ -288,7 +310,8 @@ class Session:
             self.decider.follow(self.follower.in_force)
         # Automatic mode begins when its kernels are there; until then steps are plain.
         waits = not self.is_compiled and not self.decider.decided
-        assignment = self._flushing or (self._plain if waits else self.decider.assign(iteration))
+        assignment = self._plain if waits else self.decider.assign(iteration)  # told also where it is put off
+        assignment = self._flushing or assignment
         if self.guard is not None:
             self.guard.begin(iteration, assignment, self.scale)
         return assignment
@@ -354,7 +377,9 @@ class Session:
 
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""
-        self.adopt(strategy, self.check(strategy), self.executor.next_step, self.follower.epoch)
+        schedule = self.check(strategy)
+        agree(self.groups, {"strategy": strategy.digest})
+        self.adopt(strategy, schedule, self.executor.next_step, self.follower.epoch)
 
     def check(self, strategy: Strategy) -> Schedule:
         """How a strategy's compressors change; ValueError if this job cannot run it."""
@@ -390,11 +415,21 @@ class Session:
         if decides_on and schedule.is_fixed and isinstance(self.decider, AutoPlanner) and self.config.adapt:
             self.decider.resume(strategy)
         else:
-            self.decider = FixedPlanner(strategy, self.groups, self.follower.in_force, history=self._watched)
+            verdict = Verdict("resumed", "the strategy of the checkpoint") if decides_on else None
+            self.decider = FixedPlanner(
+                strategy, self.groups, self.follower.in_force, history=self._watched, verdict=verdict
+            )
         self.lay_buckets_as_asked()
         self._note_decided(step)
         if self.groups.beside is not None:
             self.executor.agree = self.groups.beside.all_true
+
+    def restart(self, step: int) -> None:
+        """Go on counting from a checkpoint's step, which may be one of before."""
+        self.executor.restart(step)
+        self.decider.restart()
+        if self.guard is not None:
+            self.guard.restart(step)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins. All ranks together, between two steps."""
@@ -418,6 +453,10 @@ class Session:
         self._kernels.end()
         self.codecs.close()
         self.groups.close(wait=is_idle)
+
+    def refuse(self, error: EspressoError) -> None:
+        """Gradients came after the end: have the optimizer's next step raise, so that they are never applied."""
+        self._guard.refuse(error)
 
     def _told(self) -> bool:
         """Whether what the ranks tell each other on the way has arrived; it needs no answer, so it does at once."""

@@ -46,15 +46,16 @@ class Soundings:
         """What was found: what an exchange takes on the slowest link, and what finding out did."""
         now_us = max(link_us, LEAST_US)
         self._first = step if self._first is None else self._first
+        age = step - self._first + WINDOW
+        steps = math.ceil(min(age / AGE, 1 / SHARE) * cost_us / max(_step_us(rows), 1.0))
+        self._next = step + max(steps, 1)
         if len(self._seen_us) < FEW or FASTER * now_us > median(self._seen_us):
-            age = step - self._first + WINDOW
-            steps = math.ceil(min(age / AGE, 1 / SHARE) * cost_us / max(_step_us(rows), 1.0))
-            self._next = step + max(steps, 1)
             self._seen_us = [*self._seen_us, now_us][:MANY]
             self._last, self._found = step, 0
             return None
-        self._next, self._found = step, self._found + 1  # it is due at once
+        self._found += 1
         if self._found < CONFIRMED:
+            self._next = step  # it is due at once
             return None
         step_us, compute_us, saves = _step_us(rows), max(row.compute for row in rows), _codec_us(rows)
         findings = (Finding(Cause.LINK, now_us / median(self._seen_us)),)

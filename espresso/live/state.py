@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import weakref
@@ -82,7 +83,8 @@ class EspressoState(View):
         self._model: BoundModel | None = None
         self._front: Front | None = None
         self._session: Session | None = None
-        self._off = "ESPRESSO_DISABLE=1" if os.environ.get("ESPRESSO_DISABLE", "0") not in ("", "0") else ""
+        disable = os.environ.get("ESPRESSO_DISABLE", "0")
+        self._off = f"ESPRESSO_DISABLE={disable}" if disable not in ("", "0") else ""
         self._leaves = self._closed = False
         self._over = 1.0
         self._pid = os.getpid()
@@ -156,7 +158,10 @@ class EspressoState(View):
             EspressoError: it was closed, or this process was forked off the one that trains.
         """
         if self._closed or os.getpid() != self._pid:
-            raise EspressoError("this espresso state is closed (or was inherited by a forked process)")
+            error = EspressoError("this espresso state is closed (or was inherited by a forked process)")
+            if self._session is not None:
+                self._session.refuse(error)
+            raise error
         return self._session or self.start().session
 
     # -- the hook ------------------------------------------------------------------------------------
@@ -215,9 +220,13 @@ class EspressoState(View):
 
         Raises:
             StrategyError: it was made for another model or cluster.
+            DisagreementError: another rank was given another one.
+            TypeError: no strategy.
             ValueError: an unknown compressor, or another momentum than the job has.
             EspressoError: the state has not started.
         """
+        if not isinstance(strategy, Strategy):
+            raise TypeError(f"state.use takes a Strategy, got {strategy!r:.80}; Strategy.load(path) reads a file")
         if not self._off:
             self.session.use(strategy)
 
@@ -259,8 +268,16 @@ class EspressoState(View):
         """Multiply what is kept of the named tensors at every site. All ranks alike, between iterations.
 
         Residuals at parameter servers are reached through the first rank, which waits for their answer.
+
+        Raises:
+            ValueError: no tensor of the model has such a name, or a factor is not finite.
         """
         if self._session is not None:
+            known = {tensor.name for tensor in self._session.model.tensors}
+            for name, factor in factors.items():
+                if name not in known or not math.isfinite(factor):
+                    what = "is not finite" if name in known else "is for no tensor of this model"
+                    raise ValueError(f"the factor {factor!r} of {name!r} {what}")
             self._session.store.rescale(factors)
 
     def __repr__(self) -> str:
@@ -358,8 +375,8 @@ class EspressoState(View):
 
 
 def _times(factor: float, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    """An average over all ranks as one over some."""
-    return future.value().mul_(factor)
+    """An average over all ranks as one over some; the bucket's own numbers stay, which may still be looked at."""
+    return future.value() * factor
 
 
 @atexit.register

@@ -48,12 +48,14 @@ class Turn:
     Attributes:
         step: in which it began.
         began_ns: when.
+        predicted_us: what the strategy in use is predicted to take now; 0: nobody knows.
         is_second: it follows another at once, since more has changed during that.
     """
 
     change: Change
     step: int
     began_ns: int
+    predicted_us: float
     is_second: bool = False
 
 

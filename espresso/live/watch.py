@@ -150,7 +150,7 @@ class Change:
     Attributes:
         since: about the iteration in which it began.
         step_us: of the slowest rank before and now.
-        compute_us: likewise.
+        compute_us: likewise; 0 before, if that was not watched for long enough.
         exposed_us: what a step spends now on waiting for exchanges, encoding and decoding.
         hidden_us: what it may save although it takes as long as before.
     """
@@ -333,7 +333,7 @@ class Watch:
         step_us = max(row.step for row in now)
         if not findings:
             findings = [Finding(Cause.STEP, step_us / was)]
-        compute_us = tuple(max(row.compute for row in rows) for rows in (before or now, now))
+        compute_us = tuple(max((row.compute for row in rows), default=0.0) for rows in (before or (), now))
         exposed_us = min(row.tail for row in now) + max(row.codec for row in now)
         return Change(tuple(findings), self._pending[0][0] - self.length + 1, (was, step_us), compute_us, exposed_us)
 

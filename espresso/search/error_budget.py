@@ -41,6 +41,8 @@ ONE_STEP = 4
 DRIFT = 0.1
 """The part of a gradient that later steps have in common, of its norm. Early in a training it is most of it, and
 waits as residual until it is sent; with a tenth forecasts come near what is owed later (benchmarks.error_measures)."""
+LIKE_ONE = 8
+"""Of a single gradient, so many with its magnitudes and any signs."""
 RINGING = 3.0
 """What a residual that comes back in the next step (a feedback gain of 1) counts against one that takes many: so ends
 of training are in the order of what is owed over both (benchmarks.error_measures)."""
@@ -248,12 +250,19 @@ class _Gradients:
 
 
 def _split(sample: Sample) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """The mean of a sample, less what chance adds to it, and its scatter, so that a mix of that has its variance."""
+    """The mean of a sample, less what chance adds to it, and its scatter, so that a mix of that has its variance.
+
+    Of gradients that were all zero nothing is known: normal numbers stand in. Of a single one it is not known what
+    later ones have in common with it: no more than ``DRIFT``, and the rest with any signs.
+    """
     values = sample.values
     count = len(values)
+    if values.size and not values.any():
+        values = np.random.default_rng(0).standard_normal(values.shape, np.float32)
     mean = values.mean(axis=0)
     if count == 1:
-        return mean, np.zeros_like(values)
+        signs = np.random.default_rng(1).choice(np.array([-1.0, 1.0], np.float32), (LIKE_ONE, values.shape[1]))
+        return mean * np.float32(DRIFT), values * signs / np.float32(math.sqrt(LIKE_ONE))
     scatter = (values - mean) / np.float32(math.sqrt(count - 1))
     noise = float(np.square(scatter, dtype=np.float64).sum())
     square = float(np.square(mean, dtype=np.float64).sum())

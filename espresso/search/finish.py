@@ -33,7 +33,8 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     settler = Settler(job, terms, space.ledger)
     plain = _plain(job, space, result)
     plain = replace(plain, predicted_us=settler.priced(plain).predicted_us)
-    settler.plain_us = plain.predicted_us
+    # What is forced is no plain allreduce, and no measure for what compression gains.
+    settler.plain_us = result.uncompressed_us if terms.constraints.force else plain.predicted_us
     cap = result.strategy.bucket_cap_mb
     rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
     if terms.for_exactness and (simple := settler.simplest(result)) is not None:
@@ -53,7 +54,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
         result,
         chosen=chosen,
         predicted_us=chosen.predicted_us,
-        uncompressed_us=plain.predicted_us,
+        uncompressed_us=settler.plain_us,
         lower_bound_us=bound,
         upper_bound_us=min(result.upper_bound_us, chosen.predicted_us),
         alternatives=tuple(one.row for one in kept),
@@ -79,8 +80,9 @@ def _plain(job: Job, space: Space, result: SearchResult) -> Ranked:
     choices = {t.name: space.every[space.terms.constraints.kind_of(t)][0] for t in job.tensors}
     notes = {"predicted_us": result.uncompressed_us, "mode": job.mode.value, "found_by": "uncompressed"}
     strategy = Strategy(job.tensors, choices, job.cluster, partition_bytes=0, notes=notes)
+    name = "only what is forced" if strategy.num_compressed else "uncompressed"
     return replace(
-        result.chosen, name="uncompressed", strategy=strategy, job=job, predicted_us=result.uncompressed_us
+        result.chosen, name=name, strategy=strategy, job=job, predicted_us=result.uncompressed_us
     )  # fmt: skip
 
 

@@ -346,7 +346,8 @@ def _fitted(space: Space, row: _Found) -> _Found | None:
         )
         if choices != row.choices:
             makespan = row.evaluator.makespan(row.evaluator.encode(choices))
-            row = replace(row, choices=choices, makespan_us=makespan)
+            name = "only what is forced" if row.name == "uncompressed" else row.name
+            row = replace(row, name=name, choices=choices, makespan_us=makespan)
     return row if space.ledger.allows(row.by_tensor) else None
 
 

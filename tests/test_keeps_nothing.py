@@ -1,0 +1,105 @@
+"""A rank that keeps nothing, beside ranks that do: they go on alike, also where only some look at their averages."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from espresso.strategies import Choice, Cluster, CompressorSpec, parse_option
+from tests.ddp import ALLGATHER, ALLREDUCE, ROOTED, IntegerNet, Played, registered, strategy_for, wrap
+
+
+def inf_while_all_is_sent(rank: int) -> tuple[bool, bool, float]:
+    """Rank 1's gradients are all zero: it owes nothing. Whether both know of the inf, and what goes with the next."""
+    ddp = wrap(IntegerNet((3000,)))
+
+    def step(number: int, factor: float) -> None:
+        ddp.zero_grad()
+        (ddp(number) * factor).backward()
+
+    with registered(ddp, ALLGATHER, "topk:ratio=0.01", timeout_s=10.0) as state, state.errors():
+        for number in range(4):
+            step(10 * number + rank, 1.0 - rank)
+        state.flush()
+        step(0, 0.0 if rank else math.inf)
+        is_known, is_put_off = not state.session.observer.last.finite, state.session.flushes
+        for number in range(3):
+            step(7 * number + rank, 1.0)
+        (parameter,) = ddp.parameters()
+        return is_known, is_put_off, float(parameter.grad.sum())
+
+
+def sent_over_two_connections(rank: int) -> tuple[bool, float]:
+    """One tensor of six had a root; a plain step then sends what roots keep. Whether this rank keeps something, and how
+    far the step after that is from plain DDP's.
+    """
+    sizes = (3000, 1000, 2000, 500, 3000, 700)
+    ours, plain = wrap(IntegerNet(sizes)), wrap(IntegerNet(sizes))
+    strategy = strategy_for(ours, Cluster(2, 2), ALLREDUCE)
+    rooted = Choice(parse_option(ROOTED), CompressorSpec.parse("efsignsgd"))
+    strategy = strategy.with_choices({strategy.tensors[1].name: rooted})
+    with registered(ours, strategy=strategy, ranks_per_node=2, connections=2, timeout_s=10.0) as state, state.errors():
+
+        def step(number: int) -> None:
+            for net in (ours, plain):
+                net.zero_grad()
+                net(number + rank).backward()
+
+        for number in range(4):
+            step(10 * number)
+        keeps = not state.session.store.is_empty
+        state.use(strategy_for(ours, Cluster(2, 2), ALLREDUCE))
+        step(50)
+        step(60)
+        pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+        return keeps, max(float((mine.grad - theirs.grad).abs().max()) for mine, theirs in pairs)
+
+
+def cannot_plan(rank: int) -> str:
+    """Rank 1 has no memory for a new strategy; what rank 0 is told."""
+    from espresso.comm.execute import programs
+    from tests.ddp import SHARDED
+
+    ddp = wrap(IntegerNet((3000,)))
+    with registered(ddp, ALLGATHER, "efsignsgd", timeout_s=60.0) as state:
+        ddp(rank).backward()
+        if rank == 1:
+
+            def refuses(*_: object) -> None:
+                raise MemoryError("no memory")
+
+            programs.PartitionProgram.__init__ = refuses
+        state.use(strategy_for(ddp, Cluster(2, 1), SHARDED, "efsignsgd"))
+        with pytest.raises(Exception, match="no memory") as caught, state.errors():
+            ddp(rank + 2).backward()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.fixture(scope="module")
+def two() -> Played:
+    return Played(__name__, (inf_while_all_is_sent, cannot_plan), 2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Played:
+    return Played(__name__, (sent_over_two_connections,), 4, ranks_per_node=2)
+
+
+def test_an_inf_puts_off_on_all_ranks_what_only_some_owe(two):
+    everybody = two(inf_while_all_is_sent)
+    assert all(is_known and is_put_off for is_known, is_put_off, _ in everybody)
+    assert everybody[0][2] == everybody[1][2]
+
+
+def test_over_two_connections_a_plain_step_sends_what_some_ranks_keep(four):
+    everybody = four(sent_over_two_connections)
+    assert {keeps for keeps, _ in everybody} == {True, False}
+    assert [apart for _, apart in everybody] == [0.0] * 4
+
+
+def test_what_one_rank_cannot_plan_the_other_hears_at_once(two):
+    told = two(cannot_plan)
+    assert told[0].startswith("EspressoError: ")
+    assert "rank 1" in told[0]
+    assert "failed first: MemoryError: no memory" in told[0]

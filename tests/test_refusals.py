@@ -1,0 +1,143 @@
+"""What a user asks for and cannot have is said where it is asked, on every rank, and loses nothing."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import espresso
+from espresso.comm.errors import DisagreementError, EspressoError
+from espresso.live.parts import CheckpointError
+from espresso.strategies import Cluster
+from tests.ddp import ALLGATHER, IntegerNet, Played, agreed, batch, mlp, registered, strategy_for, wrap
+
+TWO = Cluster(2, 1)
+WIDTHS = (16, 32, 8)
+
+
+def stepped(ddp: nn.Module, rank: int, number: int) -> None:
+    ddp.zero_grad()
+    ddp(batch(rank, number, WIDTHS[0], rows=4)).square().mean().backward()
+
+
+def other_strategies(rank: int) -> list[bool]:
+    """``state.use`` with another strategy on rank 1; then all go on with the one that was in use."""
+    ddp = wrap(mlp(*WIDTHS))
+    with registered(ddp, ALLGATHER, "efsignsgd", timeout_s=20.0) as state:
+        stepped(ddp, rank, 0)
+        with pytest.raises(DisagreementError, match="another strategy"):
+            state.use(strategy_for(ddp, TWO, ALLGATHER, "int8" if rank else "efsignsgd"))
+        with pytest.raises(TypeError, match=r"Strategy\.load"):
+            state.use("strategy.json")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="is for no tensor of this model"):
+            state.rescale_residuals({"nobody": 1.0})
+        with pytest.raises(ValueError, match="is not finite"):
+            state.rescale_residuals({"0.weight": float("nan")})
+        stepped(ddp, rank, 1)
+        return [agreed(ddp), state.strategy.num_compressed > 0]
+
+
+def after_the_end(rank: int) -> list[bool]:
+    """Backward passes after ``close``: what they leave is not applied. Whether weights are as before."""
+    ddp = wrap(mlp(*WIDTHS))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with registered(ddp, ALLGATHER, "efsignsgd") as state:
+        stepped(ddp, rank, 0)
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    assert state.session.executor.error is None
+    with pytest.raises(Exception, match="closed"), state.errors():
+        stepped(ddp, rank, 1)
+    with pytest.raises(EspressoError, match="closed"):
+        optimizer.step()
+    same = all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    optimizer.zero_grad()
+    optimizer.step()  # of nothing
+    return [same]
+
+
+def contradictions(rank: int) -> list[Any]:
+    """Limits that no option of two hosts meets, and budgets that nothing forced keeps to."""
+    with pytest.raises(ValueError, match=r"force: 'powersgd via .*' is no option of powersgd"):
+        espresso.register(wrap(mlp(*WIDTHS)), force={"*": f"powersgd via {ALLGATHER}"}, ranks_per_node=1)
+    said: list[str] = []
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler, logger = Said(), logging.getLogger("espresso")
+    logger.addHandler(handler)
+    ddp = wrap(mlp(*WIDTHS))
+    limits: dict[str, Any] = {"force": {"0.weight": "int8"}, "error_budget": 0.0, "keep_exact": ["module.*"]}
+    with registered(ddp, strategy="auto", compressor="int8", decide_by=0, timeout_s=30.0, **limits) as state:
+        for number in range(14):
+            stepped(ddp, rank, number)
+        warned = [text for text in said if "no tensor of this model is called 'module.*'" in text]
+        logger.removeHandler(handler)
+        return [state.verdict, len(warned)]
+
+
+def nothing_to_exchange(rank: int) -> str:
+    """All parameters are empty."""
+
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none = nn.Parameter(torch.empty(0))
+
+        def forward(self) -> torch.Tensor:
+            return self.none.sum()
+
+    ddp = wrap(Empty())
+    with registered(ddp, strategy="auto", compressor="efsignsgd", decide_by=0, timeout_s=30.0) as state:
+        for _ in range(14):
+            ddp().backward()
+        return str(state.verdict)
+
+
+def another_ranks_checkpoint(rank: int) -> str:
+    """Rank 1 loads what rank 0 saved; what each is told."""
+    ddp = wrap(IntegerNet((300,)))
+    with registered(ddp, ALLGATHER, "efsignsgd", timeout_s=20.0) as state:
+        ddp(rank).backward()
+        saved = [state.state_dict()]
+        dist.broadcast_object_list(saved)
+        with pytest.raises(CheckpointError) as caught:
+            state.load_state_dict(saved[0])
+        ddp(rank + 2).backward()
+        return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    scenarios = (other_strategies, after_the_end, contradictions, nothing_to_exchange, another_ranks_checkpoint)
+    return Played(__name__, scenarios, 2, ranks_per_node=1)
+
+
+def test_ranks_that_use_other_strategies_are_told_so_and_go_on(played):
+    assert played(other_strategies) == [[True, True]] * 2
+
+
+def test_gradients_that_came_after_the_end_are_not_applied(played):
+    assert played(after_the_end) == [[True]] * 2
+
+
+def test_limits_that_contradict_each_other_are_named(played):
+    for verdict, num_warnings in played(contradictions):
+        assert str(verdict).startswith("plain: the search found no strategy")
+        assert num_warnings == 1
+
+
+def test_a_model_without_numbers_trains(played):
+    assert all(verdict.startswith("plain") for verdict in played(nothing_to_exchange))
+
+
+def test_where_one_rank_cannot_load_none_does(played):
+    told = played(another_ranks_checkpoint)
+    assert told[0].startswith("rank 1 cannot load its checkpoint: the checkpoint is of rank 0 of 2")
+    assert told[1].startswith("the checkpoint is of rank 0 of 2, this is rank 1 of 2")
