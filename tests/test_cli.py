@@ -455,6 +455,13 @@ def profile(folder: Path, *command: str | Path, options: tuple[str, ...] = ()) -
     return as_process("profile", "-o", "job.json", *options, "--", *command, cwd=folder)
 
 
+def test_what_has_no_effect_is_refused(files: dict[str, Path]) -> None:
+    job_file = files["job"]
+    refused(espresso("search", job_file, "-c", "dgc", "--memory-points", "3"), "goes with --frontier", status=2)
+    refused(espresso("search", job_file, "-c", "dgc", "--force", "*=nope"), "--force *=nope: ", status=2)
+    refused(espresso("what-if", job_file, "--nodes", "1", "--rtt-ms", "5"), "no round trip between machines")
+
+
 def test_profile_keeps_the_job(script: Path, tmp_path: Path) -> None:
     done = profile(tmp_path, sys.executable, script, "register", "measure")
     assert done.returncode == 0, done.stderr

@@ -201,8 +201,8 @@ def working(what: str, *, shown: bool = True, searches: bool = False) -> Iterato
         progress.stop()
 
 
-def parse_compressors(texts: Sequence[str]) -> tuple[CompressorSpec, ...]:
-    """The specs, checked against the registry of compressors.
+def parse_compressors(texts: Sequence[str], option: str = "--compressor ") -> tuple[CompressorSpec, ...]:
+    """The specs, checked against the registry of compressors; ``option`` is what they were given with.
 
     Raises:
         UserError: not of the form name:key=value, an unknown compressor, an unknown or wrong parameter.
@@ -217,7 +217,7 @@ def parse_compressors(texts: Sequence[str]) -> tuple[CompressorSpec, ...]:
             specs.append(CompressorSpec.parse(text))
             create(specs[-1])
         except (ValueError, TypeError) as error:
-            raise UserError(f"--compressor {text}: {error}", ExitStatus.USAGE) from None
+            raise UserError(f"{option}{text}: {error}", ExitStatus.USAGE) from None
     return tuple(specs)
 
 

@@ -118,6 +118,8 @@ def search(
     check_output(plot, *IMAGE_FORMATS)
     if old is not None and frontier is not None:
         raise UserError("--from replans one strategy; leave --frontier out", ExitStatus.USAGE)
+    if memory_points > 1 and frontier is None:
+        raise UserError("--memory-points goes with --frontier: give that too", ExitStatus.USAGE)
     if plot is not None and frontier is None:
         raise UserError("--plot draws the frontier: give --frontier too", ExitStatus.USAGE)
     loaded, specs = job_and_compressors(job, compressor)
@@ -172,7 +174,7 @@ def _forced(text: str) -> tuple[str, str]:
     pattern, equals, choice = text.partition("=")
     if not equals or not pattern or not choice:
         raise UserError(f"--force {text}: write NAME=COMPRESSOR", ExitStatus.USAGE)
-    parse_compressors([choice.partition(" via ")[0]])
+    parse_compressors([choice.partition(" via ")[0]], f"--force {pattern}=")
     return pattern, choice
 
 

@@ -166,6 +166,7 @@ class AutoPlanner:
         """Iterations are counted from elsewhere on: what was counted up to then says nothing."""
         self._patience, self._later = Patience(), None
         if self.verdict is None and self._race is None:
+            self._on_profile(False)
             self._first = None
             self._observed.clear()
         self._watch_anew()

@@ -146,6 +146,8 @@ def changed(job: Job, change: Change) -> Job:
         _check_scopes(job, cluster)
     if change.rtt_ms is not None and change.rtt_ms > LONGEST_RTT_MS:
         raise RangeError(f"a round trip of {change.rtt_ms:g} ms is beyond {LONGEST_RTT_MS:g} ms")
+    if change.rtt_ms is not None and cluster.num_nodes == 1:
+        raise JobError("one machine has no round trip between machines: ask for two (--nodes 2)")
     costs = _links_changed(job, cluster, change)
     hosts = job.hosts if cluster.num_nodes == job.cluster.num_nodes else ()
     job = replace(job, cluster=cluster, costs=_shared_cores(costs, job.cluster, cluster), hosts=hosts)
