@@ -5,9 +5,22 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from torch import nn
 
 from espresso.strategies import Choice, Cluster, CompressorSpec, parse_option
-from tests.ddp import ALLGATHER, ALLREDUCE, ROOTED, IntegerNet, Played, registered, strategy_for, wrap
+from tests.ddp import (
+    ALLGATHER,
+    ALLREDUCE,
+    ROOTED,
+    IntegerNet,
+    Played,
+    batch,
+    mlp,
+    registered,
+    strategy_for,
+    wrap,
+)
 
 
 def inf_while_all_is_sent(rank: int) -> tuple[bool, bool, float]:
@@ -56,6 +69,32 @@ def sent_over_two_connections(rank: int) -> tuple[bool, float]:
         return keeps, max(float((mine.grad - theirs.grad).abs().max()) for mine, theirs in pairs)
 
 
+def comes_later(rank: int) -> list[bool]:
+    """Plain steps in which a branch is not used, and then is: whether something of it is kept after each."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([mlp(20, 60, 5, seed=seed) for seed in range(2)])
+
+        def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+            return torch.stack([self.parts[number](x) for number in used]).sum(0)
+
+    settings = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    ddp = wrap(Branches(), bucket_cap_mb=0.001, **settings)
+    with registered(ddp, ALLGATHER, "topk:ratio=0.1", timeout_s=10.0) as state, state.errors():
+
+        def step(number: int, used: list[int]) -> bool:
+            ddp.zero_grad()
+            ddp(batch(rank, number, 20), used).square().mean().backward()
+            return not state.session.store.is_empty
+
+        for number in range(4):
+            step(number, [0, 1])
+        state.use(strategy_for(ddp, Cluster(2, 1), ALLREDUCE))
+        return [step(4 + number, used) for number, used in enumerate(([0], [0], [1], [1]))]
+
+
 def cannot_plan(rank: int) -> str:
     """Rank 1 has no memory for a new strategy; what rank 0 is told."""
     from espresso.comm.execute import programs
@@ -78,7 +117,7 @@ def cannot_plan(rank: int) -> str:
 
 @pytest.fixture(scope="module")
 def two() -> Played:
-    return Played(__name__, (inf_while_all_is_sent, cannot_plan), 2)
+    return Played(__name__, (inf_while_all_is_sent, comes_later, cannot_plan), 2)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +135,10 @@ def test_over_two_connections_a_plain_step_sends_what_some_ranks_keep(four):
     everybody = four(sent_over_two_connections)
     assert {keeps for keeps, _ in everybody} == {True, False}
     assert [apart for _, apart in everybody] == [0.0] * 4
+
+
+def test_what_a_tensor_owes_waits_until_it_comes(two):
+    assert two(comes_later) == [[True, True, False, False]] * 2
 
 
 def test_what_one_rank_cannot_plan_the_other_hears_at_once(two):

@@ -460,6 +460,7 @@ def run_load_without_servers(rank: int) -> tuple[float, bool]:
     buckets = make_buckets({"a": 10})
     pieces = {("a", Site.SERVER): [(3, np.full(4, 8, np.float32), 0)]} if rank == 0 else {}
     pieces[("a", Site.LOCAL)] = [(0, np.ones(1, np.float32), 0)]
+    exchange.executor.restart(0)
     exchange.store.load(pieces, {}, numels_of(buckets))
     strategy = strategy_of(buckets, exchange.groups.cluster, choice_of("flat.allreduce", TOPK))
     (result,) = exchange.step(Assignment(strategy), buckets, [torch.zeros(10)])

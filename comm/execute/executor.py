@@ -41,7 +41,7 @@ from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Link
 from espresso.comm.program import Codecs, Context
 from espresso.comm.witness import worded
-from espresso.strategies import Bucket, Scope
+from espresso.strategies import Bucket, Scope, Strategy
 
 __all__ = ["Assignment", "Executor", "Interval", "Planner", "Record"]
 
@@ -107,7 +107,9 @@ class Executor:
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None
         self._count = self.step = 0
-        self._may_owe = True  # alike on all ranks, whatever this one keeps; a store may come with something in it
+        # What some rank may keep something of, alike on all ranks whatever this one keeps; None: of any tensor.
+        self._owing: set[str] | None = set()
+        self._last: Strategy | None = None
         self._failure = Failure(self._rank, groups.alarm, groups.witness, self._release, failed)
         groups.alarm.report, groups.witness.servers = self._progress, servers
         self._stopped = threading.Event()
@@ -200,7 +202,7 @@ class Executor:
         record = Record(self.step, self.planner.assign(self.step))
         run = self._side.begin(record, self._timeout_s)
         self.lanes.begin_iteration()
-        iteration = Iteration(record, run, grad_scale(), self._may_owe, self._choose)
+        iteration = Iteration(record, run, grad_scale(), self._owing != set(), self._choose)
         with self.lanes.lock:
             self._count += 1
             self._iteration = iteration
@@ -264,10 +266,18 @@ class Executor:
                 store.discard()
         if self._servers is not None:
             self._servers.settled(record.iteration, record.finite)
-        if record.assignment.strategy.num_compressed:
-            self._may_owe = True
+        self._note_owing(iteration)
+
+    def _note_owing(self, iteration: Iteration) -> None:
+        """What is compressed may leave something behind; a plain step that drains sends it, of the tensors it has."""
+        record = iteration.record
+        strategy, self._last, before = record.assignment.strategy, record.assignment.strategy, self._last
+        if strategy.num_compressed:
+            if self._owing is not None and strategy is not before:
+                self._owing |= {name for name, choice in strategy.choices.items() if choice.option.is_compressed}
         elif iteration.drains and record.finite:
-            self._may_owe = False
+            owing = set(strategy.choices) if self._owing is None else self._owing
+            self._owing = owing - {slot.tensor for bucket in record.buckets for slot in bucket.slots}
 
     def _judge_apart(self, iteration: Iteration, index: int) -> None:
         """On the control thread, where the device and other ranks may be waited for."""
@@ -393,7 +403,8 @@ class Executor:
 
     def restart(self, step: int) -> None:
         """Go on counting from ``step`` (a resumed job draws the same random numbers)."""
-        self._count, self._may_owe = step, True
+        self._count, self._owing = step, None
+        self._programs.forget()
 
     def look_at_exchanges(self, looks: bool) -> None:
         """Whether ends of exchanges that the library makes by itself are looked at, in some iterations."""

@@ -86,6 +86,11 @@ class Programs:
         self._of_bucket: dict[Bucket, Compiled] = {}
         self._numels: dict[str, int] = {}
 
+    def forget(self) -> None:
+        """What is kept was loaded: whatever runs next takes it over."""
+        self._of_plan = None
+        self._of_bucket.clear()
+
     def of_plan(self, assignment: Assignment) -> Compiled:
         """For all buckets of an assignment, in its order.
 

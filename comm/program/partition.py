@@ -104,7 +104,7 @@ class PartitionProgram:
     def issue(self) -> Any:
         """2 and 3 where the one step is an allreduce: start it; returns a future."""
         self.load()
-        member = self.context.members[Scope.FLAT].connection(self.group.bucket)
+        member = self.context.members[Scope.FLAT].connection(self.partition.index)
         return collectives.allreduce_async(self._home.tensor, member).get_future()
 
     def finish(self, check: bool) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def measures_nothing(why: str) -> None:
     """Tell ``espresso profile`` that the script registered, and that there will be no job."""
     asked = os.environ.get(_JOB_PATH)
     if asked:
-        Path(asked + ".registered").write_text(json.dumps({"why_not": why}), encoding="utf-8")
+        with suppress(OSError):
+            Path(asked + ".registered").write_text(json.dumps({"why_not": why}), encoding="utf-8")
 
 
 class ProfileMarks:

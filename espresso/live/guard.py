@@ -175,7 +175,6 @@ class Guard:
         names = list(choices)
         first = (self._turn * MOST_TENSORS) % len(names)
         names = (names[first:] + names[:first])[:MOST_TENSORS]
-        self._turn += 1
         where = {name: self._stretch(name, iteration) for name in names}
         check = _Check(iteration, where, {name: choices[name] for name in names}, {})
         check.kept = {name: self._sketch(values, where[name]) for name, values in self._store.kept(where).items()}
@@ -220,7 +219,7 @@ class Guard:
             row[3 * SIZE :] = square, _square(kept[name])
         check.buffers = {}
         self._summing = check, self._groups.start_sum(torch.from_numpy(rows))
-        self._next = record.iteration + EVERY
+        self._next, self._turn = record.iteration + EVERY, self._turn + 1
         return False
 
     @property

@@ -179,7 +179,9 @@ class OnlineSearch:
         else:
             job = self._with_compressors(self.job)
             if records[-1].buckets != job.buckets:
-                with suppress(JobError):  # a step without some of the tensors says nothing of the next one's buckets
+                held = [slot.tensor for bucket in records[-1].buckets for slot in bucket.slots]
+                # A step without some of the tensors says nothing of the next one's buckets.
+                if sorted(held) == sorted(tensor.name for tensor in job.tensors):
                     job = in_buckets(job, records[-1].buckets)
         self.job = Job.from_json(self._groups.from_rank_0(job.to_json()))
         found: list[Candidate] = []

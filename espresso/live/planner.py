@@ -24,7 +24,7 @@ from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
 from espresso.live.patience import Patience
 from espresso.live.race import Arm, Race
-from espresso.live.sounding import Soundings
+from espresso.live.sounding import FASTER, Soundings
 from espresso.live.turns import (
     DRIFT,
     DROP,
@@ -165,7 +165,9 @@ class AutoPlanner:
     def restart(self) -> None:
         """Iterations are counted from elsewhere on: what was counted up to then says nothing."""
         self._patience, self._later = Patience(), None
-        if self.verdict is None and self._race is None:
+        if self.verdict is None or self._turn is not None:
+            self._stop_trying()
+        if self.verdict is None:
             self._on_profile(False)
             self._first = None
             self._observed.clear()
@@ -176,6 +178,8 @@ class AutoPlanner:
         self._stop_trying()
         self._winner, self._winning = Orderer(strategy, self._groups), None
         self._cap_mb = strategy.bucket_cap_mb
+        if len(self._observed) < self._profile_steps:
+            self._observed.clear()  # it was measured half, and will be whole
         self.verdict = Verdict("resumed", "the strategy of the checkpoint")
         self._watch_anew()
 
@@ -183,8 +187,9 @@ class AutoPlanner:
         """Leave these tensors exact from the next iteration on, in all that is tried later too; the new name."""
         self._exact.add(tensors)
         if self.verdict is None:  # of what was only tried: search again, without
+            tried = self._race is not None
             self._stop_trying()
-            self._again = True
+            self._again = tried
             return "plain"
         name = self._exact.named(self.verdict.name)
         strategy = self._plain.strategy if name == "plain" else self._exact.of(self.strategy)
@@ -198,6 +203,7 @@ class AutoPlanner:
         return name
 
     def _stop_trying(self) -> None:
+        self._has_tried = self._has_tried or self._race is not None
         self._race, self._turn, self._later, self._candidates = None, None, None, []
         self._pause, self._again, self._laid_at = 0, False, None
 
@@ -478,7 +484,8 @@ class AutoPlanner:
                 verdict, measured_us=verdict.measured_us | measured, predicted_us=verdict.predicted_us | told
             )
             self._has_tried = race is not None
-            self._watch_anew(measured[ours], is_another=turn.change.hidden_us > 0)
+            link = turn.change.ratio(Cause.LINK) or 1.0
+            self._watch_anew(measured[ours], is_another=FASTER * link <= 1)
             self._note(step, Event.KEPT, times, turn.began_ns)
         drift = measured[ours] / began_us
         is_over = abs(math.log(measured[ours] / before_us)) < TELLING

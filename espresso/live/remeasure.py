@@ -13,6 +13,7 @@ from espresso.comm.groups import Groups
 from espresso.live.points import rising
 from espresso.live.profiler import Place, starter, time_behind
 from espresso.live.watch import Cause, Change
+from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
 from espresso.model.links import LinkCurve, Links, interpolate, num_rounds, on_busiest_link
@@ -138,6 +139,8 @@ def _compute_us(job: Job) -> float:
 
 
 def _with_compute(job: Job, first: Job, ratio: float) -> Job:
+    if job.buckets is not None and job.buckets != first.buckets:
+        first = in_buckets(first, job.buckets)
     ready = first.bucket_ready_us
     return replace(
         job,

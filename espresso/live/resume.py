@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -54,8 +55,8 @@ def gathered(session: Session) -> Checkpoint:
     return replace(mine, parts={number: Part(read=part) for theirs in everybody for number, part in theirs.items()})
 
 
-def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tuple[str, ...]:
-    """Go on from a checkpoint. All ranks together; returns what was dropped.
+def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool = True) -> tuple[str, ...]:
+    """Go on from a checkpoint, read or not. All ranks together; returns what was dropped.
 
     Raises:
         CheckpointError: it does not fit this rank, model or job; nothing has changed then.
@@ -66,6 +67,7 @@ def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     taker = None if shards is None or groups.beside is None else Taker(shards, groups.beside, numels)
     wrong = ""
     try:
+        checkpoint = body if isinstance(body, Checkpoint) else Checkpoint.parse(body)
         kept = checkpoint.of(place(session), groups.cluster, session.model.wholes, strict=strict, shards=taker)
         strategy = _to_resume(session, kept)
         schedule = None if strategy is None else session.check(strategy)
@@ -73,7 +75,7 @@ def load(session: Session, checkpoint: Checkpoint, *, strict: bool = True) -> tu
         wrong = str(error)
     except ValueError as error:
         wrong = f"the strategy in the checkpoint: {error}"
-    for rank, theirs in enumerate(groups.all_objects(wrong)):  # nobody goes on where somebody cannot
+    for rank, theirs in groups.everywhere((dist.get_rank(), wrong)):  # nobody goes on where somebody cannot
         if theirs:
             raise CheckpointError(wrong or f"rank {rank} cannot load its checkpoint: {theirs}")
     residuals, velocities = kept.residuals.pieces, kept.velocities.pieces

@@ -53,7 +53,7 @@ from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
 from espresso.live.server_profile import measure_bearing
-from espresso.strategies import NONE, PLAIN, Bucket, Strategy
+from espresso.strategies import NONE, Bucket, Strategy
 from espresso.strategies.constraints import parse_forced
 from espresso.strategies.option import RANK_DEVICES
 
@@ -230,16 +230,17 @@ class Session:
 
     def _check_constraints(self) -> None:
         """Refuse what no option of this cluster can be, and name patterns that nothing matches."""
-        from espresso.search.candidates import choices_for
+        from espresso.search.candidates import choices_for, raw_choices
 
-        constraints, names = self.config.terms.constraints, list(self.model.names.values())
+        constraints, names = self.config.terms.constraints, [tensor.name for tensor in self.model.wholes]
         for pattern in (*constraints.keep_exact, *constraints.force):
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if self.groups.speaks and not any(fnmatchcase(name, pattern) for name in names):
                 example = f"; the first is {names[0]!r}" if names else ""
                 logger.warning("no tensor of this model is called %r%s: that limit does nothing", pattern, example)
         for kind in constraints.force.values():
             spec = parse_forced(kind)[0]
-            options = choices_for(self.groups.cluster, spec, RANK_DEVICES) if spec != NONE else (PLAIN,)
+            cluster = self.groups.cluster
+            options = raw_choices(cluster) if spec == NONE else choices_for(cluster, spec, RANK_DEVICES)
             if not constraints.of(options, kind):
                 raise ValueError(f"force: {kind!r} is no option of {spec} on {self.groups.cluster}")
 
@@ -377,8 +378,11 @@ class Session:
 
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""
+        is_one = isinstance(strategy, Strategy)
+        agree(self.groups, {"strategy": strategy.digest if is_one else f"{strategy!r:.80}"})
+        if not is_one:
+            raise TypeError(f"state.use takes a Strategy, got {strategy!r:.80}; Strategy.load(path) reads a file")
         schedule = self.check(strategy)
-        agree(self.groups, {"strategy": strategy.digest})
         self.adopt(strategy, schedule, self.executor.next_step, self.follower.epoch)
 
     def check(self, strategy: Strategy) -> Schedule:

@@ -22,6 +22,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from espresso.comm.errors import EspressoError
 from espresso.comm.hook import Front
 from espresso.live import resume
+from espresso.live.agreement import agree
 from espresso.live.checkpoint import Checkpoint
 from espresso.live.config import Config, Settings
 from espresso.live.given import AUTO, CompressorLike, Given, StrategyLike
@@ -140,12 +141,13 @@ class EspressoState(View):
                 " or call state.bind(model) before the first backward pass"
             )
         session = Session(self.config, self._given, self._model, self._process_group, self._scale, self._epoch)
-        if self._pending is not None:
-            try:
+        try:
+            agree(session.groups, {"checkpoint": "none" if self._pending is None else "one to go on from"})
+            if self._pending is not None:
                 resume.load(session, self._pending, strict=self._strict)
-            except BaseException:
-                session.close()
-                raise
+        except BaseException:
+            session.close()
+            raise
         self._session, self._pending = session, None
         # A state that is dropped without close() must not leave its threads behind.
         weakref.finalize(self, session.abandon).atexit = False
@@ -225,8 +227,6 @@ class EspressoState(View):
             ValueError: an unknown compressor, or another momentum than the job has.
             EspressoError: the state has not started.
         """
-        if not isinstance(strategy, Strategy):
-            raise TypeError(f"state.use takes a Strategy, got {strategy!r:.80}; Strategy.load(path) reads a file")
         if not self._off:
             self.session.use(strategy)
 
@@ -273,7 +273,7 @@ class EspressoState(View):
             ValueError: no tensor of the model has such a name, or a factor is not finite.
         """
         if self._session is not None:
-            known = {tensor.name for tensor in self._session.model.tensors}
+            known = {tensor.name for tensor in self._session.model.wholes}
             for name, factor in factors.items():
                 if name not in known or not math.isfinite(factor):
                     what = "is not finite" if name in known else "is for no tensor of this model"
@@ -327,10 +327,9 @@ class EspressoState(View):
         Raises:
             CheckpointError: another rank's state, another model, or a malformed one; nothing is changed then.
         """
-        checkpoint = Checkpoint.parse(state)
         if self._session is not None:
-            return resume.load(self._session, checkpoint, strict=strict)
-        self._pending, self._strict = checkpoint, strict
+            return resume.load(self._session, state, strict=strict)
+        self._pending, self._strict = Checkpoint.parse(state), strict
         return ()
 
     def gather_state_dict(self) -> dict[str, Any]:
