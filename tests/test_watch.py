@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from espresso.live.history import History
 from espresso.live.patience import MOST_DOUBLINGS, REST, Patience
+from espresso.live.remeasure import Remeasured, with_compute
 from espresso.live.watch import LONG_WINDOW, WINDOW, Cause, Change, Finding, Stream, Vitals, Watch
+from espresso.model.bucket_caps import rebucketed
+from espresso.model.presets import job_from_trace
+from tests.test_bucket_caps import ddp_job
 
 STEP = Vitals(step=100e3, compute=60e3, tail=40e3, wire=30e3, codec=5e3)
 PLAIN = Vitals(step=100e3, compute=98e3, tail=2e3, wire=0.0, codec=0.0)
@@ -122,6 +127,36 @@ def test_false_alarms_are_as_rare_as_stated():
     windows, p = 10_000, 0.03
     found = sum(false_alarms(windows, p, seed) for seed in range(3))
     assert 0 < found <= 3 * windows * 5 * p**2
+
+
+def test_compute_that_changed_before_a_baseline_is_held_against_the_measured_job():
+    """80 ms, then 380 right after the decision, then 80 again: the job is as it was measured."""
+    job = job_from_trace("lstm", 2, 1, "pcie-25g")
+    job = replace(job, forward_us=80e3 - sum(job.gaps_us), optimizer_us=0.0)
+    watch = Watch(Nobody())
+
+    def seen(compute_us: float, windows: int) -> Change | None:
+        row = Vitals(compute_us + 20e3, compute_us, 20e3, 0.0, 0.0)
+        changes = [watch.test(4 * number, (row, row)) for number in range(1, windows + 1)]
+        return next((change for change in changes if change is not None), None)
+
+    watch.begin(100e3)
+    first = seen(380e3, 8)
+    assert first.compute_us == (0.0, 380e3)
+    known = Remeasured(job, first)
+    watch.begin(400e3)
+    assert seen(380e3, 8) is None
+    again = seen(80e3, 8)
+    assert again.ratio(Cause.COMPUTE, Cause.JOB) == pytest.approx(80 / 380)
+    assert known.scale(again) == pytest.approx(1.0)
+
+
+def test_times_follow_the_job_into_other_buckets():
+    job = ddp_job([300_000] * 4, [100.0] * 4)
+    other = rebucketed(job, 1.0)
+    assert len(other.buckets) != len(job.buckets)
+    slower = with_compute(other, job, 2.0)
+    assert slower.bucket_ready_us == pytest.approx([2 * us for us in other.bucket_ready_us])
 
 
 def test_a_small_difference_is_no_change_and_a_large_one_takes_two_windows():

@@ -48,12 +48,16 @@ class Remeasured:
         self._first, self._first_compute_us = job, change.compute_us[0] or _compute_us(job)
         self._codec = 1.0
 
+    def scale(self, change: Change) -> float:
+        """So many times what it took when the job was measured computing takes now."""
+        return change.compute_us[1] / self._first_compute_us
+
     def job(self, job: Job, change: Change, groups: Groups, place: Place) -> Job:
         """The job with the costs of what changed measured again. Collective: all ranks call it together."""
         compute = change.ratio(Cause.COMPUTE, Cause.JOB)
-        scale = change.compute_us[1] / self._first_compute_us
+        scale = self.scale(change)
         if compute is not None:
-            job = _with_compute(job, self._first, scale)
+            job = with_compute(job, self._first, scale)
         codec = change.ratio(Cause.ENCODERS)
         if codec is not None:
             self._codec = max(1 / MOST_CODEC, min(self._codec * codec, MOST_CODEC))
@@ -138,7 +142,8 @@ def _compute_us(job: Job) -> float:
     return max(job.forward_us + sum(job.gaps_us) + job.optimizer_us, 1.0)
 
 
-def _with_compute(job: Job, first: Job, ratio: float) -> Job:
+def with_compute(job: Job, first: Job, ratio: float) -> Job:
+    """The job with what computing took in ``first``, times ``ratio``, in the job's own buckets."""
     if job.buckets is not None and job.buckets != first.buckets:
         first = in_buckets(first, job.buckets)
     ready = first.bucket_ready_us
