@@ -133,7 +133,8 @@ class Alarm:
         question, deadline = next(self._questions), time.monotonic() + patience_s
         answers = self._answers[question] = {}
         self._repeat(_Kind.ASK, question, "", answers, self._others - self._mute, deadline)
-        del self._answers[question]
+        with self._news:
+            del self._answers[question]
         return dict(answers)
 
     def missing(self, answers: Collection[int]) -> frozenset[int]:

@@ -69,8 +69,10 @@ def sent_over_two_connections(rank: int) -> tuple[bool, float]:
         return keeps, max(float((mine.grad - theirs.grad).abs().max()) for mine, theirs in pairs)
 
 
-def comes_later(rank: int) -> list[bool]:
-    """Plain steps in which a branch is not used, and then is: whether something of it is kept after each."""
+def comes_later(rank: int) -> tuple[list[bool], list[bool]]:
+    """Plain steps in which a branch is not used, and then is: whether something of it is kept after each; and whether a
+    flush is still under way after such steps.
+    """
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -91,8 +93,18 @@ def comes_later(rank: int) -> list[bool]:
 
         for number in range(4):
             step(number, [0, 1])
+        compressed, turns = state.strategy, ([0], [0], [1], [1])
         state.use(strategy_for(ddp, Cluster(2, 1), ALLREDUCE))
-        return [step(4 + number, used) for number, used in enumerate(([0], [0], [1], [1]))]
+        kept = [step(4 + number, used) for number, used in enumerate(turns)]
+        state.use(compressed)
+        for number in range(8, 10):
+            step(number, [0, 1])
+        state.flush()
+        flushes = []
+        for number, used in enumerate(turns):
+            step(10 + number, used)
+            flushes.append(state.session.flushes)
+        return kept, flushes
 
 
 def cannot_plan(rank: int) -> str:
@@ -138,7 +150,7 @@ def test_over_two_connections_a_plain_step_sends_what_some_ranks_keep(four):
 
 
 def test_what_a_tensor_owes_waits_until_it_comes(two):
-    assert two(comes_later) == [[True, True, False, False]] * 2
+    assert two(comes_later) == [([True, True, False, False],) * 2] * 2
 
 
 def test_what_one_rank_cannot_plan_the_other_hears_at_once(two):

@@ -41,7 +41,7 @@ from espresso.comm.parameter_server.wire import (
     Op,
     Stretch,
 )
-from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
+from espresso.compressors.base import Correction, Decoding, Encoding, Feedback, Segment
 from espresso.compressors.cuda import sources
 from espresso.live.codecs import HostCodecs
 from espresso.live.server_profile import raw_keys
@@ -470,6 +470,43 @@ def run_load_without_servers(rank: int) -> tuple[float, bool]:
 
 def test_loaded_server_residuals_are_trained_on_without_servers_too(servers):
     assert POOL.run(run_load_without_servers) == [(4 * 8.0 + NUM_RANKS, True)] * NUM_RANKS
+
+
+def run_skipped_buckets(rank: int, option: str, spec: str, ranks_per_node: int, numel: int) -> list[float]:
+    """A bucket is laid otherwise in a step, and then as before; the largest error of each step's averages."""
+    both, one = make_buckets({"x": numel}, {"a": numel}), make_buckets({"a": numel})
+    exchange = exchange_over(NUM_RANKS, NUM_SERVERS, rank, ranks_per_node, timeout_s=20.0)
+    strategy = strategy_of(both, exchange.groups.cluster, choice_of(option, spec))
+    apart = []
+    for buckets in (both, one, both):
+        found = exchange.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
+        pairs = zip(found, exact_average(buckets, NUM_RANKS), strict=True)
+        apart.append(max(float((mine - exact).abs().max()) for mine, exact in pairs))
+    return apart
+
+
+def test_keys_that_another_bucket_took_over_are_asked_for_anew(servers):
+    assert POOL.run(run_skipped_buckets, RAW, "none", 1, 1024) == [[0.0] * 3] * NUM_RANKS
+    hierarchical = "intra.reduce_scatter > " + TWO_WAY.replace("flat", "inter") + " > intra.allgather"
+    # Of so few elements some ranks have none.
+    for apart in POOL.run(run_skipped_buckets, hierarchical, "efsignsgd:raw_below=1", 2, 40):
+        assert len(apart) == 3
+
+
+def run_scaled_once(rank: int, spec: str) -> float:
+    """Of a gradient of 2 times the loss scale the mean of its average, over both."""
+    buckets = make_buckets({"a": 1024})
+    exchange = exchange_over(NUM_RANKS, NUM_SERVERS, rank)
+    exchange.renew(correction=Correction(0.9))
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(ONE_WAY, spec))
+    scaled = [torch.full((1024,), 2.0 * 1024.0)]
+    (average,) = exchange.step(Assignment(strategy), buckets, scaled, grad_scale=1024.0)
+    return float(average.mean()) / (2.0 * 1024.0)
+
+
+@pytest.mark.parametrize("spec", ["fp16", "qsgd"])
+def test_what_keeps_no_residual_has_its_loss_scale_with_momentum_too(servers, spec):
+    assert POOL.run(run_scaled_once, spec) == [pytest.approx(1.0, rel=0.05)] * NUM_RANKS
 
 
 # -- handshake and failures ------------------------------------------------------------------------

@@ -113,9 +113,30 @@ def another_ranks_checkpoint(rank: int) -> str:
         return str(caught.value)
 
 
+def checkpoints_of_two_steps(rank: int) -> str:
+    """A kill in the middle of a save left each rank's file of another step."""
+    ddp = wrap(IntegerNet((300,)))
+    with registered(ddp, ALLGATHER, "efsignsgd", timeout_s=20.0) as state:
+        ddp(rank).backward()
+        early = state.state_dict()
+        ddp(rank + 2).backward()
+        with pytest.raises(CheckpointError) as caught:
+            state.load_state_dict(early if rank else state.state_dict())
+        state.load_state_dict(early)
+        ddp(rank + 4).backward()
+        return str(caught.value)
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
-    scenarios = (other_strategies, after_the_end, contradictions, nothing_to_exchange, another_ranks_checkpoint)
+    scenarios = (
+        other_strategies,
+        after_the_end,
+        contradictions,
+        nothing_to_exchange,
+        another_ranks_checkpoint,
+        checkpoints_of_two_steps,
+    )
     return Played(__name__, scenarios, 2, ranks_per_node=1)
 
 
@@ -141,3 +162,9 @@ def test_where_one_rank_cannot_load_none_does(played):
     told = played(another_ranks_checkpoint)
     assert told[0].startswith("rank 1 cannot load its checkpoint: the checkpoint is of rank 0 of 2")
     assert told[1].startswith("the checkpoint is of rank 0 of 2, this is rank 1 of 2")
+
+
+def test_checkpoints_of_different_steps_are_refused(played):
+    for told in played(checkpoints_of_two_steps):
+        assert "rank 0 from one of step 2," in told
+        assert "rank 1 from one of step 1," in told

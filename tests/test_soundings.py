@@ -60,11 +60,11 @@ def test_soundings_are_many_at_first_and_later_a_two_hundredth_of_the_time():
     now = run(world, planner, range(120), {})
     assert world.soundings >= 8
     now = run(world, planner, range(120, 1_000), {}, now)
-    assert 8 < world.soundings * SOUNDS_MS < 0.02 * now / 1e6
-    world.soundings = 0
+    assert 8 * SOUNDS_MS < world.sounding_ms < 0.02 * now / 1e6
+    world.sounding_ms = 0.0
     end = run(world, planner, range(1_000, 4_000), {}, now)
-    most = SHARE * (end - now) / 1e6 / SOUNDS_MS
-    assert 0.5 * most < world.soundings <= most + 1
+    most = SHARE * (end - now) / 1e6  # a sounding's own time says when the next one is
+    assert 0.5 * most < world.sounding_ms <= 1.2 * most
 
 
 def test_a_turn_that_keeps_the_strategy_does_not_begin_soundings_anew():
@@ -72,7 +72,7 @@ def test_a_turn_that_keeps_the_strategy_does_not_begin_soundings_anew():
     world = World(plain_us=60_000, noise=0.002)
     planner = planner_of(world)
     now = run(world, planner, range(2_000), {})
-    world.soundings, world.compute = 0, 1.5
+    world.sounding_ms, world.compute = 0.0, 1.5
     end = run(world, planner, range(2_000, 2_200), {}, now)
     assert [event for _, event, _ in rows_of(planner)[1:]] == ["changed", "kept"]
-    assert world.soundings <= 2 + SHARE * (end - now) / 1e6 / SOUNDS_MS
+    assert world.sounding_ms <= 5 * SOUNDS_MS + SHARE * (end - now) / 1e6

@@ -70,7 +70,7 @@ class World:
         wants: that it would want from the moment on in which the link is measured again.
         rests: exchanges that are free after the pause in which it is measured.
         sounds_us: what a short exchange takes.
-        soundings: in how many it was looked at.
+        soundings, sounding_ms: in how many it was looked at, and what they took.
     """
 
     plain_us: float = 1_000.0
@@ -94,6 +94,7 @@ class World:
     why_none: str = ""
     sounds_us: float = 20_000.0
     soundings: int = 0
+    sounding_ms: float = 0.0
 
     def lay(self, bucket_cap_mb: float) -> bool:
         self.laid.append(bucket_cap_mb)
@@ -130,8 +131,9 @@ class World:
         self.bucket_cap_mb, self.free = self.wants, self.rests
 
     def sound(self) -> float:
-        self.soundings += 1
+        self.soundings, began = self.soundings + 1, time.perf_counter()
         time.sleep(SOUNDS_MS / 1e3)
+        self.sounding_ms += 1e3 * (time.perf_counter() - began)
         return self.sounds_us
 
     def before_trying(self) -> None:

@@ -162,6 +162,7 @@ class Averaging:
             wrapped.__cause__ = error
             self._on_failure(wrapped)
             return
+        self._iteration.touch()
         try:
             self._on_done(index)
         except Exception as error:  # the library's thread would drop it

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -184,8 +184,11 @@ class Executor:
             else:
                 fail_open([future], self.error)
         elif not self._failure.begun:
-            iteration.course.end()
-            self._bucket_done(iteration, END)
+            try:
+                iteration.course.end()
+                self._bucket_done(iteration, END)
+            except Exception as error:
+                self._fail_here(error)
         elif (settled := self.error) is not None:
             fail_open([future], settled)
         return future
@@ -202,7 +205,7 @@ class Executor:
         record = Record(self.step, self.planner.assign(self.step))
         run = self._side.begin(record, self._timeout_s)
         self.lanes.begin_iteration()
-        iteration = Iteration(record, run, grad_scale(), self._owing != set(), self._choose)
+        iteration = Iteration(record, run, grad_scale(), self.may_owe, self._choose)
         with self.lanes.lock:
             self._count += 1
             self._iteration = iteration
@@ -401,9 +404,18 @@ class Executor:
         """The number the next iteration will have."""
         return self._count
 
-    def restart(self, step: int) -> None:
-        """Go on counting from ``step`` (a resumed job draws the same random numbers)."""
-        self._count, self._owing = step, None
+    @property
+    def may_owe(self) -> bool:
+        """Whether some rank may keep something of a tensor; the same on all ranks."""
+        return self._owing != set()
+
+    def restart(self, step: int, owing: Iterable[str] | None = None) -> None:
+        """Go on counting from ``step`` (a resumed job draws the same random numbers).
+
+        Args:
+            owing: the tensors of which some rank keeps something, alike on all ranks; None: any.
+        """
+        self._count, self._owing = step, None if owing is None else set(owing)
         self._programs.forget()
 
     def look_at_exchanges(self, looks: bool) -> None:

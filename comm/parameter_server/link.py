@@ -208,8 +208,8 @@ class Link:
 
         The first worker asks: the others know that it is done when the next round is over.
         """
-        for piece in self._waiting:
-            np.multiply(piece.values, factors.get(piece.tensor, 1.0), out=piece.values)
+        # Anew: a save that is under way may have been lent these.
+        self._waiting = [replace(p, values=p.values * np.float32(factors.get(p.tensor, 1.0))) for p in self._waiting]
         if self.answers and self._live:
             body = (self._namespace, frozenset(self._discarded), dict(factors))
             self._ask_everybody(Op.RESCALE, body)

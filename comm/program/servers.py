@@ -56,7 +56,7 @@ def push(part: Part, index: int, held: Numbers | Payload) -> Compiled:
     def run() -> None:
         scale = 1.0
         if decodes_last:
-            scale = (part.home.round.grad_scale if part.keeps_residual else 1.0) / part.num_ranks
+            scale = part.rescale / part.num_ranks
         link.push(line, host.array(given()), host.array(taken()), part.home.round.step, scale)
 
     return Compiled(Pushed(keys, line, answer, partial(link.pull, line), after), run, before, bytes_sent=key.up_bytes)

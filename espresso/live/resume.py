@@ -65,9 +65,10 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
     tensors, groups, shards = session.model.tensors, session.groups, session.model.shards
     numels = {tensor.name: tensor.numel for tensor in tensors}
     taker = None if shards is None or groups.beside is None else Taker(shards, groups.beside, numels)
-    wrong = ""
+    wrong, said, owing = "", "", set[str]()
     try:
         checkpoint = body if isinstance(body, Checkpoint) else Checkpoint.parse(body)
+        said = _said(checkpoint)
         kept = checkpoint.of(place(session), groups.cluster, session.model.wholes, strict=strict, shards=taker)
         strategy = _to_resume(session, kept)
         schedule = None if strategy is None else session.check(strategy)
@@ -75,16 +76,26 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
         wrong = str(error)
     except ValueError as error:
         wrong = f"the strategy in the checkpoint: {error}"
-    for rank, theirs in groups.everywhere((dist.get_rank(), wrong)):  # nobody goes on where somebody cannot
+    if not wrong:
+        owing = {name for name, _ in kept.residuals.pieces} | set(kept.residuals.carry)
+    everybody = groups.everywhere((dist.get_rank(), wrong, said, sorted(owing)))
+    for rank, theirs, _, _ in everybody:  # nobody goes on where somebody cannot
         if theirs:
             raise CheckpointError(wrong or f"rank {rank} cannot load its checkpoint: {theirs}")
+    for rank, _, theirs, _ in everybody:
+        if theirs != everybody[0][2]:
+            raise CheckpointError(
+                f"ranks would go on from different checkpoints: rank {everybody[0][0]} from one of {everybody[0][2]},"
+                f" rank {rank} from one of {theirs}; load those of one save"
+            )
+    owing = {name for *_, names in everybody for name in names}
     residuals, velocities = kept.residuals.pieces, kept.velocities.pieces
     if checkpoint.cluster == groups.cluster.shape and groups.cluster.is_hierarchical:
         residuals, velocities = _with_replicas(groups, (residuals, velocities))
     if strategy is not None and schedule is not None:
         session.adopt(strategy, schedule, kept.step, kept.epoch, decides_on=True)
     session.follower.epoch = kept.epoch
-    session.restart(kept.step)
+    session.restart(kept.step, owing)
     session.factors.load(dict(kept.factors))
     if session.store.remote is not None:
         session.store.remote.reset()
@@ -95,6 +106,15 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
     if kept.dropped:
         logger.warning("of the checkpoint was dropped: %s", "; ".join(kept.dropped))
     return kept.dropped
+
+
+def _said(checkpoint: Checkpoint) -> str:
+    """What is the same in every rank's file of one save, for people."""
+    nodes, per_node = checkpoint.cluster
+    strategy = "no strategy" if checkpoint.strategy is None else f"strategy {checkpoint.strategy.digest[:8]}"
+    epoch = "" if checkpoint.epoch is None else f" of epoch {checkpoint.epoch}"
+    shards = f" and {checkpoint.num_shards} shards" if checkpoint.num_shards > 1 else ""
+    return f"step {checkpoint.step}{epoch}, {nodes}x{per_node} ranks{shards}, {strategy}"
 
 
 def place(session: Session | None, group: dist.ProcessGroup | None = None) -> Place:

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
@@ -322,8 +322,8 @@ class Session:
         self.observer.take(record)
         self.recorder.take(record)
         flushed = record.assignment is self._flushing
-        if flushed and record.finite:
-            self._flushing = None
+        if flushed and not self.executor.may_owe:
+            self._flushing = None  # all that was owed was in a step that counts
         if not self.decider.decided:
             self._marks.mark(record.iteration + 1)
         looks = not self.is_compiled and record.iteration % LOOK_EVERY == LOOK_EVERY - 1
@@ -428,9 +428,13 @@ class Session:
         if self.groups.beside is not None:
             self.executor.agree = self.groups.beside.all_true
 
-    def restart(self, step: int) -> None:
-        """Go on counting from a checkpoint's step, which may be one of before."""
-        self.executor.restart(step)
+    def restart(self, step: int, owing: Iterable[str]) -> None:
+        """Go on counting from a checkpoint's step, which may be one of before.
+
+        Args:
+            owing: the tensors of which some rank keeps something; equal on all ranks.
+        """
+        self.executor.restart(step, owing)
         self.decider.restart()
         if self.guard is not None:
             self.guard.restart(step)

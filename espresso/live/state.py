@@ -278,6 +278,7 @@ class EspressoState(View):
                 if name not in known or not math.isfinite(factor):
                     what = "is not finite" if name in known else "is for no tensor of this model"
                     raise ValueError(f"the factor {factor!r} of {name!r} {what}")
+            self._session.executor.conclude()  # on a GPU the last step may not be judged yet
             self._session.store.rescale(factors)
 
     def __repr__(self) -> str:
