@@ -68,10 +68,10 @@ class Iteration:
         self, record: Record, run: Pass, grad_scale: float | None, may_owe: bool, choose: Callable[[Iteration], Course]
     ) -> None:
         self.record, self.run, self.grad_scale = record, run, grad_scale
+        self.drains = may_owe and record.assignment.drain
         # Whether averages are looked at for infs. Every rank must reach the same verdict, also one that keeps no
         # residual (another is the root), since planners move by it together. A plain step without loss scaling
         # goes without: the look would cost a reading pass over all gradients, and nobody skips the step.
-        self.drains = may_owe and record.assignment.drain
         self.checks = record.assignment.strategy.num_compressed > 0 or grad_scale is not None or self.drains
         self.futures: dict[int, Future] = {}
         self.buffers: dict[int, torch.Tensor] = {}
