@@ -108,7 +108,7 @@ def _mutated(draw: random.Random) -> Any:
 
 
 def _take(body: Any) -> None:
-    Checkpoint.parse(body).of(Place(0, 2), Cluster(2, 1), TENSORS)
+    Checkpoint.parse(body).found(Place(0, 2), Cluster(2, 1), TENSORS).kept()
 
 
 def _load_spoilt_bytes(draw: random.Random) -> None:

@@ -444,6 +444,29 @@ def test_a_nan_discards_the_iteration() -> None:
     assert POOL.run(run_nan) == [(True, False, True, True)] * NUM_RANKS
 
 
+def run_judged_alone(rank: int) -> tuple[bool, bool, bool]:
+    """One rank looks at its figures while the last step is not judged: nobody else is asked until the next one."""
+    device = DeviceExchange(2)
+    buckets = make_buckets(*SIZES)
+    assignment = Assignment(strategy_of(buckets, device.groups.cluster, Choice(parse_option(OPTIONS[5]))))
+    told: list[int] = []
+    device.script.work = lambda: told.extend(device.groups.everywhere(rank))
+    device.step(assignment, buckets, normal(buckets, rank, 0))
+    if rank == 0:
+        device.executor.judge()
+    judged, early = len(device.script.records) == 1, bool(told)
+    device.groups.barrier()
+    device.step(assignment, buckets, normal(buckets, rank, 1))
+    device.executor.conclude()
+    device.close()
+    return judged is (rank == 0), early, told == list(range(NUM_RANKS))
+
+
+def test_a_step_judged_alone_asks_nobody() -> None:
+    build(sources())
+    assert POOL.run(run_judged_alone) == [(True, False, True)] * NUM_RANKS
+
+
 def run_integers(rank: int) -> bool:
     """Uncompressed options average exactly, in the bucket's own type."""
     device = DeviceExchange(2)

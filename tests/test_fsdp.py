@@ -333,6 +333,7 @@ def distributed_checkpoint(rank: int) -> dict[str, Any]:
         loss_of(model, rank, step).backward()
         model.zero_grad()
     dcp.save({"espresso": state}, checkpoint_id=folder)
+    whole = state.gather_state_dict()
     there, digests, found = owed(state), [], {"owed": max(float(values.abs().max()) for values in owed(state).values())}
     for shards in (2, 2, 4, 1):
         if shards != 2 or digests:
@@ -347,6 +348,14 @@ def distributed_checkpoint(rank: int) -> dict[str, Any]:
                 for parameter in model.parameters():
                     parameter -= 0.0 if parameter.grad is None else 0.1 * parameter.grad
             digests.append((digest(model), state.session.executor.next_step))
+        if shards == 4:  # one rank cannot read its part of it
+            spoilt = dict(whole)
+            if rank == 3:
+                spoilt["parts"] = {number: torch.zeros(5, dtype=torch.uint8) for number in whole["parts"]}
+            began = time.monotonic()
+            with pytest.raises(espresso.CheckpointError, match=r"malformed|part \d+|cannot load"):
+                state.load_state_dict(spoilt)
+            found["refused"] = time.monotonic() - began < 5.0
         state.close()
     return found | {"same": digests[0] == digests[1]}
 
@@ -639,6 +648,7 @@ def test_what_is_owed_survives_other_shards_and_replicas(played: Played) -> None
         assert found["2x2"] == 0.0
         assert found["4x1"] < 1e-6
         assert found["1x4"] < 1e-6
+        assert found["refused"]
 
 
 def test_a_module_that_is_reduced_twice_in_a_pass(played: Played) -> None:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -106,6 +106,7 @@ class Executor:
         self._groups, self._rank = groups, groups.ranks[groups.rank]
         self._iteration: Iteration | None = None
         self._unjudged: Iteration | None = None
+        self._more: Callable[[], None] | None = None  # wanted by the planner of an iteration that was judged alone
         self._count = self.step = 0
         # What some rank may keep something of, alike on all ranks whatever this one keeps; None: of any tensor.
         self._owing: set[str] | None = set()
@@ -312,21 +313,32 @@ class Executor:
             self._iteration = None
         iteration.hand_over_last(index)
 
-    def conclude(self) -> None:
+    def judge(self) -> None:
         """Judge an iteration that is launched but not judged yet: wait for the device, commit or discard residuals.
 
-        On the host there is none.
+        On the host there is none. A rank may do it alone; what the planner wants of all ranks then waits for
+        :meth:`conclude`.
 
         Raises:
             EspressoError: the device did not finish in time, or a payload was malformed.
         """
         iteration, self._unjudged = self._unjudged, None
-        if iteration is None:
-            return
-        try:
-            more = self._judge(iteration)
-            if more is not None:
+        if iteration is not None:
+            with self._telling():
+                self._more = self._judge(iteration)
+
+    def conclude(self) -> None:
+        """Judge, and have the planner do what follows. All ranks together, between two iterations; raises likewise."""
+        self.judge()
+        more, self._more = self._more, None
+        if more is not None:
+            with self._telling():
                 more()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             found = _of_the_planner(error)
             self.lanes.fail(found)

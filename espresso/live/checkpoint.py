@@ -61,9 +61,6 @@ class Sharing(Protocol):
     """What a rank's shards are of; see :mod:`espresso.live.shards`."""
 
     @property
-    def num_shards(self) -> int: ...
-
-    @property
     def numels(self) -> dict[str, int]:
         """Elements of the shards that are here."""
         ...
@@ -82,18 +79,14 @@ class Kept:
 
     Attributes:
         step: the number of the next iteration.
-        strategy: the one that was decided; None before.
         factors: of compressors of several rounds, by tensor; equal on all ranks.
-        dropped: what the checkpoint has and the model cannot take, in people's words.
     """
 
     step: int = 0
     epoch: int | None = None
-    strategy: Strategy | None = None
     residuals: Stored = Stored()
     velocities: Stored = Stored()
     factors: Mapping[str, Array] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,20 +170,20 @@ class Checkpoint:
         numbers = self.parts if numbers is None else numbers
         return [row for number in numbers for row in self.parts[number].rows(f"part {number}")]
 
-    def of(
+    def found(
         self,
         place: Place,
         cluster: Cluster,
         tensors: Sequence[TensorSpec],
         *,
         strict: bool = True,
-        shards: Sharing | None = None,
-    ) -> Kept:
-        """What a rank of a job takes over.
+        num_shards: int = 1,
+    ) -> Found:
+        """What a rank of a job finds for itself, read and checked whole; nobody else is asked.
 
         Args:
             tensors: of the model, whole.
-            shards: which of these rows are this rank's, where it has shards of the tensors.
+            num_shards: that the job cuts each of them into.
             strict: refuse a checkpoint of another model; else keep what fits by name and shape.
 
         Raises:
@@ -214,7 +207,7 @@ class Checkpoint:
         fitting = {tensor.name: tensor.numel for tensor in tensors if there.get(tensor.name) == tensor.shape}
         rows, shared = self.rows(place.parts), self.factors.rows("entry 'factors'")
         check_rows(rows + shared, {tensor.name: tensor.numel for tensor in self.model})
-        cut_alike = self.num_shards == (1 if shards is None else shards.num_shards)
+        cut_alike = self.num_shards == num_shards
         is_same = self.cluster == cluster.shape and cut_alike
         factors = _in_one([*shared, *(row for row in rows if row.held == FACTOR and is_same)] if cut_alike else [])
         rows = [row for row in rows if row.tensor in fitting and row.held != FACTOR]
@@ -224,17 +217,7 @@ class Checkpoint:
                 replace(row, site=row.site and Site.LOCAL, values=row.values * row.values.dtype.type(scale))
                 for row in rows
             ]
-        if shards is not None:
-            rows, fitting = shards.mine(rows, is_same=is_same), shards.numels
-        return Kept(
-            step=self.step,
-            epoch=self.epoch,
-            strategy=None if dropped else self.strategy,
-            residuals=_stored(rows, RESIDUAL, fitting),
-            velocities=_stored(rows, VELOCITY, fitting),
-            factors={name: values for name, values in factors.items() if name in fitting},
-            dropped=tuple(dropped),
-        )
+        return Found(self, rows, fitting, factors, is_same, tuple(dropped))
 
     def _differences(self, tensors: Sequence[TensorSpec]) -> list[str]:
         """What the checkpoint's model has and this one has not, and what does not fit of the strategy."""
@@ -258,6 +241,53 @@ class Checkpoint:
             except ValueError as error:
                 raise CheckpointError(f"the strategy in the checkpoint: {error}") from error
         return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of a checkpoint is a rank's, before ranks that share a copy of the model pass on each other's shards.
+
+    Attributes:
+        rows: residuals and velocities, of whole tensors.
+        fitting: elements of the tensors that fit.
+        factors: as in :class:`Kept`.
+        is_same: the checkpoint is of a job that was cut as this one is.
+        dropped: what the checkpoint has and the model cannot take, in people's words.
+    """
+
+    checkpoint: Checkpoint
+    rows: list[Row]
+    fitting: Mapping[str, int]
+    factors: Mapping[str, Array]
+    is_same: bool
+    dropped: tuple[str, ...]
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The one to go on with."""
+        return None if self.dropped else self.checkpoint.strategy
+
+    @property
+    def owing(self) -> set[str]:
+        """Tensors of which something is owed."""
+        return {row.tensor for row in self.rows if row.held == RESIDUAL}
+
+    def kept(self, shards: Sharing | None = None) -> Kept:
+        """What the rank takes over.
+
+        Args:
+            shards: which of the rows are this rank's, where it has shards of the tensors; then all ranks together.
+        """
+        rows, fitting = self.rows, self.fitting
+        if shards is not None:
+            rows, fitting = shards.mine(rows, is_same=self.is_same), shards.numels
+        return Kept(
+            step=self.checkpoint.step,
+            epoch=self.checkpoint.epoch,
+            residuals=_stored(rows, RESIDUAL, fitting),
+            velocities=_stored(rows, VELOCITY, fitting),
+            factors={name: values for name, values in self.factors.items() if name in fitting},
+        )
 
 
 def _in_one(rows: Iterable[Row]) -> dict[str, Array]:

@@ -21,7 +21,7 @@ METRICS = tuple(
 
 def metrics_of(session: Session) -> dict[str, float]:
     """Everything in ``METRICS``, and the guard's figures by group of tensors."""
-    session.executor.conclude()
+    session.executor.judge()
     last, strategy, velocities = session.observer.last, session.decider.strategy, session.velocities
     figures = (
         0 if last is None else last.bytes_sent,

@@ -13,7 +13,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.residual import Loan
 from espresso.comm.keep.store import Address, Piece, Stretch
 from espresso.compressors.schedule import translate
-from espresso.live.checkpoint import Checkpoint, Kept
+from espresso.live.checkpoint import Checkpoint, Found
 from espresso.live.parts import FACTOR, RESIDUAL, VELOCITY, CheckpointError, Part, Place, cut
 from espresso.live.session import Session
 from espresso.live.shards import Taker
@@ -26,7 +26,7 @@ def saved(session: Session) -> Checkpoint:
     """This rank's part of a checkpoint, as everything is now. Nothing is copied yet, and nobody else is asked, but
     parameter servers for this rank's share.
     """
-    session.executor.conclude()
+    session.executor.judge()
     stretches = [(RESIDUAL, stretch) for stretch in session.store.lend()]
     if session.velocities is not None:
         stretches += [(VELOCITY, stretch) for stretch in session.velocities.lend()]
@@ -65,19 +65,22 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
     tensors, groups, shards = session.model.tensors, session.groups, session.model.shards
     numels = {tensor.name: tensor.numel for tensor in tensors}
     taker = None if shards is None or groups.beside is None else Taker(shards, groups.beside, numels)
+    num_shards = 1 if taker is None else taker.beside.num_ranks
     wrong, said, owing = "", "", set[str]()
     try:
         checkpoint = body if isinstance(body, Checkpoint) else Checkpoint.parse(body)
         said = _said(checkpoint)
-        kept = checkpoint.of(place(session), groups.cluster, session.model.wholes, strict=strict, shards=taker)
-        strategy = _to_resume(session, kept)
+        found = checkpoint.found(
+            place(session), groups.cluster, session.model.wholes, strict=strict, num_shards=num_shards
+        )
+        strategy = _to_resume(session, found)
         schedule = None if strategy is None else session.check(strategy)
     except CheckpointError as error:
         wrong = str(error)
     except ValueError as error:
         wrong = f"the strategy in the checkpoint: {error}"
-    if not wrong:
-        owing = {name for name, _ in kept.residuals.pieces} | set(kept.residuals.carry)
+    else:
+        owing = found.owing
     everybody = groups.everywhere((dist.get_rank(), wrong, said, sorted(owing)))
     for rank, theirs, _, _ in everybody:  # nobody goes on where somebody cannot
         if theirs:
@@ -89,6 +92,7 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
                 f" rank {rank} from one of {theirs}; load those of one save"
             )
     owing = {name for *_, names in everybody for name in names}
+    kept = found.kept(taker)
     residuals, velocities = kept.residuals.pieces, kept.velocities.pieces
     if checkpoint.cluster == groups.cluster.shape and groups.cluster.is_hierarchical:
         residuals, velocities = _with_replicas(groups, (residuals, velocities))
@@ -103,9 +107,9 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
     session.store.load(residuals, kept.residuals.carry, numels)
     if session.velocities is not None:
         session.velocities.load(velocities, kept.velocities.carry, numels)
-    if kept.dropped:
-        logger.warning("of the checkpoint was dropped: %s", "; ".join(kept.dropped))
-    return kept.dropped
+    if found.dropped:
+        logger.warning("of the checkpoint was dropped: %s", "; ".join(found.dropped))
+    return found.dropped
 
 
 def _said(checkpoint: Checkpoint) -> str:
@@ -149,12 +153,12 @@ def _with_replicas(groups: Groups, stores: Sequence[Pieces]) -> list[Pieces]:
     ]
 
 
-def _to_resume(session: Session, kept: Kept) -> Strategy | None:
+def _to_resume(session: Session, found: Found) -> Strategy | None:
     """What automatic mode had decided, unless the user gives a strategy now or the cluster is another.
 
     It names the compressors that were in force then; the schedule is given now.
     """
-    strategy, given = kept.strategy, session.given
+    strategy, given = found.strategy, session.given
     if strategy is None or isinstance(given.strategy, Strategy):
         return None
     if session.model.shards is not None:

@@ -383,6 +383,7 @@ class Session:
         if not is_one:
             raise TypeError(f"state.use takes a Strategy, got {strategy!r:.80}; Strategy.load(path) reads a file")
         schedule = self.check(strategy)
+        self.executor.conclude()
         self.adopt(strategy, schedule, self.executor.next_step, self.follower.epoch)
 
     def check(self, strategy: Strategy) -> Schedule:

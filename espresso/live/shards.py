@@ -50,10 +50,6 @@ class Taker:
     beside: Groups
     numels: dict[str, int]
 
-    @property
-    def num_shards(self) -> int:
-        return self.beside.num_ranks
-
     def mine(self, rows: Sequence[Row], *, is_same: bool) -> list[Row]:
         return [mine for row in (rows if is_same else self._everybody(rows)) for mine in self._cut(row)]
 
