@@ -33,7 +33,10 @@ def cores_of_threads(num_threads: int, allowed: Cores, system: Path = _SYSTEM) -
     if said == ANY:
         return []
     if said:
-        chosen = _listed(said) & allowed
+        try:
+            chosen = _listed(said) & allowed
+        except ValueError as error:
+            raise ValueError(f"{VARIABLE}: {error}") from None
         if not chosen:
             raise ValueError(f"{VARIABLE}={said!r} has none of this process's cores ({_shown(allowed)})")
         return [chosen] * num_threads

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from espresso.live.session import MOST_FLUSHES
 from espresso.strategies import Choice, Cluster, CompressorSpec, parse_option
 from tests.ddp import (
     ALLGATHER,
@@ -69,9 +70,10 @@ def sent_over_two_connections(rank: int) -> tuple[bool, float]:
         return keeps, max(float((mine.grad - theirs.grad).abs().max()) for mine, theirs in pairs)
 
 
-def comes_later(rank: int) -> tuple[list[bool], list[bool]]:
+def comes_later(rank: int) -> tuple[list[bool], list[bool], int, bool]:
     """Plain steps in which a branch is not used, and then is: whether something of it is kept after each; and whether a
-    flush is still under way after such steps.
+    flush is still under way after such steps. Where the branch never comes: after how many it is not any more, and
+    whether what is owed is still there.
     """
 
     class Branches(nn.Module):
@@ -104,7 +106,14 @@ def comes_later(rank: int) -> tuple[list[bool], list[bool]]:
         for number, used in enumerate(turns):
             step(10 + number, used)
             flushes.append(state.session.flushes)
-        return kept, flushes
+        for number in range(20, 22):
+            step(number, [0, 1])
+        state.flush()
+        under_way = []
+        for number in range(MOST_FLUSHES + 1):
+            step(30 + number, [0])
+            under_way.append(state.session.flushes)
+        return kept, flushes, under_way.index(False), not state.session.store.is_empty
 
 
 def cannot_plan(rank: int) -> str:
@@ -150,7 +159,8 @@ def test_over_two_connections_a_plain_step_sends_what_some_ranks_keep(four):
 
 
 def test_what_a_tensor_owes_waits_until_it_comes(two):
-    assert two(comes_later) == [([True, True, False, False],) * 2] * 2
+    kept = [True, True, False, False]
+    assert two(comes_later) == [(kept, kept, MOST_FLUSHES - 1, True)] * 2
 
 
 def test_what_one_rank_cannot_plan_the_other_hears_at_once(two):

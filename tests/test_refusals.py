@@ -12,6 +12,7 @@ from torch import nn
 
 import espresso
 from espresso.comm.errors import DisagreementError, EspressoError
+from espresso.cpu_offload.placement import cores_of_threads
 from espresso.live.parts import CheckpointError
 from espresso.strategies import Cluster
 from tests.ddp import ALLGATHER, IntegerNet, Played, agreed, batch, mlp, registered, strategy_for, wrap
@@ -168,3 +169,15 @@ def test_checkpoints_of_different_steps_are_refused(played):
     for told in played(checkpoints_of_two_steps):
         assert "rank 0 from one of step 2," in told
         assert "rank 1 from one of step 1," in told
+
+
+def test_what_is_no_group_no_file_and_no_list_of_cores_is_named(monkeypatch):
+    with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed group, got 5"):
+        espresso.EspressoState(process_group=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="strategy='' is no file"):
+        espresso.EspressoState(strategy="")
+    with pytest.raises(TypeError, match="takes the DistributedDataParallel model first"):
+        espresso.optim.CLAN(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]
+    monkeypatch.setenv("ESPRESSO_POOL_CORES", "x")
+    with pytest.raises(ValueError, match="ESPRESSO_POOL_CORES: 'x' is no list of cores"):
+        cores_of_threads(1, frozenset({0}))

@@ -282,6 +282,8 @@ class Executor:
         elif iteration.drains and record.finite:
             owing = set(strategy.choices) if self._owing is None else self._owing
             self._owing = owing - {slot.tensor for bucket in record.buckets for slot in bucket.slots}
+            if not self._owing:  # nothing is needed of the programs that sent it, which hold on to their buckets
+                self._programs.forget()
 
     def _judge_apart(self, iteration: Iteration, index: int) -> None:
         """On the control thread, where the device and other ranks may be waited for."""
@@ -420,6 +422,11 @@ class Executor:
     def may_owe(self) -> bool:
         """Whether some rank may keep something of a tensor; the same on all ranks."""
         return self._owing != set()
+
+    @property
+    def owing(self) -> list[str]:
+        """The tensors of which some rank may keep something, where that is known; the same on all ranks."""
+        return sorted(self._owing or ())
 
     def restart(self, step: int, owing: Iterable[str] | None = None) -> None:
         """Go on counting from ``step`` (a resumed job draws the same random numbers).

@@ -120,6 +120,6 @@ def _spec(compressor: object) -> CompressorSpec:
 
 def _load(path: str | os.PathLike[str]) -> Strategy:
     """A strategy's file; what is no file may be a misspelt "auto"."""
-    if isinstance(path, str) and not Path(path).exists() and get_close_matches(path, [AUTO]):
+    if isinstance(path, str) and not Path(path).is_file() and (not path or get_close_matches(path, [AUTO])):
         raise ValueError(f"strategy={path!r} is no file; did you mean 'auto'?")
     return Strategy.load(Path(path))

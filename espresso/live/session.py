@@ -59,6 +59,9 @@ from espresso.strategies.option import RANK_DEVICES
 
 logger = logging.getLogger("espresso")
 
+MOST_FLUSHES = 100
+"""Steps that a flush is waited for: a tensor whose bucket is skipped has no gradient to send what it owes with."""
+
 TOLD_S = 1.0
 """For the last message of a rank that closes: the others begin theirs at the end of the same iteration."""
 
@@ -131,6 +134,7 @@ class Session:
             self.search: OnlineSearch | None = None
             self.overlap_of: tuple[Strategy, float] | None = None
             self._flushing: Assignment | None = None
+            self._flushes_until = -1
             self.bearing = None if client is None else measure_bearing(self.groups, client)
             self.decider: Decider = self._make_decider()
             if isinstance(self.decider, FixedPlanner):
@@ -324,6 +328,8 @@ class Session:
         flushed = record.assignment is self._flushing
         if flushed and not self.executor.may_owe:
             self._flushing = None  # all that was owed was in a step that counts
+        elif flushed and self._flushes_until == record.iteration:
+            self._give_up_flushing()
         if not self.decider.decided:
             self._marks.mark(record.iteration + 1)
         looks = not self.is_compiled and record.iteration % LOOK_EVERY == LOOK_EVERY - 1
@@ -375,6 +381,17 @@ class Session:
         """Send all that is owed in the next iteration that counts: it is uncompressed, and the decider skips it."""
         plain = Strategy.uniform(self.model.tensors, self.groups.cluster, partition_bytes=0)
         self._flushing = Assignment(plain)
+        self._flushes_until = self.executor.next_step + MOST_FLUSHES - 1
+
+    def _give_up_flushing(self) -> None:
+        """What still owes has had no gradient in all these steps, or none that was finite."""
+        self._flushing = None
+        if self.groups.speaks:
+            logger.warning(
+                "%d steps after a flush some tensors have had no finite gradient to send with what they owe (%s); it"
+                " goes with their next one, or is lost where espresso leaves",
+                MOST_FLUSHES, ", ".join(self.executor.owing[:3]) or "any of the model's",
+            )  # fmt: skip
 
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""

@@ -74,6 +74,8 @@ class EspressoState(View):
     ) -> None:
         self.config = Config.from_keywords(dict(config))
         self._given = Given.of(compressor, strategy)
+        if not (process_group is None or isinstance(process_group, dist.ProcessGroup)):
+            raise TypeError(f"process_group must be a torch.distributed group, got {process_group!r:.80}")
         self._process_group = process_group
         if not (grad_scaler is None or hasattr(grad_scaler, "get_scale")):
             raise TypeError(f"grad_scaler must have a get_scale(), as torch.amp.GradScaler, got {grad_scaler!r:.80}")

@@ -112,7 +112,12 @@ def attach(
 
 
 def parameters_of(ddp_model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters whose gradients DDP averages, with their names."""
+    """The parameters whose gradients DDP averages, with their names; TypeError: this is no model."""
+    if not isinstance(ddp_model, torch.nn.Module):
+        raise TypeError(
+            "an optimizer with an exchange takes the DistributedDataParallel model first, and parameters as params=;"
+            f" got {type(ddp_model).__name__}"
+        )
     return list(named_gradients(ddp_model).items())
 
 
