@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from espresso.comm.program import PartitionProgram
 from espresso.live.session import MOST_FLUSHES
 from espresso.strategies import Choice, Cluster, CompressorSpec, parse_option
 from tests.ddp import (
@@ -70,10 +72,10 @@ def sent_over_two_connections(rank: int) -> tuple[bool, float]:
         return keeps, max(float((mine.grad - theirs.grad).abs().max()) for mine, theirs in pairs)
 
 
-def comes_later(rank: int) -> tuple[list[bool], list[bool], int, bool]:
-    """Plain steps in which a branch is not used, and then is: whether something of it is kept after each; and whether a
-    flush is still under way after such steps. Where the branch never comes: after how many it is not any more, and
-    whether what is owed is still there.
+def comes_later(rank: int) -> tuple[list[bool], int, list[bool], int, bool]:
+    """Plain steps in which a branch is not used, and then is: whether something of it is kept after each, and how many
+    programs are left; whether a flush is still under way after such steps. Where the branch never comes: after how many
+    it is not any more, and whether what is owed is still there.
     """
 
     class Branches(nn.Module):
@@ -98,6 +100,8 @@ def comes_later(rank: int) -> tuple[list[bool], list[bool], int, bool]:
         compressed, turns = state.strategy, ([0], [0], [1], [1])
         state.use(strategy_for(ddp, Cluster(2, 1), ALLREDUCE))
         kept = [step(4 + number, used) for number, used in enumerate(turns)]
+        gc.collect()
+        programs = sum(isinstance(each, PartitionProgram) for each in gc.get_objects())
         state.use(compressed)
         for number in range(8, 10):
             step(number, [0, 1])
@@ -113,7 +117,7 @@ def comes_later(rank: int) -> tuple[list[bool], list[bool], int, bool]:
         for number in range(MOST_FLUSHES + 1):
             step(30 + number, [0])
             under_way.append(state.session.flushes)
-        return kept, flushes, under_way.index(False), not state.session.store.is_empty
+        return kept, programs, flushes, under_way.index(False), not state.session.store.is_empty
 
 
 def cannot_plan(rank: int) -> str:
@@ -160,7 +164,7 @@ def test_over_two_connections_a_plain_step_sends_what_some_ranks_keep(four):
 
 def test_what_a_tensor_owes_waits_until_it_comes(two):
     kept = [True, True, False, False]
-    assert two(comes_later) == [(kept, kept, MOST_FLUSHES - 1, True)] * 2
+    assert two(comes_later) == [(kept, 0, kept, MOST_FLUSHES - 1, True)] * 2
 
 
 def test_what_one_rank_cannot_plan_the_other_hears_at_once(two):

@@ -134,7 +134,7 @@ class Session:
             self.search: OnlineSearch | None = None
             self.overlap_of: tuple[Strategy, float] | None = None
             self._flushing: Assignment | None = None
-            self._flushes_until = -1
+            self._flushes_left = 0
             self.bearing = None if client is None else measure_bearing(self.groups, client)
             self.decider: Decider = self._make_decider()
             if isinstance(self.decider, FixedPlanner):
@@ -326,10 +326,12 @@ class Session:
         self.observer.take(record)
         self.recorder.take(record)
         flushed = record.assignment is self._flushing
-        if flushed and not self.executor.may_owe:
-            self._flushing = None  # all that was owed was in a step that counts
-        elif flushed and self._flushes_until == record.iteration:
-            self._give_up_flushing()
+        if flushed:
+            self._flushes_left -= 1
+            if not self.executor.may_owe:
+                self._flushing = None  # all that was owed was in a step that counts
+            elif not self._flushes_left:
+                self._give_up_flushing()
         if not self.decider.decided:
             self._marks.mark(record.iteration + 1)
         looks = not self.is_compiled and record.iteration % LOOK_EVERY == LOOK_EVERY - 1
@@ -381,7 +383,7 @@ class Session:
         """Send all that is owed in the next iteration that counts: it is uncompressed, and the decider skips it."""
         plain = Strategy.uniform(self.model.tensors, self.groups.cluster, partition_bytes=0)
         self._flushing = Assignment(plain)
-        self._flushes_until = self.executor.next_step + MOST_FLUSHES - 1
+        self._flushes_left = MOST_FLUSHES
 
     def _give_up_flushing(self) -> None:
         """What still owes has had no gradient in all these steps, or none that was finite."""

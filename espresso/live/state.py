@@ -234,7 +234,8 @@ class EspressoState(View):
 
     def flush(self) -> None:
         """Send all that is owed with the next gradients, exactly: that step is not compressed. All ranks, between the
-        same two steps. A step with an inf or NaN does not count; then it is the one after it.
+        same two steps. A step with an inf or NaN does not count; then it is the one after it. Tensors whose buckets are
+        skipped are waited for, 100 steps at most; a warning names them.
         """
         if self._session is not None:
             self._session.flush()
@@ -242,8 +243,8 @@ class EspressoState(View):
     def unregister(self) -> None:
         """Go back to DDP's plain averaging. All ranks, between the same two steps.
 
-        The next step sends what is owed, exactly; then threads and process groups end. DDP keeps the hook, which
-        averages as DDP does.
+        The next step sends what is owed, exactly, as :meth:`flush` does; then threads and process groups end. DDP keeps
+        the hook, which averages as DDP does.
         """
         if self._model is not None and self._model.shards is not None:
             raise EspressoError("nobody else averages the replicas of an FSDP model: it cannot be unregistered")
