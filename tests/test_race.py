@@ -56,7 +56,7 @@ class Found:
     def follow(self, in_force: Any) -> bool:
         return True
 
-    def revise(self, change: Any) -> None:
+    def revise(self, change: Any) -> float:
         raise AssertionError("nobody watches this job")
 
 

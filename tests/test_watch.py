@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from espresso.live.history import History
-from espresso.live.patience import MOST_DOUBLINGS, REST, Patience
+from espresso.live.patience import EARNED, MOST_DOUBLINGS, REST, Patience
 from espresso.live.remeasure import Remeasured, with_compute
 from espresso.live.watch import LONG_WINDOW, WINDOW, Cause, Change, Finding, Stream, Vitals, Watch
 from espresso.model.bucket_caps import rebucketed
@@ -168,7 +169,7 @@ def test_a_small_difference_is_no_change_and_a_large_one_takes_two_windows():
 
 
 def seen_from(step: int, now_us: float, exposed_us: float = math.inf) -> Change:
-    return Change((Finding(Cause.LINK, 2.0),), step, (1e5, now_us), exposed_us=exposed_us)
+    return Change((Finding(Cause.LINK, 1.5),), step, (1e5, now_us), exposed_us=exposed_us)
 
 
 def first_permitted(patience: Patience, change: Change, limit: int = 10_000) -> int:
@@ -177,28 +178,40 @@ def first_permitted(patience: Patience, change: Change, limit: int = 10_000) -> 
 
 
 def test_a_change_is_looked_into_once_it_has_cost_as_much_as_a_look():
-    assert first_permitted(Patience(), seen_from(40, 1.5e5)) == 43  # .05 s a step, .15 s supposed
-    assert first_permitted(Patience(), seen_from(40, 1.5e5, exposed_us=2e4)) == 48  # compression can do less about it
+    assert first_permitted(Patience(), seen_from(40, 1.25e5)) == 46  # .025 s a step, .15 s supposed
+    assert first_permitted(Patience(), seen_from(40, 1.25e5, exposed_us=2e4)) == 48  # compression can do less about it
     assert first_permitted(Patience(), seen_from(40, 9.5e4)) == 55  # what sends more may have gained twice as much
-    assert first_permitted(Patience(), seen_from(40, 5e4, exposed_us=2e4)) == 48
+    assert first_permitted(Patience(), seen_from(40, 8e4, exposed_us=2e4)) == 48
     assert first_permitted(Patience(), seen_from(40, 1e5)) == 10_000  # nothing is at stake
     patience = Patience()
     patience.took(600, cost_us=1e6, brought=True)
-    assert first_permitted(patience, seen_from(598, 1.5e5)) == 620
-    patience.took(620, cost_us=1e5, brought=True)
-    assert first_permitted(patience, seen_from(620, 5e5)) == 620 + REST
+    assert first_permitted(patience, seen_from(598, 1.25e5)) == 640
+    patience.took(640, cost_us=1e5, brought=True)
+    assert first_permitted(patience, seen_from(640, 5e5)) == 640 + REST
 
 
 def test_turns_in_a_row_that_brought_nothing_cost_more_until_one_brings_something():
     patience, steps, now = Patience(), [], 0
     for _ in range(MOST_DOUBLINGS + 2):
-        steps.append(first_permitted(patience, seen_from(now, 1.5e5)) - now)
+        steps.append(first_permitted(patience, seen_from(now, 1.25e5)) - now)
         now += steps[-1]
         patience.took(now, cost_us=1e6, brought=False)
-    assert steps == [3, 40, 80, 160, 160]
+    assert steps == [6, 80, 160, 320, 320]
     assert first_permitted(patience, seen_from(now, 3e5)) == now + REST  # greater than all that came to nothing
     patience.took(now, cost_us=1e6, brought=True)
-    assert first_permitted(patience, seen_from(now, 1.5e5)) == now + 20
+    assert first_permitted(patience, seen_from(now, 1.25e5)) == now + 40
+
+
+def test_a_severe_change_is_looked_into_at_once_as_far_as_that_was_earned():
+    patience, severe = Patience(), partial(seen_from, now_us=2e5)
+    assert first_permitted(patience, severe(40)) == 40
+    patience.took(40, cost_us=1e6, brought=True)
+    assert first_permitted(patience, severe(100)) == 109  # .1 s a step; .15 and .03 of the second were earned
+    patience.took(109, cost_us=1e6, brought=False)
+    assert first_permitted(patience, seen_from(200, 2.5e5)) == 206  # worse than what brought nothing
+    patience.took(206, cost_us=1e6, brought=True)
+    all_of_it = 206 + math.ceil(1e6 / (EARNED * 1e5))
+    assert first_permitted(patience, severe(all_of_it)) == all_of_it
 
 
 def test_a_switch_pays_once_the_change_has_lasted():

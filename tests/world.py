@@ -69,6 +69,7 @@ class World:
         bucket_cap_mb: the size of buckets that the search wants.
         wants: that it would want from the moment on in which the link is measured again.
         rests: exchanges that are free after the pause in which it is measured.
+        known_us: ``plain_us`` when it was measured last.
         sounds_us: what a short exchange takes.
         soundings, sounding_ms: in how many it was looked at, and what they took.
     """
@@ -95,6 +96,7 @@ class World:
     sounds_us: float = 20_000.0
     soundings: int = 0
     sounding_ms: float = 0.0
+    known_us: float = 0.0
 
     def lay(self, bucket_cap_mb: float) -> bool:
         self.laid.append(bucket_cap_mb)
@@ -114,7 +116,7 @@ class World:
         return COMPUTE_US + self.plain_us
 
     def __call__(self, records: Any) -> list[Candidate]:
-        self.searches += 1
+        self.searches, self.known_us = self.searches + 1, self.plain_us
         assert not records or records[-1].buckets == self.buckets
         found = self.promises * (COMPUTE_US + self.plain_us / 15 + CODEC_US)
         # Predictions are no better than that: what is close is raced.
@@ -125,10 +127,12 @@ class World:
     def follow(self, in_force: Any) -> bool:
         return False
 
-    def revise(self, change: Change) -> None:
+    def revise(self, change: Change) -> float:
         self.changes.append(change)
         self.plain_us = self.when_measured_us or self.plain_us
+        before_us, self.known_us = self.known_us or self.plain_us, self.plain_us
         self.bucket_cap_mb, self.free = self.wants, self.rests
+        return self.plain_us / before_us
 
     def sound(self) -> float:
         self.soundings, began = self.soundings + 1, time.perf_counter()

@@ -31,8 +31,12 @@ class Search(Protocol):
         """Whether this makes the compressor it searches for another one."""
         ...
 
-    def revise(self, change: Change) -> None:
-        """Measure again what changed; collective. The next call searches with it."""
+    def revise(self, change: Change) -> float:
+        """Measure again what changed; collective. The next call searches with it.
+
+        Returns:
+            So many times what they took when they were measured last links take, where that has risen most.
+        """
         ...
 
     def sound(self) -> float:

@@ -115,11 +115,13 @@ class OnlineSearch:
         before, self.compressors = self.compressors, tuple(given if now == NONE else now for given, now in found)
         return self.compressors != before
 
-    def revise(self, change: Change) -> None:
+    def revise(self, change: Change) -> float:
         """Measure again what changed in the running job. Collective; the next call searches with it."""
-        if self.job is not None:
-            self._revised = self._revised or Remeasured(self.job, change)
-            self.job = self._revised.job(self.job, change, self._groups, self._runtime.place)
+        if self.job is None:
+            return 1.0
+        self._revised = self._revised or Remeasured(self.job, change)
+        self.job = self._revised.job(self.job, change, self._groups, self._runtime.place)
+        return self._revised.link_ratio
 
     def sound(self) -> float:
         """Microseconds that a short exchange takes on the slowest link as it is now. Collective."""

@@ -33,7 +33,6 @@ from espresso.live.turns import (
     MOST_ROUNDS,
     PLAIN_MAY,
     SETTLES,
-    SEVERE,
     SURELY_WINS,
     TRY_ROUNDS,
     Later,
@@ -419,14 +418,15 @@ class AutoPlanner:
             self._profile_from, self._decide_by = 0, 0
             return
         with torch.profiler.record_function("espresso::measure and search again"):
-            self._search.revise(change)
+            link_ratio = self._search.revise(change)
             found = self._found()
         kept = self._winning or self._winner.assignment
         same = [alike(candidate.strategy, kept.strategy) for candidate in found]
-        told = self._groups.everywhere((same, self._search.uncompressed_us, self._search.predicted_us(kept.strategy)))
-        same = [all(column) for column in zip(*(theirs for theirs, _, _ in told), strict=True)]
-        plain_us, ours_us = max(us for _, us, _ in told), max(us for _, _, us in told)
-        limit_us = ours_us * (MAY_WIN if change.severity >= SEVERE else SURELY_WINS) or math.inf
+        figures = self._search.uncompressed_us, self._search.predicted_us(kept.strategy), link_ratio
+        told = self._groups.everywhere((same, figures))
+        same = [all(column) for column in zip(*(theirs for theirs, _ in told), strict=True)]
+        plain_us, ours_us, link_ratio = (max(column) for column in zip(*(figures for _, figures in told), strict=True))
+        limit_us = ours_us * (MAY_WIN if change.is_severe else SURELY_WINS) or math.inf
         fresh = [c for c, is_ours in zip(found, same, strict=True) if not is_ours and c.predicted_us <= limit_us]
         fresh = [replace(c, name=f"{c.name} at step {step}") if c.name == now else c for c in fresh]
         best_us = min((c.predicted_us for c in found), default=0.0)
@@ -439,14 +439,16 @@ class AutoPlanner:
             self._end_turn(self._turn, None, step)
             return
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
-        # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind, or
-        # nothing did but a look at the link.
-        far_behind = min(change.step_us[1], ours_us) > FAR_BEHIND * best_us > 0
-        known = {now: change.step_us[1]} if far_behind or change.hidden_us else {}
+        # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind or that
+        # the link is to blame, or nothing raised it but a look at the link.
+        before_us, now_us = change.step_us
+        far_behind = min(now_us, ours_us) > FAR_BEHIND * best_us > 0
+        surely_slower = change.is_severe and now_us > before_us and link_ratio > FAR_BEHIND
+        known = {now: now_us} if far_behind or surely_slower or change.hidden_us else {}
         block = block_of(best_us or ours_us)
         self._race = Race(
             arms, block=block, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
-            settle=int(SETTLES * block), doubts=change.severity < SEVERE, known=known,
+            settle=int(SETTLES * block), doubts=not change.is_severe, known=known,
         )  # fmt: skip
         self._pause = 0
         self._search.before_trying()
@@ -474,23 +476,23 @@ class AutoPlanner:
         self._patience.took(step, spent_us, brought=best != ours)
         if race is not None and best != ours:
             self._switch(best, race, turn.change, step, turn.began_ns)
-        else:
-            times = "the search finds nothing else" if race is None else times_of(race)
-            if later is not None:
-                times += f"; {later.name} pays if this lasts until step {math.ceil(later.step)}"
-            self._race, self._later = None, later
-            told = {ours: turn.predicted_us} if turn.predicted_us else {}
-            self.verdict = replace(
-                verdict, measured_us=verdict.measured_us | measured, predicted_us=verdict.predicted_us | told
-            )
-            self._has_tried = race is not None
-            link = turn.change.ratio(Cause.LINK) or 1.0
-            self._watch_anew(measured[ours], is_another=FASTER * link <= 1)
-            self._note(step, Event.KEPT, times, turn.began_ns)
+            return
+        times = "the search finds nothing else" if race is None else times_of(race)
+        if later is not None:
+            times += f"; {later.name} pays if this lasts until step {math.ceil(later.step)}"
+        self._race, self._later = None, later
+        told = {ours: turn.predicted_us} if turn.predicted_us else {}
+        self.verdict = replace(
+            verdict, measured_us=verdict.measured_us | measured, predicted_us=verdict.predicted_us | told
+        )
+        self._has_tried = race is not None
+        link = turn.change.ratio(Cause.LINK) or 1.0
+        self._watch_anew(measured[ours], is_another=FASTER * link <= 1)
+        self._note(step, Event.KEPT, times, turn.began_ns)
         drift = measured[ours] / began_us
         is_over = abs(math.log(measured[ours] / before_us)) < TELLING
         if abs(math.log(drift)) > DRIFT and not is_over and not turn.is_second:
-            more = Change((Finding(Cause.STEP, drift),), step, (began_us, measured[best]), turn.change.compute_us)
+            more = Change((Finding(Cause.STEP, drift),), step, (began_us, measured[ours]), turn.change.compute_us)
             self._begin_turn(more, step, is_second=True)
 
     def _switch(self, name: str, race: Race, change: Change, step: int, since_ns: int | None = None) -> None:

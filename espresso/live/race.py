@@ -62,7 +62,8 @@ class Race:
 
     Attributes:
         measured: of every arm the slowest rank's median step, as far as compared.
-        excess_us: the most that the first step of a block took beyond the arm's median: what a switch costs.
+        excess_us: the most that the first step of an arm's block took beyond its median, of the arm's blocks the least:
+            what a switch costs, where more than one block was begun.
         noise: a difference between two arms, as a logarithm, that the spread of their steps makes one time in twenty.
     """
 
@@ -117,9 +118,9 @@ class Race:
         if before is not None:
             settles = 1 if arm.name in self._seen else self._settle
             us = (record.done_ns - before) / 1e3
-            if place % self._block < settles:
+            if place % self._block == 0:
                 self._first_us.setdefault(arm.name, []).append(us)
-            else:
+            elif place % self._block >= settles:
                 self._steps_us.setdefault((arm.name, self._round), []).append(us)
         if self._place % self._block == 0:
             self._seen.add(arm.name)
@@ -135,9 +136,7 @@ class Race:
         # Of few steps the lower median: what disturbs one makes it longer.
         mine = self._known | {name: median_low(values) for name, values in self._by_arm().items()}
         rounds = {key: median_low(values) for key, values in self._steps_us.items()}
-        excess = max(
-            (median(first) - mine[name] for name, first in self._first_us.items() if name in mine), default=0.0
-        )
+        excess = max((min(first) - mine[name] for name, first in self._first_us.items() if name in mine), default=0.0)
         everybody = groups.everywhere((mine, rounds, excess, self._noise()))
         self.measured = {name: max(theirs[name] for theirs, _, _, _ in everybody) for name in mine}
         self._rounds_us = {key: max(theirs[key] for _, theirs, _, _ in everybody) for key in rounds}

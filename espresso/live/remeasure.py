@@ -23,8 +23,8 @@ BURST_BYTES = 1 << 19
 """Of the whole array: gathered first, so that a token bucket is empty."""
 
 SMALL_BYTES, SMALL_COUNT = 1 << 14, 8
-LARGE_BYTES = ((2_000.0, 1 << 22), (15_000.0, 1 << 20), (math.inf, 1 << 18))
-"""What is gathered behind it, by how many microseconds that took at most."""
+LARGE_BYTES = ((2_000.0, BURST_BYTES, 1 << 22), (15_000.0, BURST_BYTES, 1 << 20), (math.inf, SMALL_BYTES, 1 << 18))
+"""What is gathered behind it, by how many microseconds that took at most: on slow links little has come back since."""
 
 SOUND_BYTES = 3 << 17
 """Of the whole array: short, and more than what two hosts' buckets let through at once (128 KiB, say, of each)."""
@@ -40,13 +40,16 @@ MOST_CODEC = 4.0
 class Remeasured:
     """Keeps a job up to date.
 
+    Attributes:
+        link_ratio: so many times what they took when they were measured last links take, where that has risen most.
+
     Links and compute follow from the job as it was measured first, by what probes and live steps took then and take
     now: one change after another would pile up their noise.
     """
 
     def __init__(self, job: Job, change: Change) -> None:
         self._first, self._first_compute_us = job, change.compute_us[0] or _compute_us(job)
-        self._codec = 1.0
+        self._codec = self.link_ratio = 1.0
 
     def scale(self, change: Change) -> float:
         """So many times what it took when the job was measured computing takes now."""
@@ -66,7 +69,9 @@ class Remeasured:
             self._codec = max(1.0, min(scale, MOST_CODEC))
         job = _with_codecs(job, self._first, self._codec)
         # Always: a change of the link may have gone unseen in an earlier turn, or behind what else changed.
-        links = with_probes(self._first.costs.links, probe(groups, place), groups.cluster)
+        probes = probe(groups, place)
+        self.link_ratio = _link_ratio(job.costs.links, probes)
+        links = with_probes(self._first.costs.links, probes, groups.cluster)
         return replace(job, costs=replace(job.costs, links=links))
 
 
@@ -78,8 +83,8 @@ def probe(groups: Groups, place: Place) -> Probes:
             continue
         columns = groups.cluster.ranks_per_node if scope is Scope.INTER else 1
         burst_us = time_behind(groups, scope, SMALL_BYTES, BURST_BYTES, place)
-        large = next(size for most_us, size in LARGE_BYTES if burst_us <= most_us)
-        large_us = time_behind(groups, scope, BURST_BYTES, large, place)
+        behind, large = next(sizes for most_us, *sizes in LARGE_BYTES if burst_us <= most_us)
+        large_us = time_behind(groups, scope, behind, large, place)
         small_us = time_behind(groups, scope, SMALL_BYTES, SMALL_BYTES, place, SMALL_COUNT)
         found[scope] = rising([(float(SMALL_BYTES * columns), small_us), (float(large * columns), large_us)])
     return found
@@ -135,6 +140,17 @@ def with_probes(links: Links, probes: Probes, cluster: Cluster) -> Links:
         return replace(curve, points=points, latency_us=latency_us, spread_us=spread_us)
 
     return replace(links, curves=tuple(map(changed, links.curves)))
+
+
+def _link_ratio(before: Links, probes: Probes) -> float:
+    """Of the larger gathers, on the scope where it is largest."""
+    gathers = {scope: before.measured(Routine.ALLGATHER, scope, Form.PAYLOAD) for scope in probes}
+    ratios = [
+        probes[scope][-1][1] / max(interpolate(gather.alone, probes[scope][-1][0]), 1.0)
+        for scope, gather in gathers.items()
+        if gather is not None
+    ]
+    return max(ratios, default=1.0)
 
 
 def _compute_us(job: Job) -> float:

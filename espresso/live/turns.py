@@ -21,12 +21,11 @@ SETTLES = 0.5
 """Of an arm's first block: its part that does not count. What is new to a job fills caches and touches its buffers."""
 
 FAR_BEHIND = 2.0
-"""The strategy in use needs no block where its steps take this many times the best prediction, and should."""
+"""The strategy in use needs no block where its steps take this many times the best prediction, and should; nor where
+they are slower, and so is by this factor the link, as the turn measured it."""
 
-SEVERE = math.log(1.3)
 MAY_WIN, SURELY_WINS = 1.1, 0.95
-"""What is predicted to take up to this factor of the strategy in use is tried: after a change by which steps
-take the factor ``SEVERE``, and otherwise."""
+"""What is predicted to take up to this factor of the strategy in use is tried: after a severe change, and otherwise."""
 
 DRIFT = math.log(1.25)
 """If the strategy in use takes so much longer or less in the race than when the turn began, and not what it took before

@@ -67,6 +67,9 @@ FREED = 2.0
 TELLING = math.log(1.15)
 """A part of the step that moved by less is not what changed."""
 
+SEVERE = math.log(1.3)
+"""How far a step has moved, as a logarithm, where more is tried, and sooner."""
+
 RING = 256
 """Windows that are kept."""
 
@@ -176,6 +179,10 @@ class Change:
         """How far the step moved, as a logarithm. What the link takes may be hidden: of its logarithm a part."""
         link = self.ratio(Cause.LINK) or 1.0
         return max(abs(math.log(self.step_us[1] / self.step_us[0])), HIDDEN * abs(math.log(link)))
+
+    @property
+    def is_severe(self) -> bool:
+        return self.severity >= SEVERE
 
     def ratio(self, *causes: Cause) -> float | None:
         """Of the first finding with one of these causes."""
