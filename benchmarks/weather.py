@@ -12,6 +12,7 @@ Every arm is a job of its own under the same schedule of phases, on two emulated
 | adapt    | automatic mode, ``adapt=True``                                                                      |
 | fixed:N  | one strategy throughout, ``FIXED`` lists them; the fastest is the best fixed strategy in hindsight  |
 | fresh    | a new job in each phase, whose steps count once it has decided: the best of each phase known before |
+| again    | plain once more, for what two jobs that do the same differ by; only if asked for                    |
 
 What two jobs take one after the other differs by more than the bars on a machine that others share. Where both adapt
 and fresh run, a last job therefore plays their strategies against each other in every phase after the first, the
@@ -60,6 +61,7 @@ SAMPLE, SAMPLE_S = 40, 5.0
 """An arm that does not decide on the way runs so many steps of a phase, or for so many seconds where that is more; the
 rest of it is taken to be as these, again and again."""
 
+AGAIN = "again"
 DUEL, DUEL_BLOCK, DUEL_ROUNDS, SETTLES = "duel", 12, 10, 4
 """The last job: steps of a block, blocks of each, and a block's first steps, which do not count."""
 
@@ -175,7 +177,7 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
         return ddp, torch.optim.SGD(ddp.parameters(), lr=0.01)
 
     def attach(ddp: Any) -> Any:
-        if arm in ("plain", DUEL):
+        if arm in ("plain", AGAIN, DUEL):
             return None
         if arm.startswith("fixed:"):
             return espresso.register(ddp, strategy=lambda t, c: fixed_strategy(arm.partition(":")[2], t, c))
@@ -352,22 +354,27 @@ def verdicts(step_s: Mapping[str, Sequence[float]], of_fresh: Sequence[float]) -
 
     Returns:
         ``of_fresh``: the worst phase after the first, of duels. ``of_known``: all of the time. ``of_plain``: the worst
-        window.
+        window; ``again_of_plain``: of plain itself.
     """
     found: dict[str, float] = {}
-    ours = step_s.get("adapt")
+    ours, plain, again = (step_s.get(arm) for arm in ("adapt", "plain", AGAIN))
+    if plain and again:
+        found["again_of_plain"] = _worst_window(again, plain)
     if ours is None:
         return found
     if of_fresh:
         found["of_fresh"] = max(of_fresh)
     if "fresh" in step_s:
         found["of_known"] = sum(ours[60:]) / sum(step_s["fresh"][60:])
-    if "plain" in step_s:
-        plain = step_s["plain"]
-        starts = range(60, max(len(ours) - PLAIN_WINDOW, 60) + 1)
-        windows = [(sum(ours[i : i + PLAIN_WINDOW]), sum(plain[i : i + PLAIN_WINDOW])) for i in starts]
-        found["of_plain"] = max(a / b for a, b in windows if b)
+    if plain:
+        found["of_plain"] = _worst_window(ours, plain)
     return found
+
+
+def _worst_window(ours: Sequence[float], plain: Sequence[float]) -> float:
+    starts = range(60, max(len(ours) - PLAIN_WINDOW, 60) + 1)
+    windows = [(sum(ours[i : i + PLAIN_WINDOW]), sum(plain[i : i + PLAIN_WINDOW])) for i in starts]
+    return max(a / b for a, b in windows if b)
 
 
 def table_of(phases: Sequence[Phase], rows: Sequence[Row], title: str) -> Table:
@@ -437,7 +444,7 @@ def draw(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]], events:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-LIMITS = {"of_fresh": OF_FRESH, "of_known": OF_KNOWN, "of_plain": OF_PLAIN}
+LIMITS = {"of_fresh": OF_FRESH, "of_known": OF_KNOWN, "of_plain": OF_PLAIN, "again_of_plain": OF_PLAIN}
 
 
 def compare(

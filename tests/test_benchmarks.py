@@ -153,6 +153,9 @@ def test_weather_reads_its_schedule_and_judges_phases_and_windows():
     assert found["of_fresh"] == 1.05
     assert found["of_known"] == pytest.approx((0.4 + 4.0 + 1.26) / 2.4)
     assert found["of_plain"] < 1
+    assert "again_of_plain" not in found
+    again = weather.verdicts({"plain": [0.010] * 400, "again": [0.010] * 200 + [0.012] * 200}, [])
+    assert again == {"again_of_plain": pytest.approx(1.2)}
     events = [{"event": "switched", "step": 140}, {"event": "changed", "step": 120}]
     picture = weather.draw((first, second), step_s, events)
     assert picture.count("<polyline") == 3
