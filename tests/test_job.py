@@ -403,8 +403,24 @@ def test_measured_links_make_a_cluster_file(tmp_path):
     assert loaded.inter.alpha_us == pytest.approx(40.0, rel=1e-3)
     assert loaded.inter.beta_us_per_kb == pytest.approx(0.3, rel=1e-3)
     assert loaded.inter.latency_us == pytest.approx(1500.0)
-    assert loaded.intra == loaded.inter
-    assert "intra was not there to measure" in loaded.note
+    assert loaded.intra is None
+    assert job_from_trace("lstm", 4, 1, path).cluster == Cluster(4, 1)
+    with pytest.raises(JobError, match=r"cluster.json knows no links between ranks of a machine, and 2 .* 'intra'"):
+        job_from_trace("lstm", 2, 2, path)
+
+
+def test_links_of_one_machine_make_no_network(tmp_path):
+    from espresso.model.links import LinkCurve
+    from espresso.model.presets import measured_cluster
+    from espresso.strategies import Cluster, Form, Routine, Scope
+
+    curve = LinkCurve(Routine.ALLGATHER, Scope.FLAT, Form.RAW, ((1e3, 10.0), (1e6, 500.0)))
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(measured_cluster([curve], Cluster(1, 2), {"num_nodes": 1})))
+    assert job_from_trace("lstm", 1, 2, path).cluster == Cluster(1, 2)
+    for shape, servers in (((2, 2), 0), ((1, 2), 1)):
+        with pytest.raises(JobError, match=r"cluster.json knows no links between machines, and .* 'inter'"):
+            job_from_trace("lstm", *shape, path, servers=servers)
 
 
 def test_compressors_of_one_algorithm_share_what_is_measured():

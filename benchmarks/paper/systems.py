@@ -77,6 +77,7 @@ def job_of(model: str, cluster: str | ClusterPreset, nodes: int = 8) -> Job:
 def at_gbits(cluster: str, gbits: float) -> ClusterPreset:
     """A cluster with another network between its machines, at the presets' efficiency."""
     preset = load_cluster(cluster)
+    assert preset.inter is not None
     inter = AlphaBeta(preset.inter.alpha_us, 8.0 / (gbits * EFFICIENCY))
     return replace(preset, name=f"{cluster} at {gbits:g} Gb/s", inter=inter)
 

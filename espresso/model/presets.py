@@ -10,7 +10,7 @@ The figures lie in ``espresso/data`` with their sources. A cluster file is JSON:
 
 A link may have a ``latency_us`` of its own, and the file an ``in_flight`` (:mod:`espresso.model.links`) and an
 ``offload_width`` (:class:`espresso.model.costs.CostModel`). ``espresso links -o`` writes one, with what it measured
-beside the lines.
+beside the lines; a link that was not there to measure is left out.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ClusterPreset:
     """
 
     name: str
-    intra: AlphaBeta
-    inter: AlphaBeta
+    intra: AlphaBeta | None
+    inter: AlphaBeta | None
     copy: CopyCost | None = None
     pool_is_the_nodes: bool = True
     note: str = ""
@@ -117,23 +117,18 @@ def measured_cluster(
 ) -> dict[str, Any]:  # fmt: skip
     """A cluster file from measured links: for each scope the medians of its routines' latencies and rates.
 
-    A scope that this cluster does not have takes the other's line, and the note says so.
+    A scope that this cluster does not have is left out.
     """
     lines = {scope: _median_line(curves, scope, cluster) for scope in Scope}
     intra = lines[Scope.INTRA] or (lines[Scope.FLAT] if cluster.num_nodes == 1 else None)
     inter = lines[Scope.INTER] or (lines[Scope.FLAT] if cluster.ranks_per_node == 1 else None)
-    note = f"measured by espresso links on {cluster}; medians over the routines of a scope"
-    for name, line in (("intra", intra), ("inter", inter)):
-        if line is None:
-            note += f"; {name} was not there to measure and has the other scope's line"
-    pair = (intra or inter, inter or intra)
-    if pair[0] is None or pair[1] is None:
+    if intra is None and inter is None:
         raise JobError("no link was measured")
     return {
         **fields.head(CLUSTER_KIND),
-        **{name: fields.as_json(line) for name, line in zip(("intra", "inter"), pair, strict=True) if line is not None},
+        **{name: fields.as_json(line) for name, line in (("intra", intra), ("inter", inter)) if line is not None},
         "in_flight": in_flight,
-        "note": note,
+        "note": f"measured by espresso links on {cluster}; medians over the routines of a scope",
         "measured": measured,
     }
 
@@ -158,8 +153,8 @@ def _median_line(curves: Sequence[LinkCurve], scope: Scope, cluster: Cluster) ->
 class _ClusterFile:
     """A cluster file, below its head."""
 
-    intra: AlphaBeta
-    inter: AlphaBeta
+    intra: AlphaBeta | None = None
+    inter: AlphaBeta | None = None
     copy: CopyCost | None = None
     pool_is_the_nodes: bool = True
     note: str = ""
@@ -238,10 +233,24 @@ def job_from_trace(
     preset = cluster if isinstance(cluster, ClusterPreset) else load_cluster(cluster)
     beside = servers_per_node * num_nodes
     shape = Cluster(num_nodes, ranks_per_node, servers + beside, beside > 0, servers if beside else 0)
+    _check_links(shape, preset)
     if name not in trace_names():
         _check_is_file(trace, f"a published trace ({', '.join(trace_names())})")
         return fields.load(trace, lambda body: _job(body, shape, preset), JobError)
     return _job(fields.parse(_data("traces", f"{name}.json").read_bytes()), shape, preset)
+
+
+def _check_links(cluster: Cluster, preset: ClusterPreset) -> None:
+    """Refuse a shape with links that the cluster's file does not know."""
+    for name, line, where, is_there in (
+        ("intra", preset.intra, "between ranks of a machine", cluster.ranks_per_node > 1),
+        ("inter", preset.inter, "between machines", cluster.num_nodes > 1 or cluster.num_servers > 0),
+    ):
+        if line is None and is_there:
+            raise JobError(
+                f"{preset.name} knows no links {where}, and {cluster} has some: measure them with espresso links on"
+                f" such a cluster, or give the file {name!r}"
+            )
 
 
 @dataclass(frozen=True)
