@@ -547,10 +547,14 @@ dist.init_process_group("gloo")
 layers = [torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64)]
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)
 state = espresso.register(model, compressor="efsignsgd", ranks_per_node=1)
+critic = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 8))
+other = espresso.register(critic, compressor="efsignsgd", ranks_per_node=1)
 for _ in range(30):
     model(torch.randn(8, 64)).square().mean().backward()
+    critic(torch.randn(8, 64)).square().mean().backward()
 assert state.metrics()["espresso/tensors_compressed"] == 0
 state.close()
+other.close()
 dist.destroy_process_group()
 """
 
@@ -566,6 +570,8 @@ def test_profile_of_a_real_training_script_feeds_the_search(tmp_path: Path) -> N
     job = json.loads((tmp_path / "job.json").read_text())
     assert (job["mode"], len(job["tensors"]), job["cluster"]["num_nodes"]) == ("ddp", 4, 2)
     assert len(job["buckets"]) > 1
+    assert "another model's job is written to" in done.stderr
+    assert len(Job.load(tmp_path / "job-2.json").tensors) == 2
     body = printed(espresso("search", tmp_path / "job.json", "-c", "efsignsgd", "--json"))
     assert body["num_tensors"] == 4
     assert body["predicted_us"] <= body["uncompressed_us"]

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from espresso.strategies import Strategy
 logger = logging.getLogger("espresso")
 
 _JOB_PATH = "ESPRESSO_JOB_PATH"
+
+_WRITTEN: dict[Path, str] = {}
+"""The fingerprints of the jobs that this process has written where it was asked to: each model's has its own file."""
 
 
 class Artifacts:
@@ -34,11 +38,16 @@ class Artifacts:
         self._write(".", Path.stat)  # what cannot work is said at the start
 
     def job(self, job: Job) -> None:
-        """``job.json`` here, and wherever ``espresso profile`` asked for it."""
+        """``job.json`` here, and wherever ``espresso profile`` asked for it; another model's beside it, numbered."""
         self._write("job.json", job.save)
         asked = os.environ.get(_JOB_PATH)
         if asked and self._groups.speaks:
-            job.save(asked)
+            first = Path(asked)
+            paths = chain([first], (first.with_name(f"{first.stem}-{n}{first.suffix}") for n in count(2)))
+            path = next(path for path in paths if _WRITTEN.setdefault(path, job.fingerprint) == job.fingerprint)
+            if path != first:
+                logger.warning("another model's job is written to %s", path)
+            job.save(path)
 
     def strategy(self, strategy: Strategy) -> None:
         """``strategy.json``: what is in use since it was decided."""
