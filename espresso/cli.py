@@ -6,6 +6,8 @@ Commands import what they need when they run, so that ``espresso --help`` stays 
 
 import atexit
 import gc
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -71,6 +73,9 @@ app.command()(probe.probe)
 
 def main() -> None:
     """The console script."""
+    for stream in ("stdout", "stderr"):  # closed, as by `>&-`: what goes there is for nobody
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  as long as the process lasts
     # Imports and compiling make objects by the hundred thousand that stay; looking for rubbish among them is a
     # tenth of a short command's time, and as much again at the end.
     gc.set_threshold(GC_THRESHOLD)

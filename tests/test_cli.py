@@ -140,6 +140,13 @@ def test_help_is_quick() -> None:
     assert min(took) < 1.0, took
 
 
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_output_that_is_closed_is_for_nobody(files: dict[str, Path], closed: str) -> None:
+    argv = ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-m", "espresso", "explain", str(files["strategy"])]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 # -- the way from a trace to a strategy --------------------------------------------------------------
 
 
