@@ -42,6 +42,9 @@ MAX_TEXT = 16_384
 LARGEST = 10**15
 """Of any number: microseconds of thirty years, elements of a petabyte. Products of two stay finite and exact enough."""
 
+SMALLEST = 1 / LARGEST
+"""Of a number that something is divided by."""
+
 KINDS = {
     "espresso-job": "a job",
     "espresso-strategy": "a strategy",
@@ -223,10 +226,10 @@ def head(kind: str) -> dict[str, Any]:
 
 
 def number(value: Any, where: str, *, positive: bool = False) -> float:
-    """``value`` as a finite float of at least zero (above zero where ``positive``)."""
+    """``value`` as a finite float of at least zero (at least :data:`SMALLEST` where ``positive``)."""
     real = _real(value, where)
-    if real < 0 or (positive and real == 0):
-        raise FormError(f"{where} must be finite and {'above' if positive else 'at least'} zero, got {real:g}")
+    if real < (SMALLEST if positive else 0):
+        raise FormError(f"{where} must be finite and at least {SMALLEST if positive else 'zero'}, got {real:g}")
     return real
 
 

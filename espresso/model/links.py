@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from espresso.model.servers import Load
 from espresso.strategies import Cluster, Form, FormError, Routine, Scope, Step
-from espresso.strategies.fields import number, whole
+from espresso.strategies.fields import SMALLEST, number, whole
 
 Points = tuple[tuple[float, float], ...]
 """Knots ``(x, microseconds)`` of a piecewise linear curve, x rising."""
@@ -54,10 +54,10 @@ def check_points(points: Points, where: str) -> None:
     if not points:
         raise JobError(f"{where} has no points")
     for (x0, _), (x1, _) in pairwise(points):
-        if x1 <= x0:
+        if x1 - x0 < SMALLEST:
             raise JobError(f"{where}: points must rise in x, but {x1:g} follows {x0:g}")
     for x, y in points:
-        number(x, f"{where} at {x!r}")
+        number(x, f"{where} at {x!r}", positive=x != 0)
         number(y, f"{where} at {x!r}")
 
 
