@@ -553,7 +553,18 @@ def refused(rank: int) -> dict[str, str]:
         "group": words(lambda: espresso.fsdp.register(shard(Rows()), mesh()["shard"])),
         "mesh": words(lambda: espresso.fsdp.register(shard(Rows()), mesh())),
         "apart": words(lambda: registered(shard(apart))),
+        "hybrid_again": words(lambda: espresso.fsdp.hybrid_shard(once)),
     }
+    given: dict[str, dict[str, Any]] = {
+        "shards_3": {"shards": 3},
+        "shards_text": {"shards": "2"},
+        "blocks": {"blocks": [nn.Linear(2, 2)]},
+        "no_blocks": {"blocks": None},
+        "policy": {"mp_policy": torch.bfloat16},
+    }
+    for name, arguments in given.items():
+        found[name] = words(lambda arguments=arguments: espresso.fsdp.hybrid_shard(Rows(), **arguments))  # type: ignore[misc]
+    found["model"] = words(lambda: espresso.fsdp.hybrid_shard("Rows"))  # type: ignore[arg-type]
     state.close()
     try:
         once(torch.ones(5, 4)).backward()
@@ -691,6 +702,24 @@ def test_refusals_name_what_and_what_to_do(played: Played) -> None:
         assert "one dimension of the mesh" in found["mesh"]
         assert found["apart"].startswith("DisagreementError: parameter 'weight' on rank 1 differs from rank 0")
         assert "is closed" in found["closed"]
+        assert (
+            found["hybrid_again"] == "ValueError: the model was given fully_shard already: use espresso.fsdp.register"
+        )
+        assert found["shards_3"].startswith("TopologyError: shards=3 does not divide the 4 ranks")
+        assert found["shards_text"] == "TypeError: shards must be a whole number or None, got '2' (str)"
+        assert found["blocks"].startswith(
+            "ValueError: blocks must be modules inside the model, as model.blocks, got Lin"
+        )
+        assert found["no_blocks"].endswith("got None")
+        assert found["policy"].startswith(
+            "TypeError: mp_policy must be a MixedPrecisionPolicy or None, got torch.bfloat16"
+        )
+        assert found["model"] == "TypeError: espresso.fsdp.hybrid_shard needs a model, got 'Rows' (str)"
+
+
+def test_hybrid_shard_without_a_process_group() -> None:
+    with pytest.raises(espresso.TopologyError, match="call init_process_group before"):
+        espresso.fsdp.hybrid_shard(Rows(), shards=1)
 
 
 def test_only_versions_that_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:

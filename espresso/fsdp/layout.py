@@ -14,10 +14,14 @@ from espresso.comm.environment import read_environment
 from espresso.comm.errors import TopologyError
 from espresso.fsdp.private import check_version
 from espresso.fsdp.registration import register
-from espresso.live.config import Settings
+from espresso.live.config import Range, Settings
 from espresso.live.given import AUTO, CompressorLike, StrategyLike
+from espresso.live.names import named_gradients
 from espresso.live.script import Scaler
 from espresso.live.state import EspressoState
+
+_SHARDS = Range("a whole number or None", (int, type(None)))
+_POLICY = Range("a MixedPrecisionPolicy or None", (MixedPrecisionPolicy, type(None)))
 
 
 def hybrid_mesh(device_type: str, shards: int | None = None) -> DeviceMesh:
@@ -27,14 +31,20 @@ def hybrid_mesh(device_type: str, shards: int | None = None) -> DeviceMesh:
         shards: ranks that share one copy of the model; None takes the ranks of a host.
 
     Raises:
-        TopologyError: it does not divide the number of ranks.
+        TypeError: no whole number.
+        TopologyError: it does not divide the number of ranks, or there is no process group yet.
     """
+    _SHARDS.check("shards", shards)
+    if not dist.is_initialized():
+        raise TopologyError("torch.distributed is not initialised; call init_process_group before espresso")
     world_size = dist.get_world_size()
     if shards is None:
         launch = read_environment()
         shards = (launch.local_world_size if launch is not None else 0) or 1
     if shards < 1 or world_size % shards:
-        raise TopologyError(f"shards={shards} does not divide the {world_size} ranks of this job")
+        raise TopologyError(
+            f"shards={shards} does not divide the {world_size} ranks of this job: every copy of the model needs as many"
+        )
     return init_device_mesh(device_type, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
@@ -64,13 +74,16 @@ def hybrid_shard(
         compressor, strategy, grad_scaler, config: as for :class:`~espresso.live.state.EspressoState`.
 
     Raises:
-        TopologyError: ``shards`` does not divide the number of ranks.
+        TypeError, ValueError: an argument is not what it should be; blocks that are no modules of the model.
+        TopologyError: ``shards`` does not divide the number of ranks, or there is no process group yet.
         UnsupportedModelError: see :func:`register`.
 
     Example:
         >>> state = espresso.fsdp.hybrid_shard(model, blocks=model.blocks)   # doctest: +SKIP
     """
     check_version()
+    blocks = _inside(model, blocks)
+    _POLICY.check("mp_policy", mp_policy)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     mesh = hybrid_mesh(device.type, shards)
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
@@ -82,6 +95,23 @@ def hybrid_shard(
     if dist.get_backend(mesh["shard"].get_group()) == "gloo":
         sum_and_divide(model)
     return register(model, mesh["replicate"], compressor, strategy, grad_scaler, **config)
+
+
+def _inside(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The blocks, each once."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"espresso.fsdp.hybrid_shard needs a model, got {model!r:.80} ({type(model).__name__})")
+    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if sharded:
+        what = f"module {sharded[0]!r}" if sharded[0] else "the model"
+        raise ValueError(f"{what} was given fully_shard already: use espresso.fsdp.register")
+    named_gradients(model)  # refuses what cannot be exchanged before anything is changed
+    inside = {id(module) for module in model.modules()} - {id(model)}
+    found: list[torch.nn.Module] = list(blocks) if isinstance(blocks, Iterable) else [blocks]
+    for block in found:
+        if id(block) not in inside:
+            raise ValueError(f"blocks must be modules inside the model, as model.blocks, got {block!r:.80}")
+    return list(dict.fromkeys(found))
 
 
 def sum_and_divide(model: torch.nn.Module) -> None:
