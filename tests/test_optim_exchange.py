@@ -109,7 +109,7 @@ def test_clan_with_identity_is_lans_bit_for_bit(played):
 def test_clan_compresses_and_agrees_with_any_compressor_strategy_and_exchange(played):
     for results in played(clan_variants):
         for name, (compressed, sent, raw, better) in results.items():
-            assert compressed == 2, name
+            assert compressed == 1, f"{name}: of the weights one has 90 numbers, which travel raw"
             assert sent < 0.7 * raw, name
             assert better, name
 

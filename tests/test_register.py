@@ -118,6 +118,7 @@ def test_metrics(played):
         assert after["espresso/residual_norm"] > 0
         assert after["espresso/measured_step_us"] > 0
         assert after["espresso/steps"] == steps
+        assert after["espresso/tensors_compressed"] == 3, "a bias of 30 numbers travels raw"
 
 
 def test_summary_says_what_is_done(played):
@@ -127,7 +128,8 @@ def test_summary_says_what_is_done(played):
         assert names == ["job", "decided", "strategy", "sends", "keeps"]
         assert "4 tensors" in after
         assert "given: the strategy was given" in after
-        assert f"4 by efsignsgd: {SHARDED}" in after
+        assert "3 of 4 tensors are compressed, 99.8% of the elements" in after
+        assert f"3 by efsignsgd: {SHARDED}" in after
         assert "times less" in after
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from espresso.live.figures import noted, owed, predicted_us
+from espresso.live.figures import compressed, noted, owed, predicted_us
 from espresso.live.session import Session
-from espresso.strategies import NONE, Strategy
+from espresso.strategies import Strategy
 
 LISTED = 3
 """Kinds of choices that are named; the rest is counted."""
@@ -41,16 +41,16 @@ def _decided(session: Session) -> str:
 
 
 def _strategy(strategy: Strategy) -> str:
-    if not strategy.num_compressed:
+    found = compressed(strategy)
+    if not found:
         return "nothing is compressed"
-    sizes = {tensor.name: tensor.numel for tensor in strategy.tensors}
-    compressed = sum(sizes[name] for name, choice in strategy.choices.items() if choice.compressor != NONE)
-    share = compressed / max(1, sum(sizes.values()))
-    return f"{strategy.num_compressed} of {len(sizes)} tensors are compressed, {share:.1%} of the elements"
+    share = sum(tensor.numel for tensor in found) / sum(tensor.numel for tensor in strategy.tensors)
+    return f"{len(found)} of {len(strategy.tensors)} tensors are compressed, {share:.1%} of the elements"
 
 
 def _kinds(strategy: Strategy) -> Iterator[str]:
-    counts = Counter((str(c.option), str(c.compressor)) for c in strategy.choices.values() if c.option.is_compressed)
+    chosen = [strategy.choices[tensor.name] for tensor in compressed(strategy)]
+    counts = Counter((str(choice.option), str(choice.compressor)) for choice in chosen)
     for (option, compressor), count in counts.most_common(LISTED):
         yield f"{count} by {compressor}: {option}"
     if len(counts) > LISTED:

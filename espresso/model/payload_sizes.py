@@ -60,6 +60,16 @@ def round_bytes(spec: CompressorSpec, elements: int, dtype: str, stretches: Stre
     return int(compressor.num_values(layout, number) * layout.dtype.itemsize)
 
 
+@lru_cache(maxsize=1 << 14)
+def travels_raw(spec: CompressorSpec, shape: tuple[int, ...]) -> bool:
+    """Whether a payload holds a whole tensor's plain numbers: it is too small for the compressor, or no matrix."""
+    from espresso.compressors.base import Segment
+    from espresso.compressors.payload import MAX_SEGMENT
+
+    numel = math.prod(shape)
+    return numel < MAX_SEGMENT and bool(create_compressor(spec).layout([Segment("", 0, numel, shape)]).raw[0])
+
+
 _LARGE = 1 << 16
 
 
