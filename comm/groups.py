@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -129,6 +129,7 @@ class Groups:
             with self.explained(what):
                 self.control = self._new(self._ranks, "gloo")
                 store.delete_key(card)  # everybody has read it, and may come again
+                store.add(_times_met(parent, self.rank), 1)
                 answers = self.alarm.roll_call(START_S)
                 cluster = self._find_cluster(ranks_per_node, connections)
                 self.alarm.excuse(answers)  # everybody lives, and has asked
@@ -320,9 +321,10 @@ class Groups:
         With it they agree on a number that none of their groups was named after: see :func:`named_after`.
         """
         store, mine = torch_groups._get_default_store(), highest_number()
-        keys = [f"espresso/{parent.group_name}/{rank}" for rank in range(self.num_ranks)]
-        missing: list[int] = []
+        keys, missing = list[str](), list[int]()
         try:
+            times = store.add(_times_met(parent, self.rank), 0)
+            keys = [_card_key(parent, times, rank) for rank in range(self.num_ranks)]
             store.set(keys[self.rank], PLAIN.pack((mine, *self.alarm.card)).tobytes().hex())
             try:
                 store.wait(keys, self._timeout)
@@ -337,6 +339,13 @@ class Groups:
             ranks = "rank" if len(missing) == 1 else "ranks"
             raise LostRankError(
                 f"{ranks} {compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"
+            )
+        away = [rank for rank, text in zip(self._ranks, texts, strict=True) if text == _AWAY]
+        if away:
+            ranks = "rank" if len(away) == 1 else "ranks"
+            raise DisagreementError(
+                f"espresso is off on {ranks} {compact(away)} (ESPRESSO_DISABLE) and not on rank"
+                f" {self._ranks[self.rank]}: set it on all ranks or on none"
             )
         cards = [PLAIN.unpack(np.frombuffer(bytes.fromhex(text), np.uint8)) for text in texts]
         self.alarm.meet([card for _, *card in cards])
@@ -409,6 +418,29 @@ class Groups:
         if me in ranks:
             self._made.append(member)
         return member
+
+
+_AWAY = "away"
+"""In place of a card."""
+
+
+def stay_away(process_group: dist.ProcessGroup) -> None:
+    """Tell the ranks that meet now that this one does not come. Waits for nobody."""
+    rank = dist.get_rank(process_group)
+    with suppress(RuntimeError):  # without a store they wait, and name it then
+        store = torch_groups._get_default_store()
+        times = store.add(_times_met(process_group, rank), 1) - 1
+        store.set(_card_key(process_group, times, rank), _AWAY)
+
+
+def _times_met(group: Any, rank: int) -> str:
+    """Where a rank counts how often it has met the others of a group, or stayed away; only it reads that."""
+    return f"espresso/{group.group_name}/met/{rank}"
+
+
+def _card_key(group: Any, times: int, rank: int) -> str:
+    """Where a rank leaves its card: what it left an earlier time is not taken for it."""
+    return f"espresso/{group.group_name}/{times}/{rank}"
 
 
 def _operations_are_compared() -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from typing import Any
 
 import pytest
@@ -59,6 +61,24 @@ def after_the_end(rank: int) -> list[bool]:
     optimizer.zero_grad()
     optimizer.step()  # of nothing
     return [same]
+
+
+def off_on_one_rank(rank: int) -> tuple[str, float]:
+    """``ESPRESSO_DISABLE=1`` on rank 1, after a job of the same ranks that was off, and one that was not."""
+    ddps = [wrap(mlp(*WIDTHS))]
+    group = ddps[0].process_group
+    ddps += [nn.parallel.DistributedDataParallel(mlp(*WIDTHS), process_group=group) for _ in range(2)]
+    told, began = "", 0.0
+    try:
+        for ddp, off in zip(ddps, (1, 0, rank), strict=True):
+            os.environ["ESPRESSO_DISABLE"] = str(off)
+            began = time.monotonic()
+            espresso.register(ddp, strategy="auto", compressor="int8", timeout_s=20.0).close()
+    except DisagreementError as error:
+        told = str(error)
+    finally:
+        del os.environ["ESPRESSO_DISABLE"]
+    return told, time.monotonic() - began
 
 
 def contradictions(rank: int) -> list[Any]:
@@ -133,6 +153,7 @@ def played() -> Played:
     scenarios = (
         other_strategies,
         after_the_end,
+        off_on_one_rank,
         contradictions,
         nothing_to_exchange,
         another_ranks_checkpoint,
@@ -147,6 +168,13 @@ def test_ranks_that_use_other_strategies_are_told_so_and_go_on(played):
 
 def test_gradients_that_came_after_the_end_are_not_applied(played):
     assert played(after_the_end) == [[True]] * 2
+
+
+def test_ranks_that_are_off_beside_others_are_named_at_once(played):
+    (told, seconds), (nothing, _) = played(off_on_one_rank)
+    assert told == "espresso is off on rank 1 (ESPRESSO_DISABLE) and not on rank 0: set it on all ranks or on none"
+    assert seconds < 10
+    assert nothing == ""
 
 
 def test_limits_that_contradict_each_other_are_named(played):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.errors import UnsupportedModelError
+from espresso.comm.groups import stay_away
 from espresso.fsdp.front import Front
 from espresso.fsdp.private import Unit, units_of
 from espresso.live.config import Settings
@@ -67,6 +68,8 @@ def register(
     _check_groups(group, units[0].shards)
     state = EspressoState(compressor, _of_shards(compressor, strategy), group, grad_scaler, **config)
     if state.is_off:
+        stay_away(units[0].shards)
+        stay_away(group)
         for unit in units:
             unit.hook(partial(_average, group))
         return state

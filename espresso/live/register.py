@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.ddp_buckets import BucketLayout
 from espresso.comm.errors import UnsupportedModelError
+from espresso.comm.groups import stay_away
 from espresso.comm.hook import espresso_hook
 from espresso.live.artifacts import measures_nothing
 from espresso.live.config import Settings
@@ -63,6 +64,7 @@ def register(
     group = ddp_model.process_group if process_group is None else process_group
     state = EspressoState(compressor, strategy, group, grad_scaler, **config).bind(ddp_model)
     if state.is_off:
+        stay_away(group)
         measures_nothing("espresso is off (ESPRESSO_DISABLE)")
         return state
     state.start()
