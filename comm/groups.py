@@ -128,8 +128,7 @@ class Groups:
             store, card = self._meet(parent)
             with self.explained(what):
                 self.control = self._new(self._ranks, "gloo")
-                store.delete_key(card)  # everybody has read it, and may come again
-                store.add(_times_met(parent, self.rank), 1)
+                store.delete_key(card)  # everybody has read it
                 answers = self.alarm.roll_call(START_S)
                 cluster = self._find_cluster(ranks_per_node, connections)
                 self.alarm.excuse(answers)  # everybody lives, and has asked
@@ -331,6 +330,8 @@ class Groups:
             except RuntimeError:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             texts = [] if missing else [store.get(key).decode() for key in keys]
+            if texts:
+                store.add(_times_met(parent, self.rank), 1)
         except RuntimeError as error:
             raise LostRankError(
                 f"the job's store does not answer ({worded(error)}); it ended with the launcher, or with rank 0"
