@@ -125,7 +125,7 @@ class HostMemory:
         One whose norm is not finite is left alone.
         """
         for tensor in tensors:
-            norm = float(torch.linalg.vector_norm(tensor, dtype=_wide(tensor)))
+            norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
             if limit < norm < math.inf:
                 tensor.mul_(limit / norm)
 
@@ -214,7 +214,7 @@ class DeviceMemory:
         """Two passes, and the host does not wait: what is short enough already is multiplied by one."""
         if not tensors:
             return
-        norms = torch.stack([torch.linalg.vector_norm(t, dtype=_wide(t)) for t in tensors]).to(torch.float64)
+        norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
         clipped = (limit < norms) & torch.isfinite(norms)
         factors = torch.where(clipped, limit / norms, 1.0)
         for tensor, factor in zip(tensors, factors.to(_wide(tensors[0])).unbind(), strict=True):

@@ -24,10 +24,11 @@ class RandomK(BaseCompressor):
 
     Positions depend on (seed, step, site, tensor, the segment's start in it), never on the rank. Of the d elements,
     stratum c (4096 elements from a = 4096 c to b) holds the slots from s(a) to s(b), with s(x) = (U + k x) div d and
-    one U below d per segment: every element is kept with probability exactly k/d, nothing is drawn twice and the
-    slots are k in all. Slot s(a) + j is element P(j) of its stratum, P a permutation: a Feistel network of four
-    rounds on the smallest even number of bits that holds the stratum, walked until it falls inside. Keys come from
-    splitmix64's finaliser (``espresso.cpu_offload.randomk`` spells them out).
+    one U below d per segment: every element is kept with probability k/d (those of strata of fewer than some 64
+    elements up to 8 % more or less often), nothing is drawn twice and the slots are k in all. Slot s(a) + j is element
+    P(j) of its stratum, P a permutation: a Feistel network of four rounds on the smallest even number of bits that
+    holds the stratum, walked until it falls inside. Keys come from splitmix64's finaliser
+    (``espresso.cpu_offload.randomk`` spells them out).
 
     Values are not rescaled: with error feedback that is the contraction with E error = (1 - k/d) |x|^2.
 

@@ -151,19 +151,28 @@ def test_warm_up_is_adamw_bit_for_bit(played):
 
 def test_compressed_adam_equals_the_reference(played):
     """With the identity compressor, momentum averaged over ranks is momentum of the averaged gradient; so it is where
-    espresso is off.
+    espresso is off, from the start or from some step on.
     """
     for results in played(frozen_variance):
-        for (*settings, is_off), (apart, unfrozen, compressed_sites) in results.items():
-            assert apart < 2e-6, settings
-            assert unfrozen > 1e-4, settings
-            assert compressed_sites == (set() if is_off else {Site.LOCAL, Site.FLAT_SECOND})
+        for (*settings, off), (apart, unfrozen, compressed_sites) in results.items():
+            assert apart < 2e-6, (settings, off)
+            assert unfrozen > 1e-4, (settings, off)
+            assert compressed_sites == ({Site.LOCAL, Site.FLAT_SECOND} if off is None else set())
 
 
 def test_compressed_adam_resumes_bit_for_bit(played):
     for unbroken, resumed, forgotten in played(adam_resumed):
         assert resumed == unbroken
         assert forgotten != unbroken
+
+
+def test_compressed_adams_phase_is_in_its_checkpoint(played):
+    for told in played(phases_resumed):
+        assert told["branches"] == 0.0
+        assert 0.0 < told["adamw"] < 0.1, "from a checkpoint of AdamW it goes on"
+        assert "the checkpoint is of step 8, after its warm-up; with warmup_steps=20 it would" in told["longer"]
+        assert "momenta are compressed, divided; precondition=False needs them compressed, not div" in told["undivided"]
+        assert told["never moved"] == 0.0
 
 
 def test_loss_scale_and_skipped_steps_do_not_show(played):
@@ -177,7 +186,7 @@ def played():
         __name__,
         (
             identity_is_lans, clan_variants, clan_resumed, clan_refusals, rates_followed, warm_up, frozen_variance,
-            adam_resumed, scaled_losses,
+            adam_resumed, phases_resumed, scaled_losses,
         ),
         2,
         deadline_s=120.0,
@@ -354,9 +363,10 @@ def warm_up(rank: int) -> Any:
 
 def frozen_variance(rank: int) -> Any:
     results = {}
-    kinds = ((False, True, False), (True, True, False), (False, False, False), (True, True, True), (False, False, True))
-    for maximize, precondition, is_off in kinds:
-        os.environ["ESPRESSO_DISABLE"] = str(int(is_off))
+    kinds: list[tuple[bool, bool, int | None]] = [(False, True, None), (True, True, None), (False, False, None)]
+    kinds += [(True, True, 0), (False, False, 0), (False, True, 1), (False, True, 5), (False, False, 5)]
+    for maximize, precondition, off in kinds:  # off: the step from which on espresso is
+        os.environ["ESPRESSO_DISABLE"] = str(int(off == 0))
         ddp = wrap(mlp(20, 30, 3))
         want = [p.detach().double().numpy().copy() for p in ddp.parameters()]
         gradients: list[list[Any]] = []
@@ -366,6 +376,8 @@ def frozen_variance(rank: int) -> Any:
             precondition=precondition, deviation_floor=0.0,
         ) as optimizer:  # fmt: skip
             for step in range(STEPS):
+                if step == off:
+                    optimizer.exchange.unregister()
                 twin.load_state_dict(ddp.module.state_dict())
                 twin.zero_grad()
                 for other in range(2):
@@ -373,7 +385,7 @@ def frozen_variance(rank: int) -> Any:
                 gradients.append([p.grad.double().numpy().copy() for p in twin.parameters()])
                 learn(ddp, optimizer, rank, range(step, step + 1))
             strategy = optimizer.exchange.strategy
-        option = None if is_off else strategy.choices["0.weight"].option
+        option = None if off is not None else strategy.choices["0.weight"].option
         sites = {Site.LOCAL, Site.FLAT_SECOND} if str(option) == SHARDED else set()
         got = [p.detach().double().numpy() for p in ddp.parameters()]
         apart = [
@@ -383,9 +395,60 @@ def frozen_variance(rank: int) -> Any:
             )
             for freeze_at in (3, STEPS)
         ]
-        results[maximize, precondition, is_off] = (*apart, sites)
+        results[maximize, precondition, off] = (*apart, sites)
     del os.environ["ESPRESSO_DISABLE"]
     return results
+
+
+class Branches(torch.nn.Module):
+    """Every other step one of two layers has no gradient; a third never has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(20, 3) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor, which: int) -> Any:
+        return self.layers[which](inputs)
+
+
+def phases_resumed(rank: int) -> Any:
+    def trained(ddp: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            ddp(batch(rank, step, 20), step % 2).square().sum().backward()
+            optimizer.step()
+
+    def apart(one: Any, other: Any) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+    settings: dict[str, Any] = {"lr": 0.01, "compressor": "none", "weight_decay": 0.1}
+    told: dict[str, Any] = {}
+    ddp, again, *others, adamws = (wrap(Branches(), find_unused_parameters=True) for _ in range(5))
+    never = ddp.module.layers[2].weight.detach().clone()
+    with adam(ddp, warmup_steps=6, **settings) as optimizer:
+        trained(ddp, optimizer, range(8))
+        saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict()))
+        trained(ddp, optimizer, range(8, 12))
+    told["never moved"] = float((ddp.module.layers[2].weight - never).abs().max())
+    again.module.load_state_dict(saved[0])
+    with adam(again, warmup_steps=6, **settings) as optimizer:
+        optimizer.load_state_dict(saved[1])
+        trained(again, optimizer, range(8, 12))
+    told["branches"] = apart(ddp, again)
+    differently = {"longer": {"warmup_steps": 20}, "undivided": {"warmup_steps": 6, "precondition": False}}
+    for other, (name, asked) in zip(others, differently.items(), strict=True):
+        with adam(other, **settings, **asked) as optimizer, pytest.raises(ValueError, match=r".") as caught:
+            optimizer.load_state_dict(saved[1])
+        told[name] = str(caught.value)
+    torchs = torch.optim.AdamW(adamws.parameters(), lr=0.01)
+    trained(adamws, torchs, range(6))
+    before = copy.deepcopy(adamws.module)
+    with adam(adamws, warmup_steps=4, **settings) as optimizer:
+        optimizer.load_state_dict(torchs.state_dict())
+        trained(adamws, optimizer, range(6, 8))
+    told["adamw"] = apart(adamws.module, before)
+    return told
 
 
 def adam_reference(x: Any, gradients: Any, freeze_at: int, maximize: bool) -> Any:

@@ -150,6 +150,48 @@ def test_layouts(how):
         torch.testing.assert_close(parameter.detach(), plain.detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_the_memory_format_may_change_between_steps(how):
+    """A checkpoint's moments, or a model's own, lie otherwise than its parameters then."""
+    start, gradients = torch.randn(3, 4, 5, 6), torch.randn(4, 3, 4, 5, 6)
+    parameters = [nn.Parameter(start.clone()) for _ in range(2)]
+    optimizers = [LANS([parameter], lr=0.1, **how) for parameter in parameters]
+    for step, gradient in enumerate(gradients):
+        if step == 2:
+            parameters[1].data = parameters[1].data.to(memory_format=torch.channels_last)
+        for parameter, optimizer in zip(parameters, optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    torch.testing.assert_close(parameters[1].detach(), parameters[0].detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_between_forward_and_backward_is_noticed(how):
+    parameter = nn.Parameter(torch.ones(5))
+    loss = (parameter**2).sum()
+    parameter.grad = torch.ones(5)
+    LANS([parameter], **how).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_squares_beyond_float32_do_not_matter(how):
+    x, gradients = drawn(1000)
+    got = run(x * 1e20, gradients * 1e16, torch.float32, lr=0.1, **how)
+    assert apart(got, reference(x * 1e20, gradients * 1e16, lr=0.1)) < 1e-5
+
+
+def test_steps_are_counted_whatever_the_default_type(how):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        parameter = nn.Parameter(torch.ones(5, dtype=torch.float32))
+        optimizer = LANS([parameter], **how)
+        for _ in range(258):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert int(optimizer.state[parameter]["step"]) == 258
+
+
 def test_fused_does_not_depend_on_the_number_of_threads():
     x, gradients = drawn(300_001, steps=2)
     before = torch.get_num_threads()

@@ -229,7 +229,7 @@ class EspressoState(View):
             ValueError: an unknown compressor, or another momentum than the job has.
             EspressoError: the state has not started.
         """
-        if not self._off:
+        if not self.is_off:
             self.session.use(strategy)
 
     def flush(self) -> None:
@@ -259,7 +259,8 @@ class EspressoState(View):
             if not session.flushes:
                 session.groups.barrier()  # others may still be told how the last step went
                 self.close()
-        return session is None or self._closed
+        self._has_left = session is None or self._closed
+        return self._has_left
 
     # -- names and residuals -------------------------------------------------------------------------
 

@@ -29,11 +29,12 @@ class View:
     _session: Session | None
     _process_group: dist.ProcessGroup | None
     _off: str
+    _has_left: bool = False
 
     @property
     def is_off(self) -> bool:
         """Whether gradients are averaged as by plain DDP."""
-        return bool(self._off)
+        return bool(self._off) or self._has_left
 
     @property
     def session(self) -> Session:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, StateDict
 Group = dict[str, Any]
 
 _HALVES = (torch.float16, torch.bfloat16)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,8 @@ class AdaptiveOptimizer(Optimizer):
     def _row(self, param: Tensor) -> Row:
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0)
-            for name in _MOMENTS:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)  # halves, as a default, would stop counting
+            for name in MOMENTS:
                 state[name] = torch.zeros_like(
                     param, dtype=work_dtype(param.dtype), memory_format=torch.preserve_format
                 )
@@ -142,7 +142,7 @@ class AdaptiveOptimizer(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(saved, params, strict=True):
             kept: dict[str, Tensor] = state_dict["state"].get(number) or {}
-            for name in _MOMENTS if kept and param.dtype in _HALVES else ():
+            for name in MOMENTS if kept and param.dtype in _HALVES else ():
                 value = kept[name]
                 self.state[param][name] = value.detach().to(param.device, work_dtype(param.dtype), copy=True)
 

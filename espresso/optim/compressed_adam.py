@@ -19,6 +19,7 @@ and transports.
 from __future__ import annotations
 
 import logging
+from enum import StrEnum
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,17 @@ logger = logging.getLogger("espresso")
 
 _VARIANCE_STEPS = "variance_steps"
 """How many gradients a parameter's second moment has seen."""
+
+_STEPS, _PHASE = "steps", "phase"
+"""In every group, and so in checkpoints: the steps taken, and what first moments are."""
+
+
+class Phase(StrEnum):
+    """What the first moments are."""
+
+    WARM_UP = "warm-up"
+    DIVIDED = "compressed, divided"
+    UNDIVIDED = "compressed, not divided"
 
 
 class CompressedAdam(AdaptiveOptimizer):
@@ -109,7 +121,7 @@ class CompressedAdam(AdaptiveOptimizer):
         if not self.exchange.decided:
             raise ValueError("the given exchange is in automatic mode; register it with a strategy")
         self._compressed: Strategy | None = self.exchange.strategy
-        self._num_steps = 0
+        self._num_steps, self._phase = 0, Phase.WARM_UP
         self._has_exchanged = False
         self._groups: dict[int, Group] = {}
         self._inverses: dict[Tensor, Tensor] = {}
@@ -119,14 +131,18 @@ class CompressedAdam(AdaptiveOptimizer):
     @property
     def is_compressing(self) -> bool:
         """Whether the warm-up is over."""
-        return self._num_steps >= self.warmup_steps
+        return self._phase is not Phase.WARM_UP
 
     # -- the two phases --------------------------------------------------------------------------------
 
     def _enter_phase(self) -> None:
-        """Exchange as the phase wants it, from the next iteration on."""
+        """Exchange as the phase wants it, from the next iteration on; divide momenta at the end of the warm-up."""
         self._inverses.clear()
         self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        if self._num_steps >= self.warmup_steps and not self.is_compressing:
+            self._phase = Phase.DIVIDED if self.precondition else Phase.UNDIVIDED
+            self._freeze()
+        self._note()
         if self._compressed is None:  # espresso is off
             return
         if self.is_compressing:
@@ -135,18 +151,7 @@ class CompressedAdam(AdaptiveOptimizer):
         plain = Strategy.uniform(self._compressed.tensors, self._compressed.cluster, partition_bytes=0)
         self.exchange.use(plain)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimizer. Parameters that come after the warm-up have no variance and stay as they are."""
-        super().add_param_group(param_group)
-        if hasattr(self, "_groups"):
-            self._groups.update({id(p): param_group for p in param_group["params"]})
-
-    def _after_step(self) -> None:
-        self._has_exchanged = False
-        self._num_steps += 1
-        if self._num_steps != self.warmup_steps:
-            return
-        self._enter_phase()
+    def _freeze(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
         if self.precondition:
             for param in params:
@@ -158,6 +163,24 @@ class CompressedAdam(AdaptiveOptimizer):
                 "%d parameters had no gradient in %d steps of warm-up; without a variance they stay as they are",
                 idle, self.warmup_steps,
             )  # fmt: skip
+
+    def _note(self) -> None:
+        for group in self.param_groups:
+            group[_STEPS], group[_PHASE] = self._num_steps, self._phase.value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer. Parameters that come after the warm-up have no variance and stay as they are."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_groups"):
+            self._groups.update({id(p): param_group for p in param_group["params"]})
+
+    def _after_step(self) -> None:
+        self._has_exchanged = False
+        self._num_steps += 1
+        if self._num_steps == self.warmup_steps:
+            self._enter_phase()
+        else:
+            self._note()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any optimizer. A step that was skipped is forgotten."""
@@ -173,7 +196,9 @@ class CompressedAdam(AdaptiveOptimizer):
             variance = state["exp_avg_sq"]
             deviation = (variance / correction).sqrt_()
             if param.numel():
-                deviation.clamp_(min=self.deviation_floor * float(deviation.square().mean().sqrt()))
+                # In double precision: how a mean is added up depends on threads, and replicas have to agree.
+                size = float(deviation.double().square_().mean().sqrt())
+                deviation.clamp_(min=self.deviation_floor * size)
             still = deviation == 0
             found = deviation.add_(float(group["eps"])).reciprocal_().masked_fill_(still, 0.0)
             self._inverses[param] = found
@@ -217,6 +242,8 @@ class CompressedAdam(AdaptiveOptimizer):
     # -- the step --------------------------------------------------------------------------------------
 
     def _step_group(self, group: Group, rows: list[Row]) -> None:
+        if self.is_compressing:
+            rows = [row for row in rows if _VARIANCE_STEPS in self.state[row.param]]
         for alike in by_kind(rows):
             work = alike[0].exp_avg.dtype
             params = [row.param.to(work) for row in alike]  # itself, but for halves
@@ -251,8 +278,6 @@ class CompressedAdam(AdaptiveOptimizer):
         """What the exchange brought is the new momentum, divided already or not."""
         lr, beta1 = float(group["lr"]), float(group["betas"][0])
         for row, param, average in zip(rows, params, averages, strict=True):
-            if _VARIANCE_STEPS not in self.state[row.param]:
-                continue
             if self.exchange.is_off:  # the mean of momenta is the momentum of the mean
                 self._blend(row.param, average, 1.0)
             row.exp_avg.copy_(average)
@@ -266,8 +291,34 @@ class CompressedAdam(AdaptiveOptimizer):
                 param.addcmul_(row.exp_avg, inverse, value=rate)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """As of any optimizer; the phase follows from the steps taken. All ranks together, between two steps."""
+        """As of any optimizer, or a state of ``torch.optim.AdamW``. All ranks together, between two steps.
+
+        Raises:
+            ValueError: it is of after the warm-up, and ``warmup_steps`` or ``precondition`` say otherwise.
+        """
+        steps, phase = self._told(state_dict)
         super().load_state_dict(state_dict)
-        self._num_steps = max((int(state["step"]) for state in self.state.values() if state), default=0)
-        self._has_exchanged = False
+        if phase is Phase.WARM_UP:
+            for state in filter(None, self.state.values()):
+                state[_VARIANCE_STEPS] = int(state["step"])
+        self._num_steps, self._phase, self._has_exchanged = steps, phase, False
         self._enter_phase()
+
+    def _told(self, state_dict: StateDict) -> tuple[int, Phase]:
+        """The steps taken, and the phase, of a checkpoint that can be gone on from here."""
+        group, states = state_dict["param_groups"][0], [state for state in state_dict["state"].values() if state]
+        steps = group.get(_STEPS, max((int(state["step"]) for state in states), default=0))
+        mine = Phase.DIVIDED if self.precondition else Phase.UNDIVIDED
+        # Before phases were saved, whoever had the variance of another optimizer or fewer steps was in its warm-up.
+        is_adams = not any(_VARIANCE_STEPS in state for state in states) or steps < self.warmup_steps
+        phase = Phase(group.get(_PHASE, Phase.WARM_UP if is_adams else mine))
+        if phase is not Phase.WARM_UP and steps < self.warmup_steps:
+            raise ValueError(
+                f"the checkpoint is of step {steps}, after its warm-up; with warmup_steps={self.warmup_steps} it would"
+                " be in it again: its variances are frozen, and cannot go on"
+            )
+        if phase not in (Phase.WARM_UP, mine):
+            raise ValueError(
+                f"the checkpoint's momenta are {phase.value}; precondition={self.precondition} needs them {mine.value}"
+            )
+        return steps, phase

@@ -13,6 +13,7 @@ parameter tensor x with gradient g; at its step t, counted from 1::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from espresso.optim import lans_fused
-from espresso.optim.base import AdaptiveOptimizer, Group, Row, Settings, by_kind
+from espresso.optim.base import MOMENTS, AdaptiveOptimizer, Group, Row, Settings, by_kind
 
 
 class LANS(AdaptiveOptimizer):
@@ -103,7 +104,7 @@ class LANS(AdaptiveOptimizer):
         )
         fused = [] if group["foreach"] or group["fused"] is False else list(filter(_fusable, rows))
         for row in fused:
-            lans_fused.step(row, settings)
+            lans_fused.step(self._laid_alike(row), settings)
         taken = set(map(id, fused))
         others = [row for row in rows if id(row) not in taken]
         for alike in by_kind(others):
@@ -111,6 +112,14 @@ class LANS(AdaptiveOptimizer):
             together = group["foreach"] or (group["foreach"] is None and alike[0].param.device.type != "cpu")
             for rows_of_a_call in [alike] if together else [[row] for row in alike]:
                 step_together(rows_of_a_call, settings)
+
+    def _laid_alike(self, row: Row) -> Row:
+        """With moments laid out as the parameter is: it may have changed its memory format, or they be another's."""
+        state = self.state[row.param]
+        for name in MOMENTS:
+            if state[name].stride() != row.param.stride():
+                state[name] = torch.empty_like(row.param).copy_(state[name])
+        return replace(row, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"])
 
 
 def _fusable(row: Row) -> bool:
@@ -129,7 +138,7 @@ def step_together(rows: Sequence[Row], settings: Settings) -> None:
     params = [row.param.to(work) for row in rows]  # itself, but for halves
     # A copy in any case: gradients belong to the user.
     unit = [row.grad.to(work, copy=True) for row in rows]
-    torch._foreach_mul_(unit, [_inverse(norm, eps, settings.maximize) for norm in torch._foreach_norm(unit)])
+    torch._foreach_mul_(unit, [_inverse(norm, eps, settings.maximize) for norm in _norms(unit)])
     torch._foreach_lerp_(first, unit, 1.0 - beta1)
     torch._foreach_mul_(second, beta2)
     torch._foreach_addcmul_(second, unit, unit, 1.0 - beta2)
@@ -145,14 +154,19 @@ def step_together(rows: Sequence[Row], settings: Settings) -> None:
         torch._foreach_add_(momentum, params, alpha=settings.weight_decay)
         torch._foreach_add_(unit, params, alpha=settings.weight_decay)
 
-    sizes = torch._foreach_norm(params)
+    sizes = _norms(params)
     for direction, share in ((momentum, beta1), (unit, 1.0 - beta1)):
-        norms = torch._foreach_norm(direction)
+        norms = _norms(direction)
         torch._foreach_mul_(direction, list(map(_trust, sizes, norms)))
         torch._foreach_add_(params, direction, alpha=-settings.lr * share)
     for row, updated in zip(rows, params, strict=True):
         if updated is not row.param:
             row.param.copy_(updated)
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """In double precision: in single, squares of what is above 1e19 overflow."""
+    return list(torch._foreach_norm(tensors, dtype=torch.float64))
 
 
 def _inverse(norm: Tensor, eps: float, negative: bool) -> Tensor:

@@ -32,16 +32,19 @@ _LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 
 def is_possible(param: Tensor) -> bool:
-    """Whether this parameter can be stepped here: float32 or float64 on the CPU, without holes in memory."""
+    """Whether this parameter can be stepped here: float32 or float64 on the CPU, without holes in memory, and no
+    tensor that another stands in for, as a DTensor.
+    """
     return (
-        param.device.type == "cpu"
+        type(param) in (Tensor, torch.nn.Parameter)
+        and param.device.type == "cpu"
         and param.dtype in (torch.float32, torch.float64)
         and any(_is_laid_out(param, layout) for layout in _LAYOUTS)
     )
 
 
 def step(row: Row, settings: Settings) -> None:
-    """One step of one parameter; it and its moments change in place."""
+    """One step of one parameter; it and its moments, laid out alike, change in place."""
     grad = row.grad
     if grad.stride() != row.param.stride() or grad.dtype != row.param.dtype:
         grad = torch.empty_like(row.param).copy_(grad)
@@ -68,6 +71,7 @@ def step(row: Row, settings: Settings) -> None:
     size, of_r, of_c = np.sqrt(np.cumsum(sums, axis=0)[-1]).tolist()
     rates = np.array([settings.lr * beta1 * _trust(size, of_r), settings.lr * (1.0 - beta1) * _trust(size, of_c)], kind)
     _share(num_blocks, lambda first, end: apply(x, g, m, v, first, end, numbers, rates))
+    torch.autograd.graph.increment_version(row.param)  # NumPy wrote it
 
 
 def _trust(size: float, norm: float) -> float:
