@@ -88,6 +88,7 @@ class Exchange:
         self._timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._correction = correction
         self.executor.close(keeps_groups=True)
+        self.executor.leave()
         self.groups.alarm.forget()
         self._equip(transactional, gain)
         return self
@@ -171,6 +172,7 @@ class Exchange:
 
     def close(self) -> None:
         self.executor.close()
+        self.executor.leave()
         if isinstance(self.codecs, HostCodecs):
             self.codecs.close()
         self.groups.close()

@@ -113,6 +113,7 @@ class Executor:
         self._last: Strategy | None = None
         self._failure = Failure(self._rank, groups.alarm, groups.witness, self._release, failed)
         groups.alarm.report, groups.witness.servers = self._progress, servers
+        self._ended_orderly = False
         self._stopped = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="espresso-watchdog", daemon=True)
         self._watchdog.start()
@@ -483,7 +484,17 @@ class Executor:
         for thread in (*threads, self._watchdog):
             if thread is not threading.current_thread():
                 thread.join(timeout=max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in threads)
+        is_idle = not any(thread.is_alive() for thread in threads)
+        self._ended_orderly = is_idle and iteration is None and not self._failure.begun
+        return is_idle
+
+    def leave(self) -> None:
+        """After ``close``: have the servers let go of what they hold for this job, once all ranks say so.
+
+        After a failure, or in the middle of an iteration, pushes may be on the way still: then nothing is said.
+        """
+        if self._servers is not None and self._ended_orderly:
+            self._servers.leave()
 
 
 def _of_the_planner(error: Exception) -> EspressoError:

@@ -237,6 +237,16 @@ class Client:
         for listener in list(self._listeners):
             listener(self.error)
 
+    def close_state(self, namespace: int, timeout_s: float) -> None:
+        """Tell the servers that this worker has left a state: what they hold of it goes once all its workers have."""
+        if not (self._closed or self.error or self._unanswered):
+            self._tell(Header(Op.CLOSE, self.rank, namespace), Deadline(timeout_s))
+
+    def _tell(self, header: Header, until: Deadline) -> None:
+        for rank in range(self.num_workers, self.transport.size):
+            with suppress(EspressoError):  # it is gone already
+                self.transport.send(Channel.CONTROL, rank, Tag.HEADER, header.pack()).wait(until.left_s)
+
     def leave(self, timeout_s: float) -> None:
         """Tell the servers that this worker is done. The process must not use them afterwards.
 
@@ -248,10 +258,8 @@ class Client:
         self._closed = True
         if broken := self.error or self._unanswered:
             raise LinkError(f"the servers are of no use any more: {broken}") from broken
-        header, until = Header(Op.LEAVE, self.rank).pack(), Deadline(timeout_s)
-        for rank in range(self.num_workers, self.transport.size):
-            with suppress(EspressoError):  # it is gone already
-                self.transport.send(Channel.CONTROL, rank, Tag.HEADER, header).wait(until.left_s)
+        until = Deadline(timeout_s)
+        self._tell(Header(Op.LEAVE, self.rank), until)
         for server, ear in enumerate(self._ears):
             ear.join(until.left_s)
             if ear.is_alive():

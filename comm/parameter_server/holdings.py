@@ -64,6 +64,7 @@ class Holdings:
         self._keys: dict[int, KeySum] = {}
         self._stores: dict[int, ResidualStore] = {}
         self._patience_s: dict[int, float] = {}
+        self._staying: dict[int, set[int]] = {}
         self._load = [0] * engines
 
     def __iter__(self) -> Iterator[KeySum]:
@@ -96,6 +97,7 @@ class Holdings:
         if store is None:
             store = self._stores[table.namespace] = ResidualStore(transactional=table.transactional, gain=table.gain)
         self._patience_s[table.namespace] = PATIENCE * table.timeout_s
+        self._staying.setdefault(table.namespace, set(table.workers))
         retired = self._retire(table)
         mine = [key for key in table.keys if key.server == self._index]
         engines = balance([key.load_bytes for key in mine], len(self._load), self._load)
@@ -123,9 +125,12 @@ class Holdings:
         retired = self._replaced(table)
         for summed in retired:
             summed.settle_unless(table.discarded)
-            self._load[summed.engine] -= summed.key.load_bytes
-            del self._keys[summed.key.number]
+            self._drop(summed)
         return retired
+
+    def _drop(self, summed: KeySum) -> None:
+        self._load[summed.engine] -= summed.key.load_bytes
+        del self._keys[summed.key.number]
 
     def _replaced(self, table: Table) -> list[KeySum]:
         return [
@@ -133,6 +138,15 @@ class Holdings:
             for summed in self._of(table.namespace)
             if table.only is None or not table.only.isdisjoint(s.tensor for s in summed.key.stretches)
         ]
+
+    def leave(self, worker: int, namespace: int | None = None) -> None:
+        """A worker has left a state, or all of them; what no worker is left to use is let go."""
+        for number in self._staying.keys() & (self._staying if namespace is None else {namespace}):
+            self._staying[number].discard(worker)
+            if not self._staying[number]:
+                for summed in self._of(number):
+                    self._drop(summed)
+                del self._stores[number], self._patience_s[number], self._staying[number]
 
     # -- residuals -------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class Link:
         self._live: dict[int, Key] = {}
         self._discarded: set[int] = set()
         self._waiting: list[Held] = []
+        self._let_go = False
         self._release: Callable[[], None] = lambda: None
         store.remote = self
 
@@ -66,6 +67,15 @@ class Link:
 
     def close(self) -> None:
         self._release()
+
+    def leave(self) -> None:
+        """Have the servers let go of this state, once all its workers have left it.
+
+        Only where every push was pulled, and nothing more will be pushed.
+        """
+        self._let_go |= any(key.keeps_residual for key in self._live.values())
+        self._live.clear()
+        self.client.close_state(self._namespace, self.timeout_s)
 
     def prepare(self, specs: Iterable[CompressorSpec], dtypes: Iterable[str]) -> None:
         """Have the servers compile what they will run; the first worker asks, the others go on."""
@@ -193,7 +203,12 @@ class Link:
         """This worker's share of the servers' residuals.
 
         All workers save at the same step: until the last of them has fetched its share, no round is complete.
+
+        Raises:
+            EspressoError: it has left, and the servers have let go of them.
         """
+        if self._let_go:
+            raise EspressoError("the servers let go of this state's residuals when it was closed; save it before that")
         body = (self._namespace, frozenset(self._discarded), self._ranks.index(self.client.rank), len(self._ranks))
         held = list(self._waiting)
         if self._live:

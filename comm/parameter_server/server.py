@@ -143,6 +143,9 @@ class Server:
                 posted = self._post_header(worker)
                 if header.op is Op.PUSH:
                     arriving.put(self._announce(worker, header))
+                elif header.op is Op.CLOSE:
+                    with self._lock:
+                        self._held.leave(worker, header.key)
                 else:
                     self._control(worker, header)
         except Exception as error:
@@ -195,9 +198,9 @@ class Server:
             with self._lock:
                 late = next(filter(self._held.is_overdue, self._held), None)
                 missing = set() if late is None else set(late.key.workers) - late.arrived
+                limit_s = 0.0 if late is None else self._held.patience_s(late.key)
                 silent = [(offers.missing(), offers) for offers in self._tables.values()]
             if late is not None and missing:
-                limit_s = self._held.patience_s(late.key)
                 self._fail(min(missing), Overdue(f"no push within {limit_s:g} s of another worker's"))
             for worker, offers in silent:
                 if worker is not None:
@@ -296,6 +299,7 @@ class Server:
             self._left.add(worker)
             rounds = [summed.key.workers for summed in self._held if summed.arrived]
             is_missed = any(worker in workers for workers in [*rounds, *(workers for _, workers in self._tables)])
+            self._held.leave(worker)
         if is_missed:
             self._fail(worker, LinkError("it left in the middle of a round"))
         farewell = Header(Op.LEAVE, self.rank).pack()

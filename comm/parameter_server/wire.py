@@ -6,7 +6,7 @@ Every message on the control channel begins with a header of 56 bytes, little-en
      4  B   version
      5  B   operation (Op)
      6  H   flags (Flag)
-     8  I   key
+     8  I   key; of a close, the state
     12  i   sender's rank among workers and servers
     16  q   step: the iteration
     24  Q   bytes that follow: of the data message for a push, of the body otherwise
@@ -15,8 +15,9 @@ Every message on the control channel begins with a header of 56 bytes, little-en
 
 A push is such a header on the control channel and its payload on the data channel, under the key's tag, which its
 server gave it. The answer to a push is the reply on the data channel under the same tag: its size is known to both
-sides from the key's table entry. All other operations carry a body of at most 4 GiB (:mod:`espresso.comm.messages`),
-and are answered by a header and a body.
+sides from the key's table entry. A close says that its sender has left a state: it is the last message about it, and
+has neither body nor answer. All other operations carry a body of at most 4 GiB (:mod:`espresso.comm.messages`), and are
+answered by a header and a body.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from espresso.comm.messages import Bytes, Messages
 from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport
 from espresso.strategies import DTYPES, CompressorSpec
 
-MAGIC, VERSION = b"ESPS", 2
+MAGIC, VERSION = b"ESPS", 3
 _HEADER = struct.Struct("<4sBBHIiqQdqq")
 HEADER_BYTES = _HEADER.size
 MAX_BODY_BYTES = 4 << 30
@@ -56,6 +57,7 @@ class Op(IntEnum):
     NOTICE = 11
     RESCALE = 12
     WORKING = 13
+    CLOSE = 14
 
 
 class Flag(IntFlag):

@@ -68,8 +68,7 @@ class Probe:
         self._step += 1
 
     def close(self) -> None:
-        self._link.install([], {}, {}, None, "probe")
-        self._link.close()
+        self._link.leave()
 
 
 def measure_bearing(groups: Groups, client: Client) -> Bearing | None:

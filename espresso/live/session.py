@@ -478,6 +478,7 @@ class Session:
         self.recording.end()
         was_told = self._told()
         is_idle = self.executor.close() and was_told
+        self.executor.leave()
         self._kernels.end()
         self.codecs.close()
         self.groups.close(wait=is_idle)
@@ -499,7 +500,7 @@ class Session:
         self._guard.remove()
         self.recording.detach()
         self.executor.close()
-        for end in (self._kernels.end, self.codecs.close, self.groups.let_go):
+        for end in (self.executor.leave, self._kernels.end, self.codecs.close, self.groups.let_go):
             threading.Thread(target=end, name="espresso-end", daemon=True).start()
 
 
