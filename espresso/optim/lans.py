@@ -164,9 +164,9 @@ def step_together(rows: Sequence[Row], settings: Settings) -> None:
             row.param.copy_(updated)
 
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """In double precision: in single, squares of what is above 1e19 overflow."""
-    return list(torch._foreach_norm(tensors, dtype=torch.float64))
+    return list(torch._foreach_norm(list(tensors), dtype=torch.float64))
 
 
 def _inverse(norm: Tensor, eps: float, negative: bool) -> Tensor:
