@@ -6,7 +6,7 @@ the text that strategy files have: ``*all_to_all*`` are all options with an all-
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -105,6 +105,15 @@ class Constraints:
     def forced(self) -> tuple[CompressorSpec, ...]:
         """The compressors that some tensor is forced to."""
         return tuple(dict.fromkeys(parse_forced(text)[0] for text in self.force.values()))
+
+    def idle(self, names: Sequence[str]) -> list[str]:
+        """In words, the patterns that match none of a model's tensors: a slip of the pen, mostly."""
+        example = f"; the first is {names[0]!r}" if names else ""
+        return [
+            f"no tensor of this model is called {pattern!r}{example}: that limit does nothing"
+            for pattern in (*self.keep_exact, *self.force)
+            if not any(fnmatchcase(name, pattern) for name in names)
+        ]
 
     def _forbids(self, option: str) -> bool:
         return any(fnmatchcase(option, pattern) for pattern in self.forbid)

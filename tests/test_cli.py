@@ -206,6 +206,9 @@ def test_simulate_agrees_with_search_and_writes_both_files(files: dict[str, Path
     table = espresso("simulate", files["job"], files["strategy"]).stdout
     assert "inter_out" in table
     assert "% │" in table
+    named = tmp_path / "named.json"
+    replace(Job.load(files["job"]), model="a[red]b[/x]").save(named)
+    assert "a[red]b[/x], " in espresso("simulate", named, files["strategy"]).stdout
 
 
 def test_simulate_shows_a_recorded_step_beside_the_predicted_one(files: dict[str, Path], tmp_path: Path) -> None:
@@ -683,6 +686,8 @@ def test_search_within_budgets_and_constraints(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "residuals" in drawn.output
     assert picture.stat().st_size > 1000
+    slip = espresso("search", job, "-c", "efsignsgd", "--keep-exact", "nosuch.*")
+    assert f"no tensor of this model is called 'nosuch.*'; the first is {names[0]!r}" in slip.stderr
     refused(espresso("search", job, "-c", "efsignsgd", "--plot", picture), "--frontier", status=2)
     refused(espresso("search", job, "-c", "efsignsgd", "--force", "head"), "NAME=COMPRESSOR", status=2)
     refused(espresso("search", job, "-c", "efsignsgd", "--devices", "moon"), "'moon' is not one of")

@@ -115,6 +115,12 @@ def test_files_of_two_runs_do_not_mix(tmp_path: Path) -> None:
     flight(1, num_ranks=3).save(tmp_path / "flight-00001.json")
     with pytest.raises(FlightError, match="of runs with 2 and 3 ranks"):
         load_run(tmp_path)
+    flight(0, facts={"run": "a"}).save(tmp_path / "flight-00000.json")
+    flight(1).save(tmp_path / "flight-00001.json")
+    assert len(load_run(tmp_path)) == 2, "one says nothing of its run"
+    flight(1, facts={"run": "b"}).save(tmp_path / "flight-00001.json")
+    with pytest.raises(FlightError, match=r"rank 0's and rank 1's flight records are of different runs: remove the ol"):
+        load_run(tmp_path)
 
 
 # -- clocks ------------------------------------------------------------------------------------------
@@ -272,6 +278,39 @@ def observed(rank: int, folder: str) -> dict[str, Any]:
     return {"steps": len(steps), "found": found.to_json(), "passes": {each.script.passes for each in steps}}
 
 
+class Branches(nn.Module):
+    """In turn one of two layers; the first one is always there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 5), nn.Linear(20, 5)])
+        self.count = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        found: torch.Tensor = self.layers[1 + self.count % 2](self.layers[0](inputs))
+        return found
+
+
+def watched_oddly(rank: int, folder: str) -> list[tuple[int, set[str], set[str]]]:
+    """Of observed jobs: steps, tensors, and where records lie. Of one some parameters are frozen, of one unused."""
+    frozen = mlp(20, 300, 5)
+    frozen[0].requires_grad_(False)
+    found = []
+    for ddp in (wrap(frozen), wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0005)):
+        watch = espresso.observe(ddp, folder, ranks_per_node=1)
+        run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 12)
+        watch.diagnose()
+        watch.close()
+        flight = watch.recorder.flight()
+        for each in flight.steps:
+            assert each.script.backward_us is not None
+            assert each.script.backward_us <= min(each.ready_us) <= max(each.ready_us) <= each.done_us
+        slots = {slot.tensor for bucket in flight.stretches[0].buckets for slot in bucket.slots}
+        found.append((len(flight.steps), slots, {str(path) for path in Path(folder).rglob(f"*{rank}.json")}))
+    return found
+
+
 def asked(rank: int, folder: str) -> list[Any]:
     """By a signal, and a diagnosis inside the run."""
     ddp = wrap(mlp(20, 300, 5))
@@ -304,7 +343,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def played(folder: str) -> Played:
-    scenarios = [plain_here, compressed, observed_here, asked_here, failing_here]
+    scenarios = [plain_here, compressed, observed_here, watched_oddly_here, asked_here, failing_here]
     return Played(__name__, scenarios, 2, environment={"FLIGHTS": folder})
 
 
@@ -316,12 +355,28 @@ def observed_here(rank: int) -> dict[str, Any]:
     return observed(rank, os.environ["FLIGHTS"] + "/observed")
 
 
+def watched_oddly_here(rank: int) -> list[tuple[int, set[str], set[str]]]:
+    return watched_oddly(rank, os.environ["FLIGHTS"] + "/oddly")
+
+
 def asked_here(rank: int) -> list[Any]:
     return asked(rank, os.environ["FLIGHTS"] + "/asked")
 
 
 def failing_here(rank: int) -> str:
     return failing(rank, os.environ["FLIGHTS"] + "/failing")
+
+
+def test_frozen_and_unused_parameters_do_not_hide_a_job_and_two_jobs_have_two_folders(
+    played: Played, folder: str
+) -> None:
+    for rank, found in enumerate(played(watched_oddly_here)):
+        (steps, slots, files), (steps_unused, slots_unused, both_files) = found
+        assert steps >= 9
+        assert slots == {"2.weight", "2.bias"}
+        assert (steps_unused, len(slots_unused)) == (11, 6), "DDP does not rebuild those"
+        first = f"{folder}/oddly/flight-{rank:05d}.json"
+        assert (files, both_files) == ({first}, {first, f"{folder}/oddly/2/flight-{rank:05d}.json"})
 
 
 def test_a_plain_job_is_recorded_whole(played: Played, folder: str) -> None:
@@ -410,7 +465,9 @@ def test_a_signal_that_comes_while_the_ring_is_read_is_answered(tmp_path: Path) 
             signal.raise_signal(signal.SIGUSR1)
             return False
 
-    groups: Any = SimpleNamespace(cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, host_copies=False)
+    groups: Any = SimpleNamespace(
+        cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, host_copies=False, from_rank_0=str
+    )  # fmt: skip
     recorder = Recorder(groups)
     strategy = Strategy.uniform([TensorSpec("a", (3,))], Cluster(1, 1))
     bucket = Bucket(0, (Slot("a", 0, 3),))

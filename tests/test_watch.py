@@ -204,10 +204,13 @@ def test_turns_in_a_row_that_brought_nothing_cost_more_until_one_brings_somethin
 
 def test_a_severe_change_is_looked_into_at_once_as_far_as_that_was_earned():
     patience, severe = Patience(), partial(seen_from, now_us=2e5)
+    hidden = replace(severe(40), step_us=(1e5, 1e5), hidden_us=1e5)
+    assert first_permitted(patience, hidden) == 42, "steps are no slower"
+    patience = Patience()
     assert first_permitted(patience, severe(40)) == 40
     patience.took(40, cost_us=1e6, brought=True)
-    assert first_permitted(patience, severe(100)) == 109  # .1 s a step; .15 and .03 of the second were earned
-    patience.took(109, cost_us=1e6, brought=False)
+    assert first_permitted(patience, severe(100)) == 108  # .1 s a step; .15 and .06 of the second were earned
+    patience.took(108, cost_us=1e6, brought=False)
     assert first_permitted(patience, seen_from(200, 2.5e5)) == 206  # worse than what brought nothing
     patience.took(206, cost_us=1e6, brought=True)
     all_of_it = 206 + math.ceil(1e6 / (EARNED * 1e5))

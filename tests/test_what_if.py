@@ -158,7 +158,8 @@ def test_half_a_core_by_two_probes_is_what_would_be_measured_there():
 def test_another_model_has_its_own_passes_and_these_machines_costs():
     here = measured_job()
     small = replace(measured_job(4, 10.0), model="small", tensors=here.tensors[:4], gaps_us=here.gaps_us[:4])
-    found = of_model(here, small)
+    specs = [CompressorSpec.parse(cost.spec) for cost in here.costs.compute]
+    found = of_model(here, small, specs)
     assert (found.model, found.tensors, found.costs, found.cluster) == (
         "small",
         small.tensors,
@@ -166,10 +167,12 @@ def test_another_model_has_its_own_passes_and_these_machines_costs():
         Cluster(2, 1),
     )
     assert plain_us(found) < plain_us(here)
-    assert of_model(here, here) == here
+    assert of_model(here, here, specs) == here
     large = replace(here, tensors=tuple(TensorSpec(each.name, (9 << 20,)) for each in here.tensors))
     with pytest.raises(RangeError, match="predictions reach 8 times"):
-        of_model(here, large)
+        of_model(here, large, specs)
+    assert of_model(here, large, []).tensors == large.tensors, "nobody asks about a compressor"
+    assert of_model(large, large, specs) == large, "its own sizes are within reach, however small those measured"
 
 
 def test_a_round_trip_is_latency_that_holds_nothing():

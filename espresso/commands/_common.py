@@ -151,7 +151,7 @@ class Progress:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         bar = Bar(*columns, console=err(), transient=True)
         with self._lock:
             bar.add_task(**{"total": None, **self._said})

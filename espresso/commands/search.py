@@ -131,6 +131,8 @@ def search(
         "error_budget": error_budget, "residual_budget_mb": residual_budget_mb, "all_kinds": all_kinds or None
     }  # fmt: skip
     terms = _terms(loaded, automatic, given, limits)
+    for warning in terms.constraints.idle([tensor.name for tensor in loaded.tensors]):
+        say(warning)
     points: list[FrontierPoint] = []
     # Loading compiles on the first call of all; the line that says so must be up by then.
     with working(f"Searching {len(loaded.tensors)} tensors (the first search compiles)", searches=True) as progress:

@@ -83,7 +83,8 @@ def simulate(
     console.print(
         f"{title}: {human_us(timeline.iteration_us)} an iteration, of which {human_us(timeline.forward_us)}"
         f" forward and {human_us(timeline.optimizer_us)} optimizer;"
-        f" uncompressed {human_us(plain.iteration_us)} ({plain.iteration_us / timeline.iteration_us:.2f}x)"
+        f" uncompressed {human_us(plain.iteration_us)} ({plain.iteration_us / timeline.iteration_us:.2f}x)",
+        markup=False,
     )
     for path in (trace, plot):
         if path is not None:

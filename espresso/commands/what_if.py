@@ -70,10 +70,10 @@ def what_if(
 
     check_output(plot, *IMAGE_FORMATS)
     loaded, specs = job_and_compressors(job, compressor or DEFAULT_COMPRESSORS)
-    if model is not None:
-        loaded = of_model(loaded, Job.load(model))
     if not compressor:
         specs = _with_costs(loaded, specs)
+    if model is not None:
+        loaded = of_model(loaded, Job.load(model), specs)
     if device is not None and measured_on is None:
         raise UserError(
             "--device needs --measured-on: run espresso probe -o here.json where the job was measured", ExitStatus.USAGE

@@ -134,11 +134,12 @@ class Run:
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        """Of every recorded rank, what people call its host: nodes with the same name are numbered."""
+        """Of every recorded rank, what people call its host: nodes of one name are numbered, where they are known."""
         per_node = self.flights[0].cluster.ranks_per_node
         nodes = [flight.rank // per_node for flight in self.flights]
         named = {(flight.host, node) for flight, node in zip(self.flights, nodes, strict=True)}
-        twice = len({host for host, _ in named}) < len(named)
+        is_known = self.flights[0].facts.get("source") != "kineto"
+        twice = is_known and len({host for host, _ in named}) < len(named)
         return tuple(
             f"{flight.host}#{node}" if twice else flight.host for flight, node in zip(self.flights, nodes, strict=True)
         )

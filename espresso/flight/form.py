@@ -195,7 +195,8 @@ class Flight:
         stretches, steps: oldest first.
         ticks: looks at rank 0's clock, oldest first; none on rank 0.
         traffic: of its connections, now and then.
-        facts: the ranks in the world that train together (``group``), cores of a rank (``cores``), bytes of DDP's
+        facts: the ranks in the world that train together (``group``), what is theirs alone, and this time's (``run``),
+            cores of a rank (``cores``), bytes of DDP's
             buffers (``buffer_bytes``), ``bucket_cap_mb``, what the host's card sent at the start when nothing else did,
             in bytes a microsecond (``card_rate``), whether the exchange was observed from outside
             (``observed``), and what else is known.
@@ -327,7 +328,7 @@ def check_run(flights: Sequence[Flight]) -> None:
     """Whether these are records of different ranks of one run; ranks may be missing.
 
     Raises:
-        FlightError: two of one rank, or of runs of different sizes.
+        FlightError: two of one rank, or of different runs.
     """
     ranks = [flight.rank for flight in flights]
     if len(set(ranks)) < len(ranks):
@@ -336,6 +337,12 @@ def check_run(flights: Sequence[Flight]) -> None:
     sizes = sorted({flight.num_ranks for flight in flights})
     if len(sizes) > 1:
         raise FlightError(f"the flight records are of runs with {sizes[0]} and {sizes[-1]} ranks")
+    runs = {flight.facts["run"]: flight.rank for flight in flights if "run" in flight.facts}
+    if len(runs) > 1:
+        one, other, *_ = runs.values()
+        raise FlightError(
+            f"rank {one}'s and rank {other}'s flight records are of different runs: remove the older ones"
+        )
 
 
 def _rounded(value: Any) -> Any:

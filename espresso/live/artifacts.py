@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,23 @@ logger = logging.getLogger("espresso")
 
 _JOB_PATH = "ESPRESSO_JOB_PATH"
 
-_WRITTEN: dict[Path, str] = {}
-"""The fingerprints of the jobs that this process has written where it was asked to: each model's has its own file."""
+_MODELS: dict[Path, list[str]] = {}
+"""Whose files this process writes to a place, by fingerprint: each model has its own."""
+
+
+def own_folder(directory: str | os.PathLike[str] | None, fingerprint: str) -> Path | None:
+    """Where a model's files go: the directory, and for another model of this process a numbered folder in it."""
+    if directory is None:
+        return None
+    number = _number(Path(directory), fingerprint)
+    return Path(directory, *[str(number)] * (number > 1))
+
+
+def _number(place: Path, fingerprint: str) -> int:
+    models = _MODELS.setdefault(place.absolute(), [])
+    if fingerprint not in models:
+        models.append(fingerprint)
+    return 1 + models.index(fingerprint)
 
 
 class Artifacts:
@@ -42,10 +56,9 @@ class Artifacts:
         self._write("job.json", job.save)
         asked = os.environ.get(_JOB_PATH)
         if asked and self._groups.speaks:
-            first = Path(asked)
-            paths = chain([first], (first.with_name(f"{first.stem}-{n}{first.suffix}") for n in count(2)))
-            path = next(path for path in paths if _WRITTEN.setdefault(path, job.fingerprint) == job.fingerprint)
-            if path != first:
+            path, number = Path(asked), _number(Path(asked), job.fingerprint)
+            if number > 1:
+                path = path.with_name(f"{path.stem}-{number}{path.suffix}")
                 logger.warning("another model's job is written to %s", path)
             job.save(path)
 

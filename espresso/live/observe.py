@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,22 @@ from espresso.comm.groups import Groups
 from espresso.diagnosis.findings import diagnose
 from espresso.diagnosis.report import Diagnosis
 from espresso.flight.form import Flight
+from espresso.live.artifacts import own_folder
+from espresso.live.config import RANGES
 from espresso.live.marks import ScriptMarks, facts_of
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.recorder import KEPT_STEPS, Recorder
 from espresso.strategies import Bucket, Slot, Strategy
 
+logger = logging.getLogger("espresso")
+
 _LIVE: weakref.WeakSet[ObservedJob] = weakref.WeakSet()
 
-BUCKETS_KNOWN = "rebuilt_per_bucket_param_indices"
-"""Where DDP's log says which parameters its buckets hold, once it has rebuilt them."""
+BUCKETS_KNOWN, SIZES_KNOWN = "rebuilt_per_bucket_param_indices", "bucket_sizes"
+"""Where DDP's log says which parameters its buckets hold, once it has rebuilt them, and how many bytes before."""
+
+PATIENCE = 8
+"""Steps with exchanges after which it is said that DDP's buckets are not known."""
 
 
 class ObservedJob:
@@ -46,15 +54,18 @@ class ObservedJob:
         ranks_per_node: int | None = None,
         timeout_s: float = 300.0,
     ) -> None:
+        RANGES["ranks_per_node"].check("ranks_per_node", ranks_per_node)
+        RANGES["timeout_s"].check("timeout_s", timeout_s)
         parameters = named_gradients(model)
         self._model: Callable[[], DistributedDataParallel | None] = weakref.ref(model)
-        self._artifacts_dir, self._pid = artifacts_dir, os.getpid()
+        self._pid = os.getpid()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._groups = Groups(model.process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
         self.recorder = Recorder(self._groups)
         self.recorder.facts |= facts_of(model) | {"observed": True}
         plain = Strategy.uniform(tensor_specs(parameters), self._groups.cluster, partition_bytes=0)
         self._assignment = Assignment(plain)
+        self._artifacts_dir = own_folder(artifacts_dir, plain.fingerprint)
         self._buckets: tuple[Bucket, ...] = ()
         self._ready_ns: list[int] = []
         self._count = 0
@@ -93,6 +104,8 @@ class ObservedJob:
             return
         self._count += 1
         now, ready, buckets = time.perf_counter_ns(), self._ready_ns, self._buckets
+        if _keeps_first_buckets(model) and any(ready):  # DDP has what was not used ready from the beginning
+            ready = [at or min(filter(None, ready)) for at in ready]
         if buckets and all(ready):
             sent = sum(bucket.numel * 4 for bucket in buckets)
             record = Record(self._count, self._assignment, list(ready), now, True, sent, sent, buckets)
@@ -102,26 +115,27 @@ class ObservedJob:
         self._ready_ns = [0] * len(buckets)
         if not buckets:
             self._find_buckets(model)
+            if self._count == PATIENCE and not self._buckets:
+                logger.warning("espresso.observe does not know DDP's buckets after %d steps, and keeps none", PATIENCE)
 
     def _find_buckets(self, model: DistributedDataParallel) -> None:
         """Watch the last gradient of every bucket, from the next pass on."""
         data: Any = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        rows = [row.split() for row in str(data.get(BUCKETS_KNOWN, "")).split(",") if row.strip()]
-        parameters: list[torch.nn.Parameter] = list(model._module_parameters)
-        if not rows or not all(i.isdigit() and int(i) < len(parameters) for row in rows for i in row):
-            return
+        there = {id(parameter): parameter for parameter in model.parameters()}
+        ours = [there[key] for key in self._names if key in there]  # as DDP numbers them
+        keeps_first = _keeps_first_buckets(model)
+        held = _first_buckets(data, ours) if keeps_first else _rebuilt_buckets(data, ours)
         buckets = []
-        for index, row in enumerate(rows):
+        for index, parameters in enumerate(held):
             slots, offset = [], 0
-            for parameter in (parameters[int(i)] for i in row):
-                name = self._names.get(id(parameter))
-                if name is None:
-                    return
-                slots.append(Slot(name, offset, parameter.numel()))
+            for parameter in parameters:
+                slots.append(Slot(self._names[id(parameter)], offset, parameter.numel()))
                 offset += parameter.numel()
-            buckets.append(Bucket(index, tuple(slots), str(parameter.dtype).removeprefix("torch.")))
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(self._stamp(index)))
+            buckets.append(Bucket(index, tuple(slots), str(parameters[-1].dtype).removeprefix("torch.")))
+            # Those that were rebuilt hold parameters in the order in which gradients come.
+            for parameter in parameters if keeps_first else parameters[-1:]:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(self._stamp(index)))
         self._buckets, self._ready_ns = tuple(buckets), [0] * len(buckets)
 
     def _forget_buckets(self) -> None:
@@ -134,6 +148,37 @@ class ObservedJob:
             self._ready_ns[bucket] = time.perf_counter_ns()
 
         return stamp
+
+
+def _keeps_first_buckets(model: DistributedDataParallel) -> bool:
+    """Whether DDP never lays its buckets by use."""
+    return bool(model.find_unused_parameters) and not model.static_graph
+
+
+_Held = list[list[torch.nn.Parameter]]
+"""The parameters of every bucket; empty if that is not known."""
+
+
+def _rebuilt_buckets(data: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]) -> _Held:
+    rows = [row.split() for row in str(data.get(BUCKETS_KNOWN, "")).split(",") if row.strip()]
+    if not all(i.isdigit() and int(i) < len(parameters) for row in rows for i in row):
+        return []
+    return [[parameters[int(i)] for i in row] for row in rows]
+
+
+def _first_buckets(data: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]) -> _Held:
+    """By their sizes: DDP fills them from the last parameter on."""
+    sizes = [int(size) for size in str(data.get(SIZES_KNOWN, "")).split(",") if size.strip().isdigit()]
+    left, held = list(parameters), _Held()
+    for size in sizes:
+        bucket: list[torch.nn.Parameter] = []
+        while left and size > 0:
+            bucket.append(left.pop())
+            size -= bucket[-1].numel() * bucket[-1].element_size()
+        if size or not bucket:
+            return []  # of several types, say, which have buckets of their own
+        held.append(bucket)
+    return [] if left else held
 
 
 def observe(
@@ -154,7 +199,7 @@ def observe(
         The observation: ``record(path)``, ``diagnose()``, ``close()``.
 
     Raises:
-        TypeError: not a DDP model.
+        TypeError, ValueError: not a DDP model, or a setting that is not what it should be.
         TopologyError: see there.
 
     Example:

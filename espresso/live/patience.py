@@ -9,7 +9,7 @@ from espresso.live.watch import Change
 SUPPOSED_US = 150_000.0
 """What the first turn is supposed to take."""
 
-EARNED = 0.005
+EARNED = 0.01
 """Of the wall time: what may go to a turn before waiting has cost as much, up to what one takes."""
 
 REST = 10
@@ -26,8 +26,9 @@ class Patience:
     """Remembers what turns cost and brought. All ranks give it the same figures.
 
     A turn begins once waiting for it may have cost as much as it costs itself: then both together are never more than
-    twice the cheaper one, however long the change lasts (the rule of whoever rents skis). A severe change is looked
-    into at once, as far as the job has earned that: at its first step, and with time after turns that brought nothing.
+    twice the cheaper one, however long the change lasts (the rule of whoever rents skis). A severe change of steps is
+    looked into at once, as far as the job has earned that: the first one is, and time goes towards the next after a
+    turn that brought nothing.
     """
 
     def __init__(self) -> None:
@@ -39,12 +40,13 @@ class Patience:
     def permits(self, change: Change, step: int) -> bool:
         """Whether a change is looked into: what it may have cost by now is the price, less what was earned."""
         self._waited_us += change.at_stake_us * (step - max(change.since, self._counted))
-        earned_us = EARNED * change.step_us[0] * (step - self._counted)
-        self._earned_us = min(self._earned_us + earned_us, self._cost_us)
+        passed_us = change.step_us[0] * (step - self._counted)
+        self._earned_us = min(self._earned_us + EARNED * passed_us, self._cost_us)
         self._counted = step
         doublings = self._idle_turns if change.severity <= self._idle_severity else 0
         self._severity, self._price_us = change.severity, self._cost_us * 2**doublings
-        return self._waited_us + self._earned_us * change.is_severe >= self._price_us and step >= self._rests_until
+        earned_us = self._earned_us if change.is_severe and not change.hidden_us else 0.0
+        return self._waited_us + earned_us >= self._price_us and step >= self._rests_until
 
     def took(self, step: int, cost_us: float, *, brought: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether another is in use now."""

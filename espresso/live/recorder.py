@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -56,7 +57,7 @@ def now_us() -> float:
 
 
 class Recorder:
-    """The ring of one rank.
+    """The ring of one rank. Made by all ranks together.
 
     Attributes:
         script: of the step that is under way.
@@ -68,7 +69,8 @@ class Recorder:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         cores = len(os.sched_getaffinity(0)) / groups.cluster.ranks_per_node
-        self.facts: dict[str, Any] = {"group": list(groups.ranks), "cores": cores}
+        run = groups.from_rank_0(secrets.token_hex(8))
+        self.facts: dict[str, Any] = {"group": list(groups.ranks), "cores": cores, "run": run}
         self.script = Script()
         self.ticks: deque[Tick] = deque(maxlen=KEPT_LOOKS)
         self.traffic: deque[Traffic] = deque(maxlen=KEPT_LOOKS)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from espresso.comm.execute.executor import Executor
-from espresso.live.config import Config
 from espresso.live.marks import ScriptMarks, facts_of
 from espresso.live.names import BoundModel
 from espresso.live.recorder import Recorder
@@ -17,10 +17,14 @@ class Recording:
     Args:
         recorder: its ring.
         executor: an error of it has the ring written.
+        folder: where; None: nowhere but where a signal asks for it.
+        signal: that has it written.
     """
 
-    def __init__(self, recorder: Recorder, executor: Executor, model: BoundModel, config: Config) -> None:
-        self._recorder, self._executor, self._folder = recorder, executor, config.artifacts_dir
+    def __init__(
+        self, recorder: Recorder, executor: Executor, model: BoundModel, folder: Path | None, signal: str | None
+    ) -> None:
+        self._recorder, self._executor, self._folder = recorder, executor, folder
         self._model = model
         executor.on_failure(lambda: recorder.leave(self._folder, "the exchange failed"))
         recorder.look()
@@ -28,10 +32,9 @@ class Recording:
         module = model.module()
         self._marks = self._attached()
         recorder.facts |= {} if module is None else facts_of(module)
-        name = config.record_signal
         self._unlisten: Callable[[], None] | None = None
-        if name is not None:
-            self._unlisten = recorder.listen(name, config.artifacts_dir)
+        if signal is not None:
+            self._unlisten = recorder.listen(signal, folder)
 
     def pause(self) -> None:
         """Keep no steps and look at no exchanges, until told to go on; a benchmark compares with that."""

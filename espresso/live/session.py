@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from espresso.comm.parameter_server import Client, Link, connected
 from espresso.comm.witness import worded
 from espresso.compressors.schedule import Follower, Schedule, check_choices
 from espresso.live.agreement import agree, agree_on_epoch, check_replicas
-from espresso.live.artifacts import Artifacts, ProfileMarks, measures_nothing
+from espresso.live.artifacts import Artifacts, ProfileMarks, measures_nothing, own_folder
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import FixedPlanner, Verdict
@@ -53,7 +52,7 @@ from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
 from espresso.live.server_profile import measure_bearing
-from espresso.strategies import NONE, Bucket, Strategy
+from espresso.strategies import NONE, Bucket, Strategy, fingerprint
 from espresso.strategies.constraints import parse_forced
 from espresso.strategies.option import RANK_DEVICES
 
@@ -126,7 +125,8 @@ class Session:
             self.store = ResidualStore(transactional=config.transactional, storage=config.residual_dtype, gain=gain)
             self.velocities = None if rule is None else Velocities(rule, transactional=config.transactional)
             self.factors = FactorStore()
-            self.artifacts = Artifacts(config.artifacts_dir, self.groups)
+            folder = own_folder(config.artifacts_dir, fingerprint(model.tensors, self.groups.cluster))
+            self.artifacts = Artifacts(folder, self.groups)
             self.observer = Observer(self._make_clock)
             self.sampler = Sampler(model.tensors, self.groups.rank)
             self.recorder = Recorder(self.groups)
@@ -161,7 +161,7 @@ class Session:
             self._kernels = self._make_kernels()
             undo.callback(self._kernels.end)
             self.is_compiled = self._warm_up(servers)  # last: who dies or hangs meanwhile is named
-            self.recording = Recording(self.recorder, self.executor, model, config)
+            self.recording = Recording(self.recorder, self.executor, model, folder, config.record_signal)
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
             undo.pop_all()
 
@@ -237,10 +237,8 @@ class Session:
         from espresso.search.candidates import choices_for, raw_choices
 
         constraints, names = self.config.terms.constraints, [tensor.name for tensor in self.model.wholes]
-        for pattern in (*constraints.keep_exact, *constraints.force):
-            if self.groups.speaks and not any(fnmatchcase(name, pattern) for name in names):
-                example = f"; the first is {names[0]!r}" if names else ""
-                logger.warning("no tensor of this model is called %r%s: that limit does nothing", pattern, example)
+        for warning in constraints.idle(names) if self.groups.speaks else ():
+            logger.warning("%s", warning)
         for kind in constraints.force.values():
             spec = parse_forced(kind)[0]
             cluster = self.groups.cluster

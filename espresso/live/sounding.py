@@ -17,8 +17,8 @@ FASTER, CONFIRMED = 2.0, 2
 """A link that is so many times faster than it usually was, in so many soundings in a row, is looked into: once it may
 have been a token bucket that happened to be full."""
 
-FEW = 2
-"""Soundings that tell what a strategy's link takes; the first may be disturbed."""
+FEW = 4
+"""Soundings that tell what a strategy's link takes; the first ones may be disturbed."""
 
 
 class Soundings:

@@ -16,7 +16,7 @@ any network. Of rooted routines b is the most that a link may carry, so there on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from espresso.model.costs import ComputeCost, CostModel
@@ -31,7 +31,7 @@ from espresso.model.links import (
     on_busiest_link,
 )
 from espresso.model.probe import Probe
-from espresso.strategies import Cluster, Routine, Scope
+from espresso.strategies import Cluster, CompressorSpec, Routine, Scope
 from espresso.strategies.fields import faults, number
 
 FARTHEST: Mapping[str, float] = {"rate": 30.0, "nodes": 8.0, "ranks_per_node": 4.0, "device": 8.0, "size": 8.0}
@@ -166,17 +166,20 @@ def on_device(job: Job, here: Probe, there: Probe) -> Job:
     return scaled(job, compute=product, compression=copy)
 
 
-def of_model(job: Job, other: Job) -> Job:
+def of_model(job: Job, other: Job, specs: Collection[CompressorSpec]) -> Job:
     """Another model on this job's machines: its tensors, buckets and passes, this job's costs.
 
     What compressors and links take of its sizes lies between what was measured of this job's, on the same lines.
 
+    Args:
+        specs: the compressors that are asked about.
+
     Raises:
-        RangeError: its buckets are so much larger than anything that was measured.
+        RangeError: its buckets are so much larger than this job's, and than what was measured of a compressor.
     """
-    largest = max(bucket.numel for bucket in other.laid_out)
-    for cost in job.costs.compute:
-        measured = cost.points[-1][0]
+    largest, known = (max(bucket.numel for bucket in each.laid_out) for each in (other, job))
+    for cost in (cost for cost in job.costs.compute if cost.spec in map(str, specs)):
+        measured = max(cost.points[-1][0], known)
         _check_far(measured, max(largest, measured), "size", f"elements in a bucket, for {cost.spec},")
     return replace(other, cluster=job.cluster, costs=job.costs, hosts=job.hosts, meta=job.meta)
 
