@@ -11,16 +11,19 @@ Whatever the bytes are, reading them ends in a value or in a :class:`FormError`.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import reprlib
 import types
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -139,18 +142,26 @@ def _constant(text: str) -> float:
 
 
 def load(path: str | Path, read: Callable[[Any], T], error: type[FormError], *, most: int = MAX_BYTES) -> T:
-    """What ``read`` makes of a file's JSON values.
+    """What ``read`` makes of a file's JSON values; of one that ends in ``.gz`` when it is unpacked.
 
     Raises:
         error: the file is malformed; the message begins with the path.
         OSError: the file cannot be read.
     """
     data = bytearray()
-    with open(path, "rb") as file:
-        while len(data) <= most and (piece := file.read(1 << 20)):
-            data += piece
+    try:
+        with opened(path) as file:
+            while len(data) <= most and (piece := file.read(1 << 20)):
+                data += piece
+    except (EOFError, zlib.error) as wrong:
+        raise error(f"{path}: cannot be unpacked: {wrong}") from None
     with faults(error, f"{path}: "):
         return read(parse(data, most=most))
+
+
+def opened(path: str | Path) -> BufferedReader | gzip.GzipFile:
+    """A file's bytes, unpacked."""
+    return gzip.GzipFile(path) if str(path).endswith(".gz") else open(path, "rb")
 
 
 def save(path: str | Path, body: Any, indent: int | None = 1) -> None:

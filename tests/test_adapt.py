@@ -387,6 +387,16 @@ def test_curves_follow_the_probe_of_their_scope(routine, form, waits, factor):
     assert with_probes(links, {}, TWO).curves == curves
 
 
+@pytest.mark.parametrize("off", [0.99, 1.01, 1.02])
+def test_what_the_curves_of_a_slow_link_are_off_by_does_not_stay_when_it_becomes_fast(off):
+    sizes = (1e4, 1e6, 8e6)
+    gather = LinkCurve(Routine.ALLGATHER, Scope.FLAT, Form.PAYLOAD, tuple((size, size / 12.5) for size in sizes))
+    summed = LinkCurve(Routine.ALLREDUCE, Scope.FLAT, Form.RAW, tuple((size, off * size / 6.25) for size in sizes))
+    probes = {Scope.FLAT: ((1e4, 1e4 / 250), (1e6, 1e6 / 250))}  # twenty times as fast
+    found = with_probes(Links(curves=(gather, summed)), probes, TWO).measured(Routine.ALLREDUCE, Scope.FLAT, Form.RAW)
+    assert [us for _, us in found.alone] == pytest.approx([size / 125 for size in sizes], rel=0.05)
+
+
 def test_the_history_is_a_trace(tmp_path):
     import json
 

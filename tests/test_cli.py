@@ -690,4 +690,4 @@ def test_search_within_budgets_and_constraints(tmp_path: Path) -> None:
     assert f"no tensor of this model is called 'nosuch.*'; the first is {names[0]!r}" in slip.stderr
     refused(espresso("search", job, "-c", "efsignsgd", "--plot", picture), "--frontier", status=2)
     refused(espresso("search", job, "-c", "efsignsgd", "--force", "head"), "NAME=COMPRESSOR", status=2)
-    refused(espresso("search", job, "-c", "efsignsgd", "--devices", "moon"), "'moon' is not one of")
+    refused(espresso("search", job, "-c", "efsignsgd", "--devices", "moon"), "'moon' is not one of", status=2)

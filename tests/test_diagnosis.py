@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -448,9 +449,15 @@ def kineto(world: World, rank: int) -> dict[str, Any]:
 def test_traces_of_the_profiler_are_diagnosed(tmp_path: Path) -> None:
     world = replace(CAUSES["slow input"][0], ahead_s=8.0)
     for rank in range(3):
-        (tmp_path / f"rank{rank}.json").write_text(json.dumps(kineto(world, rank)))
+        text = json.dumps(kineto(world, rank)).encode()
+        path = tmp_path / f"rank{rank}.json"
+        if rank:
+            path.write_bytes(text)
+        else:
+            path.with_suffix(".json.gz").write_bytes(gzip.compress(text))
     found = diagnose(load_any(tmp_path))
     assert (found.findings[0].kind, found.findings[0].rank) == ("slow_input", 1)
+    assert "#" not in str(found.findings[0].host), "nobody knows which ranks share a host"
     assert found.step_us == pytest.approx(world.step_us, rel=0.03)
 
 
@@ -460,6 +467,10 @@ def test_ranks_that_left_no_record_are_named(tmp_path: Path) -> None:
     found = diagnose(load_any(tmp_path))
     assert found.missing == (1,)
     assert "no record of rank 1: what is slow there is not seen" in str(found)
+    assert "Nothing to mend on the ranks that were recorded." in str(found)
+    (tmp_path / "rank3.json.gz").write_bytes(gzip.compress(b"{}" * 9999)[:-9])
+    with pytest.raises(FlightError, match=r"rank3\.json\.gz: cannot be unpacked"):
+        load_any(tmp_path)
 
 
 @pytest.mark.parametrize(

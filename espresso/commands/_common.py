@@ -71,6 +71,17 @@ class ExitStatus(IntEnum):
     NOT_FOUND = 127
 
 
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """What is refused in here came from the command line."""
+    from espresso.strategies import FormError
+
+    try:
+        yield
+    except FormError as error:
+        raise UserError(str(error), ExitStatus.USAGE) from None
+
+
 class UserError(Exception):
     """Something the user can put right. Shown as one line, without a traceback."""
 

@@ -20,6 +20,7 @@ from espresso.commands._common import (
     parse_compressors,
     picture_option,
     say,
+    usage_errors,
     user_errors,
     working,
 )
@@ -190,7 +191,8 @@ def _terms(job: "Job", automatic: bool | None, given: dict[str, Any], limits: di
         terms = live or AUTOMATIC
     asked = {name: value for name, value in limits.items() if value is not None}
     said = {name: value for name, value in given.items() if value is not None}
-    return replace(terms, constraints=replace(terms.constraints, **asked), **said)
+    with usage_errors():
+        return replace(terms, constraints=replace(terms.constraints, **asked), **said)
 
 
 def _summary(

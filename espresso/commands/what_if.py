@@ -16,6 +16,7 @@ from espresso.commands._common import (
     job_and_compressors,
     out,
     picture_option,
+    usage_errors,
     user_errors,
     working,
 )
@@ -85,10 +86,11 @@ def what_if(
     with working(f"Predicting {loaded.model}", searches=True) as progress:
         from espresso.search.what_if import combinations, predict, stops_paying
 
-        asked = combinations(
-            _whole_numbers("--nodes", nodes), _whole_numbers("--ranks-per-node", ranks_per_node),
-            [parse_gbit(text) for text in _parts(inter)], _reals("--rtt-ms", rtt_ms), base,
-        )  # fmt: skip
+        with usage_errors():
+            asked = combinations(
+                _whole_numbers("--nodes", nodes), _whole_numbers("--ranks-per-node", ranks_per_node),
+                [parse_gbit(text) for text in _parts(inter)], _reals("--rtt-ms", rtt_ms), base,
+            )  # fmt: skip
         rows = []
         for number, change in enumerate(asked):
             progress.update(f"{number + 1} of {len(asked)}", number / len(asked))

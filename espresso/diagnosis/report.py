@@ -99,7 +99,8 @@ def text_of(found: Diagnosis) -> str:
     if found.overlap is not None:
         lines.append(f"  {found.overlap:.0%} of all communication is hidden behind backward")
     if found.clean:
-        lines += ["", f"Nothing to mend. A step is bound by {found.bound}{_ADVICE[found.bound]}"]
+        where = " on the ranks that were recorded" if found.missing else ""
+        lines += ["", f"Nothing to mend{where}. A step is bound by {found.bound}{_ADVICE[found.bound]}"]
     for number, finding in enumerate(found.findings, start=1):
         lines += ["", *_rows(number, finding, found.step_us)]
     return "\n".join(lines)

@@ -71,12 +71,14 @@ def load_any(folder: str | Path) -> list[Flight]:
     there = Path(folder)
     if not there.is_dir():
         raise FlightError(f"{there}: is no folder; name the one in which a run left its flight records or traces")
-    paths = [] if any(there.glob("flight-*.json")) else sorted(there.glob("*.json"))
+    paths = [] if any(there.glob("flight-*.json")) else sorted((*there.glob("*.json"), *there.glob("*.json.gz")))
     traces = [path for path in paths if _looks_like_a_trace(path)]
     return load_traces(traces) if traces else load_run(there)
 
 
 def _looks_like_a_trace(path: Path) -> bool:
+    if path.suffix == ".gz":
+        return True
     with path.open("rb") as file:
         return b"traceEvents" in file.read(1 << 20)
 

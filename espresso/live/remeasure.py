@@ -29,6 +29,9 @@ LARGE_BYTES = ((2_000.0, BURST_BYTES, 1 << 22), (15_000.0, BURST_BYTES, 1 << 20)
 SOUND_BYTES = 3 << 17
 """Of the whole array: short, and more than what two hosts' buckets let through at once (128 KiB, say, of each)."""
 
+UNSURE = 0.03
+"""Of a curve on a slow link: after a hundredth of 730 ms had stayed, an exchange of 25 ms was taken for one of 33."""
+
 Probes = Mapping[Scope, Sequence[tuple[float, float]]]
 """(bytes of the whole array, microseconds) of two gathers of payloads, which stand for all routines on their scope."""
 
@@ -116,8 +119,9 @@ def use_up_rest(groups: Groups, place: Place) -> None:
 def with_probes(links: Links, probes: Probes, cluster: Cluster) -> Links:
     """Every measured curve with what its link takes more, or less, than when it was measured.
 
-    A gather of S bytes takes da + db S more. A routine that waits n times for a message, and has f times the bytes on
-    its busiest link, takes n da + f db S more; what sank sinks no further than the gather did.
+    A gather of S bytes took a + b S, and takes da + db S more. A routine that waits n times for a message, and has f
+    times the bytes on its busiest link, takes n da + f db S more. Where that is less than nothing, it sinks no further
+    than n a + f b S does; and what a slow link's curves are off by (:data:`UNSURE`) is no time that stays.
     """
 
     def changed(curve: LinkCurve) -> LinkCurve:
@@ -127,19 +131,34 @@ def with_probes(links: Links, probes: Probes, cluster: Cluster) -> Links:
             return curve
         was = [max(interpolate(gather.alone, size), 1.0) for size, _ in probed]
         more = [us - old for (_, us), old in zip(probed, was, strict=True)]
-        per_byte = (more[-1] - more[0]) / (probed[-1][0] - probed[0][0])
-        per_round = more[0] - per_byte * probed[0][0]
+        (old_round, old_byte), (per_round, per_byte) = (_line([size for size, _ in probed], us) for us in (was, more))
         least = min(1.0, *(us / old for (_, us), old in zip(probed, was, strict=True)))
         messages, share = on_busiest_link(curve, cluster)
         rounds, factor = num_rounds(curve.routine, messages), share / on_busiest_link(gather, cluster)[1]
-        added = [(size, us, us + rounds * per_round + factor * per_byte * size) for size, us in curve.alone]
-        alone = rising([(size, max(now_us, least * us)) for size, us, now_us in added])
+
+        def now_us(size: float, us: float) -> float:
+            added, of_link = (
+                rounds * per_round + factor * per_byte * size,
+                rounds * old_round + factor * old_byte * size,
+            )
+            if added >= 0.0:
+                return us + added
+            share = max(least, 1.0 + added / of_link) if of_link > 0.0 else least
+            return max(share * us, us + added - UNSURE * us)
+
+        alone = rising([(size, now_us(size, us)) for size, us in curve.alone])
         latency_us = min(max(curve.latency_us + rounds * per_round, least * curve.latency_us), alone[0][1])
         spread_us = curve.spread_us * latency_us / curve.latency_us if curve.latency_us else 0.0
         points = tuple((size, us - latency_us) for size, us in alone)
         return replace(curve, points=points, latency_us=latency_us, spread_us=spread_us)
 
     return replace(links, curves=tuple(map(changed, links.curves)))
+
+
+def _line(sizes: Sequence[float], us: Sequence[float]) -> tuple[float, float]:
+    """What no byte takes, and one byte more, by the first and the last."""
+    per_byte = (us[-1] - us[0]) / (sizes[-1] - sizes[0])
+    return us[0] - per_byte * sizes[0], per_byte
 
 
 def _link_ratio(before: Links, probes: Probes) -> float:
