@@ -337,6 +337,8 @@ class Groups:
                 f"the job's store does not answer ({worded(error)}); it ended with the launcher, or with rank 0"
             ) from error
         if missing:
+            with suppress(RuntimeError):
+                store.delete_key(keys[self.rank])  # it does not wait any more
             ranks = "rank" if len(missing) == 1 else "ranks"
             raise LostRankError(
                 f"{ranks} {compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"
@@ -428,7 +430,7 @@ _AWAY = "away"
 def stay_away(process_group: dist.ProcessGroup) -> None:
     """Tell the ranks that meet now that this one does not come. Waits for nobody."""
     rank = dist.get_rank(process_group)
-    with suppress(RuntimeError):  # without a store they wait, and name it then
+    with suppress(RuntimeError, AttributeError):  # without a store they wait, and name it then
         store = torch_groups._get_default_store()
         times = store.add(_times_met(process_group, rank), 1) - 1
         store.set(_card_key(process_group, times, rank), _AWAY)

@@ -120,12 +120,15 @@ class HostMemory:
         return held[:numel]
 
     def clip(self, tensors: Sequence[torch.Tensor], limit: float) -> None:
-        """Scale each tensor down to this norm, in place, by one reading pass, and another where it is needed.
+        """Scale each tensor down to this norm, in place, by one reading pass, and another where it is needed (two where
+        squares leave single precision).
 
         One whose norm is not finite is left alone.
         """
         for tensor in tensors:
-            norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+            norm = float(torch.linalg.vector_norm(tensor, dtype=_wide(tensor)))
+            if norm == math.inf:
+                norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
             if limit < norm < math.inf:
                 tensor.mul_(limit / norm)
 
@@ -211,10 +214,12 @@ class DeviceMemory:
         return held[:numel]
 
     def clip(self, tensors: Sequence[torch.Tensor], limit: float) -> None:
-        """Two passes, and the host does not wait: what is short enough already is multiplied by one."""
+        """Two passes, and the host does not wait: what is short enough already is multiplied by one. Where squares
+        leave single precision (1e19) a tensor is left alone.
+        """
         if not tensors:
             return
-        norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
+        norms = torch.stack([torch.linalg.vector_norm(t, dtype=_wide(t)) for t in tensors]).to(torch.float64)
         clipped = (limit < norms) & torch.isfinite(norms)
         factors = torch.where(clipped, limit / norms, 1.0)
         for tensor, factor in zip(tensors, factors.to(_wide(tensors[0])).unbind(), strict=True):

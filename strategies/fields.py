@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -47,6 +46,9 @@ LARGEST = 10**15
 
 SMALLEST = 1 / LARGEST
 """Of a number that something is divided by."""
+
+PACKED = b"\x1f\x8b"
+"""How gzip's files begin."""
 
 KINDS = {
     "espresso-job": "a job",
@@ -142,7 +144,7 @@ def _constant(text: str) -> float:
 
 
 def load(path: str | Path, read: Callable[[Any], T], error: type[FormError], *, most: int = MAX_BYTES) -> T:
-    """What ``read`` makes of a file's JSON values; of one that ends in ``.gz`` when it is unpacked.
+    """What ``read`` makes of a file's JSON values, which may be packed by gzip.
 
     Raises:
         error: the file is malformed; the message begins with the path.
@@ -150,18 +152,14 @@ def load(path: str | Path, read: Callable[[Any], T], error: type[FormError], *, 
     """
     data = bytearray()
     try:
-        with opened(path) as file:
+        with open(path, "rb") as raw:
+            file = gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == PACKED else raw
             while len(data) <= most and (piece := file.read(1 << 20)):
                 data += piece
-    except (EOFError, zlib.error) as wrong:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as wrong:
         raise error(f"{path}: cannot be unpacked: {wrong}") from None
     with faults(error, f"{path}: "):
         return read(parse(data, most=most))
-
-
-def opened(path: str | Path) -> BufferedReader | gzip.GzipFile:
-    """A file's bytes, unpacked."""
-    return gzip.GzipFile(path) if str(path).endswith(".gz") else open(path, "rb")
 
 
 def save(path: str | Path, body: Any, indent: int | None = 1) -> None:

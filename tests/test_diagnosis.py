@@ -471,6 +471,9 @@ def test_ranks_that_left_no_record_are_named(tmp_path: Path) -> None:
     (tmp_path / "rank3.json.gz").write_bytes(gzip.compress(b"{}" * 9999)[:-9])
     with pytest.raises(FlightError, match=r"rank3\.json\.gz: cannot be unpacked"):
         load_any(tmp_path)
+    (tmp_path / "rank3.json.gz").write_bytes(gzip.compress(b"[]")[:-6] + b"rotten")
+    with pytest.raises(FlightError, match=r"rank3\.json\.gz: cannot be unpacked"):
+        load_any(tmp_path)
 
 
 @pytest.mark.parametrize(

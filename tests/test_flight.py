@@ -293,11 +293,16 @@ class Branches(nn.Module):
 
 
 def watched_oddly(rank: int, folder: str) -> list[tuple[int, set[str], set[str]]]:
-    """Of observed jobs: steps, tensors, and where records lie. Of one some parameters are frozen, of one unused."""
-    frozen = mlp(20, 300, 5)
+    """Of observed jobs: steps, tensors, and where records lie. Of two, which are twins, some parameters are frozen, of
+    one unused.
+    """
+    frozen, twin = (mlp(20, 300, 5) for _ in range(2))
     frozen[0].requires_grad_(False)
+    twin[0].requires_grad_(False)
     found = []
-    for ddp in (wrap(frozen), wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0005)):
+    for ddp in (
+        wrap(frozen), wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0005), wrap(twin)
+    ):  # fmt: skip
         watch = espresso.observe(ddp, folder, ranks_per_node=1)
         run(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 12)
         watch.diagnose()
@@ -371,12 +376,12 @@ def test_frozen_and_unused_parameters_do_not_hide_a_job_and_two_jobs_have_two_fo
     played: Played, folder: str
 ) -> None:
     for rank, found in enumerate(played(watched_oddly_here)):
-        (steps, slots, files), (steps_unused, slots_unused, both_files) = found
+        (steps, slots, files), (steps_unused, slots_unused, both_files), (*_, all_files) = found
         assert steps >= 9
         assert slots == {"2.weight", "2.bias"}
         assert (steps_unused, len(slots_unused)) == (11, 6), "DDP does not rebuild those"
-        first = f"{folder}/oddly/flight-{rank:05d}.json"
-        assert (files, both_files) == ({first}, {first, f"{folder}/oddly/2/flight-{rank:05d}.json"})
+        first, second, third = (f"{folder}/oddly/{name}flight-{rank:05d}.json" for name in ("", "2/", "3/"))
+        assert (files, both_files, all_files) == ({first}, {first, second}, {first, second, third})
 
 
 def test_a_plain_job_is_recorded_whole(played: Played, folder: str) -> None:

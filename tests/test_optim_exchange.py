@@ -171,6 +171,7 @@ def test_compressed_adams_phase_is_in_its_checkpoint(played):
         assert told["branches"] == 0.0
         assert 0.0 < told["adamw"] < 0.1, "from a checkpoint of AdamW it goes on"
         assert "the checkpoint is of step 8, after its warm-up; with warmup_steps=20 it would" in told["longer"]
+        assert "the checkpoint is of step 6, after its warm-up" in told["older"], "as many as any layer took"
         assert "momenta are compressed, divided; precondition=False needs them compressed, not div" in told["undivided"]
         assert told["never moved"] == 0.0
 
@@ -424,7 +425,7 @@ def phases_resumed(rank: int) -> Any:
 
     settings: dict[str, Any] = {"lr": 0.01, "compressor": "none", "weight_decay": 0.1}
     told: dict[str, Any] = {}
-    ddp, again, *others, adamws = (wrap(Branches(), find_unused_parameters=True) for _ in range(5))
+    ddp, again, *others, later, adamws = (wrap(Branches(), find_unused_parameters=True) for _ in range(6))
     never = ddp.module.layers[2].weight.detach().clone()
     with adam(ddp, warmup_steps=6, **settings) as optimizer:
         trained(ddp, optimizer, range(8))
@@ -441,6 +442,12 @@ def phases_resumed(rank: int) -> Any:
         with adam(other, **settings, **asked) as optimizer, pytest.raises(ValueError, match=r".") as caught:
             optimizer.load_state_dict(saved[1])
         told[name] = str(caught.value)
+    older = copy.deepcopy(saved[1])
+    for group in older["param_groups"]:
+        del group["phase"], group["steps"]
+    with adam(later, **settings, warmup_steps=20) as optimizer, pytest.raises(ValueError, match=r".") as caught:
+        optimizer.load_state_dict(older)
+    told["older"] = str(caught.value)
     torchs = torch.optim.AdamW(adamws.parameters(), lr=0.01)
     trained(adamws, torchs, range(6))
     before = copy.deepcopy(adamws.module)

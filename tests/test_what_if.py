@@ -171,6 +171,8 @@ def test_another_model_has_its_own_passes_and_these_machines_costs():
     large = replace(here, tensors=tuple(TensorSpec(each.name, (9 << 20,)) for each in here.tensors))
     with pytest.raises(RangeError, match="predictions reach 8 times"):
         of_model(here, large, specs)
+    with pytest.raises(RangeError, match="predictions reach 8 times"):
+        of_model(here, large, [CompressorSpec.parse("efsignsgd:block=64")])  # its costs stand under the bare name
     assert of_model(here, large, []).tensors == large.tensors, "nobody asks about a compressor"
     assert of_model(large, large, specs) == large, "its own sizes are within reach, however small those measured"
 

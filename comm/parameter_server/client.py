@@ -70,7 +70,7 @@ class Client:
         self._open: dict[int, Line] = {}
         self._latest: dict[int, Key] = {}
         self._listeners: list[Callable[[EspressoError], None]] = []
-        self._closed = False
+        self._closed, self._leaving = False, threading.Lock()
         self.error: EspressoError | None = None
         self._unanswered: LinkError | None = None
         self._told = threading.Event()
@@ -239,8 +239,9 @@ class Client:
 
     def close_state(self, namespace: int, timeout_s: float) -> None:
         """Tell the servers that this worker has left a state: what they hold of it goes once all its workers have."""
-        if not (self._closed or self.error or self._unanswered):
-            self._tell(Header(Op.CLOSE, self.rank, namespace), Deadline(timeout_s))
+        with self._leaving:  # nothing follows the farewell
+            if not (self._closed or self.error or self._unanswered):
+                self._tell(Header(Op.CLOSE, self.rank, namespace), Deadline(timeout_s))
 
     def _tell(self, header: Header, until: Deadline) -> None:
         for rank in range(self.num_workers, self.transport.size):
@@ -253,13 +254,14 @@ class Client:
         Raises:
             LinkError: a server failed or does not answer, and would hold up the end of a job under MPI.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if broken := self.error or self._unanswered:
-            raise LinkError(f"the servers are of no use any more: {broken}") from broken
-        until = Deadline(timeout_s)
-        self._tell(Header(Op.LEAVE, self.rank), until)
+        with self._leaving:
+            if self._closed:
+                return
+            self._closed = True
+            if broken := self.error or self._unanswered:
+                raise LinkError(f"the servers are of no use any more: {broken}") from broken
+            until = Deadline(timeout_s)
+            self._tell(Header(Op.LEAVE, self.rank), until)
         for server, ear in enumerate(self._ears):
             ear.join(until.left_s)
             if ear.is_alive():

@@ -337,7 +337,7 @@ def check_run(flights: Sequence[Flight]) -> None:
     sizes = sorted({flight.num_ranks for flight in flights})
     if len(sizes) > 1:
         raise FlightError(f"the flight records are of runs with {sizes[0]} and {sizes[-1]} ranks")
-    runs = {flight.facts["run"]: flight.rank for flight in flights if "run" in flight.facts}
+    runs = {str(flight.facts["run"]): flight.rank for flight in flights if "run" in flight.facts}
     if len(runs) > 1:
         one, other, *_ = runs.values()
         raise FlightError(

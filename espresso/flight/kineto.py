@@ -77,7 +77,7 @@ def load_any(folder: str | Path) -> list[Flight]:
 
 
 def _looks_like_a_trace(path: Path) -> bool:
-    if path.suffix == ".gz":
+    if path.suffix == ".gz":  # reading it says what is wrong
         return True
     with path.open("rb") as file:
         return b"traceEvents" in file.read(1 << 20)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from espresso.comm.groups import Groups
 from espresso.model.job import Job
@@ -19,23 +23,30 @@ logger = logging.getLogger("espresso")
 
 _JOB_PATH = "ESPRESSO_JOB_PATH"
 
-_MODELS: dict[Path, list[str]] = {}
-"""Whose files this process writes to a place, by fingerprint: each model has its own."""
+_MODELS: dict[Path, weakref.WeakKeyDictionary[torch.nn.Module, int]] = {}
+"""Models of this process that leave files at a place, each with a number of its own."""
 
 
-def own_folder(directory: str | os.PathLike[str] | None, fingerprint: str) -> Path | None:
-    """Where a model's files go: the directory, and for another model of this process a numbered folder in it."""
+def own_folder(directory: str | os.PathLike[str] | None, model: torch.nn.Module | None, groups: Groups) -> Path | None:
+    """Where a model's files go: the directory, and for a second model of this process a numbered folder in it. All
+    ranks together, whether they have a directory or not.
+    """
+    mine = 0 if directory is None else _number(Path(directory), model)
+    number = groups.from_rank_0(mine) or mine
     if directory is None:
         return None
-    number = _number(Path(directory), fingerprint)
+    if model is not None:
+        _MODELS[Path(directory).absolute()][model] = number
     return Path(directory, *[str(number)] * (number > 1))
 
 
-def _number(place: Path, fingerprint: str) -> int:
-    models = _MODELS.setdefault(place.absolute(), [])
-    if fingerprint not in models:
-        models.append(fingerprint)
-    return 1 + models.index(fingerprint)
+def _number(place: Path, model: torch.nn.Module | None) -> int:
+    models = _MODELS.setdefault(place.absolute(), weakref.WeakKeyDictionary())
+    if model is None:
+        return 1
+    if model not in models:
+        models[model] = next(number for number in count(1) if number not in models.values())
+    return models[model]
 
 
 class Artifacts:
@@ -44,9 +55,8 @@ class Artifacts:
     A file that cannot be written is a warning, once: nothing that is for people may stop a training.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None, groups: Groups) -> None:
-        self._directory = None if directory is None else Path(directory)
-        self._groups = groups
+    def __init__(self, directory: Path | None, groups: Groups, model: weakref.ref[torch.nn.Module]) -> None:
+        self._directory, self._groups, self._model = directory, groups, model
         self._has_warned = False
         self._strategy: Strategy | None = None
         self._write(".", Path.stat)  # what cannot work is said at the start
@@ -56,7 +66,7 @@ class Artifacts:
         self._write("job.json", job.save)
         asked = os.environ.get(_JOB_PATH)
         if asked and self._groups.speaks:
-            path, number = Path(asked), _number(Path(asked), job.fingerprint)
+            path, number = Path(asked), _number(Path(asked), self._model())
             if number > 1:
                 path = path.with_name(f"{path.stem}-{number}{path.suffix}")
                 logger.warning("another model's job is written to %s", path)

@@ -65,7 +65,7 @@ class ObservedJob:
         self.recorder.facts |= facts_of(model) | {"observed": True}
         plain = Strategy.uniform(tensor_specs(parameters), self._groups.cluster, partition_bytes=0)
         self._assignment = Assignment(plain)
-        self._artifacts_dir = own_folder(artifacts_dir, plain.fingerprint)
+        self._artifacts_dir = own_folder(artifacts_dir, model, self._groups)
         self._buckets: tuple[Bucket, ...] = ()
         self._ready_ns: list[int] = []
         self._count = 0
@@ -101,6 +101,7 @@ class ObservedJob:
         """DDP has its averages, or was told to exchange nothing."""
         model = self._model()
         if model is None or not model.require_backward_grad_sync:
+            self._ready_ns = [0] * len(self._buckets)
             return
         self._count += 1
         now, ready, buckets = time.perf_counter_ns(), self._ready_ns, self._buckets
@@ -167,7 +168,7 @@ def _rebuilt_buckets(data: Mapping[str, Any], parameters: Sequence[torch.nn.Para
 
 
 def _first_buckets(data: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]) -> _Held:
-    """By their sizes: DDP fills them from the last parameter on."""
+    """By their sizes: DDP's first buckets hold the last parameters."""
     sizes = [int(size) for size in str(data.get(SIZES_KNOWN, "")).split(",") if size.strip().isdigit()]
     left, held = list(parameters), _Held()
     for size in sizes:
@@ -177,7 +178,7 @@ def _first_buckets(data: Mapping[str, Any], parameters: Sequence[torch.nn.Parame
             size -= bucket[-1].numel() * bucket[-1].element_size()
         if size or not bucket:
             return []  # of several types, say, which have buckets of their own
-        held.append(bucket)
+        held.append(bucket[::-1])
     return [] if left else held
 
 

@@ -52,7 +52,7 @@ from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
 from espresso.live.server_profile import measure_bearing
-from espresso.strategies import NONE, Bucket, Strategy, fingerprint
+from espresso.strategies import NONE, Bucket, Strategy
 from espresso.strategies.constraints import parse_forced
 from espresso.strategies.option import RANK_DEVICES
 
@@ -125,8 +125,8 @@ class Session:
             self.store = ResidualStore(transactional=config.transactional, storage=config.residual_dtype, gain=gain)
             self.velocities = None if rule is None else Velocities(rule, transactional=config.transactional)
             self.factors = FactorStore()
-            folder = own_folder(config.artifacts_dir, fingerprint(model.tensors, self.groups.cluster))
-            self.artifacts = Artifacts(folder, self.groups)
+            folder = own_folder(config.artifacts_dir, model.module(), self.groups)
+            self.artifacts = Artifacts(folder, self.groups, model.module)
             self.observer = Observer(self._make_clock)
             self.sampler = Sampler(model.tensors, self.groups.rank)
             self.recorder = Recorder(self.groups)

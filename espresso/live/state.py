@@ -347,7 +347,8 @@ class EspressoState(View):
 
     def __getstate__(self) -> dict[str, Any]:
         """Groups, threads and the model stay behind; settings, strategy and residuals travel."""
-        saved = None if self._session is None and self._pending is None else self.state_dict()
+        gone = self._session is not None and self._closed and self._session.store.remote is not None  # with its servers
+        saved = None if gone or (self._session is None and self._pending is None) else self.state_dict()
         given, is_local = self._given, "<" in getattr(self._given.strategy, "__qualname__", "")
         if is_local and self._session is not None:  # a function that has no name to find it by: what it made
             given = self._session.given

@@ -251,7 +251,7 @@ class CostModel:
         """
         devices = (device,) if device is not Device.SERVER else (device, Device.OFFLOAD, Device.TRAINING)
         for place in devices:
-            for key in _measured_as(spec):
+            for key in measured_as(spec):
                 cost = self._by_key.get((key, place, op))
                 if cost is not None:
                     return cost
@@ -265,7 +265,7 @@ class CostModel:
         return tuple(
             device
             for device in RANK_DEVICES
-            if all(any((key, device, op) in self._by_key for key in _measured_as(spec)) for op in COMMON_OPS)
+            if all(any((key, device, op) in self._by_key for key in measured_as(spec)) for op in COMMON_OPS)
         )
 
     @cached_property
@@ -310,6 +310,6 @@ class CostModel:
 
 
 @lru_cache(maxsize=256)
-def _measured_as(spec: CompressorSpec) -> tuple[str, ...]:
+def measured_as(spec: CompressorSpec) -> tuple[str, ...]:
     """Where to look for a compressor's costs: what automatic mode adds changes its speed by less than a third."""
     return str(spec), str(spec.without("least").without("block")), spec.name

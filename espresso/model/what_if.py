@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from espresso.model.costs import ComputeCost, CostModel
+from espresso.model.costs import ComputeCost, CostModel, measured_as
 from espresso.model.job import SHARES, Job
 from espresso.model.links import (
     KB,
@@ -178,7 +178,8 @@ def of_model(job: Job, other: Job, specs: Collection[CompressorSpec]) -> Job:
         RangeError: its buckets are so much larger than this job's, and than what was measured of a compressor.
     """
     largest, known = (max(bucket.numel for bucket in each.laid_out) for each in (other, job))
-    for cost in (cost for cost in job.costs.compute if cost.spec in map(str, specs)):
+    wanted = {name for spec in specs for name in measured_as(spec)}
+    for cost in (cost for cost in job.costs.compute if cost.spec in wanted):
         measured = max(cost.points[-1][0], known)
         _check_far(measured, max(largest, measured), "size", f"elements in a bucket, for {cost.spec},")
     return replace(other, cluster=job.cluster, costs=job.costs, hosts=job.hosts, meta=job.meta)

@@ -142,7 +142,6 @@ class CompressedAdam(AdaptiveOptimizer):
         if self._num_steps >= self.warmup_steps and not self.is_compressing:
             self._phase = Phase.DIVIDED if self.precondition else Phase.UNDIVIDED
             self._freeze()
-        self._note()
         if self._compressed is None:  # espresso is off
             return
         if self.is_compressing:
@@ -164,9 +163,11 @@ class CompressedAdam(AdaptiveOptimizer):
                 idle, self.warmup_steps,
             )  # fmt: skip
 
-    def _note(self) -> None:
+    def state_dict(self) -> StateDict:
+        """As of any optimizer, with the phase."""
         for group in self.param_groups:
             group[_STEPS], group[_PHASE] = self._num_steps, self._phase.value
+        return super().state_dict()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of any optimizer. Parameters that come after the warm-up have no variance and stay as they are."""
@@ -179,8 +180,6 @@ class CompressedAdam(AdaptiveOptimizer):
         self._num_steps += 1
         if self._num_steps == self.warmup_steps:
             self._enter_phase()
-        else:
-            self._note()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any optimizer. A step that was skipped is forgotten."""
@@ -309,9 +308,10 @@ class CompressedAdam(AdaptiveOptimizer):
         group, states = state_dict["param_groups"][0], [state for state in state_dict["state"].values() if state]
         steps = group.get(_STEPS, max((int(state["step"]) for state in states), default=0))
         mine = Phase.DIVIDED if self.precondition else Phase.UNDIVIDED
-        # Before phases were saved, whoever had the variance of another optimizer or fewer steps was in its warm-up.
-        is_adams = not any(_VARIANCE_STEPS in state for state in states) or steps < self.warmup_steps
-        phase = Phase(group.get(_PHASE, Phase.WARM_UP if is_adams else mine))
+        # Where no phase was saved: a frozen variance has seen fewer steps, or just as many as a warm-up has.
+        seen = [(int(state["step"]), int(state[_VARIANCE_STEPS])) for state in states if _VARIANCE_STEPS in state]
+        is_frozen = any(step > known for step, known in seen) or (bool(seen) and steps == self.warmup_steps)
+        phase = Phase(group.get(_PHASE, mine if is_frozen else Phase.WARM_UP))
         if phase is not Phase.WARM_UP and steps < self.warmup_steps:
             raise ValueError(
                 f"the checkpoint is of step {steps}, after its warm-up; with warmup_steps={self.warmup_steps} it would"

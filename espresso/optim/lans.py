@@ -116,10 +116,9 @@ class LANS(AdaptiveOptimizer):
     def _laid_alike(self, row: Row) -> Row:
         """With moments laid out as the parameter is: it may have changed its memory format, or they be another's."""
         state = self.state[row.param]
-        for name in MOMENTS:
-            if state[name].stride() != row.param.stride():
-                state[name] = torch.empty_like(row.param).copy_(state[name])
-        return replace(row, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"])
+        apart = [name for name in MOMENTS if state[name].stride() != row.param.stride()]
+        state.update({name: torch.empty_like(row.param).copy_(state[name]) for name in apart})
+        return replace(row, **{name: state[name] for name in MOMENTS}) if apart else row
 
 
 def _fusable(row: Row) -> bool:
