@@ -337,8 +337,6 @@ class Groups:
                 f"the job's store does not answer ({worded(error)}); it ended with the launcher, or with rank 0"
             ) from error
         if missing:
-            with suppress(RuntimeError):
-                store.delete_key(keys[self.rank])  # it does not wait any more
             ranks = "rank" if len(missing) == 1 else "ranks"
             raise LostRankError(
                 f"{ranks} {compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"

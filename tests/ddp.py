@@ -201,7 +201,7 @@ class Played:
         scenarios: Sequence[Callable[[int], Any]],
         num_ranks: int,
         *,
-        deadline_s: float = 90.0,
+        deadline_s: float = 240.0,
         environment: dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
