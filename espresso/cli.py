@@ -73,9 +73,8 @@ app.command()(probe.probe)
 
 def main() -> None:
     """The console script."""
-    for stream in ("stdout", "stderr"):  # closed, as by `>&-`: what goes there is for nobody
-        if getattr(sys, stream) is None:
-            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  as long as the process lasts
+    # None where it is closed, as by `>&-`: what goes there is for nobody.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     # Imports and compiling make objects by the hundred thousand that stay; looking for rubbish among them is a
     # tenth of a short command's time, and as much again at the end.
     gc.set_threshold(GC_THRESHOLD)

@@ -50,6 +50,8 @@ def test_one_fast_sounding_is_no_faster_link():
     times = [8.0, 3.0, 9.0, 3.0, 30.0, 8.0, 3.9, 8.1, 3.0, 2.0]
     assert [heard(ms, 10 * number) for number, ms in enumerate(times)] == [None] * 9 + [pytest.approx(0.25, rel=0.05)]
     soundings.begin()
+    assert [heard(ms, 100 + at) for at, ms in enumerate((20.0, 20.0, *[8.0] * 6))] == [None] * 8, "slow at first"
+    soundings.begin()
     assert [heard(ms, 200 + ms) for ms in (0.4, 0.3, 0.1, 0.1)] == [None] * 4, "less than can be told"
     assert not soundings.is_due(1_000_000, rows), "nothing would show"
 

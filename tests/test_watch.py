@@ -204,7 +204,8 @@ def test_turns_in_a_row_that_brought_nothing_cost_more_until_one_brings_somethin
 
 def test_a_severe_change_is_looked_into_at_once_as_far_as_that_was_earned():
     patience, severe = Patience(), partial(seen_from, now_us=2e5)
-    hidden = replace(severe(40), step_us=(1e5, 1e5), hidden_us=1e5)
+    hidden = replace(severe(40), findings=(Finding(Cause.LINK, 0.25),), step_us=(1e5, 1e5), hidden_us=1e5)
+    assert hidden.is_severe
     assert first_permitted(patience, hidden) == 42, "steps are no slower"
     patience = Patience()
     assert first_permitted(patience, severe(40)) == 40

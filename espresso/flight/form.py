@@ -195,11 +195,10 @@ class Flight:
         stretches, steps: oldest first.
         ticks: looks at rank 0's clock, oldest first; none on rank 0.
         traffic: of its connections, now and then.
-        facts: the ranks in the world that train together (``group``), what is theirs alone, and this time's (``run``),
-            cores of a rank (``cores``), bytes of DDP's
-            buffers (``buffer_bytes``), ``bucket_cap_mb``, what the host's card sent at the start when nothing else did,
-            in bytes a microsecond (``card_rate``), whether the exchange was observed from outside
-            (``observed``), and what else is known.
+        facts: the ranks in the world that train together (``group``), a text that is this run's alone (``run``), cores
+            of a rank (``cores``), bytes of DDP's buffers (``buffer_bytes``), ``bucket_cap_mb``, what the host's card
+            sent at the start when nothing else did, in bytes a microsecond (``card_rate``), whether the exchange was
+            observed from outside (``observed``), and what else is known.
     """
 
     rank: int
