@@ -14,7 +14,7 @@ First come, first served. Time zero is the first ready gradient; backward hands 
 4. Of what happens at one moment, ends come before hand-overs, and those of earlier partitions before later ones.
 
 A lane has room for as many tasks as its :class:`Width` says: that hold it, and that hold it or are under way. By
-default that is one: then latency occupies the lane as duration does.
+default that is one: then latency occupies the lane as duration does. One lane may have a :class:`Credit`.
 
 The order in which tasks become ready is the total order: lanes that take their tasks in it need no queues. The result
 depends on nothing but its inputs, so it is the same on every rank. The search's kernels follow the same four rules.
@@ -44,6 +44,19 @@ class Width(NamedTuple):
     under_way: int = 1
 
 
+class Credit(NamedTuple):
+    """A token bucket: a lane's tasks take as much less as it holds, and it gets back what the lane rests.
+
+    Attributes:
+        full_us: what it holds at first, and at most.
+        least_us: what a task takes at least, by index.
+    """
+
+    lane: Lane
+    full_us: float
+    least_us: Sequence[float]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """When everything happens, in microseconds from the first ready gradient.
@@ -52,6 +65,7 @@ class Schedule:
         handed_over_us: by position of the bucket.
         start_us, freed_us, end_us: of every task, by index: it takes its lanes, leaves them, and is done.
         order: all task indices as they become ready, a topological order.
+        sent_us: what all tasks of a lane with a :class:`Credit` take without one.
     """
 
     handed_over_us: tuple[float, ...]
@@ -59,6 +73,7 @@ class Schedule:
     freed_us: tuple[float, ...]
     end_us: tuple[float, ...]
     order: tuple[int, ...]
+    sent_us: float = 0.0
 
 
 def undisturbed(running: Sequence[int]) -> Mapping[int, float]:
@@ -76,6 +91,7 @@ def schedule_tasks(
     widths: Mapping[Lane, Width] | None = None,
     order: Sequence[int] | None = None,
     pace: Pace = undisturbed,
+    credit: Credit | None = None,
 ) -> Schedule:
     """Run a plan's tasks through their lanes' queues.
 
@@ -87,13 +103,14 @@ def schedule_tasks(
         widths: of lanes with room for more than one task.
         order: a total order that all lanes obey instead of rule 2.
         pace: how things that run together slow one another.
+        credit: of a lane that has room for one task.
 
     Raises:
         ValueError: backward is held up by something that waits for it.
     """
     lanes = [task.lanes for task in plan.tasks] if lanes is None else lanes
     latency_us = [0.0] * len(plan.tasks) if latency_us is None else latency_us
-    return _Run(plan, ready_us, duration_us, latency_us, lanes, widths or {}, order, pace).schedule()
+    return _Run(plan, ready_us, duration_us, latency_us, lanes, widths or {}, order, pace, credit).schedule()
 
 
 def list_order(plan: Plan, ready_us: Sequence[float], duration_us: Sequence[float]) -> tuple[int, ...]:
@@ -138,9 +155,11 @@ class _Run:
         widths: Mapping[Lane, Width],
         order: Sequence[int] | None,
         pace: Pace,
+        credit: Credit | None,
     ) -> None:
         self._tasks, self._lanes, self._pace = plan.tasks, lanes, pace
         self._duration, self._latency = duration_us, latency_us
+        self._credit, self._sent_us, self._spent_us, self._rests_since = credit, 0.0, 0.0, 0.0
         self._following = {task.after: task.index for task in plan.tasks if task.after is not None}
         self._first_of_bucket = [[t for t in tasks if plan.tasks[t].after is None] for tasks in plan.tasks_of_bucket]
         self._gaps = [max(b - a, 0.0) for a, b in zip((0.0, *ready_us), ready_us, strict=False)]
@@ -174,7 +193,7 @@ class _Run:
             self._start_heads()
             self._set_rates()
         start, freed, end = map(tuple, (self._start, self._freed, self._end))
-        return Schedule(tuple(self._handed_over), start, freed, end, tuple(self._ready))
+        return Schedule(tuple(self._handed_over), start, freed, end, tuple(self._ready), self._sent_us)
 
     def _next_gap(self) -> _Activity | None:
         bucket = len(self._handed_over)
@@ -224,7 +243,18 @@ class _Run:
                     self._holding[other] += 1
                     self._occupied[other] += 1
                 self._start[task] = self._now
-                self._running[task] = _Activity(self._now, self._duration[task])
+                self._running[task] = _Activity(self._now, self._work(task))
+
+    def _work(self, task: int) -> float:
+        duration, credit = self._duration[task], self._credit
+        if credit is None or credit.lane not in self._lanes[task]:
+            return duration
+        self._sent_us += duration
+        spent = max(self._spent_us - (self._now - self._rests_since), 0.0)
+        work = max(duration - (credit.full_us - spent), credit.least_us[task])
+        self._spent_us = spent + (duration - work)
+        self._rests_since = self._now + work
+        return work
 
     def _may_start(self, task: int) -> bool:
         return task in self._ready and all(

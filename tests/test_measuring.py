@@ -2,12 +2,15 @@
 
 import doctest
 import itertools
+import math
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,11 @@ from espresso.live.codecs import HostCodecs
 from espresso.live.heap import keep_freed_memory
 from espresso.live.machine import cores_per_rank
 from espresso.live.profiler import LinkReport, Place, measure_links
-from espresso.live.remeasure import sound
-from espresso.strategies import CompressorSpec, Device, Routine
+from espresso.live.remeasure import Remeasured, sound
+from espresso.live.watch import Change
+from espresso.model.links import LinkCurve, Links, interpolate
+from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
+from tests.timeline_jobs import compute, make_job
 from tests.workers import run_ranks
 
 
@@ -48,8 +54,9 @@ def stalled_links(rank: int) -> list[tuple[float, float]]:
         groups.close()
 
 
-def links_held_up(rank: int, us_of: Callable[[int, int], float]) -> LinkReport:
-    """What is measured where the exchange with this number, of so many bytes, is there so much later."""
+@contextmanager
+def held_up(us_of: Callable[[int, int], float]) -> Iterator[Groups]:
+    """Hosts of a rank each whose exchange with this number, of so many bytes, is there so much later."""
     start_of, numbers = profiler.starter, itertools.count()
 
     def starter(*which: Any, **more: Any) -> Any:
@@ -67,12 +74,18 @@ def links_held_up(rank: int, us_of: Callable[[int, int], float]) -> LinkReport:
         return begin
 
     profiler.starter = starter
-    groups = Groups(timeout_s=20)
+    groups = Groups(timeout_s=20, ranks_per_node=1)
     try:
-        return measure_links(groups)
+        yield groups
     finally:
         profiler.starter = start_of
         groups.close()
+
+
+def links_held_up(rank: int, us_of: Callable[[int, int], float], largest: float = math.inf) -> LinkReport:
+    """What is measured of them."""
+    with held_up(us_of) as groups:
+        return measure_links(groups, largest=largest)
 
 
 def far(number: int, size: int) -> float:
@@ -83,6 +96,38 @@ def far(number: int, size: int) -> float:
 def mostly_late(number: int, size: int) -> float:
     """Three of four exchanges find a processor that wakes late."""
     return 20_000.0 if number % 4 else 0.0
+
+
+class Bucket:
+    """A card of 80 Mb/s that lets through 128 KiB at once after a rest, as :func:`links_held_up` takes it."""
+
+    RATE, SIZE = 10.0, float(1 << 17)
+
+    def __init__(self) -> None:
+        self._sent_us = 0.0
+
+    def __call__(self, number: int, size: int) -> float:
+        now_us = 1e6 * time.perf_counter()
+        self._sent_us = max(self._sent_us, now_us) + size / 2 / self.RATE
+        return max(self._sent_us - now_us - self.SIZE / self.RATE, 0.0)
+
+
+def steady(number: int, size: int) -> float:
+    """A card of the same rate that lets nothing through beyond it, for one exchange at a time."""
+    return size / 2 / Bucket.RATE
+
+
+def found_again(rank: int, us_of: Callable[[int, int], float]) -> float:
+    """What a probe finds of a card where the link was measured before it was so slow."""
+    with held_up(us_of) as groups:
+        curves = tuple(
+            LinkCurve(Routine.ALLGATHER, Scope.FLAT, form, ((65_536.0, 100.0), (1_048_576.0, 1_000.0)))
+            for form in (Form.RAW, Form.PAYLOAD)
+        )
+        job = make_job([1000], [0], costs=compute(1.0, 1.0))
+        job = replace(job, costs=replace(job.costs, links=Links(curves=curves)))
+        slower = Change((), 0, (1.0, 2.0))
+        return Remeasured(job, slower).job(job, slower, groups, Place()).costs.links.burst_bytes
 
 
 def sounded(rank: int) -> float:
@@ -111,6 +156,22 @@ def test_latency_is_told_from_what_holds_a_link():
             # Neither latency nor a slow start makes a routine too slow to be measured at larger sizes.
             # The allreduce of a whole bucket is measured larger: it grows by round trips.
             assert curve.alone[-1][0] == (profiler.WHOLE_FAR if curve.routine is Routine.ALLREDUCE else 1 << 22)
+
+
+def test_a_token_bucket_is_found_and_its_size():
+    for outcome in run_ranks(links_held_up, 2, Bucket(), 1 << 19):
+        links = Links(curves=outcome.value.curves, in_flight=outcome.value.in_flight)
+        if links.in_flight == 1:  # on a busy machine ranks are late as if they were far apart
+            assert interpolate(links.crossing.points, 1 << 18) == pytest.approx((1 << 17) / Bucket.RATE, rel=0.3)
+            assert outcome.value.burst_bytes == pytest.approx(Bucket.SIZE, rel=0.3)
+
+
+def test_a_token_bucket_that_a_fast_link_hid_is_found_once_it_is_slow():
+    def found() -> Iterator[float]:
+        return (outcome.value / Bucket.SIZE for outcome in run_ranks(found_again, 2, Bucket()))
+
+    assert any(all(0.7 < ratio < 1.3 for ratio in found()) for _ in range(6))
+    assert any(all(outcome.value == 0.0 for outcome in run_ranks(found_again, 2, steady)) for _ in range(3))
 
 
 def test_what_only_most_exchanges_wait_for_is_no_latency():

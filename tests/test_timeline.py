@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -273,6 +274,26 @@ def test_latency_delays_the_chain_and_holds_nothing():
     assert [start for start, _ in times[1]] == [10, pytest.approx(110.4), pytest.approx(210.8)]
 
 
+def test_a_token_bucket_lets_through_at_once_what_it_holds_and_takes_it_back():
+    # A microsecond a KB each way; three gathers of payloads of 0.2 KB a rank, 4 KB plain.
+    def ends(burst, strategy=GATHER, sizes=(1000, 1000, 1000), gaps=(0, 0, 0), **more):
+        job = make_job(sizes, gaps, burst=burst, costs=compute(0.0, 0.0), **more)
+        timeline = run(job, uniform(job, strategy))
+        evaluator = Evaluator(job, units_of(job), 0, tenth)
+        assert evaluator.makespan(evaluator.uniform(strategy)) == timeline.makespan_us
+        return [timeline.end_us[task] for task in timeline.plan.order][-len(sizes) :], timeline.makespan_us
+
+    assert ends(0.0, PLAIN) == ([4.0, 8.0, 12.0], 12.0)
+    # What is in the bucket goes at once: all of the first, half of the second. What is sent on average stays.
+    assert ends(6000.0, PLAIN) == ([0.0, 2.0, 6.0], 12.0)
+    assert ends(6000.0, PLAIN, forward_us=4.0, optimizer_us=3.0) == ([0.0, 2.0, 6.0], 6.0)
+    # While the link rests it fills again, and no further than it holds.
+    assert ends(4000.0, PLAIN, gaps=(0, 3, 50), optimizer_us=60.0) == ([0.0, 4.0, 53.0], 53.0)
+    # No exchange is shorter than what it takes of the cores.
+    busy = Contention(2.0, comm_cpu={"flat": 0.25})
+    assert ends(6000.0, PLAIN, contention=busy, optimizer_us=60.0)[0] == [1.0, 2.0, 6.0]
+
+
 def test_with_one_exchange_at_a_time_latency_is_occupancy():
     """The papers' convention: the same job with all of the latency in alpha is predicted alike, bit by bit."""
     for choice in (PLAIN, GATHER, HOST_GATHER):
@@ -360,20 +381,28 @@ def test_no_schedule_beats_its_own_bounds(case):
     job, strategy = case
     timeline = run(job, strategy)
     laid, works = timeline.plan, timeline.works
+    burst = job.costs.links.burst(job.cluster)
+
+    def least_us(work):
+        bursts = burst.credit_us and Lane.INTER_OUT in _lanes(work)
+        return min(work.us, max(burst.least_us, work.us * work.cores)) if bursts else work.us
+
     bounds = [job.ready_us[-1], timeline.bucket_ready_us[-1]]
     for lane in Lane:
         width = widths_of(job.costs).get(lane, Width())
         mine = [work for work in works if lane in _lanes(work)]
-        bounds.append(sum(work.us for work in mine) / width.holding)
-        bounds.append(sum(work.us + work.latency_us for work in mine) / width.under_way)
+        if lane is Lane.INTER_OUT:
+            sent_us = sum(work.us for work in mine)
+            bounds += [sent_us - burst.credit_us, (sent_us - 9.0) * (burst.credit_us > 0.0)]
+        bounds.append(sum(map(least_us, mine)) / width.holding)
+        bounds.append(sum(least_us(work) + work.latency_us for work in mine) / width.under_way)
     if job.costs.contention.cores is None:
         held = sum(work.us for work in works if Lane.TRAINING in _lanes(work))
         bounds.append(held)
     for part in laid.partitions:
         bucket = laid.groups[part.group].bucket
-        chain = sum(
-            works[task.index].us + works[task.index].latency_us for task in laid.tasks if task.partition == part.index
-        )
+        mine = [works[task.index] for task in laid.tasks if task.partition == part.index]
+        chain = sum(max(work.us - burst.credit_us, least_us(work)) + work.latency_us for work in mine)
         bounds.append(job.ready_us[bucket] + chain)
     assert timeline.makespan_us >= max(bounds) * (1 - 1e-9)
     assert timeline.iteration_us == job.forward_us + timeline.makespan_us + job.optimizer_us
@@ -479,6 +508,7 @@ def test_list_schedules_are_pure_and_replay_exactly(case):
 @slow_ok
 def test_measured_durations_give_the_order_that_the_timeline_gives_where_nothing_slows_anything(case):
     job, strategy = case
+    job = replace(job, costs=replace(job.costs, links=replace(job.costs.links, burst_bytes=0.0)))
     laid = lay(job, strategy)
     timeline = simulate(laid, job, pricer=Pricer(job.costs, job.cluster, tenth))
     durations = [work.us for work in timeline.works]

@@ -61,12 +61,13 @@ def make_job(
     servers=None,
     latency=0.0,
     in_flight=1,
+    burst=0.0,
     offload_width=1,
     **more,
 ):
     """A paper-mode job: beta, alpha, latency for both links; encode and decode 10 us per 1000 elements."""
     line = AlphaBeta(alpha, beta, latency)
-    links = Links(line, line, in_flight=in_flight)
+    links = Links(line, line, in_flight=in_flight, burst_bytes=burst)
     return Job(
         "toy",
         tuple(TensorSpec(f"t{i}", (size,)) for i, size in enumerate(sizes)),
@@ -85,6 +86,7 @@ CLUSTERS = (Cluster(2, 1), Cluster(1, 2), Cluster(2, 2), Cluster(3, 2), Cluster(
 SIZES = (64, 100, 1000, 1000, 5000)
 LATENCIES = st.sampled_from((0.0, 0.0, 7.3, 41.0))
 WIDTHS = st.sampled_from((1, 1, 2, 3))
+BURSTS = st.sampled_from((0.0, 0.0, 3000.0, 20_000.0))
 CONTENTIONS = (
     Contention(),
     Contention(1.0, 1.0, 1.0, {"flat": 0.25, "inter": 0.25, "intra": 1.0}),
@@ -104,6 +106,7 @@ def jobs(draw, contentions=CONTENTIONS, most=6):
             AlphaBeta(draw(st.sampled_from((0.5, 3.0))), draw(st.sampled_from((0.25, 1.7))), draw(LATENCIES)),
             AlphaBeta(draw(st.sampled_from((1.25, 9.0))), draw(st.sampled_from((1.1, 4.0))), draw(LATENCIES)),
             in_flight=draw(WIDTHS),
+            burst_bytes=draw(BURSTS),
         ),
         compute(draw(st.sampled_from((1.3, 7.0))), draw(st.sampled_from((0.7, 3.1))), host=1.9),
         draw(st.sampled_from((None, CopyCost(0.3, 0.9), CopyCost(0.3, 0.9, True)))),

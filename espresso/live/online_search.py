@@ -232,7 +232,7 @@ class OnlineSearch:
         pushes, burnt = measure_exchange(self._groups, self._bearing)
         servers, on_servers = measure_processors(self._groups, self._wanted(), self._bearing)
         contention = runtime.contention(Contention(cores, backward, pool, {**links.comm_cpu, **burnt}))
-        curves = Links(curves=links.curves + pushes, in_flight=links.in_flight)
+        curves = Links(curves=links.curves + pushes, in_flight=links.in_flight, burst_bytes=links.burst_bytes)
         copies = runtime.copy_cost(self._groups)
         return CostModel(curves, compute + on_servers, copies, contention, servers=servers, offload_width=width)
 

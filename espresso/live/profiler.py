@@ -23,7 +23,7 @@ from espresso.comm.member import Member
 from espresso.compressors.rehearsal import Here, Step
 from espresso.live.beside import Computing
 from espresso.live.points import at_rate, rising, straight, usual
-from espresso.model.links import LinkCurve
+from espresso.model.links import LinkCurve, Links, interpolate, us_per_byte
 from espresso.strategies import Form, Routine, Scope
 
 LINK_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
@@ -62,6 +62,13 @@ MAX_LOOP = 16
 up and what a network card lets through after a rest, and partitions follow one another in use as well."""
 
 
+REST_S = 0.05
+"""A card's token bucket is taken to be full after so long: 128 KiB come back in that at 21 Mb/s."""
+
+SAVED_US, SAVED = 500.0, 0.25
+"""A gather after a rest that takes so much less, and by such a part of what it usually takes, found a token bucket."""
+
+
 LEAST_LATENCY_US = 1000.0
 """A latency below this stays in the points: over microseconds it is not told from how ranks wait for one another. What
 is latency no exchange is without, so the shortest of ``ALIKE`` counts: where threads share a core, many take 4 ms."""
@@ -69,10 +76,13 @@ is latency no exchange is without, so the shortest of ``ALIKE`` counts: where th
 
 @dataclass(frozen=True)
 class LinkReport:
-    """Measured curves, and the cores that exchanges take: see :class:`espresso.model.costs.Contention`."""
+    """Measured curves, the cores that exchanges take (see :class:`espresso.model.costs.Contention`), and what a card
+    lets through at once (:attr:`espresso.model.links.Links.burst_bytes`).
+    """
 
     curves: tuple[LinkCurve, ...]
     comm_cpu: Mapping[str, float]
+    burst_bytes: float = 0.0
 
     @property
     def in_flight(self) -> int:
@@ -127,7 +137,42 @@ def measure_links(
         if any(curve.scope is scope and curve.latency_us for curve in curves):
             spread_us = _spread_us(groups, member)
             curves = [replace(c, spread_us=spread_us) if c.scope is scope and c.latency_us else c for c in curves]
-    return LinkReport(tuple(curves), _cores_taken(groups, curves) if place.device.type == "cpu" else {})
+    taken = _cores_taken(groups, curves) if place.device.type == "cpu" else {}
+    report = LinkReport(tuple(curves), taken)
+    links = Links(curves=report.curves, in_flight=report.in_flight)
+    return replace(report, burst_bytes=measure_burst(groups, links, place))
+
+
+def measure_burst(
+    groups: Groups, links: Links, place: Place, sizes: Sequence[int] = LINK_SIZES[1:-1], tries: int = TRIES
+) -> float:
+    """Bytes that a card lets through at once after a rest: by what a gather takes less then. Collective.
+
+    Between hosts far apart it is not looked for, nor at sizes that are slow.
+    """
+    curve = links.crossing
+    if curve is None or groups.cluster.num_nodes == 1 or links.in_flight > 1:
+        return 0.0
+    columns = groups.cluster.ranks_per_node if curve.scope is Scope.INTER else 1
+    ring = curve.scope is Scope.FLAT and groups.cluster.is_hierarchical
+    found = 0.0
+    for size in sizes:
+        usual_us = interpolate(curve.alone, float(size * columns))
+        if usual_us > SLOW_US:
+            break
+        with place.device:
+            start = starter(groups.scopes[curve.scope], curve.routine, curve.form, size, ring)
+
+        def run(start: Callable[[], Rest] = start) -> None:
+            start()()
+
+        took_us = math.inf
+        for _ in range(tries):
+            time.sleep(REST_S)
+            took_us = min(took_us, *_time_loop(groups, run, 1, place))
+        if usual_us - took_us > max(SAVED_US, SAVED * usual_us):
+            found = max(found, (usual_us - took_us) / us_per_byte(curve, groups.cluster))
+    return found
 
 
 def _cores_taken(groups: Groups, curves: Sequence[LinkCurve]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 
 from espresso.comm.groups import Groups
 from espresso.live.points import rising
-from espresso.live.profiler import Place, starter, time_behind
+from espresso.live.profiler import Place, measure_burst, starter, time_behind
 from espresso.live.watch import Cause, Change
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost
@@ -32,6 +32,10 @@ SOUND_BYTES = 3 << 17
 UNSURE = 0.03
 """Of a curve on a slow link. After 730 ms had sunk to what no limit leaves, a plain step was predicted at 39 ms, and by
 a fresh job at 32: a hundredth of what had been measured stayed."""
+
+SLOWER, REST_SIZES = 1.5, (1 << 18,)
+"""Where links take so many times what they took, and no token bucket was found yet, so much is gathered after a rest,
+once."""
 
 Probes = Mapping[Scope, Sequence[tuple[float, float]]]
 """(bytes of the whole array, microseconds) of two gathers of payloads, which stand for all routines on their scope."""
@@ -54,6 +58,7 @@ class Remeasured:
     def __init__(self, job: Job, change: Change) -> None:
         self._first, self._first_compute_us = job, change.compute_us[0] or _compute_us(job)
         self._codec = self.link_ratio = 1.0
+        self._burst_bytes = job.costs.links.burst_bytes
 
     def scale(self, change: Change) -> float:
         """So many times what it took when the job was measured computing takes now."""
@@ -76,6 +81,9 @@ class Remeasured:
         probes = probe(groups, place)
         self.link_ratio = _link_ratio(job.costs.links, probes)
         links = with_probes(self._first.costs.links, probes, groups.cluster)
+        if not self._burst_bytes and self.link_ratio > SLOWER:  # what a fast link hides
+            self._burst_bytes = measure_burst(groups, links, place, REST_SIZES, tries=1)
+        links = replace(links, burst_bytes=self._burst_bytes)
         return replace(job, costs=replace(job.costs, links=links))
 
 

@@ -2,7 +2,8 @@
 
 A cost has two parts. *Occupancy* (a fixed overhead, and bytes over a rate) holds the lanes. *Latency* holds nothing and
 delays what follows in the same chain. At most ``Links.in_flight`` exchanges are under way on a link, latency included.
-With one, which is the papers' convention and the default, latency occupies its lane as all else does.
+With one, which is the papers' convention and the default, latency occupies its lane as all else does. What a card, a
+container or a cloud lets through at once after a rest (a token bucket) is ``Links.burst_bytes``.
 
 Conventions: allreduce costs the cheaper of ring and double tree; a flat routine is timed by the slowest link, the ranks
 of a node sharing the NIC; a rooted routine is charged at its root. The executor's exchanges send to all peers at once
@@ -75,6 +76,16 @@ class Cost(NamedTuple):
     def alone_us(self) -> float:
         """From its start until its data are there, if nothing is in the way."""
         return self.occupancy_us + self.latency_us
+
+
+class Burst(NamedTuple):
+    """A card's token bucket: what a full one saves an exchange, and what none takes less than, in microseconds.
+
+    An exchange takes as much less as there is in it; a lane that rests gets a microsecond back in each.
+    """
+
+    credit_us: float = 0.0
+    least_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +199,7 @@ class Links:
     Attributes:
         in_flight: exchanges that may be under way on one link at a time, latency included; with one, latency
             occupies its lane.
+        burst_bytes: what a machine's card lets through at once after a rest, and takes back while it rests.
 
     Raises:
         JobError: neither a curve nor a line, or two curves for the same routine.
@@ -197,9 +209,11 @@ class Links:
     inter: AlphaBeta | None = None
     curves: tuple[LinkCurve, ...] = ()
     in_flight: int = 1
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         whole(self.in_flight, "in_flight", least=1, most=MOST_IN_FLIGHT)
+        number(self.burst_bytes, "burst_bytes")
         if self.intra is None and self.inter is None and not self.curves:
             raise JobError("give an alpha-beta line for a scope or measured curves")
         if len(self._by_key) != len(self.curves):
@@ -216,6 +230,21 @@ class Links:
             if curve is not None:
                 return curve
         return None
+
+    def burst(self, cluster: Cluster) -> Burst:
+        """The token bucket of a machine's card as time; none where several exchanges are under way."""
+        if not self.burst_bytes or self.in_flight > 1 or cluster.num_nodes == 1:
+            return Burst()
+        curve = self.crossing
+        if curve is not None:
+            return Burst(self.burst_bytes * us_per_byte(curve, cluster), curve.alone[0][1])
+        return Burst() if self.inter is None else Burst(self.inter.beta_us_per_kb * self.burst_bytes / KB)
+
+    @property
+    def crossing(self) -> LinkCurve | None:
+        """A gather of payloads between machines, if one was measured."""
+        curves = (self._by_key.get((Routine.ALLGATHER, scope, Form.PAYLOAD)) for scope in (Scope.INTER, Scope.FLAT))
+        return next((curve for curve in curves if curve is not None), None)
 
     @property
     def late(self) -> Links:
@@ -289,6 +318,12 @@ def on_busiest_link(curve: LinkCurve, cluster: Cluster) -> tuple[float, float]:
         messages = routine_cost(curve.routine, AlphaBeta(1.0, 0.0), peers, 0.0, ranks).occupancy_us
         share = routine_cost(curve.routine, AlphaBeta(0.0, 1.0), peers, 1000.0, ranks).occupancy_us
     return messages, share
+
+
+def us_per_byte(curve: LinkCurve, cluster: Cluster) -> float:
+    """What a byte more takes on the busiest link, by the two largest sizes."""
+    (less, less_us), (most, most_us) = ((0.0, 0.0), *curve.alone)[-2:]
+    return (most_us - less_us) / (most - less) / on_busiest_link(curve, cluster)[1]
 
 
 AT_ONCE = (Routine.ALL_TO_ALL, Routine.REDUCE_SCATTER, Routine.ALLGATHER)

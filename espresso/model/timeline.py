@@ -16,7 +16,10 @@ from espresso.model.job import Job
 from espresso.model.pricing import Pricer, Work, price_plan
 from espresso.model.step_shapes import LANE_SETS
 from espresso.strategies import Lane, Plan
-from espresso.strategies.list_scheduling import BACKWARD, Pace, Schedule, Width, schedule_tasks
+from espresso.strategies.list_scheduling import BACKWARD, Credit, Pace, Schedule, Width, schedule_tasks
+
+BURSTS = Lane.INTER_OUT
+"""The lane of a machine's card that has a token bucket."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Timeline:
 
     Attributes:
         iteration_us: forward, to the latest finish, and the optimizer.
-        makespan_us: first ready gradient to the latest finish (backward's end included).
+        makespan_us: first ready gradient to the latest finish (backward's end included), and what is sent on average.
         bucket_ready_us: when each bucket was handed over, contention included.
         start_us, freed_us, end_us: for every task of the plan: it takes its lanes, leaves them, and is done.
     """
@@ -122,12 +125,15 @@ def first_come(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Timelin
 
 
 def _timeline(plan: Plan, job: Job, works: tuple[Work, ...], run: Schedule) -> Timeline:
+    # What a token bucket lets through in one step it takes back from the next: none is shorter than all that is sent
+    # takes at the card's rate.
+    on_average_us = run.sent_us - (job.forward_us + job.optimizer_us)
     return Timeline(
         plan,
         works,
         job.forward_us,
         job.optimizer_us,
-        max(*run.handed_over_us, *run.end_us, 0.0),
+        max(*run.handed_over_us, *run.end_us, on_average_us, 0.0),
         run.handed_over_us,
         run.start_us,
         run.freed_us,
@@ -155,7 +161,14 @@ def _scheduled(plan: Plan, job: Job, works: Sequence[Work], order: Sequence[int]
         widths=widths_of(job.costs),
         order=order,
         pace=pace_of(job.costs.contention, works),
+        credit=_credit(job, works),
     )
+
+
+def _credit(job: Job, works: Sequence[Work]) -> Credit | None:
+    burst = job.costs.links.burst(job.cluster)
+    least = [min(work.us, max(burst.least_us, work.us * work.cores)) for work in works]
+    return Credit(BURSTS, burst.credit_us, least) if burst.credit_us else None
 
 
 __all__ = ["Timeline", "first_come", "pace_of", "simulate", "water_fill", "widths_of"]

@@ -16,12 +16,13 @@ and the job's, in one tuple (:data:`JobArrays`)::
     task_set     int64[T]        index into ``LANE_SETS``, -1 ends a chain
     task_us      float64[T]
     task_beside  float64[T, 2]   cores, latency
-    limits       float64[18]     cores shared (0: none), backward's demand; then see :func:`limits_of`
+    limits       float64[21]     cores shared (0: none), backward's demand; then see :func:`limits_of`
     loads, ready, finish         scratch: float64[NUM_LANES]; when buckets are handed over and units end
 
 State (made by :func:`make_state`), a ring of tasks per lane set (end or arrival, row, key) and two vectors::
 
     real   0-6 lanes free, 7 backward's next hand-over, 8-10 its work left, since, rate, 11 latest, 12 now
+           13-15 what of a card's burst is spent, since when it rests, what all that was sent takes (general only)
            16-31 end of each ring's head
            80-86 time that each lane stood idle before its last task (serial only); 80: neither backward nor training
            96-   active tasks, four figures each: end, work left, since, rate (general only)
@@ -43,7 +44,7 @@ from espresso.model.costs import CostModel
 from espresso.model.jit import inner_kernel, kernel
 from espresso.model.links import MOST_IN_FLIGHT
 from espresso.model.timeline import widths_of
-from espresso.strategies import Lane
+from espresso.strategies import Cluster, Lane
 from espresso.strategies.list_scheduling import Width
 
 Reals = npt.NDArray[np.float64]
@@ -57,7 +58,7 @@ NUM_SETS = 9
 NUM_RANK_SETS = 6
 """The first sets are those of ranks; the others need servers."""
 NUM_LANES = 7
-BACK, LATEST, NOW = 7, 11, 12
+BACK, LATEST, NOW, SPENT, RESTS, SENT = 7, 11, 12, 13, 14, 15
 END, IDLE, ACTIVE = 16, 80, 96
 """Places in the real vector; the last three are bases: one entry per lane set, per lane, four per active task."""
 LEFT, SINCE, RATE = 1, 2, 3
@@ -74,6 +75,10 @@ ROW, KEY, AWAY = 1, 2, 3
 ROOM = 2
 ROOM_UNDER_WAY = ROOM + NUM_LANES + 1
 """Where the limits say how many tasks a lane has room for: that hold it, and that hold it or are under way."""
+CREDIT = ROOM_UNDER_WAY + NUM_LANES + 1
+"""Where they say what a card's full token bucket saves, what no exchange takes less than, and, of what is sent on
+average, forward's and the optimizer's part."""
+BURST_LANE = 4
 POSITIVE = (1 << 62) - 1
 """Masks what is never negative: the compiler then leaves out Python's counting of indices from the end."""
 KEY_SHIFT = 24
@@ -113,12 +118,16 @@ def make_state(num_partitions: int, most_active: int) -> State:
     )
 
 
-def limits_of(costs: CostModel) -> Reals:
-    """What shares the cores, and how many tasks each lane has room for: ``limits`` of a job's arrays."""
+def limits_of(costs: CostModel, cluster: Cluster, beside_us: float = 0.0) -> Reals:
+    """What shares the cores, how many tasks each lane has room for, and bursts: ``limits`` of a job's arrays.
+
+    ``beside_us`` is what forward and the optimizer take.
+    """
     widths = widths_of(costs)
     room = [*(widths.get(lane, Width()) for lane in _LANES), Width(MOST_IN_FLIGHT**2, MOST_IN_FLIGHT**2)]
     figures = (costs.contention.cores or 0.0, costs.contention.backward_cores)
-    return np.array([*figures, *(w.holding for w in room), *(w.under_way for w in room)], dtype=float)
+    widths_of_lanes = (*(w.holding for w in room), *(w.under_way for w in room))
+    return np.array([*figures, *widths_of_lanes, *costs.links.burst(cluster), beside_us], dtype=float)
 
 
 @inner_kernel
@@ -409,6 +418,17 @@ def _occupy(whole: Wholes, s: int, holding: int, under_way: int) -> None:
 
 
 @inner_kernel
+def _sent(real: Reals, limits: Reals, us: float, cores: float) -> float:
+    """What an exchange takes that begins now: less by what its card's token bucket holds."""
+    real[SENT] += us
+    spent = max(real[SPENT] - (real[NOW] - real[RESTS]), 0.0)
+    work = max(us - (limits[CREDIT] - spent), min(us, max(limits[CREDIT + 1], us * cores)))
+    real[SPENT] = spent + (us - work)
+    real[RESTS] = real[NOW] + work
+    return work
+
+
+@inner_kernel
 def _queue(
     whole: Wholes, ring_came: Reals, ring_row: Wholes, ring_key: Wholes, s: int, row: int, key: int
 ) -> None:  # fmt: skip
@@ -514,7 +534,10 @@ def advance_general(state: State, choice: Wholes, stop: int, limit: float, job: 
                 whole[TASKS + 4 * place + ROW] = row
                 whole[TASKS + 4 * place + KEY] = ring_key[s, slot]
                 whole[TASKS + 4 * place + AWAY] = 0
-                _begin(real, ACTIVE + 4 * place, task_us[row])
+                us = task_us[row]
+                if limits[CREDIT] > 0.0 and LANES_OF_SET[s, 0] <= BURST_LANE <= LANES_OF_SET[s, 1]:
+                    us = _sent(real, limits, us, task_beside[row, 0])
+                _begin(real, ACTIVE + 4 * place, us)
         if limits[0] > 0.0:
             # Max-min fair rates for backward and the tasks that hold a lane, in the order of their sets.
             capacity = limits[0]
@@ -564,6 +587,8 @@ def advance_general(state: State, choice: Wholes, stop: int, limit: float, job: 
             rate = 0.0 if whole[NUM_ACTIVE] > 0 and whole[TASKS] == 0 else 1.0
             if rate != real[BACK + RATE]:
                 _go_on_at(real, BACK, rate)
+    if limits[CREDIT] > 0.0 and whole[0] == buckets:
+        return float(max(real[LATEST], real[SENT] - limits[CREDIT + 2]))
     return float(real[LATEST])
 
 

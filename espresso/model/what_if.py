@@ -26,7 +26,6 @@ from espresso.model.links import (
     RING_PASSES,
     JobError,
     LinkCurve,
-    Links,
     num_rounds,
     on_busiest_link,
 )
@@ -205,7 +204,7 @@ def scaled(job: Job, *, compute: float = 1.0, compression: float = 1.0, link: fl
         optimizer_us=job.optimizer_us * compression,
         costs=replace(
             costs,
-            links=Links(links.intra, inter, curves, links.in_flight),
+            links=replace(links, inter=inter, curves=curves),
             compute=tuple(_slowed(cost, compression) for cost in costs.compute),
             contention=replace(costs.contention, comm_cpu=busy),
         ),
@@ -330,7 +329,7 @@ def _links_changed(job: Job, cluster: Cluster, change: Change) -> CostModel:
         in_flight = max(in_flight, IN_FLIGHT)
     return replace(
         costs,
-        links=Links(links.intra, inter, tuple(curves), in_flight),
+        links=replace(links, inter=inter, curves=tuple(curves), in_flight=in_flight),
         contention=replace(costs.contention, comm_cpu=busy),
     )
 

@@ -1,7 +1,8 @@
 """The certificate's kernels: what a leaf loads, which leaves matter, and the ascent on the dual function.
 
 A *resource* is a lane, which tasks hold, or a link, on which exchanges are under way; a task takes of it its time over
-as many as there is room for. A candidate is a row of ``WIDTH`` figures::
+as many as there is room for. Where a card has a token bucket, its lane alone has an exchange's time at the card's rate;
+all else has the shortest time that it may take. A candidate is a row of ``WIDTH`` figures::
 
     0-6 time on each lane   7, 8 exchanges under way on the intra and the inter link   9 core time   10 chain
     11 training work that comes first
@@ -18,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.model.jit import inner_kernel, inner_sum_kernel, kernel, sum_kernel
-from espresso.model.timeline_kernels import LANES_OF_SET, NUM_LANES, ROOM, ROOM_UNDER_WAY, copy_vector
+from espresso.model.timeline_kernels import (
+    BURST_LANE,
+    CREDIT,
+    LANES_OF_SET,
+    NUM_LANES,
+    ROOM,
+    ROOM_UNDER_WAY,
+    copy_vector,
+)
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
@@ -80,13 +89,18 @@ def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, beside: Reals, limit
             if shape < 0:
                 break
             time = us[shape]
-            done = before + time + beside[shape, 1]
             lanes = LANES_OF_SET[sets[shape]]
+            least = time
+            if limits[CREDIT] > 0.0 and lanes[0] <= BURST_LANE <= lanes[1]:
+                least = min(time, max(limits[CREDIT + 1], time * beside[shape, 0]))
+                out[i, BURST_LANE] += time - least
+                time = max(time - limits[CREDIT], least)
+            done = before + time + beside[shape, 1]
             for m in range(3):
                 lane = lanes[m]
                 if m > 0 and lane == lanes[m - 1]:
                     continue
-                out[i, lane] += time * part[lane]
+                out[i, lane] += least * part[lane]
                 out[i, heads + lane] = min(out[i, heads + lane], before)
                 out[i, tails + lane] = before + time
                 if overlaps and GIANT_LANES <= lane <= GIANT_LANES + 1:
@@ -94,7 +108,7 @@ def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, beside: Reals, limit
                     out[i, link] += (done - before) / link_room
                     out[i, heads + link] = min(out[i, heads + link], before)
                     out[i, tails + link] = done
-            out[i, CORES] += time * beside[shape, 0]
+            out[i, CORES] += least * beside[shape, 0]
             before = done
         out[i, CHAIN] = before
         for resource in range(resources):
@@ -107,10 +121,11 @@ def leaf_features(numbers: Wholes, sets: Wholes, us: Reals, beside: Reals, limit
 
 
 @kernel
-def join_partitions(full: Reals, tail: Reals, count: int, out: Reals) -> None:
+def join_partitions(full: Reals, tail: Reals, count: int, credit: float, out: Reals) -> None:
     """Rows of ``count`` partitions that run through the same leaf: loads add up, chains overlap.
 
-    The chain is bounded by each resource: it serves all partitions, after the shortest head, before the shortest tail.
+    The chain is bounded by each resource: it serves all partitions, after the shortest head, before the shortest tail,
+    but for what a token bucket lets through (``credit``).
     """
     for i in range(full.shape[0]):
         for k in range(NUM_LOADS):
@@ -124,7 +139,7 @@ def join_partitions(full: Reals, tail: Reals, count: int, out: Reals) -> None:
                 head = min(head, full[i, COSTS + k])
                 rest = min(rest, full[i, COSTS + NUM_RESOURCES + k])
                 if out[i, k] > 0.0:
-                    chain = max(chain, head + out[i, k] + rest)
+                    chain = max(chain, head + out[i, k] + rest - (credit if k == BURST_LANE else 0.0))
             if k == GIANT_LANES or k == GIANT_LANES + 1:
                 out[i, HEADS + k - GIANT_LANES] = head
                 out[i, TAILS + k - GIANT_LANES] = rest
@@ -166,16 +181,22 @@ def pareto(rows: Reals, spends: Reals, order: Wholes, front: Wholes) -> int:
     return size
 
 
-def constants(release: Reals, backward: float, cores: float, backward_cores: float, resources: int) -> Reals:
+def constants(
+    release: Reals, backward: float, cores: float, backward_cores: float, resources: int, credit: float, beside: float
+) -> Reals:
     """float64[NUM_LINES, units]: the lines without the candidates; -inf where a line is not used.
 
-    ``resources`` is how many there are: the lanes alone, where latency occupies them.
+    ``resources`` is how many there are: the lanes alone, where latency occupies them. A full token bucket saves
+    ``credit``, and what all is sent takes on average is no longer than the makespan and what is ``beside`` it.
     """
     base = np.full((NUM_LINES, len(release)), -np.inf)
     base[CHAIN] = release
     # Units handed over together share their lines: those of the first of them.
     first = np.append(True, release[1:] != release[:-1])
     base[1:resources, first] = release[first]
+    if credit > 0.0:
+        base[BURST_LANE] -= credit
+        base[BURST_LANE, 0] = max(base[BURST_LANE, 0], -beside)
     if cores > 0.0:
         base[0, first] = release[first]
         base[CORES, first] = release[first] + backward_cores * (backward - release[first]) / cores
@@ -185,7 +206,9 @@ def constants(release: Reals, backward: float, cores: float, backward_cores: flo
 
 
 @kernel
-def giant_constants(release: Reals, giants: Wholes, rows: Reals, first: Wholes, last: Wholes, base: Reals) -> None:
+def giant_constants(
+    release: Reals, giants: Wholes, rows: Reals, first: Wholes, last: Wholes, credit: float, base: Reals
+) -> None:
     """The lines of the largest units: from one of them on, their link time between the least head and tail.
 
     ``giants`` int64[few] in order of release. The heads and tails are the least among the rows that are left.
@@ -200,7 +223,7 @@ def giant_constants(release: Reals, giants: Wholes, rows: Reals, first: Wholes, 
                 head = min(head, rows[row, HEADS + link])
                 tail = min(tail, rows[row, TAILS + link])
             start = min(start, release[unit] + head)
-            base[GIANT_LINES + link, unit] = start + tail
+            base[GIANT_LINES + link, unit] = start + tail - (credit if GIANT_LANES + link == BURST_LANE else 0.0)
 
 
 @kernel

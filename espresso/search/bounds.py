@@ -12,7 +12,8 @@ l(c) on a lane, chain h(c), and e(c) of training work before anything else):
 
 Under the paper's assumption r_j is not the undisturbed release but that plus sum_{r_u < r_j} e(c_u): training
 work that comes first in its chain is queued when its unit is handed over, and backward goes on only when
-the lane is empty. Where cores are shared, releases are the undisturbed ones and the third line reads, for
+the lane is empty. A card's token bucket takes what a full one holds from its lane's lines. Where cores are
+shared, releases are the undisturbed ones and the third line reads, for
 every j, F >= r_j + (b(R - r_j) + sum_{u >= j} w(c_u)) / cores, with w the core time of a candidate.
 
 Weights y >= 0 on these lines that sum to one give D(y) = sum_k y_k rhs_k, minimised over each unit's
@@ -35,6 +36,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from espresso.model.timeline_kernels import BURST_LANE
 from espresso.search.bound_kernels import (
     CHAIN,
     COSTS,
@@ -95,14 +97,15 @@ def right_hand_sides(relaxation: Relaxation, known: Reals | None = None) -> Real
     if known is None:
         base = constants(
             relaxation.release_us, relaxation.backward_us, relaxation.cores, relaxation.backward_cores,
-            relaxation.resources,
+            relaxation.resources, relaxation.credit_us, relaxation.beside_us,
         )  # fmt: skip
     else:
         base = known.copy()
     if len(relaxation.giants) > 1:
         giant_constants(
-            relaxation.release_us, relaxation.giants, relaxation.rows, relaxation.first, relaxation.last, base
-        )
+            relaxation.release_us, relaxation.giants, relaxation.rows, relaxation.first, relaxation.last,
+            relaxation.credit_us, base,
+        )  # fmt: skip
     return base
 
 
@@ -310,7 +313,9 @@ class Branching:
         whole = self._relaxation
         every: Wholes = np.arange(whole.first[giant], whole.last[giant])
         costs, release = whole.rows[every], whole.release_us[giant]
-        least = release + np.maximum(costs[:, CHAIN], costs[:, 1:NUM_RESOURCES].max(axis=1))
+        loads = costs[:, 1:NUM_RESOURCES].copy()
+        loads[:, BURST_LANE - 1] -= whole.credit_us
+        least = release + np.maximum(costs[:, CHAIN], loads.max(axis=1))
         if whole.cores == 0.0:
             least = np.maximum(least, whole.backward_us + costs[:, 0])
         possible: Wholes = every[least < self._above]

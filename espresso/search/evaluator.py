@@ -13,6 +13,7 @@ from espresso.model.job import Job
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import Pricer
 from espresso.model.timeline_kernels import (
+    CREDIT,
     NUM_LANES,
     ROOM_UNDER_WAY,
     General,
@@ -68,8 +69,9 @@ class Evaluator:
         self.candidates = self.pricer.remember(
             ("candidates", partition_bytes), lambda: Candidates(self.pricer, partition_bytes)
         )
-        self._general: General = None if costs.contention.cores is None and not costs.overlaps else True
-        self._limits = limits_of(costs)
+        self._limits = limits_of(costs, job.cluster, job.forward_us + job.optimizer_us)
+        bursts = self._limits[CREDIT] > 0.0
+        self._general: General = None if costs.contention.cores is None and not (costs.overlaps or bursts) else True
         self._gaps = np.diff(np.array(job.ready_us), prepend=0.0)
         self.buckets = np.array([unit.bucket for unit in units], dtype=np.int64)
         self._first_unit = np.searchsorted(self.buckets, np.arange(len(self._gaps) + 1)).astype(np.int64)
@@ -80,7 +82,7 @@ class Evaluator:
         self._loads = np.zeros(NUM_LANES)
         self.finish = np.zeros(len(units))
         parts = sum(self._partitions(unit) for unit in units)
-        active = 0 if self._general is None else int(self._limits[ROOM_UNDER_WAY:-1].sum())
+        active = 0 if self._general is None else int(self._limits[ROOM_UNDER_WAY : ROOM_UNDER_WAY + NUM_LANES].sum())
         self._origin, self._start, self._scratch = (make_state(parts, active) for _ in range(3))
         reset(self._origin, self._gaps, job.cluster.num_servers > 0)
         self._advance = advance_serial if self._general is None else advance_general

@@ -77,13 +77,13 @@ def bound_by_orders(
     """A bound at one partition size, up to ``above``, and the pairs of tasks looked at, at most about ``limit``.
 
     -inf where there is nothing to gain: giants that do not hold nearly all, lanes with room for several, cores that are
-    shared, or more than ``limit`` to look at.
+    shared, a token bucket, or more than ``limit`` to look at.
     """
     giants = relaxation.giants
     held = sum(units[unit].numel for unit in giants)
     if len(giants) < 2 or held < NEARLY_ALL * sum(unit.numel for unit in units):
         return -np.inf, 0
-    if pricer.costs.overlaps or relaxation.cores > 0.0:
+    if pricer.costs.overlaps or relaxation.cores > 0.0 or relaxation.credit_us > 0.0:
         return -np.inf, 0
     # Weights say something of a giant's leaves only if the bound comes from them.
     root = certificate.makespan_us if certificate.makespan_us > relaxation.backward_us else 0.0

@@ -42,6 +42,8 @@ class Relaxation:
         cores: cores shared by everything, 0 under the paper's assumption.
         backward_cores: what backward demands.
         resources: how many bound the makespan (:mod:`espresso.search.bound_kernels`).
+        credit_us: what a card's full token bucket saves.
+        beside_us: what forward and the optimizer take.
         spends: float64[budgets, units, kinds]: what a kind of choice spends of each budget; without one, empty.
         limits: float64[budgets].
         giants: int64[few], in order of release.
@@ -58,6 +60,8 @@ class Relaxation:
     cores: float
     backward_cores: float
     resources: int
+    credit_us: float
+    beside_us: float
     spends: Reals
     limits: Reals
     giants: Wholes
@@ -122,7 +126,7 @@ def _rows_of(pricer: Pricer, size: Size, run: _Run, spans: Sequence[tuple[int, i
     tail = _leaf_features(pricer, run, cuts[-1][1] - cuts[-1][0], size)
     full = tail if len(cuts) == 1 else _leaf_features(pricer, run, cuts[0][1], size)
     rows = np.empty((len(run.options), WIDTH))
-    join_partitions(full, tail, len(cuts), rows)
+    join_partitions(full, tail, len(cuts), pricer.costs.links.burst(pricer.cluster).credit_us, rows)
     return rows
 
 
@@ -164,7 +168,7 @@ def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Real
     numbers = pricer.catalogue.padded(run.options)
     sets, us, beside = pricer.shape_costs(numbers, (run.compressor, elements, dtype, segments))
     out = np.empty((len(run.options), COSTS + 2 * NUM_RESOURCES))
-    leaf_features(numbers, sets, us, beside, limits_of(pricer.costs), out)
+    leaf_features(numbers, sets, us, beside, limits_of(pricer.costs, pricer.cluster), out)
     return out
 
 
@@ -228,6 +232,8 @@ def relax(
         contention.cores or 0.0,
         contention.backward_cores,
         NUM_RESOURCES if job.costs.links.in_flight > 1 else NUM_LANES,
+        pricer.costs.links.burst(job.cluster).credit_us,
+        job.forward_us + job.optimizer_us,
         spends,
         limits,
         _giants(units),
