@@ -83,6 +83,7 @@ class Groups:
         connections: of a link between nodes, over which exchanges go in turn. NCCL sees to its own.
         beside: groups of the ranks that hold the other shards of what this rank has a share of; every one of them is
             in a job like this one. None where every rank holds all of the model.
+        before: the process group that this rank meets next; if a rank is off here, those hear of it there.
 
     Raises:
         TopologyError: ``ranks_per_node`` does not divide the number of ranks.
@@ -99,6 +100,7 @@ class Groups:
         num_colocated: int = 0,
         connections: int = 1,
         beside: Groups | None = None,
+        before: dist.ProcessGroup | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TopologyError("torch.distributed is not initialised; call init_process_group before espresso")
@@ -125,7 +127,7 @@ class Groups:
         what, silent = "making process groups", set[int]()
 
         def make() -> tuple[Member, Cluster, dict[Scope, Member]]:
-            store, card = self._meet(parent)
+            store, card = self._meet(parent, before)
             with self.explained(what):
                 self.control = self._new(self._ranks, "gloo")
                 store.delete_key(card)  # everybody has read it
@@ -314,7 +316,7 @@ class Groups:
             raise EspressoError(CLOSED)
         return self.control.group
 
-    def _meet(self, parent: Any) -> tuple[Any, str]:
+    def _meet(self, parent: Any, before: Any) -> tuple[Any, str]:
         """Find everybody through the job's store, apart from collectives: who does not come is named.
 
         With it they agree on a number that none of their groups was named after: see :func:`named_after`.
@@ -341,8 +343,10 @@ class Groups:
             raise LostRankError(
                 f"{ranks} {compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"
             )
-        away = [rank for rank, text in zip(self._ranks, texts, strict=True) if text == _AWAY]
+        away = sorted({int(rank) for text in texts if text.startswith(_AWAY) for rank in text.split()[1:]})
         if away:
+            if before is not None:
+                stay_away(before, away)
             ranks = "rank" if len(away) == 1 else "ranks"
             raise DisagreementError(
                 f"espresso is off on {ranks} {compact(away)} (ESPRESSO_DISABLE) and not on rank"
@@ -422,16 +426,20 @@ class Groups:
 
 
 _AWAY = "away"
-"""In place of a card."""
+"""In place of a card, before the ranks that are off."""
 
 
-def stay_away(process_group: dist.ProcessGroup) -> None:
-    """Tell the ranks that meet now that this one does not come. Waits for nobody."""
+def stay_away(process_group: dist.ProcessGroup, off: Sequence[int] = ()) -> None:
+    """Tell the ranks that meet now that this one does not come. Waits for nobody.
+
+    Args:
+        off: the ranks because of which; none: this one is off itself.
+    """
     rank = dist.get_rank(process_group)
     with suppress(RuntimeError, AttributeError):  # without a store they wait, and name it then
         store = torch_groups._get_default_store()
         times = store.add(_times_met(process_group, rank), 1) - 1
-        store.set(_card_key(process_group, times, rank), _AWAY)
+        store.set(_card_key(process_group, times, rank), " ".join(map(str, (_AWAY, *(off or [dist.get_rank()])))))
 
 
 def _times_met(group: Any, rank: int) -> str:

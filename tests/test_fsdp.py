@@ -438,6 +438,20 @@ def switched_off(rank: int) -> list[Any]:
     return [train(model, rank, [plain] * 2) == native, state.summary()]
 
 
+def off_on_one_rank(rank: int) -> tuple[str, float]:
+    """``ESPRESSO_DISABLE=1`` on rank 0; rank 3 shares no group with it. Afterwards all register."""
+    told, took_s = "", 0.0
+    for off in (rank == 0, False):
+        os.environ["ESPRESSO_DISABLE"] = str(int(off))
+        began = time.monotonic()
+        try:
+            registered(shard(tiny())).close()
+        except espresso.DisagreementError as error:
+            told, took_s = str(error), time.monotonic() - began
+    del os.environ["ESPRESSO_DISABLE"]
+    return told, took_s
+
+
 def broken(rank: int) -> dict[str, Any]:
     """The network between two replicas of one shard breaks: every rank hears of it, long before a time-out."""
     model = shard(tiny())
@@ -576,6 +590,7 @@ def refused(rank: int) -> dict[str, str]:
 SCENARIOS = (
     several_groups,
     switched_off,
+    off_on_one_rank,
     scaled,
     broken,
     exact,
@@ -609,6 +624,13 @@ def test_switched_off_it_is_native_hsdp(played: Played) -> None:
     for same, summary in played(switched_off):
         assert same
         assert summary.startswith("off: ESPRESSO_DISABLE=1")
+
+
+def test_a_rank_that_is_off_is_named_at_once_on_all_others(played: Played) -> None:
+    for rank, (told, seconds) in enumerate(played(off_on_one_rank)):
+        why = f"espresso is off on rank 0 (ESPRESSO_DISABLE) and not on rank {rank}: set it on all ranks or on none"
+        assert told == (why if rank else "")
+        assert seconds < 10
 
 
 def test_an_overflow_in_one_shard_skips_the_step_on_every_rank(played: Played) -> None:

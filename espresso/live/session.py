@@ -168,12 +168,14 @@ class Session:
     # -- the start -----------------------------------------------------------------------------------
 
     def _make_groups(self, process_group: dist.ProcessGroup | None, client: Client | None) -> Groups:
-        shards, timeout_s = self.model.shards, self.config.timeout_s
+        shards, timeout_s, beside = self.model.shards, self.config.timeout_s, None
+        if shards is not None:
+            beside = Groups(shards.group, ranks_per_node=1, timeout_s=timeout_s, before=process_group)
         return Groups(
             process_group,
             ranks_per_node=self.config.ranks_per_node,
             timeout_s=timeout_s,
-            beside=None if shards is None else Groups(shards.group, ranks_per_node=1, timeout_s=timeout_s),
+            beside=beside,
             host_copies=self.runtime.host_copies,
             num_servers=0 if client is None else client.num_servers,
             num_colocated=0 if client is None else client.num_colocated,
