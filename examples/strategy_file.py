@@ -32,7 +32,7 @@ def make(path: Path, cluster: Cluster) -> None:
     large = {tensor.name: signs for tensor in tensors if tensor.numel >= 16384}
     strategy = Strategy.uniform(tensors, cluster).with_choices(large)
     strategy.save(path)
-    print(f"{path}: {strategy.num_compressed} of {len(tensors)} tensors compressed")
+    print(f"{path}: {len(large)} of {len(tensors)} tensors compressed")
 
 
 def train(path: Path, steps: int) -> None:

@@ -143,9 +143,8 @@ class Strategy:
 
     def __repr__(self) -> str:
         """What it holds, without its tensors: there may be thousands."""
-        compressors = ", ".join(sorted(map(str, self.compressors - {NONE}))) or "nothing"
-        count = f"{self.num_compressed} of {len(self.tensors)}"
-        return f"<Strategy: {count} tensors compressed ({compressors}), on {self.cluster}>"
+        compressors = ", ".join(sorted(map(str, self.compressors - {NONE}))) or NONE
+        return f"<Strategy: {len(self.tensors)} tensors ({compressors}), on {self.cluster}>"
 
     @classmethod
     def uniform(
@@ -177,9 +176,9 @@ class Strategy:
         return {tensor.name: tensor.shape for tensor in self.tensors}
 
     @cached_property
-    def num_compressed(self) -> int:
-        """Tensors that are not exact: a payload may carry some raw."""
-        return sum(choice.compressor != NONE for choice in self.choices.values())
+    def compresses(self) -> bool:
+        """Whether any tensor has a compressor. Those that are too small for theirs travel as plain numbers."""
+        return any(choice.compressor != NONE for choice in self.choices.values())
 
     @cached_property
     def only_averages(self) -> bool:
@@ -194,10 +193,6 @@ class Strategy:
     @property
     def num_through_servers(self) -> int:
         return sum(choice.option.uses_servers for choice in self.choices.values())
-
-    @property
-    def num_offloaded(self) -> int:
-        return sum(choice.option.uses_offload for choice in self.choices.values())
 
     def with_choices(self, changes: Mapping[str, Choice]) -> Strategy:
         """A copy in which the named tensors have other choices."""

@@ -19,6 +19,7 @@ from espresso.live.remeasure import with_probes
 from espresso.live.turns import TRY_MOST, TRY_ROUNDS, TRY_STEPS
 from espresso.live.watch import Cause
 from espresso.model.links import LinkCurve, Links
+from espresso.model.payload_sizes import compressed
 from espresso.show.trace_events import write_history
 from espresso.strategies import PLAIN, Form, Routine, Scope
 from tests.ddp import Played, agreed, batch, mlp, registered, wrap
@@ -167,7 +168,7 @@ def test_what_does_not_pay_yet_is_taken_once_the_change_has_lasted(lasts):
     # twice that, at some 4 ms a step
     switched = [step - 100 for step, event, _ in rows_of(planner) if event == "switched"]
     assert [150 < step < 250 for step in switched] == [True] * lasts
-    assert planner.strategy.num_compressed == (2 if lasts else 0)
+    assert len(compressed(planner.strategy)) == (2 if lasts else 0)
 
 
 def test_what_does_not_pay_yet_is_forgotten_once_the_change_is_over():
@@ -238,7 +239,7 @@ def test_tensors_that_have_to_stay_exact_do_whatever_is_found():
     run(world, planner, range(60, 200), {100: lambda: setattr(world, "plain_us", 1e6)}, now)
     assert planner.strategy.choices["a"] == PLAIN
     assert planner.back_off(["b"], 200) == "plain"
-    assert not planner.strategy.num_compressed
+    assert not planner.strategy.compresses
 
 
 def test_what_is_only_tried_is_not_in_use():
@@ -249,9 +250,9 @@ def test_what_is_only_tried_is_not_in_use():
     world.plain_us = 400_000
     for step in range(100, 140):
         before = planner.verdict.name
-        ran.add((before, planner.assign(step).strategy.num_compressed > 0))
+        ran.add((before, planner.assign(step).strategy.compresses))
         assert planner.decided
-        assert (planner.strategy.num_compressed > 0) is (before == "signs")
+        assert (planner.strategy.compresses) is (before == "signs")
         now = run(world, planner, range(step, step + 1), {}, now)
     assert ("plain", True) in ran  # tried, while plain was in use
     assert planner.verdict.name == "signs"
@@ -353,9 +354,9 @@ def test_the_second_alarm_makes_everything_exact():
     exact = Exact()
     assert exact.of(SIGNS) is SIGNS
     exact.add(["a"])
-    assert exact.of(SIGNS).num_compressed == 1
+    assert len(compressed(exact.of(SIGNS))) == 1
     exact.add(["a"])
-    assert exact.of(SIGNS).num_compressed == 0
+    assert not exact.of(SIGNS).compresses
 
 
 KINDS = (

@@ -122,4 +122,4 @@ def test_everything_shows_itself_in_a_line():
     assert state.summary().startswith("not started")
     tensors = [espresso.TensorSpec(f"layer {n}", (10, 10)) for n in range(100)]
     strategy = Strategy.uniform(tensors, espresso.Cluster(2, 2))
-    assert repr(strategy) == "<Strategy: 0 of 100 tensors compressed (nothing), on 2 nodes x 2 ranks>"
+    assert repr(strategy) == "<Strategy: 100 tensors (none), on 2 nodes x 2 ranks>"

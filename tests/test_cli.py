@@ -18,9 +18,10 @@ from espresso.cli import app
 from espresso.commands import _common
 from espresso.flight.form import Flight, Script, Span, StepRecord, Stretch
 from espresso.model.job import Job
+from espresso.model.payload_sizes import compressed, offloaded
 from espresso.search.search import GREEDY, PUBLISHED
 from espresso.show.flight_events import step_events
-from espresso.strategies import Strategy
+from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNER = CliRunner()
@@ -172,8 +173,8 @@ def test_search_prints_the_promised_keys(files: dict[str, Path], tmp_path: Path)
     assert body["num_compressed"] > 0
     strategy = Strategy.load(path)
     assert len(strategy.tensors) == body["num_tensors"]
-    assert strategy.num_compressed == body["num_compressed"]
-    assert strategy.num_offloaded == body["num_offloaded"]
+    assert len(compressed(strategy)) == body["num_compressed"]
+    assert len(offloaded(strategy)) == body["num_offloaded"]
 
 
 def test_search_table_shows_choices_and_bound(files: dict[str, Path]) -> None:
@@ -259,7 +260,7 @@ def test_explain_shows_every_tensor_group(files: dict[str, Path]) -> None:
     strategy = Strategy.load(files["strategy"])
     names = [name for group in body["groups"] for name in group["tensors"]]
     assert sorted(names) == sorted(tensor.name for tensor in strategy.tensors)
-    assert sum(len(g["tensors"]) for g in body["groups"] if g["compressor"] != "none") == strategy.num_compressed
+    assert body["num_compressed"] == len(compressed(strategy)) > 0
     sites = [step["site"] for group in body["groups"] for step in group["steps"] if step["site"]]
     assert sites
     text = espresso("explain", files["strategy"]).stdout
@@ -273,6 +274,15 @@ def test_validate_accepts(files: dict[str, Path]) -> None:
     assert body["valid"] is True
     assert body["fingerprint"].startswith("sha256:")
     assert "is valid, and fits" in espresso("validate", files["strategy"], "--job", files["job"]).stdout
+
+
+def test_tensors_too_small_for_their_compressor_are_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    signs = Choice(parse_option("comp@offload > flat.allgather > dec"), CompressorSpec.parse("efsignsgd"))
+    Strategy.uniform([TensorSpec("large", (1000,)), TensorSpec("small", (4,))], Cluster(2, 1), signs).save(path)
+    for command in ("explain", "validate"):
+        body = printed(espresso(command, path, "--json"))
+        assert (body["num_tensors"], body["num_compressed"], body["num_offloaded"]) == (2, 1, 1)
 
 
 # -- what users get wrong ----------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_the_two_way_strategy():
         assert str(strategy.choices["big"].option) == option
         assert str(strategy.choices["big"].compressor) == "int8"
         assert not strategy.choices["small"].option.is_compressed
-    assert policy(tensors, Cluster(1, 1)).num_compressed == 0
+    assert not policy(tensors, Cluster(1, 1)).compresses
     with pytest.raises(ValueError, match="raw_below_bytes must be at least 0, got -1"):
         TwoWay(CompressorSpec("int8"), raw_below_bytes=-1)
 

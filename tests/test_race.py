@@ -76,7 +76,7 @@ def run(planner: AutoPlanner, steps: int, before: Callable[[int], None] = lambda
     for step in range(steps):
         before(step)
         assignment = planner.assign(step)
-        compressed = assignment.strategy.num_compressed > 0
+        compressed = assignment.strategy.compresses
         done_ns += 1 if compressed else 10
         work = planner.after(Record(step, assignment, done_ns=done_ns, buckets=BUCKETS))
         if work is not None:

@@ -585,13 +585,23 @@ def test_a_simple_strategy_races_where_it_is_predicted_below_plain(name, option)
     assert all(row.name != SIMPLE for row in search(slow, name, terms=terms).alternatives)
 
 
+def test_a_tensor_too_small_for_its_compressor_is_not_counted():
+    from espresso.search.terms import Terms
+
+    job = make_job([100_000, 4], [0, 5], beta=50.0, costs=compute(0.1, 0.1))
+    forced = Constraints(force={"*": f"{TOY} via {HOST_GATHER.option}"})
+    found = search(job, TOY, terms=Terms(constraints=forced))
+    assert {choice.compressor for choice in found.strategy.choices.values()} == {TOY}
+    assert found.num_compressed == found.num_offloaded == 1
+
+
 def test_automatic_mode_keeps_plain_where_nothing_beats_it():
     from espresso.search.terms import AUTOMATIC
 
     job = make_job([100_000] * 4, [0, 5, 5, 5], beta=0.001, costs=compute(100.0, 100.0))
     found = search(job, TOY, terms=AUTOMATIC)
     assert found.alternatives == ()
-    assert found.strategy.num_compressed == 0
+    assert not found.strategy.compresses
     assert found.predicted_us == found.uncompressed_us
 
 

@@ -104,7 +104,7 @@ class World:
         return True
 
     def exchange_us(self, strategy: Strategy) -> float:
-        return self.plain_us if not strategy.num_compressed else self.plain_us / 15 + CODEC_US
+        return self.plain_us if not strategy.compresses else self.plain_us / 15 + CODEC_US
 
     def step_us(self, strategy: Strategy) -> float:
         return COMPUTE_US * self.compute + self.exchange_us(strategy)
@@ -163,7 +163,7 @@ class World:
         ready = now_ns + compute * 1e3
         done = ready + exchange * 1e3
         record = Record(step, assignment, ready_ns=[int(ready)], done_ns=int(done), buckets=self.buckets)
-        if assignment.strategy.num_compressed:
+        if assignment.strategy.compresses:
             codec = CODEC_US * 1e3 * jitter[1]
             record.intervals = [
                 Interval(0, Lane.TRAINING, 0, int(ready), int(ready + codec)),

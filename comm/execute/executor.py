@@ -277,7 +277,7 @@ class Executor:
         """What is compressed may leave something behind; a plain step that drains sends it, of the tensors it has."""
         record = iteration.record
         strategy, self._last, before = record.assignment.strategy, record.assignment.strategy, self._last
-        if strategy.num_compressed:
+        if strategy.compresses:
             if self._owing is not None and strategy is not before:
                 self._owing |= {name for name, choice in strategy.choices.items() if choice.option.is_compressed}
         elif iteration.drains and record.finite:

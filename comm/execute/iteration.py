@@ -72,7 +72,7 @@ class Iteration:
         # Whether averages are looked at for infs. Every rank must reach the same verdict, also one that keeps no
         # residual (another is the root), since planners move by it together. A plain step without loss scaling
         # goes without: the look would cost a reading pass over all gradients, and nobody skips the step.
-        self.checks = record.assignment.strategy.num_compressed > 0 or grad_scale is not None or self.drains
+        self.checks = record.assignment.strategy.compresses or grad_scale is not None or self.drains
         self.futures: dict[int, Future] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.complete: set[int] = set()

@@ -10,6 +10,7 @@ def explain(
 ) -> None:
     """Show what a strategy does: tensors with equal choices, and their pipeline step by step."""
     from espresso.compressors.schedule import check_choices
+    from espresso.model.payload_sizes import compressed, offloaded
     from espresso.show.explain import explain as explain_groups
     from espresso.show.report import human_bytes, pipeline_heading, pipeline_table
     from espresso.strategies import Strategy
@@ -25,8 +26,8 @@ def explain(
                 "ranks_per_node": loaded.cluster.ranks_per_node,
                 "partition_bytes": loaded.partition_bytes,
                 "num_tensors": len(loaded.tensors),
-                "num_compressed": loaded.num_compressed,
-                "num_offloaded": loaded.num_offloaded,
+                "num_compressed": len(compressed(loaded)),
+                "num_offloaded": len(offloaded(loaded)),
                 "groups": [group.to_json() for group in groups],
                 "notes": dict(loaded.notes),
             }
@@ -36,8 +37,8 @@ def explain(
     limit = loaded.partition_bytes
     cut = f"cut into partitions of at most {human_bytes(limit)}" if limit else "never cut into partitions"
     console.print(
-        f"{len(loaded.tensors)} tensors on {loaded.cluster}: {loaded.num_compressed} compressed,"
-        f" {loaded.num_offloaded} on the offload pool; {cut}"
+        f"{len(loaded.tensors)} tensors on {loaded.cluster}: {len(compressed(loaded))} compressed,"
+        f" {len(offloaded(loaded))} on the offload pool; {cut}"
     )
     for key, value in loaded.notes.items():
         if isinstance(value, dict):

@@ -20,6 +20,7 @@ def validate(
     """
     from espresso.compressors.schedule import check_choices
     from espresso.model.job import Job
+    from espresso.model.payload_sizes import compressed, offloaded
     from espresso.strategies import Strategy, StrategyError
 
     # A job that cannot be read is no verdict on the strategy, so it is read outside the try.
@@ -41,8 +42,8 @@ def validate(
                 "valid": True,
                 "error": None,
                 "num_tensors": len(loaded.tensors),
-                "num_compressed": loaded.num_compressed,
-                "num_offloaded": loaded.num_offloaded,
+                "num_compressed": len(compressed(loaded)),
+                "num_offloaded": len(offloaded(loaded)),
                 "num_nodes": loaded.cluster.num_nodes,
                 "ranks_per_node": loaded.cluster.ranks_per_node,
                 "fingerprint": loaded.fingerprint,
@@ -51,6 +52,6 @@ def validate(
         return
     fits = "" if job is None else f", and fits {job}"
     typer.echo(
-        f"{strategy} is valid{fits}: {len(loaded.tensors)} tensors, {loaded.num_compressed} compressed,"
-        f" {loaded.num_offloaded} of them on the offload device, {loaded.cluster}"
+        f"{strategy} is valid{fits}: {len(loaded.tensors)} tensors, {len(compressed(loaded))} compressed,"
+        f" {len(offloaded(loaded))} of them on the offload device, {loaded.cluster}"
     )

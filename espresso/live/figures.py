@@ -6,8 +6,8 @@ import math
 
 from espresso.diagnosis.overlap import predicted_overlap
 from espresso.live.session import Session
-from espresso.model.payload_sizes import travels_raw
-from espresso.strategies import NONE, Choice, Strategy, TensorSpec
+from espresso.model.payload_sizes import compressed
+from espresso.strategies import Strategy
 
 METRICS = tuple(
     f"espresso/{name}"
@@ -55,17 +55,6 @@ def predicted_us(session: Session) -> float:
     if verdict.name == "plain" and session.search is not None:
         return session.search.uncompressed_us
     return verdict.predicted_us.get(verdict.name, 0.0)
-
-
-def compressed(strategy: Strategy) -> list[TensorSpec]:
-    """The tensors that do not travel as plain numbers: some are too small for the compressor that they have."""
-    return [tensor for tensor in strategy.tensors if _is_compressed(strategy.choices[tensor.name], tensor)]
-
-
-def _is_compressed(choice: Choice, tensor: TensorSpec) -> bool:
-    # What is summed in one round is of one type, small tensors included.
-    sums = choice.option.is_summable and choice.option.num_rounds == 1
-    return choice.compressor != NONE and (sums or not travels_raw(choice.compressor, tensor.shape))
 
 
 def noted(strategy: Strategy, name: str) -> float:

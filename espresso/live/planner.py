@@ -192,7 +192,7 @@ class AutoPlanner:
             return "plain"
         name = self._exact.named(self.verdict.name)
         strategy = self._plain.strategy if name == "plain" else self._exact.of(self.strategy)
-        if not strategy.num_compressed:
+        if not strategy.compresses:
             name, strategy = "plain", self._plain.strategy
         self._stop_trying()
         self._winner = self._plain if name == "plain" else Orderer(strategy, self._groups)
@@ -287,7 +287,7 @@ class AutoPlanner:
             strategy = self._exact.of(asked)
             if strategy is asked:
                 found.append(replace(candidate, strategy=asked))
-            elif strategy.num_compressed:  # what was taken out of it changes its tasks
+            elif strategy.compresses:  # what was taken out of it changes its tasks
                 order = plan(strategy, candidate.buckets, host_copies=self._groups.host_copies).order
                 found.append(replace(candidate, strategy=strategy, order=order))
         return found
@@ -430,7 +430,7 @@ class AutoPlanner:
         fresh = [c for c, is_ours in zip(found, same, strict=True) if not is_ours and c.predicted_us <= limit_us]
         fresh = [replace(c, name=f"{c.name} at step {step}") if c.name == now else c for c in fresh]
         best_us = min((c.predicted_us for c in found), default=0.0)
-        arms = [Arm(now, replace(kept, drain=kept.strategy.num_compressed > 0))]
+        arms = [Arm(now, replace(kept, drain=kept.strategy.compresses))]
         arms += [Arm(c.name, c.assignment) for c in fresh]
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))

@@ -192,7 +192,7 @@ class Session:
         beside = self.groups.beside
         if beside is None:
             return {}
-        lossy = self.search is not None or self.decider.strategy.num_compressed > 0
+        lossy = self.search is not None or self.decider.strategy.compresses
         return {"failed": "", "agree": beside.all_true if any(self.groups.everywhere(lossy)) else None}
 
     def _make_decider(self) -> Decider:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from espresso.live.figures import compressed, noted, owed, predicted_us
+from espresso.live.figures import noted, owed, predicted_us
 from espresso.live.session import Session
+from espresso.model.payload_sizes import compressed
 from espresso.strategies import Strategy
 
 LISTED = 3

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from espresso.strategies import CompressorSpec
+from espresso.strategies import NONE, Choice, CompressorSpec, Strategy, TensorSpec
 from espresso.strategies.flow import SHARD_ALIGN
 
 if TYPE_CHECKING:
@@ -68,6 +68,22 @@ def travels_raw(spec: CompressorSpec, shape: tuple[int, ...]) -> bool:
 
     numel = math.prod(shape)
     return numel < MAX_SEGMENT and bool(create_compressor(spec).layout([Segment("", 0, numel, shape)]).raw[0])
+
+
+def compressed(strategy: Strategy) -> list[TensorSpec]:
+    """The tensors that do not travel as plain numbers: some are too small for the compressor that they have."""
+    return [tensor for tensor in strategy.tensors if _is_compressed(strategy.choices[tensor.name], tensor)]
+
+
+def offloaded(strategy: Strategy) -> list[TensorSpec]:
+    """Those of them that the offload pool works on."""
+    return [tensor for tensor in compressed(strategy) if strategy.choices[tensor.name].option.uses_offload]
+
+
+def _is_compressed(choice: Choice, tensor: TensorSpec) -> bool:
+    # What is summed in one round is of one type, small tensors included.
+    sums = choice.option.is_summable and choice.option.num_rounds == 1
+    return choice.compressor != NONE and (sums or not travels_raw(choice.compressor, tensor.shape))
 
 
 _LARGE = 1 << 16

@@ -39,7 +39,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
     if terms.for_exactness and (simple := settler.simplest(result)) is not None:
         rows = [*rows[:MAX_CANDIDATES], simple]
-    settled = [settler.settled(row) for row in rows if row.strategy.num_compressed or terms.constraints.force]
+    settled = [settler.settled(row) for row in rows if row.strategy.compresses or terms.constraints.force]
     settled.sort(key=lambda one: one.row.predicted_us)
     kept, seen = [], []
     for one in settled:
@@ -80,7 +80,7 @@ def _plain(job: Job, space: Space, result: SearchResult) -> Ranked:
     choices = {t.name: space.every[space.terms.constraints.kind_of(t)][0] for t in job.tensors}
     notes = {"predicted_us": result.uncompressed_us, "mode": job.mode.value, "found_by": "uncompressed"}
     strategy = Strategy(job.tensors, choices, job.cluster, partition_bytes=0, notes=notes)
-    name = "only what is forced" if strategy.num_compressed else "uncompressed"
+    name = "only what is forced" if strategy.compresses else "uncompressed"
     return replace(
         result.chosen, name=name, strategy=strategy, job=job, predicted_us=result.uncompressed_us
     )  # fmt: skip

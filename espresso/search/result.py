@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from espresso.model.job import Job
+from espresso.model.payload_sizes import compressed, offloaded
 from espresso.model.pricing import Pricer
 from espresso.model.timeline import Timeline, first_come, simulate
 from espresso.search.bounds import Certificate
@@ -142,11 +143,11 @@ class SearchResult:
 
     @property
     def num_compressed(self) -> int:
-        return self.strategy.num_compressed
+        return len(compressed(self.strategy))
 
     @property
     def num_offloaded(self) -> int:
-        return sum(choice.option.uses_offload for choice in self.strategy.choices.values())
+        return len(offloaded(self.strategy))
 
 
 __all__ = ["CapRow", "Ranked", "SearchResult"]

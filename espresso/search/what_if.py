@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from espresso.model.job import Job
+from espresso.model.payload_sizes import compressed
 from espresso.model.what_if import FARTHEST, Change, changed, extrapolates, own_gbit
 from espresso.search.search import search
 from espresso.search.terms import Terms
@@ -85,7 +86,7 @@ class Prediction:
             "lower_bound_us": self.lower_bound_us,
             "gain": self.gain,
             "pays": self.pays,
-            "compressed": self.strategy.num_compressed,
+            "compressed": len(compressed(self.strategy)),
             "tensors": len(self.strategy.tensors),
             "option": str(choice.option),
             "compressor": str(choice.compressor),

@@ -28,7 +28,7 @@ def what_if_table(rows: Sequence[Prediction]) -> Table:
             human_us(row.plain_us),
             human_us(row.best_us),
             f"{row.gain:.2f}x" if row.pays else f"{row.gain:.2f}x, not by compressing",
-            Text(f"{choice.compressor}: {choice.option}" if row.strategy.num_compressed else str(choice.option)),
+            Text(f"{choice.compressor}: {choice.option}" if row.strategy.compresses else str(choice.option)),
         )
     return table
 
