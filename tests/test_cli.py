@@ -460,6 +460,7 @@ marker = pathlib.Path(str(job) + ".registered")
 print("training")
 if "register" in sys.argv: marker.write_text(json.dumps({"steps": 5, "needed": 12}))
 if "measure" in sys.argv: job.write_text("{}")
+if "another" in sys.argv: job.with_name("job-2.json").write_text("{}")
 sys.exit(7 if "fail" in sys.argv else 0)
 """
 
@@ -498,6 +499,7 @@ def test_profile_json_keeps_stdout_clean(script: Path, tmp_path: Path) -> None:
         "steps": 5,
         "needed": 12,
         "command_status": 0,
+        "others": [],
     }
     assert "training" in done.stderr
 
@@ -518,6 +520,18 @@ def test_profile_is_not_fooled_by_what_an_earlier_run_left(script: Path, tmp_pat
     assert profile(tmp_path, sys.executable, script).returncode == 3
     assert (tmp_path / "job.json").read_text() == "old"
     assert profile(tmp_path, sys.executable, script, "register", "measure").returncode == 0
+
+
+def test_profile_says_which_further_jobs_are_of_this_run(script: Path, tmp_path: Path) -> None:
+    for number in (2, 3):
+        (tmp_path / f"job-{number}.json").write_text("old")
+    (tmp_path / "job-mine.json").write_text("old")
+    done = profile(tmp_path, sys.executable, script, "register", "measure", "another", options=("--json",))
+    assert json.loads(done.stdout)["others"] == [str(tmp_path / "job-2.json")]
+    assert f"another model's job written to {tmp_path / 'job-2.json'}" in done.stderr
+    assert f"{tmp_path / 'job-3.json'} is not of this run" in done.stderr
+    assert "job-mine" not in done.stderr
+    assert (tmp_path / "job-3.json").read_text() == "old"
 
 
 def test_profile_says_that_training_was_too_short(script: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ afterwards    no marker: never registered; a marker but no job: too few steps
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -56,15 +57,19 @@ def profile(
     job_path = output.absolute()
     marker = job_path.with_name(job_path.name + ".registered")
     marker.unlink(missing_ok=True)
-    before = _identity(job_path)
+    before = {path: _identity(path) for path in (job_path, *_of_other_models(job_path))}
     try:
         status = _run(command, job_path, quiet_stdout=json_output)
         registered = _read_marker(marker)
     finally:
         marker.unlink(missing_ok=True)
-    written = _identity(job_path) not in (None, before)
+    written = _identity(job_path) not in (None, before[job_path])
+    others = _of_other_models(job_path)
+    new = [path for path in others if _identity(path) != before.get(path)]
     if json_output:
-        emit_json(_summary(job_path, written, registered, status))
+        emit_json({**_summary(job_path, written, registered, status), "others": list(map(str, new))})
+    for path in others:
+        say(f"another model's job written to {path}" if path in new else f"{path} is not of this run")
     _report(output, written, registered, status, command[0])
 
 
@@ -121,6 +126,12 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _of_other_models(job_path: Path) -> list[Path]:
+    """What lies beside a job, numbered as further models' jobs are."""
+    numbered = re.compile(rf"{re.escape(job_path.stem)}-\d+{re.escape(job_path.suffix)}")
+    return sorted(path for path in job_path.parent.iterdir() if numbered.fullmatch(path.name))
 
 
 @dataclass(frozen=True)
