@@ -298,8 +298,25 @@ def test_a_cause_is_named_first_where_it_is_and_its_gain_is_right(name: str) -> 
 def test_a_clean_run_is_clean(world: World) -> None:
     found = diagnose(world.flights())
     assert found.clean, str(found)
-    assert found.bound == ("network" if world.ms_a_mb > 10 else found.bound)
     assert "Nothing to mend" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("world", "bound", "advice"),
+    [
+        (World(), "compute", "compressing gradients would bring next to nothing"),
+        (World(ms_a_mb=8), "compute", "of it waits for averages"),
+        (World((Rank(input=240),) * 3, ms_a_mb=8), "input", "of it waits for averages"),
+        (World((Rank(input=600),) * 3), "input", "next to nothing"),
+        (World(ms_a_mb=30), "network", "of it waits for averages"),
+    ],
+)
+def test_a_clean_step_is_bound_by_what_takes_most_of_it(world: World, bound: str, advice: str) -> None:
+    found = diagnose(world.flights())
+    assert found.clean, str(found)
+    assert found.bound == bound
+    assert f"A step is bound by {bound}; " in str(found)
+    assert advice in str(found)
 
 
 def test_where_all_connections_wait_for_who_wakes_no_card_is_thin() -> None:

@@ -66,9 +66,8 @@ COMPUTE = ("optimizer", "earlier", "forward", "loss", "backward")
 """What a worker does on its own processor."""
 
 CAPS_MB = (1, 5, 10, 25, 50, 100)
-
-HIDDEN_SHARE = 0.05
-"""Of a step: exposed communication below it leaves a step bound by compute."""
+BOUNDS = {"compute": COMPUTE, "input": ("input",), "network": ("prepare", "exposed")}
+"""What a step can be bound by: the phases that it takes."""
 
 
 def diagnose(flights: Sequence[Flight]) -> Diagnosis:
@@ -104,7 +103,8 @@ class _Case:
         comm = self.costs.exchange_us + sum(max(each) for each in self.costs.coding_us.values())
         open_us = median(min(part.exposed for part in turn.parts) for turn in self.run.turns)
         predicted = median(exposed(turn, self.costs) for turn in self.turns)
-        bound = "network" if open_us > HIDDEN_SHARE * self.step_us / self.passes else "compute"
+        shares = self._shares()
+        bound = max(BOUNDS, key=lambda name: sum(shares[phase] for phase in BOUNDS[name]))
         return Diagnosis(
             tuple(found),
             self.step_us,
@@ -114,7 +114,7 @@ class _Case:
             found[0].kind if found else bound,
             len(self.run.turns),
             self.run.num_ranks,
-            self._shares(),
+            shares,
             tuple(sorted(set(range(self.run.num_ranks)) - {flight.rank for flight in self.run.flights})),
         )
 

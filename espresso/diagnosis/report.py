@@ -20,6 +20,9 @@ PHASES = {
 }
 """Fields of a turn's part, in people's words."""
 
+HIDDEN_SHARE = 0.05
+"""Of a step: where averages are waited for less, compression is not worth a try."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -55,7 +58,7 @@ class Diagnosis:
         replayed_us: the same by the timeline.
         overlap: part of all communication that backward hides, as measured; None where nothing was exchanged.
         overlap_predicted: the same by the timeline.
-        bound: what a step mostly is: ``compute``, ``network`` or, with findings, the first one's kind.
+        bound: what takes most of a step: ``compute``, ``input``, ``network`` or, with findings, the first one's kind.
         shares: of a step, by phase.
         missing: ranks that left no record here; what is slow on them alone is not seen.
     """
@@ -100,16 +103,16 @@ def text_of(found: Diagnosis) -> str:
         lines.append(f"  {found.overlap:.0%} of all communication is hidden behind backward")
     if found.clean:
         where = " on the ranks that were recorded" if found.missing else ""
-        lines += ["", f"Nothing to mend{where}. A step is bound by {found.bound}{_ADVICE[found.bound]}"]
+        lines += ["", f"Nothing to mend{where}. A step is bound by {found.bound}; {_advice(found.shares['exposed'])}"]
     for number, finding in enumerate(found.findings, start=1):
         lines += ["", *_rows(number, finding, found.step_us)]
     return "\n".join(lines)
 
 
-_ADVICE = {
-    "compute": ": compressing gradients would bring next to nothing.",
-    "network": ": espresso's automatic mode finds out what compressing gradients brings.",
-}
+def _advice(waits: float) -> str:
+    if waits <= HIDDEN_SHARE:
+        return "compressing gradients would bring next to nothing."
+    return f"{waits:.0%} of it waits for averages: espresso's automatic mode finds out what compressing them brings."
 
 
 def _rows(number: int, finding: Finding, step_us: float) -> list[str]:
