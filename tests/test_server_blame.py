@@ -231,6 +231,33 @@ def test_a_worker_that_left_is_named_at_once_when_the_next_push_comes():
         assert "worker rank 0 died or left" in wait_for_error(server, 3.0)
 
 
+def test_nothing_follows_a_farewell():
+    """A state is closed in one thread, slowly, while another one leaves."""
+    with serving(1) as ((transport,), _):
+        client, send = Client(transport, 1), transport.send
+        said: list[Op] = []
+        closes, leaves = threading.Event(), threading.Event()
+
+        def slowly(channel: Channel, peer: int, tag: int, data: Any) -> Message:
+            op = Header.unpack(data).op
+            if op is Op.CLOSE:
+                closes.set()
+                leaves.wait(0.5)
+            said.append(op)
+            if op is Op.LEAVE:
+                leaves.set()
+            return send(channel, peer, tag, data)
+
+        transport.send = slowly
+        closer = threading.Thread(target=client.close_state, args=(0, 2.0))
+        closer.start()
+        assert closes.wait(10.0)
+        client.leave(10.0)
+        closer.join(10.0)
+        client.close_state(0, 2.0)
+        assert said == [Op.CLOSE, Op.LEAVE]
+
+
 def test_tags_stay_below_what_every_mpi_has():
     with serving(1, 2) as (transports, servers):
         client = Client(transports[0], 1)
