@@ -181,6 +181,11 @@ class Strategy:
         return any(choice.compressor != NONE for choice in self.choices.values())
 
     @cached_property
+    def in_payloads(self) -> frozenset[str]:
+        """Tensors whose option compresses, whatever their compressor."""
+        return frozenset(name for name, choice in self.choices.items() if choice.option.is_compressed)
+
+    @cached_property
     def only_averages(self) -> bool:
         """Whether every tensor takes the one flat allreduce, as under plain DDP."""
         return all(choice == PLAIN for choice in self.choices.values())

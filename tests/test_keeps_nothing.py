@@ -46,6 +46,22 @@ def inf_while_all_is_sent(rank: int) -> tuple[bool, bool, float]:
         return is_known, is_put_off, float(parameter.grad.sum())
 
 
+def back_at_the_start(rank: int) -> tuple[list[str], bool]:
+    """A checkpoint of before the first step is loaded after it: what is owed after the next one, and whether a flush
+    sends it.
+    """
+    ddp = wrap(IntegerNet((3000,)))
+    with registered(ddp, ALLGATHER, "topk:ratio=0.01", timeout_s=10.0) as state, state.errors():
+        saved = state.state_dict()
+        ddp(rank).backward()
+        state.load_state_dict(saved)
+        ddp(10 + rank).backward()
+        owing = state.session.executor.owing
+        state.flush()
+        ddp(20 + rank).backward()
+        return owing, state.session.store.is_empty
+
+
 def sent_over_two_connections(rank: int) -> tuple[bool, float]:
     """One tensor of six had a root; a plain step then sends what roots keep. Whether this rank keeps something, and how
     far the step after that is from plain DDP's.
@@ -142,7 +158,7 @@ def cannot_plan(rank: int) -> str:
 
 @pytest.fixture(scope="module")
 def two() -> Played:
-    return Played(__name__, (inf_while_all_is_sent, comes_later, cannot_plan), 2)
+    return Played(__name__, (inf_while_all_is_sent, comes_later, back_at_the_start, cannot_plan), 2)
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +181,10 @@ def test_over_two_connections_a_plain_step_sends_what_some_ranks_keep(four):
 def test_what_a_tensor_owes_waits_until_it_comes(two):
     kept = [True, True, False, False]
     assert two(comes_later) == [(kept, 0, kept, MOST_FLUSHES - 1, True)] * 2
+
+
+def test_what_is_owed_after_a_checkpoint_of_the_start_is_known(two):
+    assert two(back_at_the_start) == [(["weights.0"], True)] * 2
 
 
 def test_what_one_rank_cannot_plan_the_other_hears_at_once(two):

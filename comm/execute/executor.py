@@ -41,7 +41,7 @@ from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Link
 from espresso.comm.program import Codecs, Context
 from espresso.comm.witness import worded
-from espresso.strategies import Bucket, Scope, Strategy
+from espresso.strategies import Bucket, Scope
 
 __all__ = ["Assignment", "Executor", "Interval", "Planner", "Record"]
 
@@ -110,7 +110,6 @@ class Executor:
         self._count = self.step = 0
         # What some rank may keep something of, alike on all ranks whatever this one keeps; None: of any tensor.
         self._owing: set[str] | None = set()
-        self._last: Strategy | None = None
         self._failure = Failure(self._rank, groups.alarm, groups.witness, self._release, failed)
         groups.alarm.report, groups.witness.servers = self._progress, servers
         self._ended_orderly = False
@@ -276,10 +275,10 @@ class Executor:
     def _note_owing(self, iteration: Iteration) -> None:
         """What is compressed may leave something behind; a plain step that drains sends it, of the tensors it has."""
         record = iteration.record
-        strategy, self._last, before = record.assignment.strategy, record.assignment.strategy, self._last
+        strategy = record.assignment.strategy
         if strategy.compresses:
-            if self._owing is not None and strategy is not before:
-                self._owing |= {name for name, choice in strategy.choices.items() if choice.option.is_compressed}
+            if self._owing is not None:
+                self._owing |= strategy.in_payloads
         elif iteration.drains and record.finite:
             owing = set(strategy.choices) if self._owing is None else self._owing
             self._owing = owing - {slot.tensor for bucket in record.buckets for slot in bucket.slots}
