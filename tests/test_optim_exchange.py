@@ -166,14 +166,23 @@ def test_compressed_adam_resumes_bit_for_bit(played):
         assert forgotten != unbroken
 
 
-def test_compressed_adams_phase_is_in_its_checkpoint(played):
-    for told in played(phases_resumed):
-        assert told["branches"] == 0.0
-        assert 0.0 < told["adamw"] < 0.1, "from a checkpoint of AdamW it goes on"
-        assert "the checkpoint is of step 8, after its warm-up; with warmup_steps=20 it would" in told["longer"]
-        assert "the checkpoint is of step 6, after its warm-up" in told["older"], "as many as any layer took"
-        assert "momenta are compressed, divided; precondition=False needs them compressed, not div" in told["undivided"]
-        assert told["never moved"] == 0.0
+def test_compressed_adam_resumes_where_layers_missed_steps(played):
+    assert played(branches_resumed) == [0.0, 0.0]
+
+
+def test_compressed_adam_does_not_decay_what_never_moved(played):
+    assert played(never_moved) == [0.0, 0.0]
+
+
+def test_compressed_adam_refuses_checkpoints_of_another_phase(played):
+    for longer, undivided, older in played(phases_refused):
+        assert "the checkpoint is of step 8, after its warm-up; with warmup_steps=20 it would" in longer
+        assert "momenta are compressed, divided; precondition=False needs them compressed, not div" in undivided
+        assert "the checkpoint is of step 4, after its warm-up" in older, "as many as any layer took"
+
+
+def test_compressed_adam_goes_on_from_a_checkpoint_of_adamw(played):
+    assert all(0.0 < moved < 0.1 for moved in played(adamw_resumed))
 
 
 def test_loss_scale_and_skipped_steps_do_not_show(played):
@@ -187,7 +196,7 @@ def played():
         __name__,
         (
             identity_is_lans, clan_variants, clan_resumed, clan_refusals, rates_followed, warm_up, frozen_variance,
-            adam_resumed, phases_resumed, scaled_losses,
+            adam_resumed, branches_resumed, never_moved, phases_refused, adamw_resumed, scaled_losses,
         ),
         2,
         deadline_s=120.0,
@@ -413,50 +422,79 @@ class Branches(torch.nn.Module):
         return self.layers[which](inputs)
 
 
-def phases_resumed(rank: int) -> Any:
-    def trained(ddp: Any, optimizer: Any, steps: range, which: int | None = None) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            ddp(batch(rank, step, 20), step % 2 if which is None else which).square().sum().backward()
-            optimizer.step()
+ADAM: dict[str, Any] = {"lr": 0.01, "compressor": "none", "weight_decay": 0.1}
 
-    def apart(one: Any, other: Any) -> float:
-        return max(float((a - b).abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
-    settings: dict[str, Any] = {"lr": 0.01, "compressor": "none", "weight_decay": 0.1}
-    told: dict[str, Any] = {}
-    ddp, again, *others, later, adamws = (wrap(Branches(), find_unused_parameters=True) for _ in range(6))
-    never = ddp.module.layers[2].weight.detach().clone()
-    with adam(ddp, warmup_steps=6, **settings) as optimizer:
-        trained(ddp, optimizer, range(8))
+def branches() -> Any:
+    return wrap(Branches(), find_unused_parameters=True)
+
+
+def train_branches(ddp: Any, optimizer: Any, rank: int, steps: range, which: int | None = None) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        ddp(batch(rank, step, 20), step % 2 if which is None else which).square().sum().backward()
+        optimizer.step()
+
+
+def trained_branches(rank: int) -> tuple[Any, Any, Any]:
+    """After 8 steps: the state of the model, that of the optimizer; the model 4 steps later."""
+    ddp = branches()
+    with adam(ddp, warmup_steps=6, **ADAM) as optimizer:
+        train_branches(ddp, optimizer, rank, range(8))
         saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict()))
-        trained(ddp, optimizer, range(8, 12))
-    again.module.load_state_dict(saved[0])
-    with adam(again, warmup_steps=6, **settings) as optimizer:
-        optimizer.load_state_dict(saved[1])
-        trained(again, optimizer, range(8, 12))
-        told["branches"] = apart(ddp, again)
-        trained(again, optimizer, range(12, 14), which=2)  # it has a gradient now, and no variance
-    told["never moved"] = float((again.module.layers[2].weight - never).abs().max())
-    differently = {"longer": {"warmup_steps": 20}, "undivided": {"warmup_steps": 6, "precondition": False}}
-    for other, (name, asked) in zip(others, differently.items(), strict=True):
-        with adam(other, **settings, **asked) as optimizer, pytest.raises(ValueError, match=r".") as caught:
-            optimizer.load_state_dict(saved[1])
-        told[name] = str(caught.value)
-    older = copy.deepcopy(saved[1])
+        train_branches(ddp, optimizer, rank, range(8, 12))
+    return *saved, ddp
+
+
+def largest(one: Any, other: Any) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def branches_resumed(rank: int) -> float:
+    weights, saved, ddp = trained_branches(rank)
+    again = branches()
+    again.module.load_state_dict(weights)
+    with adam(again, warmup_steps=6, **ADAM) as optimizer:
+        optimizer.load_state_dict(saved)
+        train_branches(again, optimizer, rank, range(8, 12))
+    return largest(ddp, again)
+
+
+def never_moved(rank: int) -> float:
+    weights, saved, _ = trained_branches(rank)
+    ddp = branches()
+    never = ddp.module.layers[2].weight.detach().clone()
+    ddp.module.load_state_dict(weights)
+    with adam(ddp, warmup_steps=6, **ADAM) as optimizer:
+        optimizer.load_state_dict(saved)
+        train_branches(ddp, optimizer, rank, range(8, 10), which=2)  # it has a gradient now, and no variance
+    return float((ddp.module.layers[2].weight - never).abs().max())
+
+
+def phases_refused(rank: int) -> list[str]:
+    """With a longer warm-up, with undivided momenta, and of an older checkpoint, which does not tell its phase."""
+    _, saved, _ = trained_branches(rank)
+    older = copy.deepcopy(saved)
     for group in older["param_groups"]:
         del group["phase"], group["steps"]
-    with adam(later, **settings, warmup_steps=20) as optimizer, pytest.raises(ValueError, match=r".") as caught:
-        optimizer.load_state_dict(older)
-    told["older"] = str(caught.value)
-    torchs = torch.optim.AdamW(adamws.parameters(), lr=0.01)
-    trained(adamws, torchs, range(6))
-    before = copy.deepcopy(adamws.module)
-    with adam(adamws, warmup_steps=4, **settings) as optimizer:
-        optimizer.load_state_dict(torchs.state_dict())
-        trained(adamws, optimizer, range(6, 8))
-    told["adamw"] = apart(adamws.module, before)
+    longer = {"warmup_steps": 20}
+    told = []
+    for body, asked in ((saved, longer), (saved, {"warmup_steps": 6, "precondition": False}), (older, longer)):
+        with adam(branches(), **ADAM, **asked) as optimizer, pytest.raises(ValueError, match=r".") as caught:
+            optimizer.load_state_dict(body)
+        told.append(str(caught.value))
     return told
+
+
+def adamw_resumed(rank: int) -> float:
+    ddp = branches()
+    torchs = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    train_branches(ddp, torchs, rank, range(6))
+    before = copy.deepcopy(ddp.module)
+    with adam(ddp, warmup_steps=4, **ADAM) as optimizer:
+        optimizer.load_state_dict(torchs.state_dict())
+        train_branches(ddp, optimizer, rank, range(6, 8))
+    return largest(ddp.module, before)
 
 
 def adam_reference(x: Any, gradients: Any, freeze_at: int, maximize: bool) -> Any:
