@@ -1,0 +1,150 @@
+"""The parts of the parameter server, each alone: roles, places of keys, messages, plain payloads, slots, stores."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from espresso.comm.errors import ProtocolError, TopologyError
+from espresso.comm.keep.store import ResidualStore
+from espresso.comm.parameter_server.join import ServerSettings, assign_roles
+from espresso.comm.parameter_server.places import Bearing, balance, place
+from espresso.comm.parameter_server.plain import PlainCodec, smaller
+from espresso.comm.parameter_server.sums import Slots
+from espresso.comm.parameter_server.wire import Flag, Header, Key, Op
+from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
+from espresso.live.codecs import HostCodecs
+from espresso.live.server_profile import raw_keys
+from espresso.model.servers import shared_out
+from espresso.strategies import Cluster, CompressorSpec, Device, Run, Sharing, Site, shares_by_rule
+
+
+def test_roles():
+    nodes = [("a",), ("a",), ("a",), ("b",), ("b",), ("b",)]
+    assert assign_roles(nodes, ServerSettings(servers=2)).workers == (0, 1, 2, 3)
+    per_node = assign_roles(nodes, ServerSettings(servers_per_node=1))
+    assert (per_node.workers, per_node.servers) == ((0, 1, 3, 4), (2, 5))
+    with pytest.raises(TopologyError, match="6 servers of 6 ranks leave no worker"):
+        assign_roles(nodes, ServerSettings(servers=9))
+    both = assign_roles([*nodes, ("c",)], ServerSettings(servers=1, servers_per_node=1))
+    assert (both.workers, both.servers) == ((0, 1, 3, 4), (2, 5, 6))
+    # One of the last ranks shares a machine with workers: those come first.
+    assert assign_roles([*nodes[:3], ("c",), ("a",)], ServerSettings(servers=2)).servers == (4, 3)
+    with pytest.raises(ValueError, match="or both"):
+        ServerSettings()
+
+
+def test_balance_is_even_in_bytes_and_counts_what_is_there():
+    assert balance([8, 1, 1, 1, 5], 2, [0, 0]) == [0, 1, 1, 1, 1]
+    assert balance([3], 3, [5, 0, 9]) == [1]
+    random = np.random.default_rng(0)
+    loads = random.integers(1, 4 << 20, 200).tolist()
+    total = np.bincount(balance(loads, 3, [0, 0, 0]), weights=loads)
+    assert total.max() < 1.01 * total.min()
+
+
+def parts_of(keys: list[Key], bearing: Bearing) -> list[float]:
+    """What part of all bytes each server gets."""
+    found = place(keys, bearing, [])
+    return list(np.bincount(found, [key.raw_bytes for key in keys], len(bearing.near)) / sum(k.raw_bytes for k in keys))
+
+
+def test_a_slower_card_or_processor_gets_less_and_machines_share_their_card():
+    keys = raw_keys(300, 4096, range(4))
+    alike = Bearing.alike(range(3), (0.0,) * 3)
+    assert parts_of(keys, alike) == pytest.approx([1 / 3] * 3, abs=0.01)
+    assert parts_of(keys, replace(alike, card_us=(1.0, 2.0, 2.0))) == pytest.approx([0.5, 0.25, 0.25], abs=0.01)
+    busy = replace(alike, card_us=(1e-3,) * 3, processor_us=(1.0, 1.0, 2.0))
+    assert parts_of(keys, busy) == pytest.approx([0.4, 0.4, 0.2], abs=0.01)
+    assert parts_of(keys, Bearing.alike((0, 0, 2), (0.0,) * 3)) == pytest.approx([0.25, 0.25, 0.5], abs=0.01)
+    by_size = replace(busy, sharing=Sharing.SIZES)
+    assert parts_of(keys, by_size) == pytest.approx([1 / 3] * 3, abs=0.01)
+
+
+@pytest.mark.parametrize("dedicated", [1, 2, 4, 8])
+@pytest.mark.parametrize("machines", [2, 4, 8])
+def test_both_kinds_get_what_bytepss_rule_says_where_only_alike_cards_count(machines, dedicated):
+    """The rule, the placing of keys and the model's shares are three ways to the same split."""
+    cluster = Cluster(machines, 1, machines + dedicated, True, dedicated)
+    rule = shared_out(cluster, 1.0, 1.0, 1e-9, (), Sharing.SIZES)
+    found = shared_out(cluster, 1.0, 1.0, 1e-9)
+    assert max(found.worker_card, found.server_card) == pytest.approx(max(rule.worker_card, rule.server_card))
+    near = (1 / machines,) * machines + (0.0,) * dedicated
+    parts = parts_of(raw_keys(1000, 4096, range(4)), Bearing.alike(range(machines + dedicated), near))
+    assert sum(parts[machines:]) <= dedicated * shares_by_rule(machines, machines, dedicated)[1] + 0.01
+    busiest = max(1 / machines + parts[0] * (machines - 2) / machines, parts[machines])
+    assert busiest == pytest.approx(max(rule.worker_card, rule.server_card), abs=0.01)
+
+
+def test_servers_of_both_kinds_are_never_slower_than_the_better_kind_alone():
+    for work in (1e-6, 0.3, 3.0):
+        for server_us in (0.2, 1.0, 5.0):
+            times = []
+            for apart, beside in ((2, 0), (0, 4), (2, 4)):
+                cluster = Cluster(4, 1, apart + beside, beside > 0, apart if beside else 0)
+                load = shared_out(cluster, 1.0, server_us, work)
+                times.append(max(load.worker_card, load.server_card * server_us, load.processor * work))
+            assert times[2] <= min(times[:2]) * (1 + 1e-9)
+
+
+def test_headers_round_trip_and_strangers_are_refused():
+    header = Header(Op.PUSH, 3, 77, Flag.RAW | Flag.KEPT, 12, 1 << 33, 0.25)
+    assert Header.unpack(header.pack()) == header
+    with pytest.raises(ProtocolError, match="do all machines run the same espresso"):
+        Header.unpack(np.zeros(56, np.uint8))
+    wrong = header.pack()
+    wrong[5] = 99
+    with pytest.raises(ProtocolError, match="unknown parameter-server operation 99 from rank 3"):
+        Header.unpack(wrong)
+
+
+def test_payloads_larger_than_raw_go_raw():
+    codec = HostCodecs(1)(CompressorSpec.parse("topk:ratio=0.9,raw_below=1"), Device.TRAINING)
+    segments = [Segment("w", 0, 100)]
+    plain = smaller(codec, segments, np.float32)
+    assert isinstance(plain, PlainCodec)
+    assert smaller(codec, [Segment("w", 0, 10_000)], np.float32) is not codec  # 6 bytes for each of 9000
+    assert smaller(HostCodecs(1)(CompressorSpec("int8"), Device.TRAINING), [Segment("w", 0, 5000)], "f4") is not None
+    layout = plain.compressor.layout(segments)
+    assert layout.num_bytes == 400
+    source, starts = np.arange(100, dtype=np.float32), np.zeros(1, np.int64)
+    old, new = np.ones(100, np.float32), np.full(100, 7, np.float32)
+    payload = np.zeros((2, 400), np.uint8)
+    assert plain.encode(Encoding(layout, source, starts, scale=2.0, feedback=Feedback(old, new, starts)), payload[0])
+    payload[1] = payload[0]
+    out = np.empty_like(source)
+    assert plain.decode(Decoding(layout, out, starts, scale=0.5), payload)
+    assert np.array_equal(out, 2 * source + 1)  # what was kept is sent, and nothing is kept
+    assert not new.any()
+    feedback = Feedback(old, new, starts, 0.25)  # 4 are owed: one of them goes, three stay
+    assert plain.encode(Encoding(layout, source, starts, scale=2.0, feedback=feedback), payload[0])
+    assert np.array_equal(payload[0].view(np.float32), 2 * source + 1)
+    assert np.array_equal(new, np.full(100, 0.75, np.float32))
+
+
+def test_slots_wait_for_memory_and_reuse_it():
+    slots = Slots(100)
+    first = slots.take(80)
+    got = []
+    waiting = threading.Thread(target=lambda: got.append(slots.take(40)))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    slots.give(first)
+    waiting.join(5.0)
+    assert got[0].nbytes == 40
+    slots.give(got[0])
+    assert slots.take(40) is got[0]
+    slots.give(got[0])
+    assert slots.take(500).nbytes == 500  # larger than the limit: alone, but not never
+
+
+def test_a_store_places_what_a_server_is_given():
+    store = ResidualStore()
+    residual = store.new_residual(Site.SERVER, [Run("w", 10, 0, 0, 5)], np.float32, 0)
+    store.adopt([residual], {"w": 15})
+    store.place("w", Site.SERVER, (12, np.ones(3, np.float32), 0))
+    assert residual.old.tolist() == [0, 0, 1, 1, 1]
