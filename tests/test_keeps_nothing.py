@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from espresso.comm.program import PartitionProgram
-from espresso.live.session import MOST_FLUSHES
+from espresso.live.flush import MOST_FLUSHES
 from espresso.strategies import Choice, Cluster, CompressorSpec, parse_option
 from tests.ddp import (
     ALLGATHER,

@@ -37,6 +37,7 @@ from espresso.live.artifacts import Artifacts, ProfileMarks, measures_nothing, o
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import FixedPlanner, Verdict
+from espresso.live.flush import Flush
 from espresso.live.given import Given
 from espresso.live.guard import OWED_CHECKS, Guard
 from espresso.live.history import Event, History
@@ -57,9 +58,6 @@ from espresso.strategies.constraints import parse_forced
 from espresso.strategies.option import RANK_DEVICES
 
 logger = logging.getLogger("espresso")
-
-MOST_FLUSHES = 100
-"""Steps that a flush is waited for: a tensor whose bucket is skipped has no gradient to send what it owes with."""
 
 TOLD_S = 1.0
 """For the last message of a rank that closes: the others begin theirs at the end of the same iteration."""
@@ -133,8 +131,7 @@ class Session:
             self.history = History(self.groups.speaks, self.artifacts.history)
             self.search: OnlineSearch | None = None
             self.overlap_of: tuple[Strategy, float] | None = None
-            self._flushing: Assignment | None = None
-            self._flushes_left = 0
+            self._flush = Flush(speaks=self.groups.speaks)
             self.bearing = None if client is None else measure_bearing(self.groups, client)
             self.decider: Decider = self._make_decider()
             if isinstance(self.decider, FixedPlanner):
@@ -316,7 +313,7 @@ class Session:
         # Automatic mode begins when its kernels are there; until then steps are plain.
         waits = not self.is_compiled and not self.decider.decided
         assignment = self._plain if waits else self.decider.assign(iteration)  # told also where it is put off
-        assignment = self._flushing or assignment
+        assignment = self._flush.assignment or assignment
         if self.guard is not None:
             self.guard.begin(iteration, assignment, self.scale)
         return assignment
@@ -325,13 +322,7 @@ class Session:
         """Take note of an iteration. What is returned runs while all ranks are inside the same hook call."""
         self.observer.take(record)
         self.recorder.take(record)
-        flushed = record.assignment is self._flushing
-        if flushed:
-            self._flushes_left -= 1
-            if not self.executor.may_owe:
-                self._flushing = None  # all that was owed was in a step that counts
-            elif not self._flushes_left:
-                self._give_up_flushing()
+        flushed = self._flush.took(record, self.executor)
         if not self.decider.decided:
             self._marks.mark(record.iteration + 1)
         looks = not self.is_compiled and record.iteration % LOOK_EVERY == LOOK_EVERY - 1
@@ -377,23 +368,11 @@ class Session:
     @property
     def flushes(self) -> bool:
         """Whether what is owed goes with the next gradients."""
-        return self._flushing is not None
+        return self._flush.assignment is not None
 
     def flush(self) -> None:
         """Send all that is owed in the next iteration that counts: it is uncompressed, and the decider skips it."""
-        plain = Strategy.uniform(self.model.tensors, self.groups.cluster, partition_bytes=0)
-        self._flushing = Assignment(plain)
-        self._flushes_left = MOST_FLUSHES
-
-    def _give_up_flushing(self) -> None:
-        """What still owes has had no gradient in all these steps, or none that was finite."""
-        self._flushing = None
-        if self.groups.speaks:
-            logger.warning(
-                "%d steps after a flush some tensors have had no finite gradient to send with what they owe (%s); it"
-                " goes with their next one, or is lost where espresso leaves",
-                MOST_FLUSHES, ", ".join(self.executor.owing[:3]) or "any of the model's",
-            )  # fmt: skip
+        self._flush.begin(Strategy.uniform(self.model.tensors, self.groups.cluster, partition_bytes=0))
 
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""
