@@ -425,7 +425,7 @@ def _sent(real: Reals, limits: Reals, us: float, cores: float) -> float:
     work = max(us - (limits[CREDIT] - spent), min(us, max(limits[CREDIT + 1], us * cores)))
     real[SPENT] = spent + (us - work)
     real[RESTS] = real[NOW] + work
-    return work
+    return float(work)
 
 
 @inner_kernel
