@@ -176,9 +176,14 @@ class Strategy:
         return {tensor.name: tensor.shape for tensor in self.tensors}
 
     @cached_property
+    def num_compressed(self) -> int:
+        """Tensors that have a compressor. Those that are too small for theirs travel as plain numbers all the same."""
+        return sum(choice.compressor != NONE for choice in self.choices.values())
+
+    @property
     def compresses(self) -> bool:
-        """Whether any tensor has a compressor. Those that are too small for theirs travel as plain numbers."""
-        return any(choice.compressor != NONE for choice in self.choices.values())
+        """Whether any tensor has a compressor."""
+        return self.num_compressed > 0
 
     @cached_property
     def in_payloads(self) -> frozenset[str]:

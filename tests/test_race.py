@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -179,10 +179,12 @@ def test_plain_block_parks_what_is_carried_and_draining_sends_it() -> None:
         assert value["left"] == 0
 
 
-def raced(steps: dict[str, Callable[[int, int], float]], **settings: Any) -> tuple[Race, int]:
+def raced(
+    steps: dict[str, Callable[[int, int], float]], least: Mapping[str, float] | None = None, **settings: Any
+) -> tuple[Race, int]:
     """A race whose arms take so long in a round's step, and how many rounds it had; a block's first step takes 20."""
     assignment = planner_of(Found(), race_rounds=2, decide_by=0).assign(0)
-    arms = [Arm(name, replace(assignment)) for name in steps]
+    arms = [Arm(name, replace(assignment), (least or {}).get(name, 0.0)) for name in steps]
     race, now_ns, number, place = Race(arms, block=4, rounds=2, **settings), 0, 0, 0
     while True:
         (name,) = (arm.name for arm in arms if arm.assignment is race.assignment)
@@ -197,6 +199,13 @@ def raced(steps: dict[str, Callable[[int, int], float]], **settings: Any) -> tup
 def test_a_burst_in_a_block_of_the_first_arm_makes_no_other_arm_faster() -> None:
     race, rounds = raced({"ours": lambda number, _: 5.0 if number else 12.0, "other": lambda *_: 6.0}, drop=1.25)
     assert (rounds, race.best()) == (2, "ours")
+
+
+def test_what_a_token_bucket_lets_through_in_a_block_wins_no_race() -> None:
+    steps = {"ours": lambda *_: 5.0, "sends": lambda *_: 3.0, "sparse": lambda *_: 4.0}
+    assert raced(steps)[0].best() == "sends"
+    race, _ = raced(steps, {"sends": 4.5, "sparse": 1.0})
+    assert (race.best(), race.measured["sends"], race.is_clear("sparse", "sends")) == ("sparse", 4.5, True)
 
 
 def test_what_is_not_clear_is_tried_for_more_rounds() -> None:

@@ -63,6 +63,7 @@ class Candidate:
     Attributes:
         order: its total order for ``buckets``.
         predicted_us: of an iteration.
+        sent_us: what all that it sends takes at the card's rate; 0 where that lets nothing through at once.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Candidate:
     order: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     predicted_us: float
+    sent_us: float = 0.0
 
     @property
     def assignment(self) -> Assignment:

@@ -154,17 +154,19 @@ class OnlineSearch:
         if beside is None:
             return found
         beside.barrier(patient=True)
-        mine = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found]
+        mine = [(c.name, c.strategy.to_json(), c.order, c.predicted_us, c.sent_us) for c in found]
         rows, self.uncompressed_us = beside.from_rank_0((mine, self.uncompressed_us))
         return [self._here(records[-1].buckets, *row) for row in rows] if beside.rank else found
 
-    def _here(self, buckets: tuple[Bucket, ...], name: str, body: Any, order: tuple[int, ...], us: float) -> Candidate:
+    def _here(
+        self, buckets: tuple[Bucket, ...], name: str, body: Any, order: tuple[int, ...], us: float, sent_us: float
+    ) -> Candidate:
         """A candidate that was found for another shard of the same tensors."""
         strategy = Strategy.from_json(body).over(self._tensors.values())
         laid = plan(strategy, buckets, host_copies=self._groups.host_copies)
         with suppress(ValueError):  # this shard is cut into other partitions
             laid = laid.with_order(order)
-        return Candidate(name, strategy, laid.order, buckets, us)
+        return Candidate(name, strategy, laid.order, buckets, us, sent_us)
 
     def _find(self, records: Sequence[Record]) -> list[Candidate]:
         if self.job is None:
@@ -205,7 +207,7 @@ class OnlineSearch:
             except Exception as error:  # every rank must hear of it, or they wait for the answer
                 failed, told = error, f"{type(error).__name__}: {error}"
             if failed is None:
-                rows = [(c.name, c.strategy.to_json(), c.order, c.predicted_us) for c in found]
+                rows = [(c.name, c.strategy.to_json(), c.order, c.predicted_us, c.sent_us) for c in found]
                 told = rows, self.uncompressed_us, self.bucket_cap_mb, self.why_none
         self._groups.barrier(patient=True)
         told = self._groups.from_rank_0(told)
@@ -215,7 +217,7 @@ class OnlineSearch:
             return found
         rows, self.uncompressed_us, self.bucket_cap_mb, self.why_none = told
         buckets = self.job.buckets or ()
-        return [Candidate(name, Strategy.from_json(body), order, buckets, us) for name, body, order, us in rows]
+        return [Candidate(name, Strategy.from_json(body), order, buckets, *us) for name, body, order, *us in rows]
 
     def _measure(self, largest: int) -> CostModel:
         devices = [Device.TRAINING]
@@ -356,5 +358,6 @@ def find_candidates(
     result = search(job, compressors, partitions=terms.partitions, terms=terms)
     found = racers(result.alternatives)
     return [
-        Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us) for row in found
+        Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us, row.timeline.sent_us)
+        for row in found
     ], result

@@ -252,7 +252,7 @@ class AutoPlanner:
             return
         self._candidates = candidates
         arms = [Arm("plain", replace(self._plain.assignment, drain=False))]
-        arms += [Arm(c.name, c.assignment) for c in candidates]
+        arms += [Arm(c.name, c.assignment, c.sent_us) for c in candidates]
         self._race = Race(arms, block=self._race_steps, rounds=self._race_rounds)
         begun = step + 1 - (step if self._first is None else self._first)
         self._pause = max(0, self._decide_by - begun - self._race.num_steps)
@@ -431,7 +431,7 @@ class AutoPlanner:
         fresh = [replace(c, name=f"{c.name} at step {step}") if c.name == now else c for c in fresh]
         best_us = min((c.predicted_us for c in found), default=0.0)
         arms = [Arm(now, replace(kept, drain=kept.strategy.compresses))]
-        arms += [Arm(c.name, c.assignment) for c in fresh]
+        arms += [Arm(c.name, c.assignment, c.sent_us) for c in fresh]
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
         self._turn = Turn(change, step, began_ns, ours_us, is_second)

@@ -30,10 +30,15 @@ SMALL_SAMPLE = 1.3
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """A strategy in a race."""
+    """A strategy in a race.
+
+    Attributes:
+        least_us: its steps take no less for long: what a token bucket lets through in a block it takes back later.
+    """
 
     name: str
     assignment: Assignment
+    least_us: float = 0.0
 
     @property
     def losses(self) -> int:
@@ -134,8 +139,9 @@ class Race:
     def compare(self, groups: Groups) -> bool:
         """Compare the slowest rank's medians. Collective. Whether the race is over."""
         # Of few steps the lower median: what disturbs one makes it longer.
-        mine = self._known | {name: median_low(values) for name, values in self._by_arm().items()}
-        rounds = {key: median_low(values) for key, values in self._steps_us.items()}
+        least = {arm.name: arm.least_us for arm in self.arms}
+        mine = self._known | {name: max(median_low(us), least[name]) for name, us in self._by_arm().items()}
+        rounds = {key: max(median_low(us), least[key[0]]) for key, us in self._steps_us.items()}
         excess = max((min(first) - mine[name] for name, first in self._first_us.items() if name in mine), default=0.0)
         everybody = groups.everywhere((mine, rounds, excess, self._noise()))
         self.measured = {name: max(theirs[name] for theirs, _, _, _ in everybody) for name in mine}

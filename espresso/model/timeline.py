@@ -31,6 +31,7 @@ class Timeline:
         makespan_us: first ready gradient to the latest finish (backward's end included), and what is sent on average.
         bucket_ready_us: when each bucket was handed over, contention included.
         start_us, freed_us, end_us: for every task of the plan: it takes its lanes, leaves them, and is done.
+        sent_us: where a card has a token bucket, what all that is sent takes at its rate.
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class Timeline:
     start_us: tuple[float, ...]
     freed_us: tuple[float, ...]
     end_us: tuple[float, ...]
+    sent_us: float = 0.0
 
     @property
     def iteration_us(self) -> float:
@@ -125,8 +127,7 @@ def first_come(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Timelin
 
 
 def _timeline(plan: Plan, job: Job, works: tuple[Work, ...], run: Schedule) -> Timeline:
-    # What a token bucket lets through in one step it takes back from the next: none is shorter than all that is sent
-    # takes at the card's rate.
+    # What a token bucket lets through in one step it takes back from the next: none is shorter than what is sent takes.
     on_average_us = run.sent_us - (job.forward_us + job.optimizer_us)
     return Timeline(
         plan,
@@ -138,6 +139,7 @@ def _timeline(plan: Plan, job: Job, works: tuple[Work, ...], run: Schedule) -> T
         run.start_us,
         run.freed_us,
         run.end_us,
+        run.sent_us,
     )
 
 
