@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from espresso.comm.groups import Groups
-from espresso.live.points import rising
+from espresso.live.points import at_rate, rising
 from espresso.live.profiler import Place, measure_burst, starter, time_behind
 from espresso.live.watch import Cause, Change
 from espresso.model.bucket_caps import in_buckets
@@ -33,9 +33,9 @@ UNSURE = 0.03
 """Of a curve on a slow link. After 730 ms had sunk to what no limit leaves, a plain step was predicted at 39 ms, and by
 a fresh job at 32: a hundredth of what had been measured stayed."""
 
-SLOWER, REST_SIZES = 1.5, (1 << 18,)
-"""Where links take so many times what they took, and no token bucket was found yet, so much is gathered after a rest,
-once."""
+SLOWER, REST_BYTES = 1.5, 1 << 18
+"""Where a gather of so much takes so many times what it did when a token bucket was looked for, it is looked for again:
+a fast link hides it, or its noise is taken for one."""
 
 Probes = Mapping[Scope, Sequence[tuple[float, float]]]
 """(bytes of the whole array, microseconds) of two gathers of payloads, which stand for all routines on their scope."""
@@ -58,7 +58,7 @@ class Remeasured:
     def __init__(self, job: Job, change: Change) -> None:
         self._first, self._first_compute_us = job, change.compute_us[0] or _compute_us(job)
         self._codec = self.link_ratio = 1.0
-        self._burst_bytes = job.costs.links.burst_bytes
+        self._burst_bytes, self._burst_at_us = job.costs.links.burst_bytes, _gather_us(job.costs.links)
 
     def scale(self, change: Change) -> float:
         """So many times what it took when the job was measured computing takes now."""
@@ -81,8 +81,9 @@ class Remeasured:
         probes = probe(groups, place)
         self.link_ratio = _link_ratio(job.costs.links, probes)
         links = with_probes(self._first.costs.links, probes, groups.cluster)
-        if not self._burst_bytes and self.link_ratio > SLOWER:  # what a fast link hides
-            self._burst_bytes = measure_burst(groups, links, place, REST_SIZES, tries=1)
+        gather_us = _gather_us(links)
+        if gather_us > SLOWER * self._burst_at_us:
+            self._burst_bytes, self._burst_at_us = measure_burst(groups, links, place, (REST_BYTES,)), gather_us
         links = replace(links, burst_bytes=self._burst_bytes)
         return replace(job, costs=replace(job.costs, links=links))
 
@@ -153,7 +154,7 @@ def with_probes(links: Links, probes: Probes, cluster: Cluster) -> Links:
             share = max(least, 1.0 + added / of_link) if of_link > 0.0 else least
             return max(share * us, us + added - UNSURE * us)
 
-        alone = rising([(size, now_us(size, us)) for size, us in curve.alone])
+        alone = at_rate(rising([(size, now_us(size, us)) for size, us in curve.alone]))
         latency_us = min(max(curve.latency_us + rounds * per_round, least * curve.latency_us), alone[0][1])
         spread_us = curve.spread_us * latency_us / curve.latency_us if curve.latency_us else 0.0
         points = tuple((size, us - latency_us) for size, us in alone)
@@ -177,6 +178,11 @@ def _link_ratio(before: Links, probes: Probes) -> float:
         if gather is not None
     ]
     return max(ratios, default=1.0)
+
+
+def _gather_us(links: Links) -> float:
+    """What is gathered after a rest, as it is without one."""
+    return 0.0 if links.crossing is None else interpolate(links.crossing.alone, REST_BYTES)
 
 
 def _compute_us(job: Job) -> float:
