@@ -76,7 +76,7 @@ def efforts(units: int) -> dict[str, Effort]:
     return {
         WHOLE: whole,
         "one partition size": replace(whole, sizes=1),
-        "no start from longer chains": replace(whole, longer_chains=0.0),
+        "no start from longer chains": replace(whole, longer_chains=()),
         "no blocks": replace(whole, descents=0),
         "half the events": replace(whole, events=whole.events // 2),
         "no branching": replace(whole, branching=0),

@@ -12,6 +12,7 @@ from benchmarks.search_models import model_job
 from espresso.model.costs import Contention
 from espresso.model.presets import job_from_trace
 from espresso.model.pricing import Pricer
+from espresso.search.alone import with_sharper_chains
 from espresso.search.bound_kernels import (
     CHAIN,
     COSTS,
@@ -23,9 +24,10 @@ from espresso.search.bound_kernels import (
     WIDTH,
     pareto,
 )
-from espresso.search.bounds import Branching, branch, certify, right_hand_sides
-from espresso.search.candidates import every_choice, units_of
+from espresso.search.bounds import Branching, branch, certify, polish, right_hand_sides
+from espresso.search.candidates import every_choice, partition_sizes, units_of
 from espresso.search.evaluator import Evaluator
+from espresso.search.order_kernels import least_alone
 from espresso.search.orders import bound_by_orders
 from espresso.search.relaxation import Relaxation, relax, undominated_leaves
 from espresso.search.search import search
@@ -82,6 +84,42 @@ def test_branching_closes_what_mixing_giants_leaves_open():
     root = min(certificate.makespan_us for certificate in result.certificates.values())
     assert result.lower_bound_us > 1.02 * root
     assert result.gap <= 0.08
+
+
+@given(jobs(most=3), st.data())
+@settings(slow_ok, max_examples=150)
+def test_sharper_chains_are_never_above_the_best_strategy(job, data):
+    links = replace(job.costs.links, in_flight=1)
+    job = replace(job, costs=replace(job.costs, links=links, contention=Contention(), offload_width=1))
+    leaves = every_choice(job, (TOY,))
+    few = tuple(data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=6, unique=True)))
+    size = data.draw(st.sampled_from((1024, 2048, 4096)))
+    best = makespans(job, few, size).min()
+    pricer = Pricer(job.costs, job.cluster, tenth)
+    relaxation = relax(job, units_of(job), few, (size,), pricer)
+    above = best * data.draw(st.sampled_from((1.0, 1.3)))
+    sharper = with_sharper_chains(relaxation, units_of(job), few, size, pricer, above)
+    bound = polish(sharper, certify(sharper, above), above, rounds=300).makespan_us
+    assert bound <= best * (1 + 1e-12)
+    branching = Branching(sharper, certify(sharper, above), above)
+    branch([branching], 10**6)
+    assert branching.bound <= best * (1 + 1e-12)
+
+
+def test_what_a_unit_begins_with_comes_before_all_else_of_it():
+    """Two partitions: the second one's first task is there before the first one's third, so that one has to wait."""
+    # Training 10, link 1, training 1, link 10; in any order they would end at 34.
+    sets, us, places = np.array([0, 3, 0, 3] * 2), np.array([10.0, 1.0, 1.0, 10.0] * 2), np.arange(8) % 4
+    found, _ = least_alone(0, 8, 4, sets, us, places, 33.0, 60.0, 4000)
+    assert 40.5 < found <= 41.0
+
+
+def test_partitions_that_wait_for_one_another_lengthen_the_chain():
+    """Nearly all of this bound is the last tensor's chain, whose partitions pass the links more than once."""
+    result = search(job_from_trace("gpt2", 8, 8, "pcie-25g"), "dgc:ratio=0.01")
+    root = min(certificate.makespan_us for certificate in result.certificates.values())
+    assert result.lower_bound_us > 1.002 * root
+    assert result.gap <= 0.015
 
 
 def by_orders(job, leaves, size, above, limit=10**8):
@@ -192,6 +230,18 @@ def test_the_ascent_comes_near_the_exact_linear_program(trace, cluster):
     found = certify(relaxation, exact * 1.1).makespan_us
     assert found <= exact * (1 + 1e-7)
     assert found >= exact * 0.99
+
+
+def test_a_patient_ascent_reaches_the_program_where_a_hasty_one_stays_at_one_line():
+    job = job_from_trace("vgg16", 8, 8, "nvlink-100g")
+    leaves = every_choice(job, (CompressorSpec.parse("dgc:ratio=0.01"),))
+    size = partition_sizes(units_of(job))[1]
+    relaxation = relax(job, units_of(job), leaves, (size,), Pricer(job.costs, job.cluster))
+    exact = linear_program(relaxation)
+    hasty = certify(relaxation, exact * 1.1)
+    found = polish(relaxation, hasty, exact * 1.1, rounds=2000).makespan_us
+    assert hasty.makespan_us < exact * 0.996
+    assert exact * 0.999 <= found <= exact * (1 + 1e-7)
 
 
 @pytest.mark.parametrize(("trace", "cluster"), [("lstm", "nvlink-100g"), ("vgg16", "pcie-25g")])

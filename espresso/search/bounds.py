@@ -41,9 +41,11 @@ from espresso.search.bound_kernels import (
     CHAIN,
     COSTS,
     GIANT_LINES,
+    HASTY,
     KEPT,
     NUM_LINES,
     NUM_RESOURCES,
+    PATIENT,
     Often,
     ascend,
     constants,
@@ -170,6 +172,18 @@ def ascend_from(relaxation: Relaxation, near: Certificate, above: float, *, roun
     return _ascend(relaxation, base, near.weights, above, rounds, 1e-4, near.paid, often, reach)
 
 
+def polish(relaxation: Relaxation, near: Certificate, above: float, *, rounds: int) -> Certificate:
+    """A bound nearer the program's optimum, from nothing and with patience; or ``near``, where that is higher."""
+    base, often = right_hand_sides(relaxation), _nothing_noted(relaxation)
+    found = _ascend(relaxation, base, _first_weights(base), above, rounds, 1e-4, near.paid, often, patience=PATIENT)
+    return found if found.makespan_us > near.makespan_us else near
+
+
+def round_cost(relaxation: Relaxation) -> int:
+    """Multiplications in a round of an ascent, about: over every unit's rows and lines."""
+    return 2 * int((relaxation.last - relaxation.first).sum()) + 50 * len(relaxation.first)
+
+
 def _nothing_noted(relaxation: Relaxation) -> Often:
     """For :func:`espresso.search.bound_kernels.ascend`: no row was cheapest so far."""
     units = len(relaxation.first)
@@ -196,6 +210,7 @@ def _ascend(
     paid: tuple[float, ...],
     often: Often,
     reach: float = 0.0,
+    patience: int = HASTY,
 ) -> Certificate:
     weights = np.where(np.isfinite(base), np.maximum(start, 1e-9), 0.0)
     weights /= weights.sum()
@@ -209,7 +224,7 @@ def _ascend(
     best, taken = ascend(
         weights, base, relaxation.rows, np.ascontiguousarray(relaxation.rows[:, :COSTS].T),
         fees(relaxation, paid), relaxation.kind_of, relaxation.first, relaxation.last, _is_giant(relaxation),
-        relaxation.cores, above, reach, rounds, close, best_weights, support, np.empty(units, dtype=np.int64),
+        relaxation.cores, above, reach, rounds, close, patience, best_weights, support, np.empty(units, dtype=np.int64),
         scratch, often,
     )  # fmt: skip
     bound = max(best, relaxation.backward_us) * (1.0 - ROUNDING)
@@ -347,10 +362,8 @@ class Branching:
 
     @property
     def step_cost(self) -> int:
-        """Multiplications in a step, about: two ascents, each over every unit's rows and lines, and what is beside."""
-        whole = self._relaxation
-        rows = int((whole.last - whole.first).sum())
-        return 2 * (NODE_ROUNDS * (2 * rows + 50 * len(whole.first)) + NODE_OVERHEAD)
+        """Multiplications in a step, about: two ascents and what is beside."""
+        return 2 * (NODE_ROUNDS * round_cost(self._relaxation) + NODE_OVERHEAD)
 
     def _push(self, sets: list[Wholes], bound: float, near: Certificate, rounds: int) -> None:
         """Bound a node and keep it open, unless nothing in it can be below ``above``."""
@@ -441,6 +454,8 @@ __all__ = [
     "branch",
     "certify",
     "fees",
+    "polish",
     "prices",
     "right_hand_sides",
+    "round_cost",
 ]

@@ -51,19 +51,21 @@ class Effort:
     Attributes:
         events: of the timeline that the whole search may simulate (about 20 ns each, with what every trial costs).
         sizes: partition sizes that single units are tried at.
-        longer_chains: a further start at the best size: the program's solution where chains are so many times longer;
-            0: none.
+        longer_chains: further starts at the best size: the program's solutions where chains are so many times longer,
+            each found from nothing.
         descents: rounds of blocks and sweeps at the end, on the best start.
+        polish: multiplications (about 1 ns each) for ascents that are patient, once a strategy is found.
         branching: multiplications (about 1 ns each) that the certificate's branching may take.
         orders: pairs of giants' tasks (about 4 ns each) that the certificate may look at.
     """
 
-    events: int = 5_300_000
+    events: int = 6_500_000
     sizes: int = 4
-    longer_chains: float = 1.5
+    longer_chains: tuple[float, ...] = (1.0, 2.5)
     descents: int = 4
+    polish: int = 60_000_000
     branching: int = 40_000_000
-    orders: int = 40_000_000
+    orders: int = 30_000_000
 
     @classmethod
     def for_units(cls, units: int) -> Effort:
@@ -79,9 +81,11 @@ class Effort:
         return max(min(250, 800_000 // units), 80)
 
 
-NO_EFFORT = Effort(events=0, sizes=0, longer_chains=0.0, descents=0, branching=0, orders=0)
+NO_EFFORT = Effort(events=0, sizes=0, longer_chains=(), descents=0, polish=0, branching=0, orders=0)
 """Certify only."""
-REPLAN_EFFORT = Effort(events=1_500_000, sizes=1, longer_chains=0.0, branching=4_000_000, orders=8_000_000)
+REPLAN_EFFORT = Effort(
+    events=1_500_000, sizes=1, longer_chains=(), polish=10_000_000, branching=4_000_000, orders=8_000_000
+)  # fmt: skip
 """From a strategy that was good a moment ago."""
 
 

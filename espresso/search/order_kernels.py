@@ -196,6 +196,7 @@ def _lay(
         if row < 0:
             continue
         length = spans[row, 2]
+        begin = n
         for task in range(spans[row, 0], spans[row, 1]):
             tasks[SET, n] = task_set[task]
             tasks[BEFORE, n] = n - 1 if task_at[task] > 0 else -1
@@ -205,8 +206,12 @@ def _lay(
             for i in range(n):
                 meet = SHARE[tasks[SET, i], tasks[SET, n]] and times[US, i] > 0.0 and times[US, n] > 0.0
                 sides[i, n] = 0 if meet else 2
-                if meet and tasks[BEFORE, i] < 0 and tasks[BEFORE, n] < 0 and times[RELEASE, i] < times[RELEASE, n]:
+                # What a unit begins with comes before all else of it, and of units handed over later.
+                same = i >= begin
+                if meet and tasks[BEFORE, i] < 0 and (times[RELEASE, i] < times[RELEASE, n] or same):
                     sides[i, n] = 1
+                elif meet and tasks[BEFORE, n] < 0 and same:
+                    sides[i, n] = -1
             n += 1
     # Along a chain, and among the same tasks of one unit's partitions, the order is known.
     for i in range(n):
@@ -307,3 +312,39 @@ def least_end(
         else:
             best = bound
     return best, spent
+
+
+@kernel
+def least_alone(
+    first: int, last: int, length: int, task_set: Wholes, task_us: Reals, task_at: Wholes, low: float, high: float,
+    limit: int,
+) -> tuple[float, int]:  # fmt: skip
+    """No schedule of one unit's tasks alone ends before this after its release; and what it took.
+
+    Args:
+        first, last, length: a row of ``spans``, see :func:`least_end`.
+        low: a bound that is known.
+        high: as far as the bound matters.
+        limit: pairs to look at for each time that is tried, at most about.
+    """
+    if last - first > MOST_TASKS:
+        return low, 0
+    tasks = np.empty((3, MOST_TASKS), dtype=np.int64)
+    times = np.empty((4, MOST_TASKS))
+    sides = np.empty((MOST_TASKS, MOST_TASKS), dtype=np.int8)
+    deep_times = np.empty((DEEPEST + 1, 2, MOST_TASKS))
+    deep_sides = np.empty((DEEPEST, MOST_TASKS, MOST_TASKS), dtype=np.int8)
+    spans = np.array([[first, last, length]])
+    n = _lay(np.zeros(1, dtype=np.int64), np.zeros(1), spans, task_set, task_us, task_at, tasks, times, sides)
+    gone, spent = _refuted(n, tasks, times, sides, high, limit, deep_times, deep_sides)
+    if gone:
+        return high, spent
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        gone, took = _refuted(n, tasks, times, sides, middle, limit, deep_times, deep_sides)
+        spent += took
+        if gone:
+            low = middle
+        else:
+            high = middle
+    return low, spent

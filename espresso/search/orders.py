@@ -33,7 +33,7 @@ LEAF = 2_500
 """What a leaf's tasks take to lay out, in pairs of tasks looked at."""
 
 
-class _Tables:
+class Tables:
     """What the kernel reads: leaves in rows, those of one giant together, and their tasks."""
 
     def __init__(self) -> None:
@@ -105,11 +105,11 @@ def bound_by_orders(
         hopeful.append((unit.size, mine, rows, excess, cheapest_first))
     if LEAF * sum(len(in_order) for *_, in_order in hopeful) > limit:
         return -np.inf, 0
-    tables = _Tables()
+    tables = Tables()
     for size, choices, rows, excess, in_order in hopeful:
         tables.begin()
         for leaf in in_order:
-            chains = _chains(pricer, size, choices[leaf], partition_bytes)
+            chains = chains_of(pricer, size, choices[leaf], partition_bytes)
             tables.add(rows[leaf, :NUM_LANES], float(excess[leaf]), chains)
     sizes = [units[giant].numel for giant in giants]
     found, spent = least_end(
@@ -120,7 +120,7 @@ def bound_by_orders(
     return float(found) * (1.0 - ROUNDING), int(spent)
 
 
-def _chains(pricer: Pricer, size: Size, choice: Choice, partition_bytes: int) -> list[list[tuple[int, float]]]:
+def chains_of(pricer: Pricer, size: Size, choice: Choice, partition_bytes: int) -> list[list[tuple[int, float]]]:
     """(lane set, time) of every task of every partition of a unit."""
     numel, dtype, runs = size
     spans = partition_spans(numel, partition_bytes // DTYPES[dtype])
@@ -132,4 +132,4 @@ def _chains(pricer: Pricer, size: Size, choice: Choice, partition_bytes: int) ->
     return found
 
 
-__all__ = ["bound_by_orders"]
+__all__ = ["Tables", "bound_by_orders", "chains_of"]

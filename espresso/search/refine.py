@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.model.job import Job
+from espresso.search.alone import with_sharper_chains
 from espresso.search.bound_kernels import CHAIN
-from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify
+from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify, polish, round_cost
 from espresso.search.budgets import Ledger
 from espresso.search.candidates import Leaves
 from espresso.search.evaluator import Evaluator, evaluator_at
@@ -26,8 +27,10 @@ from espresso.search.relaxation import Relaxation, relax
 from espresso.strategies import Choice
 
 Wholes = npt.NDArray[np.int64]
-GAPS = (0.12, 0.079, 0.03)
+GAPS = (0.16, 0.12, 0.079, 0.03, 0.015)
 """What orders are to certify, one after the other: each costs several times as much as the one before."""
+MOST_ROUNDS = 2000
+"""Of a patient ascent; most are over before."""
 CLOSE = 1e-4
 """A bound this near the best strategy, as a fraction, is as good as equal."""
 
@@ -107,9 +110,10 @@ def refine(
     home, strategy, makespan = evaluator_at(evaluator, best.partition_bytes), None, best.makespan_us
     if found is not None and found.makespan_us < best.makespan_us:
         home, strategy, makespan = found.evaluator, found.strategy, found.makespan_us
-    branchings = [Branching(roots[size][0], certificates[size], makespan) for size in open_sizes]
+    polished = _polished(roots, open_sizes, evaluator, leaves, makespan, effort)
+    branchings = [Branching(*polished[size], makespan) for size in open_sizes]
     branch(branchings, effort.branching)
-    bounds = {size: certificate.makespan_us for size, certificate in certificates.items()}
+    bounds = {size: certificate.makespan_us for size, (_, certificate) in roots.items()}
     bounds |= {size: one.bound for size, one in zip(open_sizes, branchings, strict=True)}
     bound = min(makespan, _by_orders(bounds, roots, evaluator, leaves, makespan, effort.orders))
     done = time.perf_counter()
@@ -122,6 +126,31 @@ def refine(
         (certified - began + done - improved) * 1e3,
         (improved - certified) * 1e3,
     )
+
+
+def _polished(
+    roots: dict[int, tuple[Relaxation, Certificate]],
+    sizes: Sequence[int],
+    evaluator: Evaluator,
+    leaves: Leaves,
+    makespan: float,
+    effort: Effort,
+) -> dict[int, tuple[Relaxation, Certificate]]:
+    """The program with sharper chains and its bound, nearer the optimum, where the bound is least: size after size."""
+    found = {size: roots[size] for size in sizes}
+    left, seen = effort.polish, set[int]()
+    while left > 0 and found:
+        size = min(found, key=lambda one: found[one][1].makespan_us)
+        relaxation, certificate = found[size]
+        if size in seen or certificate.makespan_us >= makespan * (1 - CLOSE):
+            break
+        seen.add(size)
+        sharper = with_sharper_chains(relaxation, evaluator.units, leaves, size, evaluator.pricer, makespan)
+        each = round_cost(sharper)
+        better = polish(sharper, certificate, makespan, rounds=min(MOST_ROUNDS, left // each + 1))
+        left -= each * better.rounds
+        found[size] = sharper, better
+    return found
 
 
 def _by_orders(
@@ -209,7 +238,7 @@ def _searched(
     roots: dict[int, tuple[Relaxation, Certificate]],
     effort: Effort,
 ) -> _Size | None:
-    """Single units at the most promising sizes and from a further start, then blocks too on the best of them."""
+    """Single units at the most promising sizes and from further starts, then blocks too on the best of them."""
     rows = [_begin(evaluator_at(evaluator, size), starts, *roots[size], effort) for size in sizes]
     if not rows:
         return None
@@ -218,8 +247,8 @@ def _searched(
     for row in rows:
         left -= _sweep(row, left // 3)
     best = min(rows, key=lambda row: row.makespan_us)
-    if effort.longer_chains:
-        other = _with_longer_chains(best, effort)
+    for longer in effort.longer_chains:
+        other = _with_longer_chains(best, longer, effort)
         left -= _sweep(other, left // 3)
         best = min(best, other, key=lambda row: row.makespan_us)
     _descend(best, left, effort.descents)
@@ -244,17 +273,19 @@ def _begin(
     return _Size(here, relaxation, certificate, led, strategy.copy(), makespan)
 
 
-def _with_longer_chains(row: _Size, effort: Effort) -> _Size:
-    """Another start: the program's solution where chains are longer, as if units had to wait on the way."""
+def _with_longer_chains(row: _Size, times: float, effort: Effort) -> _Size:
+    """Another start: the program's solution where chains are longer, as if units had to wait on the way.
+
+    Found from nothing: an ascent that begins where another ended stays near it.
+    """
     units = len(row.strategy)
     costs = row.relaxation.rows.copy()
-    costs[:, CHAIN] *= effort.longer_chains
+    costs[:, CHAIN] *= times
     longer = replace(row.relaxation, rows=costs)
     certificate = certify(
         longer,
-        row.makespan_us * effort.longer_chains,
-        rounds=effort.rounds(units) // 3,
-        start=row.certificate.weights,
+        row.makespan_us * times,
+        rounds=effort.rounds(units),
         paid=row.certificate.paid,
     )
     led = guide(row.evaluator, longer, certificate, effort.depth(units))

@@ -104,13 +104,13 @@ def undominated_leaves(
         seen.add(key)
         for run in _runs(pricer, leaves):
             rows = _rows_of(pricer, size, run, spans)
-            kept = _undominated(rows, None if spends is None else spends[run.start : run.start + len(rows)])
+            kept = undominated(rows, None if spends is None else spends[run.start : run.start + len(rows)])
             blocks.append(rows[kept])
             origin += [(run.start + index, limit) for index in kept.tolist()]
     rows = np.concatenate(blocks)
     if spends is not None or len(blocks) == 1:
         return rows, origin
-    kept = _undominated(rows)
+    kept = undominated(rows)
     return rows[kept], [origin[index] for index in kept]
 
 
@@ -130,7 +130,7 @@ def _rows_of(pricer: Pricer, size: Size, run: _Run, spans: Sequence[tuple[int, i
     return rows
 
 
-def _undominated(rows: Reals, spends: Reals | None = None) -> Wholes:
+def undominated(rows: Reals, spends: Reals | None = None) -> Wholes:
     more = np.zeros((len(rows), 0)) if spends is None else np.ascontiguousarray(spends)
     order = np.argsort(rows[:, :COSTS].sum(axis=1) + more.sum(axis=1), kind="stable")
     front = np.empty(len(rows), dtype=np.int64)
