@@ -206,10 +206,12 @@ class CostModel:
     def _by_key(self) -> dict[tuple[str, Device, Op], ComputeCost]:
         return {(c.spec, c.device, c.op): c for c in self.compute}
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether tasks run beside others of their lane, or go on without it: not every task just follows the last."""
-        return self.offload_width > 1 or self.links.in_flight > 1
+    def in_turn(self, cluster: Cluster) -> bool:
+        """Whether a task just follows the last one of its lane, for as long as it says: no shared cores, room for one on
+        each lane, and no token bucket.
+        """
+        is_alone = self.contention.cores is None and self.offload_width == self.links.in_flight == 1
+        return is_alone and not self.links.burst(cluster).credit_us
 
     def comm(self, step: Step, cluster: Cluster, total_bytes: float, density: float = 1.0) -> Cost:
         """What one routine takes.

@@ -37,9 +37,9 @@ def with_sharper_chains(
 ) -> Relaxation:
     """The program in which the giants' rows are those that a strategy below ``above`` can have, their chains sharper.
 
-    Unchanged where lanes have room for several, cores are shared, under budgets, or where many leaves are possible.
+    Unchanged where more than the papers' contention is played, under budgets, or where many leaves are possible.
     """
-    if pricer.costs.overlaps or relaxation.cores > 0.0 or relaxation.has_budget:
+    if not pricer.costs.in_turn(pricer.cluster) or relaxation.has_budget:
         return relaxation
     first, last = relaxation.first.copy(), relaxation.last.copy()
     blocks, origin = [relaxation.rows], list(relaxation.origin)

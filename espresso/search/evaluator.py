@@ -13,7 +13,6 @@ from espresso.model.job import Job
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import Pricer
 from espresso.model.timeline_kernels import (
-    CREDIT,
     NUM_LANES,
     ROOM_UNDER_WAY,
     General,
@@ -70,8 +69,7 @@ class Evaluator:
             ("candidates", partition_bytes), lambda: Candidates(self.pricer, partition_bytes)
         )
         self._limits = limits_of(costs, job.cluster, job.forward_us + job.optimizer_us)
-        bursts = self._limits[CREDIT] > 0.0
-        self._general: General = None if costs.contention.cores is None and not (costs.overlaps or bursts) else True
+        self._general: General = None if costs.in_turn(job.cluster) else True
         self._gaps = np.diff(np.array(job.ready_us), prepend=0.0)
         self.buckets = np.array([unit.bucket for unit in units], dtype=np.int64)
         self._first_unit = np.searchsorted(self.buckets, np.arange(len(self._gaps) + 1)).astype(np.int64)

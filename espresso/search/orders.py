@@ -83,7 +83,7 @@ def bound_by_orders(
     held = sum(units[unit].numel for unit in giants)
     if len(giants) < 2 or held < NEARLY_ALL * sum(unit.numel for unit in units):
         return -np.inf, 0
-    if pricer.costs.overlaps or relaxation.cores > 0.0 or relaxation.credit_us > 0.0:
+    if not pricer.costs.in_turn(pricer.cluster):
         return -np.inf, 0
     # Weights say something of a giant's leaves only if the bound comes from them.
     root = certificate.makespan_us if certificate.makespan_us > relaxation.backward_us else 0.0
