@@ -326,7 +326,7 @@ def summaries(rank: int) -> tuple[str, str]:
     ddp = wrap(mlp(20, 300, 30))
     with registered(ddp, SHARDED, "efsignsgd") as state:
         steps(ddp, rank)
-        assert repr(state).startswith("<EspressoState: efsignsgd, strategy <Strategy: 4 of 4 tensors compressed")
+        assert repr(state).startswith("<EspressoState: efsignsgd, strategy <Strategy: 4 tensors (efsignsgd)")
         return EspressoState().summary(), state.summary()
 
 

@@ -65,9 +65,8 @@ up and what a network card lets through after a rest, and partitions follow one 
 REST_S = 0.025
 """A card's token bucket is taken to be full after so long: 128 KiB come back in that at 42 Mb/s."""
 
-SAVED_US, SAVED, WHOLLY = 500.0, 0.25, 0.75
-"""A gather after a rest that takes so much less, and by such a part of what it usually takes, found a token bucket: one
-that let all of it through, perhaps."""
+SAVED_US, SAVED = 500.0, 0.25
+"""A gather after a rest that takes so much less, and by such a part of what it usually takes, found a token bucket."""
 
 BURST_TRIES = 2
 """Rests before each size."""
@@ -175,9 +174,7 @@ def measure_burst(groups: Groups, links: Links, place: Place, sizes: Sequence[in
             rested_us, usual_us = min(rested_us, first), min(usual_us, last)
         saved_us = usual_us - rested_us
         if saved_us > max(SAVED_US, SAVED * usual_us):
-            found = saved_us / usual_us * on_busiest_link(curve, groups.cluster)[1] * size * columns
-            if saved_us < WHOLLY * usual_us:
-                break  # it held less than this
+            found = max(found, saved_us / usual_us * on_busiest_link(curve, groups.cluster)[1] * size * columns)
     return found
 
 

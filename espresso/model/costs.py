@@ -207,8 +207,8 @@ class CostModel:
         return {(c.spec, c.device, c.op): c for c in self.compute}
 
     def in_turn(self, cluster: Cluster) -> bool:
-        """Whether a task just follows the last one of its lane, for as long as it says: no shared cores, room for one on
-        each lane, and no token bucket.
+        """Whether a task just follows the last one of its lane, for as long as it says: without shared cores, lanes of
+        some width, exchanges in flight and token buckets.
         """
         is_alone = self.contention.cores is None and self.offload_width == self.links.in_flight == 1
         return is_alone and not self.links.burst(cluster).credit_us
