@@ -199,7 +199,7 @@ class Links:
     Attributes:
         in_flight: exchanges that may be under way on one link at a time, latency included; with one, latency
             occupies its lane.
-        burst_bytes: what a machine's card lets through at once after a rest, and takes back while it rests.
+        burst_bytes: what a machine's card lets through at once after a rest: a token bucket.
 
     Raises:
         JobError: neither a curve nor a line, or two curves for the same routine.
