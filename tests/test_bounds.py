@@ -31,7 +31,7 @@ from espresso.search.order_kernels import least_alone
 from espresso.search.orders import bound_by_orders
 from espresso.search.relaxation import Relaxation, relax, undominated_leaves
 from espresso.search.search import search
-from espresso.strategies import RANK_DEVICES, CompressorSpec
+from espresso.strategies import PLAIN, RANK_DEVICES, CompressorSpec
 from tests.timeline_jobs import TOY, compute, jobs, make_job, tenth
 
 slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
@@ -57,6 +57,19 @@ def test_no_strategy_is_below_the_bound(job, data):
     assert certify(relaxation, above).makespan_us <= best * (1 + 1e-12)
     whole = relax(job, units_of(job), leaves, (0, size), Pricer(job.costs, job.cluster, tenth))
     assert certify(whole, above).makespan_us <= best * (1 + 1e-12)
+
+
+def test_a_bound_leaves_out_what_a_token_bucket_lets_through():
+    """Of 20 KB, 20 us on the link, 6 go at once: of a giant in one part and in five, alone and beside another."""
+    for sizes, makespan_us, partition in (([5000], 14.0, 0), ([5000], 14.0, 4096), ([2500, 2500], 14.0, 4096)):
+        job = make_job(sizes, [0] * len(sizes), burst=6000.0, optimizer_us=100.0)
+        assert makespans(job, (PLAIN,), partition).min() == makespan_us
+        relaxation = relax(job, units_of(job), (PLAIN,), (partition,), Pricer(job.costs, job.cluster, tenth))
+        root = certify(relaxation, 2 * makespan_us)
+        assert root.makespan_us == pytest.approx(makespan_us, rel=1e-3)
+        branching = Branching(relaxation, root, makespan_us * 1.001)
+        branch([branching], 10**5)
+        assert branching.bound <= makespan_us
 
 
 @given(jobs(most=3), st.data())

@@ -116,8 +116,9 @@ def jobs(draw, contentions=CONTENTIONS, most=6):
         draw(WIDTHS),
     )
     tensors = tuple(TensorSpec(f"t{i}", (size,)) for i, size in enumerate(sizes))
+    forward_us = draw(st.sampled_from((7.0, 700.0)))
     if draw(st.booleans()):
-        return Job("random", tensors, tuple(gaps), cluster, costs, forward_us=7.0, optimizer_us=2.0)
+        return Job("random", tensors, tuple(gaps), cluster, costs, forward_us=forward_us, optimizer_us=2.0)
     buckets, ready, start, now = [], [], 0, 0.0
     while start < count:
         stop = draw(st.integers(start + 1, count))
@@ -129,7 +130,7 @@ def jobs(draw, contentions=CONTENTIONS, most=6):
         buckets.append(Bucket(len(buckets), tuple(slots)))
         ready.append(now)
         start = stop
-    return Job("random", tensors, tuple(gaps), cluster, costs, Mode.DDP, tuple(buckets), tuple(ready), 7.0, 2.0)
+    return Job("random", tensors, tuple(gaps), cluster, costs, Mode.DDP, tuple(buckets), tuple(ready), forward_us, 2.0)
 
 
 @st.composite
