@@ -56,6 +56,9 @@ OF_FRESH, OF_KNOWN, OF_PLAIN = 1.15, 1.10, 1.05
 """The bars: a phase's steps beyond those over a fresh decision's; all of the time over the best of each phase known in
 advance; any ``PLAIN_WINDOW`` steps over plain's."""
 
+QUIET, QUIET_WINDOW = 0.02, 1000
+"""The bar where the weather never changes: the part of any ``QUIET_WINDOW`` steps that goes into probing."""
+
 PLAIN_WINDOW = 200
 SAMPLE, SAMPLE_S = 40, 5.0
 """An arm that does not decide on the way runs so many steps of a phase, or for so many seconds where that is more; the
@@ -187,6 +190,7 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
     state = attach(ddp)
     number, events, ratios = 0, [], []
     step_s: list[float] = []
+    probed_s: list[float] = []
 
     def duel(index: int, phase: Phase) -> float:
         """The time of the adaptive job's strategy over that of the fresh one's, of rank 0."""
@@ -213,7 +217,10 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
         loss.backward()
         optimizer.step()
         number += 1
-        return time.perf_counter() - begin
+        taken = time.perf_counter() - begin
+        if arm == "adapt":
+            probed_s.append(state.session.decider.probed_us / 1e6)
+        return taken
 
     for index, phase in enumerate(parse_schedule(schedule)):
         wait_for(index, folder, rank)
@@ -243,10 +250,11 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
     if state is not None:
         state.close()
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps({"step_s": step_s, "events": events, "of_fresh": ratios}))
+        body = {"step_s": step_s, "events": events, "of_fresh": ratios, "probed_s": probed_s}
+        (folder / "result.json").write_text(json.dumps(body))
     # A group that a model still holds has threads, and one that lets go of a tensor while the interpreter ends aborts
     # it (PyTorch 2.13, seen without this package).
-    del ddp, optimizer, state
+    ddp = optimizer = state = None
     gc.collect()
     dist.destroy_process_group()
 
@@ -377,6 +385,15 @@ def _worst_window(ours: Sequence[float], plain: Sequence[float]) -> float:
     return max(a / b for a, b in windows if b)
 
 
+def most_probed(step_s: Sequence[float], probed_s: Sequence[float]) -> float:
+    """The largest part of any ``QUIET_WINDOW`` steps beyond the 60th that went into probing; all of them if they are
+    fewer. ``probed_s`` is what it was after each step.
+    """
+    size = max(min(QUIET_WINDOW, len(step_s) - 61), 1)
+    starts = range(60, len(step_s) - size)
+    return max(((probed_s[i + size] - probed_s[i]) / sum(step_s[i + 1 : i + size + 1]) for i in starts), default=0.0)
+
+
 def table_of(phases: Sequence[Phase], rows: Sequence[Row], title: str) -> Table:
     """Milliseconds a step by phase; beyond the first ``WITHIN`` steps."""
     table = Table(title=title, title_justify="left")
@@ -444,7 +461,9 @@ def draw(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]], events:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-LIMITS = {"of_fresh": OF_FRESH, "of_known": OF_KNOWN, "of_plain": OF_PLAIN, "again_of_plain": OF_PLAIN}
+LIMITS = {
+    "of_fresh": OF_FRESH, "of_known": OF_KNOWN, "of_plain": OF_PLAIN, "again_of_plain": OF_PLAIN, "probing": QUIET,
+}  # fmt: skip
 
 
 def compare(
@@ -467,9 +486,11 @@ def compare(
         for row in body["events"]:
             console.print(f"  {name} step {row['step']:>5} {row['event']}: {row['strategy']} ({row.get('reason', '')})")
     bars = verdicts(step_s, of_fresh)
+    if "adapt" in found and len(phases) == 1:
+        bars["probing"] = most_probed(step_s["adapt"], found["adapt"]["probed_s"])
     for name, value in bars.items():
         verdict = "pass" if value <= LIMITS[name] else "MISS"
-        console.print(f"  {name}: {value:.2f}, bar {LIMITS[name]:.2f}, {verdict}")
+        console.print(f"  {name}: {value:.3f}, bar {LIMITS[name]:.2f}, {verdict}")
     events = {name: body["events"] for name, body in found.items()}
     config = {"schedule": schedule, "widths": widths}
     rows_as_dicts = [asdict(row) for row in rows]

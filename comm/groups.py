@@ -254,9 +254,10 @@ class Groups:
 
     def _see_to(self, work: Any) -> None:
         """Past the time-out, wait on only while all ranks answer, and not for one that failed."""
-        look_at = time.monotonic() + self.timeout_s
+        look_at, pause_s = time.monotonic() + self.timeout_s, _POLL_S / 40
         while not work.is_completed():
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(1.25 * pause_s, _POLL_S)  # who comes soon is not waited for much longer
             if time.monotonic() > look_at or self.alarm.failed():
                 self.witness.look("the ranks' barrier")
                 look_at = time.monotonic() + _LOOK_EVERY_S

@@ -464,6 +464,19 @@ def played() -> Played:
     return Played(__name__, (slowed,), 2, deadline_s=150)
 
 
+def test_where_nothing_has_moved_when_it_is_measured_nothing_is_searched_for():
+    world = World(plain_us=60_000, noise=0.002)
+    planner = planner_of(world)
+    now = run(world, planner, range(100), {})
+    searched = world.searches
+    world.plain_us, world.when_measured_us = 120_000, 60_000  # until somebody looks
+    run(world, planner, range(100, 200), {}, now)
+    assert [row[1] for row in rows_of(planner)] == ["decided", "changed", "kept"]
+    assert planner.history.rows[-1]["reason"] == "nothing has moved much"
+    assert world.searches == searched
+    assert 0 < planner.probed_us < 1e5
+
+
 def test_ranks_decide_anew_together(played):
     everybody = played(slowed)
     events = [[(row["step"], row["event"], row["strategy"]) for row in told["history"]] for told in everybody]

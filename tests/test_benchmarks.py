@@ -133,6 +133,14 @@ def test_measured_curves_never_fall():
     assert rising(points) == ((1.0, 4.0), (2.0, 4.0), (3.0, 5.0), (4.0, 5.0), (5.0, 20.0))
 
 
+def test_the_most_that_goes_into_probing_is_that_of_the_worst_thousand_steps():
+    step_s = [0.01] * 2061
+    probed_s = [0.0] * 500 + [0.1] * 700 + [0.4] * 861
+    assert weather.most_probed(step_s, probed_s) == pytest.approx(0.04)
+    assert weather.most_probed(step_s[:561], probed_s) == pytest.approx(0.02)
+    assert weather.most_probed(step_s[:30], probed_s) == 0
+
+
 def test_weather_reads_its_schedule_and_judges_phases_and_windows():
     first, second = weather.parse_schedule("10gbit/100 50mbit/100,load=1,batch=4,rtt=20")
     assert first == weather.Phase("10gbit", 100)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.exchange import make_buckets, reduce_bucket, strategy_of
 from espresso.comm.execute.executor import Record
-from espresso.live.candidates import Candidate
+from espresso.live.candidates import Candidate, Moved
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
 from espresso.live.race import Arm, Race
@@ -56,7 +56,7 @@ class Found:
     def follow(self, in_force: Any) -> bool:
         return True
 
-    def revise(self, change: Any) -> float:
+    def revise(self, change: Any) -> Moved:
         raise AssertionError("nobody watches this job")
 
 

@@ -123,6 +123,33 @@ def test_the_same_site_keeps_its_values_when_it_is_cut_elsewhere():
     assert not store.carry
 
 
+def test_a_residual_of_the_same_place_inherits_the_buffers_and_leaves_loans_alone():
+    store, residual = filled(run("a", 0, 10), run("b", 3, 7))
+    buffer, loan = residual.old, store.lend()[0]
+    fresh = make(store, Site.LOCAL, run("a", 0, 10), run("b", 3, 7))
+    other = make(store, next(site for site in Site if site is not Site.LOCAL), run("a", 0, 10))
+    store.adopt([other, fresh], NUMELS)
+    assert fresh.old is buffer
+    assert kept_by(fresh) == list(range(1, 18))
+    assert not store.carry
+    for value in (30, 40):
+        write(fresh, value)
+        store.commit()
+    assert kept_by(fresh) == [40] * 17
+    assert loan.read().tolist() == list(range(1, 11)), "as it was when it was lent"
+
+
+@pytest.mark.parametrize("change", [{"gain": 0.5}, {"replica": 1}, {"dtype": np.float64}])
+def test_what_is_kept_in_another_way_inherits_nothing(change):
+    store, residual = filled(run("a", 0, 10))
+    how = {"dtype": np.float32, "replica": 0, "gain": 1.0} | change
+    fresh = store.new_residual(Site.LOCAL, [run("a", 0, 10)], how["dtype"], how["replica"], gain=how["gain"])
+    buffer = residual.old
+    store.adopt([fresh], NUMELS)
+    assert fresh.old is not buffer
+    assert fresh.read(0, 10).tolist() == list(range(1, 11))
+
+
 def test_what_finds_no_place_is_carried():
     store, _ = filled(run("a", 20, 40), site=Site.INTER_FIRST)
     residual = make(store, Site.INTER_FIRST, run("a", 30, 10))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from espresso.live.history import History
-from espresso.live.patience import EARNED, MOST_DOUBLINGS, REST, Patience
+from espresso.live.patience import MOST_DOUBLINGS, REST, Patience
 from espresso.live.remeasure import Remeasured, with_compute
 from espresso.live.watch import LONG_WINDOW, WINDOW, Cause, Change, Finding, Stream, Vitals, Watch
 from espresso.model.bucket_caps import rebucketed
@@ -202,20 +202,52 @@ def test_turns_in_a_row_that_brought_nothing_cost_more_until_one_brings_somethin
     assert first_permitted(patience, seen_from(now, 1.25e5)) == now + 40
 
 
-def test_a_severe_change_is_looked_into_at_once_as_far_as_that_was_earned():
-    patience, severe = Patience(), partial(seen_from, now_us=2e5)
+def test_part_of_the_price_of_looking_into_a_severe_change_is_there_as_far_as_that_was_earned():
+    severe = partial(seen_from, now_us=1.9e5)  # .09 s a step
     hidden = replace(severe(40), findings=(Finding(Cause.LINK, 0.25),), step_us=(1e5, 1e5), hidden_us=1e5)
     assert hidden.is_severe
-    assert first_permitted(patience, hidden) == 42, "steps are no slower"
+    assert first_permitted(Patience(), hidden) == 42, "steps are no slower"
     patience = Patience()
     assert first_permitted(patience, severe(40)) == 40
+    patience.took(40, cost_us=3e6, brought=True)
+    assert first_permitted(patience, severe(100)) == 123  # a thousand steps of .1 s earn one second, and no more
+    patience.took(123, cost_us=3e6, brought=False)
+    assert (
+        first_permitted(patience, seen_from(220, 1.95e5)) == 250
+    )  # a tenth was earned since; worse than what was idle
+
+
+def test_steps_twice_as_long_are_looked_into_at_once_and_again_for_one_price_less():
+    patience, urgent = Patience(), partial(seen_from, now_us=2.2e5)  # .12 s a step
     patience.took(40, cost_us=1e6, brought=True)
-    assert first_permitted(patience, severe(100)) == 108  # .1 s a step; .15 and .06 of the second were earned
-    patience.took(108, cost_us=1e6, brought=False)
-    assert first_permitted(patience, seen_from(200, 2.5e5)) == 206  # worse than what brought nothing
-    patience.took(206, cost_us=1e6, brought=True)
-    all_of_it = 206 + math.ceil(1e6 / (EARNED * 1e5))
-    assert first_permitted(patience, severe(all_of_it)) == all_of_it
+    assert first_permitted(patience, urgent(100)) == 100
+    patience.took(100, cost_us=1e6, brought=False)
+    assert first_permitted(patience, urgent(200)) == 207
+    patience.took(207, cost_us=1e6, brought=False)
+    assert first_permitted(patience, urgent(300)) == 324
+    patience.took(324, cost_us=1e6, brought=True)
+    assert first_permitted(patience, seen_from(340, 4e4)) == 340, "faster"
+
+
+def test_soundings_are_paid_from_what_was_earned_and_go_on_where_nothing_is_left():
+    for cost_us, first in ((0, 100), (4e5, 104), (9e5, 110), (9e6, 112)):
+        patience = Patience()
+        patience.permits(seen_from(30, 1e5), 30)
+        patience.took(40, cost_us=1e6, brought=True)
+        patience.sounded(cost_us)
+        assert first_permitted(patience, seen_from(100, 1.9e5)) == first
+
+
+def test_what_a_change_cost_that_is_over_does_not_count_for_the_next_one():
+    patience = Patience()
+    patience.took(40, cost_us=1e6, brought=True)
+    mild = partial(seen_from, now_us=1.2e5)  # .02 s a step
+    assert not any(patience.permits(mild(100), step) for step in range(100, 149))
+    assert first_permitted(patience, mild(149)) == 151, "it goes on"
+    patience = Patience()
+    patience.took(40, cost_us=1e6, brought=True)
+    assert not any(patience.permits(mild(100), step) for step in range(100, 149))
+    assert first_permitted(patience, mild(200)) == 250
 
 
 def test_a_switch_pays_once_the_change_has_lasted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,11 +13,11 @@ import torch
 
 from benchmarks.exchange import make_buckets, strategy_of
 from espresso.comm.execute.assignment import Interval, Record
-from espresso.live.candidates import Candidate
+from espresso.live.candidates import Candidate, Moved
 from espresso.live.fixed_planner import FixedPlanner
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
-from espresso.live.watch import Change
+from espresso.live.watch import Cause, Change
 from espresso.strategies import PLAIN, Bucket, Choice, Cluster, CompressorSpec, Lane, Strategy, parse_option, plan
 from tests.ddp import ALLGATHER
 
@@ -127,12 +128,13 @@ class World:
     def follow(self, in_force: Any) -> bool:
         return False
 
-    def revise(self, change: Change) -> float:
+    def revise(self, change: Change) -> Moved:
         self.changes.append(change)
         self.plain_us = self.when_measured_us or self.plain_us
         before_us, self.known_us = self.known_us or self.plain_us, self.plain_us
         self.bucket_cap_mb, self.free = self.wants, self.rests
-        return self.plain_us / before_us
+        link, compute = self.plain_us / before_us, change.ratio(Cause.COMPUTE, Cause.JOB) or 1.0
+        return Moved(link, max(abs(math.log(link)), abs(math.log(compute))))
 
     def sound(self) -> float:
         self.soundings, began = self.soundings + 1, time.perf_counter()

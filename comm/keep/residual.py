@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,17 @@ class Residual:
         """Keep zeros, in buffers of the stream that this is called on."""
         self._old = self._room()
         self._new = self._room() if self._transactional else None
+
+    @property
+    def place(self) -> Hashable:
+        """What it keeps, and how: residuals of which this is equal differ in no more than their numbers."""
+        runs = tuple((run.tensor, run.tensor_start, run.numel) for run in self.runs)
+        return self.site, runs, np.dtype(self.dtype), self.replica, id(self.memory), self.gain, self.storage
+
+    def inherit(self, other: Residual) -> None:
+        """Keep what another one of the same place keeps, in its buffers; it has none then."""
+        self._old, self._new, self._loan = other._old, other._new, other._loan
+        other.end()
 
     def end(self) -> None:
         """Keep nothing, and no buffers."""

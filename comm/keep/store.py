@@ -178,17 +178,23 @@ class ResidualStore:
         replaced = [r for r in self.live if only is None or any(run.tensor in only for run in r.runs)]
         gone = set(map(id, replaced))
         fresh = list(residuals)
+        heirs = _heirs(replaced, fresh)
         # At no time are there buffers of both plans: a job whose memory is nearly full would not survive a switch.
-        pieces = self._taken_from(replaced)
+        pieces = self._taken_from(r for r in replaced if id(r) not in heirs)
         self.live = [r for r in self.live if id(r) not in gone]
+        for residual in replaced:
+            if id(residual) in heirs:
+                heirs[id(residual)].inherit(residual)
+        self.live += heirs.values()
+        begun = [residual for residual in fresh if residual not in heirs.values()]
         try:
-            for residual in fresh:
+            for residual in begun:
                 residual.begin()
         except BaseException:  # no memory: what was kept can still be saved
             for address, parts in pieces.items():
                 self._waiting.setdefault(address, []).extend(parts)
             raise
-        self.live += fresh
+        self.live += begun
         waiting = {t: self.carry.pop(t) for t in list(self.carry) if only is None or t in only}
         for address, parts in self._claim(only).items():
             pieces.setdefault(address, []).extend(parts)
@@ -332,18 +338,37 @@ class ResidualStore:
         stretches = list(_stretches(targets))
         for (tensor, site), parts in pieces.items():
             for start, values, replica in parts:
-                left = np.ones(values.size, bool)
+                left = [(start, start + values.size)]
                 for where in (site, Site.LOCAL) if replica == 0 else (site,):
                     for residual, run, at in stretches:
-                        low = max(start, run.tensor_start)
-                        high = min(start + values.size, run.tensor_start + run.numel)
-                        if residual.site is where and run.tensor == tensor and low < high:
-                            cut = slice(low - start, high - start)
-                            kept = np.where(left[cut], values[cut], 0)
-                            residual.add(at + low - run.tensor_start, kept.astype(residual.dtype))
-                            left[cut] = False
-                if replica == 0 and left.any():
-                    self.add_carry(tensor, start, np.where(left, values, 0).astype(values.dtype), numels[tensor])
+                        if residual.site is not where or run.tensor != tensor:
+                            continue
+                        kept, left = _cut(left, run.tensor_start, run.tensor_start + run.numel)
+                        for low, high in kept:
+                            part = values[low - start : high - start].astype(residual.dtype, copy=False)
+                            residual.add(at + low - run.tensor_start, part)
+                for low, high in left if replica == 0 else ():
+                    self.add_carry(tensor, low, values[low - start : high - start], numels[tensor])
+
+
+def _heirs(old: Sequence[Residual], fresh: Sequence[Residual]) -> dict[int, Residual]:
+    """Of residuals that go, by identity, the new ones that keep the same numbers in the same way."""
+    places = {residual.place: residual for residual in fresh}
+    return {id(residual): places.pop(residual.place) for residual in old if residual.place in places}
+
+
+def _cut(
+    ranges: Sequence[tuple[int, int]], start: int, stop: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The parts of ranges that lie within one from ``start`` to before ``stop``, and the others."""
+    within: list[tuple[int, int]] = []
+    others: list[tuple[int, int]] = []
+    for low, high in ranges:
+        pieces = ((low, min(high, start)), (max(low, start), min(high, stop)), (max(low, stop), high))
+        for place, (first, last) in enumerate(pieces):
+            if first < last:
+                (within if place == 1 else others).append((first, last))
+    return within, others
 
 
 def _stretches(residuals: Iterable[Residual]) -> Iterator[tuple[Residual, Run, int]]:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.live.fixed_planner import InForce
 from espresso.live.watch import Change
 from espresso.strategies import Bucket, Strategy
+
+
+class Moved(NamedTuple):
+    """What measuring again found, against when it was measured last.
+
+    Attributes:
+        link: so many times what they took links take, where that has risen most.
+        most: how far what has moved most of links, compute and encoders has, as a logarithm.
+    """
+
+    link: float
+    most: float
 
 
 class Search(Protocol):
@@ -31,12 +43,8 @@ class Search(Protocol):
         """Whether this makes the compressor it searches for another one."""
         ...
 
-    def revise(self, change: Change) -> float:
-        """Measure again what changed; collective. The next call searches with it.
-
-        Returns:
-            So many times what they took when they were measured last links take, where that has risen most.
-        """
+    def revise(self, change: Change) -> Moved:
+        """Measure again what changed; collective. The next call searches with it."""
         ...
 
     def sound(self) -> float:

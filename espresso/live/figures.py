@@ -14,7 +14,7 @@ METRICS = tuple(
     for name in (
         "bytes_sent", "bytes_raw", "residual_norm", "residual_bytes", "velocity_bytes", "predicted_step_us",
         "measured_step_us", "steps", "skipped_steps", "tensors_compressed", "tensors_through_servers", "decided",
-        "overlap", "predicted_overlap", "owed", "predicted_owed",
+        "overlap", "predicted_overlap", "owed", "predicted_owed", "probing_s",
     )
 )  # fmt: skip
 """What :func:`metrics_of` tells."""
@@ -41,6 +41,7 @@ def metrics_of(session: Session) -> dict[str, float]:
         _predicted_overlap(session),
         owed(session),
         noted(strategy, "gradients_owed"),
+        session.decider.probed_us / 1e6,
     )
     found = {} if session.guard is None else session.guard.figures
     by_group = {f"espresso/{what}/{group}": value for group, row in found.items() for what, value in row.items()}

@@ -59,6 +59,9 @@ class FixedPlanner:
         verdict: why this one; by default that it was given.
     """
 
+    probed_us = 0.0
+    """Nothing is measured."""
+
     def __init__(
         self,
         strategy: Strategy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
 from espresso.live.artifacts import Artifacts
-from espresso.live.candidates import Candidate
+from espresso.live.candidates import Candidate, Moved
 from espresso.live.codec_costs import measure_compressors
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
@@ -115,13 +116,13 @@ class OnlineSearch:
         before, self.compressors = self.compressors, tuple(given if now == NONE else now for given, now in found)
         return self.compressors != before
 
-    def revise(self, change: Change) -> float:
+    def revise(self, change: Change) -> Moved:
         """Measure again what changed in the running job. Collective; the next call searches with it."""
         if self.job is None:
-            return 1.0
+            return Moved(1.0, math.inf)
         self._revised = self._revised or Remeasured(self.job, change)
         self.job = self._revised.job(self.job, change, self._groups, self._runtime.place)
-        return self._revised.link_ratio
+        return self._revised.moved
 
     def sound(self) -> float:
         """Microseconds that a short exchange takes on the slowest link as it is now. Collective."""
@@ -355,7 +356,7 @@ def find_candidates(
     """What races against plain on a live job, best first, and the search's own result."""
     from espresso.search.search import search  # compiles kernels: only rank 0 needs them
 
-    result = search(job, compressors, partitions=terms.partitions, terms=terms)
+    result = search(job, compressors, partitions=terms.partitions, terms=terms, certified=False)
     found = racers(result.alternatives)
     return [
         Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us, row.timeline.sent_us)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
-from espresso.live.watch import Change
+from espresso.live.watch import WINDOW, Change
 
 SUPPOSED_US = 150_000.0
 """What the first turn is supposed to take."""
 
-EARNED = 0.01
-"""Of the wall time: what may go to a turn before waiting has cost as much, up to what one takes."""
+EARNED, EARNED_STEPS = 0.01, 1000
+"""Of the wall time, at most of so many steps: what may go to a turn before waiting has cost as much, and to soundings.
+So of any thousand quiet steps both take two percent at most."""
 
 REST = 10
 """Steps after a turn in which no other begins."""
@@ -26,34 +27,43 @@ class Patience:
     """Remembers what turns cost and brought. All ranks give it the same figures.
 
     A turn begins once waiting for it may have cost as much as it costs itself: then both together are never more than
-    twice the cheaper one, however long the change lasts (the rule of whoever rents skis). A severe change of steps is
-    looked into at once, as far as the job has earned that: the first one is, and time goes towards the next after a
-    turn that brought nothing.
+    twice the cheaper one, however long the change lasts (the rule of whoever rents skis). A change that is over has
+    cost nothing towards the next one's. For a severe change of steps part of the price is there, as far as the job has
+    earned that, and had not to pay for a turn that brought nothing. Steps that take twice as long, or half, are looked
+    into at once, and after turns that brought nothing for one price less.
     """
 
     def __init__(self) -> None:
-        self._idle_turns = self._counted = self._rests_until = 0
+        self._idle_turns = self._rests_until = 0
+        self._counted = -EARNED_STEPS
         self._cost_us, self._waited_us = SUPPOSED_US, 0.0
         self._severity = self._idle_severity = 0.0
-        self._earned_us, self._price_us = SUPPOSED_US, 0.0
+        self._earned_us = self._price_us = 0.0
 
     def permits(self, change: Change, step: int) -> bool:
         """Whether a change is looked into: what it may have cost by now is the price, less what was earned."""
+        if change.since > self._counted + WINDOW:  # steps were what they had been, in between
+            self._waited_us = 0.0
         self._waited_us += change.at_stake_us * (step - max(change.since, self._counted))
-        passed_us = change.step_us[0] * (step - self._counted)
-        self._earned_us = min(self._earned_us + EARNED * passed_us, self._cost_us)
+        each_us = EARNED * change.step_us[0]
+        self._earned_us = min(self._earned_us + each_us * (step - self._counted), each_us * EARNED_STEPS)
         self._counted = step
         doublings = self._idle_turns if change.severity <= self._idle_severity else 0
-        self._severity, self._price_us = change.severity, self._cost_us * 2**doublings
+        self._severity = change.severity
+        self._price_us = self._cost_us * (2**doublings - change.is_urgent)
         earned_us = self._earned_us if change.is_severe and not change.hidden_us else 0.0
-        return self._waited_us + earned_us >= self._price_us and step >= self._rests_until
+        return self._waited_us + max(earned_us, 0.0) >= self._price_us and step >= self._rests_until
+
+    def sounded(self, cost_us: float) -> None:
+        """A sounding is over, and what it cost is spent."""
+        self._earned_us -= cost_us
 
     def took(self, step: int, cost_us: float, *, brought: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether another is in use now."""
         if brought:
             self._idle_turns, self._idle_severity = 0, 0.0
         else:
-            self._earned_us -= min(max(self._price_us - self._waited_us, 0.0), self._earned_us)
+            self._earned_us -= max(self._price_us - self._waited_us, 0.0)
             self._idle_turns = min(self._idle_turns + 1, MOST_DOUBLINGS)
             self._idle_severity = max(self._idle_severity, self._severity)
         self._counted, self._rests_until = step, step + REST

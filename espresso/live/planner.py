@@ -18,7 +18,7 @@ import torch
 
 from espresso.comm.execute.executor import Assignment, Record
 from espresso.comm.groups import Groups
-from espresso.live.candidates import Candidate, Search
+from espresso.live.candidates import Candidate, Moved, Search
 from espresso.live.fixed_planner import Exact, FixedPlanner, InForce, Verdict
 from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
@@ -74,6 +74,9 @@ class AutoPlanner:
         profile_only: measure, and stay plain.
         history: told what was decided, and why.
         adapt: watch the job once it is decided, and decide again when something changes.
+
+    Attributes:
+        probed_us: what measuring, searching and trying have cost since the first decision, beyond steps of what stayed.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class AutoPlanner:
         self.watch = Watch(groups) if adapt and not profile_only else None
         self._patience, self._soundings = Patience(), Soundings()
         self._exact = Exact()
+        self.probed_us = 0.0
 
     @property
     def decided(self) -> bool:
@@ -403,7 +407,10 @@ class AutoPlanner:
             began = time.perf_counter()
             link_us = self._search.sound()
             figures = self._groups.everywhere((link_us, 1e6 * (time.perf_counter() - began)))
-            change = self._soundings.take(step, rows, *map(max, zip(*figures, strict=True)))
+            link_us, cost_us = map(max, zip(*figures, strict=True))
+            self._patience.sounded(cost_us)
+            self.probed_us += cost_us
+            change = self._soundings.take(step, rows, link_us, cost_us)
         if change is not None and self._patience.permits(change, step):
             self._begin_turn(change, step)
 
@@ -418,14 +425,19 @@ class AutoPlanner:
             self._profile_from, self._decide_by = 0, 0
             return
         with torch.profiler.record_function("espresso::measure and search again"):
-            link_ratio = self._search.revise(change)
+            moved = self._search.revise(change)
+            moved = Moved(*map(max, zip(*self._groups.everywhere(tuple(moved)), strict=True)))
+            change = change.with_link(moved.link)
+            if moved.most < TELLING and not change.is_severe:
+                self._end_turn(Turn(change, step, began_ns, 0.0, is_second), None, step, "nothing has moved much")
+                return
             found = self._found()
         kept = self._winning or self._winner.assignment
         same = [alike(candidate.strategy, kept.strategy) for candidate in found]
-        figures = self._search.uncompressed_us, self._search.predicted_us(kept.strategy), link_ratio
+        figures = self._search.uncompressed_us, self._search.predicted_us(kept.strategy)
         told = self._groups.everywhere((same, figures))
         same = [all(column) for column in zip(*(theirs for theirs, _ in told), strict=True)]
-        plain_us, ours_us, link_ratio = (max(column) for column in zip(*(figures for _, figures in told), strict=True))
+        plain_us, ours_us = (max(column) for column in zip(*(figures for _, figures in told), strict=True))
         limit_us = ours_us * (MAY_WIN if change.is_severe else SURELY_WINS) or math.inf
         fresh = [c for c, is_ours in zip(found, same, strict=True) if not is_ours and c.predicted_us <= limit_us]
         fresh = [replace(c, name=f"{c.name} at step {step}") if c.name == now else c for c in fresh]
@@ -436,14 +448,14 @@ class AutoPlanner:
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
         self._turn = Turn(change, step, began_ns, ours_us, is_second)
         if len(arms) == 1:
-            self._end_turn(self._turn, None, step)
+            self._end_turn(self._turn, None, step, "the search finds nothing else")
             return
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
         # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind or that
         # the link is to blame, or nothing raised it but a look at the link.
         before_us, now_us = change.step_us
         far_behind = min(now_us, ours_us) > FAR_BEHIND * best_us > 0
-        surely_slower = change.is_severe and now_us > before_us and link_ratio > FAR_BEHIND
+        surely_slower = change.is_severe and now_us > before_us and moved.link > FAR_BEHIND
         known = {now: now_us} if far_behind or surely_slower or change.hidden_us else {}
         block = block_of(best_us or ours_us)
         self._race = Race(
@@ -454,7 +466,8 @@ class AutoPlanner:
         self._search.before_trying()
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
 
-    def _end_turn(self, turn: Turn, race: Race | None, step: int) -> None:
+    def _end_turn(self, turn: Turn, race: Race | None, step: int, why: str = "") -> None:
+        """Adopt the best of a race, or stay: also where there is none, and ``why``."""
         verdict = self.verdict
         assert verdict is not None
         self._turn = None
@@ -474,10 +487,11 @@ class AutoPlanner:
         spent_us = (time.perf_counter_ns() - turn.began_ns) / 1e3 - (step - turn.step) * measured[best]
         spent_us = max(0.0, *self._groups.everywhere(spent_us))
         self._patience.took(step, spent_us, brought=best != ours)
+        self.probed_us += spent_us
         if race is not None and best != ours:
             self._switch(best, race, turn.change, step, turn.began_ns)
             return
-        times = "the search finds nothing else" if race is None else times_of(race)
+        times = why if race is None else times_of(race)
         if later is not None:
             times += f"; {later.name} pays if this lasts until step {math.ceil(later.step)}"
         self._race, self._later = None, later
@@ -487,7 +501,7 @@ class AutoPlanner:
         )
         self._has_tried = race is not None
         link = turn.change.ratio(Cause.LINK) or 1.0
-        self._watch_anew(measured[ours], is_another=FASTER * link <= 1)
+        self._watch_anew(measured[ours], is_another=turn.change.hidden_us > 0 or FASTER * link <= 1)
         self._note(step, Event.KEPT, times, turn.began_ns)
         drift = measured[ours] / began_us
         is_over = abs(math.log(measured[ours] / before_us)) < TELLING

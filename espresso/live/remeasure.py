@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from espresso.comm.groups import Groups
+from espresso.live.candidates import Moved
 from espresso.live.points import at_rate, rising
 from espresso.live.profiler import Place, measure_burst, starter, time_behind
 from espresso.live.watch import Cause, Change
@@ -20,11 +21,11 @@ from espresso.model.links import LinkCurve, Links, interpolate, num_rounds, on_b
 from espresso.strategies import Cluster, Form, Routine, Scope
 
 BURST_BYTES = 1 << 19
-"""Of the whole array: gathered first, so that a token bucket is empty."""
+"""Of the whole array: gathered first, so that a token bucket is empty, and timed right behind that."""
 
 SMALL_BYTES, SMALL_COUNT = 1 << 14, 8
-LARGE_BYTES = ((2_000.0, BURST_BYTES, 1 << 22), (15_000.0, BURST_BYTES, 1 << 20), (math.inf, SMALL_BYTES, 1 << 18))
-"""What is gathered behind it, by how many microseconds that took at most: on slow links little has come back since."""
+LARGE_BYTES, FAST_US = 1 << 22, 2_000.0
+"""What is timed instead where the other takes no longer."""
 
 SOUND_BYTES = 3 << 17
 """Of the whole array: short, and more than what two hosts' buckets let through at once (128 KiB, say, of each)."""
@@ -49,7 +50,7 @@ class Remeasured:
     """Keeps a job up to date.
 
     Attributes:
-        link_ratio: so many times what they took when they were measured last links take, where that has risen most.
+        moved: what measuring again found last.
 
     Links and compute follow from the job as it was measured first, by what probes and live steps took then and take
     now: one change after another would pile up their noise.
@@ -57,7 +58,8 @@ class Remeasured:
 
     def __init__(self, job: Job, change: Change) -> None:
         self._first, self._first_compute_us = job, change.compute_us[0] or _compute_us(job)
-        self._codec = self.link_ratio = 1.0
+        self._codec = self._scale = 1.0
+        self.moved = Moved(1.0, 0.0)
         self._burst_bytes, self._burst_at_us = job.costs.links.burst_bytes, _gather_us(job.costs.links)
 
     def scale(self, change: Change) -> float:
@@ -66,9 +68,11 @@ class Remeasured:
 
     def job(self, job: Job, change: Change, groups: Groups, place: Place) -> Job:
         """The job with the costs of what changed measured again. Collective: all ranks call it together."""
+        were = self._scale, self._codec
         compute = change.ratio(Cause.COMPUTE, Cause.JOB)
         scale = self.scale(change)
         if compute is not None:
+            self._scale = scale
             job = with_compute(job, self._first, scale)
         codec = change.ratio(Cause.ENCODERS)
         if codec is not None:
@@ -79,7 +83,10 @@ class Remeasured:
         job = _with_codecs(job, self._first, self._codec)
         # Always: a change of the link may have gone unseen in an earlier turn, or behind what else changed.
         probes = probe(groups, place)
-        self.link_ratio = _link_ratio(job.costs.links, probes)
+        of_links = _link_ratios(job.costs.links, probes)
+        others = [now / was for now, was in zip((self._scale, self._codec), were, strict=True)]
+        most = max(abs(math.log(ratio)) for ratio in (*of_links, *others))
+        self.moved = Moved(max(of_links, default=1.0), most)
         links = with_probes(self._first.costs.links, probes, groups.cluster)
         gather_us = _gather_us(links)
         if gather_us > SLOWER * self._burst_at_us:
@@ -95,9 +102,9 @@ def probe(groups: Groups, place: Place) -> Probes:
         if member.size == 1:
             continue
         columns = groups.cluster.ranks_per_node if scope is Scope.INTER else 1
-        burst_us = time_behind(groups, scope, SMALL_BYTES, BURST_BYTES, place)
-        behind, large = next(sizes for most_us, *sizes in LARGE_BYTES if burst_us <= most_us)
-        large_us = time_behind(groups, scope, behind, large, place)
+        large, large_us = BURST_BYTES, time_behind(groups, scope, BURST_BYTES, BURST_BYTES, place)
+        if large_us <= FAST_US:
+            large, large_us = LARGE_BYTES, time_behind(groups, scope, BURST_BYTES, LARGE_BYTES, place)
         small_us = time_behind(groups, scope, SMALL_BYTES, SMALL_BYTES, place, SMALL_COUNT)
         found[scope] = rising([(float(SMALL_BYTES * columns), small_us), (float(large * columns), large_us)])
     return found
@@ -169,15 +176,14 @@ def _line(sizes: Sequence[float], us: Sequence[float]) -> tuple[float, float]:
     return us[0] - per_byte * sizes[0], per_byte
 
 
-def _link_ratio(before: Links, probes: Probes) -> float:
-    """Of the larger gathers, on the scope where it is largest."""
+def _link_ratios(before: Links, probes: Probes) -> list[float]:
+    """Of the larger gather on each scope, what it takes now to what it took."""
     gathers = {scope: before.measured(Routine.ALLGATHER, scope, Form.PAYLOAD) for scope in probes}
-    ratios = [
+    return [
         probes[scope][-1][1] / max(interpolate(gather.alone, probes[scope][-1][0]), 1.0)
         for scope, gather in gathers.items()
         if gather is not None
     ]
-    return max(ratios, default=1.0)
 
 
 def _gather_us(links: Links) -> float:

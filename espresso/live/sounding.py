@@ -17,8 +17,9 @@ FASTER, CONFIRMED = 2.0, 2
 """A link that is so many times faster than it usually was, in so many soundings in a row, is looked into: once it may
 have been a token bucket that happened to be full."""
 
-FEW = 4
-"""Soundings that tell what a strategy's link takes; the first ones may be disturbed."""
+FEW, APART = 4, 10
+"""Soundings that tell what a strategy's link takes, and steps between them at least: what disturbs one would else
+disturb them all."""
 
 
 class Soundings:
@@ -48,7 +49,7 @@ class Soundings:
         self._first = step if self._first is None else self._first
         age = step - self._first + WINDOW
         steps = math.ceil(min(age / AGE, 1 / SHARE) * cost_us / max(_step_us(rows), 1.0))
-        self._next = step + max(steps, 1)
+        self._next = step + max(steps, APART)
         if len(self._seen_us) < FEW or FASTER * now_us > median(self._seen_us):
             self._seen_us = [*self._seen_us, now_us][:MANY]
             self._last, self._found = step, 0

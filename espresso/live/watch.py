@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median, median_low
 from typing import NamedTuple
@@ -183,6 +183,17 @@ class Change:
     @property
     def is_severe(self) -> bool:
         return self.severity >= SEVERE
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether steps take so many times longer that nobody waits, or less."""
+        return abs(math.log(self.step_us[1] / self.step_us[0])) >= math.log(URGENT)
+
+    def with_link(self, ratio: float) -> Change:
+        """The change with what the link was measured to take, in terms of what it took, in place of what steps told."""
+        others = tuple(each for each in self.findings if each.cause is not Cause.LINK)
+        found = (Finding(Cause.LINK, ratio),) if abs(math.log(ratio)) > TELLING else ()
+        return replace(self, findings=found + others)
 
     def ratio(self, *causes: Cause) -> float | None:
         """Of the first finding with one of these causes."""

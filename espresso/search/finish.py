@@ -93,7 +93,7 @@ def _bound_of(job: Job, space: Space, row: Ranked, sizes: tuple[int, ...] | None
         unit for unit in units_for(job, strategy, space.constraints)
         if not is_rider(strategy.choices[unit.tensors[0]])
     )  # fmt: skip
-    if not units or units == space.units(job):
+    if not space.certified or not units or units == space.units(job):
         return math.inf  # what was certified already says it
     tried = sizes or partition_sizes(units)
     evaluator = Evaluator(job, units, tried[0], pricer=row.pricer)

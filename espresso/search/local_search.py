@@ -8,7 +8,7 @@ the best strategies known are then searched locally: single units in order of re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,11 @@ class Effort:
     def for_units(cls, units: int) -> Effort:
         """Four times as many events above 200 units, up to 600: a second is allowed there, not a fifth."""
         return cls(events=4 * cls.events) if 200 < units <= 600 else cls()
+
+    @property
+    def without_certificate(self) -> Effort:
+        """The same search for a strategy, and no more for its bound than that takes."""
+        return replace(self, polish=0, branching=0, orders=0)
 
     def depth(self, units: int) -> int:
         """Leaves tried for each unit."""

@@ -70,6 +70,8 @@ def _mixtures(
     owed = {choice: np.array([ledger.spent({name: choice})[0] for name in names]) for choice in usable}
     pairs: list[tuple[float, Choice, Choice, set[str]]] = []
     for coarse, fine in permutations(usable, 2):
+        if owed[coarse].sum() <= left or min(uniform[coarse], uniform[fine]) >= limit_us:
+            continue
         order = np.argsort((owed[fine] - owed[coarse]) / sizes)
         chosen = order[: _fewest(order, owed[coarse], owed[fine], left)]
         part = sizes[chosen].sum() / sizes.sum()

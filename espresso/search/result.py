@@ -66,7 +66,7 @@ class SearchResult:
         uncompressed_us: flat allreduce of everything.
         upper_bound_us: the paper's upper bound on throughput, as an iteration time: compression free, nothing
             contending. (Of the best strategy found under that assumption: not a certificate.)
-        lower_bound_us: certified: no strategy of the space is predicted below it (see
+        lower_bound_us: certified (0: not asked for): no strategy of the space is predicted below it (see
             :mod:`espresso.search.bounds`). In DDP mode the space is one choice per bucket, or per part where the
             search split one.
         search_ms: wall time of everything.

@@ -91,6 +91,7 @@ def search(
     bucket_caps: Sequence[float] | None = (),
     terms: Terms | None = None,
     sensitivity: Sensitivity | None = None,
+    certified: bool = True,
 ) -> SearchResult:
     """Find a strategy for a job.
 
@@ -105,13 +106,14 @@ def search(
         bucket_caps: for DDP jobs, bucket sizes to search beside the job's own; None: those that fit the job.
         terms: budgets, constraints, few kinds; by default none, and time alone counts.
         sensitivity: what compressors owe; by default as the job says, else of normal numbers where it is asked for.
+        certified: False where all wait for the strategy, which is the same: both bounds are left out.
 
     Raises:
         JobError: the job has no costs for a compressor, or for a routine of the tree; a bad budget; no strategy keeps
             to the terms.
     """
     started = time.perf_counter()
-    space = space_of(job, check_specs(job, compressor), payload, terms or Terms(), sensitivity)
+    space = space_of(job, check_specs(job, compressor), payload, terms or Terms(), sensitivity, certified=certified)
     caps: tuple[float, ...] = ()
     if job.mode is Mode.DDP:
         caps = caps_for(job) if bucket_caps is None else tuple(bucket_caps)
@@ -139,7 +141,7 @@ def advised_bucket_cap(
     """
 
     def found_in(other: Job, cap: float | None) -> CapRow:
-        found = search(other, compressors, effort=NO_EFFORT, partitions=(0,))
+        found = search(other, compressors, effort=NO_EFFORT, partitions=(0,), certified=False)
         return CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
 
     others = {cap: rebucketed(job, cap) for cap in caps}
@@ -246,6 +248,8 @@ def _search_buckets(
     started = time.perf_counter()
     units = space.units(job)
     effort = effort or Effort.for_units(len(units))
+    if not space.certified:
+        effort = effort.without_certificate
     sizes = tuple(partitions) if partitions is not None else partition_sizes(units)
     found: list[_Found] = []
     baselines: dict[str, float] = {}
@@ -281,7 +285,7 @@ def _search_buckets(
             )  # fmt: skip
             if evaluator is not refined.evaluator:
                 allowed.append(_found("buckets split", evaluator, split))
-                bound = min(bound, certify_units(job, evaluator, space.every, sizes, bound, space.budgets))
+                bound = _certified(job, space, evaluator, sizes, bound)
             if space.terms.budgets.error < math.inf:
                 best = min(allowed, key=lambda row: row.makespan_us)
                 start = dict.fromkeys((tensor.name for tensor in job.tensors), PLAIN) | best.by_tensor
@@ -290,9 +294,16 @@ def _search_buckets(
                 )  # fmt: skip
                 if mixed is not None:
                     allowed.append(_found("mixed within the budget", *mixed))
-                    bound = min(bound, certify_units(job, mixed[0], space.every, sizes, bound, space.budgets))
+                    bound = _certified(job, space, mixed[0], sizes, bound)
     plain_us = min(row.makespan_us for row in found if row.name == "uncompressed")
     return _result(job, space, allowed, plain_us, baselines, capped, started, bound, refined, algorithms_ms)
+
+
+def _certified(job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int], bound_us: float) -> float:
+    """The bound for an evaluator's units too."""
+    if not space.certified:
+        return bound_us
+    return min(bound_us, certify_units(job, evaluator, space.every, sizes, bound_us, space.budgets))
 
 
 def _uniform(rows: Sequence[_Found]) -> dict[Choice, float]:
@@ -379,16 +390,18 @@ def _result(
     chosen = _ranked(job, ranked[0])
     alternatives = [_ranked(job, row) for row in _distinct(ranked)]
     best = ranked[0].evaluator
-    bound = upper_bound_us(
-        job, space.specs, best.units, space.payload, partition_bytes=best.partition_bytes,
-        start=ranked[0].choices,
-    )  # fmt: skip
+    upper = 0.0
+    if space.certified:
+        upper = upper_bound_us(
+            job, space.specs, best.units, space.payload, partition_bytes=best.partition_bytes,
+            start=ranked[0].choices,
+        )  # fmt: skip
     return SearchResult(
         chosen=chosen,
         predicted_us=chosen.predicted_us,
         uncompressed_us=plain_us + beside,
-        upper_bound_us=min(bound, chosen.predicted_us),
-        lower_bound_us=min(lower + beside, chosen.predicted_us),
+        upper_bound_us=min(upper, chosen.predicted_us),
+        lower_bound_us=min(lower + beside, chosen.predicted_us) if space.certified else 0.0,
         search_ms=(time.perf_counter() - started) * 1e3,
         algorithms_ms=algorithms_ms,
         certificate_ms=refined.certificate_ms,

@@ -25,6 +25,7 @@ class Space:
 
     Attributes:
         every: by the kinds of units that constraints make.
+        certified: whether strategies are to be bounded.
     """
 
     specs: tuple[CompressorSpec, ...]
@@ -35,6 +36,7 @@ class Space:
     payload: PayloadBytes
     terms: Terms
     ledger: Ledger
+    certified: bool = True
 
     @property
     def budgets(self) -> Ledger | None:
@@ -73,6 +75,8 @@ def space_of(
     payload: PayloadBytes,
     terms: Terms,
     sensitivity: Sensitivity | None,
+    *,
+    certified: bool = True,
 ) -> Space:
     """What a search of these compressors under these terms may choose from.
 
@@ -106,7 +110,7 @@ def space_of(
             raise JobError(f"constraints: no option on {job.cluster} is what tensors are forced to ({kind!r})")
     if every[FREE] == whole:
         every[FREE] = whole  # the list that earlier searches have priced
-    return Space(specs, training, offloaded, raw_choices(job.cluster), every, payload, terms, ledger)
+    return Space(specs, training, offloaded, raw_choices(job.cluster), every, payload, terms, ledger, certified)
 
 
 __all__ = ["SENSITIVITY", "Space", "check_specs", "space_of"]
