@@ -6,7 +6,7 @@ import math
 
 from espresso.live.watch import WINDOW, Change
 
-SUPPOSED_US = 150_000.0
+SUPPOSED_US = 250_000.0
 """What the first turn is supposed to take."""
 
 EARNED, EARNED_STEPS = 0.01, 1000
