@@ -186,7 +186,8 @@ class ResidualStore:
             if id(residual) in heirs:
                 heirs[id(residual)].inherit(residual)
         self.live += heirs.values()
-        begun = [residual for residual in fresh if residual not in heirs.values()]
+        inherited = set(map(id, heirs.values()))
+        begun = [residual for residual in fresh if id(residual) not in inherited]
         try:
             for residual in begun:
                 residual.begin()
