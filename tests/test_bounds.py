@@ -122,8 +122,8 @@ def test_sharper_chains_are_never_above_the_best_strategy(job, data):
 def test_what_a_unit_begins_with_comes_before_all_else_of_it():
     """Two partitions: the second one's first task is there before the first one's third, so that one has to wait."""
     # Training 10, link 1, training 1, link 10; in any order they would end at 34.
-    sets, us, places = np.array([0, 3, 0, 3] * 2), np.array([10.0, 1.0, 1.0, 10.0] * 2), np.arange(8) % 4
-    found, _ = least_alone(0, 8, 4, sets, us, places, 33.0, 60.0, 4000)
+    us = np.array([[10.0, 1.0, 1.0, 10.0]])
+    found, _ = least_alone(0, (np.array([[0, 3, 0, 3]]), us, us, np.array([[4, 2]])), 33.0, 60.0, 4000)
     assert 40.5 < found <= 41.0
 
 

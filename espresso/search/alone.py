@@ -20,8 +20,7 @@ from espresso.search.bound_kernels import CHAIN, NUM_RESOURCES
 from espresso.search.bounds import ROUNDING
 from espresso.search.candidates import Leaves, Unit, leaves_of
 from espresso.search.order_kernels import least_alone
-from espresso.search.orders import Tables, chains_of
-from espresso.search.relaxation import Relaxation, leaf_rows, undominated
+from espresso.search.relaxation import Relaxation, leaf_rows, leaf_tasks, undominated
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
@@ -52,17 +51,10 @@ def with_sharper_chains(
         if not 0 < len(possible) <= MOST_LEAVES:
             continue
         rows = rows[possible]
-        for row, leaf in zip(rows, possible.tolist(), strict=True):
-            tables = Tables()
-            tables.begin()
-            tables.add(row, 0.0, chains_of(pricer, unit.size, mine[leaf], partition_bytes))
-            (begin, end, length), *_ = tables.spans
-            if end - begin > length:
-                chain, _ = least_alone(
-                    begin, end, length, np.array(tables.sets), np.array(tables.us), np.array(tables.places),
-                    float(row[CHAIN]), float(above - release), EACH,
-                )  # fmt: skip
-                row[CHAIN] = max(row[CHAIN], chain * (1 - ROUNDING))
+        tasks = leaf_tasks(pricer, unit.size, mine, partition_bytes, possible)
+        for row in np.flatnonzero(tasks[3][:, 1] > 1).tolist():
+            chain, _ = least_alone(row, tasks, float(rows[row, CHAIN]), float(above - release), EACH)
+            rows[row, CHAIN] = max(rows[row, CHAIN], chain * (1 - ROUNDING))
         kept = undominated(rows)
         first[giant] = sum(map(len, blocks))
         last[giant] = first[giant] + len(kept)

@@ -56,7 +56,7 @@ class Effort:
         descents: rounds of blocks and sweeps at the end, on the best start.
         polish: multiplications (about 1 ns each) for ascents that are patient, once a strategy is found.
         branching: multiplications (about 1 ns each) that the certificate's branching may take.
-        orders: pairs of giants' tasks (about 4 ns each) that the certificate may look at.
+        orders: pairs of giants' tasks (about 7 ns each) that the certificate may look at.
     """
 
     events: int = 6_500_000
@@ -65,7 +65,7 @@ class Effort:
     descents: int = 4
     polish: int = 60_000_000
     branching: int = 40_000_000
-    orders: int = 30_000_000
+    orders: int = 18_000_000
 
     @classmethod
     def for_units(cls, units: int) -> Effort:

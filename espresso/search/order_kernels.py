@@ -7,8 +7,10 @@ in which units are handed over: if no schedule of the largest units alone keeps 
 strategy does.
 
 To *refute* a time: earliest starts and latest starts of all tasks are drawn tight along the chains and along the pairs
-that are decided; a pair of which only one order is left is decided; if none is, there is no schedule. Else a pair is
-decided both ways, one after the other, until all is refuted or the effort is spent.
+that are decided; a pair of which only one order is left is decided, and with it all pairs of what comes before the one
+and after the other; if no order is left, there is no schedule. Else a pair is decided both ways, one after the other,
+until all is refuted or the effort is spent. Before that the tasks are served first come first served: if that ends by
+the time there is nothing to refute.
 """
 
 from __future__ import annotations
@@ -17,216 +19,348 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.model.jit import inner_kernel, kernel
-from espresso.model.timeline_kernels import LANES_OF_SET, NUM_LANES, SHARE
+from espresso.model.timeline_kernels import LANES_OF_SET, NUM_LANES, POSITIVE, SHARE
 
 Wholes = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.int8]
+Shorts = npt.NDArray[np.int16]
+Tasks = tuple[Wholes, Reals, Reals, Wholes]
+"""Lane sets int64[rows, longest], times float64[rows, longest] of a whole partition's tasks and of the last one's, and
+int64[rows, 2]: how many tasks a chain has, and how many partitions."""
 
 MOST_TASKS = 128
 """Of all largest units together."""
+MOST_PAIRS = MOST_TASKS * (MOST_TASKS - 1) // 2
 DEEPEST = 48
 """Pairs that are decided one inside the other."""
-EACH, LONGER = 4_000, 60
-"""Pairs looked at to refute that a combination ends by a time, at most; and how often as many where that fails."""
-BISECTIONS = 6
-US, RELEASE, EARLIEST, LATEST = range(4)
-"""Rows of a state's times."""
-SET, BEFORE, TWIN = range(3)
-"""Rows of a state's tasks: lane set; the task before it in its chain, the same of the partition before (-1: none)."""
+EACH, LONGER = 4_000, 240_000
+"""Pairs looked at to refute that some units' leaves end by a time, at most; and that all units' leaves do."""
+BISECTIONS = 8
+SET, PLACE, PART, LENGTH, COUNT = range(5)
+"""Rows of tasks: the lane set; the place in its chain, its partition; how many of both its unit has."""
+US, RELEASE, CAME, LAST = range(4)
+"""Rows of times: how long a task takes, its unit's release; scratch: when it comes, at the earliest and the latest."""
+EARLIEST, LATEST = range(2)
+"""Rows of a state's windows, within which a task starts."""
+OPEN, KNOWN = 0, 2
+"""Sides of a pair (i, j): neither order, or one that says no more. 1: i comes first, -1: j."""
+
+Buffers = tuple[Wholes, Reals, Shorts, Shorts, Shorts, Wholes, Reals, Bytes, Shorts, Wholes]
 
 
 @inner_kernel
-def _tight(n: int, tasks: Wholes, times: Reals, sides: Bytes, slack: float) -> int:
-    """Draw starts tight and decide what is left one way; pairs looked at, negative where there is no schedule."""
-    us, release, early, late = times[US], times[RELEASE], times[EARLIEST], times[LATEST]
+def _buffers(units: int) -> Buffers:
+    """Tasks and their times; pairs by number, and numbers by pair; tasks by lane, and how many.
+
+    Then by state, one for each unit that is laid and those of a search: windows, sides, active pairs and how many.
+    """
+    states = units + DEEPEST
+    return (
+        np.empty((5, MOST_TASKS), dtype=np.int64),
+        np.empty((4, MOST_TASKS)),
+        np.empty((2, MOST_PAIRS), dtype=np.int16),
+        np.empty((MOST_TASKS, MOST_TASKS), dtype=np.int16),
+        np.empty((NUM_LANES, MOST_TASKS), dtype=np.int16),
+        np.empty(NUM_LANES, dtype=np.int64),
+        np.empty((states, 2, MOST_TASKS)),
+        np.empty((states, MOST_PAIRS), dtype=np.int8),
+        np.empty((states, MOST_PAIRS), dtype=np.int16),
+        np.zeros(states, dtype=np.int64),
+    )
+
+
+@inner_kernel
+def _decide(a: int, b: int, tasks: Wholes, pair_of: Shorts, sides: Bytes) -> bool:
+    """a comes before b: what that says of all before a and all after b is known. False if it contradicts a pair."""
+    for part in range(tasks[PART, a] + 1):
+        for place in range(tasks[PLACE, a] + 1):
+            i = a - (tasks[PART, a] - part) * tasks[LENGTH, a] - tasks[PLACE, a] + place
+            for later in range(tasks[COUNT, b] - tasks[PART, b]):
+                for after in range(tasks[LENGTH, b] - tasks[PLACE, b]):
+                    j = b + later * tasks[LENGTH, b] + after
+                    pair = pair_of[min(i, j), max(i, j)]
+                    if pair >= 0 and sides[pair] != KNOWN:
+                        if sides[pair] == (-1 if i < j else 1):
+                            return False
+                        sides[pair] = KNOWN
+    pair = pair_of[min(a, b), max(a, b)]
+    sides[pair] = 1 if a < b else -1
+    return True
+
+
+@inner_kernel
+def _tight(n: int, buffers: Buffers, at: int, slack: float) -> tuple[bool, int]:
+    """Draw a state's windows tight and decide what is left one way. Whether a schedule may be left; pairs looked at."""
+    tasks, times, pairs, pair_of, _, _, windows, all_sides, all_active, counts = buffers
+    us, release, came, last = times[US], times[RELEASE], times[CAME], times[LAST]
+    place, part, length = tasks[PLACE], tasks[PART], tasks[LENGTH]
+    early, late, sides, active = windows[at, EARLIEST], windows[at, LATEST], all_sides[at], all_active[at]
     spent = 0
     changed = True
     while changed:
         changed = False
         for i in range(n):
-            for row in range(BEFORE, TWIN + 1):
-                k = tasks[row, i]
-                if k >= 0 and early[k] + us[k] > early[i]:
-                    early[i] = early[k] + us[k]
-        for i in range(n - 1, -1, -1):
-            for row in range(BEFORE, TWIN + 1):
-                k = tasks[row, i]
-                if k >= 0 and late[i] - us[k] < late[k]:
-                    late[k] = late[i] - us[k]
-        for i in range(n):
+            came[i] = release[i]
+            if place[i] > 0:
+                came[i] = early[i - 1] + us[i - 1]
+                early[i] = max(early[i], came[i])
+            if part[i] > 0:
+                k = (i - length[i]) & POSITIVE
+                early[i] = max(early[i], early[k] + us[k])
             if early[i] > late[i] + slack:
-                return -spent - 1
-            for j in range(i + 1, n):
-                side = sides[i, j]
-                if side == 2:
+                return False, spent
+        for i in range(n - 1, -1, -1):
+            if place[i] > 0:
+                late[i - 1] = min(late[i - 1], late[i] - us[i - 1])
+            if part[i] > 0:
+                k = (i - length[i]) & POSITIVE
+                late[k] = min(late[k], late[i] - us[k])
+        for i in range(n):
+            last[i] = late[i - 1] + us[i - 1] if place[i] > 0 else late[i]
+        spent += counts[at] + n
+        kept = 0
+        for position in range(counts[at]):
+            pair = active[position] & POSITIVE
+            side = sides[pair]
+            if side == KNOWN:
+                continue
+            a, b = pairs[0, pair] & POSITIVE, pairs[1, pair] & POSITIVE
+            if side == OPEN:
+                first = early[a] + us[a] <= late[b] + slack and came[a] <= last[b] + slack
+                other = early[b] + us[b] <= late[a] + slack and came[b] <= last[a] + slack
+                if first and other:
+                    active[kept] = pair
+                    kept += 1
                     continue
-                spent += 1
-                p = tasks[BEFORE, i]
-                q = tasks[BEFORE, j]
-                if side == 0:
-                    came_i = early[p] + us[p] if p >= 0 else release[i]
-                    came_j = early[q] + us[q] if q >= 0 else release[j]
-                    last_i = late[p] + us[p] if p >= 0 else late[i]
-                    last_j = late[q] + us[q] if q >= 0 else late[j]
-                    first = early[i] + us[i] <= late[j] + slack and came_i <= last_j + slack
-                    other = early[j] + us[j] <= late[i] + slack and came_j <= last_i + slack
-                    if not first and not other:
-                        return -spent
-                    if first and other:
-                        continue
-                    side = 1 if first else -1
-                    sides[i, j] = side
-                    changed = True
-                a, b, pa, pb = (i, j, p, q) if side == 1 else (j, i, q, p)
-                if early[a] + us[a] > early[b] + slack:
-                    early[b] = early[a] + us[a]
-                    changed = True
-                if late[b] - us[a] < late[a] - slack:
-                    late[a] = late[b] - us[a]
-                    changed = True
-                came = early[pa] + us[pa] if pa >= 0 else release[a]
-                last = late[pb] + us[pb] if pb >= 0 else late[b]
-                if came > last + slack:
-                    return -spent
-                if pb >= 0 and came - us[pb] > early[pb] + slack:
-                    early[pb] = came - us[pb]
-                    changed = True
-                if pa >= 0 and last - us[pa] < late[pa] - slack:
-                    late[pa] = last - us[pa]
-                    changed = True
-    return spent
-
-
-@inner_kernel
-def _one_machine(n: int, tasks: Wholes, times: Reals, left: Reals, slack: float) -> bool:
-    """Whether some lane alone cannot do all its tasks in time, even if it may break off: Jackson's schedule."""
-    us, early, late = times[US], times[EARLIEST], times[LATEST]
-    for lane in range(NUM_LANES):
-        count = 0
-        now = np.inf
-        for i in range(n):
-            held = LANES_OF_SET[tasks[SET, i]]
-            left[i] = us[i] if us[i] > 0.0 and (held[0] == lane or held[1] == lane or held[2] == lane) else 0.0
-            if left[i] > 0.0:
-                count += 1
-                now = min(now, early[i])
-        while count > 1:
-            at, soonest = -1, np.inf
-            for i in range(n):
-                if left[i] > 0.0:
-                    if early[i] > now:
-                        soonest = min(soonest, early[i])
-                    elif at < 0 or late[i] + us[i] < late[at] + us[at]:
-                        at = i
-            if at < 0:
-                now = soonest
-            elif now + left[at] <= soonest:
-                now += left[at]
-                left[at] = 0.0
-                count -= 1
-                if now > late[at] + us[at] + slack:
-                    return True
+                if not first:
+                    a, b = b, a
+                if not (first or other) or not _decide(a, b, tasks, pair_of, sides):
+                    return False, spent
+                changed = True
+            elif side == -1:
+                a, b = b, a
+            if came[a] > last[b] + slack:
+                return False, spent
+            if early[a] + us[a] > early[b] + slack:
+                early[b] = early[a] + us[a]
+                changed = True
+            if late[b] - us[a] < late[a] - slack:
+                late[a] = late[b] - us[a]
+                changed = True
+            if came[a] > came[b] + slack and place[b] > 0:
+                came[b] = came[a]
+                early[b - 1] = came[a] - us[b - 1]
+                changed = True
+            if last[b] < last[a] - slack and place[a] > 0:
+                last[a] = last[b]
+                late[a - 1] = last[b] - us[a - 1]
+                changed = True
+            if late[a] + us[a] <= early[b] and last[a] <= came[b]:
+                sides[pair] = KNOWN
             else:
-                left[at] -= soonest - now
-                now = soonest
-        # The last one is alone: its window is known to be wide enough, but for what was before it.
-        for i in range(n):
-            if left[i] > 0.0 and max(now, early[i]) + left[i] > late[i] + us[i] + slack:
-                return True
-    return False
+                active[kept] = pair
+                kept += 1
+        counts[at] = kept
+    return True, spent
 
 
 @inner_kernel
-def _refuted(
-    n: int, tasks: Wholes, times: Reals, sides: Bytes, end: float, limit: int, deep_times: Reals, deep_sides: Bytes
-) -> tuple[bool, int]:
-    """Whether no schedule ends by ``end``; and pairs looked at, at most about ``limit``."""
-    slack = 1e-9 * end
-    first = deep_times[0]
+def _by_lane(n: int, buffers: Buffers) -> None:
+    """Note which tasks each lane has to do."""
+    tasks, times, _, _, of_lane, lane_counts, _, _, _, _ = buffers
+    lane_counts[:] = 0
     for i in range(n):
-        first[0, i], first[1, i] = times[RELEASE, i], end - times[US, i]
-        for j in range(n):
-            deep_sides[0, i, j] = sides[i, j]
-    depth, spent = 0, 0
-    left = deep_times[DEEPEST, 0]
-    while depth >= 0:
-        # Take the topmost open state; it stays in ``times`` while it is worked on.
+        held = LANES_OF_SET[tasks[SET, i]]
+        for k in range(3):
+            if times[US, i] > 0.0 and (k == 0 or held[k] != held[k - 1]):
+                of_lane[held[k], lane_counts[held[k]]] = i
+                lane_counts[held[k]] += 1
+
+
+@inner_kernel
+def _overfull(buffers: Buffers, at: int, slack: float) -> tuple[bool, int]:
+    """Whether some lane cannot do all its tasks in time, even if it may break off; and pairs looked at."""
+    _, times, _, _, of_lane, lane_counts, windows, _, _, _ = buffers
+    us, early, late = times[US], windows[at, EARLIEST], windows[at, LATEST]
+    spent = 0
+    for lane in range(NUM_LANES):
+        size = lane_counts[lane]
+        mine = of_lane[lane]
+        # In order of their latest ends; nearly so from last time.
+        for k in range(1, size):
+            i = mine[k] & POSITIVE
+            due = late[i] + us[i]
+            place = k
+            while place > 0 and late[mine[place - 1]] + us[mine[place - 1]] > due:
+                mine[place] = mine[place - 1]
+                place -= 1
+            mine[place] = i
+        for k in range(size):
+            begin = early[mine[k]]
+            end = begin
+            for m in range(size):
+                j = mine[m] & POSITIVE
+                if early[j] >= begin:
+                    end += us[j]
+                    if end > late[j] + us[j] + slack:
+                        return True, spent
+        spent += size * size
+    return False, spent
+
+
+@inner_kernel
+def _served(n: int, buffers: Buffers) -> float:
+    """When all tasks are done if they alone are served, first come first served."""
+    tasks, times, _, _, _, _, _, _, _, _ = buffers
+    us, came = times[US], times[CAME]
+    free = np.zeros(NUM_LANES)
+    end = 0.0
+    for i in range(n):
+        came[i] = times[RELEASE, i] if tasks[PLACE, i] == 0 else np.inf
+    for _ in range(n):
+        at = 0
         for i in range(n):
-            times[EARLIEST, i], times[LATEST, i] = deep_times[depth, 0, i], deep_times[depth, 1, i]
-        here = deep_sides[depth]
-        took = _tight(n, tasks, times, here, slack)
-        spent += abs(took)
-        depth -= 1
-        if took < 0:
-            continue
-        spent += 6 * n
-        if _one_machine(n, tasks, times, left, slack):
-            continue
-        at, other, least = -1, -1, np.inf
+            if came[i] < came[at]:
+                at = i
+        held = LANES_OF_SET[tasks[SET, at]]
+        done = came[at]
+        if us[at] > 0.0:
+            done = max(max(done, free[held[0]]), max(free[held[1]], free[held[2]])) + us[at]
+            free[held[0]] = free[held[1]] = free[held[2]] = done
+        end = max(end, done)
+        came[at] = np.inf
+        if tasks[PLACE, at] + 1 < tasks[LENGTH, at]:
+            came[at + 1] = done
+    return end
+
+
+@inner_kernel
+def _copy(n: int, num_pairs: int, buffers: Buffers, at: int, to: int) -> None:
+    """Copy a state."""
+    _, _, _, _, _, _, windows, sides, active, counts = buffers
+    for row in range(2):
         for i in range(n):
-            for j in range(i + 1, n):
-                if here[i, j] == 0:
-                    one = times[LATEST, j] - times[EARLIEST, i] - times[US, i]
-                    two = times[LATEST, i] - times[EARLIEST, j] - times[US, j]
-                    if max(one, two) < least:
-                        at, other, least = i, j, max(one, two)
-        if at < 0 or spent > limit or depth + 2 >= DEEPEST:
+            windows[to, row, i] = windows[at, row, i]
+    for pair in range(num_pairs):
+        sides[to, pair] = sides[at, pair]
+    for k in range(counts[at]):
+        active[to, k] = active[at, k]
+    counts[to] = counts[at]
+
+
+@inner_kernel
+def _hasten(n: int, buffers: Buffers, at: int, end: float) -> None:
+    """All of a state's tasks end by ``end``."""
+    _, times, _, _, _, _, windows, _, _, _ = buffers
+    for i in range(n):
+        windows[at, LATEST, i] = min(windows[at, LATEST, i], end - times[US, i])
+
+
+@inner_kernel
+def _refuted(n: int, num_pairs: int, buffers: Buffers, base: int, end: float, limit: int) -> tuple[bool, int]:
+    """Whether no schedule of a state ends by ``end``; and pairs looked at, at most about ``limit``."""
+    tasks, times, pairs, pair_of, _, _, windows, all_sides, all_active, counts = buffers
+    slack = 1e-9 * end
+    at, spent = base + 1, 0
+    _copy(n, num_pairs, buffers, base, at)
+    _hasten(n, buffers, at, end)
+    while at > base:
+        left, took = _tight(n, buffers, at, slack)
+        spent += took
+        if left:
+            full, took = _overfull(buffers, at, slack)
+            spent += took
+            left = not full
+        if not left:
+            at -= 1
+            continue
+        chosen, least = -1, np.inf
+        early, late, sides, active = windows[at, EARLIEST], windows[at, LATEST], all_sides[at], all_active[at]
+        for position in range(counts[at]):
+            pair = active[position]
+            if sides[pair] == OPEN:
+                i, j = pairs[0, pair], pairs[1, pair]
+                room = max(late[j] - early[i] - times[US, i], late[i] - early[j] - times[US, j])
+                if room < least:
+                    chosen, least = pair, room
+        if chosen < 0 or spent > limit or at + 1 == counts.shape[0]:
             return False, spent
-        for side in (-1, 1):  # the first of them takes the place of the state itself
-            depth += 1
-            for i in range(n):
-                deep_times[depth, 0, i], deep_times[depth, 1, i] = times[EARLIEST, i], times[LATEST, i]
-                if side == 1:
-                    for j in range(n):
-                        deep_sides[depth, i, j] = deep_sides[depth - 1, i, j]
-            deep_sides[depth, at, other] = side
+        i, j = pairs[0, chosen], pairs[1, chosen]
+        _copy(n, num_pairs, buffers, at, at + 1)
+        one = _decide(i, j, tasks, pair_of, all_sides[at + 1])
+        other = _decide(j, i, tasks, pair_of, sides)
+        if one and not other:
+            _copy(n, num_pairs, buffers, at + 1, at)
+        at += one + other - 1
     return True, spent
 
 
 @inner_kernel
 def _lay(
-    picked: Wholes, release: Reals, spans: Wholes, task_set: Wholes, task_us: Reals, task_at: Wholes, tasks: Wholes,
-    times: Reals, sides: Bytes,
-) -> int:  # fmt: skip
-    """The tasks of the rows ``picked`` (-1: none yet) as a state with every pair that can meet open; how many."""
-    n = 0
-    for unit in range(picked.shape[0]):
-        row = picked[unit]
-        if row < 0:
-            continue
-        length = spans[row, 2]
-        begin = n
-        for task in range(spans[row, 0], spans[row, 1]):
-            tasks[SET, n] = task_set[task]
-            tasks[BEFORE, n] = n - 1 if task_at[task] > 0 else -1
-            tasks[TWIN, n] = n - length if task - spans[row, 0] >= length else -1
-            times[US, n] = task_us[task]
-            times[RELEASE, n] = release[unit]
+    row: int, release: float, work: Tasks, n: int, num_pairs: int, buffers: Buffers, at: int
+) -> tuple[int, int]:  # fmt: skip
+    """Add a unit's tasks to those of state ``at``, with every pair that can meet: how many of both there are then."""
+    sets, whole_us, last_us, sizes = work
+    tasks, times, pairs, pair_of, _, _, windows, all_sides, all_active, counts = buffers
+    sides, active = all_sides[at], all_active[at]
+    begin, before = n, num_pairs
+    length, count = sizes[row, 0], sizes[row, 1]
+    for part in range(count):
+        for place in range(length):
+            tasks[SET, n], tasks[PLACE, n], tasks[PART, n] = sets[row, place], place, part
+            tasks[LENGTH, n], tasks[COUNT, n] = length, count
+            times[US, n] = whole_us[row, place] if part < count - 1 else last_us[row, place]
+            times[RELEASE, n] = windows[at, EARLIEST, n] = release
+            windows[at, LATEST, n] = np.inf
             for i in range(n):
-                meet = SHARE[tasks[SET, i], tasks[SET, n]] and times[US, i] > 0.0 and times[US, n] > 0.0
-                sides[i, n] = 0 if meet else 2
-                # What a unit begins with comes before all else of it, and of units handed over later.
+                pair_of[i, n] = -1
                 same = i >= begin
-                if meet and tasks[BEFORE, i] < 0 and (times[RELEASE, i] < times[RELEASE, n] or same):
-                    sides[i, n] = 1
-                elif meet and tasks[BEFORE, n] < 0 and same:
-                    sides[i, n] = -1
+                # Along a chain, and among the same tasks of one unit's partitions, the order is known.
+                known = same and tasks[PLACE, i] <= place
+                if known or not SHARE[tasks[SET, i], tasks[SET, n]] or times[US, i] == 0.0 or times[US, n] == 0.0:
+                    continue
+                pairs[0, num_pairs], pairs[1, num_pairs] = i, n
+                pair_of[i, n] = num_pairs
+                # What a unit begins with comes before all else of it, and of units handed over later.
+                sides[num_pairs] = OPEN
+                if tasks[PLACE, i] == 0 and times[RELEASE, i] < release:
+                    sides[num_pairs] = 1
+                elif place == 0 and (same or release < times[RELEASE, i]):
+                    sides[num_pairs] = -1
+                active[counts[at] + num_pairs - before] = num_pairs
+                num_pairs += 1
             n += 1
-    # Along a chain, and among the same tasks of one unit's partitions, the order is known.
-    for i in range(n):
-        for row in range(BEFORE, TWIN + 1):
-            k = tasks[row, i]
-            while k >= 0:
-                sides[k, i] = 2
-                k = tasks[row, k]
-    return n
+    counts[at] += num_pairs - before
+    for pair in range(before, num_pairs):
+        if sides[pair] == 1:
+            _decide(pairs[0, pair], pairs[1, pair], tasks, pair_of, sides)
+        elif sides[pair] == -1:
+            _decide(pairs[1, pair], pairs[0, pair], tasks, pair_of, sides)
+    return n, num_pairs
+
+
+@inner_kernel
+def _least(
+    n: int, num_pairs: int, buffers: Buffers, base: int, low: float, high: float, limit: int
+) -> tuple[float, int]:  # fmt: skip
+    """The highest time found, from ``low`` to ``high``, by which no schedule of a state ends; and pairs looked at."""
+    spent = 0
+    for _ in range(BISECTIONS if low < high else 0):
+        middle = (low + high) / 2
+        gone, took = _refuted(n, num_pairs, buffers, base, middle, limit)
+        spent += took
+        if gone:
+            low = middle
+        else:
+            high = middle
+    return low, spent
 
 
 @kernel
 def least_end(
     rows_first: Wholes, rows_last: Wholes, order: Wholes, release: Reals, backward: float, loads: Reals, excess: Reals,
-    root: float, spans: Wholes, task_set: Wholes, task_us: Reals, task_at: Wholes, above: float, limit: int,
+    root: float, work: Tasks, above: float, limit: int,
 ) -> tuple[float, int]:  # fmt: skip
     """A bound over all choices of the largest units, and what it took; above ``limit`` there is none (-inf).
 
@@ -235,8 +369,6 @@ def least_end(
         order: in which order units are decided.
         loads: float64[rows, lanes]: time on every lane.
         excess: float64[rows]: what a row costs more than its unit's cheapest under weights whose bound is ``root``.
-        spans: int64[rows, 3]: a row's first and last task, and how many each partition has.
-        task_at: a task's place in its chain.
         above: as far as the bound matters.
     """
     units = order.shape[0]
@@ -248,20 +380,22 @@ def least_end(
         for row in range(rows_first[unit], rows_last[unit]):
             for lane in range(lanes):
                 least[unit, lane] = min(least[unit, lane], loads[row, lane])
-    tasks = np.empty((3, MOST_TASKS), dtype=np.int64)
-    times = np.empty((4, MOST_TASKS))
-    sides = np.empty((MOST_TASKS, MOST_TASKS), dtype=np.int8)
-    deep_times = np.empty((DEEPEST + 1, 2, MOST_TASKS))
-    deep_sides = np.empty((DEEPEST, MOST_TASKS, MOST_TASKS), dtype=np.int8)
+    # By depth: a state with the units down to there, and how many tasks and pairs it has.
+    buffers = _buffers(units)
+    sizes = work[3]
+    num_tasks, num_pairs = np.zeros(units + 1, dtype=np.int64), np.zeros(units + 1, dtype=np.int64)
     best, spent, depth = above, 0, 0
     cursor[0] = rows_first[order[0]]
     while depth >= 0:
+        if spent > limit:
+            return -np.inf, spent
         unit = order[depth]
         if cursor[depth] >= rows_last[unit]:
             picked[unit] = -1
             depth -= 1
             continue
-        picked[unit] = cursor[depth]
+        row = cursor[depth]
+        picked[unit] = row
         cursor[depth] += 1
         spent += 4 * units
         # The cheap bounds: the weights', and every lane's.
@@ -269,6 +403,8 @@ def least_end(
         for u in range(units):
             if picked[u] >= 0:
                 bound += excess[picked[u]]
+        if bound >= best:
+            cursor[depth] = rows_last[unit]  # those that follow cost more still
         for lane in range(lanes):
             if bound >= best:
                 break
@@ -278,73 +414,65 @@ def least_end(
                 bound = max(bound, load + (release[u] if lane > 0 else backward))
         if bound >= best:
             continue
-        n = 0
-        for u in range(units):
-            n += spans[picked[u], 1] - spans[picked[u], 0] if picked[u] >= 0 else 0
-        if depth > 0 and n <= MOST_TASKS:
-            n = _lay(picked, release, spans, task_set, task_us, task_at, tasks, times, sides)
-            is_leaf = depth == units - 1
-            gone, took = _refuted(n, tasks, times, sides, best, EACH, deep_times, deep_sides)
-            spent += took + n * n // 2
-            if is_leaf and not gone:
-                # It may have the last word: look longer.
-                gone, took = _refuted(n, tasks, times, sides, best, LONGER * EACH, deep_times, deep_sides)
+        n, pairs = num_tasks[depth], num_pairs[depth]
+        is_last = depth == units - 1
+        fits = n >= 0 and n + sizes[row, 0] * sizes[row, 1] <= MOST_TASKS
+        if fits:
+            if depth > 0:
+                _copy(n, pairs, buffers, depth - 1, depth)
+            else:
+                buffers[9][0] = 0
+            begin = n
+            n, pairs = _lay(row, release[unit], work, n, pairs, buffers, depth)
+            _hasten(n, buffers, depth, best)
+            left, took = _tight(n, buffers, depth, 1e-9 * best)
+            spent += took + (n - begin) * n
+            if not left:
+                continue
+            _by_lane(n, buffers)
+            full, took = _overfull(buffers, depth, 1e-9 * best)
+            spent += took
+            if full:
+                continue
+            served = _served(n, buffers)
+            spent += n * n
+            if served > best:
+                gone, took = _refuted(n, pairs, buffers, depth, best, LONGER if is_last else EACH)
                 spent += took
-            if spent > limit:
-                return -np.inf, spent
-            if gone:
-                continue
-            if is_leaf:
-                low, high = bound, best
-                for _ in range(BISECTIONS):
-                    middle = (low + high) / 2
-                    gone, took = _refuted(n, tasks, times, sides, middle, LONGER * EACH, deep_times, deep_sides)
-                    spent += took
-                    if gone:
-                        low = middle
-                    else:
-                        high = middle
-                best = low
-                continue
-        if depth < units - 1:
+                if gone:
+                    continue
+            if is_last:
+                best, took = _least(n, pairs, buffers, depth, bound, min(best, served), LONGER)
+                spent += took
+        elif is_last:
+            best = bound
+        if not is_last:
             depth += 1
             cursor[depth] = rows_first[order[depth]]
-        else:
-            best = bound
+            num_tasks[depth], num_pairs[depth] = n if fits else -1, pairs
     return best, spent
 
 
 @kernel
-def least_alone(
-    first: int, last: int, length: int, task_set: Wholes, task_us: Reals, task_at: Wholes, low: float, high: float,
-    limit: int,
-) -> tuple[float, int]:  # fmt: skip
+def least_alone(row: int, work: Tasks, low: float, high: float, limit: int) -> tuple[float, int]:
     """No schedule of one unit's tasks alone ends before this after its release; and what it took.
 
     Args:
-        first, last, length: a row of ``spans``, see :func:`least_end`.
         low: a bound that is known.
         high: as far as the bound matters.
         limit: pairs to look at for each time that is tried, at most about.
     """
-    if last - first > MOST_TASKS:
+    sizes = work[3]
+    if sizes[row, 0] * sizes[row, 1] > MOST_TASKS:
         return low, 0
-    tasks = np.empty((3, MOST_TASKS), dtype=np.int64)
-    times = np.empty((4, MOST_TASKS))
-    sides = np.empty((MOST_TASKS, MOST_TASKS), dtype=np.int8)
-    deep_times = np.empty((DEEPEST + 1, 2, MOST_TASKS))
-    deep_sides = np.empty((DEEPEST, MOST_TASKS, MOST_TASKS), dtype=np.int8)
-    spans = np.array([[first, last, length]])
-    n = _lay(np.zeros(1, dtype=np.int64), np.zeros(1), spans, task_set, task_us, task_at, tasks, times, sides)
-    gone, spent = _refuted(n, tasks, times, sides, high, limit, deep_times, deep_sides)
-    if gone:
-        return high, spent
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        gone, took = _refuted(n, tasks, times, sides, middle, limit, deep_times, deep_sides)
-        spent += took
+    buffers = _buffers(1)
+    n, num_pairs = _lay(row, 0.0, work, 0, 0, buffers, 0)
+    _by_lane(n, buffers)
+    served = _served(n, buffers)
+    spent = n * n
+    if served > high:
+        gone, spent = _refuted(n, num_pairs, buffers, 0, high, limit)
         if gone:
-            low = middle
-        else:
-            high = middle
-    return low, spent
+            return high, spent
+    found, took = _least(n, num_pairs, buffers, 0, low, min(high, served), limit)
+    return found, spent + took

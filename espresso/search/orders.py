@@ -13,55 +13,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from espresso.model.payload_sizes import share_of_stretches
 from espresso.model.pricing import Pricer
 from espresso.model.timeline_kernels import NUM_LANES
 from espresso.search.bound_kernels import CHAIN, COSTS
 from espresso.search.bounds import ROUNDING, Certificate, fees, prices
-from espresso.search.candidates import Leaves, Size, Unit, leaves_of
-from espresso.search.order_kernels import least_end
-from espresso.search.relaxation import Relaxation, leaf_rows
-from espresso.strategies import DTYPES, Choice
-from espresso.strategies.plan import partition_spans
+from espresso.search.candidates import Leaves, Unit, leaves_of
+from espresso.search.order_kernels import Tasks, least_end
+from espresso.search.relaxation import Relaxation, leaf_rows, leaf_tasks
 
 Reals = npt.NDArray[np.float64]
 
 NEARLY_ALL = 0.9
 """Of all elements; with less the others' loads say more, and there is more to look at."""
-
-LEAF = 2_500
-"""What a leaf's tasks take to lay out, in pairs of tasks looked at."""
-
-
-class Tables:
-    """What the kernel reads: leaves in rows, those of one giant together, and their tasks."""
-
-    def __init__(self) -> None:
-        self.first: list[int] = []
-        self.last: list[int] = []
-        self.loads: list[Reals] = []
-        self.excess: list[float] = []
-        self.spans: list[tuple[int, int, int]] = []
-        self.sets: list[int] = []
-        self.us: list[float] = []
-        self.places: list[int] = []
-
-    def begin(self) -> None:
-        """The next giant's leaves follow."""
-        self.first.append(len(self.spans))
-        self.last.append(len(self.spans))
-
-    def add(self, load: Reals, excess: float, chains: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """A leaf: (lane set, time) of every task, partition by partition."""
-        begin = len(self.sets)
-        for chain in chains:
-            self.sets += [lane_set for lane_set, _ in chain]
-            self.us += [us for _, us in chain]
-            self.places += range(len(chain))
-        self.spans.append((begin, len(self.sets), len(chains[0])))
-        self.loads.append(load)
-        self.excess.append(excess)
-        self.last[-1] += 1
 
 
 def bound_by_orders(
@@ -88,8 +51,8 @@ def bound_by_orders(
     # Weights say something of a giant's leaves only if the bound comes from them.
     root = certificate.makespan_us if certificate.makespan_us > relaxation.backward_us else 0.0
     paid, kinds = prices(relaxation, certificate.weights), fees(relaxation, certificate.paid)
-    hopeful: list[tuple[Size, Sequence[Choice], Reals, Reals, list[int]]] = []
-    for giant in giants:
+    found, least = [], np.zeros((len(giants), NUM_LANES))
+    for position, giant in enumerate(giants):
         unit = units[giant]
         mine = leaves_of(leaves, unit)
         rows = leaf_rows(pricer, unit.size, mine, partition_bytes)
@@ -97,39 +60,46 @@ def bound_by_orders(
         if relaxation.ledger is not None and root > 0.0:
             excess += kinds[giant, relaxation.ledger.kinds_of(mine)]
         excess -= excess.min()
-        least = np.maximum(relaxation.release_us[giant] + rows[:, CHAIN], relaxation.backward_us + rows[:, 0])
-        possible = np.flatnonzero((least < above) & (root + excess < above))
+        ends = np.maximum(relaxation.release_us[giant] + rows[:, CHAIN], relaxation.backward_us + rows[:, 0])
+        possible = np.flatnonzero((ends < above) & (root + excess < above))
         if len(possible) == 0:
             return above, 0  # no strategy is below it
-        cheapest_first = possible[np.argsort(excess[possible], kind="stable")].tolist()
-        hopeful.append((unit.size, mine, rows, excess, cheapest_first))
-    if LEAF * sum(len(in_order) for *_, in_order in hopeful) > limit:
-        return -np.inf, 0
-    tables = Tables()
-    for size, choices, rows, excess, in_order in hopeful:
-        tables.begin()
-        for leaf in in_order:
-            chains = chains_of(pricer, size, choices[leaf], partition_bytes)
-            tables.add(rows[leaf, :NUM_LANES], float(excess[leaf]), chains)
+        possible = possible[np.argsort(excess[possible], kind="stable")]
+        found.append((mine, possible, rows[possible, :NUM_LANES], excess[possible]))
+        least[position] = found[-1][2].min(axis=0)
+    begins = relaxation.release_us[giants, None] + np.zeros(NUM_LANES)
+    begins[:, 0] = relaxation.backward_us
+    for position, (mine, possible, loads, excess) in enumerate(found):
+        # A lane serves what is released from any giant on: of this one this leaf's load, of the others their least.
+        others = least.copy()
+        others[position] = 0.0
+        after = begins + others[::-1].cumsum(axis=0)[::-1]
+        fits = (np.maximum(after[: position + 1].max(axis=0) + loads, after.max(axis=0)) < above).all(axis=1)
+        if not fits.any():
+            return above, 0
+        found[position] = (mine, possible[fits], loads[fits], excess[fits])
+        least[position] = loads[fits].min(axis=0)
+    last = np.cumsum([len(possible) for _, possible, _, _ in found])
     sizes = [units[giant].numel for giant in giants]
-    found, spent = least_end(
-        np.array(tables.first), np.array(tables.last), np.argsort(sizes)[::-1].copy(),
-        relaxation.release_us[giants], relaxation.backward_us, np.array(tables.loads), np.array(tables.excess), root,
-        np.array(tables.spans), np.array(tables.sets), np.array(tables.us), np.array(tables.places), above, limit,
+    end, spent = least_end(
+        np.append(0, last[:-1]), last, np.argsort(sizes)[::-1].copy(), relaxation.release_us[giants],
+        relaxation.backward_us, np.concatenate([loads for _, _, loads, _ in found]),
+        np.concatenate([excess for *_, excess in found]), root,
+        _joined([
+            leaf_tasks(pricer, units[giant].size, mine, partition_bytes, possible)
+            for giant, (mine, possible, _, _) in zip(giants, found, strict=True)
+        ]),
+        above, limit,
     )  # fmt: skip
-    return float(found) * (1.0 - ROUNDING), int(spent)
+    return float(end) * (1.0 - ROUNDING), int(spent)
 
 
-def chains_of(pricer: Pricer, size: Size, choice: Choice, partition_bytes: int) -> list[list[tuple[int, float]]]:
-    """(lane set, time) of every task of every partition of a unit."""
-    numel, dtype, runs = size
-    spans = partition_spans(numel, partition_bytes // DTYPES[dtype])
-    found = []
-    for start, stop in spans if choice.option.num_rounds == 1 else [(0, numel)]:
-        segments = runs if stop - start == numel else share_of_stretches(runs, stop - start, numel)
-        works = pricer.chain(choice, stop - start, dtype, segments)
-        found.append([(work.shape.lane_set, work.us) for work in works])
-    return found
+def _joined(blocks: Sequence[Tasks]) -> Tasks:
+    """The tasks of several units' leaves, one unit after the other."""
+    longest = max(sets.shape[1] for sets, *_ in blocks)
+    wide = [[np.pad(one, ((0, 0), (0, longest - one.shape[1]))) for one in block[:3]] for block in blocks]
+    sets, whole, last = (np.concatenate(columns) for columns in zip(*wide, strict=True))
+    return sets, whole, last, np.concatenate([sizes for *_, sizes in blocks])
 
 
-__all__ = ["Tables", "bound_by_orders", "chains_of"]
+__all__ = ["bound_by_orders"]

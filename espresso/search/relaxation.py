@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from espresso.model.job import Job
 from espresso.model.payload_sizes import share_of_stretches
-from espresso.model.pricing import Pricer
+from espresso.model.pricing import Pricer, SizeKey
 from espresso.model.timeline_kernels import NUM_LANES, limits_of
 from espresso.search.bound_kernels import COSTS, NUM_RESOURCES, WIDTH, join_partitions, leaf_features, pareto
 from espresso.search.budgets import ROUNDING, Ledger
 from espresso.search.candidates import Leaves, Size, Unit, leaves_of
+from espresso.search.order_kernels import Tasks
 from espresso.strategies import DTYPES, Choice, CompressorSpec, Option
 from espresso.strategies.plan import partition_spans
 
@@ -120,14 +121,40 @@ def leaf_rows(pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partition_
     return np.concatenate([_rows_of(pricer, size, run, spans) for run in _runs(pricer, leaves)])
 
 
+def leaf_tasks(
+    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partition_bytes: int, chosen: Wholes
+) -> Tasks:  # fmt: skip
+    """The tasks of the leaves ``chosen`` at one partition size, in rows (:mod:`espresso.search.order_kernels`)."""
+    spans = partition_spans(size[0], partition_bytes // DTYPES[size[1]])
+    runs = [run for run in _runs(pricer, leaves) if run.holds(chosen).any()]
+    matrices = [pricer.catalogue.padded(run.options) for run in runs]
+    shape = len(chosen), max(numbers.shape[1] for numbers in matrices)
+    sets, whole, last = np.full(shape, -1), np.zeros(shape), np.zeros(shape)
+    sizes = np.empty((len(chosen), 2), dtype=np.int64)
+    for run, numbers in zip(runs, matrices, strict=True):
+        mine, width = np.flatnonzero(run.holds(chosen)), numbers.shape[1]
+        picked = numbers[chosen[mine] - run.start]
+        cuts = _cuts(size, run, spans)
+        for (start, stop), us in ((cuts[0], whole), (cuts[-1], last)):
+            sets_by_shape, us_by_shape, _ = pricer.shape_costs(numbers, _partition(run, stop - start, size))
+            us[mine, :width] = us_by_shape[picked]
+            sets[mine, :width] = sets_by_shape[picked]
+        sizes[mine] = np.stack([(picked >= 0).sum(axis=1), np.full(len(mine), len(cuts))], axis=1)
+    return sets, whole, last, sizes
+
+
 def _rows_of(pricer: Pricer, size: Size, run: _Run, spans: Sequence[tuple[int, int]]) -> Reals:
-    # Compressors of several rounds are never cut.
-    cuts = spans if run.options[0].num_rounds == 1 else [(0, size[0])]
+    cuts = _cuts(size, run, spans)
     tail = _leaf_features(pricer, run, cuts[-1][1] - cuts[-1][0], size)
     full = tail if len(cuts) == 1 else _leaf_features(pricer, run, cuts[0][1], size)
     rows = np.empty((len(run.options), WIDTH))
     join_partitions(full, tail, len(cuts), pricer.costs.links.burst(pricer.cluster).credit_us, rows)
     return rows
+
+
+def _cuts(size: Size, run: _Run, spans: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    # Compressors of several rounds are not cut.
+    return spans if run.options[0].num_rounds == 1 else [(0, size[0])]
 
 
 def undominated(rows: Reals, spends: Reals | None = None) -> Wholes:
@@ -144,6 +171,9 @@ class _Run:
     start: int
     compressor: CompressorSpec
     options: tuple[Option, ...]
+
+    def holds(self, leaves: Wholes) -> npt.NDArray[np.bool_]:
+        return (self.start <= leaves) & (leaves < self.start + len(self.options))
 
 
 def _runs(pricer: Pricer, leaves: tuple[Choice, ...]) -> list[_Run]:
@@ -162,11 +192,14 @@ def _find_runs(leaves: tuple[Choice, ...]) -> list[_Run]:
     return runs
 
 
-def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Reals:
+def _partition(run: _Run, elements: int, size: Size) -> SizeKey:
     numel, dtype, runs = size
-    segments = runs if elements == numel else share_of_stretches(runs, elements, numel)
+    return run.compressor, elements, dtype, runs if elements == numel else share_of_stretches(runs, elements, numel)
+
+
+def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Reals:
     numbers = pricer.catalogue.padded(run.options)
-    sets, us, beside = pricer.shape_costs(numbers, (run.compressor, elements, dtype, segments))
+    sets, us, beside = pricer.shape_costs(numbers, _partition(run, elements, size))
     out = np.empty((len(run.options), COSTS + 2 * NUM_RESOURCES))
     leaf_features(numbers, sets, us, beside, limits_of(pricer.costs, pricer.cluster), out)
     return out
