@@ -27,6 +27,7 @@ from espresso.search.bound_kernels import (
 from espresso.search.bounds import Branching, branch, certify, polish, right_hand_sides
 from espresso.search.candidates import every_choice, partition_sizes, units_of
 from espresso.search.evaluator import Evaluator
+from espresso.search.local_search import Effort
 from espresso.search.order_kernels import least_alone
 from espresso.search.orders import bound_by_orders
 from espresso.search.relaxation import Relaxation, relax, undominated_leaves
@@ -168,6 +169,15 @@ def test_orders_know_that_giants_wait_for_one_another():
     assert program < 0.95 * found
     assert best * 0.99 < found <= best
     assert by_orders(job, (leaf,), 0, best, limit=1)[0] == -np.inf
+
+
+def test_without_effort_orders_certify_nothing():
+    """What is not looked at keeps its bound: of a job with a gap of 3 % by loads alone."""
+    job = job_from_trace("vgg16", 8, 8, "pcie-25g")
+    effort = replace(Effort.for_units(len(job.tensors)), polish=0, branching=0, orders=0)
+    result = search(job, "dgc:ratio=0.01", effort=effort)
+    root = min(certificate.makespan_us for certificate in result.certificates.values())
+    assert result.lower_bound_us <= (root + job.forward_us + job.optimizer_us) * (1 + 1e-9)
 
 
 def test_a_few_giants_are_certified():

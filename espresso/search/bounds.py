@@ -148,6 +148,7 @@ def certify(
     close: float = 1e-4,
     start: Reals | None = None,
     paid: tuple[float, ...] = (),
+    fixed: bool = False,
 ) -> Certificate:
     """The best bound that the ascent finds.
 
@@ -157,11 +158,12 @@ def certify(
         close: good enough, as a fraction of ``above``.
         start: weights of an earlier certificate of the same units.
         paid: where to start with the budgets' multipliers.
+        fixed: leave them there.
     """
     base, often = right_hand_sides(relaxation), _nothing_noted(relaxation)
     weights = _first_weights(base) if start is None else start
-    if not relaxation.has_budget:
-        return _ascend(relaxation, base, weights, above, rounds, close, (), often)
+    if fixed or not relaxation.has_budget:
+        return _ascend(relaxation, base, weights, above, rounds, close, paid, often)
     return _priced(relaxation, base, weights, above, rounds, close, paid or (0.0,) * len(relaxation.limits), often)
 
 
@@ -319,9 +321,7 @@ class Branching:
         self._open: list[_Node] = []
         self._made = 0
         self._settled = np.inf
-        sets = [self._possible(giant) for giant in self._giants]
-        if all(len(rows) for rows in sets):
-            self._push(sets, certificate.makespan_us, certificate, ROOT_ROUNDS)
+        self._root: Certificate | None = certificate
 
     def _possible(self, giant: int) -> Wholes:
         """The giant's rows that a strategy below ``above`` can have."""
@@ -339,15 +339,24 @@ class Branching:
     @property
     def bound(self) -> float:
         """No strategy's makespan is below it."""
+        if self._root is not None:
+            return min(self._root.makespan_us, self._above)
         return min(self._settled, self._open[0].bound if self._open else np.inf, self._above)
 
     @property
     def can_step(self) -> bool:
         """Whether another step can raise the bound."""
-        return bool(self._open) and self._open[0].bound < min(self._settled, self._above * (1 - 1e-4))
+        close = self._above * (1 - 1e-4)
+        return self.bound < close and (self._root is not None or self.bound < self._settled)
 
     def step(self) -> None:
-        """Split the least open node in two and bound both halves."""
+        """Split the least open node in two and bound both halves; before that, bound the root."""
+        if self._root is not None:
+            root, self._root = self._root, None
+            sets = [self._possible(giant) for giant in self._giants]
+            if all(len(rows) for rows in sets):
+                self._push(sets, root.makespan_us, root, ROOT_ROUNDS)
+            return
         node = heapq.heappop(self._open)
         split = self._split(node)
         if split is None:
@@ -362,7 +371,9 @@ class Branching:
 
     @property
     def step_cost(self) -> int:
-        """Multiplications in a step, about: two ascents and what is beside."""
+        """Multiplications in a step, about: two ascents and what is beside. (Each root is bounded once, and free.)"""
+        if self._root is not None:
+            return 0
         return 2 * (NODE_ROUNDS * round_cost(self._relaxation) + NODE_OVERHEAD)
 
     def _push(self, sets: list[Wholes], bound: float, near: Certificate, rounds: int) -> None:
@@ -441,8 +452,8 @@ def branch(branchings: list[Branching], effort: int) -> None:
         least = min(branchings, key=lambda one: one.bound)
         if not least.can_step:
             return
-        least.step()
         left -= least.step_cost
+        least.step()
 
 
 __all__ = [

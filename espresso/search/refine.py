@@ -167,13 +167,16 @@ def _by_orders(
         above = makespan / (1 + gap)
         found = above
         for size in sorted(bounds, key=bounds.__getitem__):
-            if bounds[size] < found and effort > 0:
-                relaxation, certificate = roots[size]
+            if bounds[size] >= found:
+                break
+            relaxation, certificate = roots[size]
+            raised, spent = -np.inf, 0
+            if effort > 0:
                 raised, spent = bound_by_orders(
                     relaxation, certificate, evaluator.units, leaves, size, evaluator.pricer, found, effort
                 )
-                effort -= spent
-                found = min(found, max(bounds[size], raised))
+            effort -= spent
+            found = min(found, max(bounds[size], raised))
         best = max(best, found)
         if found < above * (1 - CLOSE):
             break
@@ -210,7 +213,7 @@ def _roots(
         relaxation, certificate = roots[least]
         again = certify(
             relaxation, above, rounds=effort.rounds(len(units)) // 3, start=certificate.weights,
-            paid=certificate.paid,
+            paid=certificate.paid, fixed=True,
         )  # fmt: skip
         if again.makespan_us > certificate.makespan_us:
             roots[least] = (relaxation, again)
@@ -287,6 +290,7 @@ def _with_longer_chains(row: _Size, times: float, effort: Effort) -> _Size:
         row.makespan_us * times,
         rounds=effort.rounds(units),
         paid=row.certificate.paid,
+        fixed=True,
     )
     led = guide(row.evaluator, longer, certificate, effort.depth(units))
     start = led.rounded.copy()
