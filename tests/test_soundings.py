@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from espresso.live.sounding import SHARE, Soundings
+from espresso.live.sounding import APART, RARELY, SHARE, Soundings
 from espresso.live.turns import TRY_MOST
 from espresso.live.watch import Cause, Vitals
 from tests.world import SOUNDS_MS, World, planner_of, rows_of, run
@@ -53,7 +53,27 @@ def test_one_fast_sounding_is_no_faster_link():
     assert [heard(ms, 100 + at) for at, ms in enumerate((20.0, 20.0, *[8.0] * 6))] == [None] * 8, "slow at first"
     soundings.begin()
     assert [heard(ms, 200 + ms) for ms in (0.4, 0.3, 0.1, 0.1)] == [None] * 4, "less than can be told"
-    assert not soundings.is_due(1_000_000, rows), "nothing would show"
+
+
+def test_a_link_so_fast_that_nothing_would_show_is_sounded_rarely_until_it_is_slower():
+    rows, soundings, step = [Vitals(10_000.0, 8_000.0, 2_000.0, 5_000.0, 3_000.0)], Soundings(), 1000
+    apart, found = [], []
+    for link_ms in [0.3] * 6 + [20.0] * 6 + [0.3, 0.3]:
+        change = soundings.take(step, rows, 1e3 * link_ms, cost_us=2e4)
+        found.append(None if change is None else change.ratio(Cause.LINK))
+        after = next(at for at in range(step, step + 10_000) if soundings.is_due(at, rows))
+        apart.append(after - step)
+        step = after
+    assert found == [None] * 13 + [pytest.approx(0.025)], "slower is no change: what runs sends little; faster is one"
+    assert apart[5] >= RARELY * apart[11] / 2
+    assert apart[12] == 0, "looked at again at once"
+
+
+def test_soundings_are_apart_so_that_what_disturbs_one_does_not_disturb_them_all():
+    rows, soundings = [Vitals(10_000.0, 8_000.0, 2_000.0, 5_000.0, 3_000.0)], Soundings()
+    assert soundings.is_due(50, rows)
+    soundings.take(50, rows, 8_000.0, cost_us=100.0)
+    assert [soundings.is_due(step, rows) for step in (51, 50 + APART - 1, 50 + APART)] == [False, False, True]
 
 
 def test_soundings_are_many_at_first_and_later_a_two_hundredth_of_the_time():
