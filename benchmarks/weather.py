@@ -184,7 +184,10 @@ def work(arm: str, widths: str, schedule: str, folder: Path, decide_by: int) -> 
             return None
         if arm.startswith("fixed:"):
             return espresso.register(ddp, strategy=lambda t, c: fixed_strategy(arm.partition(":")[2], t, c))
-        return espresso.register(ddp, timeout_s=300.0, adapt=arm == "adapt", decide_by=decide_by)
+        # Kernels first: an arm that compiles them would decide a minute later than the others, in another phase.
+        return espresso.register(
+            ddp, timeout_s=300.0, adapt=arm == "adapt", decide_by=decide_by, compile_beside=False
+        )  # fmt: skip
 
     ddp, optimizer = trained()
     state = attach(ddp)

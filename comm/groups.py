@@ -44,7 +44,7 @@ _SLACK_S = 2.0
 
 CLOSED = "espresso is closed: its process groups are gone"
 
-_POLL_S, _LOOK_EVERY_S = 0.02, 2.0
+_FIRST_POLL_S, _POLL_S, _LOOK_EVERY_S = 0.0005, 0.02, 2.0
 
 _STORE_S = 2.0
 """The store may end with rank 0, which has found that somebody is missing: the others find out until then."""
@@ -254,7 +254,7 @@ class Groups:
 
     def _see_to(self, work: Any) -> None:
         """Past the time-out, wait on only while all ranks answer, and not for one that failed."""
-        look_at, pause_s = time.monotonic() + self.timeout_s, _POLL_S / 40
+        look_at, pause_s = time.monotonic() + self.timeout_s, _FIRST_POLL_S
         while not work.is_completed():
             time.sleep(pause_s)
             pause_s = min(1.25 * pause_s, _POLL_S)  # who comes soon is not waited for much longer

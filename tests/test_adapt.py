@@ -474,6 +474,17 @@ def test_where_nothing_has_moved_when_it_is_measured_nothing_is_searched_for():
     assert [row[1] for row in rows_of(planner)] == ["decided", "changed", "kept"]
     assert planner.history.rows[-1]["reason"] == "nothing has moved much"
     assert world.searches == searched
+
+
+def test_what_a_turn_costs_is_told():
+    world = World(noise=0.002)
+    planner = planner_of(world)
+    now = run(world, planner, range(100), {})
+    assert planner.probed_us == 0
+    world.plain_us, world.when_measured_us = 3_300, 1_000
+    run(world, planner, range(100, 400), {}, now)
+    assert [row[1:] for row in rows_of(planner)] == [("decided", "plain"), ("changed", "plain"), ("kept", "plain")]
+    assert world.soundings == 0
     assert 0 < planner.probed_us < 1e5
 
 

@@ -11,7 +11,7 @@ SUPPOSED_US = 250_000.0
 
 EARNED, EARNED_STEPS = 0.01, 1000
 """Of the wall time, at most of so many steps: what may go to a turn before waiting has cost as much, and to soundings.
-So of any thousand quiet steps both take two percent at most."""
+A turn that costs more than was supposed, and one for steps twice as long, come on top."""
 
 REST = 10
 """Steps after a turn in which no other begins."""

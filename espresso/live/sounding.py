@@ -54,7 +54,7 @@ class Soundings:
         steps = math.ceil(min(age / AGE, 1 / SHARE) * cost_us / max(_step_us(rows), 1.0))
         usual_us = median(self._seen_us or [now_us])
         self._next = step + max(steps * (1 if usual_us > FASTER * LEAST_US else RARELY), APART)
-        if len(self._seen_us) < FEW or usual_us < FASTER * now_us < FASTER**2 * usual_us:
+        if len(self._seen_us) < FEW or usual_us / FASTER < now_us < FASTER * usual_us:
             self._seen_us = [*self._seen_us, now_us][:MANY]
             self._last, self._found = step, 0
             return None
