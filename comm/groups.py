@@ -224,13 +224,13 @@ class Groups:
         rank = rank_in(text, self._ends)
         return None if rank == self.rank else rank
 
-    def start_gather(self, mine: torch.Tensor) -> Gathering:
+    def start_gather(self, mine: torch.Tensor, *, timed: bool = False) -> Gathering:
         """Begin to gather everybody's tensor of one shape and type on the host. Does not block.
 
         All ranks begin theirs between the same two iterations, or in the same hook call, as all control messages.
         """
         self._control_group()
-        return Gathering(mine, self.control, self.explained, adds=False)
+        return Gathering(mine, self.control, self.explained, adds=False, timed=timed)
 
     def start_sum(self, mine: torch.Tensor) -> Gathering:
         """Begin to add up everybody's tensor, in place; otherwise as :meth:`start_gather`."""

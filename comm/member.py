@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -70,7 +71,11 @@ def break_off(group: Any, index: int, size: int) -> None:
 
 
 class Gathering:
-    """A gather, or a sum, that is under way: nobody waits for it until its rows are asked for."""
+    """A gather, or a sum, that is under way: nobody waits for it until its rows are asked for.
+
+    Attributes:
+        took_us: what it took, in microseconds; 0 until it is over, and where it is not timed.
+    """
 
     def __init__(
         self,
@@ -79,7 +84,9 @@ class Gathering:
         explained: Callable[[str], AbstractContextManager[None]],
         *,
         adds: bool,
+        timed: bool = False,
     ) -> None:
+        self.took_us, self._began = 0.0, time.perf_counter()
         self._rows = [mine] if adds else [torch.empty_like(mine) for _ in range(member.size)]
         self._explained = explained
         self._mine = mine  # until it is sent
@@ -88,6 +95,11 @@ class Gathering:
                 self._work = dist.all_reduce(mine, group=member.group, async_op=True)
             else:
                 self._work = dist.all_gather(self._rows, mine, group=member.group, async_op=True)
+        if timed:
+            self._work.get_future().add_done_callback(self._stamp)
+
+    def _stamp(self, future: Any) -> None:
+        self.took_us = 1e6 * (time.perf_counter() - self._began)
 
     @property
     def is_done(self) -> bool:

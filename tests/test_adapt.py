@@ -89,6 +89,19 @@ def test_there_and_back_again():
     assert [step - changed <= WITHIN for step, changed in zip(switched, (100, 250, 400), strict=True)] == [True] * 3
 
 
+def test_conditions_under_which_nothing_better_was_found_are_not_looked_into_again():
+    world = World(plain_us=60_000, noise=0.01)
+    planner = planner_of(world)
+    now = 0
+    for number in range(7):
+        world.compute = 1.5 if number % 2 else 1.0
+        now = run(world, planner, range(300 * number, 300 * number + 300), {}, now)
+    assert [row[1:] for row in rows_of(planner)] == [("decided", "signs"), ("changed", "signs"), ("kept", "signs")]
+    world.plain_us = 135_000  # steps take as long as when a core was busy, and for another reason
+    run(world, planner, range(2_100, 2_200), {}, now)
+    assert planner.history.rows[3]["event"] == "changed"
+
+
 def test_buckets_are_laid_before_it_decides_and_stay():
     world = World(wants=5.0, bucket_cap_mb=5.0)
     planner = planner_of(world)
@@ -290,13 +303,12 @@ def test_what_orders_a_resumed_strategy_runs_also_where_a_window_is_late():
     """Whether the window's numbers are there is this rank's own affair; the order comes from rank 0."""
 
     class Late(Rows):
-        is_done = False
-
         def __init__(self, mine: torch.Tensor) -> None:
-            self._mine = mine
+            super().__init__(mine)
+            self.is_done = False
 
     class LateRank(OneRank):
-        def start_gather(self, mine: torch.Tensor) -> Rows:
+        def start_gather(self, mine: torch.Tensor, *, timed: bool = False) -> Rows:
             return Late(mine)
 
     world = World(plain_us=60_000)
@@ -307,7 +319,6 @@ def test_what_orders_a_resumed_strategy_runs_also_where_a_window_is_late():
     for step in range(7):
         record = world.record(step, planner, now)
         record.finite, now = step >= 5, record.done_ns  # it is ordered at the first that is finite
-        record.intervals = []  # so that nothing is sounded
         work = planner.after(record)
         assert (work is None) is (step != 5)
         if work is not None:
@@ -484,7 +495,7 @@ def test_what_a_turn_costs_is_told():
     world.plain_us, world.when_measured_us = 3_300, 1_000
     run(world, planner, range(100, 400), {}, now)
     assert [row[1:] for row in rows_of(planner)] == [("decided", "plain"), ("changed", "plain"), ("kept", "plain")]
-    assert world.soundings == 0
+    assert world.groups.soundings == 0
     assert 0 < planner.probed_us < 1e5
 
 

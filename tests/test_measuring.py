@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from espresso.comm.groups import Groups
 from espresso.flight.processors import Delays
@@ -28,7 +29,7 @@ from espresso.live.codecs import HostCodecs
 from espresso.live.heap import keep_freed_memory
 from espresso.live.machine import cores_per_rank
 from espresso.live.profiler import LinkReport, Place, measure_links
-from espresso.live.remeasure import Remeasured, sound
+from espresso.live.remeasure import Remeasured
 from espresso.live.watch import Change
 from espresso.model.links import LinkCurve, Links, interpolate
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
@@ -130,21 +131,27 @@ def found_again(rank: int, us_of: Callable[[int, int], float]) -> float:
         return Remeasured(job, slower).job(job, slower, groups, Place()).costs.links.burst_bytes
 
 
-def sounded(rank: int) -> float:
-    """On 2 hosts of 2 ranks, where rank 3 comes late, and waits for nobody."""
-    groups = Groups(timeout_s=20, ranks_per_node=2)
+def timed(rank: int) -> tuple[float, float]:
+    """Rank 3 comes late, and waits for nobody."""
+    groups = Groups(timeout_s=20)
     try:
-        sound(groups, Place())
+        mine = torch.zeros(1 << 16, dtype=torch.uint8)
+        groups.start_gather(mine).rows()
         time.sleep(0.2 * (rank == 3))
-        return sound(groups, Place())
+        gathering = groups.start_gather(mine, timed=True)
+        before = gathering.took_us
+        while not gathering.took_us:
+            time.sleep(0.001)
+        return before, gathering.took_us
     finally:
         groups.close()
 
 
-def test_a_sounding_says_what_the_link_takes_and_not_who_came_late():
-    found = {outcome.value for outcome in run_ranks(sounded, 4)}
-    assert len(found) == 1
-    assert 0 < found.pop() < 100_000.0
+def test_a_gather_is_timed_and_who_comes_last_waits_for_the_link_alone():
+    found = [outcome.value for outcome in run_ranks(timed, 4)]
+    assert [before for before, _ in found[:3]] == [0.0] * 3
+    assert all(took > 150_000.0 for _, took in found[:3])
+    assert 0 < found[3][1] < 100_000.0
 
 
 def test_latency_is_told_from_what_holds_a_link():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,24 +25,31 @@ TWO = Cluster(2, 1)
 COMPUTE_US, CODEC_US = 10_000.0, 6_000.0
 SIGNS = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), CompressorSpec.parse("efsignsgd")))
 SIGNS_ONCE_MORE = SIGNS.with_choices({"b": PLAIN})
-SOUNDS_MS = 2.0
 
 
 class Rows:
     """A gather of one rank."""
 
-    def __init__(self, mine: torch.Tensor) -> None:
-        self._mine = mine
+    def __init__(self, mine: torch.Tensor, took_us: float = 0.0) -> None:
+        self._mine, self.took_us = mine, took_us
         self.is_done = True
 
     def rows(self) -> torch.Tensor:
         return self._mine[None]
 
 
+@dataclass
 class OneRank:
-    """What a planner asks of groups."""
+    """What a planner asks of groups.
 
-    rank, host_copies, speaks, beside = 0, False, True, None
+    Attributes:
+        sounds_us: what a short exchange takes.
+        soundings: how often it was looked at.
+    """
+
+    rank, num_ranks, host_copies, speaks, beside = 0, 1, False, True, None
+    sounds_us: float = 20_000.0
+    soundings: int = 0
 
     def all_objects(self, value: Any) -> list[Any]:
         return [value]
@@ -53,8 +59,9 @@ class OneRank:
     def from_rank_0(self, value: Any) -> Any:
         return value
 
-    def start_gather(self, mine: torch.Tensor) -> Rows:
-        return Rows(mine)
+    def start_gather(self, mine: torch.Tensor, *, timed: bool = False) -> Rows:
+        self.soundings += timed
+        return Rows(mine, self.sounds_us if timed else 0.0)
 
 
 @dataclass
@@ -71,8 +78,7 @@ class World:
         wants: that it would want from the moment on in which the link is measured again.
         rests: exchanges that are free after the pause in which it is measured.
         known_us: ``plain_us`` when it was measured last.
-        sounds_us: what a short exchange takes.
-        soundings, sounding_ms: in how many it was looked at, and what they took.
+        groups: of the planner.
     """
 
     plain_us: float = 1_000.0
@@ -94,9 +100,7 @@ class World:
     free: int = 0
     put_away: int = 0
     why_none: str = ""
-    sounds_us: float = 20_000.0
-    soundings: int = 0
-    sounding_ms: float = 0.0
+    groups: OneRank = field(default_factory=OneRank)
     known_us: float = 0.0
 
     def lay(self, bucket_cap_mb: float) -> bool:
@@ -135,12 +139,6 @@ class World:
         self.bucket_cap_mb, self.free = self.wants, self.rests
         link, compute = self.plain_us / before_us, change.ratio(Cause.COMPUTE, Cause.JOB) or 1.0
         return Moved(link, max(abs(math.log(link)), abs(math.log(compute))))
-
-    def sound(self) -> float:
-        self.soundings, began = self.soundings + 1, time.perf_counter()
-        time.sleep(SOUNDS_MS / 1e3)
-        self.sounding_ms += 1e3 * (time.perf_counter() - began)
-        return self.sounds_us
 
     def before_trying(self) -> None:
         self.free = 0
@@ -189,7 +187,7 @@ def run(
 
 def planner_of(world: World, *, adapt: bool = True, decide_by: int = 20) -> AutoPlanner:
     return AutoPlanner(
-        strategy_of(BUCKETS, TWO, PLAIN), OneRank(), world, warmup_steps=3, profile_steps=2, race_steps=3,
+        strategy_of(BUCKETS, TWO, PLAIN), world.groups, world, warmup_steps=3, profile_steps=2, race_steps=3,
         race_rounds=2, decide_by=decide_by, on_profile=lambda _: None, history=History(True), adapt=adapt,
         lay_buckets=world.lay,
     )  # fmt: skip

@@ -47,10 +47,6 @@ class Search(Protocol):
         """Measure again what changed; collective. The next call searches with it."""
         ...
 
-    def sound(self) -> float:
-        """Microseconds that a short exchange takes on the slowest link as it is now; collective."""
-        ...
-
     def before_trying(self) -> None:
         """Use up what links let through at once after the pause that measuring and searching was; collective."""
         ...

@@ -27,7 +27,7 @@ from espresso.live.fixed_planner import InForce
 from espresso.live.machine import cores_per_rank, machine_facts
 from espresso.live.observer import Observation, Observer, combine, hosts_of
 from espresso.live.profiler import measure_links
-from espresso.live.remeasure import Remeasured, sound, use_up_rest
+from espresso.live.remeasure import Remeasured, use_up_rest
 from espresso.live.runtime import Runtime
 from espresso.live.sampler import Sampler
 from espresso.live.server_profile import measure_exchange, measure_processors
@@ -123,10 +123,6 @@ class OnlineSearch:
         self._revised = self._revised or Remeasured(self.job, change)
         self.job = self._revised.job(self.job, change, self._groups, self._runtime.place)
         return self._revised.moved
-
-    def sound(self) -> float:
-        """Microseconds that a short exchange takes on the slowest link as it is now. Collective."""
-        return sound(self._groups, self._runtime.place)
 
     def before_trying(self) -> None:
         """Have the first strategy that is tried find the links as the later ones do. Collective."""

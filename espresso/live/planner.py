@@ -24,7 +24,7 @@ from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
 from espresso.live.patience import Patience
 from espresso.live.race import Arm, Race
-from espresso.live.sounding import FASTER, Soundings
+from espresso.live.sounding import SOUND_BYTES, Soundings
 from espresso.live.turns import (
     DRIFT,
     DROP,
@@ -41,7 +41,7 @@ from espresso.live.turns import (
     block_of,
     times_of,
 )
-from espresso.live.watch import TELLING, Cause, Change, Finding, Watch
+from espresso.live.watch import FASTER, TELLING, Cause, Change, Finding, Watch
 from espresso.strategies import Strategy, plan
 
 logger = logging.getLogger("espresso")
@@ -363,10 +363,9 @@ class AutoPlanner:
 
     def _answer(self, watch: Watch, change: Change | None, step: int) -> Work | None:
         """What follows from a window that was looked at."""
+        change = change or self._sounded(watch, step)
         if change is None:
-            due = self._what_is_due(watch, step)
-            sounds = due is None and self._soundings.is_due(step, watch.ring[-1][1])
-            return partial(self._sound, watch, step) if sounds else due
+            return self._what_is_due(watch, step)
         if self._patience.permits(change, step):
             return partial(self._begin_turn, change, step)
         self._later = None
@@ -384,40 +383,36 @@ class AutoPlanner:
             return None
         return partial(self._switch, later.name, later.race, later.change, step)
 
-    def _watch_anew(self, step_us: float | None = None, *, is_another: bool = True) -> None:
-        """From the next iteration on, against what a step of the strategy in use is known to take.
-
-        Args:
-            is_another: this strategy, or its link, is not the one that was sounded so far.
-        """
+    def _watch_anew(self, step_us: float | None = None) -> None:
+        """Watch another strategy from the next iteration on, whose steps are known to take so long."""
         if self.watch is not None:
             self.watch.begin(step_us)
-        if is_another:
-            self._soundings.begin()
+        self._soundings.begin()
 
     def _look(self, watch: Watch, step: int, ordering: Work | None) -> None:
         work = self._answer(watch, watch.look(), step) or ordering
         if work is not None:
             work()
 
-    def _sound(self, watch: Watch, step: int) -> None:
-        """Look at a link that may have become faster unseen; where it has, once more at once."""
+    def _sounded(self, watch: Watch, step: int) -> Change | None:
+        """What was heard of a link that may have become faster unseen; the next sounding begins when it is due."""
         change, rows = None, watch.ring[-1][1]
-        while change is None and self._soundings.is_due(step, rows):
-            began = time.perf_counter()
-            link_us = self._search.sound()
-            figures = self._groups.everywhere((link_us, 1e6 * (time.perf_counter() - began)))
-            link_us, cost_us = map(max, zip(*figures, strict=True))
+        if watch.sounding is not None and all(row.link for row in rows):
+            watch.sounding = None
+            change, cost_us = self._soundings.take(step, rows)
             self._patience.sounded(cost_us)
             self.probed_us += cost_us
-            change = self._soundings.take(step, rows, link_us, cost_us)
-        if change is not None and self._patience.permits(change, step):
-            self._begin_turn(change, step)
+        if watch.sounding is None and self._soundings.is_due(step, rows):
+            each = max(SOUND_BYTES // max(self._groups.num_ranks - 1, 1), 1)
+            watch.sounding = self._groups.start_gather(torch.zeros(each, dtype=torch.uint8), timed=True)
+        return change
 
     def _begin_turn(self, change: Change, step: int, *, is_second: bool = False) -> None:
         """Measure what changed, search, and begin to try what was found."""
         assert self.verdict is not None
         assert self._winner is not None
+        if self.watch is not None and self.watch.sounding is not None:
+            self.watch.sounding.rows()  # or it would disturb what is measured now
         began_ns, now = time.perf_counter_ns(), self.verdict.name
         self.history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
         if not self._observed:  # a resumed job, which was never measured here
@@ -456,7 +451,7 @@ class AutoPlanner:
         before_us, now_us = change.step_us
         far_behind = min(now_us, ours_us) > FAR_BEHIND * best_us > 0
         surely_slower = change.is_severe and now_us > before_us and moved.link > FAR_BEHIND
-        known = {now: now_us} if far_behind or surely_slower or change.hidden_us else {}
+        known = {now: now_us} if far_behind or surely_slower or change.is_hidden else {}
         block = block_of(best_us or ours_us)
         self._race = Race(
             arms, block=block, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
@@ -500,8 +495,10 @@ class AutoPlanner:
             verdict, measured_us=verdict.measured_us | measured, predicted_us=verdict.predicted_us | told
         )
         self._has_tried = race is not None
-        link = turn.change.ratio(Cause.LINK) or 1.0
-        self._watch_anew(measured[ours], is_another=turn.change.hidden_us > 0 or FASTER * link <= 1)
+        if self.watch is not None:
+            self.watch.begin(measured[ours], is_another=False, stands=later is None)
+        if turn.change.is_hidden or FASTER * (turn.change.ratio(Cause.LINK) or 1.0) <= 1:
+            self._soundings.begin()  # what the link took before says nothing
         self._note(step, Event.KEPT, times, turn.began_ns)
         drift = measured[ours] / began_us
         is_over = abs(math.log(measured[ours] / before_us)) < TELLING

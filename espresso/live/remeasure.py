@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-import torch
 
 from espresso.comm.groups import Groups
 from espresso.live.candidates import Moved
 from espresso.live.points import at_rate, rising
-from espresso.live.profiler import Place, measure_burst, starter, time_behind
+from espresso.live.profiler import Place, measure_burst, time_behind
 from espresso.live.watch import Cause, Change
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost
@@ -26,9 +23,6 @@ BURST_BYTES = 1 << 19
 SMALL_BYTES, SMALL_COUNT = 1 << 14, 8
 LARGE_BYTES, FAST_US = 1 << 22, 2_000.0
 """What is timed instead where the other takes no longer."""
-
-SOUND_BYTES = 3 << 17
-"""Of the whole array: short, and more than what two hosts' buckets let through at once (128 KiB, say, of each)."""
 
 UNSURE = 0.03
 """Of a curve on a slow link. After 730 ms had sunk to what no limit leaves, a plain step was predicted at 39 ms, and by
@@ -108,22 +102,6 @@ def probe(groups: Groups, place: Place) -> Probes:
         small_us = time_behind(groups, scope, SMALL_BYTES, SMALL_BYTES, place, SMALL_COUNT)
         found[scope] = rising([(float(SMALL_BYTES * columns), small_us), (float(large * columns), large_us)])
     return found
-
-
-def sound(groups: Groups, place: Place) -> float:
-    """Microseconds of a gather that no token bucket lets through at once, on the slowest scope. Collective."""
-    mine = []
-    for scope, member in groups.scopes.items():
-        if member.size > 1:
-            ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
-            with place.device:
-                start = starter(member, Routine.ALLGATHER, Form.PAYLOAD, SOUND_BYTES, ring)
-            began = time.perf_counter()
-            start()()
-            place.settle()
-            mine.append(1e6 * (time.perf_counter() - began))
-    rows = groups.start_gather(torch.tensor(mine, dtype=torch.float64)).rows()
-    return max(rows.min(0).values.tolist(), default=0.0)  # whoever comes last waits for the link alone
 
 
 def use_up_rest(groups: Groups, place: Place) -> None:

@@ -58,8 +58,9 @@ NEGLIGIBLE, LEAST_US = 0.03, 500.0
 URGENT, LOOK_US = 2.0, 200_000.0
 """If a window's steps take so many times longer, and all in all so much, nobody waits for a second one."""
 
-HIDDEN = 0.4
-"""A link that changes by a factor of two may count as much as a step that changes by 1.3."""
+FASTER, HIDDEN = 2.0, 0.4
+"""A link that changes by a factor of two may count as much as a step that changes by 1.3: it may hide behind computing,
+and where it is faster, less need be encoded."""
 
 FREED = 2.0
 """What a change that makes steps faster may bring another strategy, in terms of what it brought the one in use."""
@@ -69,6 +70,9 @@ TELLING = math.log(1.15)
 
 SEVERE = math.log(1.3)
 """How far a step has moved, as a logarithm, where more is tried, and sooner."""
+
+MOST_HOMES = 8
+"""Conditions in which the strategy in use has stood its test."""
 
 RING = 256
 """Windows that are kept."""
@@ -93,6 +97,7 @@ class Vitals(NamedTuple):
         tail: from there to the end.
         wire: all exchanges together; 0 where nothing is recorded of them (plain averages).
         codec: all encoding and decoding together, likewise.
+        link: of a window: what a sounding took that is over; 0 where there is none.
     """
 
     step: float
@@ -100,6 +105,7 @@ class Vitals(NamedTuple):
     tail: float
     wire: float
     codec: float
+    link: float = 0.0
 
 
 _CODEC_LANES = (Lane.TRAINING, Lane.OFFLOAD, Lane.COPY)
@@ -155,7 +161,7 @@ class Change:
         step_us: of the slowest rank before and now.
         compute_us: likewise; 0 before, if that was not watched for long enough.
         exposed_us: what a step spends now on waiting for exchanges, encoding and decoding.
-        hidden_us: what it may save although it takes as long as before.
+        hidden_us: what it may save although it takes as long as before: where the link is faster, what encoding takes.
     """
 
     findings: tuple[Finding, ...]
@@ -186,8 +192,14 @@ class Change:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether steps take so many times longer that nobody waits, or less."""
-        return abs(math.log(self.step_us[1] / self.step_us[0])) >= math.log(URGENT)
+        """Whether steps take so many times longer that nobody waits, or less; or where a faster link counts as much."""
+        moved = abs(math.log(self.step_us[1] / self.step_us[0]))
+        return (self.severity if self.hidden_us else moved) >= math.log(URGENT)
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether steps take as long as before."""
+        return self.hidden_us > 0 and self.step_us[0] == self.step_us[1]
 
     def with_link(self, ratio: float) -> Change:
         """The change with what the link was measured to take, in terms of what it took, in place of what steps told."""
@@ -255,21 +267,33 @@ class Watch:
     Attributes:
         ring: the latest windows, each with its last iteration and every rank's medians.
         length: steps of the window to come.
+        sounding: a gather that is under way, or over and not heard by all ranks, for what it takes.
     """
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self.ring: deque[tuple[int, tuple[Vitals, ...]]] = deque(maxlen=RING)
+        self._homes: deque[tuple[Vitals, ...]] = deque(maxlen=MOST_HOMES)
         self.begin()
 
-    def begin(self, step_us: float | None = None) -> None:
-        """Watch a strategy from the next iteration on; ``step_us`` is what a step of it is known to take."""
+    def begin(self, step_us: float | None = None, *, is_another: bool = True, stands: bool = True) -> None:
+        """Watch a strategy from the next iteration on.
+
+        Args:
+            step_us: what a step of it is known to take.
+            is_another: not the one that was watched so far.
+            stands: nothing better was found under the conditions as they are. When they are so again nobody looks.
+        """
+        self._stands = stands
+        if is_another:
+            self._homes.clear()
         self._streams = {name: Stream() for name in _STREAMS}
         if step_us:
             self._streams["step"] = Stream(math.log(step_us))
         self._previous_ns: int | None = None
         self._window: list[Vitals] = []
         self._gathering: tuple[int, Gathering] | None = None
+        self.sounding: Gathering | None = None
         self.length = WINDOW
         self._before: list[tuple[Vitals, ...]] = []  # the windows of the baseline
         # What is out of the way, and then back, is noise, and belongs to the baseline as well.
@@ -284,7 +308,9 @@ class Watch:
         if self._gathering is not None and len(self._window) == LAG:
             return True
         if len(self._window) == self.length:
-            mine = [median_low(column) for column in zip(*self._window, strict=True)]
+            mine = Vitals(*map(median_low, zip(*self._window, strict=True)))
+            if self.sounding is not None:
+                mine = mine._replace(link=self.sounding.took_us)
             self._window = []
             self._gathering = record.iteration, self._groups.start_gather(torch.tensor(mine, dtype=torch.float64))
         return False
@@ -314,14 +340,27 @@ class Watch:
         alarms = [self._streams[name].take(value) for name, value in values.items()]
         self._pending = [*self._pending[1 - MANY :], (iteration, values, rows)]
         if is_urgent or any(alarms):
-            return self._explain()
+            return None if self._comes_home(rows) else self._explain()
         if all(stream.is_quiet for stream in self._streams.values()):
             for _, known, theirs in self._pending:
                 self._before = [*self._before, theirs][:MANY]
                 for name, value in known.items():
                     self._streams[name].learn(value)
             self._pending = []
+            if self._stands and len(self._before) >= FEW:
+                self._homes.append(_middle(self._before))
+                self._stands = False
         return None
+
+    def _comes_home(self, rows: tuple[Vitals, ...]) -> bool:
+        """Whether all is again as it was when the strategy in use stood its test; then it is watched against that."""
+        for home in self._homes:
+            (was_us, now_us) = (max(row.step for row in theirs) for theirs in (home, rows))
+            alike = abs(math.log(now_us / was_us)) <= TELLING
+            if alike and not list(_findings(home, rows, _floor(min(was_us, now_us)))):
+                self.begin(was_us, is_another=False, stands=False)
+                return True
+        return False
 
     def forgive(self) -> None:
         """Nothing is done about what was found: go on against the same baseline."""
@@ -352,8 +391,10 @@ class Watch:
         if not findings:
             findings = [Finding(Cause.STEP, step_us / was)]
         compute_us = tuple(max((row.compute for row in rows), default=0.0) for rows in (before or (), now))
-        exposed_us = min(row.tail for row in now) + max(row.codec for row in now)
-        return Change(tuple(findings), self._pending[0][0] - self.length + 1, (was, step_us), compute_us, exposed_us)
+        codec_us = max(row.codec for row in now)
+        exposed_us = min(row.tail for row in now) + codec_us
+        change = Change(tuple(findings), self._pending[0][0] - self.length + 1, (was, step_us), compute_us, exposed_us)
+        return replace(change, hidden_us=codec_us if FASTER * (change.ratio(Cause.LINK) or 1.0) <= 1 else 0.0)
 
 
 def _floor(step_us: float) -> float:
