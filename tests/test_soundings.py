@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from espresso.live.sounding import APART, SHARE, Soundings
+from espresso.live.sounding import APART, FEW, SHARE, Soundings
 from espresso.live.turns import TRY_MOST
 from espresso.live.watch import Cause, Vitals
 from tests.world import OneRank, Rows, World, planner_of, rows_of, run
@@ -70,11 +70,13 @@ def test_a_link_that_was_fast_is_sounded_on_and_slower_is_another_one():
     assert found == [None] * 13 + [pytest.approx(0.15)], "slower is no change: what runs sends little; faster is one"
 
 
-def test_soundings_are_apart_so_that_what_disturbs_one_does_not_disturb_them_all():
+def test_soundings_are_apart_once_a_few_have_told_what_the_link_takes():
     rows, soundings = rows_with(8.0, 100.0), Soundings()
-    assert soundings.is_due(50, rows)
-    soundings.take(50, rows)
-    assert [soundings.is_due(step, rows) for step in (51, 50 + APART - 1, 50 + APART)] == [False, False, True]
+    for step in range(50, 50 + FEW):
+        assert soundings.is_due(step, rows)
+        soundings.take(step, rows)
+    last = 50 + FEW - 1
+    assert [soundings.is_due(step, rows) for step in (last + 1, last + APART - 1, last + APART)] == [False, False, True]
 
 
 def test_what_a_sounding_costs_is_what_it_may_hold_up():

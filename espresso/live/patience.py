@@ -51,7 +51,7 @@ class Patience:
         doublings = self._idle_turns if change.severity <= self._idle_severity else 0
         self._severity = change.severity
         self._price_us = self._cost_us * (2**doublings - change.is_urgent)
-        earned_us = self._earned_us if change.is_severe and not change.is_hidden else 0.0
+        earned_us = self._earned_us if change.is_severe else 0.0
         return self._waited_us + max(earned_us, 0.0) >= self._price_us and step >= self._rests_until
 
     def sounded(self, cost_us: float) -> None:

@@ -24,7 +24,7 @@ CONFIRMED = 2
 token bucket that happened to be full."""
 
 FEW, APART = 4, 10
-"""Soundings that tell what a strategy's link takes, and steps between them at least: what disturbs one would else
+"""Soundings that tell what a strategy's link takes, and steps between later ones at least: what disturbs one would else
 disturb them all."""
 
 
@@ -61,7 +61,7 @@ class Soundings:
         age = step - self._first + WINDOW
         steps = math.ceil(min(age / AGE, 1 / SHARE) * cost_us / step_us)
         usual_us = median(self._seen_us or [now_us])
-        self._next = step + max(steps, APART)
+        self._next = step + (max(steps, APART) if len(self._seen_us) + 1 >= FEW else 0)
         if len(self._seen_us) < FEW or usual_us / FASTER < now_us < FASTER * usual_us:
             self._seen_us = [*self._seen_us, now_us][:MANY]
             self._last, self._found = step, 0
