@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from espresso.model.presets import job_from_trace
 from espresso.model.pricing import Pricer
 from espresso.search.alone import with_sharper_chains
 from espresso.search.bound_kernels import (
+    AFTER,
     CHAIN,
     COSTS,
+    DONE,
     FIRST,
     GIANT_LANES,
     GIANT_LINES,
+    LINKS,
     MANY,
     NUM_LINES,
     WIDTH,
@@ -32,8 +36,9 @@ from espresso.search.order_kernels import least_alone
 from espresso.search.orders import bound_by_orders
 from espresso.search.relaxation import Relaxation, relax, undominated_leaves
 from espresso.search.search import search
-from espresso.strategies import PLAIN, RANK_DEVICES, CompressorSpec
-from tests.timeline_jobs import TOY, compute, jobs, make_job, tenth
+from espresso.search.states import with_states
+from espresso.strategies import PLAIN, RANK_DEVICES, Cluster, CompressorSpec
+from tests.timeline_jobs import GATHER, TOY, compute, jobs, make_job, tenth
 
 slow_ok = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
 
@@ -118,6 +123,87 @@ def test_sharper_chains_are_never_above_the_best_strategy(job, data):
     branching = Branching(sharper, certify(sharper, above), above)
     branch([branching], 10**6)
     assert branching.bound <= best * (1 + 1e-12)
+
+
+@given(jobs(most=4), st.data())
+@settings(slow_ok, max_examples=150)
+def test_states_are_never_above_the_best_strategy(job, data):
+    links = replace(job.costs.links, in_flight=1)
+    job = replace(job, costs=replace(job.costs, links=links, contention=Contention(), offload_width=1))
+    leaves = every_choice(job, (TOY,))
+    few = tuple(data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=4, unique=True)))
+    size = data.draw(st.sampled_from((0, 0, 1024, 4096)))
+    best = makespans(job, few, size).min()
+    units, pricer = units_of(job), Pricer(job.costs, job.cluster, tenth)
+    relaxation = relax(job, units, few, (size,), pricer)
+    if data.draw(st.booleans()):  # their lines hide what others say
+        relaxation = replace(relaxation, giants=np.array([], dtype=np.int64))
+    with mock.patch("espresso.search.states.LAPSE", data.draw(st.sampled_from((0.015, 0.2, 1.0, 3.0)))):
+        stated = with_states(relaxation, units, few, size, pricer)
+    above = best * data.draw(st.sampled_from((1.0, 1.5)))
+    root = certify(stated, above)
+    assert root.makespan_us <= best * (1 + 1e-12)
+    assert polish(stated, root, above, rounds=300).makespan_us <= best * (1 + 1e-12)
+    wild = np.random.default_rng(data.draw(st.integers(0, 99))).random((NUM_LINES, len(units))) ** 8
+    assert certify(stated, 2 * best, rounds=1, start=wild).makespan_us <= best * (1 + 1e-12)
+    branching = Branching(stated, root, above)
+    branch([branching], 10**6)
+    assert branching.bound <= best * (1 + 1e-12)
+
+
+def test_the_states_of_a_leaf():
+    """Before each training task: what training came before it, what link time may come after the last hand-over."""
+    job = make_job([1000, 250], [0, 100], beta=50.0, cluster=Cluster(2, 2))
+    leaf = next(
+        choice
+        for choice in every_choice(job, (TOY,))
+        if str(choice.option) == "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
+    )
+    pricer = Pricer(job.costs, job.cluster, tenth)
+    relaxation = with_states(relax(job, units_of(job), (leaf,), (0,), pricer), units_of(job), (leaf,), 0, pricer)
+    rows = relaxation.rows[relaxation.first[0] : relaxation.last[0]]
+    scatter, gather = rows[:, GIANT_LANES][0] / 2, rows[:, GIANT_LANES + 1][0]
+    lapse = 1.5  # of a backward pass of 100 us
+    assert (relaxation.at, relaxation.lapse_us) == (1, lapse)
+    states = rows[np.argsort(rows[:, DONE])][:, [DONE, *range(AFTER, AFTER + 3)]]
+    assert states == pytest.approx(
+        np.array([
+            [0.0, lapse + scatter, gather, gather],
+            [5.12, scatter, lapse, lapse],
+            [15.36, 0.0, 0.0, 0.0],  # two ranks' payloads decompressed
+        ])
+    )  # fmt: skip
+
+
+def test_states_know_of_link_time_after_the_last_hand_over():
+    """A link that is busy until the very end: an exchange ends at the last hand-over, and the last unit's is next.
+
+    Training 10, link 20 (and what follows waits), backward 20 in that time, the last unit's 50 on the link.
+    """
+    job = make_job([1000, 250], [0, 20], beta=50.0)
+    units, pricer = units_of(job), Pricer(job.costs, job.cluster, tenth)
+    evaluator = Evaluator(job, units, 0, tenth)
+    pair = [evaluator.candidates.number(unit.size, c) for unit, c in zip(evaluator.units, (GATHER, PLAIN), strict=True)]
+    best = evaluator.batch(np.array([pair]))[2].min()
+    assert best == 80.0
+    relaxation = relax(job, units, (GATHER, PLAIN), (0,), pricer)
+    plain = next(r for r in range(relaxation.first[1], relaxation.last[1]) if relaxation.origin[r][0] == PLAIN)
+    first, last = relaxation.first.copy(), relaxation.last.copy()
+    first[1], last[1] = plain, plain + 1
+    relaxation = replace(relaxation, first=first, last=last, giants=np.array([], dtype=np.int64))
+    with mock.patch("espresso.search.states.LAPSE", 1.0):
+        stated = with_states(relaxation, units, (GATHER,), 0, pricer)
+    weights = np.zeros((NUM_LINES, 2))
+    weights[LINKS.start, 1] = weights[CHAIN, 1] = 1.0
+    assert 79.9 < certify(stated, 160.0, start=weights).makespan_us <= 80.0
+
+
+def test_states_close_most_of_what_the_last_tensor_leaves_open():
+    """A fifth of the model is handed over last, and the processor stands idle meanwhile."""
+    result = search(job_from_trace("bert_base", 8, 8, "pcie-25g"), "dgc:ratio=0.01")
+    root = min(certificate.makespan_us for certificate in result.certificates.values())
+    assert result.lower_bound_us > 1.015 * root
+    assert result.gap <= 0.08
 
 
 def test_what_a_unit_begins_with_comes_before_all_else_of_it():
@@ -214,26 +300,35 @@ def test_a_link_that_is_always_busy_makes_the_bound_tight():
     assert certify(relaxation, best).makespan_us == pytest.approx(best, rel=5e-3)
 
 
+def in_line(relaxation: Relaxation, k: int, j: int, unit: int, row: int) -> float:
+    """What line k of unit j has of another one's row, under the paper's contention."""
+    assert relaxation.cores == 0.0
+    costs, release = relaxation.rows[row], relaxation.release_us
+    column = k if k < GIANT_LINES else GIANT_LANES + k - GIANT_LINES
+    counts = unit == j if k == CHAIN else unit >= j and (k < GIANT_LINES or unit in relaxation.giants)
+    found = costs[column] * counts
+    if k > 0 and release[unit] < release[j]:
+        # Training work that comes first in an earlier unit holds this line's release up.
+        found += costs[FIRST]
+    if k > 0 and unit < relaxation.at <= j:
+        found += costs[DONE]
+    if LINKS.start <= k < LINKS.stop and unit < relaxation.at == j:
+        found += costs[AFTER + k - LINKS.start]
+    return float(found)
+
+
 def linear_program(relaxation: Relaxation) -> float:
     """The exact optimum of the relaxation, by HiGHS, under the paper's contention."""
     from scipy.optimize import linprog
 
-    assert relaxation.cores == 0.0
-    base, release = right_hand_sides(relaxation), relaxation.release_us
+    base = right_hand_sides(relaxation)
     units = len(relaxation.first)
     columns = [(u, r) for u in range(units) for r in range(relaxation.first[u], relaxation.last[u])]
     above, right = [], []
     for k, j in itertools.product(range(NUM_LINES), range(units)):
         if not np.isfinite(base[k, j]):
             continue
-        column = k if k < GIANT_LINES else GIANT_LANES + k - GIANT_LINES
-        row = []
-        for u, r in columns:
-            counts = u == j if k == CHAIN else u >= j and (k < GIANT_LINES or u in relaxation.giants)
-            # Training work that comes first in an earlier unit holds this line's release up.
-            held_up = relaxation.rows[r, FIRST] * (k > 0 and release[u] < release[j])
-            row.append(relaxation.rows[r, column] * counts + held_up)
-        above.append([-1.0, *row])
+        above.append([-1.0, *(in_line(relaxation, k, j, u, r) for u, r in columns)])
         right.append(-base[k, j])
     equal = [[0.0, *(float(u == j) for u, _ in columns)] for j in range(units)]
     found = linprog(
@@ -253,6 +348,28 @@ def test_the_ascent_comes_near_the_exact_linear_program(trace, cluster):
     found = certify(relaxation, exact * 1.1).makespan_us
     assert found <= exact * (1 + 1e-7)
     assert found >= exact * 0.99
+
+
+@pytest.mark.parametrize("trace", ["lstm", "vgg16"])
+def test_with_states_the_ascent_comes_near_the_program_that_knows_of_them(trace):
+    job = job_from_trace(trace, 8, 8, "pcie-25g")
+    leaves = every_choice(job, (CompressorSpec.parse("randomk:ratio=0.01"),))
+    pricer = Pricer(job.costs, job.cluster)
+    relaxation = relax(job, units_of(job), leaves, (0,), pricer)
+    stated = with_states(relaxation, units_of(job), leaves, 0, pricer)
+    exact = linear_program(stated)
+    found = polish(stated, certify(stated, exact * 1.1), exact * 1.1, rounds=2000).makespan_us
+    assert exact * 0.995 <= found <= exact * (1 + 1e-7)
+    # Of one row each the dual function is just the lines, weighted.
+    rng = np.random.default_rng(0)
+    first = rng.integers(stated.first, stated.last)
+    alone = replace(stated, first=first, last=first + 1)
+    base = right_hand_sides(alone)
+    for k in (*range(LINKS.start, LINKS.stop), CHAIN):
+        weights = np.zeros(base.shape)
+        weights[k, stated.at] = 1.0
+        line = base[k, stated.at] + sum(in_line(alone, k, stated.at, u, r) for u, r in enumerate(first))
+        assert certify(alone, 1e9, rounds=1, start=weights).makespan_us == pytest.approx(line, rel=1e-5)
 
 
 def test_a_patient_ascent_reaches_the_program_where_a_hasty_one_stays_at_one_line():

@@ -5,8 +5,9 @@ as many as there is room for. Where a card has a token bucket, its lane alone ha
 all else has the shortest time that it may take. A candidate is a row of ``WIDTH`` figures::
 
     0-6 time on each lane   7, 8 exchanges under way on the intra and the inter link   9 core time   10 chain
-    11 training work that comes first
-    12, 13  least time before the intra and the inter lane are first held   14, 15  least time after they are last held
+    11 training work that comes first   12 training work done before the last hand-over, beside that
+    13-15 time on the links' lanes after it (12-15: :mod:`espresso.search.states`, else 0)
+    16, 17  least time before the intra and the inter lane are first held   18, 19  least time after they are last held
 
 A line is one lower bound on the makespan (:mod:`espresso.search.bounds`); there are up to ``NUM_LINES`` for each unit::
 
@@ -52,7 +53,11 @@ NUM_LOADS = NUM_RESOURCES + 1
 """Loads of a candidate: the resources, and core time."""
 CHAIN = NUM_LOADS
 FIRST = CHAIN + 1
-COSTS = FIRST + 1
+DONE = FIRST + 1
+AFTER = DONE + 1
+LINKS = slice(3, 6)
+"""The links' lanes, whose work after the last hand-over is a candidate's columns from ``AFTER`` on."""
+COSTS = AFTER + LINKS.stop - LINKS.start
 """Columns that have a price; dominance compares them."""
 HEADS = COSTS
 TAILS = HEADS + 2
@@ -185,18 +190,21 @@ def pareto(rows: Reals, spends: Reals, order: Wholes, front: Wholes) -> int:
 
 
 def constants(
-    release: Reals, backward: float, cores: float, backward_cores: float, resources: int, credit: float, beside: float
-) -> Reals:
+    release: Reals, backward: float, cores: float, backward_cores: float, resources: int, credit: float, beside: float,
+    lapse: float, at: int,
+) -> Reals:  # fmt: skip
     """float64[NUM_LINES, units]: the lines without the candidates; -inf where a line is not used.
 
     ``resources`` is how many there are: the lanes alone, where latency occupies them. A full token bucket saves
     ``credit``, and what all is sent takes on average is no longer than the makespan and what is ``beside`` it.
+    Where states are known the links' lines of unit ``at`` begin ``lapse`` before it is handed over.
     """
     base = np.full((NUM_LINES, len(release)), -np.inf)
     base[CHAIN] = release
     # Units handed over together share their lines: those of the first of them.
     first = np.append(True, release[1:] != release[:-1])
     base[1:resources, first] = release[first]
+    base[LINKS, at] -= lapse
     if credit > 0.0:
         base[BURST_LANE] -= credit
         base[BURST_LANE, 0] = max(base[BURST_LANE, 0], -beside)
@@ -230,10 +238,13 @@ def giant_constants(
 
 
 @kernel
-def unit_prices(weights: Reals, base: Reals, giant: Flags, cores: float, running: Reals, prices: Reals) -> float:
+def unit_prices(
+    weights: Reals, base: Reals, giant: Flags, cores: float, at: int, running: Reals, prices: Reals
+) -> float:
     """What each unit pays per cost, float64[units, COSTS], and the constant part of the dual function.
 
-    ``running`` float64[NUM_LINES] is scratch.
+    ``at`` is the first unit that is handed over last, if states are known, else 0; ``running`` float64[NUM_LINES] is
+    scratch.
     """
     n = giant.shape[0]
     total = 0.0
@@ -254,11 +265,17 @@ def unit_prices(weights: Reals, base: Reals, giant: Flags, cores: float, running
                 prices[u, GIANT_LANES + link] += running[GIANT_LINES + link]
     later = 0.0
     pending = 0.0
+    done = 0.0
     for u in range(n - 1, -1, -1):
         if u < n - 1 and base[CHAIN, u] < base[CHAIN, u + 1]:
             later += pending
             pending = 0.0
+        if u == at - 1:
+            done = later
         prices[u, FIRST] = later if cores == 0.0 else 0.0
+        prices[u, DONE] = done
+        for lane in range(LINKS.start, LINKS.stop):
+            prices[u, AFTER + lane - LINKS.start] = weights[lane, at] if u < at else 0.0
         for k in range(1, NUM_LINES):
             if base[k, u] > -np.inf:
                 pending += weights[k, u]
@@ -350,7 +367,9 @@ def note(picked: Wholes, often: Often) -> None:
 
 
 @inner_kernel
-def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, loads: Reals, out: Reals) -> None:
+def lines(
+    base: Reals, rows: Reals, giant: Flags, cores: float, at: int, picked: Wholes, loads: Reals, out: Reals
+) -> None:
     """Every line for the rows picked: the dual function's supergradient; ``loads`` float64[NUM_LINES] is scratch."""
     for k in range(NUM_LINES):
         loads[k] = 0.0
@@ -371,11 +390,19 @@ def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, 
         return
     before = 0.0
     pending = 0.0
+    done = 0.0
     for u in range(n):
         if u > 0 and base[CHAIN, u] > base[CHAIN, u - 1]:
             before += pending
             pending = 0.0
-        pending += rows[picked[u], FIRST]
+        row = rows[picked[u]]
+        pending += row[FIRST]
+        if u < at:
+            done += row[DONE]
+            for lane in range(LINKS.start, LINKS.stop):
+                out[lane, at] += row[AFTER + lane - LINKS.start]
+        elif u == at:
+            before += done
         for k in range(1, NUM_LINES):
             out[k, u] += before
 
@@ -383,7 +410,7 @@ def lines(base: Reals, rows: Reals, giant: Flags, cores: float, picked: Wholes, 
 @sum_kernel
 def ascend(
     weights: Reals, base: Reals, rows: Reals, columns: Reals, fees: Reals, fee_of: Wholes, first: Wholes,
-    last: Wholes, giant: Flags, cores: float, above: float, reach: float, rounds: int, close: float,
+    last: Wholes, giant: Flags, cores: float, at: int, above: float, reach: float, rounds: int, close: float,
     patience: int, best_weights: Reals, frequency: Reals, picked: Wholes, scratch: Scratch, often: Often,
 ) -> tuple[float, int]:  # fmt: skip
     """Entropic mirror ascent with Polyak's step; ``weights`` is where it starts and is overwritten.
@@ -412,7 +439,7 @@ def ascend(
     every = 0
     for u in range(n):
         every += last[u] - first[u]
-    are_many = every > MANY * n
+    are_many = every > (MANY if patience < PATIENT else 2 * KEPT) * n
     sums, costs, prices, slope, mean = scratch
     best = -np.inf
     stale = 0
@@ -421,7 +448,7 @@ def ascend(
     # What every round adds to the frequencies grows instead of what there is shrinking: one figure, not all.
     added = 0.05
     for taken in range(1, rounds + 1):
-        constant = unit_prices(weights, base, giant, cores, sums, prices)
+        constant = unit_prices(weights, base, giant, cores, at, sums, prices)
         value = np.inf
         if are_many and since < LOOK_AT_MOST and taken < rounds:
             value = constant + cheapest_of_few(prices, rows, fees, fee_of, often, picked)
@@ -450,14 +477,14 @@ def ascend(
                 copy_vector(best_weights[k], weights[k])
             if reach < 2e-4 * above:
                 break
-            unit_prices(weights, base, giant, cores, sums, prices)
+            unit_prices(weights, base, giant, cores, at, sums, prices)
             cheapest(prices, columns, fees, fee_of, first, last, costs, picked)
             note(picked, often)
             since = 0
         added /= 0.95
         for u in range(n):
             frequency[u, picked[u] - first[u]] += added
-        lines(base, rows, giant, cores, picked, sums, slope)
+        lines(base, rows, giant, cores, at, picked, sums, slope)
         # A running mean of supergradients damps the zigzag between equal candidates.
         blend = 1.0 if taken == 1 else 0.3 if patience < PATIENT else 0.2
         centre = 0.0

@@ -10,6 +10,8 @@ l(c) on a lane, chain h(c), and e(c) of training work before anything else):
 - the same for a link and the largest units G alone, which all start and end elsewhere (an end holds the latency):
   F >= min_{u in G} (r_u + head(c_u)) + sum_{u in G} l(c_u) + min_{u in G} tail(c_u).
 
+Where states are known (:mod:`espresso.search.states`) the lines of what is handed over last say more.
+
 Under the paper's assumption r_j is not the undisturbed release but that plus sum_{r_u < r_j} e(c_u): training
 work that comes first in its chain is queued when its unit is handed over, and backward goes on only when
 the lane is empty. A card's token bucket takes what a full one holds from its lane's lines. Where cores are
@@ -43,6 +45,7 @@ from espresso.search.bound_kernels import (
     GIANT_LINES,
     HASTY,
     KEPT,
+    LINKS,
     NUM_LINES,
     NUM_RESOURCES,
     PATIENT,
@@ -99,7 +102,7 @@ def right_hand_sides(relaxation: Relaxation, known: Reals | None = None) -> Real
     if known is None:
         base = constants(
             relaxation.release_us, relaxation.backward_us, relaxation.cores, relaxation.backward_cores,
-            relaxation.resources, relaxation.credit_us, relaxation.beside_us,
+            relaxation.resources, relaxation.credit_us, relaxation.beside_us, relaxation.lapse_us, relaxation.at,
         )  # fmt: skip
     else:
         base = known.copy()
@@ -135,7 +138,7 @@ def prices(relaxation: Relaxation, weights: Reals, base: Reals | None = None) ->
         base = right_hand_sides(relaxation)
     found = np.empty((len(relaxation.first), COSTS))
     unit_prices(
-        weights, base, _is_giant(relaxation), relaxation.cores, np.empty(NUM_LINES), found
+        weights, base, _is_giant(relaxation), relaxation.cores, relaxation.at, np.empty(NUM_LINES), found
     )  # fmt: skip
     return found
 
@@ -174,11 +177,29 @@ def ascend_from(relaxation: Relaxation, near: Certificate, above: float, *, roun
     return _ascend(relaxation, base, near.weights, above, rounds, 1e-4, near.paid, often, reach)
 
 
-def polish(relaxation: Relaxation, near: Certificate, above: float, *, rounds: int) -> Certificate:
-    """A bound nearer the program's optimum, from nothing and with patience; or ``near``, where that is higher."""
+def polish(
+    relaxation: Relaxation, near: Certificate, above: float, *, rounds: int, start: Certificate | None = None
+) -> Certificate:
+    """A bound nearer the program's optimum, with patience; or ``near``, where that is higher.
+
+    From nothing, or in short steps from ``start``, where the same units' ascent ended at another partition size.
+    """
     base, often = right_hand_sides(relaxation), _nothing_noted(relaxation)
-    found = _ascend(relaxation, base, _first_weights(base), above, rounds, 1e-4, near.paid, often, patience=PATIENT)
+    weights, reach = _first_weights(base, relaxation.at), 0.0
+    if start is not None:
+        weights, reach = start.weights, 0.1 * max(above - start.makespan_us, 1e-3 * above)
+    found = _ascend(relaxation, base, weights, above, rounds, 1e-4, near.paid, often, reach, PATIENT)
     return found if found.makespan_us > near.makespan_us else near
+
+
+def polish_cost(relaxation: Relaxation) -> int:
+    """As :func:`round_cost`, of a patient ascent, which mostly looks at few rows.
+
+    Under budgets there are no states to be patient for, and many rows.
+    """
+    if relaxation.has_budget:
+        return 3 * round_cost(relaxation)
+    return int((relaxation.last - relaxation.first).sum()) // 4 + 150 * len(relaxation.first)
 
 
 def round_cost(relaxation: Relaxation) -> int:
@@ -192,13 +213,18 @@ def _nothing_noted(relaxation: Relaxation) -> Often:
     return np.empty((units, KEPT), dtype=np.int64), np.zeros(units, dtype=np.int64)
 
 
-def _first_weights(base: Reals) -> Reals:
-    """Without knowledge: each resource's first line carries most, early lines more than late ones."""
+def _first_weights(base: Reals, at: int = 0) -> Reals:
+    """Without knowledge: each resource's first line carries most, early lines more than late ones.
+
+    The lines of unit ``at``, if states are known, matter only beside others: without some weight they stay at none.
+    """
     n = base.shape[1]
     used = np.isfinite(base)
     weights = np.where(used, 1e-4 / n, 0.0)
     weights[:GIANT_LINES, 0] += used[:GIANT_LINES, 0] * 1.0
     weights[CHAIN] = 0.05 / n
+    if at:
+        weights[LINKS, at] = weights[CHAIN, at:] = 0.2
     return weights
 
 
@@ -226,8 +252,8 @@ def _ascend(
     best, taken = ascend(
         weights, base, relaxation.rows, np.ascontiguousarray(relaxation.rows[:, :COSTS].T),
         fees(relaxation, paid), relaxation.kind_of, relaxation.first, relaxation.last, _is_giant(relaxation),
-        relaxation.cores, above, reach, rounds, close, patience, best_weights, support, np.empty(units, dtype=np.int64),
-        scratch, often,
+        relaxation.cores, relaxation.at, above, reach, rounds, close, patience, best_weights, support,
+        np.empty(units, dtype=np.int64), scratch, often,
     )  # fmt: skip
     bound = max(best, relaxation.backward_us) * (1.0 - ROUNDING)
     return Certificate(min(bound, above), best_weights, support, taken, paid)

@@ -63,14 +63,14 @@ class Effort:
     sizes: int = 4
     longer_chains: tuple[float, ...] = (1.0, 2.5)
     descents: int = 4
-    polish: int = 60_000_000
+    polish: int = 160_000_000
     branching: int = 40_000_000
     orders: int = 18_000_000
 
     @classmethod
     def for_units(cls, units: int) -> Effort:
-        """Four times as many events above 200 units, up to 600: a second is allowed there, not a fifth."""
-        return cls(events=4 * cls.events) if 200 < units <= 600 else cls()
+        """Above 200 units, up to 600, four times as many events and thrice the patience: a second is allowed there."""
+        return cls(events=4 * cls.events, polish=3 * cls.polish) if 200 < units <= 600 else cls()
 
     @property
     def without_certificate(self) -> Effort:

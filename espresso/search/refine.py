@@ -16,7 +16,7 @@ import numpy.typing as npt
 from espresso.model.job import Job
 from espresso.search.alone import with_sharper_chains
 from espresso.search.bound_kernels import CHAIN
-from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify, polish, round_cost
+from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify, polish, polish_cost
 from espresso.search.budgets import Ledger
 from espresso.search.candidates import Leaves
 from espresso.search.evaluator import Evaluator, evaluator_at
@@ -24,6 +24,7 @@ from espresso.search.exchanges import exchange
 from espresso.search.local_search import Effort, Guide, LocalSearch, guide
 from espresso.search.orders import bound_by_orders
 from espresso.search.relaxation import Relaxation, relax
+from espresso.search.states import with_states
 from espresso.strategies import Choice
 
 Wholes = npt.NDArray[np.int64]
@@ -31,6 +32,8 @@ GAPS = (0.16, 0.12, 0.079, 0.03, 0.015)
 """What orders are to certify, one after the other: each costs several times as much as the one before."""
 MOST_ROUNDS = 2000
 """Of a patient ascent; most are over before."""
+FEWEST_ROUNDS = 500
+"""With fewer the states' lines gain nothing: they take some hundreds to grow."""
 CLOSE = 1e-4
 """A bound this near the best strategy, as a fraction, is as good as equal."""
 
@@ -136,20 +139,32 @@ def _polished(
     makespan: float,
     effort: Effort,
 ) -> dict[int, tuple[Relaxation, Certificate]]:
-    """The program with sharper chains and its bound, nearer the optimum, where the bound is least: size after size."""
+    """The program with sharper chains, and a bound nearer the optimum where it is least, size after size.
+
+    The bound knows of states, the program that is branched on does not: giants that are cut have none. An ascent begins
+    where the last one ended, unless there is effort for all from nothing.
+    """
+    units, pricer = evaluator.units, evaluator.pricer
     found = {size: roots[size] for size in sizes}
-    left, seen = effort.polish, set[int]()
+    left, done = effort.polish, set[int]()
+    ended: Certificate | None = None
     while left > 0 and found:
         size = min(found, key=lambda one: found[one][1].makespan_us)
         relaxation, certificate = found[size]
-        if size in seen or certificate.makespan_us >= makespan * (1 - CLOSE):
+        if size in done or certificate.makespan_us >= makespan * (1 - CLOSE):
             break
-        seen.add(size)
-        sharper = with_sharper_chains(relaxation, evaluator.units, leaves, size, evaluator.pricer, makespan)
-        each = round_cost(sharper)
-        better = polish(sharper, certificate, makespan, rounds=min(MOST_ROUNDS, left // each + 1))
-        left -= each * better.rounds
-        found[size] = sharper, better
+        done.add(size)
+        relaxation = with_sharper_chains(relaxation, units, leaves, size, pricer, makespan)
+        stated = relaxation
+        if effort.polish > FEWEST_ROUNDS * polish_cost(relaxation):
+            stated = with_states(relaxation, units, leaves, size, pricer)
+        each = polish_cost(stated)
+        rounds = min(MOST_ROUNDS, left // each + 1)
+        start = None if each * MOST_ROUNDS * len(found) <= effort.polish else ended
+        better = polish(stated, certificate, makespan, rounds=rounds, start=start)
+        left -= each * (rounds if better is certificate else better.rounds)
+        found[size] = relaxation, better
+        ended = ended if better is certificate else better
     return found
 
 

@@ -49,6 +49,9 @@ class Relaxation:
         limits: float64[budgets].
         giants: int64[few], in order of release.
         ledger: what the budgets are of; None without.
+        at: the first of the units that are handed over last, if the others' rows are of states
+            (:mod:`espresso.search.states`); else 0.
+        lapse_us: how long before that hand-over the links' lines of that unit begin.
     """
 
     release_us: Reals
@@ -67,6 +70,8 @@ class Relaxation:
     limits: Reals
     giants: Wholes
     ledger: Ledger | None = None
+    at: int = 0
+    lapse_us: float = 0.0
 
     @property
     def has_budget(self) -> bool:
@@ -147,7 +152,7 @@ def _rows_of(pricer: Pricer, size: Size, run: _Run, spans: Sequence[tuple[int, i
     cuts = _cuts(size, run, spans)
     tail = _leaf_features(pricer, run, cuts[-1][1] - cuts[-1][0], size)
     full = tail if len(cuts) == 1 else _leaf_features(pricer, run, cuts[0][1], size)
-    rows = np.empty((len(run.options), WIDTH))
+    rows = np.zeros((len(run.options), WIDTH))
     join_partitions(full, tail, len(cuts), pricer.costs.links.burst(pricer.cluster).credit_us, rows)
     return rows
 
