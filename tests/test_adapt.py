@@ -67,13 +67,13 @@ def test_without_adapt_nothing_is_decided_again():
 
 def test_after_a_severe_change_two_rounds_are_enough():
     """Noise explains the difference; but the search expects it."""
-    world = World(plain_us=60_000)
+    world = World(plain_us=5_000)
     planner = planner_of(world)
     now = run(world, planner, range(100), {})
-    world.plain_us, world.noise = 5_000, 0.2
+    world.plain_us, world.noise = 9_900, 0.1
     run(world, planner, range(100, 160), {}, now)
     (changed, _, _), (switched, *what) = rows_of(planner)[1:]
-    assert (switched - changed, what) == (2 * TRY_ROUNDS * TRY_STEPS, ["switched", "plain"])
+    assert (switched - changed, what) == (2 * TRY_ROUNDS * TRY_STEPS, ["switched", "signs"])
 
 
 def test_there_and_back_again():
@@ -209,15 +209,16 @@ def test_a_burst_is_no_reason_to_leave_what_is_right():
     assert [event for _, event, _ in rows_of(planner)] == ["decided", "changed", "kept"]
 
 
-def test_where_the_link_is_to_blame_what_runs_is_not_tried_with_the_others():
-    """A turn has measured it: the windows that raised the alarm were no burst."""
-    world = World(plain_us=5_000, noise=0.002)
+@pytest.mark.parametrize(("before_us", "after_us", "then"), [(5_000, 15_000, "signs"), (60_000, 5_000, "plain")])
+def test_where_the_link_is_measured_to_be_another_what_runs_is_not_tried_with_the_others(before_us, after_us, then):
+    """The windows that raised the alarm were no burst, and those of a faster one flatter what runs."""
+    world = World(plain_us=before_us, noise=0.002)
     planner = planner_of(world)
     now = run(world, planner, range(100), {})
-    world.plain_us = 15_000
+    world.plain_us = after_us
     run(world, planner, range(100, 100 + WITHIN), {}, now)
     (changed, event, _), (switched, *last) = rows_of(planner)[1:]
-    assert (event, *last) == ("changed", "switched", "signs")
+    assert (event, *last) == ("changed", "switched", then)
     assert switched - changed <= TRY_MOST
 
 

@@ -446,12 +446,13 @@ class AutoPlanner:
             self._end_turn(self._turn, None, step, "the search finds nothing else")
             return
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
-        # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind or that
-        # the link is to blame, or nothing raised it but a look at the link.
+        # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind, or by the
+        # probe that the link is to blame, or is faster (then such windows are the best of what is in use).
         before_us, now_us = change.step_us
         far_behind = min(now_us, ours_us) > FAR_BEHIND * best_us > 0
         surely_slower = change.is_severe and now_us > before_us and moved.link > FAR_BEHIND
-        known = {now: now_us} if far_behind or surely_slower or change.is_hidden else {}
+        surely_faster = FAR_BEHIND * moved.link < 1
+        known = {now: now_us} if far_behind or surely_slower or surely_faster else {}
         block = block_of(best_us or ours_us)
         self._race = Race(
             arms, block=block, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
@@ -497,7 +498,7 @@ class AutoPlanner:
         self._has_tried = race is not None
         if self.watch is not None:
             self.watch.begin(measured[ours], is_another=False, stands=later is None)
-        if turn.change.is_hidden or FASTER * (turn.change.ratio(Cause.LINK) or 1.0) <= 1:
+        if turn.change.hidden_us or FASTER * (turn.change.ratio(Cause.LINK) or 1.0) <= 1:
             self._soundings.begin()  # what the link took before says nothing
         self._note(step, Event.KEPT, times, turn.began_ns)
         drift = measured[ours] / began_us

@@ -196,11 +196,6 @@ class Change:
         moved = abs(math.log(self.step_us[1] / self.step_us[0]))
         return (self.severity if self.hidden_us else moved) >= math.log(URGENT)
 
-    @property
-    def is_hidden(self) -> bool:
-        """Whether a link became faster, and steps take about as long as before."""
-        return self.hidden_us > 0 and abs(math.log(self.step_us[1] / self.step_us[0])) < TELLING
-
     def with_link(self, ratio: float) -> Change:
         """The change with what the link was measured to take, in terms of what it took, in place of what steps told."""
         others = tuple(each for each in self.findings if each.cause is not Cause.LINK)
