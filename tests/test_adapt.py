@@ -184,6 +184,19 @@ def test_what_does_not_pay_yet_is_taken_once_the_change_has_lasted(lasts):
     assert len(compressed(planner.strategy)) == (2 if lasts else 0)
 
 
+def test_what_did_not_pay_yet_is_looked_into_again_when_it_returns():
+    world = World(plain_us=5_800, switch_us=450_000)
+    planner = planner_of(world)
+    now = 0
+    for number, plain_us in enumerate((5_800, 11_000, 5_800, 11_000)):
+        world.plain_us = plain_us
+        now = run(world, planner, range(140 * number, 140 * number + 140), {}, now)
+    events = [event for _, event, _ in rows_of(planner)]
+    assert events[:3] == ["decided", "changed", "kept"]
+    assert "signs pays if this lasts until step" in planner.history.rows[2]["reason"]
+    assert "changed" in [event for step, event, _ in rows_of(planner) if step >= 420]
+
+
 def test_what_does_not_pay_yet_is_forgotten_once_the_change_is_over():
     world = World(plain_us=5_800, switch_us=320_000)
     planner = planner_of(world)

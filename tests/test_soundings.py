@@ -130,3 +130,28 @@ def test_a_sounding_under_way_is_over_before_a_turn_measures():
     run(world, planner, range(100, 130), {}, now)
     assert waited[:1] == [0]
     assert world.changes
+
+
+def test_a_sounding_counts_once_all_ranks_have_heard_it():
+    class Two(Rows):
+        """The other rank's sounding takes longer than a window."""
+
+        def rows(self) -> torch.Tensor:
+            theirs = self._mine.clone()
+            theirs[-1] *= world.other_heard
+            return torch.stack([self._mine, theirs])
+
+    class TwoRanks(OneRank):
+        def start_gather(self, mine: torch.Tensor, *, timed: bool = False) -> Rows:
+            self.soundings += timed
+            return Rows(mine, 20_000.0) if timed else Two(mine)
+
+    world = World(plain_us=60_000, groups=TwoRanks())
+    world.other_heard = 0.0
+    planner = planner_of(world)
+    now = run(world, planner, range(100), {})
+    assert (world.groups.soundings, planner.probed_us) == (1, 0.0)
+    world.other_heard = 1.0
+    run(world, planner, range(100, 120), {}, now)
+    assert world.groups.soundings > 1
+    assert planner.probed_us > 0

@@ -88,6 +88,37 @@ def test_a_change_right_after_the_decision_is_measured_by_what_was_raced():
     assert change.findings == (Finding(Cause.STEP, pytest.approx(15.0)),)
 
 
+def test_a_link_that_became_faster_behind_computing_may_save_what_encoding_takes():
+    before = (STEP._replace(wire=50e3),) * 2
+    found = [watched(before, (STEP._replace(wire=50e3 / factor),) * 2) for factor in (1.5, 3.0, 8.0)]
+    assert all(change is not None for change in found)
+    assert [change.hidden_us for change in found] == [0.0, pytest.approx(5e3, rel=0.2), pytest.approx(5e3, rel=0.2)]
+    assert [change.is_urgent for change in found] == [False, False, True]
+    slower = watched(before, (STEP._replace(wire=400e3),) * 2)
+    assert not slower.is_urgent, "steps take as long as before"
+
+
+@pytest.mark.parametrize(
+    ("stood", "is_another", "looks"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_what_the_strategy_in_use_stood_is_no_change_when_it_returns(stood, is_another, looks):
+    watch, number = Watch(Nobody()), 0
+    busy = scaled(STEP, compute=2, step=1.6)
+
+    def windows(vitals: Vitals, count: int) -> list[Change]:
+        nonlocal number
+        number += count
+        found = [watch.test(at * WINDOW, (vitals,) * 2) for at in range(number - count, number)]
+        return [change for change in found if change is not None]
+
+    watch.begin(stands=stood)
+    assert windows(STEP, 8) == []
+    assert windows(busy, 3)
+    watch.begin(busy.step, is_another=is_another)
+    assert windows(busy, 8) == []
+    assert bool(windows(STEP, 4)) is looks
+
+
 def test_a_window_that_costs_as_much_as_a_look_is_enough():
     for factor, is_found in ((10.0, True), (1.9, False)):
         watch = Watch(Nobody())
