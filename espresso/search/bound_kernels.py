@@ -556,3 +556,31 @@ def shortlist(
         for k in range(filled, depth):
             picks[u, k] = -1
             costs[u, k] = np.inf
+
+
+@kernel
+def states_of(rows: Reals, sets: Wholes, us: Reals, lengths: Wholes, lapse: float, out: Reals, leaf: Wholes) -> int:
+    """Every leaf's row in each of its states, the last of its chain first; how many in all."""
+    states = 0
+    for i in range(rows.shape[0]):
+        length = lengths[i]
+        done = 0.0
+        for k in range(length):
+            if sets[i, k] == 0:
+                done += us[i, k]
+        # ``k`` is what comes after the task under way: nothing, where all is done, or training work that waits for it.
+        for k in range(length, -1, -1):
+            if k < length:
+                done -= us[i, k] if sets[i, k] == 0 else 0.0
+                if k == 0 or sets[i, k] != 0 or sets[i, k - 1] == 0:
+                    continue
+            out[states] = rows[i]
+            out[states, DONE] = max(done - rows[i, FIRST], 0.0)
+            leaf[states] = i
+            for task in range(k - 1, length if k < length else 0):
+                time = min(us[i, task], lapse) if task == k - 1 else us[i, task]
+                for lane in range(LINKS.start, LINKS.stop):
+                    if (LANES_OF_SET[sets[i, task]] == lane).any():
+                        out[states, AFTER + lane - LINKS.start] += time
+            states += 1
+    return states

@@ -27,10 +27,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from espresso.model.jit import kernel
 from espresso.model.pricing import Pricer
-from espresso.model.timeline_kernels import LANES_OF_SET
-from espresso.search.bound_kernels import AFTER, DONE, FIRST, LINKS, WIDTH
+from espresso.search.bound_kernels import WIDTH, states_of
 from espresso.search.candidates import Leaves, Size, Unit, leaves_of
 from espresso.search.relaxation import Relaxation, leaf_rows, leaf_tasks, undominated
 from espresso.strategies import DTYPES, Choice
@@ -92,37 +90,9 @@ def _undominated_states(
     sets, us, _, sizes = leaf_tasks(pricer, size, leaves, 0, np.arange(len(leaves)))
     out = np.empty((len(leaves) * (sets.shape[1] + 1), WIDTH))
     leaf = np.empty(len(out), dtype=np.int64)
-    states = _states(leaf_rows(pricer, size, leaves, 0), sets, us, sizes[:, 0], lapse, out, leaf)
+    states = states_of(leaf_rows(pricer, size, leaves, 0), sets, us, sizes[:, 0], lapse, out, leaf)
     kept = undominated(out[:states])
     return out[kept], leaf[kept]
-
-
-@kernel
-def _states(rows: Reals, sets: Wholes, us: Reals, lengths: Wholes, lapse: float, out: Reals, leaf: Wholes) -> int:
-    """Every leaf's row in each of its states, the last of its chain first; how many in all."""
-    states = 0
-    for i in range(rows.shape[0]):
-        length = lengths[i]
-        done = 0.0
-        for k in range(length):
-            if sets[i, k] == 0:
-                done += us[i, k]
-        # ``k`` is what comes after the task under way: nothing, where all is done, or training work that waits for it.
-        for k in range(length, -1, -1):
-            if k < length:
-                done -= us[i, k] if sets[i, k] == 0 else 0.0
-                if k == 0 or sets[i, k] != 0 or sets[i, k - 1] == 0:
-                    continue
-            out[states] = rows[i]
-            out[states, DONE] = max(done - rows[i, FIRST], 0.0)
-            leaf[states] = i
-            for task in range(k - 1, length if k < length else 0):
-                time = min(us[i, task], lapse) if task == k - 1 else us[i, task]
-                for lane in range(LINKS.start, LINKS.stop):
-                    if (LANES_OF_SET[sets[i, task]] == lane).any():
-                        out[states, AFTER + lane - LINKS.start] += time
-            states += 1
-    return states
 
 
 __all__ = ["with_states"]
