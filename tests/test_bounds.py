@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -105,15 +104,20 @@ def test_branching_closes_what_mixing_giants_leaves_open():
     assert result.gap <= 0.08
 
 
+def small(job, data, most, sizes):
+    """The job under the papers' contention, up to so many leaves, a partition size, and the best that these allow."""
+    links = replace(job.costs.links, in_flight=1)
+    job = replace(job, costs=replace(job.costs, links=links, contention=Contention(), offload_width=1))
+    leaves = st.sampled_from(every_choice(job, (TOY,)))
+    few = tuple(data.draw(st.lists(leaves, min_size=1, max_size=most, unique=True)))
+    size = data.draw(st.sampled_from(sizes))
+    return job, few, size, makespans(job, few, size).min()
+
+
 @given(jobs(most=3), st.data())
 @settings(slow_ok, max_examples=150)
 def test_sharper_chains_are_never_above_the_best_strategy(job, data):
-    links = replace(job.costs.links, in_flight=1)
-    job = replace(job, costs=replace(job.costs, links=links, contention=Contention(), offload_width=1))
-    leaves = every_choice(job, (TOY,))
-    few = tuple(data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=6, unique=True)))
-    size = data.draw(st.sampled_from((1024, 2048, 4096)))
-    best = makespans(job, few, size).min()
+    job, few, size, best = small(job, data, 6, (1024, 2048, 4096))
     pricer = Pricer(job.costs, job.cluster, tenth)
     relaxation = relax(job, units_of(job), few, (size,), pricer)
     above = best * data.draw(st.sampled_from((1.0, 1.3)))
@@ -128,18 +132,13 @@ def test_sharper_chains_are_never_above_the_best_strategy(job, data):
 @given(jobs(most=4), st.data())
 @settings(slow_ok, max_examples=150)
 def test_states_are_never_above_the_best_strategy(job, data):
-    links = replace(job.costs.links, in_flight=1)
-    job = replace(job, costs=replace(job.costs, links=links, contention=Contention(), offload_width=1))
-    leaves = every_choice(job, (TOY,))
-    few = tuple(data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=4, unique=True)))
-    size = data.draw(st.sampled_from((0, 0, 1024, 4096)))
-    best = makespans(job, few, size).min()
+    job, few, size, best = small(job, data, 4, (0, 0, 1024, 4096))
     units, pricer = units_of(job), Pricer(job.costs, job.cluster, tenth)
     relaxation = relax(job, units, few, (size,), pricer)
     if data.draw(st.booleans()):  # their lines hide what others say
         relaxation = replace(relaxation, giants=np.array([], dtype=np.int64))
-    with mock.patch("espresso.search.states.LAPSE", data.draw(st.sampled_from((0.015, 0.2, 1.0, 3.0)))):
-        stated = with_states(relaxation, units, few, size, pricer)
+    lapse = data.draw(st.sampled_from((0.015, 0.2, 1.0, 3.0)))
+    stated = with_states(relaxation, units, few, size, pricer, lapse=lapse)
     above = best * data.draw(st.sampled_from((1.0, 1.5)))
     root = certify(stated, above)
     assert root.makespan_us <= best * (1 + 1e-12)
@@ -191,8 +190,7 @@ def test_states_know_of_link_time_after_the_last_hand_over():
     first, last = relaxation.first.copy(), relaxation.last.copy()
     first[1], last[1] = plain, plain + 1
     relaxation = replace(relaxation, first=first, last=last, giants=np.array([], dtype=np.int64))
-    with mock.patch("espresso.search.states.LAPSE", 1.0):
-        stated = with_states(relaxation, units, (GATHER,), 0, pricer)
+    stated = with_states(relaxation, units, (GATHER,), 0, pricer, lapse=1.0)
     weights = np.zeros((NUM_LINES, 2))
     weights[LINKS.start, 1] = weights[CHAIN, 1] = 1.0
     assert 79.9 < certify(stated, 160.0, start=weights).makespan_us <= 80.0

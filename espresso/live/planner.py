@@ -24,7 +24,7 @@ from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
 from espresso.live.patience import Patience
 from espresso.live.race import Arm, Race
-from espresso.live.sounding import SOUND_BYTES, Soundings
+from espresso.live.sounding import Soundings
 from espresso.live.turns import (
     DRIFT,
     DROP,
@@ -378,7 +378,7 @@ class AutoPlanner:
         if verdict is None or later is None or step < later.step:
             return None
         self._later = None
-        now_us = max(row.step for row in watch.ring[-1][1])
+        now_us = max(row.step for row in watch.latest)
         if math.log(verdict.measured_us[verdict.name] / now_us) > TELLING:
             return None
         return partial(self._switch, later.name, later.race, later.change, step)
@@ -396,23 +396,21 @@ class AutoPlanner:
 
     def _sounded(self, watch: Watch, step: int) -> Change | None:
         """What was heard of a link that may have become faster unseen; the next sounding begins when it is due."""
-        change, rows = None, watch.ring[-1][1]
-        if watch.sounding is not None and all(row.link for row in rows):
-            watch.sounding = None
-            change, cost_us = self._soundings.take(step, rows)
+        change = None
+        if watch.heard():
+            change, cost_us = self._soundings.take(step, watch.latest)
             self._patience.sounded(cost_us)
             self.probed_us += cost_us
-        if watch.sounding is None and self._soundings.is_due(step, rows):
-            each = max(SOUND_BYTES // max(self._groups.num_ranks - 1, 1), 1)
-            watch.sounding = self._groups.start_gather(torch.zeros(each, dtype=torch.uint8), timed=True)
+        if self._soundings.is_due(step, watch.latest):
+            watch.sound()
         return change
 
     def _begin_turn(self, change: Change, step: int, *, is_second: bool = False) -> None:
         """Measure what changed, search, and begin to try what was found."""
         assert self.verdict is not None
         assert self._winner is not None
-        if self.watch is not None and self.watch.sounding is not None:
-            self.watch.sounding.rows()  # or it would disturb what is measured now
+        if self.watch is not None:
+            self.watch.hush()  # or it would disturb what is measured now
         began_ns, now = time.perf_counter_ns(), self.verdict.name
         self.history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
         if not self._observed:  # a resumed job, which was never measured here

@@ -9,9 +9,6 @@ from statistics import median
 from espresso.live.patience import MUST_GAIN
 from espresso.live.watch import FASTER, LEAST_US, MANY, WINDOW, Cause, Change, Finding, Vitals
 
-SOUND_BYTES = 3 << 16
-"""Out of a host: short, and more than its bucket lets through at once (128 KiB, say)."""
-
 SHOWS_US = 3_000.0
 """Soundings that take less are alike: they, and what they compete with for a core, take turns of some milliseconds."""
 

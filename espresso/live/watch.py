@@ -74,8 +74,8 @@ SEVERE = math.log(1.3)
 MOST_HOMES = 8
 """Conditions in which the strategy in use has stood its test."""
 
-RING = 256
-"""Windows that are kept."""
+SOUND_BYTES = 3 << 16
+"""Of a sounding, out of a host: short, and more than its bucket lets through at once (128 KiB, say)."""
 
 
 class Cause(StrEnum):
@@ -260,14 +260,14 @@ class Watch:
     """Looks at every iteration of a decided job. All ranks make the same calls.
 
     Attributes:
-        ring: the latest windows, each with its last iteration and every rank's medians.
+        latest: every rank's medians of the latest window.
         length: steps of the window to come.
         sounding: a gather that is under way, or over and not heard by all ranks, for what it takes.
     """
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self.ring: deque[tuple[int, tuple[Vitals, ...]]] = deque(maxlen=RING)
+        self.latest: tuple[Vitals, ...] = ()
         self._homes: deque[tuple[Vitals, ...]] = deque(maxlen=MOST_HOMES)
         self.begin()
 
@@ -327,7 +327,7 @@ class Watch:
 
     def test(self, iteration: int, rows: tuple[Vitals, ...]) -> Change | None:
         """Test a window, every rank's medians."""
-        self.ring.append((iteration, rows))
+        self.latest = rows
         step_us = max(row.step for row in rows)
         is_urgent = self._is_urgent(step_us)
         self.length = LONG_WINDOW if step_us < SHORT_STEP_US else WINDOW
@@ -350,12 +350,30 @@ class Watch:
     def _comes_home(self, rows: tuple[Vitals, ...]) -> bool:
         """Whether all is again as it was when the strategy in use stood its test; then it is watched against that."""
         for home in self._homes:
-            (was_us, now_us) = (max(row.step for row in theirs) for theirs in (home, rows))
+            was_us, now_us = (max(row.step for row in theirs) for theirs in (home, rows))
             alike = abs(math.log(now_us / was_us)) <= TELLING
             if alike and not list(_findings(home, rows, _floor(min(was_us, now_us)))):
                 self.begin(was_us, is_another=False, stands=False)
                 return True
         return False
+
+    def sound(self) -> None:
+        """Begin a sounding, unless one is under way: a gather for which nobody waits. All ranks together."""
+        if self.sounding is None:
+            each = max(SOUND_BYTES // max(self._groups.num_ranks - 1, 1), 1)
+            self.sounding = self._groups.start_gather(torch.zeros(each, dtype=torch.uint8), timed=True)
+
+    def heard(self) -> bool:
+        """Whether the latest window has what a sounding took on every rank. Then it is over, and another may begin."""
+        if self.sounding is None or not all(row.link for row in self.latest):
+            return False
+        self.sounding = None
+        return True
+
+    def hush(self) -> None:
+        """Wait until no sounding is under way."""
+        if self.sounding is not None:
+            self.sounding.rows()
 
     def forgive(self) -> None:
         """Nothing is done about what was found: go on against the same baseline."""

@@ -44,14 +44,20 @@ SHARE = 0.01
 
 
 def with_states(
-    relaxation: Relaxation, units: Sequence[Unit], leaves: Leaves, partition_bytes: int, pricer: Pricer
+    relaxation: Relaxation,
+    units: Sequence[Unit],
+    leaves: Leaves,
+    partition_bytes: int,
+    pricer: Pricer,
+    *,
+    lapse: float = LAPSE,
 ) -> Relaxation:
     """The program with states. Unchanged where more than the papers' contention is played, or under budgets."""
     release = relaxation.release_us
     at = int(np.searchsorted(release, release[-1]))
     if at == 0 or not pricer.costs.in_turn(pricer.cluster) or relaxation.has_budget:
         return relaxation
-    lapse = LAPSE * relaxation.backward_us
+    lapse_us = lapse * relaxation.backward_us
     groups: dict[tuple[Size, str], list[int]] = {}
     for number, unit in enumerate(units[:at]):
         groups.setdefault((unit.size, unit.kind), []).append(number)
@@ -63,7 +69,7 @@ def with_states(
         if len(members) * numel < least or 0 < partition_bytes < numel * DTYPES[dtype]:
             continue
         mine = leaves_of(leaves, units[members[0]])
-        rows, leaf = _remembered(pricer, size, mine, lapse)
+        rows, leaf = _remembered(pricer, size, mine, lapse_us)
         first[members] = sum(map(len, blocks))
         last[members] = first[members] + len(rows)
         blocks.append(rows)
@@ -71,26 +77,26 @@ def with_states(
     rows = np.concatenate(blocks)
     kinds = np.append(relaxation.kind_of, np.zeros(len(rows) - len(relaxation.rows), dtype=np.int64))
     return replace(
-        relaxation, rows=rows, kind_of=kinds, first=first, last=last, origin=tuple(origin), at=at, lapse_us=lapse
+        relaxation, rows=rows, kind_of=kinds, first=first, last=last, origin=tuple(origin), at=at, lapse_us=lapse_us
     )
 
 
-def _remembered(pricer: Pricer, size: Size, leaves: tuple[Choice, ...], lapse: float) -> tuple[Reals, Wholes]:
+def _remembered(pricer: Pricer, size: Size, leaves: tuple[Choice, ...], lapse_us: float) -> tuple[Reals, Wholes]:
     # The leaves are kept with the answer, so that their identity stays their own.
     found, _ = pricer.remember(
-        ("states", size, id(leaves), lapse), lambda: (_undominated_states(pricer, size, leaves, lapse), leaves)
+        ("states", size, id(leaves), lapse_us), lambda: (_undominated_states(pricer, size, leaves, lapse_us), leaves)
     )
     return found
 
 
 def _undominated_states(
-    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], lapse: float
-) -> tuple[Reals, Wholes]:  # fmt: skip
+    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], lapse_us: float
+) -> tuple[Reals, Wholes]:
     """float64[kept, WIDTH] and each one's index into ``leaves``, of a size that is not cut."""
     sets, us, _, sizes = leaf_tasks(pricer, size, leaves, 0, np.arange(len(leaves)))
     out = np.empty((len(leaves) * (sets.shape[1] + 1), WIDTH))
     leaf = np.empty(len(out), dtype=np.int64)
-    states = states_of(leaf_rows(pricer, size, leaves, 0), sets, us, sizes[:, 0], lapse, out, leaf)
+    states = states_of(leaf_rows(pricer, size, leaves, 0), sets, us, sizes[:, 0], lapse_us, out, leaf)
     kept = undominated(out[:states])
     return out[kept], leaf[kept]
 
