@@ -207,16 +207,22 @@ def train(
     out: Path,
     artifacts_dir: Path | None,
     *,
-    at_once: bool = False,
+    named_at_once: bool = False,
 ) -> dict[str, Any]:
-    """Run one case; the trainer's result."""
+    """Run one case; the trainer's result.
+
+    Args:
+        named_at_once: arms that name their compressor decide at once. When they do makes no difference to their
+            steps, as it does to nothing chosen, which may owe only so much: that decides when it does by default.
+    """
     out.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "benchmarks.train", "--model", case.model, "--arms", ",".join(arms)]
     argv += ["--blocks", str(case.blocks), "--steps-per-block", str(case.steps), "--seed", str(seed)]
     # The first collectives of a slow network wait for seconds of gradients.
     argv += ["--json", str(out), "--timeout-s", "300"]
-    if case.rtt_ms or at_once:  # a plain step takes seconds far apart: as few as may be
+    if case.rtt_ms:  # a plain step takes seconds far apart: as few as may be
         argv += ["--decide-by", "0"]
+    argv += ["--decide-named-by", "0"] if named_at_once else []
     argv += [] if artifacts_dir is None else ["--artifacts-dir", str(artifacts_dir.resolve() / case.name)]
     run_workers(
         network,
@@ -270,7 +276,7 @@ def main(
         with open_network(2, case.rate, distance=distance) as network:
             networks[case.name] = describe(network)
             own, raw = far if case.rtt_ms else near, json_path.with_suffix(".raw")
-            result = train(network, case, own, seed, raw, artifacts_dir, at_once=nothing_chosen)
+            result = train(network, case, own, seed, raw, artifacts_dir, named_at_once=nothing_chosen)
         found = rows_of(case, result["arms"])
         measured += found
         console.print(table_of(found, f"{case.name}: 2 hosts x {case.workers}, {networks[case.name]}"))

@@ -265,8 +265,14 @@ def make_runners(
     artifacts_dir: Path | None,
     total_steps: int | None,
     decide_by: int | None = None,
+    decide_named_by: int | None = None,
 ) -> list[Runner]:
-    """One DDP model per arm, all with the same weights. Several automatic arms have a folder of artifacts each."""
+    """One DDP model per arm, all with the same weights. Several automatic arms have a folder of artifacts each.
+
+    Args:
+        decide_by: of automatic arms; None leaves the setting's default.
+        decide_named_by: of those that name their compressors, where it differs.
+    """
     runners = []
     alone = sum(arm.kind == "espresso" for arm in arms) == 1
     for arm in arms:
@@ -277,7 +283,8 @@ def make_runners(
             message = OneMessage.of(model, arm.detail)
             message.attach(model)
         else:
-            state = arm.attach(model, folder, decide_by)
+            names_none = arm.detail == "auto" or decide_named_by is None
+            state = arm.attach(model, folder, decide_by if names_none else decide_named_by)
         runners.append(Runner(arm, workload, model, workload.make_optimizer(model), state, total_steps, message))
     return runners
 
@@ -312,6 +319,7 @@ def main(
     artifacts_dir: Annotated[Path | None, typer.Option(help="For strategy and job of automatic arms.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result there.")] = None,
     decide_by: Annotated[int | None, typer.Option(help="Of automatic arms; by default the setting's.")] = None,
+    decide_named_by: Annotated[int | None, typer.Option(help="Of those that name their compressors.")] = None,
     progress_path: Annotated[Path | None, typer.Option("--progress", hidden=True)] = None,
     timeout_s: Annotated[float, typer.Option(help="Of the default process group.")] = 120.0,
 ) -> None:
@@ -321,7 +329,7 @@ def main(
     workload = build_workload(model, seed)
     progress = Progress(progress_path if place.rank == 0 else None)
     with process_group(timeout_s):
-        runners = make_runners(parsed, workload, artifacts_dir, total_steps, decide_by)
+        runners = make_runners(parsed, workload, artifacts_dir, total_steps, decide_by, decide_named_by)
         warm_up(runners, place, warmup_steps, progress)
         send_as_much(runners)
         for done in range(blocks):
