@@ -46,7 +46,8 @@ from espresso.strategies import Choice, Cluster, CompressorSpec, TensorSpec, par
 
 CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "gpt-adamw")
 STRATEGIES = (
-    "int8", "int4", "fp8", "efsignsgd:block=64", "efsignsgd", "efsignsgd:block=4096", "efsignsgd:block=0", "onebit",
+    "int8", "int4", "fp8", "twobit", "efsignsgd:block=64", "efsignsgd", "efsignsgd:block=4096", "efsignsgd:block=0",
+    "onebit",
     "topk:ratio=0.3", "topk:ratio=0.1", "topk:ratio=0.03", "topk:ratio=0.01", "topk:ratio=0.003", "topk:ratio=0.001",
     "dgc:ratio=0.1", "dgc:ratio=0.01,least=2048", "stc:ratio=0.1", "stc:ratio=0.03",
     "powersgd:rank=2", "powersgd:rank=4", "powersgd:rank=8", "randomk:ratio=0.3", "randomk:ratio=0.1",

@@ -40,6 +40,7 @@ LONG_SIZES = (70, 2 * SPAN + 300)
 VARIANTS = {
     "efsignsgd": ("", "block=0", "block=96"),
     "onebit": ("", "block=0,means=1"),
+    "twobit": ("", "block=96"),
     "fp8": ("", "format=e5m2"),
     "qsgd": ("", "levels=127"),
     "dithering": ("", "levels=5,norm=l2", "partition=natural"),

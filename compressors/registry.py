@@ -44,6 +44,7 @@ _ENTRIES = {
     "dithering": Entry("levels:Dithering", "levels:HostLevels", "families:CudaLevels"),
     "natural": Entry("levels:Natural", "levels:HostLevels", "families:CudaLevels"),
     "terngrad": Entry("levels:TernGrad", "levels:HostLevels", "families:CudaLevels"),
+    "twobit": Entry("signs:TwoBit", "twobit:HostTwoBit", "families:CudaTwoBit"),
     "powersgd": Entry("powersgd:PowerSgd", "powersgd:HostPowerSgd", "powersgd:CudaPowerSgd"),
 }
 

@@ -1,4 +1,6 @@
-"""Signs on the host: efsignsgd and onebit. Format and the shape of a block's sums: :mod:`espresso.compressors.signs`.
+"""Signs on the host: efsignsgd and onebit, and the decoder of twobit (its encoder: :mod:`espresso.cpu_offload.twobit`).
+
+Format and the shape of a block's sums: :mod:`espresso.compressors.signs`.
 
 With one or two means per block encode makes one pass: a block's gradient and residual are still in the first-level
 cache when, after the sums, signs and residual are taken. The second look prefetches what comes after, or memory would
@@ -14,7 +16,7 @@ float64 by halving, the blocks of a chunk and then the chunks in order.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,15 @@ from espresso.compressors.signs import Signs
 from espresso.cpu_offload.codec import STREAM_SOON_BYTES, DecodeCall, EncodeCall, HostCodec
 from espresso.cpu_offload.jit import Scalar, fence, kernel, prefetch, room
 from espresso.cpu_offload.kernels import BLOCK, can_stream, clear_block, copy_block, fill_q, keep_block, neutral_block
-from espresso.cpu_offload.vectors import GROUP, add_magnitudes, sign_group, sum_magnitudes, sum_sides, unpack_groups
+from espresso.cpu_offload.vectors import (
+    GROUP,
+    add_magnitudes,
+    sign_group,
+    sum_magnitudes,
+    sum_sides,
+    unpack_groups,
+    unpack_planes,
+)
 from espresso.cpu_offload.work import (
     COUNT,
     END_CHUNK,
@@ -142,9 +152,9 @@ def plain_sum(source: Array, at: int, scale: float, old: Array, kept: int, num: 
 @kernel
 def decode_blocks(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
-    numbers: Array, halves: Halves, block: int, means: int,
+    numbers: Array, halves: Halves, block: int, means: int, planes: int,
 ) -> Scalar:  # fmt: skip
-    """``target = scale * sum over rows of their means by sign``, rows in order; ``block`` 0 means the whole segment.
+    """``target = scale * sum over rows of their means by bits``, rows in order; ``block`` 0 means the whole segment.
 
     One pass over the target, ``TOGETHER`` rows at a time.
     """
@@ -154,6 +164,7 @@ def decode_blocks(
         segment = chunks[chunk, SEGMENT]
         row = table[segment]
         length = block if block else row[NUMEL] + GROUP
+        plane = plane_halves(row[NUMEL]) if planes == 2 else 0
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], BLOCK):
             high = min(low + BLOCK, chunks[chunk, HIGH])
             at = row[SOURCE]
@@ -169,12 +180,12 @@ def decode_blocks(
                     stop = min((index + 1) * length, high)
                     if taken == TOGETHER:
                         bad = add_four(
-                            target, at, start, stop, numbers, halves, body, row_bytes, row[COUNT], index, means,
+                            target, at, start, stop, numbers, halves, body, row_bytes, row[COUNT], index, means, plane,
                             done > 0, factor, tail,
                         )  # fmt: skip
                     else:
                         bad = add_one(
-                            target, at, start, stop, numbers, halves, body, row_bytes, row[COUNT], index, means,
+                            target, at, start, stop, numbers, halves, body, row_bytes, row[COUNT], index, means, plane,
                             done > 0, factor, tail,
                         )  # fmt: skip
                     if bad >= 0:
@@ -187,7 +198,7 @@ def decode_blocks(
 @kernel
 def add_four(
     target: Array, at: int, start: int, stop: int, numbers: Array, halves: Halves, body: int, row_bytes: int,
-    count: int, index: int, means: int, accumulate: bool, factor: float, tail: Array,
+    count: int, index: int, means: int, plane: int, accumulate: bool, factor: float, tail: Array,
 ) -> Scalar:  # fmt: skip
     """Add four rows' elements from ``start`` to ``stop``, all of block ``index``; the first bad row, or -1."""
     a, b, c, d = body, body + row_bytes, body + 2 * row_bytes, body + 3 * row_bytes
@@ -197,23 +208,23 @@ def add_four(
     plus_d, minus_d, signs_d = numbers_of(numbers, d, count, index, means)
     plus, minus = (plus_a, plus_b, plus_c, plus_d), (minus_a, minus_b, minus_c, minus_d)
     for place in range(TOGETHER):
-        if not are_means(plus[place], minus[place]):
+        if not are_means(plus[place], minus[place], plane):
             return place
     rows = (signs_a, signs_b, signs_c, signs_d)
-    add_rows(target, at, start, stop, halves, rows, plus, minus, accumulate, factor, tail)
+    add_rows(target, at, start, stop, halves, rows, plane, plus, minus, accumulate, factor, tail)
     return -1
 
 
 @kernel
 def add_one(
     target: Array, at: int, start: int, stop: int, numbers: Array, halves: Halves, body: int, row_bytes: int,
-    count: int, index: int, means: int, accumulate: bool, factor: float, tail: Array,
+    count: int, index: int, means: int, plane: int, accumulate: bool, factor: float, tail: Array,
 ) -> Scalar:  # fmt: skip
     """The same of one row."""
     plus, minus, signs = numbers_of(numbers, body, count, index, means)
-    if not are_means(plus, minus):
+    if not are_means(plus, minus, plane):
         return 0
-    add_rows(target, at, start, stop, halves, (signs,), (plus,), (minus,), accumulate, factor, tail)
+    add_rows(target, at, start, stop, halves, (signs,), plane, (plus,), (minus,), accumulate, factor, tail)
     return -1
 
 
@@ -227,25 +238,45 @@ def numbers_of(numbers: Array, body: int, count: int, index: int, means: int) ->
 
 
 @kernel
-def are_means(plus: float, minus: float) -> Scalar:
-    """Whether they have their signs and are finite."""
+def plane_halves(numel: int) -> Scalar:
+    """16-bit words of one bit an element: whole words of 32."""
+    return 2 * ((numel + 31) // 32)
+
+
+@kernel
+def are_means(plus: float, minus: float, plane: int) -> Scalar:
+    """Whether they have their signs and are finite; of two planes, whether both are sizes in order."""
+    if plane:
+        return 0 <= plus <= minus < np.inf
     return 0 <= plus < np.inf and -np.inf < minus <= 0
 
 
 @kernel
 def add_rows(
-    target: Array, at: int, start: int, stop: int, halves: Halves, rows: Scalar, plus: Scalar, minus: Scalar,
-    accumulate: bool, factor: float, tail: Array,
+    target: Array, at: int, start: int, stop: int, halves: Halves, rows: Scalar, plane: int, plus: Scalar,
+    minus: Scalar, accumulate: bool, factor: float, tail: Array,
 ) -> None:  # fmt: skip
     """Add rows (tuples of one length) to the target; a last group that is not whole goes by way of ``tail``."""
     whole = stop - (stop - start) % GROUP
     for i in range(start, whole, GROUP):
         prefetch(target, at + i + AHEAD)  # as fetch_block says; here one line at a time is faster
-        unpack_groups(halves, rows, i // GROUP, plus, minus, target, at + i, accumulate, factor)
+        add_group(halves, rows, i // GROUP, plane, plus, minus, target, at + i, accumulate, factor)
     if stop > whole:
         copy_block(tail, 0, target[at + whole :], stop - whole)
-        unpack_groups(halves, rows, whole // GROUP, plus, minus, tail, 0, accumulate, factor)
+        add_group(halves, rows, whole // GROUP, plane, plus, minus, tail, 0, accumulate, factor)
         copy_block(target, at + whole, tail, stop - whole)
+
+
+@kernel
+def add_group(
+    halves: Halves, rows: Scalar, half: int, plane: int, plus: Scalar, minus: Scalar, target: Array, at: int,
+    accumulate: bool, factor: float,
+) -> None:  # fmt: skip
+    """Of one bit an element, or of two, ``plane`` words apart."""
+    if plane:
+        unpack_planes(halves, rows, half, plus, minus, target, at, accumulate, factor, plane)
+    else:
+        unpack_groups(halves, rows, half, plus, minus, target, at, accumulate, factor)
 
 
 LANES = 128
@@ -395,23 +426,25 @@ class HostSigns(HostCodec):
         return self._encode_blocks(call) if self.compressor.block else self._encode_segments(call)
 
     def _encode_blocks(self, call: EncodeCall) -> bool:
-        halves, chunks = call.payload.view(np.uint16), call.work.chunks
-        block, kind = self.compressor.block, call.layout.dtype
+        halves, block, kind = call.payload.view(np.uint16), self.compressor.block, call.layout.dtype
 
         def run_part(first: int, end: int) -> bool:
             old, new, rooms = call.old, call.new, np.zeros((3, block), kind)
             rooms[1] = -0.0  # as neutral_block
             if not call.has_feedback:
                 old, new = np.zeros(block, kind), np.empty(block, kind)
-            return bool(
-                encode_blocks(
-                    call.table, chunks, first, end, call.source, call.scale, old, new, call.has_feedback,
-                    call.stream and call.has_feedback, call.numbers, halves, block, self.compressor.num_means, rooms,
-                    call.gain,
-                )
+            given = (
+                call.source, call.scale, old, new, call.has_feedback, call.stream and call.has_feedback, call.numbers,
+                halves, block,
             )  # fmt: skip
+            return bool(self.encode_run(call, first, end, given, rooms))
 
-        return all(self.run_chunks(run_part, len(chunks)))
+        return all(self.run_chunks(run_part, len(call.work.chunks)))
+
+    def encode_run(self, call: EncodeCall, first: int, end: int, given: tuple[Any, ...], rooms: Array) -> Any:
+        """The blocks of a run of chunks: means, bits and residuals; whether all is finite."""
+        means = self.compressor.num_means
+        return encode_blocks(call.table, call.work.chunks, first, end, *given, means, rooms, call.gain)
 
     def _encode_segments(self, call: EncodeCall) -> bool:
         """Whole segments where they are small, chunk by chunk where they are large."""
@@ -439,4 +472,4 @@ class HostSigns(HostCodec):
     def decode_bodies(self, call: DecodeCall) -> None:
         """Sum the rows, a few blocks at a time."""
         halves, how = call.payload.view(np.uint16), self.compressor
-        self.share_decode(decode_blocks, call, call.numbers, halves, how.block, how.num_means)
+        self.share_decode(decode_blocks, call, call.numbers, halves, how.block, how.num_means, how.planes)

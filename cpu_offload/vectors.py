@@ -208,6 +208,36 @@ def sum_sides(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, k
 
 
 @operation
+def sum_parts(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, num: Any, mean: Any) -> Any:
+    """The sums of the |q| up to ``mean`` and of those above, as :func:`sum_magnitudes`, and how many are above."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group = GroupBuilder(context, builder, signature.args[0].dtype)
+        zero, wide = ir.Constant(group.numbers, None), ir.IntType(64)
+        mean = group.splat(arguments[6], group.numbers)
+        inner, outer = ([local(builder, zero) for _ in range(SUM_GROUPS)] for _ in range(2))
+        count = local(builder, ir.Constant(wide, 0))
+
+        def add(q: Any, lane: int) -> None:
+            size = group.magnitude(q)
+            above = builder.fcmp_ordered(">", size, mean)
+            for lanes, value in (
+                (inner, builder.select(above, zero, size)),
+                (outer, builder.select(above, size, zero)),
+            ):
+                builder.store(builder.fadd(builder.load(lanes[lane]), value), lanes[lane])
+            found = builder.zext(builder.ctpop(group.mask(above)), wide)
+            builder.store(builder.add(builder.load(count), found), count)
+
+        each_group(group, builder, signature.args, arguments, add)
+        sums = [group.sum([builder.load(lane) for lane in lanes]) for lanes in (inner, outer)]
+        number = builder.sitofp(builder.load(count), ir.DoubleType())
+        return context.make_tuple(builder, signature.return_type, [*sums, number])
+
+    return signature_of(_tuple_of(types.float64, 3), source, old, types.intp, source.dtype), generate
+
+
+@operation
 def largest(
     typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, num: Any, magnitude: Any
 ) -> Any:
@@ -260,6 +290,33 @@ def sign_group(
 
     number = source.dtype
     return signature_of(types.uint16, source, old, new, types.intp, number, number, number, types.boolean), generate
+
+
+@operation
+def size_group(
+    typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, new: Any, to: Any, mean: Any,
+    inner: Any, outer: Any, gain: Any, stream: Any,
+) -> Any:  # fmt: skip
+    """``new[to:][:16]`` = what is kept of q - (outer if |q| > mean else inner) with q's sign.
+
+    Returns 16 bits, 1 = negative, and 16 more, 1 = |q| is above the mean.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        group, kinds = GroupBuilder(context, builder, signature.args[0].dtype), signature.args
+        q = group.q(kinds, arguments)
+        mean, inner, outer = (group.splat(value, group.numbers) for value in arguments[7:10])
+        negative = builder.fcmp_ordered("<", q, ir.Constant(group.numbers, None))
+        above = builder.fcmp_ordered(">", group.magnitude(q), mean)
+        size = builder.select(above, outer, inner)
+        left = builder.fsub(q, builder.select(negative, builder.fneg(size), size))
+        residual = group.kept(left, kinds, arguments, arguments[10])
+        group.store(residual, kinds[5], arguments[5], arguments[6], arguments[11])
+        return context.make_tuple(builder, signature.return_type, [group.mask(negative), group.mask(above)])
+
+    number = source.dtype
+    more = (new, types.intp, number, number, number, number, types.boolean)
+    return signature_of(_tuple_of(types.uint16, 2), source, old, *more), generate
 
 
 @operation
@@ -335,6 +392,43 @@ def quantize_group(
     return signature_of(types.void, source, old, *more), generate
 
 
+class Unpacker:
+    """Adds rows up: ``target[at:][:16] = (target + row + row + …) * scale``, no target unless ``accumulate``.
+
+    From an operation's first nine arguments: halves, rows, half, two tuples of numbers, target, at, accumulate, scale.
+    """
+
+    def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        self.kinds, self.ir, self.arguments = signature.args, builder, arguments
+        self.group = GroupBuilder(context, builder, signature.args[5].dtype)
+
+    def flags(self, row: Any) -> Any:
+        """The 16 bits of a row's group."""
+        builder, place = self.ir, self.ir.add(row, self.arguments[2])
+        loaded = builder.load(self.group.pointer(self.kinds[0], self.arguments[0], place, ir.IntType(GROUP)))
+        loaded.align = 2
+        return builder.bitcast(loaded, ir.VectorType(ir.IntType(1), GROUP))
+
+    def add_up(self, values: Callable[[Any, Any, Any], Any]) -> None:
+        """``values(row, first, second)`` makes a group of numbers of a row's place and its two numbers."""
+        builder, group = self.ir, self.group
+        target, at, accumulate, scale = self.arguments[5:9]
+        places, *numbers = (_values_of(builder, one) for one in (self.arguments[1], *self.arguments[3:5]))
+        firsts, seconds = ([group.splat(one, group.numbers) for one in each] for each in numbers)
+        first, *others = [values(*row) for row in zip(places, firsts, seconds, strict=True)]
+        total = builder.select(accumulate, builder.fadd(group.load(self.kinds[5], target, at), first), first)
+        for other in others:
+            total = builder.fadd(total, other)
+        group.store(builder.fmul(total, group.splat(scale, group.numbers)), self.kinds[5], target, at)
+
+
+def rows_signature(halves: Any, rows: Any, target: Any, *more: Any) -> Any:
+    """Of an operation whose arguments begin as :class:`Unpacker` says."""
+    number, count = target.dtype, len(rows)
+    places, numbers = _tuple_of(types.intp, count), _tuple_of(number, count)
+    return types.void(halves, places, types.intp, numbers, numbers, target, types.intp, types.boolean, number, *more)
+
+
 @operation
 def unpack_groups(
     typing_context: Any, halves: Any, rows: Any, half: Any, plus: Any, minus: Any, target: Any, at: Any,
@@ -347,26 +441,29 @@ def unpack_groups(
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        halves, rows, half, plus, minus, target, at, accumulate, scale = arguments
-        kind = signature.args[5]
-        group = GroupBuilder(context, builder, kind.dtype)
-
-        def values(row: Any, above: Any, below: Any) -> Any:
-            bits = ir.VectorType(ir.IntType(1), GROUP)
-            loaded = builder.load(group.pointer(signature.args[0], halves, builder.add(row, half), ir.IntType(16)))
-            loaded.align = 2
-            above, below = group.splat(above, group.numbers), group.splat(below, group.numbers)
-            return builder.select(builder.bitcast(loaded, bits), below, above)
-
-        tuples = (_values_of(builder, one) for one in (rows, plus, minus))
-        first, *others = [values(*row) for row in zip(*tuples, strict=True)]
-        total = builder.select(accumulate, builder.fadd(group.load(kind, target, at), first), first)
-        for other in others:
-            total = builder.fadd(total, other)
-        group.store(builder.fmul(total, group.splat(scale, group.numbers)), kind, target, at, False)
+        unpacker = Unpacker(context, builder, signature, arguments)
+        unpacker.add_up(lambda row, plus, minus: builder.select(unpacker.flags(row), minus, plus))
         return context.get_dummy_value()
 
-    number = target.dtype
-    places, numbers = _tuple_of(types.intp, len(rows)), _tuple_of(number, len(rows))
-    more = (target, types.intp, types.boolean, number)
-    return types.void(halves, places, types.intp, numbers, numbers, *more), generate
+    return rows_signature(halves, rows, target), generate
+
+
+@operation
+def unpack_planes(
+    typing_context: Any, halves: Any, rows: Any, half: Any, inner: Any, outer: Any, target: Any, at: Any,
+    accumulate: Any, scale: Any, plane: Any,
+) -> Any:  # fmt: skip
+    """As :func:`unpack_groups`, of two bits: those ``plane`` halves further on choose outer for inner."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        unpacker = Unpacker(context, builder, signature, arguments)
+
+        def values(row: Any, inner: Any, outer: Any) -> Any:
+            above = unpacker.flags(builder.add(row, arguments[9]))
+            size = builder.select(above, outer, inner)
+            return builder.select(unpacker.flags(row), builder.fneg(size), size)
+
+        unpacker.add_up(values)
+        return context.get_dummy_value()
+
+    return rows_signature(halves, rows, target, types.intp), generate

@@ -23,6 +23,8 @@ SPECS = (
     "onebit:raw_below=1",
     "onebit:raw_below=1,block=96",
     "onebit:raw_below=1,block=0,means=1",
+    "twobit:raw_below=1",
+    "twobit:raw_below=1,block=96",
     "fp8:raw_below=1,block=64",
     "fp8:raw_below=1,format=e5m2",
     "topk:raw_below=1,ratio=0.05",
@@ -127,16 +129,21 @@ def body(outcome: Outcome, index: int) -> bytes:
     return outcome.payload[outcome.layout.offsets[index] : ends[index]].tobytes()
 
 
-def reference_signs(raw: bytes, count: int, dtype: Any, block: int, means: int = 1) -> np.ndarray:
+def reference_signs(raw: bytes, count: int, dtype: Any, block: int, means: int = 1, planes: int = 1) -> np.ndarray:
     """The body of signs, bit by bit as documented."""
     block = block or count
     values = np.frombuffer(raw, dtype, means * -(-count // block))
-    words = np.frombuffer(raw, np.uint32, -(-count // 32), values.nbytes)
+    words = np.frombuffer(raw, np.uint32, planes * -(-count // 32), values.nbytes).reshape(planes, -1)
     out = np.empty(count, dtype)
     for element in range(count):
-        negative = int(words[element // 32]) >> element % 32 & 1
+        negative, *outer = (int(plane[element // 32]) >> element % 32 & 1 for plane in words)
         mine = values[means * (element // block) :][:means]
-        out[element] = (-mine[0] if means == 1 else mine[1]) if negative else mine[0]
+        if planes == 2:
+            out[element] = (-1) ** negative * mine[outer[0]]
+        else:
+            out[element] = (-mine[0] if means == 1 else mine[1]) if negative else mine[0]
+    past = np.unpackbits(words.view(np.uint8), bitorder="little").reshape(planes, -1)[:, count:]
+    assert not past.any()
     return out
 
 

@@ -202,8 +202,8 @@ def test_any_number_of_threads_gives_the_same_bytes(spec: str, dtype: type, monk
 @both
 def test_streamed_residuals_are_complete(dtype: type) -> None:
     """Layouts above the streaming threshold write the same residuals, at any alignment."""
-    specs = "efsignsgd efsignsgd:block=0 efsignsgd:block=65536 onebit int8 fp8 fp8:format=e5m2 topk randomk"
-    for spec in specs.split():
+    signs = "efsignsgd efsignsgd:block=0 efsignsgd:block=65536 onebit twobit twobit:block=65536"
+    for spec in f"{signs} int8 fp8 fp8:format=e5m2 topk randomk".split():
         codec = make_codec(create(spec))
         count = (1 << 22) // np.dtype(dtype).itemsize + 777
         layout = codec.compressor.layout([Segment("w", 0, count)], dtype)
@@ -226,9 +226,9 @@ def test_partitions_of_the_default_size_stream_where_that_is_faster() -> None:
     encoding = Encoding(layout, numbers(1_006_272, np.float32), np.array([0]))
     streams = {
         spec: EncodeCall.of(encoding, np.empty(0, np.uint8), host_codec(create(spec)).stream_from).stream
-        for spec in ("efsignsgd", "onebit", "dgc", "topk", "int8", "randomk")
+        for spec in ("efsignsgd", "onebit", "twobit", "dgc", "topk", "int8", "randomk")
     }
-    assert streams == {"efsignsgd": True, "onebit": True, "dgc": True, "topk": True, "int8": False, "randomk": False}
+    assert {spec for spec, streamed in streams.items() if not streamed} == {"int8", "randomk"}
 
 
 # What each algorithm promises (ALGORITHMS.md section 3), against slow references.
@@ -362,6 +362,51 @@ def test_onebit(dtype: type, block: int) -> None:
             assert (error**2).sum() <= (size - np.abs(wide).sum() ** 2 / len(wide)) * (1 + 1e-6) + 1e-12
 
 
+@both
+@pytest.mark.parametrize("block", [32, 96, 256, 65536])
+def test_twobit(dtype: type, block: int) -> None:
+    """The mean of either part: the error is orthogonal to what is sent, and at most scaled sign's."""
+    outcome = round_trip(f"twobit:raw_below=1,block={block}", (*ODD_SIZES, 70_001), dtype)
+    for index, (q, decoded, _) in enumerate(pieces(outcome)):
+        assert np.array_equal(reference_signs(body(outcome, index), len(q), dtype, block, 2, 2), decoded)
+        assert np.array_equal(decoded < 0, q < 0)
+        for low in range(0, len(q), block):
+            wide, out = q[low : low + block].astype(np.float64), decoded[low : low + block].astype(np.float64)
+            size, mean = np.abs(wide), np.abs(wide).mean()
+            outer = np.where(np.abs(size - mean) > 1e-6 * mean, size, np.abs(out)) > mean  # rounding may take it past
+            for part in (outer, ~outer):
+                if part.any():
+                    assert np.abs(out[part]) == pytest.approx(size[part].mean(), rel=2e-6)
+            error, square = wide - out, (wide**2).sum()
+            assert abs((error * out).sum()) <= 1e-6 * square
+            assert (error**2).sum() <= (square - size.sum() ** 2 / len(wide)) * (1 + 1e-6) + 1e-12
+
+
+def test_two_bits_leave_an_eighth_of_normal_numbers() -> None:
+    """The best four levels leave 0.1175 (Max, 1960), one bit 1 - 2 / pi."""
+
+    def normal(count: int, dtype: type, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).standard_normal(count).astype(dtype)
+
+    for spec, part in (("twobit", 1 / 8), ("efsignsgd", 1 - 2 / np.pi)):
+        outcome = round_trip(spec, (1 << 18,), np.float32, make=normal)
+        assert (outcome.kept.astype(float) ** 2).sum() == pytest.approx(part * (outcome.q**2).sum(), rel=0.03)
+
+
+def test_twobit_of_numbers_of_one_size_is_exact() -> None:
+    """Whichever side rounding puts them on: the mean of seven times 0.1 is not 0.1."""
+    for count in (7, 37, 256, 300):
+        for value in (0.1, 1 / 3, 1e-42, 3e38):
+
+            def fill(source: np.ndarray, starts: np.ndarray, value: float = value) -> None:
+                source[:] = value
+                source[::3] *= -1
+
+            outcome = round_trip("twobit:raw_below=1", (count,), np.float32, change=fill, make=empty, scale=1.0)
+            assert outcome.finite
+            assert outcome.decoded == pytest.approx(outcome.q, rel=3e-7)
+
+
 def test_one_mean_of_onebit_is_scaled_sign() -> None:
     for block in (0, 256):
         one = round_trip(f"onebit:raw_below=1,means=1,block={block}", ODD_SIZES, np.float32)
@@ -374,14 +419,7 @@ def test_the_sum_of_a_block_has_the_documented_shape(dtype: type) -> None:
     """Bit for bit, so that another backend can compute the same scale."""
     for block, numel in ((256, 256), (256, 201), (96, 96), (1024, 1000)):
         outcome = round_trip(f"efsignsgd:raw_below=1,block={block}", (numel,), dtype)
-        lanes = np.zeros(64, dtype)
-        padded = np.r_[np.abs(outcome.q), np.zeros(-numel % 64, dtype)].reshape(-1, 64)
-        for row in padded:
-            lanes += row
-        wide = lanes.astype(np.float64)
-        while len(wide) > 1:
-            wide = wide[: len(wide) // 2] + wide[len(wide) // 2 :]
-        assert np.abs(outcome.decoded[0]) == dtype(wide[0] / numel)
+        assert np.abs(outcome.decoded[0]) == dtype(lane_sum(np.abs(outcome.q)) / numel)
 
 
 @both
@@ -389,13 +427,34 @@ def test_the_sums_of_either_side_have_the_documented_shape(dtype: type) -> None:
     for block, numel in ((256, 256), (256, 201), (96, 96), (1024, 1000)):
         outcome = round_trip(f"onebit:raw_below=1,block={block}", (numel,), dtype)
         for side in (outcome.q >= 0, outcome.q < 0):
-            lanes = np.zeros(64, dtype)
-            for row in np.r_[np.where(side, np.abs(outcome.q), 0), np.zeros(-numel % 64, dtype)].reshape(-1, 64):
-                lanes += row
-            wide = lanes.astype(np.float64)
-            while len(wide) > 1:
-                wide = wide[: len(wide) // 2] + wide[len(wide) // 2 :]
-            assert (np.abs(outcome.decoded[side]) == dtype(wide[0] / np.count_nonzero(side))).all()
+            mean = dtype(lane_sum(np.abs(outcome.q) * side) / np.count_nonzero(side))
+            assert (np.abs(outcome.decoded[side]) == mean).all()
+
+
+@both
+def test_the_sums_of_both_parts_have_the_documented_shape(dtype: type) -> None:
+    for block, numel in ((256, 256), (256, 201), (96, 96), (1024, 1000)):
+        outcome = round_trip(f"twobit:raw_below=1,block={block}", (numel,), dtype)
+        size = np.abs(outcome.q)
+        mean = dtype(lane_sum(size) / numel)
+        inner, outer = size <= mean, size > mean
+        assert (np.abs(outcome.decoded[inner]) == dtype(lane_sum(size * inner) / np.count_nonzero(inner))).all()
+        assert (np.abs(outcome.decoded[outer]) == dtype(lane_sum(size * outer) / np.count_nonzero(outer))).all()
+
+
+def lane_sum(values: np.ndarray) -> float:
+    """The sum in 64 lanes, which are added in float64 by halving."""
+    lanes = np.zeros(64, values.dtype)
+    for row in np.r_[values, np.zeros(-values.size % 64, values.dtype)].reshape(-1, 64):
+        lanes += row
+    wide = lanes.astype(np.float64)
+    while len(wide) > 1:
+        wide = wide[: len(wide) // 2] + wide[len(wide) // 2 :]
+    return float(wide[0])
+
+
+def empty(count: int, dtype: type, seed: int) -> np.ndarray:
+    return np.zeros(count, dtype)
 
 
 def test_a_small_block_keeps_scales_apart() -> None:
@@ -404,12 +463,10 @@ def test_a_small_block_keeps_scales_apart() -> None:
     def half(source: np.ndarray, starts: np.ndarray) -> None:
         source[:256], source[256:] = 3, 0
 
-    def zeros(count: int, dtype: type, seed: int) -> np.ndarray:
-        return np.zeros(count, dtype)
-
-    apart = round_trip("efsignsgd", (512,), np.float32, make=zeros, change=half, scale=1.0)
-    assert np.array_equal(apart.decoded, apart.q)
-    whole = round_trip("efsignsgd:block=0", (512,), np.float32, make=zeros, change=half, scale=1.0)
+    for spec in ("efsignsgd", "twobit", "twobit:block=512"):
+        apart = round_trip(spec, (512,), np.float32, make=empty, change=half, scale=1.0)
+        assert np.array_equal(apart.decoded, apart.q)
+    whole = round_trip("efsignsgd:block=0", (512,), np.float32, make=empty, change=half, scale=1.0)
     assert (whole.decoded == 1.5).all()
 
 
@@ -431,7 +488,7 @@ def test_scaled_sign_of_zeros_is_plus_and_padding_is_zero() -> None:
 
 
 def test_scaled_sign_survives_huge_numbers() -> None:
-    for spec in ("efsignsgd", "efsignsgd:block=0", "onebit"):
+    for spec in ("efsignsgd", "efsignsgd:block=0", "onebit", "twobit"):
         outcome = round_trip(spec, (5003,), np.float32, make=lambda n, t, s: np.full(n, 2e38 if s == 1 else 1e38, t))
         assert outcome.finite
         assert (outcome.decoded == outcome.decoded[0]).all()

@@ -166,11 +166,17 @@ def test_duplicate_indices_are_malformed() -> None:
         )
 
 
-@pytest.mark.parametrize("spec", ["efsignsgd", "efsignsgd:block=0", "onebit", "int8", "fp8", "qsgd", "terngrad"])
-@pytest.mark.parametrize("scale", [-1.0, np.inf, np.nan])
-def test_impossible_scales_are_malformed(spec: str, scale: float) -> None:
+SCALED = ("efsignsgd", "efsignsgd:block=0", "onebit", "twobit", "int8", "fp8", "qsgd", "terngrad")
+
+
+@pytest.mark.parametrize(
+    ("spec", "place", "scale"),
+    [(spec, 0, scale) for spec in SCALED for scale in (-1.0, np.inf, np.nan)]
+    + [("onebit", 1, 1.0), ("onebit", 1, -np.inf), ("twobit", 1, 1e-9), ("twobit", 1, np.inf), ("twobit", 1, np.nan)],
+)
+def test_impossible_scales_are_malformed(spec: str, place: int, scale: float) -> None:
     outcome = round_trip(spec, (1000,), np.float32)
-    outcome.payload[int(outcome.layout.offsets[0]) :][:4].view(np.float32)[0] = scale
+    outcome.payload[int(outcome.layout.offsets[0]) :][:8].view(np.float32)[place] = scale
     with pytest.raises(PayloadError, match=r"scale|mean"):
         outcome.codec.decode(
             Decoding(outcome.layout, np.zeros(1000, np.float32), outcome.starts), outcome.payload.reshape(1, -1)

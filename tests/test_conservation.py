@@ -41,6 +41,7 @@ STEPS = 3
 SPECS = {
     "efsignsgd": "efsignsgd",
     "onebit": "onebit",
+    "twobit": "twobit",
     "fp8": "fp8",
     "threshold": "threshold:threshold=2,ratio=0.05",
     "stc": "stc:ratio=0.05",

@@ -45,6 +45,7 @@ SPECS = (
     "efsignsgd",
     "efsignsgd:block=0",
     "onebit",
+    "twobit",
     "topk",
     "dgc",
     "threshold:threshold=1.5",
@@ -97,7 +98,7 @@ class LastTiles(EmulatedDevice):
 
 
 @needs_compiler
-@pytest.mark.parametrize("spec", ["none", "fp16", "int8", "int4", "efsignsgd", "randomk", "qsgd", "natural"])
+@pytest.mark.parametrize("spec", ["none", "fp16", "int8", "int4", "efsignsgd", "twobit", "randomk", "qsgd", "natural"])
 def test_the_end_of_a_long_segment(spec: str) -> None:
     """One segment of 2^31 and some elements: its last tiles, and what the host makes of the same chunk."""
     numel, end = (1 << 31) + 5003, 1 << 31

@@ -38,6 +38,7 @@ SUMMED = "comp > flat.allreduce > dec"
 FAMILIES = {
     "efsignsgd:block=64": ALLGATHER,
     "onebit": SHARDED,
+    "twobit": SHARDED,
     "int8": ALLGATHER,
     "int4": ALLGATHER,
     "randomk:k=300": SUMMED,

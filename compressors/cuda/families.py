@@ -96,6 +96,21 @@ class CudaSigns(CudaCodec):
         return np.int32(self.compressor.block), np.int32(self.compressor.num_means)
 
 
+class CudaTwoBit(CudaSigns):
+    """``twobit`` with the residual fused."""
+
+    malformed_body: ClassVar[str] = "a block's means are negative, out of order or not finite"
+
+    @property
+    def form(self) -> str:
+        """Two bits."""
+        return "_two"
+
+    def arguments(self, layout: Layout, key: DrawKey) -> tuple[Any, ...]:
+        """Block."""
+        return (np.int32(self.compressor.block),)
+
+
 class CudaLevels(CudaCodec):
     """``dithering``, ``qsgd``, ``natural`` and ``terngrad``.
 

@@ -1,8 +1,8 @@
-// Scaled sign and onebit. Format: espresso/compressors/signs.py; twin: espresso/cpu_offload/signs.py.
+// Scaled sign, onebit, twobit. Format: espresso/compressors/signs.py; twins: espresso/cpu_offload/signs.py, twobit.py.
 //
 // Means per block: one pass, a warp a block. Sums have the host's shape: 64 lanes in the numbers' type (lane = element
 // mod 64, of which a thread holds two), added in float64 by halving. With blocks of 256 q stays in registers; other
-// sizes read the block twice, the second time from the caches.
+// sizes read the block twice (twobit three times), from the second time on from the caches.
 //
 // One mean per segment (block 0): sum, scale and sign are three launches and two passes. Its sum: 128 lanes over blocks
 // of 4096 elements, the blocks of a chunk of 65536 in order, then the chunks in order.
@@ -217,6 +217,127 @@ template <typename T> __device__ void scale_segment(const Encode<T>& call, doubl
     }
 }
 
+// Two bits: a word of signs and, ceil(d / 32) words further on, one of sizes, 1 = outer. Body: both means, the words.
+template <typename T> struct TwoBitReader {
+    struct Loaded {
+        T inner, outer;
+        u32 signs, sizes;
+    };
+    static const int at_once = Number<T>::at_once / 4;
+    const Decode<T>& call;
+    const Row& row;
+    i64 segment;
+    BlockOf index_of;
+
+    __device__ Loaded load(i64 source, i64 i) const {
+        const T* values = call.template body<T>(source, row) + 2 * index_of(i);
+        const u32* words = call.template body<u32>(source, row, 2 * row.count * (i64)sizeof(T)) + i / 32;
+        return {values[0], values[1], words[0], words[(row.numel + 31) / 32]};
+    }
+    __device__ T value(const Loaded& loaded, i64 i, bool& wrong) const {
+        wrong = wrong || !(loaded.inner >= 0 && loaded.inner <= loaded.outer && is_finite(loaded.outer));
+        const T size = loaded.sizes >> (i % 32) & 1 ? loaded.outer : loaded.inner;
+        return loaded.signs >> (i % 32) & 1 ? -size : size;
+    }
+    __device__ void complain(i64 source) const { call.malformed(source, segment); }
+};
+
+struct TwoBits : Plain {
+    int block;
+
+    __device__ TwoBits(int block_) : block(block_) {}
+
+    template <typename T> __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
+        bool bad = false;
+        for (i64 first = low + (i64)(threadIdx.x / 32) * block; first < high; first += (i64)WARPS * block) {
+            const int num = (int)least((i64)block, row.numel - first);
+            bool wrong = num == 256 && block == 256 ? encode_block<8>(call, row, first, num)
+                                                    : encode_block<0>(call, row, first, num);
+            bad = bad || wrong;
+        }
+        return bad;
+    }
+
+    // PER as in Signs. `part` counts rows of 32 elements, one of each lane; those past the end are zero.
+    template <int PER, typename T>
+    __device__ bool encode_block(const Encode<T>& call, const Row& row, i64 first, int num) const {
+        const int lane = threadIdx.x % 32, rows = PER ? PER : (num + 31) / 32;
+        T kept[PER ? PER : 1];
+        if (PER) {
+#pragma unroll
+            for (int part = 0; part < PER; ++part) kept[part] = call.q(row, first + 32 * part + lane);
+        }
+        const auto q_of = [&](int part) {
+            const int i = 32 * part + lane;
+            return PER ? kept[PER ? part : 0] : i < num ? call.q(row, first + i) : T(0);
+        };
+        T sum[2] = {T(0), T(0)}, below[2] = {T(0), T(0)}, above[2] = {T(0), T(0)};  // of even rows and of odd ones
+#pragma unroll
+        for (int part = 0; part < rows; part += 2) {
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) sum[odd] += absolute(q_of(part + odd));
+        }
+        double total = Signs::warp_sum(sum[0], sum[1]), nothing;
+        if (!is_finite(total)) Signs(block, 1).plain_sum(call, row, first, first + num, &total, &nothing);
+        const T mean = (T)(total / num);
+        int count = 0;
+#pragma unroll
+        for (int part = 0; part < rows; part += 2) {
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+                const T size = absolute(q_of(part + odd));
+                below[odd] += size > mean ? T(0) : size;
+                above[odd] += size > mean ? size : T(0);
+                count += __popc(__ballot_sync(FULL, size > mean));
+            }
+        }
+        double sum_below = Signs::warp_sum(below[0], below[1]), sum_above = Signs::warp_sum(above[0], above[1]);
+        if (!is_finite(sum_below + sum_above)) plain_parts(call, row, first, num, mean, &sum_below, &sum_above);
+        const T inner = least((T)(sum_below / largest((double)(num - count), 1.0)), mean);
+        const T outer = largest((T)(sum_above / largest((double)count, 1.0)), mean);
+        T* values = call.template body<T>(row) + block_of(first, block) * 2;
+        if (lane < 2) values[lane] = lane ? outer : inner;
+        u32* words = call.template body<u32>(row, 2 * row.count * (i64)sizeof(T)) + first / 32;
+        const i64 plane = (row.numel + 31) / 32;
+        u32 my_signs = 0, my_sizes = 0;  // the words that this lane will write
+#pragma unroll
+        for (int part = 0; part < rows; ++part) {
+            const T q = q_of(part);
+            const bool is_outer = absolute(q) > mean;
+            const u32 signs = __ballot_sync(FULL, q < T(0)), sizes = __ballot_sync(FULL, is_outer);
+            const T size = is_outer ? outer : inner;
+            if (32 * part + lane < num) call.keep(row, first + 32 * part + lane, q - (q < T(0) ? -size : size));
+            my_signs = lane == part % 32 ? signs : my_signs;
+            my_sizes = lane == part % 32 ? sizes : my_sizes;
+            if (part % 32 == 31 || part + 1 == rows) {
+                if (lane <= part % 32) {
+                    words[part - part % 32 + lane] = my_signs;
+                    words[part - part % 32 + lane + plane] = my_sizes;
+                }
+            }
+        }
+        return !is_finite(sum_below + sum_above);
+    }
+
+    // As Signs::plain_sum.
+    template <typename T>
+    __device__ void plain_parts(
+        const Encode<T>& call, const Row& row, i64 first, int num, T mean, double* below, double* above
+    ) const {
+        *below = 0;
+        *above = 0;
+        for (i64 i = first; i < first + num; ++i) {
+            const T size = absolute(call.q(row, i));
+            *(size > mean ? above : below) += size;
+        }
+    }
+
+    template <typename T>
+    __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
+        decode_sum(call, row, low, high, TwoBitReader<T>{call, row, segment, BlockOf(low, block)});
+    }
+};
+
 KERNEL(sum_f32, LANES, (ENCODE_PARAMETERS(float), double* sums), sum_tile(ENCODE(float), sums))
 KERNEL(sum_f64, LANES, (ENCODE_PARAMETERS(double), double* sums), sum_tile(ENCODE(double), sums))
 KERNEL(scale_f32, THREADS, (ENCODE_PARAMETERS(float), double* sums), scale_segment(ENCODE(float), sums))
@@ -229,3 +350,7 @@ SMALL_KERNEL(decode_f32, (DECODE_PARAMETERS(float), int block, int means),
        decode_tile(DECODE(float), Signs(block, means)))
 SMALL_KERNEL(decode_f64, (DECODE_PARAMETERS(double), int block, int means),
        decode_tile(DECODE(double), Signs(block, means)))
+KERNEL(encode_two_f32, THREADS, (ENCODE_PARAMETERS(float), int block), encode_tile(ENCODE(float), TwoBits(block)))
+KERNEL(encode_two_f64, THREADS, (ENCODE_PARAMETERS(double), int block), encode_tile(ENCODE(double), TwoBits(block)))
+SMALL_KERNEL(decode_two_f32, (DECODE_PARAMETERS(float), int block), decode_tile(DECODE(float), TwoBits(block)))
+SMALL_KERNEL(decode_two_f64, (DECODE_PARAMETERS(double), int block), decode_tile(DECODE(double), TwoBits(block)))
