@@ -116,7 +116,10 @@ class Arm:
         import espresso
 
         compressor, _, path = self.detail.partition("@")
-        config: dict[str, Any] = {} if path or artifacts_dir is None else {"artifacts_dir": str(artifacts_dir)}
+        # Arms take turns: to a job that keeps deciding the others' blocks are a change.
+        config: dict[str, Any] = {"adapt": False}
+        if not path and artifacts_dir is not None:
+            config |= {"artifacts_dir": str(artifacts_dir)}
         if not path and decide_by is not None:
             config |= {"decide_by": decide_by}
         if not path and decide_by == 0:  # plain steps are dear: as few as may be

@@ -118,7 +118,14 @@ class _Trainee:
         option, spec, partition = ARMS[arm]
         given: dict[str, Any] = {"strategy": uniform(option, spec, partition)} if option else {}
         self.state = espresso.register(
-            self._model, spec, timeout_s=timeout_s, feedback_gain=1.0, for_exactness=0.0, decide_by=0, **given
+            self._model,
+            spec,
+            timeout_s=timeout_s,
+            feedback_gain=1.0,
+            for_exactness=0.0,
+            decide_by=0,
+            adapt=False,
+            **given,
         )
         self._given = [np.zeros(size) for size in sizes]
         self._averaged = [np.zeros(size) for size in sizes]

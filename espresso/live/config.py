@@ -215,7 +215,7 @@ class Config:
     race_steps: int = field(default=5, metadata=_in(_whole(3, MOST_MEASURED)))
     race_rounds: int = field(default=2, metadata=_in(_whole(1, MOST_MEASURED)))
     decide_by: int = field(default=58, metadata=_in(_whole(0, MOST_STEPS)))
-    adapt: bool = field(default=False, metadata=_in(Range("True or False", (bool,))))
+    adapt: bool = field(default=True, metadata=_in(Range("True or False", (bool,))))
     steps_per_epoch: int | None = field(default=None, metadata=_in(_optional(_whole(1, MOST_STEPS))))
     check_every: int = field(default=0, metadata=_in(_whole(0, MOST_STEPS)))
     artifacts_dir: str | os.PathLike[str] | None = field(default=None, metadata=_in(_PATH))
