@@ -407,6 +407,22 @@ def test_twobit_of_numbers_of_one_size_is_exact() -> None:
             assert outcome.decoded == pytest.approx(outcome.q, rel=3e-7)
 
 
+def test_means_of_two_bits_stay_in_order() -> None:
+    """Numbers so alike that rounding takes the sums of the smaller ones past those of the larger."""
+    for seed in (91, 187, 332):
+
+        def alike(source: np.ndarray, starts: np.ndarray, seed: int = seed) -> None:
+            rng = np.random.default_rng(seed)
+            source[:] = np.float32(rng.uniform(1, 2)) * (1 + rng.integers(0, 3, source.size) * 2.0**-23)
+
+        outcome = round_trip("twobit:block=4096", (4096,), np.float32, make=empty, change=alike, scale=1.0)
+        inner, outer = np.frombuffer(body(outcome, 0), np.float32, 2)
+        mean = np.float32(lane_sum(outcome.q) / 4096)
+        below = outcome.q <= mean
+        assert np.float32(lane_sum(outcome.q * below) / np.count_nonzero(below)) > mean, "no case of it"
+        assert inner == mean <= outer
+
+
 def test_one_mean_of_onebit_is_scaled_sign() -> None:
     for block in (0, 256):
         one = round_trip(f"onebit:raw_below=1,means=1,block={block}", ODD_SIZES, np.float32)
