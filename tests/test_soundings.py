@@ -62,28 +62,6 @@ def test_one_fast_sounding_is_no_faster_link():
     assert [heard(ms, 200 + ms) for ms in (0.4, 0.3, 0.1, 0.1)] == [None] * 4, "less than can be told"
 
 
-def test_where_exchanges_tell_of_a_faster_link_one_sounding_is_enough_and_there_is_one():
-    soundings, rows = Soundings(), rows_with(20.0, 2_500.0)
-    for step in range(0, 4000, 1000):
-        soundings.take(step, rows)
-    assert not soundings.is_due(3020, rows)
-    soundings.suspect(3020)
-    assert soundings.is_due(3020, rows)
-    assert soundings.take(3024, rows)[0] is None, "it was not the link"
-    soundings.suspect(3028)
-    assert not soundings.is_due(3028, rows), "not again before one that was due anyway"
-    soundings.take(3300, rows)
-    soundings.suspect(3310)
-    change, _ = soundings.take(3314, rows_with(3.5, 2_500.0))
-    assert change is not None
-    assert change.is_urgent, "a fifth: nobody waits"
-    soundings.begin()
-    for step in range(0, 4000, 1000):
-        soundings.take(step, rows_with(5.0, 2_500.0))
-    soundings.suspect(3010)
-    assert not soundings.is_due(3010, rows), "half of it would not be told from none"
-
-
 def test_a_link_that_was_fast_is_sounded_on_and_slower_is_another_one():
     soundings, found = Soundings(), []
     for number, link_ms in enumerate([0.3] * 6 + [20.0] * 6 + [0.3, 0.3]):

@@ -370,9 +370,6 @@ class AutoPlanner:
             return partial(self._begin_turn, change, step)
         self._later = None
         watch.forgive()
-        if change.hidden_us:
-            self._soundings.suspect(step)
-            self._sound(watch, step)
         return None
 
     def _what_is_due(self, watch: Watch, step: int) -> Work | None:
@@ -404,12 +401,9 @@ class AutoPlanner:
             change, cost_us = self._soundings.take(step, watch.latest)
             self._patience.sounded(cost_us)
             self.probed_us += cost_us
-        self._sound(watch, step)
-        return change
-
-    def _sound(self, watch: Watch, step: int) -> None:
         if self._soundings.is_due(step, watch.latest):
             watch.sound()
+        return change
 
     def _begin_turn(self, change: Change, step: int, *, is_second: bool = False) -> None:
         """Measure what changed, search, and begin to try what was found."""

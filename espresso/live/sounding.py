@@ -43,16 +43,6 @@ class Soundings:
         self._seen_us: list[float] = []
         self._first: int | None = None
         self._next = self._last = self._found = 0
-        self._extra, self._may_ask = False, True
-
-    def suspect(self, step: int) -> None:
-        """Exchanges tell that the link is faster, as they may for other reasons: a sounding is due now, and enough.
-
-        One between two others, so that soundings never cost more than twice; and only where a faster link would show.
-        """
-        if self._may_ask and len(self._seen_us) >= FEW and median(self._seen_us) > FASTER * SHOWS_US:
-            self._extra, self._may_ask = True, False
-            self._next, self._found = step, CONFIRMED - 1
 
     def is_due(self, step: int, rows: Sequence[Vitals]) -> bool:
         """Whether to begin one; ``rows`` are the ranks' latest window."""
@@ -64,7 +54,6 @@ class Soundings:
         link_us, step_us = min(row.link for row in rows), _step_us(rows)
         cost_us = max(link_us * min(max(row.wire for row in rows) / step_us, 1.0), LEAST_US)
         now_us = max(link_us, SHOWS_US)
-        self._extra, self._may_ask = False, not self._extra
         self._first = step if self._first is None else self._first
         age = step - self._first + WINDOW
         steps = math.ceil(min(age / AGE, 1 / SHARE) * cost_us / step_us)

@@ -58,9 +58,9 @@ NEGLIGIBLE, LEAST_US = 0.03, 500.0
 URGENT, LOOK_US = 2.0, 200_000.0
 """If a window's steps take so many times longer, and all in all so much, nobody waits for a second one."""
 
-FASTER, HIDDEN = 2.0, 0.43
-"""A link that changes by a factor of two may count as much as a step that changes by 1.3, and one by five as one by
-two: it may hide behind computing, and where it is faster, less need be encoded."""
+FASTER, HIDDEN = 2.0, 0.4
+"""A link that changes by a factor of two may count as much as a step that changes by 1.3: it may hide behind computing,
+and where it is faster, less need be encoded."""
 
 FREED = 2.0
 """What a change that makes steps faster may bring another strategy, in terms of what it brought the one in use."""
