@@ -58,9 +58,9 @@ NEGLIGIBLE, LEAST_US = 0.03, 500.0
 URGENT, LOOK_US = 2.0, 200_000.0
 """If a window's steps take so many times longer, and all in all so much, nobody waits for a second one."""
 
-FASTER, HIDDEN = 2.0, 0.4
+FASTER, HIDDEN, FREE = 2.0, 0.4, 3.0
 """A link that changes by a factor of two may count as much as a step that changes by 1.3: it may hide behind computing,
-and where it is faster, less need be encoded."""
+and where it is faster, less need be encoded. By a factor of three nobody waits."""
 
 FREED = 2.0
 """What a change that makes steps faster may bring another strategy, in terms of what it brought the one in use."""
@@ -192,9 +192,10 @@ class Change:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether steps take so many times longer that nobody waits, or less; or where a faster link counts as much."""
-        moved = abs(math.log(self.step_us[1] / self.step_us[0]))
-        return (self.severity if self.hidden_us else moved) >= math.log(URGENT)
+        """Whether steps take so many times longer that nobody waits, or less; or a hidden link."""
+        before_us, now_us = self.step_us
+        is_free = self.hidden_us > 0 and FREE * (self.ratio(Cause.LINK) or 1.0) <= 1
+        return is_free or abs(math.log(now_us / before_us)) >= math.log(URGENT)
 
     def with_link(self, ratio: float) -> Change:
         """The change with what the link was measured to take, in terms of what it took, in place of what steps told."""
