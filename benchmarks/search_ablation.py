@@ -72,12 +72,12 @@ def _in_buckets(job: Job) -> Job:
 
 def efforts(units: int) -> dict[str, Effort]:
     """The whole search, and it without one phase at a time."""
-    whole = Effort.for_units(units)
+    whole = Effort.for_units(units).patient
     return {
         WHOLE: whole,
         "one partition size": replace(whole, sizes=1),
         "no start from longer chains": replace(whole, longer_chains=()),
-        "no blocks": replace(whole, descents=0),
+        "no blocks": replace(whole, starts=1, descents=0),
         "half the events": replace(whole, events=whole.events // 2),
         "no branching": replace(whole, branching=0),
         "no local search": NO_EFFORT,

@@ -27,7 +27,7 @@ from espresso.search.bound_kernels import (
     WIDTH,
     pareto,
 )
-from espresso.search.bounds import Branching, branch, certify, polish, right_hand_sides
+from espresso.search.bounds import Branching, branch, certify, last_alone, polish, right_hand_sides
 from espresso.search.candidates import every_choice, partition_sizes, units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search import Effort
@@ -60,6 +60,7 @@ def test_no_strategy_is_below_the_bound(job, data):
     relaxation = relax(job, units_of(job), tuple(few), (size,), Pricer(job.costs, job.cluster, tenth))
     above = best * data.draw(st.sampled_from((1.0, 1.5)))
     assert certify(relaxation, above).makespan_us <= best * (1 + 1e-12)
+    assert last_alone(relaxation) <= best * (1 + 1e-12)
     whole = relax(job, units_of(job), leaves, (0, size), Pricer(job.costs, job.cluster, tenth))
     assert certify(whole, above).makespan_us <= best * (1 + 1e-12)
 
@@ -123,7 +124,7 @@ def test_sharper_chains_are_never_above_the_best_strategy(job, data):
     above = best * data.draw(st.sampled_from((1.0, 1.3)))
     sharper = with_sharper_chains(relaxation, units_of(job), few, size, pricer, above)
     bound = polish(sharper, certify(sharper, above), above, rounds=300).makespan_us
-    assert bound <= best * (1 + 1e-12)
+    assert max(bound, last_alone(sharper)) <= best * (1 + 1e-12)
     branching = Branching(sharper, certify(sharper, above), above)
     branch([branching], 10**6)
     assert branching.bound <= best * (1 + 1e-12)
@@ -288,6 +289,7 @@ def test_a_single_tensor_is_bounded_by_its_shortest_chain():
     best = makespans(job, leaves, 0).min()
     relaxation = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster, tenth))
     assert certify(relaxation, 2 * best).makespan_us == pytest.approx(best, rel=5e-3)
+    assert last_alone(relaxation) == pytest.approx(best)
 
 
 def test_a_link_that_is_always_busy_makes_the_bound_tight():

@@ -207,6 +207,17 @@ def round_cost(relaxation: Relaxation) -> int:
     return 2 * int((relaxation.last - relaxation.first).sum()) + 50 * len(relaxation.first)
 
 
+def last_alone(relaxation: Relaxation) -> float:
+    """No strategy's makespan is below it: what is handed over last takes its shortest chain then.
+
+    That is one line alone, and an ascent that stays at backward's own can miss it.
+    """
+    at = int(np.searchsorted(relaxation.release_us, relaxation.backward_us))
+    spans = set(zip(relaxation.first[at:].tolist(), relaxation.last[at:].tolist(), strict=True))
+    shortest = max(float(relaxation.rows[first:last, CHAIN].min()) for first, last in spans)
+    return (relaxation.backward_us + shortest) * (1.0 - ROUNDING)
+
+
 def _nothing_noted(relaxation: Relaxation) -> Often:
     """For :func:`espresso.search.bound_kernels.ascend`: no row was cheapest so far."""
     units = len(relaxation.first)
@@ -491,6 +502,7 @@ __all__ = [
     "branch",
     "certify",
     "fees",
+    "last_alone",
     "polish",
     "prices",
     "right_hand_sides",

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from espresso.model.job import Job
 from espresso.search.alone import with_sharper_chains
 from espresso.search.bound_kernels import CHAIN
-from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify, polish, polish_cost
+from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify, last_alone, polish, polish_cost
 from espresso.search.budgets import Ledger
 from espresso.search.candidates import Leaves
 from espresso.search.evaluator import Evaluator, evaluator_at
@@ -28,7 +28,7 @@ from espresso.search.states import with_states
 from espresso.strategies import Choice
 
 Wholes = npt.NDArray[np.int64]
-GAPS = (0.16, 0.12, 0.079, 0.03, 0.015)
+GAPS = (0.16, 0.12, 0.079, 0.03, 0.01)
 """What orders are to certify, one after the other: each costs several times as much as the one before."""
 MOST_ROUNDS = 2000
 """Of a patient ascent; most are over before."""
@@ -117,7 +117,8 @@ def refine(
     branchings = [Branching(*polished[size], makespan) for size in open_sizes]
     branch(branchings, effort.branching)
     bounds = {size: certificate.makespan_us for size, (_, certificate) in roots.items()}
-    bounds |= {size: one.bound for size, one in zip(open_sizes, branchings, strict=True)}
+    for size, one in zip(open_sizes, branchings, strict=True):
+        bounds[size] = max(one.bound, last_alone(polished[size][0]))
     bound = min(makespan, _by_orders(bounds, roots, evaluator, leaves, makespan, effort.orders))
     done = time.perf_counter()
     return Refined(
@@ -264,12 +265,14 @@ def _searched(
     left = effort.events
     for row in rows:
         left -= _sweep(row, left // 3)
-    best = min(rows, key=lambda row: row.makespan_us)
     for longer in effort.longer_chains:
-        other = _with_longer_chains(best, longer, effort)
-        left -= _sweep(other, left // 3)
-        best = min(best, other, key=lambda row: row.makespan_us)
-    _descend(best, left, effort.descents)
+        other = _with_longer_chains(min(rows, key=lambda row: row.makespan_us), longer, effort)
+        left -= _sweep(other, left // 3) if effort.starts == 1 else _descend(other, left // 3, 1)
+        rows.append(other)
+    for row in sorted(rows, key=lambda row: row.makespan_us)[: effort.starts]:
+        if left > 0:
+            left -= _descend(row, left, effort.descents)
+    best = min(rows, key=lambda row: row.makespan_us)
     best.makespan_us = exchange(best.evaluator, best.led, leaves, best.strategy, best.makespan_us)
     return best
 
@@ -319,11 +322,12 @@ def _sweep(row: _Size, effort: int) -> int:
     return search.spent
 
 
-def _descend(row: _Size, effort: int, rounds: int) -> None:
-    """Improve by blocks and single units."""
+def _descend(row: _Size, effort: int, rounds: int) -> int:
+    """Improve by blocks and single units; returns the events that it took."""
     search = LocalSearch(row.evaluator, row.led)
     paid = np.full(len(row.strategy), np.inf)
     row.makespan_us = search.descend(row.strategy, row.makespan_us, paid, effort, rounds=rounds)
+    return search.spent
 
 
 __all__ = ["Refined", "Start", "certify_units", "refine"]

@@ -106,7 +106,8 @@ def search(
         bucket_caps: for DDP jobs, bucket sizes to search beside the job's own; None: those that fit the job.
         terms: budgets, constraints, few kinds; by default none, and time alone counts.
         sensitivity: what compressors owe; by default as the job says, else of normal numbers where it is asked for.
-        certified: False where all wait for the strategy, which is the same: both bounds are left out.
+        certified: False where all wait for the strategy: both bounds are left out, and without budgets the local search
+            is shorter.
 
     Raises:
         JobError: the job has no costs for a compressor, or for a routine of the tree; a bad budget; no strategy keeps
@@ -247,7 +248,10 @@ def _search_buckets(
     """The search at one bucketing."""
     started = time.perf_counter()
     units = space.units(job)
-    effort = effort or Effort.for_units(len(units))
+    if effort is None:
+        effort = Effort.for_units(len(units))
+        if space.certified and space.budgets is None:  # budgets need the time for their prices
+            effort = effort.patient
     if not space.certified:
         effort = effort.without_certificate
     sizes = tuple(partitions) if partitions is not None else partition_sizes(units)
