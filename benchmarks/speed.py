@@ -247,7 +247,7 @@ def main(
     ] = "",
     quick: Annotated[bool, typer.Option(help="Half the rounds, and efsignsgd only.")] = False,
     nothing_chosen: Annotated[
-        bool, typer.Option(help=f'compressor="auto" against {", ".join(ALONE)} alone, decided at once.')
+        bool, typer.Option(help=f'compressor="auto" against {", ".join(ALONE)} alone, which decide at once.')
     ] = False,
     seed: Annotated[int, typer.Option()] = 0,
     artifacts_dir: Annotated[Path | None, typer.Option(help="For job, strategy and lanes of automatic arms.")] = None,
