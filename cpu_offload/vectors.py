@@ -179,30 +179,37 @@ def sum_magnitudes(typing_context: Any, source: Any, at: Any, scale: Any, old: A
     return signature_of(types.float64, source, old, types.intp), generate
 
 
+def sum_split(context: Any, builder: Any, signature: Any, arguments: Any, split: Callable[[Any, Any], Any]) -> Any:
+    """Two sums and a count: ``split(group, q)`` says what a group adds to either sum, and which lanes count."""
+    group = GroupBuilder(context, builder, signature.args[0].dtype)
+    zero, wide = ir.Constant(group.numbers, None), ir.IntType(64)
+    sums = [[local(builder, zero) for _ in range(SUM_GROUPS)] for _ in range(2)]
+    count = local(builder, ir.Constant(wide, 0))
+
+    def add(q: Any, lane: int) -> None:
+        *values, counted = split(group, q)
+        for lanes, value in zip(sums, values, strict=True):
+            builder.store(builder.fadd(builder.load(lanes[lane]), value), lanes[lane])
+        found = builder.zext(builder.ctpop(group.mask(counted)), wide)
+        builder.store(builder.add(builder.load(count), found), count)
+
+    each_group(group, builder, signature.args, arguments, add)
+    totals = [group.sum([builder.load(lane) for lane in lanes]) for lanes in sums]
+    number = builder.sitofp(builder.load(count), ir.DoubleType())
+    return context.make_tuple(builder, signature.return_type, [*totals, number])
+
+
 @operation
 def sum_sides(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, kept: Any, num: Any) -> Any:
     """The sums of max(q, 0) and of max(-q, 0), as :func:`sum_magnitudes`, and how many q are negative."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        group = GroupBuilder(context, builder, signature.args[0].dtype)
-        zero, wide = ir.Constant(group.numbers, None), ir.IntType(64)
-        above, below = ([local(builder, zero) for _ in range(SUM_GROUPS)] for _ in range(2))
-        count = local(builder, ir.Constant(wide, 0))
-
-        def add(q: Any, lane: int) -> None:
+        def sides(group: Any, q: Any) -> Any:
+            zero = ir.Constant(group.numbers, None)
             negative = builder.fcmp_ordered("<", q, zero)
-            for lanes, value in (
-                (above, builder.select(negative, zero, q)),
-                (below, builder.select(negative, builder.fneg(q), zero)),
-            ):
-                builder.store(builder.fadd(builder.load(lanes[lane]), value), lanes[lane])
-            found = builder.zext(builder.ctpop(group.mask(negative)), wide)
-            builder.store(builder.add(builder.load(count), found), count)
+            return builder.select(negative, zero, q), builder.select(negative, builder.fneg(q), zero), negative
 
-        each_group(group, builder, signature.args, arguments, add)
-        sums = [group.sum([builder.load(lane) for lane in lanes]) for lanes in (above, below)]
-        number = builder.sitofp(builder.load(count), ir.DoubleType())
-        return context.make_tuple(builder, signature.return_type, [*sums, number])
+        return sum_split(context, builder, signature, arguments, sides)
 
     return signature_of(_tuple_of(types.float64, 3), source, old, types.intp), generate
 
@@ -212,27 +219,12 @@ def sum_parts(typing_context: Any, source: Any, at: Any, scale: Any, old: Any, k
     """The sums of the |q| up to ``mean`` and of those above, as :func:`sum_magnitudes`, and how many are above."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        group = GroupBuilder(context, builder, signature.args[0].dtype)
-        zero, wide = ir.Constant(group.numbers, None), ir.IntType(64)
-        mean = group.splat(arguments[6], group.numbers)
-        inner, outer = ([local(builder, zero) for _ in range(SUM_GROUPS)] for _ in range(2))
-        count = local(builder, ir.Constant(wide, 0))
+        def parts(group: Any, q: Any) -> Any:
+            zero, size = ir.Constant(group.numbers, None), group.magnitude(q)
+            above = builder.fcmp_ordered(">", size, group.splat(arguments[6], group.numbers))
+            return builder.select(above, zero, size), builder.select(above, size, zero), above
 
-        def add(q: Any, lane: int) -> None:
-            size = group.magnitude(q)
-            above = builder.fcmp_ordered(">", size, mean)
-            for lanes, value in (
-                (inner, builder.select(above, zero, size)),
-                (outer, builder.select(above, size, zero)),
-            ):
-                builder.store(builder.fadd(builder.load(lanes[lane]), value), lanes[lane])
-            found = builder.zext(builder.ctpop(group.mask(above)), wide)
-            builder.store(builder.add(builder.load(count), found), count)
-
-        each_group(group, builder, signature.args, arguments, add)
-        sums = [group.sum([builder.load(lane) for lane in lanes]) for lanes in (inner, outer)]
-        number = builder.sitofp(builder.load(count), ir.DoubleType())
-        return context.make_tuple(builder, signature.return_type, [*sums, number])
+        return sum_split(context, builder, signature, arguments, parts)
 
     return signature_of(_tuple_of(types.float64, 3), source, old, types.intp, source.dtype), generate
 

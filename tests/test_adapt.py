@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from espresso.comm import collectives
+from espresso.live import remeasure
 from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
 from espresso.live.remeasure import with_probes
@@ -411,6 +413,32 @@ def test_curves_follow_the_probe_of_their_scope(routine, form, waits, factor):
     faster = alone((1000.0, 14.5), (1_000_000.0, 505.0))
     assert all(505 / 1005 * old <= us * 1.001 < old for us, old in zip(faster, before, strict=True))
     assert with_probes(links, {}, TWO).curves == curves
+
+
+@pytest.mark.parametrize(
+    ("took_us", "found_us", "calls"),
+    [
+        ([18_000, 4_100, 500], 4_100, 2),  # somebody else had the core
+        ([9_000, 8_000, 8_500], 8_000, 3),  # the link is slower indeed
+        ([40_000, 4_000], 40_000, 1),  # too dear to look again
+        ([5_000, 4_000], 5_000, 1),  # much as it was known
+    ],
+)
+def test_a_gather_that_takes_longer_than_was_known_is_timed_again_where_that_is_cheap(
+    monkeypatch, took_us, found_us, calls
+):
+    points = ((1e4, 300.0), (5e5, 4_000.0), (4e6, 30_000.0))
+    known = Links(curves=(LinkCurve(Routine.ALLGATHER, Scope.FLAT, Form.PAYLOAD, points),))
+    groups: Any = SimpleNamespace(scopes={Scope.FLAT: SimpleNamespace(size=2)}, cluster=TWO)
+    times = iter(took_us)
+
+    def time_behind(_: Any, scope: Scope, behind: int, size: int, place: Any, count: int = 1) -> float:
+        return 300.0 if size == remeasure.SMALL_BYTES else next(times)
+
+    monkeypatch.setattr(remeasure, "time_behind", time_behind)
+    _, (_, large_us) = remeasure.probe(groups, None, known)[Scope.FLAT]
+    assert large_us == found_us
+    assert len(list(times)) == len(took_us) - calls
 
 
 @pytest.mark.parametrize("off", [0.99, 1.01, 1.02])

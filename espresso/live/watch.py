@@ -192,7 +192,7 @@ class Change:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether steps take so many times longer that nobody waits, or less; or a hidden link."""
+        """Whether nobody waits: steps take ``URGENT`` times longer or less, or a hidden link became ``FREE`` faster."""
         before_us, now_us = self.step_us
         is_free = self.hidden_us > 0 and FREE * (self.ratio(Cause.LINK) or 1.0) <= 1
         return is_free or abs(math.log(now_us / before_us)) >= math.log(URGENT)
