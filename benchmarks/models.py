@@ -20,7 +20,7 @@ Everything is seeded: the same name, seed, step, rank and world size give the sa
 import math
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -57,6 +57,19 @@ class Workload:
     make_optimizer: Optimizer
     batch: Callable[[int, int, int], Batch]
     test_batches: Callable[[], list[Batch]]
+
+    def on(self, device: str) -> "Workload":
+        """The same, with model and data on a device."""
+
+        def moved(batch: Batch) -> Batch:
+            return batch[0].to(device), batch[1].to(device)
+
+        return replace(
+            self,
+            make_model=lambda: self.make_model().to(device),
+            batch=lambda step, rank, world_size: moved(self.batch(step, rank, world_size)),
+            test_batches=lambda: [moved(batch) for batch in self.test_batches()],
+        )
 
     @staticmethod
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:

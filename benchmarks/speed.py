@@ -4,8 +4,9 @@
     python -m benchmarks.speed --rows mlp-1,gpt-1   # some rows
     python -m benchmarks.speed --quick              # fewer rounds, one compressor
     python -m benchmarks.speed --nothing-chosen --rows mlp-1,cnn-1,cnn-slow    # "auto" against the best of five alone
+    python -m benchmarks.speed --device cuda --rows mlp-1                      # both hosts on the first GPU
 
-Two emulated hosts, each pinned to one core, its card limited by ``tbf`` (burst at most 128 KiB, the bulk rate
+Two emulated hosts, each pinned to one core (not with ``--device cuda``), its card limited by ``tbf`` (burst at most 128 KiB, the bulk rate
 verified before every row), bytes by the card's own counter. All arms of a row live in one process group and
 alternate in blocks; a rate is a ratio between neighbours, with its 95 % interval.
 """
@@ -208,6 +209,7 @@ def train(
     artifacts_dir: Path | None,
     *,
     named_at_once: bool = False,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Run one case; the trainer's result.
 
@@ -219,7 +221,7 @@ def train(
     argv = [sys.executable, "-m", "benchmarks.train", "--model", case.model, "--arms", ",".join(arms)]
     argv += ["--blocks", str(case.blocks), "--steps-per-block", str(case.steps), "--seed", str(seed)]
     # The first collectives of a slow network wait for seconds of gradients.
-    argv += ["--json", str(out), "--timeout-s", "300"]
+    argv += ["--json", str(out), "--timeout-s", "300", "--device", device]
     if case.rtt_ms:  # a plain step takes seconds far apart: as few as may be
         argv += ["--decide-by", "0"]
     argv += ["--decide-named-by", "0"] if named_at_once else []
@@ -228,7 +230,7 @@ def train(
         network,
         argv,
         workers_per_host=case.workers,
-        pin=True,
+        pin=device == "cpu",  # drivers of GPUs have threads of their own
         deadline_s=DEADLINE_S,
     )
     loaded: dict[str, Any] = json.loads(out.read_text())
@@ -250,6 +252,7 @@ def main(
         bool, typer.Option(help=f'compressor="auto" against {", ".join(ALONE)} alone, which decide at once.')
     ] = False,
     seed: Annotated[int, typer.Option()] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     artifacts_dir: Annotated[Path | None, typer.Option(help="For job, strategy and lanes of automatic arms.")] = None,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "speed.json",
 ) -> None:
@@ -276,7 +279,7 @@ def main(
         with open_network(2, case.rate, distance=distance) as network:
             networks[case.name] = describe(network)
             own, raw = far if case.rtt_ms else near, json_path.with_suffix(".raw")
-            result = train(network, case, own, seed, raw, artifacts_dir, named_at_once=nothing_chosen)
+            result = train(network, case, own, seed, raw, artifacts_dir, named_at_once=nothing_chosen, device=device)
         found = rows_of(case, result["arms"])
         measured += found
         console.print(table_of(found, f"{case.name}: 2 hosts x {case.workers}, {networks[case.name]}"))

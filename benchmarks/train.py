@@ -52,14 +52,20 @@ class Place:
     local_rank: int
     num_hosts: int
     interface: str
+    device: str = "cpu"
 
     @classmethod
-    def from_env(cls, interface: str | None) -> "Place":
+    def from_env(cls, interface: str | None, device: str = "cpu") -> "Place":
         """Read torchrun's variables; ``interface`` defaults to the one Gloo was told, or else to loopback."""
         world_size, num_local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         name = interface or os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        return cls(rank, world_size, local_rank, world_size // num_local, name)
+        return cls(rank, world_size, local_rank, world_size // num_local, name, device)
+
+    def settle(self) -> None:
+        """Wait for what a GPU still has to do."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
 
     def tx_bytes(self) -> int:
         """What this host's card has sent so far, by the kernel's counter."""
@@ -121,12 +127,14 @@ class Runner:
         """Train one step; returns its duration in seconds on this rank."""
         self._decay()
         inputs, targets = self.workload.batch(self.num_steps, place.rank, place.world_size)
+        place.settle()
         start = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.workload.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.arm.meet()
+        place.settle()
         elapsed_s = time.perf_counter() - start
         self.num_steps += 1
         self.train_loss = loss.item()
@@ -211,7 +219,7 @@ def replicas_are_equal(arm: Arm, models: Sequence[nn.Module]) -> bool | None:
     if not arm.keeps_replicas_equal:
         return None
     flat = torch.cat([p.detach().flatten() for model in models for p in model.parameters()]).view(torch.int32)
-    low = torch.stack([flat.long().sum(), flat[::7].long().sum(), flat[1::11].long().sum()])
+    low = torch.stack([flat.long().sum(), flat[::7].long().sum(), flat[1::11].long().sum()]).cpu()
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)
     dist.all_reduce(high, dist.ReduceOp.MAX)
@@ -322,11 +330,12 @@ def main(
     decide_named_by: Annotated[int | None, typer.Option(help="Of those that name their compressors.")] = None,
     progress_path: Annotated[Path | None, typer.Option("--progress", hidden=True)] = None,
     timeout_s: Annotated[float, typer.Option(help="Of the default process group.")] = 120.0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: all ranks on the first GPU.")] = "cpu",
 ) -> None:
     """Compare arms; run under torchrun or ``python -m benchmarks.emulated``."""
     torch.set_num_threads(1)
-    place, parsed = Place.from_env(interface), parse_arms(arms)
-    workload = build_workload(model, seed)
+    place, parsed = Place.from_env(interface, device), parse_arms(arms)
+    workload = build_workload(model, seed).on(device)
     progress = Progress(progress_path if place.rank == 0 else None)
     with process_group(timeout_s):
         runners = make_runners(parsed, workload, artifacts_dir, total_steps, decide_by, decide_named_by)
@@ -352,6 +361,7 @@ def main(
             "world_size": place.world_size,
             "num_hosts": place.num_hosts,
             "interface": place.interface,
+            "device": device if device == "cpu" else torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "python": sys.version.split()[0],
             "num_cores": len(os.sched_getaffinity(0)),

@@ -222,6 +222,8 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, inside = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
+    if (alias := getattr(origin, "__value__", None)) is not None:  # NumPy's are such from 2.5 on
+        return _fits(value, alias)
     if origin in (Union, UnionType):
         return any(_fits(value, one) for one in inside)
     if origin is None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from espresso.compressors import Decoding, Encoding, Feedback, cuda_codec, host_codec
-from espresso.compressors.cuda import CudaDevice, CudaSummableCodec, Device
-from tests.emulator import COMPILER, EmulatedDevice
+from espresso.compressors.cuda import CudaDevice, CudaSummableCodec, Device, sources
+from tests.emulator import COMPILER, EmulatedDevice, build
 
 _current = "numba"
 
@@ -141,6 +141,17 @@ if torch.cuda.is_available():  # without one, test_gpu.py says so: no need to re
     BACKENDS.append(pytest.param("cuda", marks=pytest.mark.gpu))
 if os.environ.get("ESPRESSO_TEST_EMULATED"):  # minutes over the whole suite
     BACKENDS.append(pytest.param("emulated", marks=needs_compiler))
+
+DEVICES = [pytest.param("emulated", marks=needs_compiler)]
+"""What a model may be on that is not on the host."""
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def build_for(where: str) -> None:
+    """Compile what ranks will load."""
+    if where == "emulated":
+        build(sources())
 
 
 @pytest.fixture(autouse=True, params=BACKENDS)

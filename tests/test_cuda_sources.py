@@ -1,4 +1,4 @@
-"""The CUDA sources without a GPU, run by the emulation against the Numba twins (``make cuda`` compiles them by nvcc).
+"""The CUDA sources without a GPU, run by the emulation against the Numba twins (``make cuda`` compiles them).
 
 The emulation shows that indices, layouts and arithmetic are the host's, byte for byte. It is not a run on a GPU.
 """
@@ -231,7 +231,13 @@ def test_the_compiler_is_told_what_the_host_does(tmp_path: Path, monkeypatch: py
     assert cache.path("none.cu").read_bytes() == b"for sm_90"
     assert cache.path("none.cu").read_bytes() == b"for sm_90"
     (options,) = FakeCompiler.compiled
-    assert options == ("--std=c++17", "--fmad=false", "--ftz=false", "--gpu-architecture=sm_90")
+    assert options == (
+        "--std=c++17",
+        "--fmad=false",
+        "--ftz=false",
+        "--device-as-default-execution-space",
+        "--gpu-architecture=sm_90",
+    )
     assert CubinCache(FakeCompiler(), (12, 5)).options[-1] == "--gpu-architecture=compute_120"
 
 

@@ -1,7 +1,7 @@
-"""The executor of GPU jobs on real ranks, with emulated kernels and streams that keep vector clocks instead of a GPU.
+"""The executor of GPU jobs on real ranks: on emulated kernels and streams that keep vector clocks, and on a GPU.
 
 Its results and residuals are those of the host's executor bit for bit, and every order it rests on is one that events
-enforce. What a real device adds (concurrency, NCCL, pinned copies) is in tests/test_gpu.py.
+enforce. What more a real device adds (NCCL, waiting for nothing) is in tests/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch
 
 from benchmarks.exchange import Exchange, digest, integers, make_buckets, numels_of, planned, strategy_of
 from benchmarks.rank_pool import NUM_RANKS, POOL
-from espresso.comm.execute.device import DevicePass, DeviceSide
+from espresso.comm.execute.device import CudaStreams, DevicePass, DeviceSide
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import DeviceMemory
 from espresso.compressors import Correction
-from espresso.compressors.cuda import sources
 from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import DeviceCodecs
 from espresso.live.runtime import DeviceRuntime
@@ -35,14 +34,15 @@ from espresso.strategies import (
     TensorSpec,
     parse_option,
 )
+from tests.backends import DEVICES, build_for, cuda_device, needs_compiler
 from tests.ddp import agreed, batch, mlp, registered, sgd, wrap
-from tests.emulator import COMPILER, EmulatedDevice, build
+from tests.emulator import EmulatedDevice
 from tests.emulator.streams import TracedStreams, happens_before
 from tests.workers import run_ranks
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulation of kernels needs g++")
-
 SIZES = ({"a": 3000, "b": 100}, {"c": 2000}, {"d": 500, "e": 700})
+LARGER = {"emulated": 1, "cuda": 40}
+"""On a device kernels should be at work side by side."""
 OPTIONS = (
     "comp > flat.allgather > dec",
     "comp@offload > flat.allgather > dec@offload",
@@ -52,6 +52,10 @@ OPTIONS = (
     "intra.reduce_scatter > inter.allreduce > intra.allgather",
 )
 COMPRESSORS = ("topk:ratio=0.05", "int8", "efsignsgd", "dgc:ratio=0.05", "efsignsgd", "none")
+
+
+WATCHED = 10
+"""Steps after the decision."""
 
 
 class WatchedMemory(DeviceMemory):
@@ -77,11 +81,18 @@ class WatchedSide(DeviceSide):
 
 
 class DeviceExchange(Exchange):
-    """An exchange whose model is on an emulated device."""
+    """An exchange whose model is on a device, ``"emulated"`` or ``"cuda"``."""
 
-    def __init__(self, ranks_per_node: int, **more: Any) -> None:
-        self.streams = TracedStreams()
-        super().__init__(ranks_per_node, codecs=DeviceCodecs(EmulatedDevice(), 1), host_copies=True, **more)
+    def __init__(self, ranks_per_node: int, where: str = "emulated", **more: Any) -> None:
+        self.where = where
+        self.accelerator = EmulatedDevice() if where == "emulated" else cuda_device()
+        self.streams = TracedStreams() if where == "emulated" else CudaStreams(self.accelerator.torch_device)
+        super().__init__(ranks_per_node, codecs=DeviceCodecs(self.accelerator, 1), host_copies=True, **more)
+
+    def step(self, assignment: Any, buckets: Any, gradients: Any, **more: Any) -> list[torch.Tensor]:
+        """There and back."""
+        there = [gradient.to(self.accelerator.torch_device) for gradient in gradients]
+        return [average.cpu() for average in super().step(assignment, buckets, there, **more)]
 
     def renew(self, *, transactional: bool = True, correction: Any = None) -> DeviceExchange:
         super().renew(transactional=transactional, correction=correction)
@@ -89,9 +100,15 @@ class DeviceExchange(Exchange):
 
     def side(self) -> DeviceSide:
         assert isinstance(self.codecs, DeviceCodecs)
+        if self.where != "emulated":
+            return DeviceSide(self.streams, DeviceMemory(self.accelerator), self.codecs.notes)
         self.memory = WatchedMemory(self.streams)
         self.last = WatchedSide(self.streams, self.memory, self.codecs.notes)
         return self.last
+
+
+def sized(where: str, **more: Any) -> Any:
+    return make_buckets(*({n: LARGER[where] * numel for n, numel in sizes.items()} for sizes in SIZES), **more)
 
 
 def normal(buckets: Any, rank: int, step: int) -> list[torch.Tensor]:
@@ -99,16 +116,16 @@ def normal(buckets: Any, rank: int, step: int) -> list[torch.Tensor]:
     return [torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets]
 
 
-def run_both(rank: int) -> list[str]:
+def run_both(rank: int, where: str) -> list[str]:
     """Both executors on the same gradients, options and compressors; the names of those that differ."""
-    host, device = Exchange(2), DeviceExchange(2)
+    host, device = Exchange(2), DeviceExchange(2, where)
     host.warm_up(COMPRESSORS)
-    buckets = make_buckets(*SIZES)
+    buckets = sized(where)
     wrong = []
     for text, name in zip(OPTIONS, COMPRESSORS, strict=True):
         option = parse_option(text)
         choice = Choice(option, CompressorSpec.parse(name)) if option.is_compressed else Choice(option)
-        strategy = strategy_of(buckets, host.groups.cluster, choice, partition_bytes=6000)
+        strategy = strategy_of(buckets, host.groups.cluster, choice, partition_bytes=6000 * LARGER[where])
         host.renew()
         device.renew()
         assignment = Assignment(strategy, record=True)
@@ -127,16 +144,53 @@ def run_both(rank: int) -> list[str]:
     return wrong
 
 
-def test_results_and_residuals_are_the_hosts() -> None:
-    build(sources())
-    assert POOL.run(run_both) == [[]] * NUM_RANKS
+@pytest.mark.parametrize("where", DEVICES)
+def test_results_and_residuals_are_the_hosts(where: str) -> None:
+    build_for(where)
+    assert POOL.run(run_both, where) == [[]] * NUM_RANKS
 
 
-def run_with_settings(rank: int) -> list[str]:
+def run_switches(rank: int, where: str) -> list[str]:
+    """One strategy after another on the same residuals, some of them draining; the switches that differ."""
+    host, device = Exchange(2), DeviceExchange(2, where)
+    host.warm_up(COMPRESSORS)
+    buckets = sized(where)
+    wrong = []
+    for number in range(2 * len(OPTIONS)):
+        option = parse_option(OPTIONS[number * 5 % len(OPTIONS)])
+        spec = CompressorSpec.parse(COMPRESSORS[number % (len(COMPRESSORS) - 1)])
+        choice = Choice(option, spec) if option.is_compressed else Choice(option)
+        strategy = strategy_of(
+            buckets, host.groups.cluster, choice, partition_bytes=(0, 6000 * LARGER[where])[number % 2]
+        )
+        assignment = Assignment(strategy, drain=number % 3 == 2)
+        gradients, kept, got = normal(buckets, rank, number), [], []
+        for exchange in (host, device):
+            laid = exchange.planned(assignment, buckets) if number % 4 else assignment
+            got.append(digest(exchange.step(laid, buckets, gradients)))
+            exchange.executor.conclude()
+            kept.append(exchange.kept(numels_of(buckets)))
+        same = all(np.array_equal(kept[0][tensor], kept[1][tensor]) for tensor in kept[0])
+        if got[0] != got[1] or not same:
+            wrong.append(f"switch {number}, to {option} with {spec}: {'residuals' if got[0] == got[1] else 'averages'}")
+    if not any(values.any() for values in device.kept(numels_of(buckets)).values()):
+        wrong.append("nothing kept")
+    host.close()
+    device.close()
+    return wrong
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_switches_hand_over_what_the_hosts_do(where: str) -> None:
+    build_for(where)
+    assert POOL.run(run_switches, where) == [[]] * NUM_RANKS
+
+
+def run_with_settings(rank: int, where: str) -> list[str]:
     """Momentum in every form and residuals of every width, on both executors; the names of those that differ."""
-    host, device = Exchange(2), DeviceExchange(2)
+    host, device = Exchange(2), DeviceExchange(2, where)
     host.warm_up(["dgc:ratio=0.05", "topk:ratio=0.05"])
-    buckets = make_buckets(*SIZES)
+    buckets = sized(where)
     wrong = []
     for what, settings in SETTINGS.items():
         exchanges = (host, device)
@@ -145,10 +199,11 @@ def run_with_settings(rank: int) -> list[str]:
             exchange.store.storage = settings.get("storage", "float32")
         choice = Choice(parse_option(settings["option"]), CompressorSpec.parse(settings["compressor"]))
         choices = {name: PLAIN if name in ("b", "e") else choice for name in numels_of(buckets)}
-        strategy = strategy_of(buckets, host.groups.cluster, choices, partition_bytes=6000)
+        strategy = strategy_of(buckets, host.groups.cluster, choices, partition_bytes=6000 * LARGER[where])
         for step in range(3):
             scale = 2.0**step
-            gradients = [g * scale for g in normal(buckets, rank, step)]
+            # (Whose squares have the same sum in every order: a GPU has its own.)
+            gradients = [(4 * g).round() * scale for g in normal(buckets, rank, step)]
             got = []
             for exchange in exchanges:
                 assignment = Assignment(strategy)
@@ -251,9 +306,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def test_momentum_and_narrow_residuals_are_the_hosts() -> None:
-    build(sources())
-    assert POOL.run(run_with_settings) == [[]] * NUM_RANKS
+@pytest.mark.parametrize("where", DEVICES)
+def test_momentum_and_narrow_residuals_are_the_hosts(where: str) -> None:
+    build_for(where)
+    assert POOL.run(run_with_settings, where) == [[]] * NUM_RANKS
 
 
 LEAVES = (
@@ -266,9 +322,9 @@ MATRICES = {"w": (60, 40), "bias": (60,), "conv": (24, 8, 3, 3), "thin": (300, 2
 POWERSGD = "powersgd:rank=3,start_iter=0"
 
 
-def run_two_rounds(rank: int) -> list[dict[str, Any]]:
+def run_two_rounds(rank: int, where: str) -> list[dict[str, Any]]:
     """PowerSGD on the device and on the host: averages, what is kept, Q, and bits that all ranks must share."""
-    host, device = Exchange(2), DeviceExchange(2)
+    host, device = Exchange(2), DeviceExchange(2, where)
     host.warm_up([POWERSGD])
     device.warm_up([POWERSGD])
     sizes = {name: int(np.prod(shape)) for name, shape in MATRICES.items()}
@@ -313,7 +369,7 @@ def run_two_rounds(rank: int) -> list[dict[str, Any]]:
             and all(np.array_equal(kept[n], row["kept"][n]) for n in kept)
         )  # fmt: skip
         rows.append(row)
-    spec, place = CompressorSpec.parse(POWERSGD), DeviceRuntime(EmulatedDevice(), device.streams).place
+    spec, place = CompressorSpec.parse(POWERSGD), DeviceRuntime(device.accelerator, device.streams).place
     timed = measure_compressor(device.groups, device.codecs, spec, [Device.TRAINING], largest=400, place=place)
     rows.append({"timed": [cost.launch_us for cost in timed]})
     host.close()
@@ -321,9 +377,10 @@ def run_two_rounds(rank: int) -> list[dict[str, Any]]:
     return rows
 
 
-def test_powersgd_on_a_device() -> None:
-    build(sources())
-    answers = POOL.run(run_two_rounds)
+@pytest.mark.parametrize("where", DEVICES)
+def test_powersgd_on_a_device(where: str) -> None:
+    build_for(where)
+    answers = POOL.run(run_two_rounds, where)
     for everybody in zip(*answers, strict=True):
         first = everybody[0]
         if "timed" in first:
@@ -357,6 +414,7 @@ def run_split(rank: int) -> str:
     return "ran"
 
 
+@needs_compiler
 def test_matrices_stay_where_they_were_compressed() -> None:
     assert all("both on the pool" in message for message in POOL.run(run_split))
 
@@ -404,16 +462,17 @@ def run_traced(rank: int) -> list[str]:
     return wrong
 
 
+@needs_compiler
 def test_every_order_is_enforced_by_events() -> None:
-    build(sources())
+    build_for("emulated")
     assert POOL.run(run_traced) == [[]] * NUM_RANKS
 
 
-def run_nan(rank: int) -> tuple[bool, bool, bool, bool]:
+def run_nan(rank: int, where: str) -> tuple[bool, bool, bool, bool]:
     """A NaN on one rank: seen everywhere, residuals as before; the next iteration commits."""
-    device = DeviceExchange(2)
+    device = DeviceExchange(2, where)
     device.warm_up(["efsignsgd"])
-    buckets = make_buckets(*SIZES)
+    buckets = sized(where)
     choice = Choice(parse_option(OPTIONS[0]), CompressorSpec.parse("efsignsgd"))
     assignment = Assignment(strategy_of(buckets, device.groups.cluster, choice))
     device.step(assignment, buckets, normal(buckets, rank, 0))
@@ -439,15 +498,16 @@ def run_nan(rank: int) -> tuple[bool, bool, bool, bool]:
     return outcome
 
 
-def test_a_nan_discards_the_iteration() -> None:
-    build(sources())
-    assert POOL.run(run_nan) == [(True, False, True, True)] * NUM_RANKS
+@pytest.mark.parametrize("where", DEVICES)
+def test_a_nan_discards_the_iteration(where: str) -> None:
+    build_for(where)
+    assert POOL.run(run_nan, where) == [(True, False, True, True)] * NUM_RANKS
 
 
-def run_judged_alone(rank: int) -> tuple[bool, bool, bool]:
+def run_judged_alone(rank: int, where: str) -> tuple[bool, bool, bool]:
     """One rank looks at its figures while the last step is not judged: nobody else is asked until the next one."""
-    device = DeviceExchange(2)
-    buckets = make_buckets(*SIZES)
+    device = DeviceExchange(2, where)
+    buckets = sized(where)
     assignment = Assignment(strategy_of(buckets, device.groups.cluster, Choice(parse_option(OPTIONS[5]))))
     told: list[int] = []
     device.script.work = lambda: told.extend(device.groups.everywhere(rank))
@@ -462,15 +522,16 @@ def run_judged_alone(rank: int) -> tuple[bool, bool, bool]:
     return judged is (rank == 0), early, told == list(range(NUM_RANKS))
 
 
-def test_a_step_judged_alone_asks_nobody() -> None:
-    build(sources())
-    assert POOL.run(run_judged_alone) == [(True, False, True)] * NUM_RANKS
+@pytest.mark.parametrize("where", DEVICES)
+def test_a_step_judged_alone_asks_nobody(where: str) -> None:
+    build_for(where)
+    assert POOL.run(run_judged_alone, where) == [(True, False, True)] * NUM_RANKS
 
 
-def run_integers(rank: int) -> bool:
+def run_integers(rank: int, where: str) -> bool:
     """Uncompressed options average exactly, in the bucket's own type."""
-    device = DeviceExchange(2)
-    buckets = make_buckets(*SIZES, dtype="bfloat16")
+    device = DeviceExchange(2, where)
+    buckets = sized(where, dtype="bfloat16")
     strategy = strategy_of(buckets, device.groups.cluster, Choice(parse_option(OPTIONS[5])))
     got = device.step(Assignment(strategy), buckets, integers(buckets, rank, NUM_RANKS))
     everybody = [integers(buckets, other, NUM_RANKS) for other in range(NUM_RANKS)]
@@ -482,11 +543,12 @@ def run_integers(rank: int) -> bool:
     return digest(got) == digest(expected)
 
 
-def test_uncompressed_options_are_exact() -> None:
-    assert all(POOL.run(run_integers))
+@pytest.mark.parametrize("where", DEVICES)
+def test_uncompressed_options_are_exact(where: str) -> None:
+    assert all(POOL.run(run_integers, where))
 
 
-def run_registered(rank: int) -> tuple[str, bool, bool, float]:
+def run_registered(rank: int, spec: str) -> tuple[str, bool, bool, float, list[str]]:
     """``espresso.register`` in automatic mode on a model that passes for one on a device, and a checkpoint."""
     import espresso
     import espresso.live.session
@@ -496,31 +558,36 @@ def run_registered(rank: int) -> tuple[str, bool, bool, float]:
     espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
     ddp = wrap(mlp(16, 24, 8))
     state = espresso.register(
-        ddp, "efsignsgd", ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1, compile_beside=False
+        ddp, spec, ranks_per_node=1, offload_threads=2, race_steps=3, race_rounds=1, compile_beside=False
     )
-    for step in range(60):
+    watched = 0
+    for step in range(80):
         ddp.zero_grad()
         ddp(batch(rank, step, 16)).square().mean().backward()
         sgd(ddp)
-        if state.decided:
+        watched += state.decided
+        if watched == WATCHED:
             break
     job = state.job
     assert job is not None
     measured = job.host_copies and len(job.costs.compute) >= 2 and max(job.gaps_us) > 0
     saved = state.state_dict()
-    outcome = state.verdict, agreed(ddp), measured, float(saved["step"])
+    outcome = state.verdict, agreed(ddp), measured, float(saved["step"]), [row["event"] for row in state.history]
     state.close()
     return outcome
 
 
-def test_automatic_mode_measures_and_decides_on_a_device() -> None:
-    build(sources())
-    outcomes = [outcome.value for outcome in run_ranks(run_registered, 2, deadline_s=150)]
-    for verdict, agree, measured, step in outcomes:
+@needs_compiler
+@pytest.mark.parametrize("spec", ["efsignsgd", "auto"])
+def test_automatic_mode_measures_and_decides_on_a_device(spec: str) -> None:
+    build_for("emulated")
+    outcomes = [outcome.value for outcome in run_ranks(run_registered, 2, spec, deadline_s=150)]
+    for verdict, agree, measured, step, events in outcomes:
         assert verdict == outcomes[0][0] != ""
         assert agree
         assert measured
         assert step > 10
+        assert events[0] == "decided"
 
 
 def run_scheduled(rank: int) -> tuple[list[float], list[float], bool]:
@@ -550,8 +617,9 @@ def run_scheduled(rank: int) -> tuple[list[float], list[float], bool]:
     return sent[OPTIONS[0]], sent[LEAVES[0]], bool(same)
 
 
+@needs_compiler
 def test_schedules_run_on_a_device() -> None:
-    build(sources())
+    build_for("emulated")
     for dgc, powersgd, same in (o.value for o in run_ranks(run_scheduled, 2, deadline_s=150)):
         assert same
         for sent in (dgc, powersgd):  # buckets are rebuilt once: headers differ

@@ -7,15 +7,17 @@ import json
 import pickle
 import random
 import struct
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
+from typing_extensions import TypeAliasType
 
 from espresso.comm.errors import EspressoError, ProtocolError
-from espresso.comm.messages import MAX_TEXT_BYTES, PLAIN
+from espresso.comm.messages import MAX_TEXT_BYTES, PLAIN, Messages
 from espresso.comm.parameter_server.wire import BODIES, Coding, Held, Key, Stretch, Table
 from espresso.strategies import CompressorSpec
 
@@ -80,6 +82,24 @@ def test_records_come_out_equal():
     assert BODIES.unpack(BODIES.pack(TABLE)) == TABLE
     held = BODIES.unpack(BODIES.pack([Held("a", 3, np.arange(3, dtype=np.float32))]))[0]
     assert (held.tensor, held.start, held.values.tolist()) == ("a", 3, [0.0, 1.0, 2.0])
+
+
+Number = TypeVar("Number")
+Numbers = TypeAliasType("Numbers", np.ndarray[Any, np.dtype[Number]], type_params=(Number,))  # type: ignore[type-var]
+"""As NumPy's own NDArray is from 2.5 on."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    values: Numbers[Any]
+
+
+def test_fields_whose_types_are_aliases_are_read_and_checked():
+    messages = Messages(Sample)
+    found = messages.unpack(messages.pack(Sample(np.arange(2))))
+    assert found.values.tolist() == [0, 1]
+    with pytest.raises(ProtocolError, match=r"Sample\.values cannot be 3"):
+        messages.unpack(by_hand(["record", "Sample", 3]))
 
 
 @pytest.mark.parametrize("value", [object(), ValueError("x"), np.zeros(2, "S3"), np.zeros(2, ">f4"), KEY, lambda: 0])

@@ -21,11 +21,9 @@ from benchmarks.exchange import (
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.execute.executor import Assignment
 from espresso.compressors.base import Correction
-from espresso.compressors.cuda import sources
 from espresso.strategies import NONE, Choice, Cluster, CompressorSpec, Site, parse_option
 from espresso.strategies.tree import server_options, two_way_option
-from tests.backends import needs_compiler
-from tests.emulator import build
+from tests.backends import DEVICES, build_for
 from tests.servers import NUM_SERVERS, client, exchange_over, serving
 
 TWO_WAY = str(two_way_option(Cluster(2, 1, 1)))
@@ -80,14 +78,14 @@ def test_every_leaf_averages_exactly_and_alike(servers):
     assert [leaf for leaf, _, exact in everybody[0] if not exact] == []
 
 
-def run_on_a_device(rank: int) -> list[tuple[str, bool, bool]]:
-    """(leaf and compressor, results are the host's, residuals too) for a model on an emulated device."""
+def run_on_a_device(rank: int, where: str) -> list[tuple[str, bool, bool]]:
+    """(leaf and compressor, results are the host's, residuals too) for a model on a device."""
     from tests.test_device_executor import DeviceExchange
 
     buckets = make_buckets(*SIZES)
     host = exchange_over(NUM_RANKS, NUM_SERVERS, rank)
     assert host is not None
-    device = DeviceExchange(1, client=client())
+    device = DeviceExchange(1, where, client=client())
     device.groups.cluster = host.groups.cluster
     found = []
     for option, spec in (
@@ -115,10 +113,10 @@ def run_on_a_device(rank: int) -> list[tuple[str, bool, bool]]:
     return found
 
 
-@needs_compiler
-def test_a_device_goes_through_servers_like_the_host(servers):
-    build(sources())
-    everybody = POOL.run(run_on_a_device)
+@pytest.mark.parametrize("where", DEVICES)
+def test_a_device_goes_through_servers_like_the_host(servers, where):
+    build_for(where)
+    everybody = POOL.run(run_on_a_device, where)
     assert [row for rows in everybody for row in rows if not (row[1] and row[2])] == []
 
 

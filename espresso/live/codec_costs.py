@@ -120,7 +120,7 @@ def measure_compressor(
         rounds = codec.compressor.traits.rounds > 1
         width = offload_width if device is Device.OFFLOAD else 1
         most = IN_A_ROW if width == 1 else 1
-        forget = _forgetting(min(STEP_BYTES * largest, MOST_STEP_BYTES) if here.device.type == "cpu" else 0)
+        forget = _forgetting(min(STEP_BYTES * largest, MOST_STEP_BYTES) if here.is_host else 0)
         rows = [
             _time_codec(groups, codec, size, repeats, here, width, max(min(most, largest // size), 1), cores, forget)
             for size in sizes
@@ -165,7 +165,7 @@ def _time_codec(
         for _ in range(width * in_a_row)
     ]
     times: list[list[float]] = []
-    delays = Delays.open() if cores < 1 and place.device.type == "cpu" else None
+    delays = Delays.open() if cores < 1 and place.is_host else None
 
     def time_us(step: Step) -> float:
         waited_us = delays.read() if delays else 0.0

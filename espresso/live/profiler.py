@@ -126,7 +126,7 @@ def measure_links(
                 wall_us = _time_routine(groups, member, routine, form, size, repeats, ring, place, most)
                 points.append((float(size * columns), wall_us))
                 # (On a device exchanges wait for one another.)
-                if size == LINK_SIZES[0] and wall_us > LEAST_LATENCY_US and place.device.type == "cpu":
+                if size == LINK_SIZES[0] and wall_us > LEAST_LATENCY_US and place.is_host:
                     latency_us = _latency_us(groups, member, routine, form, ring)
                 last = WHOLE_FAR if latency_us and routine is Routine.ALLREDUCE else LINK_SIZES[-1]
                 is_enough = size == last or (size > LINK_SIZES[0] and 2 * size >= largest)
@@ -140,7 +140,7 @@ def measure_links(
         if any(curve.scope is scope and curve.latency_us for curve in curves):
             spread_us = _spread_us(groups, member)
             curves = [replace(c, spread_us=spread_us) if c.scope is scope and c.latency_us else c for c in curves]
-    taken = _cores_taken(groups, curves) if place.device.type == "cpu" else {}
+    taken = _cores_taken(groups, curves) if place.is_host else {}
     report = LinkReport(tuple(curves), taken)
     links = Links(curves=report.curves, in_flight=report.in_flight)
     return replace(report, burst_bytes=measure_burst(groups, links, place))
@@ -170,7 +170,7 @@ def measure_burst(groups: Groups, links: Links, place: Place, sizes: Sequence[in
 
         for _ in range(BURST_TRIES):
             time.sleep(REST_S)
-            first, *_, last = _time_loop(groups, run, 3, place)
+            first, *_, last = _time_loop(groups, run, 3, place, apart=True)
             rested_us, usual_us = min(rested_us, first), min(usual_us, last)
         saved_us = usual_us - rested_us
         if saved_us > max(SAVED_US, SAVED * usual_us):
@@ -224,6 +224,7 @@ class Place:
     """Where a model's gradients are.
 
     Attributes:
+        is_host: what is told is done before the next line runs; a device only takes orders.
         settle: waits until all is done there.
         time_us: microseconds of a call.
         here: brings an array of the host there.
@@ -233,6 +234,7 @@ class Place:
     settle: Callable[[], None] = lambda: None
     time_us: Callable[[Step], float] = _host_us
     here: Here = lambda array: array
+    is_host: bool = True
 
 
 def _time_routine(
@@ -327,17 +329,21 @@ def _spread_us(groups: Groups, member: Member) -> float:
     return spread_us if spread_us > LEAST_LATENCY_US else 0.0
 
 
-def _time_loop(groups: Groups, run: Callable[[], None], count: int, place: Place) -> list[float]:
-    """Microseconds of each of ``count`` runs, one after the other; the slowest rank's. On a device that only takes
-    orders: of all together, shared out.
+def _time_loop(
+    groups: Groups, run: Callable[[], None], count: int, place: Place, *, apart: bool = False
+) -> list[float]:
+    """Microseconds of each of ``count`` runs, one after the other; the slowest rank's. On a device: of all together,
+    shared out, unless each is waited for (``apart``).
     """
     groups.barrier()
     marks = [time.perf_counter()]
     for _ in range(count):
         run()
+        if apart:
+            place.settle()
         marks.append(time.perf_counter())
     place.settle()
-    if place.device.type != "cpu":
+    if not place.is_host and not apart:
         marks = [marks[0], time.perf_counter()]
     walls = [(b - a) * 1e6 * (len(marks) - 1) / count for a, b in itertools.pairwise(marks)]
     return [max(us) for us in zip(*groups.all_objects(walls), strict=True)]

@@ -101,7 +101,7 @@ class DeviceRuntime(Runtime):
     def __init__(self, accelerator: Accelerator, streams: CudaStreams) -> None:
         self.accelerator, self.streams = accelerator, streams
         self.memory = DeviceMemory(accelerator)
-        self.place = Place(accelerator.torch_device, self._settle, self._time, self.memory.here)
+        self.place = Place(accelerator.torch_device, self._settle, self._time, self.memory.here, is_host=False)
 
     def codecs(self, offload_threads: int | None, offload_width: int | None) -> HostCodecs:
         return DeviceCodecs(self.accelerator, offload_threads, offload_width)

@@ -138,7 +138,7 @@ class Session:
                 self._note_decided(0)
             # Velocities are sums of another kind; on a GPU the average is gone before it is judged; shards would have
             # to back off together.
-            is_seen = rule is None and self.runtime.place.device.type == "cpu" and self.groups.beside is None
+            is_seen = rule is None and self.runtime.place.is_host and self.groups.beside is None
             self.guard = Guard(self.groups, model.tensors, self.store) if config.adapt and is_seen else None
             servers = None if client is None else self._link(client)
             self.executor: Executor = self.runtime.executor(
@@ -283,7 +283,7 @@ class Session:
         """Have the kernels that this job may run; whether they are there, or are compiled beside its first steps."""
         # Before automatic mode measures there is nothing to encode.
         may_wait = isinstance(self.decider, AutoPlanner) and not self._profile_only and self.config.compile_beside
-        if may_wait and servers is None and self.runtime.place.device.type == "cpu":
+        if may_wait and servers is None and self.runtime.place.is_host:
             return self._kernels.begin()
         self._kernels.compile(None if servers is None else servers.prepare)
         return True
