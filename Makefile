@@ -54,20 +54,20 @@ types: $(STAMP)
 cuda: $(STAMP)
 	$(BIN)/python -m tests.nvrtc
 
-# The machine's own Python from the repository root, nothing installed: GPU machines often allow no more. Tests run side
-# by side where pytest-xdist is there; pytest-benchmark, which refuses to, is left out. The benchmarks run, and print
-# their tables last, also after a failed test; the exit status is that of whatever failed first. Only files with GPU
-# tests are loaded: others may need what is not installed there.
+# The machine's own Python from the repository root, nothing installed: GPU machines often allow no more. The benchmarks
+# first, with the machine to themselves, then the tests, side by side where pytest-xdist is there (pytest-benchmark,
+# which refuses to, is left out). Only files with GPU tests are loaded: others may need what is not installed there. All
+# run, also after a failure; the exit status is the last one's that failed.
 gpu:
 	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' \
-		|| echo "NO GPU: $(GPU_PYTHON) sees no CUDA device, so every GPU test below is skipped"
+		|| echo "NO GPU: $(GPU_PYTHON) sees no CUDA device, so nothing is measured and every GPU test below is skipped"
+	$(GPU_PYTHON) -m benchmarks.gpu; failed=$$?; \
+	$(GPU_PYTHON) -m benchmarks.speed --device cuda --rows cnn-1 --compressors auto \
+		--json benchmarks/results/speed_gpu.json || failed=$$?; \
 	workers=$$($(GPU_PYTHON) -c 'import importlib.util as u, os; \
-		print(f"-n {min(8, max(1, len(os.sched_getaffinity(0)) // 2))}" if u.find_spec("xdist") else "")'); \
-		$(GPU_PYTHON) -m pytest -m gpu -q -o addopts= -W default -p no:benchmark --timeout 240 $$workers \
-		$(GPU_PYTEST_ARGS) $$(grep -lE 'tests.backends|mark\.gpu' tests/test_*.py); tests=$$?; \
-		$(GPU_PYTHON) -m benchmarks.speed --device cuda --nothing-chosen --rows mlp-1,gpt-1 \
-		--json benchmarks/results/speed_gpu.json; speed=$$?; \
-		$(GPU_PYTHON) -m benchmarks.gpu; figures=$$?; exit $$((tests ? tests : speed ? speed : figures))
+		print(f"-n {min(12, max(1, len(os.sched_getaffinity(0)) * 3 // 4))}" if u.find_spec("xdist") else "")'); \
+	$(GPU_PYTHON) -m pytest -m gpu -q -o addopts= -W default -p no:benchmark --timeout 240 $$workers \
+		$(GPU_PYTEST_ARGS) $$(grep -lE 'tests.backends|mark\.gpu' tests/test_*.py) || failed=$$?; exit $$failed
 
 clean:
 	rm -rf build dist $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

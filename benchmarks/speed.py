@@ -6,9 +6,9 @@
     python -m benchmarks.speed --nothing-chosen --rows mlp-1,cnn-1,cnn-slow    # "auto" against the best of five alone
     python -m benchmarks.speed --device cuda --rows mlp-1                      # both hosts on the first GPU
 
-Two emulated hosts, each pinned to one core (not with ``--device cuda``), its card limited by ``tbf`` (burst at most 128 KiB, the bulk rate
-verified before every row), bytes by the card's own counter. All arms of a row live in one process group and
-alternate in blocks; a rate is a ratio between neighbours, with its 95 % interval.
+Two emulated hosts, each pinned to one core (not with ``--device cuda``), its card limited by ``tbf`` (burst at most
+128 KiB, the bulk rate verified before every row), bytes by the card's own counter. All arms of a row live in one
+process group and alternate in blocks; a rate is a ratio between neighbours, with its 95 % interval.
 """
 
 import json
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
 
@@ -269,6 +270,9 @@ def main(
     if nothing_chosen:
         near = far = ["none", AUTO, *(f"espresso:{spec}" for spec in ALONE)]
     console = results.console(150)
+    if device == "cuda" and not torch.cuda.is_available():
+        console.print("NO GPU: nothing was measured")
+        return
     measured: list[Row] = []
     over: list[OverBest] = []
     networks: dict[str, str] = {}
@@ -290,7 +294,14 @@ def main(
             if row.verdict:
                 console.print(f"  {row.arm} decided after {row.steps_to_decide} steps: {row.verdict}")
         # After every case: what was measured so far survives an interruption.
-        config = {"arms": near, "far": far, "networks": networks, "quick": quick, "cases": [asdict(c) for c in chosen]}
+        config = {
+            "device": result["device"],
+            "arms": near,
+            "far": far,
+            "networks": networks,
+            "quick": quick,
+            "cases": [asdict(c) for c in chosen],
+        }
         results.write(json_path, results.record(config, seed, [*map(asdict, measured), *map(asdict, over)]))
     if any(row.passes is False for row in measured) or any(one.value > OVER_ALONE for one in over):
         raise typer.Exit(1)

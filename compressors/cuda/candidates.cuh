@@ -119,8 +119,8 @@ __device__ void sample_tile(
     Bits kth = 0;
     i64 ties;
     if (how.rank <= taken)
-        kth_largest<Bits>(each_of<Bits>([=](i64 i) { return fresh(mine[i]); }, taken), how.rank, histogram, true, &kth,
-                          &ties);
+        kth_largest<Bits, TILE>(each_of<Bits>([=](i64 i) { return fresh(mine[i]); }, taken), how.rank, histogram, true,
+                                &kth, &ties);
     if (threadIdx.x == 0) {
         state.threshold = largest(kth, (Bits)1);  // zeros never pass
         state.tickets[0] = 0;
@@ -364,7 +364,7 @@ template <typename T> __device__ void count(const Encode<T>& call, const Candida
         const i64 num = fresh(state.listed);
         const Bits* values = to.value + row.first_tile * TILE;
         const auto magnitude = [=](i64 i) { return (Bits)(fresh(values[fresh(list[i])]) & Number<T>::magnitude); };
-        kth_largest<Bits>(each_of<Bits>(magnitude, num), fresh(state.rest), histogram, false, &cut, &ties);
+        kth_largest<Bits, TILE>(each_of<Bits>(magnitude, num), fresh(state.rest), histogram, false, &cut, &ties);
         for (i64 i = threadIdx.x; i < num; i += blockDim.x) {
             const Bits mine = magnitude(i);
             const i64 from = row.first_tile + fresh(list[i]) / TILE;

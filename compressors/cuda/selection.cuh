@@ -2,7 +2,7 @@
 
 #define BINS 2048
 #define DIGIT 11    // bits
-#define AT_ONCE 16  // values that a thread reads before it uses the first, unless it needs its registers
+#define AT_ONCE 64  // bytes that a thread reads before it uses the first, unless it needs its registers
 
 template <typename A> __device__ inline A fresh(const A& at) { return *(const volatile A*)&at; }
 
@@ -49,28 +49,42 @@ __device__ inline void find_bin(const u32* histogram, i64 k, u32* bin, i64* rest
 
 // The k-th largest (1 <= k) of the values that the block's threads hand to `each`'s argument, and how many equal to it
 // belong to the top k; to all threads. `histogram`: BINS words of shared memory; `counted`: of the leading digit
-// already, by an earlier pass.
-template <typename B, typename Each>
+// already, by an earlier pass. As soon as at most `Room` values are left they are kept in shared memory: one block alone
+// waits for every pass over the others.
+template <typename B, int Room = 1, typename Each>
 __device__ void kth_largest(const Each& each, i64 k, u32* histogram, bool counted, B* kth, i64* ties) {
+    __shared__ B kept[Room];
+    __shared__ u32 num_kept;
     const int width = 8 * sizeof(B);
     u64 prefix = 0;
     int shift = width;
+    bool fits = false;
     while (shift > 0) {
         const int step = least(DIGIT, shift), above = shift;
         shift -= step;
         const int num_bins = 1 << step;
+        const bool keeping = Room > 1 && !counted && !fits;
         if (!counted) {
             __syncthreads();
             for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) histogram[bin] = 0;
+            if (keeping && threadIdx.x == 0) num_kept = 0;
             __syncthreads();
-            each([&](u64 value) {
-                if (above >= width || value >> above == prefix >> above)
-                    atomicAdd(&histogram[(value >> shift) & (num_bins - 1)], 1u);
-            });
+            const auto count = [&](u64 value) {
+                if (above < width && value >> above != prefix >> above) return;
+                atomicAdd(&histogram[(value >> shift) & (num_bins - 1)], 1u);
+                if (!keeping) return;
+                const u32 at = atomicAdd(&num_kept, 1u);
+                if (at < Room) kept[at] = (B)value;
+            };
+            if (fits)
+                for (u32 at = threadIdx.x; at < num_kept; at += blockDim.x) count((u64)kept[at]);
+            else
+                each(count);
         }
         counted = false;
         u32 bin;
         find_bin(histogram, k, &bin, &k);
+        if (keeping) fits = num_kept <= Room;
         prefix |= (u64)bin << shift;
     }
     *kth = (B)prefix;
@@ -94,7 +108,7 @@ template <typename B, int N, typename Values> struct EachOf {
         }
     }
 };
-template <typename B, int N = AT_ONCE, typename Values>
+template <typename B, int N = AT_ONCE / sizeof(B), typename Values>
 __device__ EachOf<B, N, Values> each_of(const Values& values, i64 num) {
     return {values, num};
 }
