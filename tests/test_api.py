@@ -1,5 +1,6 @@
 """The front door: what is exported, how it is shown, and what settings may be."""
 
+import inspect
 import tomllib
 import typing
 from dataclasses import fields
@@ -31,8 +32,9 @@ def test_types_are_checked_strictly():
 def test_settings_have_one_list_each_of_types_and_ranges():
     assert typing.get_type_hints(Settings) == typing.get_type_hints(Config)
     assert list(RANGES) == [field.name for field in fields(Config)]
-    assert Config.__doc__ is not None
-    assert all(f"        {name}: " in Config.__doc__ for name in RANGES)
+    told = inspect.getdoc(Config)
+    assert told is not None
+    assert all(f"\n    {name}: " in told for name in RANGES)
 
 
 @pytest.mark.parametrize(

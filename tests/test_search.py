@@ -616,7 +616,7 @@ def test_nothing_is_collected_in_a_search_and_all_is_as_it_was_after_it():
     finally:
         gc.callbacks.pop()
         gc.set_threshold(*before)
-    assert during <= 2, "one may come before it begins"
+    assert during <= 4, "one may come before it begins, and one once it is over"
     assert gc.isenabled()
     with pytest.raises(JobError):
         search(job, "topk:ratio=0.5")
