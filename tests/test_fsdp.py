@@ -747,7 +747,9 @@ def test_hybrid_shard_without_a_process_group() -> None:
 def test_only_versions_that_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     private.check_version()
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    with pytest.raises(espresso.UnsupportedModelError, match=r"tried with torch 2\.13, and this is torch 2\.9\.1"):
+    with pytest.raises(
+        espresso.UnsupportedModelError, match=r"tried with torch 2\.13, 2\.14, and this is torch 2\.9\.1"
+    ):
         private.check_version()
 
 

@@ -8,11 +8,13 @@ from contextlib import closing
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as torch_groups
 from torch.nn.parallel import DistributedDataParallel
 
 import espresso
 from benchmarks.rank_pool import POOL
 from espresso.comm.errors import TopologyError
+from espresso.comm.group_names import highest_number, named_after
 from espresso.comm.groups import Groups
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
 from espresso.comm.pairs import MUCH, card_rate
@@ -191,6 +193,18 @@ def uneven(rank: int) -> tuple[bool, float]:
             return state.session.groups.cluster == Cluster(4, 1), float(weight.sum())
     finally:
         os.environ["GROUP_RANK"] = str(rank // 2)
+
+
+def test_what_only_its_members_make_leaves_names_as_they_are():
+    """PyTorch counts it from 2.14 on: the next group of all would have another name on every rank outside."""
+    world = torch_groups._world
+    before, names = world.group_count, len(world.pg_names)
+    number = highest_number() + 3
+    with named_after(number):
+        assert (world.group_count, len(world.pg_names)) == (number, number)
+        world.group_count += 1
+    assert (world.group_count, len(world.pg_names)) == (before, names)
+    assert highest_number() == number
 
 
 def test_a_job_on_uneven_nodes_runs_flat():

