@@ -1,8 +1,7 @@
 """The CUDA sources through NVRTC, with which CuPy compiles them where they run; warnings count. It needs no GPU.
 
-``make cuda`` compiles for real devices. Nothing runs: what the kernels compute is shown by
-``tests/test_cuda_sources.py`` and, on a GPU, ``tests/test_gpu.py``. ``nvcc`` is another front: it takes what NVRTC
-refuses.
+``make cuda`` runs it. What the kernels compute is shown by ``tests/test_cuda_sources.py`` and, on a GPU,
+``tests/test_gpu.py``. ``nvcc`` is another front: it takes what NVRTC refuses.
 """
 
 from __future__ import annotations
@@ -34,15 +33,9 @@ def nvrtc() -> Any:
     return found
 
 
-def complaints(compiler: Any, file: str, architecture: int, *, assembles: bool = True) -> str:
-    """What the compiler says of one source; nothing if all is well.
-
-    Args:
-        assembles: make machine code too: that takes most of the time.
-    """
+def complaints(compiler: Any, file: str, architecture: int) -> str:
+    """What the compiler says of one source; nothing if all is well."""
     options = CubinCache(compiler, divmod(architecture, 10)).options
-    if not assembles:
-        options = tuple(option.replace("=sm_", "=compute_") for option in options)
     program = compiler.createProgram(source_of(file), file, (), ())
     try:
         compiler.compileProgram(program, options)
