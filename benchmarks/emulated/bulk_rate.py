@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.emulated.network import Host, Network
@@ -11,6 +11,8 @@ from benchmarks.emulated.network import Host, Network
 _PEER = str(Path(__file__).with_name("bulk_peer.py"))
 #: Payload against limit. Headers take 4 % at an MTU of 1500; a lower ratio means that the machine is busy.
 _LOWEST_RATIO, _HIGHEST_RATIO = 0.85, 1.02
+#: Then it is measured again, so often in all: the highest counts, for nothing makes a limit let more through.
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,7 @@ def measure_bulk_rate(network: Network, duration_s: float | None = None) -> tupl
         return ()
     pairs = [(host, hosts[(host.index + 1) % len(hosts)]) for host in hosts]
     trip_s = 0.0 if network.distance is None else (network.distance.rtt_ms + network.distance.queue_ms) / 1e3
-    return tuple(
-        BulkRate(a.index, b.index, _transfer(a, b, duration_s, round(trip_s * (a.rate_bps or 0) / 2)), a.rate_bps)
-        for a, b in pairs
-    )
+    return tuple(_measure(a, b, duration_s, round(trip_s * (a.rate_bps or 0) / 2)) for a, b in pairs)
 
 
 def measure_round_trip(network: Network, times: int = 20) -> float:
@@ -69,6 +68,16 @@ def measure_round_trip(network: Network, times: int = 20) -> float:
         finally:
             process.kill()
     return float(asked.stdout) * 1e3
+
+
+def _measure(sender: Host, receiver: Host, duration_s: float, window: int) -> BulkRate:
+    best = BulkRate(sender.index, receiver.index, 0.0, sender.rate_bps)
+    for _ in range(_TRIES):
+        payload_bps = max(best.payload_bps, _transfer(sender, receiver, duration_s, window))
+        best = replace(best, payload_bps=payload_bps)
+        if best.ratio is None or best.ratio >= _LOWEST_RATIO:
+            break
+    return best
 
 
 def _transfer(sender: Host, receiver: Host, duration_s: float, window: int) -> float:
