@@ -111,6 +111,11 @@ def sized(where: str, **more: Any) -> Any:
     return make_buckets(*({n: LARGER[where] * numel for n, numel in sizes.items()} for sizes in SIZES), **more)
 
 
+def choice_of(text: str, name: str) -> Choice:
+    option = parse_option(text)
+    return Choice(option, CompressorSpec.parse(name)) if option.is_compressed else Choice(option)
+
+
 def normal(buckets: Any, rank: int, step: int) -> list[torch.Tensor]:
     random = np.random.default_rng([step, rank])
     return [torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets]
@@ -123,9 +128,9 @@ def run_both(rank: int, where: str) -> list[str]:
     buckets = sized(where)
     wrong = []
     for text, name in zip(OPTIONS, COMPRESSORS, strict=True):
-        option = parse_option(text)
-        choice = Choice(option, CompressorSpec.parse(name)) if option.is_compressed else Choice(option)
-        strategy = strategy_of(buckets, host.groups.cluster, choice, partition_bytes=6000 * LARGER[where])
+        strategy = strategy_of(
+            buckets, host.groups.cluster, choice_of(text, name), partition_bytes=6000 * LARGER[where]
+        )
         host.renew()
         device.renew()
         assignment = Assignment(strategy, record=True)
@@ -157,12 +162,9 @@ def run_switches(rank: int, where: str) -> list[str]:
     buckets = sized(where)
     wrong = []
     for number in range(2 * len(OPTIONS)):
-        option = parse_option(OPTIONS[number * 5 % len(OPTIONS)])
-        spec = CompressorSpec.parse(COMPRESSORS[number % (len(COMPRESSORS) - 1)])
-        choice = Choice(option, spec) if option.is_compressed else Choice(option)
-        strategy = strategy_of(
-            buckets, host.groups.cluster, choice, partition_bytes=(0, 6000 * LARGER[where])[number % 2]
-        )
+        text, name = OPTIONS[number * 5 % len(OPTIONS)], COMPRESSORS[number % (len(COMPRESSORS) - 1)]
+        partition_bytes = (0, 6000 * LARGER[where])[number % 2]
+        strategy = strategy_of(buckets, host.groups.cluster, choice_of(text, name), partition_bytes=partition_bytes)
         assignment = Assignment(strategy, drain=number % 3 == 2)
         gradients, kept, got = normal(buckets, rank, number), [], []
         for exchange in (host, device):
@@ -172,7 +174,7 @@ def run_switches(rank: int, where: str) -> list[str]:
             kept.append(exchange.kept(numels_of(buckets)))
         same = all(np.array_equal(kept[0][tensor], kept[1][tensor]) for tensor in kept[0])
         if got[0] != got[1] or not same:
-            wrong.append(f"switch {number}, to {option} with {spec}: {'residuals' if got[0] == got[1] else 'averages'}")
+            wrong.append(f"switch {number}, to {text} with {name}: {'residuals' if got[0] == got[1] else 'averages'}")
     if not any(values.any() for values in device.kept(numels_of(buckets)).values()):
         wrong.append("nothing kept")
     host.close()
@@ -202,8 +204,9 @@ def run_with_settings(rank: int, where: str) -> list[str]:
         strategy = strategy_of(buckets, host.groups.cluster, choices, partition_bytes=6000 * LARGER[where])
         for step in range(3):
             scale = 2.0**step
-            # (Whose squares have the same sum in every order: a GPU has its own.)
-            gradients = [(4 * g).round() * scale for g in normal(buckets, rank, step)]
+            gradients = [g * scale for g in normal(buckets, rank, step)]
+            if what.startswith("clipped"):  # squares that have the same sum in every order: a GPU has its own
+                gradients = [(4 * g / scale).round() * scale for g in gradients]
             got = []
             for exchange in exchanges:
                 assignment = Assignment(strategy)

@@ -84,8 +84,8 @@ def test_records_come_out_equal():
     assert (held.tensor, held.start, held.values.tolist()) == ("a", 3, [0.0, 1.0, 2.0])
 
 
-Number = TypeVar("Number")
-Numbers = TypeAliasType("Numbers", np.ndarray[Any, np.dtype[Number]], type_params=(Number,))  # type: ignore[type-var]
+Number = TypeVar("Number", bound=np.generic)
+Numbers = TypeAliasType("Numbers", np.ndarray[Any, np.dtype[Number]], type_params=(Number,))
 """As NumPy's own NDArray is from 2.5 on."""
 
 

@@ -28,7 +28,7 @@ from espresso.jit.folders import private_folder, user_folder, warn_once, write_w
 
 COMPILER_OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--device-as-default-execution-space")
 """Fused multiply-add rounds once where the host's kernels round twice, and the host keeps subnormal numbers: with
-either, payload bytes would differ. All code is the device's: NVRTC up to 13.0 takes some lambdas for the host's."""
+either, payload bytes would differ. All code is the device's: NVRTC 13.0 takes some lambdas for the host's."""
 
 MAX_ARGUMENTS = 64
 
