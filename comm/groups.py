@@ -309,6 +309,8 @@ class Groups:
         """Stop the threads of a job that nobody holds any more; its groups go with their last reference."""
         if self._upkeep is not None:
             self._upkeep.stop()
+        if self.beside is not None:
+            self.beside.let_go()
         self.alarm.close()
 
     def _control_group(self) -> Any:

@@ -41,6 +41,7 @@ from espresso.strategies.strategy import (
     StrategyError,
     TensorSpec,
     fingerprint,
+    ring_bytes,
 )
 from espresso.strategies.tree import (
     compressed_options,
@@ -99,6 +100,7 @@ __all__ = [
     "paper_buckets",
     "parse_option",
     "plan",
+    "ring_bytes",
     "round_options",
     "server_options",
     "shares_by_rule",

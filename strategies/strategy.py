@@ -34,6 +34,11 @@ MAX_PARTITIONS = 1 << 18
 """That one strategy may cut a model into."""
 
 
+def ring_bytes(numel: int, dtype: str, num_ranks: int) -> int:
+    """Bytes that every rank sends in a ring allreduce of so many numbers."""
+    return round(2 * (num_ranks - 1) / num_ranks * numel * DTYPES[dtype])
+
+
 class StrategyError(FormError):
     """A strategy or its file is malformed, or does not fit the model or the cluster it is used with."""
 

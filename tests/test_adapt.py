@@ -377,6 +377,18 @@ def test_a_given_strategy_is_watched_and_stays():
     assert planner.strategy is SIGNS
 
 
+def test_tensors_that_go_exact_are_no_change_of_a_given_strategys_machine():
+    world = World(plain_us=400_000)
+    history = History(True)
+    planner = FixedPlanner(SIGNS, OneRank(), history=history)
+    now = run(world, planner, range(40), {})
+    planner.back_off(["a", "b"], 40)
+    planner.back_off(["a", "b"], 40)
+    run(world, planner, range(40, 100), {}, now)
+    assert not planner.strategy.compresses
+    assert history.rows == []
+
+
 def test_the_second_alarm_makes_everything_exact():
     exact = Exact()
     assert exact.of(SIGNS) is SIGNS

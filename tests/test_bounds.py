@@ -57,11 +57,11 @@ def test_no_strategy_is_below_the_bound(job, data):
     size = data.draw(st.sampled_from((0, 1024, 4096)))
     best = makespans(job, few, size).min()
     # Bounded over just these leaves the claim is sharper than over the whole tree.
-    relaxation = relax(job, units_of(job), tuple(few), (size,), Pricer(job.costs, job.cluster, tenth))
+    relaxation = relax(job, units_of(job), tuple(few), size, Pricer(job.costs, job.cluster, tenth))
     above = best * data.draw(st.sampled_from((1.0, 1.5)))
     assert certify(relaxation, above).makespan_us <= best * (1 + 1e-12)
     assert last_alone(relaxation) <= best * (1 + 1e-12)
-    whole = relax(job, units_of(job), leaves, (0, size), Pricer(job.costs, job.cluster, tenth))
+    whole = relax(job, units_of(job), leaves, size, Pricer(job.costs, job.cluster, tenth))
     assert certify(whole, above).makespan_us <= best * (1 + 1e-12)
 
 
@@ -70,7 +70,7 @@ def test_a_bound_leaves_out_what_a_token_bucket_lets_through():
     for sizes, makespan_us, partition in (([5000], 14.0, 0), ([5000], 14.0, 4096), ([2500, 2500], 14.0, 4096)):
         job = make_job(sizes, [0] * len(sizes), burst=6000.0, optimizer_us=100.0)
         assert makespans(job, (PLAIN,), partition).min() == makespan_us
-        relaxation = relax(job, units_of(job), (PLAIN,), (partition,), Pricer(job.costs, job.cluster, tenth))
+        relaxation = relax(job, units_of(job), (PLAIN,), partition, Pricer(job.costs, job.cluster, tenth))
         root = certify(relaxation, 2 * makespan_us)
         assert root.makespan_us == pytest.approx(makespan_us, rel=1e-3)
         branching = Branching(relaxation, root, makespan_us * 1.001)
@@ -85,7 +85,7 @@ def test_branching_raises_the_bound_and_never_above_the_best_strategy(job, data)
     few = data.draw(st.lists(st.sampled_from(leaves), min_size=2, max_size=7, unique=True))
     size = data.draw(st.sampled_from((0, 1024, 4096)))
     best = makespans(job, few, size).min()
-    relaxation = relax(job, units_of(job), tuple(few), (size,), Pricer(job.costs, job.cluster, tenth))
+    relaxation = relax(job, units_of(job), tuple(few), size, Pricer(job.costs, job.cluster, tenth))
     above = best * data.draw(st.sampled_from((1.0, 1.3)))
     root = certify(relaxation, above, rounds=30)
     branching = Branching(relaxation, root, above)
@@ -120,7 +120,7 @@ def small(job, data, most, sizes):
 def test_sharper_chains_are_never_above_the_best_strategy(job, data):
     job, few, size, best = small(job, data, 6, (1024, 2048, 4096))
     pricer = Pricer(job.costs, job.cluster, tenth)
-    relaxation = relax(job, units_of(job), few, (size,), pricer)
+    relaxation = relax(job, units_of(job), few, size, pricer)
     above = best * data.draw(st.sampled_from((1.0, 1.3)))
     sharper = with_sharper_chains(relaxation, units_of(job), few, size, pricer, above)
     bound = polish(sharper, certify(sharper, above), above, rounds=300).makespan_us
@@ -135,7 +135,7 @@ def test_sharper_chains_are_never_above_the_best_strategy(job, data):
 def test_states_are_never_above_the_best_strategy(job, data):
     job, few, size, best = small(job, data, 4, (0, 0, 1024, 4096))
     units, pricer = units_of(job), Pricer(job.costs, job.cluster, tenth)
-    relaxation = relax(job, units, few, (size,), pricer)
+    relaxation = relax(job, units, few, size, pricer)
     if data.draw(st.booleans()):  # their lines hide what others say
         relaxation = replace(relaxation, giants=np.array([], dtype=np.int64))
     lapse = data.draw(st.sampled_from((0.015, 0.2, 1.0, 3.0)))
@@ -160,7 +160,7 @@ def test_the_states_of_a_leaf():
         if str(choice.option) == "intra.reduce_scatter > comp > inter.allgather > dec > intra.allgather"
     )
     pricer = Pricer(job.costs, job.cluster, tenth)
-    relaxation = with_states(relax(job, units_of(job), (leaf,), (0,), pricer), units_of(job), (leaf,), 0, pricer)
+    relaxation = with_states(relax(job, units_of(job), (leaf,), 0, pricer), units_of(job), (leaf,), 0, pricer)
     rows = relaxation.rows[relaxation.first[0] : relaxation.last[0]]
     scatter, gather = rows[:, GIANT_LANES][0] / 2, rows[:, GIANT_LANES + 1][0]
     lapse = 1.5  # of a backward pass of 100 us
@@ -186,8 +186,8 @@ def test_states_know_of_link_time_after_the_last_hand_over():
     pair = [evaluator.candidates.number(unit.size, c) for unit, c in zip(evaluator.units, (GATHER, PLAIN), strict=True)]
     best = evaluator.batch(np.array([pair]))[2].min()
     assert best == 80.0
-    relaxation = relax(job, units, (GATHER, PLAIN), (0,), pricer)
-    plain = next(r for r in range(relaxation.first[1], relaxation.last[1]) if relaxation.origin[r][0] == PLAIN)
+    relaxation = relax(job, units, (GATHER, PLAIN), 0, pricer)
+    plain = next(r for r in range(relaxation.first[1], relaxation.last[1]) if relaxation.origin[r] == PLAIN)
     first, last = relaxation.first.copy(), relaxation.last.copy()
     first[1], last[1] = plain, plain + 1
     relaxation = replace(relaxation, first=first, last=last, giants=np.array([], dtype=np.int64))
@@ -224,7 +224,7 @@ def test_partitions_that_wait_for_one_another_lengthen_the_chain():
 def by_orders(job, leaves, size, above, limit=10**8):
     """The bound from orders of the largest units, their weights those of a short ascent."""
     pricer = Pricer(job.costs, job.cluster, tenth)
-    relaxation = relax(job, units_of(job), leaves, (size,), pricer)
+    relaxation = relax(job, units_of(job), leaves, size, pricer)
     certificate = certify(relaxation, above, rounds=30)
     return bound_by_orders(relaxation, certificate, units_of(job), leaves, size, pricer, above, limit)
 
@@ -248,7 +248,7 @@ def test_orders_know_that_giants_wait_for_one_another():
     job = make_job([4000, 4000], [0, 1], beta=4.0, costs=compute(40.0, 40.0))
     leaf = next(choice for choice in every_choice(job, (TOY,)) if choice.option.is_compressed)
     best = makespans(job, (leaf,), 0).min()
-    relaxation = relax(job, units_of(job), (leaf,), (0,), Pricer(job.costs, job.cluster, tenth))
+    relaxation = relax(job, units_of(job), (leaf,), 0, Pricer(job.costs, job.cluster, tenth))
     program = certify(relaxation, best).makespan_us
     found, _ = by_orders(job, (leaf,), 0, best)
     assert program < 0.95 * found
@@ -277,7 +277,7 @@ def test_any_weights_are_valid(job, data):
     leaves = every_choice(job, (TOY,))
     few = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=4, unique=True))
     best = makespans(job, few, 0).min()
-    relaxation = relax(job, units_of(job), tuple(few), (0,), Pricer(job.costs, job.cluster, tenth))
+    relaxation = relax(job, units_of(job), tuple(few), 0, Pricer(job.costs, job.cluster, tenth))
     seed = data.draw(st.integers(0, 99))
     wild = np.random.default_rng(seed).random((NUM_LINES, len(units_of(job)))) ** 8
     assert certify(relaxation, 2 * best, rounds=1, start=wild).makespan_us <= best * (1 + 1e-12)
@@ -287,7 +287,7 @@ def test_a_single_tensor_is_bounded_by_its_shortest_chain():
     job = make_job([5000], [0], beta=4.0)
     leaves = every_choice(job, (TOY,))
     best = makespans(job, leaves, 0).min()
-    relaxation = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster, tenth))
+    relaxation = relax(job, units_of(job), leaves, 0, Pricer(job.costs, job.cluster, tenth))
     assert certify(relaxation, 2 * best).makespan_us == pytest.approx(best, rel=5e-3)
     assert last_alone(relaxation) == pytest.approx(best)
 
@@ -296,7 +296,7 @@ def test_a_link_that_is_always_busy_makes_the_bound_tight():
     job = make_job([1000] * 8, [0] * 8, beta=4.0, costs=compute(1e4, 1e4))
     leaves = every_choice(job, (TOY,))
     best = search(job, TOY, payload=tenth, partitions=(0,)).predicted_us
-    relaxation = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster, tenth))
+    relaxation = relax(job, units_of(job), leaves, 0, Pricer(job.costs, job.cluster, tenth))
     assert certify(relaxation, best).makespan_us == pytest.approx(best, rel=5e-3)
 
 
@@ -343,7 +343,7 @@ def linear_program(relaxation: Relaxation) -> float:
 def test_the_ascent_comes_near_the_exact_linear_program(trace, cluster):
     job = job_from_trace(trace, 8, 8, cluster)
     leaves = every_choice(job, (CompressorSpec.parse("randomk:ratio=0.01"),))
-    relaxation = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster))
+    relaxation = relax(job, units_of(job), leaves, 0, Pricer(job.costs, job.cluster))
     exact = linear_program(relaxation)
     found = certify(relaxation, exact * 1.1).makespan_us
     assert found <= exact * (1 + 1e-7)
@@ -355,7 +355,7 @@ def test_with_states_the_ascent_comes_near_the_program_that_knows_of_them(trace)
     job = job_from_trace(trace, 8, 8, "pcie-25g")
     leaves = every_choice(job, (CompressorSpec.parse("randomk:ratio=0.01"),))
     pricer = Pricer(job.costs, job.cluster)
-    relaxation = relax(job, units_of(job), leaves, (0,), pricer)
+    relaxation = relax(job, units_of(job), leaves, 0, pricer)
     stated = with_states(relaxation, units_of(job), leaves, 0, pricer)
     exact = linear_program(stated)
     found = polish(stated, certify(stated, exact * 1.1), exact * 1.1, rounds=2000).makespan_us
@@ -376,7 +376,7 @@ def test_a_patient_ascent_reaches_the_program_where_a_hasty_one_stays_at_one_lin
     job = job_from_trace("vgg16", 8, 8, "nvlink-100g")
     leaves = every_choice(job, (CompressorSpec.parse("dgc:ratio=0.01"),))
     size = partition_sizes(units_of(job))[1]
-    relaxation = relax(job, units_of(job), leaves, (size,), Pricer(job.costs, job.cluster))
+    relaxation = relax(job, units_of(job), leaves, size, Pricer(job.costs, job.cluster))
     exact = linear_program(relaxation)
     hasty = certify(relaxation, exact * 1.1)
     found = polish(relaxation, hasty, exact * 1.1, rounds=2000).makespan_us
@@ -389,7 +389,7 @@ def test_rounds_that_look_at_few_rows_lose_little_and_never_exceed_the_program(t
     """Rows that are worse than others in everything change nothing, but make so many that few are looked at."""
     job = job_from_trace(trace, 8, 8, cluster)
     leaves = every_choice(job, (CompressorSpec.parse("randomk:ratio=0.01"),))
-    few = relax(job, units_of(job), leaves, (0,), Pricer(job.costs, job.cluster))
+    few = relax(job, units_of(job), leaves, 0, Pricer(job.costs, job.cluster))
     rng, picked, worse, first, last = np.random.default_rng(0), [], [], [], []
     for a, b in zip(few.first, few.last, strict=True):
         shuffled = rng.permutation(np.resize(np.arange(a, b), max(2 * MANY, b - a)))
@@ -414,11 +414,12 @@ def test_what_is_pruned_never_lowers_the_bound(job):
     leaves = every_choice(job, (TOY,))
     pricer = Pricer(job.costs, job.cluster, tenth)
     size = units_of(job)[0].size
-    kept, origin = undominated_leaves(pricer, size, leaves, (0, 1024))
-    assert len(kept) == len(origin)
-    single = [undominated_leaves(pricer, size, (leaf,), (limit,))[0][0] for leaf in leaves[:200] for limit in (0, 1024)]
-    for row in single:
-        assert (kept[:, :COSTS] <= row[:COSTS] * (1 + 1e-12) + 1e-9).all(axis=1).any()
+    for limit in (0, 1024):
+        kept, origin = undominated_leaves(pricer, size, leaves, limit)
+        assert len(kept) == len(origin)
+        for leaf in leaves[:200]:
+            (row,), _ = undominated_leaves(pricer, size, (leaf,), limit)
+            assert (kept[:, :COSTS] <= row[:COSTS] * (1 + 1e-12) + 1e-9).all(axis=1).any()
 
 
 def test_the_cheapest_row_is_the_first_of_equals():

@@ -192,7 +192,7 @@ def test_the_bound_under_both_budgets_is_below_brute_force(job, error, part, dat
     losses = Sensitivity({TOY: {"*": 0.7, "t1": 0.3}})
     ledger = ledger_of(job, (TOY,), losses, error, part * 8 * sum(t.numel for t in job.tensors))
     best = brute_force(job, few, ledger)
-    relaxation = relax(job, units_of(job), few, (0,), Pricer(job.costs, job.cluster, tenth), ledger)
+    relaxation = relax(job, units_of(job), few, 0, Pricer(job.costs, job.cluster, tenth), ledger)
     assert certify(relaxation, 1.5 * best, rounds=100).makespan_us <= best * (1 + 1e-12)
 
 

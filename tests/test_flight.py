@@ -472,7 +472,8 @@ def test_a_signal_that_comes_while_the_ring_is_read_is_answered(tmp_path: Path) 
             return False
 
     groups: Any = SimpleNamespace(
-        cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, host_copies=False, from_rank_0=str
+        cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, host_copies=False, from_rank_0=str,
+        all_objects=lambda mine: [mine],
     )  # fmt: skip
     recorder = Recorder(groups)
     strategy = Strategy.uniform([TensorSpec("a", (3,))], Cluster(1, 1))

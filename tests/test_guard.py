@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch import nn
 
 from benchmarks.guard import Lie, Stale, halved, lying, zeroed
+from espresso.compressors.schedule import Schedule
 from espresso.live.guard import _WIDTH, EVERY, MOST_TENSORS, OWED_CHECKS, SIZE, _figures, _why_out, group_names
+from espresso.live.sounding import Soundings
 from espresso.live.state import EspressoState
-from espresso.strategies import PLAIN, CompressorSpec
-from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, mlp, registered, wrap
+from espresso.live.watch import Watch
+from espresso.strategies import PLAIN, Cluster, CompressorSpec
+from tests.ddp import ALLGATHER, HIERARCHICAL, SHARDED, Played, agreed, batch, mlp, registered, strategy_for, wrap
 
 SABOTAGED_AT, NOTICED_WITHIN = 40, 100
 WIDTHS = (64, 128, 128, 8)
@@ -144,9 +148,28 @@ def some_are_done(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
         return joined, told(state)[len(joined) :]
 
 
+def answers_later(rank: int) -> int:
+    """The guard sums in every other step, soundings follow one another, and one rank always has its window later."""
+    ddp = wrap(mlp(*WIDTHS))
+    late = patch.object(Watch, "is_ready", property(lambda watch: rank != 1 and watch.is_told))
+    due = patch.object(Soundings, "is_due", lambda *_: True)
+    with registered(ddp, strategy="auto", compressor="efsignsgd", adapt=True) as state, late, due:
+        strategy = strategy_for(ddp, Cluster(4, 1), ALLGATHER, "efsignsgd")
+        session = state.start().session
+        session.adopt(strategy, Schedule(strategy.compressors), 0, None, decides_on=True)
+        with patch("espresso.live.guard.EVERY", 1):
+            for number in range(100):
+                ddp.zero_grad()
+                ddp(batch(rank, number, WIDTHS[0])).square().mean().backward()
+        return len(session.guard.owed(OWED_CHECKS))
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
-    scenarios = (apart, learnt, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many, some_are_done)
+    scenarios = (
+        apart, learnt, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many, some_are_done,
+        answers_later,
+    )  # fmt: skip
     return Played(__name__, scenarios, 4, deadline_s=180)
 
 
@@ -179,6 +202,10 @@ def test_one_of_more_tensors_than_a_check_looks_at_is_confirmed(played):
     for history in played(one_of_many):
         (event,) = [row for row in history if row["event"] == "backed_off"]
         assert "parts.3" in event["reason"]
+
+
+def test_what_ranks_tell_each_other_on_the_way_is_in_one_order(played):
+    assert played(answers_later) == [2 * (len(WIDTHS) - 1)] * 4, "what waits only on one rank keeps nobody back"
 
 
 def test_averages_over_some_ranks_are_sound_and_an_earlier_checkpoint_is_looked_at(played):

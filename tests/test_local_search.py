@@ -25,7 +25,7 @@ BRIEF = 40_000
 def led_by(job):
     evaluator = Evaluator(job, units_of(job), 0, pricer=Pricer(job.costs, job.cluster, tenth))
     leaves = every_choice(job, (TOY,))
-    relaxation = relax(job, evaluator.units, leaves, (0,), evaluator.pricer)
+    relaxation = relax(job, evaluator.units, leaves, 0, evaluator.pricer)
     plain = evaluator.uniform(PLAIN)
     certificate = certify(relaxation, evaluator.makespan(plain))
     return evaluator, guide(evaluator, relaxation, certificate, 8), plain

@@ -166,8 +166,8 @@ class World:
         if assignment.strategy.compresses:
             codec = CODEC_US * 1e3 * jitter[1]
             record.intervals = [
-                Interval(0, Lane.TRAINING, 0, int(ready), int(ready + codec)),
-                Interval(1, Lane.INTER_OUT, 0, int(ready + codec), int(done)),
+                Interval(0, Lane.TRAINING, int(ready), int(ready + codec)),
+                Interval(1, Lane.INTER_OUT, int(ready + codec), int(done)),
             ]
         return record
 

@@ -38,14 +38,12 @@ class Interval:
 
     Attributes:
         task: its number in the plan of all the iteration's buckets, also where every bucket was planned alone.
-        partition: likewise.
         issue_ns: what it waits for was there.
         num_bytes: that it sent from this rank.
     """
 
     task: int
     lane: Lane
-    partition: int
     start_ns: int
     end_ns: int
     issue_ns: int = 0

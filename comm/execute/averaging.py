@@ -23,7 +23,7 @@ from espresso.comm.execute.programs import described
 from espresso.comm.member import Member
 from espresso.comm.memory import is_finite
 from espresso.comm.witness import worded
-from espresso.strategies import DTYPES, Bucket, Lane
+from espresso.strategies import Bucket, Lane, ring_bytes
 
 LOOK_NS = 300_000
 """What a look at one exchange's end takes where ranks have one core: a thread that wakes up in the middle of backward,
@@ -136,7 +136,7 @@ class Averaging:
     def _fill_record(self, num_buckets: int) -> None:
         record, ranks = self._iteration.record, self._averager.member.size
         record.buckets = tuple(self._averager.known[i][1] for i in range(num_buckets))
-        record.bytes_raw = sum(round(2 * (ranks - 1) / ranks * b.numel * DTYPES[b.dtype]) for b in record.buckets)
+        record.bytes_raw = sum(ring_bytes(bucket.numel, bucket.dtype, ranks) for bucket in record.buckets)
         record.bytes_sent = record.bytes_raw
 
     def _collect(self) -> None:
@@ -171,8 +171,8 @@ class Averaging:
     def _note(self, index: int, began: int, ended: int) -> None:
         record = self._iteration.record
         bucket, ranks = self._averager.known[index][1], self._averager.member.size
-        sent = round(2 * (ranks - 1) / ranks * bucket.numel * DTYPES[bucket.dtype])
-        record.intervals.append(Interval(index, Lane.INTER_OUT, index, began, ended, record.ready_ns[index], sent))
+        sent = ring_bytes(bucket.numel, bucket.dtype, ranks)
+        record.intervals.append(Interval(index, Lane.INTER_OUT, began, ended, record.ready_ns[index], sent))
 
     def _label(self, index: int) -> str:
         tensors = [slot.tensor for slot in self._averager.known[index][1].slots]

@@ -284,7 +284,7 @@ class DevicePass:
                 self._ends.setdefault(work.bucket, []).append(end)
             if self._records:
                 sent = work.program.bytes_of(work.task.step_index, work.task.stage)
-                interval = Interval(work.number, lanes[0], work.partition, 0, 0, num_bytes=sent)
+                interval = Interval(work.number, lanes[0], 0, 0, num_bytes=sent)
                 self.intervals.append((interval, begin, end))
 
 

@@ -92,9 +92,8 @@ class HostPass:
         lane = node.lanes[0]
         assert isinstance(lane, Lane)
         sent = work.program.bytes_of(work.task.step_index, work.task.stage)
-        self._record.intervals.append(
-            Interval(work.number, lane, work.partition, node.start_ns, node.end_ns, self._issue_ns(node), sent)
-        )
+        interval = Interval(work.number, lane, node.start_ns, node.end_ns, self._issue_ns(node), sent)
+        self._record.intervals.append(interval)
         if work.finish is not None:
             work.finish()
         on_done(work)

@@ -24,7 +24,6 @@ class Work:
     Attributes:
         bucket: DDP's number.
         number: of the task in the plan of all the iteration's buckets.
-        partition: likewise.
         before: what this rank does before it in the same partition.
         finish: what is to be done after it, if it is its partition's last.
     """
@@ -33,7 +32,6 @@ class Work:
     task: Task
     bucket: int
     number: int
-    partition: int
     before: Work | None
     finish: Callable[[], None] | None
 

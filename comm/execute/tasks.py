@@ -42,12 +42,11 @@ class Tasks:
         self._unfinished: dict[int, int] = {}  # bucket by place in the total order
         self._finite: list[bool] = []
 
-    def enqueue(self, compiled: Compiled, first_task: int = 0, first_partition: int = 0) -> None:
+    def enqueue(self, compiled: Compiled, first_task: int = 0) -> None:
         """Put the nodes of a plan on their lanes, in its order.
 
         Args:
             first_task: the number of its first task in the plan of all buckets.
-            first_partition: likewise.
         """
         laid = compiled.plan
         for bucket in laid.buckets:
@@ -66,7 +65,6 @@ class Tasks:
                     laid.tasks[index],
                     number,
                     first_task + index,
-                    first_partition + program.partition.index,
                     None if before is None else works[before],
                     partial(self._finish, program) if index == acting[-1] else None,
                 )
@@ -158,19 +156,17 @@ class Plain(_Queued):
 
     Args:
         num_tasks: of the buckets before the first that it takes, which a plan covered.
-        num_partitions: likewise.
     """
 
-    def __init__(self, tasks: Tasks, num_tasks: int = 0, num_partitions: int = 0) -> None:
+    def __init__(self, tasks: Tasks, num_tasks: int = 0) -> None:
         super().__init__(tasks)
-        self._num_tasks, self._num_partitions = num_tasks, num_partitions
+        self._num_tasks = num_tasks
 
     def take(self, index: int, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Plain:
         bucket = describe()
         compiled = self._tasks.programs.of_bucket(self._tasks.iteration.record.assignment.strategy, bucket)
-        self._tasks.enqueue(compiled, self._num_tasks, self._num_partitions)
+        self._tasks.enqueue(compiled, self._num_tasks)
         self._num_tasks += len(compiled.plan.tasks)
-        self._num_partitions += len(compiled.plan.partitions)
         self._tasks.begin(bucket, buffer)
         return self
 
@@ -207,5 +203,4 @@ class Planned(_Queued):
         logger.warning("bucket %d is not as planned; the rest of this iteration runs in plain order", index)
         self._tasks.drop(index)
         laid = self._tasks.programs.of_plan(self._assignment).plan
-        num_partitions = sum(laid.groups[part.group].bucket < index for part in laid.partitions)
-        return Plain(self._tasks, sum(map(len, laid.tasks_of_bucket[:index])), num_partitions)
+        return Plain(self._tasks, sum(map(len, laid.tasks_of_bucket[:index])))

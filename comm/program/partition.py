@@ -34,7 +34,7 @@ from espresso.comm.program.held import Action, Compiled, Held, Matrices, Numbers
 from espresso.comm.program.part import Context, Home, Part, Round
 from espresso.comm.program.routines import exchange
 from espresso.comm.program.servers import pull, push
-from espresso.strategies import DTYPES, Device, Form, Partition, Plan, Routine, Scope, Stage, StepKind
+from espresso.strategies import Device, Form, Partition, Plan, Routine, Scope, Stage, StepKind, ring_bytes
 
 
 class PartitionProgram:
@@ -74,8 +74,7 @@ class PartitionProgram:
     @cached_property
     def num_bytes_raw(self) -> int:
         """Bytes a ring allreduce of this partition would send from this rank."""
-        ranks = self.context.cluster.num_ranks
-        return round(2 * (ranks - 1) / ranks * self.partition.numel * DTYPES[self.group.dtype])
+        return ring_bytes(self.partition.numel, self.group.dtype, self.context.cluster.num_ranks)
 
     @cached_property
     def issues(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from espresso.flight.form import Flight, FlightError, Script, Span, StepRecord, Stretch, check_run, load_run
-from espresso.strategies import DTYPES, Bucket, Cluster, Slot, Strategy, TensorSpec
+from espresso.strategies import Bucket, Cluster, Slot, Strategy, TensorSpec, ring_bytes
 from espresso.strategies import fields as forms
 
 MOST_BYTES = 512 << 20
@@ -120,7 +121,8 @@ def flight_of(body: Any, *, rank: int = 0, num_ranks: int = 1) -> Flight:
     steps: list[StepRecord] = []
     stretches: dict[tuple[tuple[int, str], ...], int] = {}
     for number, start, end in _steps(events):
-        step, shape = _step(number, [e for e in events if start <= e.start < end], stretches, num_ranks)
+        first, last = (bisect_left(events, at, key=lambda event: event.start) for at in (start, end))
+        step, shape = _step(number, events[first:last], stretches, num_ranks)
         if step is not None:
             stretches.setdefault(shape, len(stretches))
             steps.append(step)
@@ -204,9 +206,8 @@ def _step(
         optimizer_end_us=optimizer[-1].end if optimizer else None,
     )
     shape = tuple(event.numel for event in exchanges)
-    share = 2 * (num_ranks - 1) / num_ranks
     spans = tuple(
-        Span(task, event.start, event.start, event.end, round(share * numel * DTYPES[dtype]))
+        Span(task, event.start, event.start, event.end, ring_bytes(numel, dtype, num_ranks))
         for task, (event, (numel, dtype)) in enumerate(zip(exchanges, shape, strict=True))
     )
     sent_bytes = sum(span.num_bytes for span in spans)

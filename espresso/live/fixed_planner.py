@@ -75,7 +75,7 @@ class FixedPlanner:
         self.watch = None if history is None else Watch(groups)
         self.verdict = verdict or Verdict("given", "the strategy was given")
         self._exact, self._patience = Exact(), Patience()
-        self.follow(in_force or {})
+        self.follow(in_force or {})  # which begins to watch
 
     def back_off(self, tensors: Collection[str], step: int) -> str:
         """Leave these tensors exact from the next iteration on; returns the new name."""
@@ -95,6 +95,8 @@ class FixedPlanner:
         """Run the same options with these compressors, from the iteration on that is about to be assigned."""
         self._in_force = in_force
         self._orderer = Orderer(translate(self._given, in_force), self._groups)
+        if self.watch is not None:
+            self.watch.begin()
 
     @property
     def decided(self) -> bool:

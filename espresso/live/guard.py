@@ -223,8 +223,8 @@ class Guard:
         return False
 
     @property
-    def is_ready(self) -> bool:
-        """Whether :meth:`look` would return at once."""
+    def is_told(self) -> bool:
+        """Whether the latest check's sums are there, if there was one: :meth:`look` would return at once."""
         return self._summing is None or self._summing[1].is_done
 
     def look(self) -> list[Alarm]:

@@ -30,7 +30,7 @@ from espresso.live.config import RANGES
 from espresso.live.marks import ScriptMarks, facts_of
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.recorder import KEPT_STEPS, Recorder
-from espresso.strategies import Bucket, Slot, Strategy
+from espresso.strategies import Bucket, Slot, Strategy, ring_bytes
 
 logger = logging.getLogger("espresso")
 
@@ -108,7 +108,7 @@ class ObservedJob:
         if _keeps_first_buckets(model) and any(ready):  # DDP has what was not used ready from the beginning
             ready = [at or min(filter(None, ready)) for at in ready]
         if buckets and all(ready):
-            sent = sum(bucket.numel * 4 for bucket in buckets)
+            sent = sum(ring_bytes(bucket.numel, bucket.dtype, self._groups.num_ranks) for bucket in buckets)
             record = Record(self._count, self._assignment, list(ready), now, True, sent, sent, buckets)
             self.recorder.take(record)
         else:

@@ -67,7 +67,7 @@ class AutoPlanner:
 
     Args:
         plain: the uncompressed strategy.
-        search: see :class:`Search`; called once, after the profiled iterations.
+        search: see :class:`Search`; called after the profiled iterations, and in every turn.
         decide_by: iterations after which the race should be over; it follows the profile at once where it is longer.
         on_profile: told True before the first profiled iteration and False after the last.
         lay_buckets: has the framework lay its buckets anew, of a size in MiB; whether it will.
@@ -328,7 +328,7 @@ class AutoPlanner:
         predicted = {c.name: c.predicted_us for c in self._candidates}
         self.verdict = Verdict(name, reason, {} if race is None else race.measured, predicted)
         self._race = self._later = None
-        self._has_tried = race is not None
+        self._has_tried = self._has_tried or race is not None
         self._watch_anew(self.verdict.measured_us.get(name))
 
     def _note(self, step: int, event: Event, reason: str, since_ns: int | None = None) -> None:
@@ -493,7 +493,7 @@ class AutoPlanner:
         self.verdict = replace(
             verdict, measured_us=verdict.measured_us | measured, predicted_us=verdict.predicted_us | told
         )
-        self._has_tried = race is not None
+        self._has_tried = self._has_tried or race is not None
         if self.watch is not None:
             self.watch.begin(measured[ours], is_another=False, stands=later is None)
         if turn.change.hidden_us or FASTER * (turn.change.ratio(Cause.LINK) or 1.0) <= 1:

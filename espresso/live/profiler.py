@@ -318,19 +318,14 @@ def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ri
 
 def _spread_us(groups: Groups, member: Member) -> float:
     """What one in ten short exchanges, each alone, takes beyond most: the slower rank's."""
-    start, walls = starter(member, Routine.ALL_TO_ALL, Form.PAYLOAD, LINK_SIZES[0], ring=False), []
-    groups.barrier()
-    for _ in range(ALIKE):
-        begin = time.perf_counter()
-        start()()
-        walls.append((time.perf_counter() - begin) * 1e6)
-    slowest = sorted(map(max, zip(*groups.all_objects(walls), strict=True)))
+    start = starter(member, Routine.ALL_TO_ALL, Form.PAYLOAD, LINK_SIZES[0], ring=False)
+    slowest = sorted(_time_loop(groups, lambda: start()(), ALIKE, Place()))
     spread_us = slowest[-2] - median(slowest)
     return spread_us if spread_us > LEAST_LATENCY_US else 0.0
 
 
 def _time_loop(
-    groups: Groups, run: Callable[[], None], count: int, place: Place, *, apart: bool = False
+    groups: Groups, run: Callable[[], object], count: int, place: Place, *, apart: bool = False
 ) -> list[float]:
     """Microseconds of each of ``count`` runs, one after the other; the slowest rank's. On a device: of all together,
     shared out, unless each is waited for (``apart``).

@@ -31,6 +31,7 @@ from espresso.diagnosis.overlap import measured_overlap
 from espresso.flight.clocks import tick_of
 from espresso.flight.form import NAME, Flight, Script, Span, StepRecord, Stretch, Tick, Traffic
 from espresso.flight.processors import Delays, Spent
+from espresso.live.machine import cores_per_rank
 from espresso.strategies import Bucket, Strategy
 
 logger = logging.getLogger("espresso")
@@ -68,7 +69,7 @@ class Recorder:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        cores = len(os.sched_getaffinity(0)) / groups.cluster.ranks_per_node
+        cores = cores_per_rank(groups)
         run = groups.from_rank_0(secrets.token_hex(8))
         self.facts: dict[str, Any] = {"group": list(groups.ranks), "cores": cores, "run": run}
         self.script = Script()

@@ -326,15 +326,17 @@ class Session:
         if not self.decider.decided:
             self._marks.mark(record.iteration + 1)
         looks = not self.is_compiled and record.iteration % LOOK_EVERY == LOOK_EVERY - 1
+        # Before the decider, which has something to send or not yet, as soon as this rank has what was gathered.
+        was_summed = self.guard is not None and self.guard.end(record)
         works = [
             None if flushed else self.decider.after(record),
             self._look_for_kernels if looks else None,
             self.recorder.look if self.recorder.looks(record.iteration) else None,
         ]
-        if self.guard is not None and self.guard.end(record):
+        if self.guard is not None and was_summed:
             look = partial(self._look_at_averages, self.guard, record.iteration)
             # Behind what the decider does on all ranks; what only waits on this rank changes nothing.
-            if self.guard.is_ready and works[0] is None:
+            if self.guard.is_told and works[0] is None:
                 look()
             else:
                 works.append(look)
@@ -376,12 +378,12 @@ class Session:
 
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""
+        self.executor.conclude()
         is_one = isinstance(strategy, Strategy)
         agree(self.groups, {"strategy": strategy.digest if is_one else f"{strategy!r:.80}"})
         if not is_one:
             raise TypeError(f"state.use takes a Strategy, got {strategy!r:.80}; Strategy.load(path) reads a file")
         schedule = self.check(strategy)
-        self.executor.conclude()
         self.adopt(strategy, schedule, self.executor.next_step, self.follower.epoch)
 
     def check(self, strategy: Strategy) -> Schedule:
@@ -441,6 +443,7 @@ class Session:
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins. All ranks together, between two steps."""
         if not self.follower.schedule.is_fixed:
+            self.executor.conclude()
             agree_on_epoch(self.groups, epoch)
         self.follower.epoch = epoch
 
@@ -470,9 +473,9 @@ class Session:
         """Whether what the ranks tell each other on the way has arrived; it needs no answer, so it does at once."""
         waiting = [each for each in (self.decider.watch, self.guard) if each is not None]
         until = time.monotonic() + TOLD_S
-        while not all(each.is_ready for each in waiting) and time.monotonic() < until:
+        while not all(each.is_told for each in waiting) and time.monotonic() < until:
             time.sleep(0.001)
-        return all(each.is_ready for each in waiting)
+        return all(each.is_told for each in waiting)
 
     def abandon(self) -> None:
         """Stop the threads of a job that nobody holds any more; any thread may find that, so none is waited for."""

@@ -152,7 +152,8 @@ class EspressoState(View):
             raise
         self._session, self._pending = session, None
         # A state that is dropped without close() must not leave its threads behind.
-        weakref.finalize(self, session.abandon).atexit = False
+        self._abandon = weakref.finalize(self, session.abandon)
+        self._abandon.atexit = False
         return self
 
     def running(self) -> Session:
@@ -376,6 +377,7 @@ class EspressoState(View):
             return
         self._closed = True
         if self._session is not None:
+            self._abandon.detach()
             self._session.close()
 
 

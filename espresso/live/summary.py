@@ -79,6 +79,7 @@ def _keeps(session: Session) -> str:
     kept = [(session.store.num_bytes, "residuals")]
     if session.velocities is not None:
         kept.append((session.velocities.num_bytes, "velocities"))
+    kept.append((session.executor.factors.num_bytes, "PowerSGD's factors"))
     said = " and ".join(f"{_bytes(size)} of {what}" for size, what in kept if size) or "nothing"
     strategy = session.decider.strategy
     predicted, forecast = noted(strategy, "gradients_owed"), noted(strategy, "residual_mb")

@@ -147,6 +147,7 @@ class View:
             FlightError: too few steps so far.
             EspressoError: the state has not started.
         """
+        self.session.executor.conclude()
         return diagnosed(self.session.groups, self.session.recorder)
 
     def check_replicas(self) -> None:
@@ -156,6 +157,7 @@ class View:
             DisagreementError: names the rank and the first tensor that differs from rank 0.
         """
         if self._session is not None:
+            self._session.executor.conclude()
             self._session.check_replicas()
 
     # -- failure -------------------------------------------------------------------------------------

@@ -312,9 +312,14 @@ class Watch:
         return False
 
     @property
+    def is_told(self) -> bool:
+        """Whether the latest window was gathered, if it has to be."""
+        return self._gathering is None or self._gathering[1].is_done
+
+    @property
     def is_ready(self) -> bool:
         """Whether :meth:`look` would return at once. It never does where other shards of the job have to agree."""
-        return self._gathering is None or (self._groups.beside is None and self._gathering[1].is_done)
+        return self.is_told and (self._gathering is None or self._groups.beside is None)
 
     def look(self) -> Change | None:
         """Test the window that was gathered; may wait for it."""

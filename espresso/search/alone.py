@@ -59,7 +59,7 @@ def with_sharper_chains(
         first[giant] = sum(map(len, blocks))
         last[giant] = first[giant] + len(kept)
         blocks.append(rows[kept])
-        origin += [(mine[leaf], partition_bytes) for leaf in possible[kept].tolist()]
+        origin += [mine[leaf] for leaf in possible[kept].tolist()]
     rows = np.concatenate(blocks)
     kinds = np.append(relaxation.kind_of, np.zeros(len(rows) - len(relaxation.rows), dtype=np.int64))
     return replace(relaxation, rows=rows, kind_of=kinds, first=first, last=last, origin=tuple(origin))

@@ -163,7 +163,7 @@ def guide(
         wanted = np.unique(np.append(picks[mine].ravel(), rounded[mine]))
         wanted = wanted[wanted >= 0]
         offset = int(first[mine[0]])
-        choices = [relaxation.origin[offset + int(row)][0] for row in wanted]
+        choices = [relaxation.origin[offset + int(row)] for row in wanted]
         number: Wholes = np.full(int(last[mine[0]]) - offset + 1, -1, dtype=np.int64)
         number[wanted] = evaluator.candidates.many(size, choices)
         lists[mine] = number[picks[mine]]

@@ -214,7 +214,7 @@ def _roots(
     roots: dict[int, tuple[Relaxation, Certificate]] = {}
     near: Certificate | None = None
     for size in partitions:
-        relaxation = relax(job, units, leaves, (size,), evaluator.pricer, ledger)
+        relaxation = relax(job, units, leaves, size, evaluator.pricer, ledger)
         old = warm.get(size)
         begin = old if old is not None and old.weights.shape[1] == len(units) else near
         if begin is None:

@@ -39,7 +39,7 @@ class Relaxation:
         rows: float64[candidates, WIDTH], those of one size together.
         kind_of: int64[candidates]: a row's kind, as a column of ``spends``.
         first, last: int64[units]: each unit's candidates among ``rows``.
-        origin: for every row (choice, partition size).
+        origin: every row's choice.
         cores: cores shared by everything, 0 under the paper's assumption.
         backward_cores: what backward demands.
         resources: how many bound the makespan (:mod:`espresso.search.bound_kernels`).
@@ -60,7 +60,7 @@ class Relaxation:
     kind_of: Wholes
     first: Wholes
     last: Wholes
-    origin: tuple[tuple[Choice, int], ...]
+    origin: tuple[Choice, ...]
     cores: float
     backward_cores: float
     resources: int
@@ -78,18 +78,18 @@ class Relaxation:
         return len(self.limits) > 0
 
 
-Undominated = tuple[Reals, list[tuple[int, int]]]
+Undominated = tuple[Reals, list[int]]
 
 
 def undominated_leaves(
     pricer: Pricer,
     size: Size,
     leaves: tuple[Choice, ...],
-    partitions: Sequence[int],
+    partition_bytes: int,
     *,
     spends: Reals | None = None,
 ) -> Undominated:
-    """The rows of a size's leaves at every partition size, dominated ones dropped.
+    """The rows of a size's leaves, dominated ones dropped.
 
     Safe for the bound: it prices a candidate with weights that are never negative, so one that is no less in
     every cost never is a minimum alone. (It says nothing about list schedules: there a dominated candidate
@@ -97,22 +97,17 @@ def undominated_leaves(
     between leaves of one compressor; those of different compressors are kept apart.
 
     Returns:
-        float64[kept, WIDTH] and for every row its (index into ``leaves``, partition size).
+        float64[kept, WIDTH] and for every row its index into ``leaves``.
     """
     numel, dtype, _ = size
     blocks: list[Reals] = []
-    origin: list[tuple[int, int]] = []
-    seen: set[tuple[tuple[int, int], ...]] = set()
-    for limit in partitions:
-        spans = partition_spans(numel, limit // DTYPES[dtype])
-        if (key := tuple(spans)) in seen:
-            continue
-        seen.add(key)
-        for run in _runs(pricer, leaves):
-            rows = _rows_of(pricer, size, run, spans)
-            kept = undominated(rows, None if spends is None else spends[run.start : run.start + len(rows)])
-            blocks.append(rows[kept])
-            origin += [(run.start + index, limit) for index in kept.tolist()]
+    origin: list[int] = []
+    spans = partition_spans(numel, partition_bytes // DTYPES[dtype])
+    for run in _runs(pricer, leaves):
+        rows = _rows_of(pricer, size, run, spans)
+        kept = undominated(rows, None if spends is None else spends[run.start : run.start + len(rows)])
+        blocks.append(rows[kept])
+        origin += [run.start + index for index in kept.tolist()]
     rows = np.concatenate(blocks)
     if spends is not None or len(blocks) == 1:
         return rows, origin
@@ -211,14 +206,14 @@ def _leaf_features(pricer: Pricer, run: _Run, elements: int, size: Size) -> Real
 
 
 def _remembered(
-    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partitions: tuple[int, ...], ledger: Ledger | None
+    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partition_bytes: int, ledger: Ledger | None
 ) -> Undominated:
     # The leaves are kept with the answer, so that their identity stays their own. Any ledger orders them alike.
     rows, names, _ = pricer.remember(
-        ("undominated", size, id(leaves), partitions, ledger is None),
+        ("undominated", size, id(leaves), partition_bytes, ledger is None),
         lambda: (
             *undominated_leaves(
-                pricer, size, leaves, partitions, spends=None if ledger is None else ledger.shares_of(leaves)
+                pricer, size, leaves, partition_bytes, spends=None if ledger is None else ledger.shares_of(leaves)
             ),
             leaves,
         ),
@@ -230,7 +225,7 @@ def relax(
     job: Job,
     units: Sequence[Unit],
     leaves: Leaves,
-    partitions: Sequence[int],
+    partition_bytes: int,
     pricer: Pricer,
     ledger: Ledger | None = None,
 ) -> Relaxation:
@@ -244,9 +239,9 @@ def relax(
         mine = leaves_of(leaves, unit)
         if ledger is not None:
             ledger.learn(mine)  # what moves to any of them spends is looked up by its kind
-        rows, names = _remembered(pricer, unit.size, mine, tuple(partitions), ledger)
-        origin = [(mine[leaf], limit) for leaf, limit in names]
-        kinds = np.zeros(len(rows), dtype=np.int64) if ledger is None else ledger.kinds_of(c for c, _ in origin)
+        rows, names = _remembered(pricer, unit.size, mine, partition_bytes, ledger)
+        origin = [mine[leaf] for leaf in names]
+        kinds = np.zeros(len(rows), dtype=np.int64) if ledger is None else ledger.kinds_of(origin)
         found.append((rows, kinds, origin))
     spends, limits = np.zeros((0, len(units), 1)), np.zeros(0)
     if ledger is not None:
@@ -279,11 +274,11 @@ def relax(
     )
 
 
-_Rows = tuple[Reals, Wholes, list[tuple[Choice, int]]]
+_Rows = tuple[Reals, Wholes, list[Choice]]
 """Rows of one size with their kinds and origins."""
 
 
-def _affordable(rows: Reals, kinds: Wholes, origin: list[tuple[Choice, int]], spends: Reals, limits: Reals) -> _Rows:
+def _affordable(rows: Reals, kinds: Wholes, origin: list[Choice], spends: Reals, limits: Reals) -> _Rows:
     """Those that on some unit spend no more than a whole budget: no strategy within it has the others.
 
     Args:

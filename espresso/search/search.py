@@ -452,13 +452,8 @@ def _ranked(job: Job, row: _Found) -> Ranked:
 __all__ = [
     "GREEDY",
     "PUBLISHED",
-    "CapRow",
-    "Progress",
-    "Ranked",
-    "SearchResult",
     "advised_bucket_cap",
     "lay_out",
     "replan",
     "search",
-    "upper_bound_us",
 ]

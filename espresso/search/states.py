@@ -73,7 +73,7 @@ def with_states(
         first[members] = sum(map(len, blocks))
         last[members] = first[members] + len(rows)
         blocks.append(rows)
-        origin += [(mine[index], partition_bytes) for index in leaf.tolist()]
+        origin += [mine[index] for index in leaf.tolist()]
     rows = np.concatenate(blocks)
     kinds = np.append(relaxation.kind_of, np.zeros(len(rows) - len(relaxation.rows), dtype=np.int64))
     return replace(
