@@ -222,10 +222,11 @@ def main() -> None:
             rows = [costs_of for _, costs_of in sorted(finish(*start(costs, folder, chosen.width or 3000)).items())]
         for row in rows:
             say(", ".join(f"{name} {value:.4g}" for name, value in row.items()))
-        first = rows[0]
-        say(f"async_save stalls training by {first['async_save_s'] / first['save_s']:.1%} of a save")
-        for how in ("save", "async_save"):
-            say(f"{how}: {first[f'{how}_extra_bytes'] / first['kept_bytes']:.2f} times what is kept, beside it")
+        for rank, row in enumerate(rows):
+            say(f"rank {rank}: async_save stalls training by {row['async_save_s'] / row['save_s']:.1%} of a save")
+            for how in ("save", "async_save"):
+                beside = row[f"{how}_extra_bytes"] / row["kept_bytes"]
+                say(f"rank {rank}, {how}: {beside:.2f} times what is kept, beside it")
     if chosen.save:
         config = {"what": chosen.what, "count": chosen.count, "width": chosen.width}
         write(RESULTS_DIR / f"lasting_{chosen.what}.json", record(config, chosen.seed, rows))
