@@ -17,7 +17,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from espresso.comm.errors import EspressoError, UnsupportedModelError
-from espresso.strategies import Bucket, Slot
+from espresso.strategies import Bucket
 
 
 class HookState(Protocol):
@@ -139,7 +139,7 @@ class Front:
         known = self._known.get(index)
         if known is not None and known[0] == ids and known[1].dtype == dtype:
             return known[1]
-        slots, offset = [], 0
+        numels = []
         for parameter in parameters:
             name = self._names.get(id(parameter))
             if name is None:
@@ -147,13 +147,12 @@ class Front:
                     f"bucket {index} holds a parameter of shape {tuple(parameter.shape)} that the bound model does"
                     " not have; bind the state to the model that DDP wraps"
                 )
-            slots.append(Slot(name, offset, parameter.numel()))
-            offset += parameter.numel()
-        if offset != buffer.numel():
+            numels.append((name, parameter.numel()))
+        described = Bucket.packed(index, numels, dtype)
+        if described.numel != buffer.numel():
             raise UnsupportedModelError(
-                f"bucket {index} has {buffer.numel()} elements for parameters of {offset}: sparse or padded buckets"
-                " are not supported"
+                f"bucket {index} has {buffer.numel()} elements for parameters of {described.numel}: sparse or padded"
+                " buckets are not supported"
             )
-        described = Bucket(index, tuple(slots), dtype)
         self._known[index] = (ids, described)
         return described

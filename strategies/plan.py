@@ -13,7 +13,7 @@ All lane orders are projections of one total order over the tasks of a whole bac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -84,6 +84,15 @@ class Bucket:
     index: int
     slots: tuple[Slot, ...]
     dtype: str = "float32"
+
+    @classmethod
+    def packed(cls, index: int, numels: Iterable[tuple[str, int]], dtype: str = "float32") -> Bucket:
+        """Of tensors with so many elements, one behind the other."""
+        slots, offset = [], 0
+        for tensor, numel in numels:
+            slots.append(Slot(tensor, offset, numel))
+            offset += numel
+        return cls(index, tuple(slots), dtype)
 
     @property
     def numel(self) -> int:

@@ -15,11 +15,11 @@ import torch
 
 from espresso.comm import collectives
 from espresso.live import remeasure
+from espresso.live.change import Cause
 from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
 from espresso.live.remeasure import with_probes
 from espresso.live.turns import TRY_MOST, TRY_ROUNDS, TRY_STEPS
-from espresso.live.watch import Cause
 from espresso.model.links import LinkCurve, Links
 from espresso.model.payload_sizes import compressed
 from espresso.show.trace_events import write_history

@@ -27,7 +27,8 @@ from espresso.search.bound_kernels import (
     WIDTH,
     pareto,
 )
-from espresso.search.bounds import Branching, branch, certify, last_alone, polish, right_hand_sides
+from espresso.search.bounds import certify, last_alone, polish, right_hand_sides
+from espresso.search.branching import Branching, branch
 from espresso.search.candidates import every_choice, partition_sizes, units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search import Effort

@@ -30,8 +30,9 @@ from espresso.fsdp import private
 from espresso.fsdp.layout import sum_and_divide
 from espresso.live import online_search
 from espresso.live.candidates import Candidate
+from espresso.live.change import Cause, Change, Finding
 from espresso.live.state import EspressoState
-from espresso.live.watch import Cause, Change, Finding, Vitals, Watch
+from espresso.live.watch import Vitals, Watch
 from espresso.model.job import Job
 from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option, plan
 from tests.ddp import ALLGATHER, Played

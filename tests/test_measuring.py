@@ -24,13 +24,13 @@ from espresso.flight.processors import Delays
 from espresso.live import beside as live_beside
 from espresso.live import codec_costs, points, profiler
 from espresso.live.beside import Computing
+from espresso.live.change import Change
 from espresso.live.codec_costs import measure_compressor, measure_compressors
 from espresso.live.codecs import HostCodecs
 from espresso.live.heap import keep_freed_memory
 from espresso.live.machine import cores_per_rank
 from espresso.live.profiler import LinkReport, Place, measure_links
 from espresso.live.remeasure import Remeasured
-from espresso.live.watch import Change
 from espresso.model.links import LinkCurve, Links, interpolate
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
 from tests.timeline_jobs import compute, make_job

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from espresso.live.change import Cause
 from espresso.live.sounding import APART, FEW, SHARE, Soundings
 from espresso.live.turns import TRY_MOST
-from espresso.live.watch import Cause, Vitals
+from espresso.live.watch import Vitals
 from tests.world import OneRank, Rows, World, planner_of, rows_of, run
 
 WITHIN = 40

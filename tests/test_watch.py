@@ -9,10 +9,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from espresso.live.change import Cause, Change, Finding
 from espresso.live.history import History
 from espresso.live.patience import MOST_DOUBLINGS, REST, Patience
 from espresso.live.remeasure import Remeasured, with_compute
-from espresso.live.watch import LONG_WINDOW, WINDOW, Cause, Change, Finding, Stream, Vitals, Watch
+from espresso.live.watch import LONG_WINDOW, WINDOW, Stream, Vitals, Watch
 from espresso.model.bucket_caps import rebucketed
 from espresso.model.presets import job_from_trace
 from tests.test_bucket_caps import ddp_job

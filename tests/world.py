@@ -13,10 +13,10 @@ import torch
 from benchmarks.exchange import make_buckets, strategy_of
 from espresso.comm.execute.assignment import Interval, Record
 from espresso.live.candidates import Candidate, Moved
+from espresso.live.change import Cause, Change
 from espresso.live.fixed_planner import FixedPlanner
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
-from espresso.live.watch import Cause, Change
 from espresso.strategies import PLAIN, Bucket, Choice, Cluster, CompressorSpec, Lane, Strategy, parse_option, plan
 from tests.ddp import ALLGATHER
 

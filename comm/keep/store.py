@@ -139,17 +139,28 @@ class ResidualStore:
 
     def kept(self, where: Mapping[str, tuple[int, int]]) -> dict[str, Array]:
         """What this rank answers for of some stretches (first element, and the one after the last): its residuals at
-        all sites and what it carries, as float64. Only between iterations. Those at servers are not in it.
+        all sites and what it carries; as float64 where that is a sum. Only between iterations. Those at servers are not
+        in it.
         """
-        found = {tensor: np.zeros(stop - start) for tensor, (start, stop) in where.items()}
+        found: dict[str, Array] = {}
+
+        def add(tensor: str, low: int, values: Array) -> None:
+            start, stop = where[tensor]
+            if tensor not in found and values.size == stop - start:
+                found[tensor] = values
+                return
+            total = np.zeros(stop - start)
+            if tensor in found:
+                total += found[tensor]
+            total[low - start : low - start + values.size] += values
+            found[tensor] = total
+
         pieces = [(run.tensor, run.tensor_start, run.numel, residual, at) for residual, run, at in
                   _stretches(self.live) if residual.replica == 0 and run.tensor in where]  # fmt: skip
         for tensor, start, numel, residual, at in pieces:
             low, high = max(where[tensor][0], start), min(where[tensor][1], start + numel)
             if low < high:
-                found[tensor][low - where[tensor][0] : high - where[tensor][0]] += residual.read(
-                    at + low - start, high - low
-                )
+                add(tensor, low, residual.read(at + low - start, high - low))
         arrays = [(tensor, 0, values) for tensor, values in self.carry.items()]
         for (tensor, _), parts in self._waiting.items():
             arrays += [(tensor, start, values) for start, values, replica in parts if replica == 0]
@@ -157,8 +168,8 @@ class ResidualStore:
             first, end = where.get(tensor, (0, 0))
             low, high = max(first, start), min(end, start + values.size)
             if low < high:
-                found[tensor][low - first : high - first] += values[low - start : high - start]
-        return found
+                add(tensor, low, values[low - start : high - start])
+        return {tensor: found.get(tensor, np.zeros(stop - start)) for tensor, (start, stop) in where.items()}
 
     def holds(self, residuals: Iterable[Residual]) -> bool:
         """Whether all of these are in use."""

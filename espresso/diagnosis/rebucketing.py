@@ -49,7 +49,10 @@ def rebucketed(turn: Turn, before: Sequence[Bucket], cap_bytes: float) -> tuple[
         if held and (slots[held[0]][1] != dtype or _bytes_of(slots, held) >= cap_bytes):
             filled.append(held := [])
         held.append(index)
-    buckets = tuple(_bucket(place, [slots[i][0] for i in held], slots[held[0]][1]) for place, held in enumerate(filled))
+    buckets = tuple(
+        Bucket.packed(place, [(slots[i][0].tensor, slots[i][0].numel) for i in held], slots[held[0]][1])
+        for place, held in enumerate(filled)
+    )
     parts = []
     for part in turn.parts:
         arrivals = _arrivals(part, before)
@@ -59,13 +62,6 @@ def rebucketed(turn: Turn, before: Sequence[Bucket], cap_bytes: float) -> tuple[
 
 def _bytes_of(slots: Sequence[tuple[Slot, str]], held: Sequence[int]) -> int:
     return sum(slots[index][0].numel * DTYPES[slots[index][1]] for index in held)
-
-
-def _bucket(index: int, slots: Sequence[Slot], dtype: str) -> Bucket:
-    ends = list(accumulate(slot.numel for slot in slots))
-    return Bucket(
-        index, tuple(Slot(s.tensor, end - s.numel, s.numel) for s, end in zip(slots, ends, strict=True)), dtype
-    )
 
 
 def _arrivals(part: Part, buckets: Sequence[Bucket]) -> list[float]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from espresso.comm.execute.assignment import Assignment, Record
+from espresso.live.change import Change
 from espresso.live.fixed_planner import InForce
-from espresso.live.watch import Change
 from espresso.strategies import Bucket, Strategy
 
 

@@ -1,6 +1,6 @@
 """Is what is learnt from what the ranks computed? A sample of every compressed tensor, compared with the exact sum.
 
-Every ``EVERY`` steps, for a stretch of each compressed tensor (another one each time)::
+Within ``EVERY`` steps, for a stretch of each compressed tensor (another one each time)::
 
     before the exchange   g = this rank's gradient,  e = what it keeps          sketches: 8 numbers each
     after it              a = the average,           e' = what it keeps
@@ -28,6 +28,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,15 @@ from espresso.comm.keep.residual import FULL
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.member import Gathering
 from espresso.compressors import create
+from espresso.compressors.base import Traits
+from espresso.cpu_offload.sketches import sketch
 from espresso.search.error_budget import rings
 from espresso.strategies import Bucket, Choice, CompressorSpec, TensorSpec
 
 Array = npt.NDArray[Any]
 
-EVERY = 32
-"""Steps from one check to the next."""
+EVERY, APART = 64, 16
+"""Steps in which every compressed tensor is looked at once, and from one check to the next at least."""
 
 AGAIN = 2
 """Steps until the next check after one that found something."""
@@ -57,11 +60,11 @@ CONFIRMED = 2
 LAG = 1
 """Steps until the sums of a check are looked at."""
 
-STRETCH = 1 << 14
+STRETCH = 1 << 13
 """Elements of a tensor that are looked at, at most."""
 
 MOST_TENSORS = 64
-"""Looked at in one check; of more, others in the next."""
+"""Looked at in one check; of more, others in the next, which comes the sooner."""
 
 SIZE = 8
 """Numbers of a sketch."""
@@ -145,8 +148,10 @@ class Guard:
         self._numels = {tensor.name: tensor.numel for tensor in tensors}
         self._group_of = group_names([tensor.name for tensor in tensors])
         self._signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), STRETCH)
+        for dtype in (np.float32, np.float64):  # compiled, or read from disk
+            self._sketch(np.zeros(1, dtype))
         self._next = 1
-        self._turn = 0
+        self._turn, self._apart = 0, EVERY
         self._check: _Check | None = None
         self._averages: dict[str, Array] = {}
         self._summing: tuple[_Check, Gathering] | None = None
@@ -173,13 +178,20 @@ class Guard:
         if not choices:
             return
         names = list(choices)
+        checks = math.ceil(len(names) / MOST_TENSORS)
+        self._apart = EVERY if checks == 1 else max(EVERY // checks, APART)
         first = (self._turn * MOST_TENSORS) % len(names)
         names = (names[first:] + names[:first])[:MOST_TENSORS]
         where = {name: self._stretch(name, iteration) for name in names}
         check = _Check(iteration, where, {name: choices[name] for name in names}, {})
-        check.kept = {name: self._sketch(values, where[name]) for name, values in self._store.kept(where).items()}
+        check.kept = {name: self._sketch(values)[:SIZE] for name, values in self._store.kept(where).items()}
         check.scale = scale() or 1.0
         self._check = check
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the iteration under way is looked at."""
+        return self._check is not None
 
     def see(self, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Bucket:
         """A bucket is about to be exchanged; what it holds."""
@@ -192,11 +204,8 @@ class Guard:
                 numbers = buffer[slot.offset + start : slot.offset + stop]
                 check.buffers[slot.tensor] = numbers
                 check.eps[slot.tensor] = torch.finfo(numbers.dtype).eps
-                values = _host(numbers)
-                check.given[slot.tensor] = (
-                    self._sketch(values, (start, stop)) / check.scale,
-                    _square(values) / check.scale**2,
-                )
+                found = self._sketch(_host(numbers))
+                check.given[slot.tensor] = found[:SIZE] / check.scale, found[SIZE] / check.scale**2
         return bucket
 
     def end(self, record: Record) -> bool:
@@ -209,17 +218,16 @@ class Guard:
         rows = np.zeros((len(check.where), _WIDTH))
         kept = self._store.kept(check.where)
         self._averages = {}
-        for row, (name, where) in zip(rows, check.where.items(), strict=True):
-            sketch, square = check.given[name]
-            self._averages[name] = (
-                self._sketch(_host(check.buffers[name]), where) / check.scale * self._groups.num_ranks
-            )
-            row[:SIZE], row[SIZE : 2 * SIZE] = sketch, check.kept[name]
-            row[2 * SIZE : 3 * SIZE] = self._sketch(kept[name], where)
-            row[3 * SIZE :] = square, _square(kept[name])
+        for row, name in zip(rows, check.where, strict=True):
+            average = self._sketch(_host(check.buffers[name]))[:SIZE]
+            self._averages[name] = average / check.scale * self._groups.num_ranks
+            after = self._sketch(kept[name])
+            row[:SIZE], square = check.given[name]
+            row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE] = check.kept[name], after[:SIZE]
+            row[3 * SIZE :] = square, after[SIZE]
         check.buffers = {}
         self._summing = check, self._groups.start_sum(torch.from_numpy(rows))
-        self._next, self._turn = record.iteration + EVERY, self._turn + 1
+        self._next, self._turn = record.iteration + self._apart, self._turn + 1
         return False
 
     @property
@@ -233,10 +241,11 @@ class Guard:
             return []
         (check, summing), self._summing = self._summing, None
         rows = summing.rows()[0].numpy()
+        averages = np.array([self._averages[name] for name in check.choices])
+        all_figures = _figures(rows, averages, np.array([check.eps[name] for name in check.choices])).T.tolist()
         found: dict[str, str] = {}
         of_group: dict[str, list[tuple[float, ...]]] = {}
-        for (name, choice), row in zip(check.choices.items(), rows, strict=True):
-            figures = _figures(row, self._averages[name], check.eps[name])
+        for (name, choice), row, figures in zip(check.choices.items(), rows, all_figures, strict=True):
             owes = 0.0
             if (square := figures[3]) > 0:
                 owes = _owed(row) if _sums_inside(choice) else figures[4] / square
@@ -295,56 +304,65 @@ class Guard:
         start = (iteration // 2 * 7919 * STRETCH // 16) % (numel - length + 1)
         return start, start + length
 
-    def _sketch(self, values: Array, where: tuple[int, int]) -> Array:
-        length = where[1] - where[0]
-        signed = np.zeros(-(-length // SIZE) * SIZE)
-        signed[:length] = values
-        signed[:length] *= self._signs[:length]
-        found: Array = signed.reshape(-1, SIZE).sum(0)
+    def _sketch(self, values: Array) -> Array:
+        """float64[SIZE + 1], the sum of squares behind it."""
+        found = np.empty(SIZE + 1)
+        sketch(values, self._signs, found)
         return found
 
 
 def _host(numbers: torch.Tensor) -> Array:
-    found: Array = numbers.detach().to(torch.float64).numpy()
+    """As it is, or as float32."""
+    short = numbers.dtype not in (torch.float32, torch.float64)
+    found: Array = (numbers.detach().float() if short else numbers.detach()).numpy()
     return found
 
 
-def _square(values: Array) -> float:
-    flat = values.reshape(-1).astype(np.float64)
-    return float(flat @ flat)
+def _square(sketches: Array) -> Array:
+    """Of each row of sketches."""
+    found: Array = np.square(sketches).sum(axis=-1)
+    return found
 
 
-def _figures(row: Array, average: Array, eps: float) -> tuple[float, ...]:
-    """Squares of a tensor's stretch: lost, deviation, the exact sum, gradients, kept; the part sent of the owed; and
-    what rounding may lose: of the average in its type (``eps``), and of what is owed in float32.
+def _figures(rows: Array, averages: Array, eps: Array) -> Array:
+    """float64[7, tensors]: squares of a tensor's stretch: lost, deviation, the exact sum, gradients, kept; the part
+    sent of the owed; and what rounding may lose: of the average in its type (``eps``), and of what is owed in float32.
     """
-    given, before, after = row[:SIZE], row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE]
+    given, before, after = (rows[..., at : at + SIZE] for at in (0, SIZE, 2 * SIZE))
+    square, kept = rows[..., -2], rows[..., -1]
     owed = given + before
-    sent = _square(average)
-    exact = max(_square(given), 1e-300)
-    part = sent / max(_square(owed), 1e-300) if row[3 * SIZE] else 1.0
-    rounding = eps * math.sqrt(sent) + FLOAT32_EPS * math.sqrt(_square(owed))
-    return _square(average - (owed - after)), _square(average - given), exact, row[-2], row[-1], part, rounding
+    sent, of_owed = _square(averages), _square(owed)
+    exact = np.maximum(_square(given), 1e-300)
+    part = np.where(square > 0, sent / np.maximum(of_owed, 1e-300), 1.0)
+    rounding = eps * np.sqrt(sent) + FLOAT32_EPS * np.sqrt(of_owed)
+    return np.stack(
+        (_square(averages - (owed - after)), _square(averages - given), exact, square, kept, part, rounding)
+    )
+
+
+@cache
+def _traits(compressor: CompressorSpec) -> Traits:
+    return create(compressor).traits
 
 
 def _sums_inside(choice: Choice) -> bool:
     """Whether all ranks send one thing together: what a rank's gradients have apart from the others' then stays, and
     grows, in its residual, and cancels in the sum.
     """
-    return create(choice.compressor).traits.rounds > 1
+    return _traits(choice.compressor).rounds > 1
 
 
 def _owed(row: Array) -> float:
     """Square of what the sum of all ranks owes, in gradients; by the sketches."""
-    return _square(row[2 * SIZE : 3 * SIZE]) / max(_square(row[:SIZE]), 1e-300)
+    return float(_square(row[2 * SIZE : 3 * SIZE]) / max(_square(row[:SIZE]), 1e-300))
 
 
-def _why_out(figures: tuple[float, ...], compressor: CompressorSpec, storage: str) -> str:
+def _why_out(figures: Sequence[float], compressor: CompressorSpec, storage: str) -> str:
     """What is wrong with a tensor; empty if nothing is."""
     lost, _, exact, square, kept, part, rounding = figures
     if not square:
         return ""
-    traits = create(compressor).traits
+    traits = _traits(compressor)
     band = BAND if traits.error_feedback or traits.lossless else CAST_BAND
     if traits.stochastic and not traits.error_feedback:
         band = math.inf  # right on average: a step may lose a whole gradient

@@ -30,7 +30,7 @@ from espresso.live.config import RANGES
 from espresso.live.marks import ScriptMarks, facts_of
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.recorder import KEPT_STEPS, Recorder
-from espresso.strategies import Bucket, Slot, Strategy, ring_bytes
+from espresso.strategies import Bucket, Strategy, ring_bytes
 
 logger = logging.getLogger("espresso")
 
@@ -128,11 +128,8 @@ class ObservedJob:
         held = _first_buckets(data, ours) if keeps_first else _rebuilt_buckets(data, ours)
         buckets = []
         for index, parameters in enumerate(held):
-            slots, offset = [], 0
-            for parameter in parameters:
-                slots.append(Slot(self._names[id(parameter)], offset, parameter.numel()))
-                offset += parameter.numel()
-            buckets.append(Bucket(index, tuple(slots), str(parameters[-1].dtype).removeprefix("torch.")))
+            numels = [(self._names[id(parameter)], parameter.numel()) for parameter in parameters]
+            buckets.append(Bucket.packed(index, numels, str(parameters[-1].dtype).removeprefix("torch.")))
             # Those that were rebuilt hold parameters in the order in which gradients come.
             for parameter in parameters if keeps_first else parameters[-1:]:
                 register: Any = parameter.register_post_accumulate_grad_hook

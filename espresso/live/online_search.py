@@ -20,6 +20,7 @@ from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
 from espresso.live.artifacts import Artifacts
 from espresso.live.candidates import Candidate, Moved
+from espresso.live.change import Change
 from espresso.live.codec_costs import measure_compressors
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
@@ -31,7 +32,6 @@ from espresso.live.remeasure import Remeasured, use_up_rest
 from espresso.live.runtime import Runtime
 from espresso.live.sampler import Sampler
 from espresso.live.server_profile import measure_exchange, measure_processors
-from espresso.live.watch import Change
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job, JobError

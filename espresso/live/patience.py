@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from espresso.live.watch import WINDOW, Change
+from espresso.live.change import Change
+from espresso.live.watch import WINDOW
 
 SUPPOSED_US = 250_000.0
 """What the first turn is supposed to take."""

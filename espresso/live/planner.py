@@ -19,6 +19,7 @@ import torch
 from espresso.comm.execute.executor import Assignment, Record
 from espresso.comm.groups import Groups
 from espresso.live.candidates import Candidate, Moved, Search
+from espresso.live.change import FASTER, TELLING, Cause, Change, Finding
 from espresso.live.fixed_planner import Exact, FixedPlanner, InForce, Verdict
 from espresso.live.history import Event, History
 from espresso.live.orderer import Orderer, Work
@@ -41,7 +42,7 @@ from espresso.live.turns import (
     block_of,
     times_of,
 )
-from espresso.live.watch import FASTER, TELLING, Cause, Change, Finding, Watch
+from espresso.live.watch import Watch
 from espresso.strategies import Strategy, plan
 
 logger = logging.getLogger("espresso")

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from espresso.comm.groups import Groups
 from espresso.live.candidates import Moved
+from espresso.live.change import Cause, Change
 from espresso.live.points import at_rate, rising
 from espresso.live.profiler import Place, measure_burst, time_behind
-from espresso.live.watch import Cause, Change
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from espresso.live.change import FASTER, Cause, Change, Finding
 from espresso.live.patience import MUST_GAIN
-from espresso.live.watch import FASTER, LEAST_US, MANY, WINDOW, Cause, Change, Finding, Vitals
+from espresso.live.watch import LEAST_US, MANY, WINDOW, Vitals
 
 SHOWS_US = 3_000.0
 """Soundings that take less are alike: they, and what they compete with for a core, take turns of some milliseconds."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from espresso.live.change import Change
 from espresso.live.race import Race
-from espresso.live.watch import Change
 from espresso.strategies import Strategy
 
 TRY_STEPS, TRY_ROUNDS, MOST_ROUNDS, DROP = 4, 2, 5, 1.25

@@ -22,8 +22,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -32,6 +31,7 @@ import torch
 from espresso.comm.execute.assignment import Record
 from espresso.comm.groups import Groups
 from espresso.comm.member import Gathering
+from espresso.live.change import FASTER, TELLING, URGENT, Cause, Change, Finding
 from espresso.strategies import Lane
 
 WINDOW = 4
@@ -55,37 +55,14 @@ FEW, MANY = 4, 16
 NEGLIGIBLE, LEAST_US = 0.03, 500.0
 """A part of a step, and a time, below which times count as equal."""
 
-URGENT, LOOK_US = 2.0, 200_000.0
-"""If a window's steps take so many times longer, and all in all so much, nobody waits for a second one."""
-
-FASTER, HIDDEN, FREE = 2.0, 0.4, 3.0
-"""A link that changes by a factor of two may count as much as a step that changes by 1.3: it may hide behind computing,
-and where it is faster, less need be encoded. By a factor of three nobody waits."""
-
-FREED = 2.0
-"""What a change that makes steps faster may bring another strategy, in terms of what it brought the one in use."""
-
-TELLING = math.log(1.15)
-"""A part of the step that moved by less is not what changed."""
-
-SEVERE = math.log(1.3)
-"""How far a step has moved, as a logarithm, where more is tried, and sooner."""
+LOOK_US = 200_000.0
+"""If a window's steps take ``URGENT`` times longer, and all in all so much, nobody waits for a second one."""
 
 MOST_HOMES = 8
 """Conditions in which the strategy in use has stood its test."""
 
 SOUND_BYTES = 3 << 16
 """Of a sounding, out of a host: short, and more than its bucket lets through at once (128 KiB, say)."""
-
-
-class Cause(StrEnum):
-    """What changed."""
-
-    LINK = "link"
-    COMPUTE = "compute"
-    JOB = "job"
-    ENCODERS = "encoders"
-    STEP = "step"
 
 
 class Vitals(NamedTuple):
@@ -111,127 +88,40 @@ class Vitals(NamedTuple):
 _CODEC_LANES = (Lane.TRAINING, Lane.OFFLOAD, Lane.COPY)
 
 
-def vitals_of(record: Record, previous_ns: int) -> Vitals:
-    """Of a recorded iteration; ``previous_ns`` is when the one before it was done."""
-    wire = codec = 0
-    for run in () if record.whole else record.intervals:  # of whole buckets only some iterations have any
-        took = run.end_ns - run.start_ns
-        if run.lane in _CODEC_LANES:
-            codec += took
-        else:
-            wire += took
+def _times_of(record: Record, previous_ns: int) -> tuple[float, float, float]:
+    """Step, compute and tail of an iteration; ``previous_ns`` is when the one before it was done."""
     ready = record.ready_ns[-1]
-    times = (record.done_ns - previous_ns, ready - previous_ns, record.done_ns - ready, wire, codec)
-    return Vitals(*(max(ns, 0) / 1e3 for ns in times))
+    times = record.done_ns - previous_ns, ready - previous_ns, record.done_ns - ready
+    step, compute, tail = (max(ns, 0) / 1e3 for ns in times)
+    return step, compute, tail
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that changed.
-
-    Attributes:
-        ratio: of the time it takes now to that before.
-        ranks: whose; empty where it is not a rank's own.
-    """
-
-    cause: Cause
-    ratio: float
-    ranks: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        factor = self.ratio if self.ratio > 1 else 1 / self.ratio
-        word = f"{factor:.2g} times {'slower' if self.ratio > 1 else 'faster'}"
-        who = ", ".join(map(str, self.ranks))
-        what = {
-            Cause.LINK: "the link is",
-            Cause.COMPUTE: f"compute of rank{'s' if len(self.ranks) > 1 else ''} {who} is",
-            Cause.JOB: "the job's own compute (batch, accumulation) is",
-            Cause.ENCODERS: "encoding is",
-            Cause.STEP: "the step is",
-        }[self.cause]
-        return f"{what} {word}"
-
-
-@dataclass(frozen=True)
-class Change:
-    """What the watch found, the same on every rank.
-
-    Attributes:
-        since: about the iteration in which it began.
-        step_us: of the slowest rank before and now.
-        compute_us: likewise; 0 before, if that was not watched for long enough.
-        exposed_us: what a step spends now on waiting for exchanges, encoding and decoding.
-        hidden_us: what it may save although it takes as long as before: where the link is faster, what encoding takes.
-    """
-
-    findings: tuple[Finding, ...]
-    since: int
-    step_us: tuple[float, float]
-    compute_us: tuple[float, ...] = (1.0, 1.0)
-    exposed_us: float = math.inf
-    hidden_us: float = 0.0
-
-    @property
-    def at_stake_us(self) -> float:
-        """What another strategy may save of a step: what has come to it, and no more than is exposed of it.
-
-        Where steps are faster, twice as much as they are: strategies that send more have gained more.
-        """
-        before_us, now_us = self.step_us
-        return min(max(now_us - before_us, FREED * (before_us - now_us), self.hidden_us), self.exposed_us)
-
-    @property
-    def severity(self) -> float:
-        """How far the step moved, as a logarithm. What the link takes may be hidden: of its logarithm a part."""
-        link = self.ratio(Cause.LINK) or 1.0
-        return max(abs(math.log(self.step_us[1] / self.step_us[0])), HIDDEN * abs(math.log(link)))
-
-    @property
-    def is_severe(self) -> bool:
-        return self.severity >= SEVERE
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether nobody waits: steps take ``URGENT`` times longer or less, or a hidden link became ``FREE`` faster."""
-        before_us, now_us = self.step_us
-        is_free = self.hidden_us > 0 and FREE * (self.ratio(Cause.LINK) or 1.0) <= 1
-        return is_free or abs(math.log(now_us / before_us)) >= math.log(URGENT)
-
-    def with_link(self, ratio: float) -> Change:
-        """The change with what the link was measured to take, in terms of what it took, in place of what steps told."""
-        others = tuple(each for each in self.findings if each.cause is not Cause.LINK)
-        found = (Finding(Cause.LINK, ratio),) if abs(math.log(ratio)) > TELLING else ()
-        return replace(self, findings=found + others)
-
-    def ratio(self, *causes: Cause) -> float | None:
-        """Of the first finding with one of these causes."""
-        return next((each.ratio for each in self.findings if each.cause in causes), None)
-
-    def __str__(self) -> str:
-        before, now = (us / 1e3 for us in self.step_us)
-        return f"{', '.join(map(str, self.findings))}; a step took {before:.1f} ms, now {now:.1f}"
+def _busy_of(record: Record) -> tuple[float, float]:
+    """Exchanges, and encoding and decoding, all together."""
+    took = {False: 0, True: 0}
+    for run in () if record.whole else record.intervals:  # of whole buckets only some iterations have any
+        took[run.lane in _CODEC_LANES] += run.end_ns - run.start_ns
+    return took[False] / 1e3, took[True] / 1e3
 
 
 class Stream:
-    """A CUSUM over one figure's logarithms."""
+    """A CUSUM over one figure's logarithms.
+
+    Attributes:
+        middle: the baseline's; None before the first window.
+    """
 
     def __init__(self, expected: float | None = None) -> None:
-        self._baseline: list[float] = [] if expected is None else [expected]
+        self._baseline: list[float] = []
         self._sums = [0.0, 0.0]
-
-    @property
-    def middle(self) -> float | None:
-        """The baseline's; None before the first window."""
-        return median(self._baseline) if self._baseline else None
+        self.middle: float | None = None
+        self._spread = FIRST_SPREAD
+        if expected is not None:
+            self.learn(expected)
 
     def score(self, value: float) -> float:
         """How far a window is out, in spreads."""
-        if not self._baseline:
-            return 0.0
-        middle = median(self._baseline)
-        spread = 1.4826 * median(abs(each - middle) for each in self._baseline)
-        least = LEAST_SPREAD if len(self._baseline) > FEW else FIRST_SPREAD
-        return max(-CLIP, min((value - middle) / min(max(spread, least), MOST_SPREAD), CLIP))
+        return 0.0 if self.middle is None else max(-CLIP, min((value - self.middle) / self._spread, CLIP))
 
     @property
     def is_quiet(self) -> bool:
@@ -246,8 +136,13 @@ class Stream:
 
     def learn(self, value: float) -> None:
         """Take a window into the baseline."""
-        if len(self._baseline) < MANY:
-            self._baseline.append(value)
+        if len(self._baseline) == MANY:
+            return
+        self._baseline.append(value)
+        self.middle = middle = median(self._baseline)
+        spread = 1.4826 * median(abs(each - middle) for each in self._baseline)
+        least = LEAST_SPREAD if len(self._baseline) > FEW else FIRST_SPREAD
+        self._spread = min(max(spread, least), MOST_SPREAD)
 
     def forgive(self) -> None:
         """Begin to sum anew."""
@@ -287,7 +182,8 @@ class Watch:
         if step_us:
             self._streams["step"] = Stream(math.log(step_us))
         self._previous_ns: int | None = None
-        self._window: list[Vitals] = []
+        self._window: list[tuple[float, float, float]] = []
+        self._busy: list[tuple[float, float]] = []  # of every other step, since there are many tasks
         self._gathering: tuple[int, Gathering] | None = None
         self.sounding: Gathering | None = None
         self.length = WINDOW
@@ -300,14 +196,17 @@ class Watch:
         previous, self._previous_ns = self._previous_ns, record.done_ns
         if previous is None:
             return False
-        self._window.append(vitals_of(record, previous))
+        self._window.append(_times_of(record, previous))
+        if len(self._window) % 2 == 0:
+            self._busy.append(_busy_of(record))
         if self._gathering is not None and len(self._window) == LAG:
             return True
         if len(self._window) == self.length:
-            mine = Vitals(*map(median_low, zip(*self._window, strict=True)))
+            columns = (*zip(*self._window, strict=True), *zip(*self._busy, strict=True))
+            mine = Vitals(*map(median_low, columns))
             if self.sounding is not None:
                 mine = mine._replace(link=self.sounding.took_us)
-            self._window = []
+            self._window, self._busy = [], []
             self._gathering = record.iteration, self._groups.start_gather(torch.tensor(mine, dtype=torch.float64))
         return False
 

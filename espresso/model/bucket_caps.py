@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from espresso.model.job import Job
-from espresso.strategies import DTYPES, Bucket, Mode, Slot, TensorSpec
+from espresso.strategies import DTYPES, Bucket, Mode, TensorSpec
 
 CAPS_MB = (1, 5, 10, 25, 50, 100, 200)
 _MIB = 1 << 20
@@ -39,7 +39,13 @@ def rebucketed(job: Job, bucket_cap_mb: float) -> Job:
     # Buckets are reduced in order: none before the one ahead of it is handed over.
     place = {tensor.name: index for index, tensor in enumerate(job.tensors)}
     filled.sort(key=lambda held: place[held[-1].name])
-    return in_buckets(job, [_bucket(index, held) for index, held in enumerate(filled)])
+    return in_buckets(
+        job,
+        [
+            Bucket.packed(index, [(tensor.name, tensor.numel) for tensor in held], held[0].dtype)
+            for index, held in enumerate(filled)
+        ],
+    )
 
 
 def in_buckets(job: Job, buckets: Sequence[Bucket]) -> Job:
@@ -47,14 +53,6 @@ def in_buckets(job: Job, buckets: Sequence[Bucket]) -> Job:
     ready = dict(zip((tensor.name for tensor in job.tensors), accumulate(job.gaps_us), strict=True))
     full = (max(ready[slot.tensor] for slot in bucket.slots) for bucket in buckets)
     return replace(job, buckets=tuple(buckets), bucket_ready_us=tuple(accumulate(full, max)))
-
-
-def _bucket(index: int, tensors: Sequence[TensorSpec]) -> Bucket:
-    ends = list(accumulate(tensor.numel for tensor in tensors))
-    slots = tuple(
-        Slot(tensor.name, end - tensor.numel, tensor.numel) for tensor, end in zip(tensors, ends, strict=True)
-    )
-    return Bucket(index, slots, tensors[0].dtype)
 
 
 def caps_for(job: Job, caps: Sequence[float] = CAPS_MB) -> tuple[float, ...]:

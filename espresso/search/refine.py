@@ -16,7 +16,8 @@ import numpy.typing as npt
 from espresso.model.job import Job
 from espresso.search.alone import with_sharper_chains
 from espresso.search.bound_kernels import CHAIN
-from espresso.search.bounds import Branching, Certificate, ascend_from, branch, certify, last_alone, polish, polish_cost
+from espresso.search.bounds import Certificate, ascend_from, certify, last_alone, polish, polish_cost
+from espresso.search.branching import Branching, branch
 from espresso.search.budgets import Ledger
 from espresso.search.candidates import Leaves
 from espresso.search.evaluator import Evaluator, evaluator_at

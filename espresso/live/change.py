@@ -1,0 +1,120 @@
+"""What the watch finds, and what may follow: which part of a step changed, by how much, and what is at stake."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+URGENT = 2.0
+"""Steps that take so many times longer, or less, are looked into at once."""
+
+FASTER, HIDDEN, FREE = 2.0, 0.4, 3.0
+"""A link that changes by a factor of two may count as much as a step that changes by 1.3: it may hide behind computing,
+and where it is faster, less need be encoded. By a factor of three nobody waits."""
+
+FREED = 2.0
+"""What a change that makes steps faster may bring another strategy, in terms of what it brought the one in use."""
+
+TELLING = math.log(1.15)
+"""A part of the step that moved by less is not what changed."""
+
+SEVERE = math.log(1.3)
+"""How far a step has moved, as a logarithm, where more is tried, and sooner."""
+
+
+class Cause(StrEnum):
+    """What changed."""
+
+    LINK = "link"
+    COMPUTE = "compute"
+    JOB = "job"
+    ENCODERS = "encoders"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that changed.
+
+    Attributes:
+        ratio: of the time it takes now to that before.
+        ranks: whose; empty where it is not a rank's own.
+    """
+
+    cause: Cause
+    ratio: float
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        factor = self.ratio if self.ratio > 1 else 1 / self.ratio
+        word = f"{factor:.2g} times {'slower' if self.ratio > 1 else 'faster'}"
+        who = ", ".join(map(str, self.ranks))
+        what = {
+            Cause.LINK: "the link is",
+            Cause.COMPUTE: f"compute of rank{'s' if len(self.ranks) > 1 else ''} {who} is",
+            Cause.JOB: "the job's own compute (batch, accumulation) is",
+            Cause.ENCODERS: "encoding is",
+            Cause.STEP: "the step is",
+        }[self.cause]
+        return f"{what} {word}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the watch found, the same on every rank.
+
+    Attributes:
+        since: about the iteration in which it began.
+        step_us: of the slowest rank before and now.
+        compute_us: likewise; 0 before, if that was not watched for long enough.
+        exposed_us: what a step spends now on waiting for exchanges, encoding and decoding.
+        hidden_us: what it may save although it takes as long as before: where the link is faster, what encoding takes.
+    """
+
+    findings: tuple[Finding, ...]
+    since: int
+    step_us: tuple[float, float]
+    compute_us: tuple[float, ...] = (1.0, 1.0)
+    exposed_us: float = math.inf
+    hidden_us: float = 0.0
+
+    @property
+    def at_stake_us(self) -> float:
+        """What another strategy may save of a step: what has come to it, and no more than is exposed of it.
+
+        Where steps are faster, twice as much as they are: strategies that send more have gained more.
+        """
+        before_us, now_us = self.step_us
+        return min(max(now_us - before_us, FREED * (before_us - now_us), self.hidden_us), self.exposed_us)
+
+    @property
+    def severity(self) -> float:
+        """How far the step moved, as a logarithm. What the link takes may be hidden: of its logarithm a part."""
+        link = self.ratio(Cause.LINK) or 1.0
+        return max(abs(math.log(self.step_us[1] / self.step_us[0])), HIDDEN * abs(math.log(link)))
+
+    @property
+    def is_severe(self) -> bool:
+        return self.severity >= SEVERE
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether nobody waits: steps take ``URGENT`` times longer or less, or a hidden link became ``FREE`` faster."""
+        before_us, now_us = self.step_us
+        is_free = self.hidden_us > 0 and FREE * (self.ratio(Cause.LINK) or 1.0) <= 1
+        return is_free or abs(math.log(now_us / before_us)) >= math.log(URGENT)
+
+    def with_link(self, ratio: float) -> Change:
+        """The change with what the link was measured to take, in terms of what it took, in place of what steps told."""
+        others = tuple(each for each in self.findings if each.cause is not Cause.LINK)
+        found = (Finding(Cause.LINK, ratio),) if abs(math.log(ratio)) > TELLING else ()
+        return replace(self, findings=found + others)
+
+    def ratio(self, *causes: Cause) -> float | None:
+        """Of the first finding with one of these causes."""
+        return next((each.ratio for each in self.findings if each.cause in causes), None)
+
+    def __str__(self) -> str:
+        before, now = (us / 1e3 for us in self.step_us)
+        return f"{', '.join(map(str, self.findings))}; a step took {before:.1f} ms, now {now:.1f}"
