@@ -166,10 +166,17 @@ def fill_nan(table: Table, target: Array) -> None:
 
 
 @kernel
+def add_kept(new: Array, at: int, left: float, gain: float) -> None:
+    """What is kept of ``left``, where ``new`` has what is kept of nothing."""
+    new[at] = left if gain == 1 else gain * left + new[at]
+
+
+@kernel
 def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64]) -> Scalar:
     """The k-th largest of ``bits[:num]`` (unsigned, 1 <= k <= num) and how many equal to it belong to the top k.
 
-    A radix selection of 11 bits a round; every round looks only at numbers that share the prefix found so far.
+    A radix selection of 11 bits a round; what shares the prefix found so far moves to the front, and is all that the
+    next round looks at.
     """
     width = 8 * bits.itemsize
     prefix = np.uint64(0)
@@ -178,17 +185,20 @@ def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64])
         step = min(11, shift)
         shift -= step
         clear_block(histogram, 0, len(histogram))
-        high = np.uint64(shift + step)
         mask = np.uint64((1 << step) - 1)
         for i in range(num):
-            value = np.uint64(bits[i])
-            if high >= np.uint64(width) or (value >> high) == (prefix >> high):
-                histogram[(value >> np.uint64(shift)) & mask] += 1
+            histogram[(np.uint64(bits[i]) >> np.uint64(shift)) & mask] += 1
         digit = (1 << step) - 1
         while histogram[digit] < k:
             k -= histogram[digit]
             digit -= 1
         prefix |= np.uint64(digit) << np.uint64(shift)
+        kept = 0
+        for i in range(num if shift else 0):
+            value = bits[i]
+            bits[kept] = value
+            kept += (np.uint64(value) >> np.uint64(shift)) == (prefix >> np.uint64(shift))
+        num = kept
     return prefix, k
 
 

@@ -24,6 +24,7 @@ from espresso.cpu_offload.codec import STREAM_SOON_BYTES, DecodeCall, EncodeCall
 from espresso.cpu_offload.jit import Scalar, fence, kernel, room, trailing_zeros
 from espresso.cpu_offload.kernels import (
     BLOCK,
+    add_kept,
     can_stream,
     clear_block,
     clear_blocks,
@@ -195,8 +196,8 @@ def filter_groups(
 
 @kernel
 def emit_segment(
-    row: Table, chunks: Table, first: int, end: int, old: Array, new: Array, has_feedback: bool, magnitude: int,
-    infinity: int, index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array, histogram: Histogram,
+    row: Table, chunks: Table, first: int, end: int, new: Array, has_feedback: bool, magnitude: int, infinity: int,
+    index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array, histogram: Histogram,
     words: npt.NDArray[np.uint32], bits: Array, gain: float,
 ) -> Scalar:  # fmt: skip
     """Write the top k of the candidates to the body, the others back to the residual; False if one is not finite.
@@ -205,7 +206,7 @@ def emit_segment(
     misses of the cache apiece, at a ratio of 1 % nearly a third of the whole encode.
     """
     k = row[COUNT]
-    numbers, rest = value.view(new.dtype), new.dtype.type(1) - gain
+    numbers = value.view(new.dtype)
     cut, ties = cut_of(chunks, first, end, k, magnitude, value, found, chosen, histogram)
     at = row[OFFSET]
     values = bits[at // bits.itemsize + 8 // bits.itemsize :][:k]
@@ -223,8 +224,7 @@ def emit_segment(
                 places[sent] = index[i] - low
                 sent += 1
             elif has_feedback:
-                to = row[RESIDUAL] + index[i]
-                new[to] = numbers[i] if gain == 1 else gain * numbers[i] + rest * old[to]
+                add_kept(new, row[RESIDUAL] + index[i], numbers[i], gain)
         if chunk + 1 < end:
             ends[chunk - first] = sent
     words[at // 4] = sent
@@ -341,12 +341,12 @@ def encode_segments(
                 break
         if is_ternary:
             finite &= emit_ternary(
-                row, chunks, low, high, old, new, has_feedback, magnitude, infinity, index, value, found, chosen,
+                row, chunks, low, high, new, has_feedback, magnitude, infinity, index, value, found, chosen,
                 histogram, words, bits, gain,
             )  # fmt: skip
         else:
             finite &= emit_segment(
-                row, chunks, low, high, old, new, has_feedback, magnitude, infinity, index, value, found, chosen,
+                row, chunks, low, high, new, has_feedback, magnitude, infinity, index, value, found, chosen,
                 histogram, words, bits, gain,
             )  # fmt: skip
     return finite
@@ -445,7 +445,7 @@ class HostSparse(HostCodec):
         emit = emit_ternary if self._is_ternary else emit_segment
         return bool(
             emit(
-                row, chunks, 0, len(chunks), call.old, call.new, call.has_feedback, magnitude, call.infinity, index,
+                row, chunks, 0, len(chunks), call.new, call.has_feedback, magnitude, call.infinity, index,
                 value, found, scratch.chosen, scratch.histogram, call.words, bits, call.gain,
             )
         )  # fmt: skip

@@ -14,7 +14,7 @@ from espresso.compressors import ternary
 from espresso.compressors.base import Array
 from espresso.compressors.ternary import COUNTED, LANES, TILE
 from espresso.cpu_offload.jit import Scalar, kernel, prefetch, room
-from espresso.cpu_offload.kernels import clear_block, clear_blocks, cut_of
+from espresso.cpu_offload.kernels import add_kept, clear_block, clear_blocks, cut_of
 from espresso.cpu_offload.work import COUNT, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 num_tiles, tile_ends_at = kernel(ternary.num_tiles), kernel(ternary.tile_ends_at)
@@ -32,8 +32,8 @@ def parts_of(words: npt.NDArray[np.uint32], at: int, numel: int, k: int, itemsiz
 
 @kernel
 def emit_ternary(
-    row: Table, chunks: Table, first: int, end: int, old: Array, new: Array, has_feedback: bool, magnitude: int,
-    infinity: int, index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array, histogram: Table,
+    row: Table, chunks: Table, first: int, end: int, new: Array, has_feedback: bool, magnitude: int, infinity: int,
+    index: npt.NDArray[np.uint32], value: Array, found: Table, chosen: Array, histogram: Table,
     words: npt.NDArray[np.uint32], bits: Array, gain: float,
 ) -> Scalar:  # fmt: skip
     """Write the top k of the candidates to the body, what is left of all to the residual; False if one is not finite.
@@ -41,7 +41,7 @@ def emit_ternary(
     Tile by tile: what is sent moves to the front of the tile's candidates, to be looked at again with its mean known.
     """
     k, numel, at = row[COUNT], row[NUMEL], row[OFFSET]
-    numbers, rest = value.view(new.dtype), new.dtype.type(1) - gain
+    numbers = value.view(new.dtype)
     cut, ties = cut_of(chunks, first, end, k, magnitude, value, found, chosen, histogram)
     means = bits.view(new.dtype)[(at + 8) // bits.itemsize :][: num_tiles(numel)]
     ends, counts, slots = parts_of(words, at, numel, k, bits.itemsize)
@@ -64,11 +64,9 @@ def emit_ternary(
                     index[begin + num], value[begin + num] = index[i], value[i]
                     num += 1
                     if has_feedback:
-                        prefetch(old, row[RESIDUAL] + index[i])
                         prefetch(new, row[RESIDUAL] + index[i])
                 elif has_feedback:
-                    to = row[RESIDUAL] + index[i]
-                    new[to] = numbers[i] if gain == 1 else gain * numbers[i] + rest * old[to]
+                    add_kept(new, row[RESIDUAL] + index[i], numbers[i], gain)
                 i += 1
             half = LANES // 2
             while half:
@@ -83,9 +81,8 @@ def emit_ternary(
                 slots[sent] = index[j] % COUNTED + (COUNTED if negative else 0)
                 sent += 1
                 if has_feedback:
-                    to = row[RESIDUAL] + index[j]
                     left = numbers[j] - (-mean if negative else mean)
-                    new[to] = left if gain == 1 else gain * left + rest * old[to]
+                    add_kept(new, row[RESIDUAL] + index[j], left, gain)
             if low + TILE < numel:
                 ends[low // TILE] = sent
     words[at // 4] = sent

@@ -29,7 +29,7 @@ def test_with_nothing_chosen_it_decides_within_sixty_steps_and_learns(played):
         assert result["compressors"] == AUTO_COMPRESSORS
         assert 0 < result["decided at"] <= DECIDED_WITHIN
         assert result["losses"][1] < 0.7 * result["losses"][0]
-        assert result["verdict"].split(":")[0] in result["names"]
+        assert result["verdict"].startswith(tuple(f"{name}: " for name in result["names"]))
         assert "ms a step" in result["verdict"] or "no strategy is predicted" in result["verdict"]
         assert result["predicted"] > 0
         assert result["measured"] > 0
