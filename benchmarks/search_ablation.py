@@ -79,7 +79,10 @@ def efforts(units: int) -> dict[str, Effort]:
         "no start from longer chains": replace(whole, longer_chains=()),
         "no blocks": replace(whole, starts=1, descents=0),
         "half the events": replace(whole, events=whole.events // 2),
+        "blocks from one start": replace(whole, starts=1),
         "no branching": replace(whole, branching=0),
+        "no patient ascents": replace(whole, polish=0),
+        "no orders": replace(whole, orders=0),
         "no local search": NO_EFFORT,
     }
 
