@@ -88,10 +88,10 @@ def efforts(units: int) -> dict[str, Effort]:
 
 
 def measure(case: Case) -> list[dict[str, Any]]:
-    """One row per effort. Options and prices are made before."""
-    found = []
-    search(case.job, case.compressor, effort=NO_EFFORT)
-    for name, effort in efforts(len(units_of(case.job))).items():
+    """One row per effort. What a search leaves for the next one (options, prices, compiled kernels) is made before."""
+    found, tried = [], efforts(len(units_of(case.job)))
+    search(case.job, case.compressor, effort=tried[WHOLE])
+    for name, effort in tried.items():
         began = time.process_time()
         result = search(case.job, case.compressor, effort=effort)
         spent = time.process_time() - began
