@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from espresso.strategies.fields import whole
+from espresso.strategies.option import Scope
 
 MAX_RANKS = 1 << 16
 """Of a job: what a rank does in a step is worked out shard by shard."""
@@ -65,6 +66,14 @@ class Cluster:
     def is_hierarchical(self) -> bool:
         """Whether intra and inter steps differ: several nodes *and* several ranks on each."""
         return self.num_nodes > 1 and self.ranks_per_node > 1
+
+    def crosses_both(self, scope: Scope) -> bool:
+        """Whether a scope's exchanges cross links inside nodes and between them, so that gathers go round a ring."""
+        return scope is Scope.FLAT and self.is_hierarchical
+
+    def columns(self, scope: Scope) -> int:
+        """How many of a scope's exchanges share a node's card: each local rank has an inter scope of its own."""
+        return self.ranks_per_node if scope is Scope.INTER else 1
 
     @property
     def num_colocated(self) -> int:

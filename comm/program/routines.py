@@ -19,7 +19,7 @@ from espresso.comm.member import Member
 from espresso.comm.memory import Memory
 from espresso.comm.program.held import Action, Compiled, Matrices, Numbers, Payload, Vector
 from espresso.comm.program.part import Part
-from espresso.strategies import Cluster, Form, Phase, Routine, Scope, StepFlow, cut
+from espresso.strategies import Cluster, Form, Phase, Routine, StepFlow, cut
 from espresso.strategies.flow import Span, shard_values
 
 Exchanged = tuple[Action, torch.Tensor, int]
@@ -134,7 +134,7 @@ def _exchange_payload(
         assert held.shape == shape or me != flow.root, "the root holds what it broadcasts"
         out = held if held.shape == shape else _payloads(memory, shape)
         return (lambda: collectives.broadcast(out, member, flow.root)), out, out.nbytes
-    ring = flow.step.scope is Scope.FLAT and cluster.is_hierarchical  # crosses links of both kinds
+    ring = flow.step.scope is not None and cluster.crosses_both(flow.step.scope)
     if flow.step.phase is Phase.SECOND:
         return _gather_atoms(member, held, memory, ring)
     out = _payloads(memory, shape)

@@ -113,11 +113,11 @@ def measure_links(
     place = place or Place()
     curves: list[LinkCurve] = []
     for scope, member in groups.scopes.items():
-        columns = groups.cluster.ranks_per_node if scope is Scope.INTER else 1
+        columns = groups.cluster.columns(scope)
         for routine, form in _routines(member):
             if progress is not None:
                 progress(f"{scope.value}.{routine.value} ({form.value})")
-            ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
+            ring = groups.cluster.crosses_both(scope)
             points: list[tuple[float, float]] = []
             latency_us = 0.0
             for size in (*LINK_SIZES, WHOLE_FAR):
@@ -155,8 +155,8 @@ def measure_burst(groups: Groups, links: Links, place: Place, sizes: Sequence[in
     curve = links.crossing
     if curve is None or groups.cluster.num_nodes == 1 or links.in_flight > 1:
         return 0.0
-    columns = groups.cluster.ranks_per_node if curve.scope is Scope.INTER else 1
-    ring = curve.scope is Scope.FLAT and groups.cluster.is_hierarchical
+    columns = groups.cluster.columns(curve.scope)
+    ring = groups.cluster.crosses_both(curve.scope)
     found = 0.0
     for size in sizes:
         usual_us, rested_us = interpolate(curve.alone, float(size * columns)), math.inf
@@ -184,8 +184,8 @@ def _cores_taken(groups: Groups, curves: Sequence[LinkCurve]) -> dict[str, float
     for curve in curves:
         if (curve.routine, curve.form) not in ((Routine.ALLGATHER, Form.PAYLOAD), (Routine.ALLREDUCE, Form.RAW)):
             continue
-        columns = groups.cluster.ranks_per_node if curve.scope is Scope.INTER else 1
-        ring = curve.scope is Scope.FLAT and groups.cluster.is_hierarchical
+        columns = groups.cluster.columns(curve.scope)
+        ring = groups.cluster.crosses_both(curve.scope)
         num_bytes, us = curve.alone[-1]
         start = starter(groups.scopes[curve.scope], curve.routine, curve.form, int(num_bytes) // columns, ring)
         count = max(min(int(BESIDE_US / max(us, 1.0)), MAX_BESIDE), 1)
@@ -279,7 +279,7 @@ def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Pla
 
     What has rested lets some bytes through at once (a card's or a cloud's token bucket): those behind it have to wait.
     """
-    ring = scope is Scope.FLAT and groups.cluster.is_hierarchical
+    ring = groups.cluster.crosses_both(scope)
     with place.device:
         first, start = (
             starter(groups.scopes[scope], Routine.ALLGATHER, Form.PAYLOAD, num_bytes, ring)

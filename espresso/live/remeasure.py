@@ -103,7 +103,7 @@ def probe(groups: Groups, place: Place, known: Links) -> Probes:
     for scope, member in groups.scopes.items():
         if member.size == 1:
             continue
-        columns = groups.cluster.ranks_per_node if scope is Scope.INTER else 1
+        columns = groups.cluster.columns(scope)
         gather = known.measured(Routine.ALLGATHER, scope, Form.PAYLOAD)
         for large in (BURST_BYTES, LARGE_BYTES):
             usual_us = math.inf if gather is None else interpolate(gather.alone, float(large * columns))

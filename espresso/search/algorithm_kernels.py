@@ -10,8 +10,8 @@ from espresso.model.timeline_kernels import General, JobArrays, State, advance, 
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
-ROUNDING = 1 - 1e-9
-"""A strategy is better only by more than rounding."""
+BETTER = 1 - 1e-9
+"""A time is shorter only by more than rounding."""
 
 
 @kernel
@@ -46,7 +46,7 @@ def greedy_units(
         copy_state(origin, start)
         advance(general, start, choice, buckets[unit], np.inf, job)
         numbers = options[option_first[unit] : option_first[unit + 1]]
-        found, time = best_of(general, start, scratch, unit, numbers, hint, choice, best * ROUNDING, job)
+        found, time = best_of(general, start, scratch, unit, numbers, hint, choice, best * BETTER, job)
         if found < 0:
             continue
         choice[unit] = found

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from espresso.model.job import Job
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
-from espresso.search.algorithm_kernels import ROUNDING, finished_units, greedy_units
+from espresso.search.algorithm_kernels import BETTER, finished_units, greedy_units
 from espresso.search.candidates import Size, Unit, compressed_leaves, raw_choices
 from espresso.search.evaluator import Evaluator
 from espresso.strategies import PLAIN, Choice, CompressorSpec, Device
@@ -115,7 +115,7 @@ def offload(evaluator: Evaluator, strategy: Wholes, cap: int = OFFLOAD_CAP) -> t
         for row, vector in zip(batch, vectors, strict=True):
             for group, number, count in zip(members, moved, vector, strict=True):
                 row[group[:count]] = number
-        index, _, _ = evaluator.batch(batch, best * ROUNDING, cut=True)
+        index, _, _ = evaluator.batch(batch, best * BETTER, cut=True)
         return (batch[index] if index >= 0 else strategy), False
     kept = [int(strategy[group[0]]) for group in members]
     strategy = strategy.copy()
@@ -127,7 +127,7 @@ def offload(evaluator: Evaluator, strategy: Wholes, cap: int = OFFLOAD_CAP) -> t
             for count in range(len(group) + 1):
                 batch[count, group[:count]] = number
                 batch[count, group[count:]] = old
-            index, makespan, _ = evaluator.batch(batch, best * ROUNDING, cut=True)
+            index, makespan, _ = evaluator.batch(batch, best * BETTER, cut=True)
             if index >= 0:
                 strategy, best, improved = batch[index], makespan, True
     return strategy, True
@@ -139,7 +139,7 @@ def _sweep(evaluator: Evaluator, strategy: Wholes, leaves: tuple[Choice, ...]) -
     strategy = strategy.copy()
     best = evaluator.makespan(strategy)
     for index in size_order(evaluator.units):
-        found, makespan = evaluator.best(strategy, index, options[index], best * ROUNDING)
+        found, makespan = evaluator.best(strategy, index, options[index], best * BETTER)
         if found >= 0:
             strategy[index], best = found, makespan
     return best

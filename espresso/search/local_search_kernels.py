@@ -30,12 +30,11 @@ from espresso.model.timeline_kernels import (
     hopeless,
     total_loads,
 )
+from espresso.search.algorithm_kernels import BETTER
 
 Reals = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
 Losses = tuple[Reals, Wholes, Reals]
-BETTER = 1.0 - 1e-9
-"""A time is shorter only by more than rounding."""
 _SAME = 1.0 + 1e-12
 
 
