@@ -115,8 +115,18 @@ class Front:
         DDP does not tell hooks how many those are.
         """
         module: Any = self._module()
-        is_joining = module is not None and getattr(getattr(module, "_join_config", None), "enable", False)
-        return bool(is_joining) and not module._divide_by_initial_world_size
+        return self.is_joining and not module._divide_by_initial_world_size
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether the model is in join()."""
+        return bool(getattr(getattr(self._module(), "_join_config", None), "enable", False))
+
+    @property
+    def drops_averages(self) -> bool:
+        """Whether DDP leaves a parameter's gradient as it was where no rank used it in a step, averaged or not."""
+        module: Any = self._module()
+        return bool(getattr(module, "find_unused_parameters", False)) and not module.static_graph
 
     @staticmethod
     def has_inputs() -> bool:

@@ -309,6 +309,34 @@ def resumed(rank: int) -> list[bool]:
     return [digests[0] == digests[2], digests[0] != digests[1]]
 
 
+def flushed_after_a_load(rank: int) -> list[int]:
+    """One shard has nothing of the last layer, which owes something in the other's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh()["shard"])
+    sum_and_divide(model)
+    state = registered(model, strategy=uniform(ALLGATHER, "topk:ratio=0.1,raw_below=1"))
+
+    def step(number: int) -> None:
+        model.zero_grad()
+        model(
+            torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * number + rank))
+        ).square().mean().backward()
+
+    for number in range(3):
+        step(number)
+    state.load_state_dict(everybody(state.gather_state_dict())[0])
+    state.flush()
+    took = 0
+    for number in range(3, 9):
+        took += state.session.flushes
+        step(number)
+    held = len(state.session.model.tensors)
+    state.close()
+    return [took, held]
+
+
 def owed(state: EspressoState) -> dict[str, torch.Tensor]:
     """The part of the average that was not sent yet, of whole tensors; on every rank."""
     shards, groups = state.session.model.shards, state.session.groups
@@ -598,6 +626,7 @@ SCENARIOS = (
     signs,
     conserved,
     resumed,
+    flushed_after_a_load,
     distributed_checkpoint,
     parts_of_a_batch,
     automatic,
@@ -673,6 +702,13 @@ def test_nothing_is_lost_and_padding_is_in_no_mean(played: Played) -> None:
 
 def test_resumes_as_if_uninterrupted(played: Played) -> None:
     assert played(resumed) == [[True, True]] * 4
+
+
+def test_a_flush_after_a_load_ends_in_all_shards_at_once(played: Played) -> None:
+    took, held = zip(*played(flushed_after_a_load), strict=True)
+    assert len(set(took)) == 1
+    assert 0 < took[0] < 6
+    assert len(set(held)) == 2, "a shard lacks a tensor"
 
 
 def test_what_is_owed_survives_other_shards_and_replicas(played: Played) -> None:

@@ -128,6 +128,7 @@ def test_clan_refuses(played):
         assert "no compressor 'zip'" in messages["compressor"]
         assert "ValueError: warmup_steps must be at least 1, got 0" in messages["no warm-up"]
         assert "automatic mode" in messages["auto"]
+        assert "CompressedAdam: the model is in join()" in messages["join"]
         assert "no_sync()" in messages["two exchanges"]
 
 
@@ -318,7 +319,16 @@ def clan_refusals(rank: int) -> dict[str, str]:
         learn(ddp, optimizer, rank, range(2))
         ddp(batch(rank, 2, 20)).sum().backward()
         found["two exchanges"] = message(lambda: ddp(batch(rank, 3, 20)).sum().backward())
+    joined = wrap(mlp(20, 30, 3))
+    with adam(joined, warmup_steps=4) as optimizer:
+        found["join"] = message(lambda: join_with_more(joined, optimizer, rank))
     return found
+
+
+def join_with_more(ddp: Any, optimizer: Any, rank: int) -> None:
+    """Ranks with more batches than others, over the end of the warm-up."""
+    with ddp.join():
+        learn(ddp, optimizer, rank, range(3 + 3 * rank))
 
 
 RATES = (0.0, 0.5, 0.25, 0.5, 0.0, 0.125, 0.0625)

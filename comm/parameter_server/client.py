@@ -203,6 +203,9 @@ class Client:
                 " worker stop?"
             )
             raise self.error or self._unanswered from error
+        except EspressoError as error:  # what is left of the answer would be taken for the next one
+            self._unanswered = LinkError(f"the answer to '{op.name.lower()}' could not be read ({error})")
+            raise
 
     def _answer(self, rank: int, until: Deadline) -> tuple[Header, Any]:
         """A server's; while it says that it works on it, there is time."""

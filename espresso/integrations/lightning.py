@@ -41,11 +41,15 @@ class _Exchange:
             self.state.close()
         compressor, strategy, settings = self._given
         self.state = register(model, compressor, strategy, None, scaler, **settings)
-        self.load(self._loaded)
+        loaded, self._loaded = self._loaded, None  # a later fit does not begin from it again
+        if loaded is not None:
+            self.state.load_state_dict(loaded)
 
-    def load(self, body: dict[str, Any] | None) -> None:
-        self._loaded = body
-        if body is not None and self.state is not None:
+    def load(self, body: dict[str, Any] | None, *, into: bool) -> None:
+        """Go on from a checkpoint: the model that is registered, or the one that will be."""
+        if not into:
+            self._loaded = body
+        elif body is not None and self.state is not None:
             self.state.load_state_dict(body)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
@@ -94,7 +98,7 @@ class EspressoCallback(Callback):
         self._exchange.save(checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._exchange.load(checkpoint.get(ENTRY))
+        self._exchange.load(checkpoint.get(ENTRY), into=False)
 
 
 class EspressoStrategy(DDPStrategy):
@@ -137,5 +141,5 @@ class EspressoStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        self._exchange.load(checkpoint.get(ENTRY))
+        self._exchange.load(checkpoint.get(ENTRY), into=True)
         return checkpoint

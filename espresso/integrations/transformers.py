@@ -59,17 +59,17 @@ class EspressoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Wait for the wrapped model: a trainer does not show it to callbacks."""
-        inner = kwargs["model"]
+        inner, scaler = kwargs["model"], getattr(kwargs.get("optimizer"), "scaler", None)  # Accelerate's, in half
 
         def look(module: torch.nn.Module, _: Any) -> None:
             if isinstance(module, DistributedDataParallel) and module.module is inner:
                 self._look.remove()
-                self._start(module, args, state)
+                self._start(module, args, state, scaler)
 
         self._forget()
         self.state = None
         if args.world_size == 1:
-            self._start(inner, args, state)
+            self._start(inner, args, state, scaler)
         else:
             self._look = register_module_forward_pre_hook(look)
 
@@ -90,9 +90,9 @@ class EspressoCallback(TrainerCallback):
     ) -> None:
         self._forget()
 
-    def _start(self, model: torch.nn.Module, args: TrainingArguments, state: TrainerState) -> None:
+    def _start(self, model: torch.nn.Module, args: TrainingArguments, state: TrainerState, scaler: Any) -> None:
         compressor, strategy, settings = self._given
-        self.state = register(model, compressor, strategy, **settings)
+        self.state = register(model, compressor, strategy, None, scaler, **settings)
         if not state.global_step or self.state.is_off:
             return
         folder = self._folder(args, state) if self._resume_from is None else Path(self._resume_from) / FOLDER

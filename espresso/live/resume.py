@@ -99,7 +99,7 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
     if strategy is not None and schedule is not None:
         session.adopt(strategy, schedule, kept.step, kept.epoch, decides_on=True)
     session.follower.epoch = kept.epoch
-    session.restart(kept.step, owing)
+    session.restart(kept.step, owing & {tensor.name for tensor in session.model.tensors})  # a shard may lack some
     session.factors.load(dict(kept.factors))
     if session.store.remote is not None:
         session.store.remote.reset()

@@ -50,8 +50,8 @@ class EspressoState(View):
         grad_scaler: a ``GradScaler`` whose loss scale the gradients carry; residuals are kept unscaled.
         **config: see :class:`~espresso.live.config.Config`.
 
-    The functions in ``before_exchange`` are called with every bucket and the loss scale before the bucket is
-    exchanged; they may change the bucket's buffer, and must not wait.
+    The functions in ``before_exchange`` are called with every bucket, the loss scale, and whether it is the first of
+    the pass, before the bucket is exchanged; they may change the bucket's buffer, and must not wait.
 
     A state that is off (``ESPRESSO_DISABLE=1``, or one process without DDP) averages as plain DDP does; a checkpoint
     that it was given goes through it unchanged.
@@ -91,7 +91,7 @@ class EspressoState(View):
         self._leaves = self._closed = False
         self._over = 1.0
         self._pid = os.getpid()
-        self.before_exchange: list[Callable[[GradBucket, float], None]] = []
+        self.before_exchange: list[Callable[[GradBucket, float, bool], None]] = []
         _LIVE.add(self)
 
     @property
@@ -103,6 +103,11 @@ class EspressoState(View):
     def compressors(self) -> tuple[CompressorSpec, ...]:
         """All that automatic mode may use."""
         return self._given.compressors
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether the model is in DDP's ``join()``."""
+        return self._front is not None and self._front.is_joining
 
     # -- the start -----------------------------------------------------------------------------------
 
@@ -150,6 +155,11 @@ class EspressoState(View):
         except BaseException:
             session.close()
             raise
+        if session.groups.speaks and self._front is not None and self._front.drops_averages:
+            logger.warning(
+                "find_unused_parameters=True: of a parameter that no rank uses in a step DDP drops the average, and"
+                " with it what error feedback sent of it then; name such parameters in keep_exact"
+            )
         self._session, self._pending = session, None
         # A state that is dropped without close() must not leave its threads behind.
         self._abandon = weakref.finalize(self, session.abandon)
@@ -185,8 +195,9 @@ class EspressoState(View):
         if self.before_exchange:
             scale = self._scale()
             for prepare in self.before_exchange:
-                prepare(bucket, 1.0 if scale is None else scale)
+                prepare(bucket, 1.0 if scale is None else scale, arrived.index == 0)
         if front.averages_over_some and arrived.index == 0:
+            session.executor.conclude()  # what a rank judged alone is told before, on all ranks
             self._over = session.groups.num_ranks / max(sum(session.groups.all_objects(front.has_inputs())), 1)
         future = session.exchange(
             arrived.index, arrived.buffer, is_last=arrived.is_last, describe=lambda: front.describe(bucket, arrived)

@@ -205,11 +205,16 @@ class CompressedAdam(AdaptiveOptimizer):
 
     # -- the hook --------------------------------------------------------------------------------------
 
-    def _to_momentum(self, bucket: GradBucket, grad_scale: float) -> None:
+    def _to_momentum(self, bucket: GradBucket, grad_scale: float, is_first: bool) -> None:
         """Make the bucket's gradients this rank's momenta, in the loss scale of the gradients."""
+        if is_first and self.exchange.is_joining:
+            raise EspressoError(
+                "CompressedAdam: the model is in join(), but ranks whose inputs have ended take no steps, and all ranks"
+                " change together what is exchanged; give every rank as many batches"
+            )
         if not self.is_compressing:
             return
-        if bucket.index() == 0:
+        if is_first:
             self._check_alone()
         offset = 0
         for param in bucket.parameters():

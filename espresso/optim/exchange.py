@@ -156,8 +156,8 @@ def scale_residuals(exchange: EspressoState, optimizer: Optimizer) -> None:
         >>> scale_residuals(espresso.register(ddp), torch.optim.SGD(ddp.parameters(), 0.1))   # doctest: +SKIP
     """
 
-    def prepare(bucket: GradBucket, _: float) -> None:
-        if bucket.index() == 0:
+    def prepare(_bucket: GradBucket, _scale: float, is_first: bool) -> None:
+        if is_first:
             _follow(exchange, optimizer)
 
     exchange.before_exchange.append(prepare)
