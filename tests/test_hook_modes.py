@@ -39,12 +39,21 @@ from tests.ddp import (
     wrap,
 )
 
+SUMMED = "comp > flat.allreduce > dec"
 ARMS = (("flat.allreduce", "none"), (ALLGATHER, "none"), (SHARDED, "efsignsgd"))
 """Two ranks: their sums are the same in any order, so lossless arms equal plain DDP on any numbers."""
 
 
 def test_find_unused_parameters(played):
     check(played(find_unused))
+
+
+def test_what_no_rank_used_loses_nothing(played):
+    """DDP drops its average in that step, and with it would go what error feedback sent."""
+    for found in played(unused_by_all):
+        for lost, waiting in found:
+            assert lost == 0.0
+            assert waiting > 1000, "what is owed of it waits, also where all is flushed"
 
 
 def test_static_graph(played):
@@ -210,6 +219,47 @@ def find_unused(rank: int) -> dict[str, list[str]]:
         ddp(batch(rank, number, 20), used).square().mean().backward()
 
     return compare(Branches(), step, find_unused_parameters=True)
+
+
+class Halves(nn.Module):
+    """Gradients that are small integers, of the second half only where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.now_and_then = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
+
+    def forward(self, key: int, both: bool) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(key)
+        first, second = torch.randint(-8, 9, (2, 3000), generator=draw).float()
+        return self.always @ first + (self.now_and_then @ second if both else 0)
+
+
+def unused_by_all(rank: int) -> list[tuple[float, float]]:
+    """What plain DDP averaged, less what ours did and what the ranks keep; and what is kept of the second half."""
+    found = []
+    for option, compressor in (
+        (ALLGATHER, "topk:ratio=0.1"),
+        (SHARDED, "topk:ratio=0.1"),
+        (SUMMED, "randomk:ratio=0.1"),
+    ):
+        plain, ours = (wrap(Halves(), find_unused_parameters=True) for _ in range(2))
+        sums = {name: torch.zeros(3000) for name, _ in plain.module.named_parameters()}
+        with registered(ours, option, compressor, feedback_gain=1.0) as state:
+            for step in range(9):
+                if step == 6:
+                    state.flush()
+                for sign, ddp in ((1, plain), (-1, ours)):
+                    ddp.zero_grad()
+                    ddp(10 * step + rank, step in (0, 1, 8)).backward()
+                    for name, parameter in ddp.module.named_parameters():
+                        if parameter.grad is not None:
+                            sums[name] += sign * parameter.grad
+                if step == 7:
+                    waiting = float(kept_on_all_ranks(state, ours)["now_and_then"].abs().sum())
+            kept = kept_on_all_ranks(state, ours)
+        lost = max(float((sums[name] - kept[name].reshape(-1) / 2).abs().max()) for name in sums)
+        found.append((lost, waiting))
+    return found
 
 
 def static_graph(rank: int) -> dict[str, list[str]]:
@@ -507,6 +557,7 @@ def square_loss(rank: int) -> Step:
 
 SCENARIOS = (
     find_unused,
+    unused_by_all,
     static_graph,
     bucket_view,
     other_flags,

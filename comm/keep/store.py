@@ -92,6 +92,8 @@ class ResidualStore:
 
     Attributes:
         live: those in use by the plan.
+        waits: whether what is owed of a stretch without any gradient is kept until it has some: its average may be
+            dropped, as by DDP of a parameter that no rank used. On the host.
     """
 
     def __init__(self, *, transactional: bool = True, storage: str = FULL, gain: float | None = None) -> None:
@@ -99,6 +101,7 @@ class ResidualStore:
         self.gain = gain
         self.storage = check_storage(storage)
         self._reported = 0
+        self.waits = False
         self.remote: Remote | None = None
         self.live: list[Residual] = []
         self.carry: dict[str, Array] = {}

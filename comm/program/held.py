@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from espresso.comm.memory import Memory
 from espresso.comm.parameter_server import Line
 from espresso.comm.parameter_server.wire import Key
 from espresso.comm.program.part import Part
-from espresso.compressors.base import Bytes, Codec, Correction, Encoding, Feedback, Layout, Starts
+from espresso.compressors.base import Array, Bytes, Codec, Correction, Encoding, Feedback, Layout, Starts
 from espresso.compressors.momentum import MomentumCorrection
 from espresso.strategies import Run, Site, Stage
 from espresso.strategies.flow import Span
@@ -103,6 +104,9 @@ Held = Numbers | Payload | Vector | Matrices | Pushed
 
 # -- what is kept ---------------------------------------------------------------------------------
 
+FIRST = 64
+"""Numbers that are looked at before all are."""
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -113,11 +117,13 @@ class Kept:
 
     Attributes:
         correction: moves the velocity; None without one.
+        waits: see :class:`~espresso.comm.keep.store.ResidualStore`.
     """
 
     residual: Residual | None = None
     velocity: Residual | None = None
     correction: MomentumCorrection | None = None
+    waits: bool = False
 
     def starts(self, runs: Sequence[Run]) -> Starts:
         """Where these runs begin in the buffers."""
@@ -131,7 +137,8 @@ class Kept:
     def encode(self, codec: Codec, encoding: Encoding, at: Starts, payload: Bytes) -> None:
         """Into a payload, once the velocity has moved on."""
         if self.velocity is None or self.correction is None:
-            codec.encode(encoding, payload)
+            with self.waiting(encoding) as encoding:
+                codec.encode(encoding, payload)
         else:
             self.correction.encode(encoding, payload, self.velocity.feedback(at))
 
@@ -140,6 +147,22 @@ class Kept:
         if self.velocity is None or self.correction is None:
             return encoding
         return self.correction.advance(encoding, self.velocity.feedback(at))
+
+    @contextmanager
+    def waiting(self, encoding: Encoding) -> Iterator[Encoding]:
+        """What to encode where segments without any gradient keep what they owe, if they are to (``waits``)."""
+        feedback, source = encoding.feedback, encoding.source
+        rows = zip(encoding.starts, encoding.layout.numels, () if feedback is None else feedback.starts, strict=False)
+        idle = [slice(at, at + n) for start, n, at in rows if self.waits and not _any(source[start : start + n])]
+        if feedback is None or not idle:
+            yield encoding
+            return
+        old = feedback.old.copy()  # the buffer itself may be lent to who saves it
+        for part in idle:
+            old[part] = 0
+        yield replace(encoding, feedback=replace(feedback, old=old))
+        for part in idle:
+            feedback.new[part] = feedback.old[part]
 
     def settle(self) -> None:
         """All is written."""
@@ -162,7 +185,12 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
     if velocities is not None and part.is_first(index):
         velocity = _new(part, velocities, flow.before.region, flow.site, memory)
         correction = MomentumCorrection(codec, velocities.rule, memory.mover)
-    return Kept(residual, velocity, correction)
+    return Kept(residual, velocity, correction, part.context.store.waits)
+
+
+def _any(numbers: Array) -> bool:
+    """Whether one is not zero; most often the first few say so."""
+    return bool(numbers[:FIRST].any() or numbers.any())
 
 
 def _new(part: Part, store: ResidualStore, span: Span, site: Site, memory: Memory, gain: float = 1.0) -> Residual:
@@ -230,7 +258,7 @@ def _add(part: Part, store: ResidualStore, weight: float) -> None:
     if store.carry:
         for run in part.home.runs:
             carried = store.carry.get(run.tensor)
-            if carried is not None:
+            if carried is not None and not (store.waits and not part.home.stretch(run).any()):
                 values = torch.from_numpy(carried[run.tensor_start : run.tensor_start + run.numel])
                 _add_to(part, run, values, weight, store)
 

@@ -148,6 +148,8 @@ class EspressoState(View):
                 " or call state.bind(model) before the first backward pass"
             )
         session = Session(self.config, self._given, self._model, self._process_group, self._scale, self._epoch)
+        if self._front is not None and self._front.drops_averages:
+            session.store.waits = session.runtime.place.is_host
         try:
             agree(session.groups, {"checkpoint": "none" if self._pending is None else "one to go on from"})
             if self._pending is not None:
@@ -155,11 +157,6 @@ class EspressoState(View):
         except BaseException:
             session.close()
             raise
-        if session.groups.speaks and self._front is not None and self._front.drops_averages:
-            logger.warning(
-                "find_unused_parameters=True: of a parameter that no rank uses in a step DDP drops the average, and"
-                " with it what error feedback sent of it then; name such parameters in keep_exact"
-            )
         self._session, self._pending = session, None
         # A state that is dropped without close() must not leave its threads behind.
         self._abandon = weakref.finalize(self, session.abandon)
