@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
-from espresso.comm.errors import ProtocolError, TopologyError
+from espresso.comm.errors import EspressoError, ProtocolError, TopologyError
 from espresso.comm.keep.store import ResidualStore
+from espresso.comm.parameter_server import Client, Line, Link
 from espresso.comm.parameter_server.join import ServerSettings, assign_roles
 from espresso.comm.parameter_server.places import Bearing, balance, place
 from espresso.comm.parameter_server.plain import PlainCodec, smaller
+from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.sums import Slots
+from espresso.comm.parameter_server.transport import GlooTransport
 from espresso.comm.parameter_server.wire import Flag, Header, Key, Op
 from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
 from espresso.live.codecs import HostCodecs
@@ -148,3 +154,42 @@ def test_a_store_places_what_a_server_is_given():
     store.adopt([residual], {"w": 15})
     store.place("w", Site.SERVER, (12, np.ones(3, np.float32), 0))
     assert residual.old.tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_two_jobs_that_push_in_any_order_share_a_servers_memory(reverse):
+    """Two models in one backward pass: each worker's threads push theirs in an order of its own. Memory for one."""
+    size, timeout_s = 1 << 16, 10.0
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def transport(rank: int) -> GlooTransport:
+        return GlooTransport(dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False), rank, 3)
+
+    def serve() -> None:
+        codecs = HostCodecs(1)
+        with suppress(EspressoError):  # its workers leave without a word
+            Server(transport(2), 2, codecs, engines=1, memory_bytes=3 * size, timeout_s=timeout_s).serve()
+        codecs.close()
+
+    def work(rank: int) -> None:
+        client, states = Client(transport(rank), 2), []
+        for namespace in (0, 2):
+            link, keys = Link(client, (0, 1), ResidualStore(), timeout_s, namespace), raw_keys(1, size, (0, 1))
+            line = Line(keys[0])
+            link.install(keys, {0: line}, {"probe 0": size // 4}, None, "probe")
+            states.append((link, line, np.ones(size // 4, np.float32).view(np.uint8), np.zeros(size, np.uint8)))
+        for link, line, numbers, answer in states[:: -1 if reverse and rank else 1]:
+            link.push(line, numbers, answer, 0, 1.0)
+            time.sleep(0.2)
+        for link, line, _, answer in states:
+            link.pull(line)
+            sums.append(float(answer.view(np.float32).sum()))
+
+    sums: list[float] = []
+    threads = [threading.Thread(target=serve, daemon=True)]
+    threads += [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join(30.0)
+    assert sums == [2.0 * size / 4] * 4

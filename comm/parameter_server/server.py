@@ -159,17 +159,25 @@ class Server:
         """Post the receive of an announced push; waits while memory is short."""
         with self._lock:
             summed = self._held.get(header.key)
+            if summed is not None:
+                summed.announced.add(worker)
         if summed is None or worker not in summed.key.workers:
             raise ProtocolError(f"worker rank {worker} pushed key {header.key}, which is not its to push")
         if header.num_bytes != summed.key.up_bytes or bool(header.flags & Flag.RAW) != summed.key.is_plain:
             raise ProtocolError(
                 f"worker rank {worker} pushes {header.num_bytes} bytes for {summed.key}, expected {summed.key.up_bytes}"
             )
-        summed.take_block(self._slots)
+        summed.take_block(self._slots, partial(self._holds_up, summed))
         place = summed.place(worker)
         self._latest[worker] = summed.key
         pending = self.transport.receive(Channel.DATA, worker, summed.tag, place)
         return _Arriving(pending, summed, header)
+
+    def _holds_up(self, summed: KeySum) -> bool:
+        """Whether a worker that has announced this key may have a push behind it for which a key with a block waits."""
+        with self._lock:
+            held = [other for other in self._held if other.has_block]
+            return any(w in other.key.workers and w not in other.announced for other in held for w in summed.announced)
 
     def _await_payloads(self, worker: int, arriving: SimpleQueue[_Arriving | None]) -> None:
         while (push := arriving.get()) is not None:

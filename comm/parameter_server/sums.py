@@ -34,11 +34,16 @@ from espresso.strategies import CompressorSpec, Device, Run, Site
 _TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+LOOK_S = 0.05
+"""Where memory is short, until it is looked at again who waits for what."""
+
+
 class Slots:
     """Memory for what was pushed and not yet added up, limited: who pushes ahead waits.
 
-    Keys take and give whole blocks, in the same order for all workers, so that a key which has its block always
-    gets the rest of its pushes: waiting cannot go in circles.
+    Keys take and give whole blocks. Of one job's keys all workers push in the same order, so that a key which has its
+    block always gets the rest of its pushes; of several jobs' they may not, and who would wait for memory before the
+    push that frees it is given some all the same.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -48,18 +53,28 @@ class Slots:
         self._in_use = 0
         self._changed = threading.Condition()
 
-    def take(self, num_bytes: int) -> Bytes:
-        """A block; waits while too much is in use. A block larger than the limit is given when nothing else is."""
-        with self._changed:
-            while self._in_use and self._in_use + num_bytes > self._limit:
-                self._changed.wait()
-            self._in_use += num_bytes
-            fitting = self._free.get(num_bytes)
-            if fitting:
-                return fitting.pop()
-            while self._allocated and self._allocated + num_bytes > self._limit and self._drop_one():
-                pass
-            self._allocated += num_bytes
+    def take(self, num_bytes: int, holds_up: Callable[[], bool] = lambda: False) -> Bytes:
+        """A block; waits while too much is in use. A block larger than the limit is given when nothing else is.
+
+        Args:
+            holds_up: whether something waits behind this that others wait for.
+        """
+        at_once = False
+        while True:
+            with self._changed:
+                if at_once or not self._in_use or self._in_use + num_bytes <= self._limit:
+                    return self._taken(num_bytes)
+                self._changed.wait(LOOK_S)
+            at_once = holds_up()
+
+    def _taken(self, num_bytes: int) -> Bytes:
+        self._in_use += num_bytes
+        fitting = self._free.get(num_bytes)
+        if fitting:
+            return fitting.pop()
+        while self._allocated and self._allocated + num_bytes > self._limit and self._drop_one():
+            pass
+        self._allocated += num_bytes
         return np.empty(num_bytes, np.uint8)
 
     def give(self, block: Bytes) -> None:
@@ -87,6 +102,7 @@ class KeySum:
 
     def __init__(self, key: Key, codecs: Codecs, store: ResidualStore, tag: int, engine: int) -> None:
         self.key, self.tag, self.engine = key, tag, engine
+        self.announced: set[int] = set()
         self.arrived: set[int] = set()
         self.first_s = 0.0
         self._taking = threading.Lock()
@@ -122,11 +138,16 @@ class KeySum:
 
     # -- a round ---------------------------------------------------------------------------------
 
-    def take_block(self, slots: Slots) -> None:
-        """Have room for everybody's push; waits while memory is short."""
+    @property
+    def has_block(self) -> bool:
+        """Whether there is room for everybody's push."""
+        return self._rows is not None
+
+    def take_block(self, slots: Slots, holds_up: Callable[[], bool]) -> None:
+        """Have room for everybody's push; waits while memory is short. See :meth:`Slots.take`."""
         with self._taking:  # one taker: a second one would wait for memory that this very key could free
             if self._rows is None:
-                self._rows = slots.take(self._stride * len(self.key.workers))
+                self._rows = slots.take(self._stride * len(self.key.workers), holds_up)
 
     def place(self, worker: int) -> Bytes:
         """Where the push of ``worker`` goes."""
@@ -149,6 +170,7 @@ class KeySum:
         else:
             self._add_numbers(rows, answer)
         self.arrived.clear()
+        self.announced.clear()
         self.rounds += 1
         return answer, block
 

@@ -153,7 +153,7 @@ class Kept:
         """What to encode where segments without any gradient keep what they owe, if they are to (``waits``)."""
         feedback, source = encoding.feedback, encoding.source
         rows = zip(encoding.starts, encoding.layout.numels, () if feedback is None else feedback.starts, strict=False)
-        idle = [slice(at, at + n) for start, n, at in rows if self.waits and not _any(source[start : start + n])]
+        idle = [slice(at, at + n) for start, n, at in rows if self.waits and n and not _any(source[start : start + n])]
         if feedback is None or not idle:
             yield encoding
             return
