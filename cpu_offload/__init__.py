@@ -1,4 +1,4 @@
-"""The compressors on the host: Numba kernels, and the worker pool that shares them out.
+"""The compressors on the host, and sketches: Numba kernels, and the worker pool that shares them out.
 
 May import: compressors, jit.
 """

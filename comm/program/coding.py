@@ -191,8 +191,7 @@ def compress_vector(part: Part, index: int) -> Compiled:
         encoding = kept.advance(encoding, kept_at)
         if not part.keeps_residual:  # divide first: the sum of a cast must not overflow
             encoding = replace(encoding, scale=encoding.scale / part.num_ranks)
-        with kept.waiting(encoding) as encoding:
-            codec.encode_values(encoding, vector)
+        kept.around(encoding, lambda encoding: codec.encode_values(encoding, vector))
         kept.settle()
 
     copies = at.copies([at.of_home(flow.before.region)], [twins])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -137,8 +136,7 @@ class Kept:
     def encode(self, codec: Codec, encoding: Encoding, at: Starts, payload: Bytes) -> None:
         """Into a payload, once the velocity has moved on."""
         if self.velocity is None or self.correction is None:
-            with self.waiting(encoding) as encoding:
-                codec.encode(encoding, payload)
+            self.around(encoding, lambda encoding: codec.encode(encoding, payload))
         else:
             self.correction.encode(encoding, payload, self.velocity.feedback(at))
 
@@ -148,19 +146,18 @@ class Kept:
             return encoding
         return self.correction.advance(encoding, self.velocity.feedback(at))
 
-    @contextmanager
-    def waiting(self, encoding: Encoding) -> Iterator[Encoding]:
-        """What to encode where segments without any gradient keep what they owe, if they are to (``waits``)."""
+    def around(self, encoding: Encoding, encode: Callable[[Encoding], object]) -> None:
+        """Encode; segments without any gradient keep what they owe, if they are to (``waits``)."""
         feedback, source = encoding.feedback, encoding.source
-        rows = zip(encoding.starts, encoding.layout.numels, () if feedback is None else feedback.starts, strict=False)
-        idle = [slice(at, at + n) for start, n, at in rows if self.waits and n and not _any(source[start : start + n])]
-        if feedback is None or not idle:
-            yield encoding
+        if feedback is None or not self.waits:
+            encode(encoding)
             return
-        old = feedback.old.copy()  # the buffer itself may be lent to who saves it
+        rows = zip(encoding.starts, encoding.layout.numels, feedback.starts, strict=True)
+        idle = [slice(at, at + n) for start, n, at in rows if n and not _any(source[start : start + n])]
+        old = feedback.old.copy() if idle else feedback.old  # the buffer itself may be lent to who saves it
         for part in idle:
             old[part] = 0
-        yield replace(encoding, feedback=replace(feedback, old=old))
+        encode(replace(encoding, feedback=replace(feedback, old=old)))
         for part in idle:
             feedback.new[part] = feedback.old[part]
 
