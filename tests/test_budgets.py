@@ -473,6 +473,20 @@ def test_a_budget_takes_finer_settings_where_they_owe_less():
     assert found.error == pytest.approx(0.5)
 
 
+def test_where_a_budget_says_what_may_be_owed_less_of_it_is_worth_no_time():
+    """Time for exactness is for one compressor that was named, of which any number of gradients may be owed."""
+    job = make_job([60_000] * 3, [0, 1, 1], beta=30.0, costs=compute(0.01, 0.01))
+    terms, coarse = replace(AUTOMATIC, for_exactness=1.0), CompressorSpec.parse("efsignsgd")
+    losses = Sensitivity({spec: {"*": owed} for spec, owed in zip((coarse, *finer(coarse)), (1.0, 0.5), strict=True)})
+    fastest = search(job, TOY, terms=replace(terms, for_exactness=0.0), sensitivity=losses)
+    exacter, within = (
+        search(job, TOY, terms=replace(terms, error_budget=budget), sensitivity=losses) for budget in (None, 1.5)
+    )
+    assert exacter.error < within.error <= 1.5
+    assert within.predicted_us == pytest.approx(fastest.predicted_us)
+    assert exacter.predicted_us > within.predicted_us
+
+
 def test_files_and_their_faults(tmp_path):
     path = tmp_path / "sensitivity.json"
     path.write_text(json.dumps(LOSSES.to_json()))

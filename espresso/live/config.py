@@ -144,7 +144,8 @@ class Config:
             what is kept back is as large as two gradients (``docs/how_it_decides.md``). None: where there are several
             compressors to choose from 4, with Adam and its kin 2; any number for one that was named.
         residual_budget_mb: the most that residuals may take on a rank, in millions of bytes. None: any.
-        for_exactness: of the time that compression saves, and of a step, this part may go into owing less. 0: none.
+        for_exactness: of the time that compression saves, and of a step, this part may go into owing less where no
+            error budget holds. 0: none.
         all_kinds: automatic mode takes the fastest strategy, however many kinds of choices it has; otherwise of those
             that are nearly as fast the one with the fewest.
         exact_vectors: automatic mode leaves tensors of at most one dimension and this many elements uncompressed

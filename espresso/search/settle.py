@@ -114,7 +114,8 @@ class Settler:
         """The strategy as it may run."""
         row = self.priced(row)
         saved = max(self.plain_us - row.predicted_us, 0.0)
-        spare = min(saved, row.predicted_us)
+        # Where a budget says what may be owed, less of it is worth no time.
+        spare = min(saved, row.predicted_us) if self._terms.error_budget is None else 0.0
         row = self.priced(self._exacter(row, row.predicted_us + self._terms.for_exactness * spare))
         before = row
         if not self._terms.all_kinds:

@@ -43,7 +43,8 @@ class Terms:
     Attributes:
         error_budget: gradients that a strategy may owe (:mod:`espresso.search.budgets`); None: any number.
         residual_budget_mb: memory of all residuals of a rank, in millions of bytes; None: any.
-        for_exactness: the part of the time saved by compression, and of a step, that may go into owing less.
+        for_exactness: the part of the time saved by compression, and of a step, that may go into owing less; of no
+            account with an error budget.
         all_kinds: whether strategies that are nearly as fast with fewer kinds of choices are left aside.
         residual_dtype, transactional: how residuals are kept (:class:`espresso.live.config.Config`).
         partition_bytes: the one partition size that is searched; None: those that fit the job.
