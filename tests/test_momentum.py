@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.exchange import Exchange, make_buckets, numels_of, planned, strategy_of
+from benchmarks.exchange import Exchange, integers, make_buckets, numels_of, planned, strategy_of
 from espresso.comm.errors import DisagreementError
 from espresso.comm.execute.executor import Assignment
 from espresso.compressors import Correction, Decoding, DrawKey, Encoding, Segment, create, host_codec
@@ -90,6 +90,14 @@ def test_velocities_survive_another_plan(played):
     for error, moving in played(replanned):
         assert moving > 1.0
         assert error < 1e-5
+
+
+@pytest.mark.parametrize("how", ["plain", "nesterov"])
+def test_a_velocity_gives_as_much_on_every_plan(played, how):
+    """What was sent, is owed, and will come of velocities is what gradients give in all: exactly, after every step."""
+    for ratio, *wrong in (row for result in played(worth_of_velocities) for row in result[how]):
+        assert wrong == [0.0] * len(wrong), "the largest difference after each step"
+        assert ratio < 1, "compression happened"
 
 
 def test_a_narrow_raw_tensor_keeps_what_rounding_takes(played):
@@ -361,6 +369,42 @@ def replanned(rank: int) -> tuple[float, float]:
     return error, max(float(np.abs(values).max()) for values in total.values())
 
 
+def worth_of_velocities(rank: int) -> dict[str, list[tuple[float, ...]]]:
+    """From raw to sums, to local and back; random-k sends numbers as they are, and masks nothing. All is dyadic.
+
+    With mu = 1/2 a gradient gives 1/(1-mu) = 2 of itself in all, and a velocity mu/(1-mu) = 1, wherever it is kept.
+    """
+    buckets = make_buckets(*SIZES)
+    numels = numels_of(buckets)
+    exchange = Exchange(1)
+    exchange.warm_up({"randomk:ratio=0.25,raw_below=1"})
+    results: dict[str, list[tuple[float, ...]]] = {}
+    for how in ("plain", "nesterov"):
+        spec = f"randomk:ratio=0.25,raw_below=1,momentum=0.5,nesterov={str(how == 'nesterov').lower()}"
+        exchange.renew(correction=create(spec).correction)
+        wrong = []
+        sent, given = ({name: np.zeros(numel) for name, numel in numels.items()} for _ in range(2))
+        num_sent = num_raw = 0
+        for step, option in enumerate((*[None] * 2, *[ON_SUMS] * 3, *[ALLGATHER] * 2, *[ON_SUMS] * 2, None)):
+            raw = tuple(numels) if option is None else ()
+            plan = Assignment(strategy(buckets, option or ALLGATHER, spec, raw))
+            scale = 2.0 ** (step % 3)
+            both = [slots(buckets, integers(buckets, r, 2, step)) for r in (0, 1)]
+            mine = [gradient * scale for gradient in integers(buckets, rank, 2, step)]
+            got = slots(buckets, exchange.step(plan, buckets, mine, grad_scale=scale))
+            if option is not None:
+                num_sent, num_raw = num_sent + exchange.record.bytes_sent, num_raw + exchange.record.bytes_raw
+            kept = exchange.groups.all_objects((held(exchange.store, numels), held(exchange.velocities, numels)))
+            for name in numels:
+                sent[name] += 2 * got[name] / scale
+                given[name] += 2 * (both[0][name] + both[1][name])
+            left = {name: sum(owed[name] + moving[name] for owed, moving in kept) for name in numels}
+            wrong.append(max(float(np.abs(given[n] - sent[n] - left[n]).max()) for n in numels))
+        results[how] = [(num_sent / num_raw, *wrong)]
+    exchange.close()
+    return results
+
+
 def drained_into_bfloat16(rank: int) -> tuple[float, float]:
     """Only rank 0 has gradients, so that the reduction itself rounds nothing."""
     buckets = make_buckets({"a": 3000}, dtype="bfloat16")
@@ -481,8 +525,8 @@ def outcome(optimizer: torch.optim.Optimizer) -> str:
 
 
 SCENARIOS = (
-    against_the_oracle, every_family, velocity_sites, everything_sent, replanned, drained_into_bfloat16, warm_up,
-    warm_up_automatic, optimizers,
+    against_the_oracle, every_family, velocity_sites, everything_sent, replanned, worth_of_velocities,
+    drained_into_bfloat16, warm_up, warm_up_automatic, optimizers,
 )  # fmt: skip
 
 

@@ -208,9 +208,10 @@ def load(part: Part) -> tuple[Kept, list[Action]]:
         actions.append(lambda: _add_carry(part))
     elif is_compressed:
         # A carried residual must not pass through a velocity, which would send it again and again: it waits until its
-        # tensor is raw or has a local site. A carried velocity is added to what is encoded.
-        weight = 1.0 if velocities.rule.nesterov else velocities.rule.momentum
-        actions.append(lambda: _add(part, velocities, weight))
+        # tensor is raw or has a local site. A carried velocity c enters as a gradient. By either rule c would yet give
+        # mu/(1-mu) c in all, and a gradient g gives 1/(1-mu) g: so mu c is its worth. With Nesterov it is then a step
+        # ahead of itself, which sends all of it all the same.
+        actions.append(lambda: _add(part, velocities, velocities.rule.momentum))
     else:
         velocity = _new(part, velocities, (0, part.partition.numel), Site.LOCAL, part.context.memory)
         kept = Kept(velocity=velocity)
