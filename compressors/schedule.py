@@ -130,7 +130,7 @@ def check_choices(strategy: Strategy) -> None:
 def translate(strategy: Strategy, specs: Mapping[CompressorSpec, CompressorSpec]) -> Strategy:
     """The strategy with other compressors; a tensor whose compressor becomes ``none`` turns raw."""
     changes = {}
-    for name, choice in strategy.choices.items():
+    for name, choice in strategy.known.items():
         spec = specs.get(choice.compressor, choice.compressor)
         if spec != choice.compressor:
             changes[name] = PLAIN if spec == NONE else Choice(choice.option, spec)

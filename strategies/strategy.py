@@ -105,6 +105,7 @@ class Strategy:
         partition_bytes: groups larger than this are cut and pipelined; 0 never cuts.
         bucket_cap_mb: the DDP bucket size the search assumed, if it had a say.
         notes: free text for people: who predicted what. Not part of equality or of the hash.
+        elsewhere: choices for tensors that :meth:`over` left out. Not part of equality, of the hash, or of a file.
 
     Raises:
         StrategyError: a tensor without a choice, a choice without a tensor, an option the cluster cannot do.
@@ -116,6 +117,7 @@ class Strategy:
     partition_bytes: int = DEFAULT_PARTITION_BYTES
     bucket_cap_mb: float | None = None
     notes: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    elsewhere: Mapping[str, Choice] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         names = [tensor.name for tensor in self.tensors]
@@ -211,13 +213,24 @@ class Strategy:
 
     def with_choices(self, changes: Mapping[str, Choice]) -> Strategy:
         """A copy in which the named tensors have other choices."""
-        return replace(self, choices={**self.choices, **changes})
+        left_out = {name: changes.get(name, choice) for name, choice in self.elsewhere.items()}
+        here = {name: choice for name, choice in changes.items() if name not in left_out}
+        return replace(self, choices={**self.choices, **here}, elsewhere=left_out)
 
     def over(self, tensors: Iterable[TensorSpec]) -> Strategy:
-        """The same choices for tensors of these names: shards of them, or the whole. What is new is not compressed."""
-        tensors = tuple(tensors)
-        choices = {tensor.name: self.choices.get(tensor.name, PLAIN) for tensor in tensors}
-        return replace(self, tensors=tensors, choices=choices)
+        """The same choices for tensors of these names: shards of them, or the whole. What is new is not compressed.
+
+        What is left out keeps its choice ``elsewhere``: it has it again in a copy over all.
+        """
+        tensors, known = tuple(tensors), self.known
+        choices = {tensor.name: known.get(tensor.name, PLAIN) for tensor in tensors}
+        elsewhere = {name: choice for name, choice in known.items() if name not in choices}
+        return replace(self, tensors=tensors, choices=choices, elsewhere=elsewhere)
+
+    @property
+    def known(self) -> dict[str, Choice]:
+        """The choices for its tensors, and for those elsewhere."""
+        return {**self.elsewhere, **self.choices}
 
     def check_model(self, tensors: Iterable[TensorSpec], cluster: Cluster) -> None:
         """Check that this strategy was made for these tensors on this cluster.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 import re
 import tempfile
@@ -31,6 +32,7 @@ from espresso.fsdp.layout import sum_and_divide
 from espresso.live import online_search
 from espresso.live.candidates import Candidate
 from espresso.live.change import Cause, Change, Finding
+from espresso.live.planner import AutoPlanner
 from espresso.live.state import EspressoState
 from espresso.live.watch import Vitals, Watch
 from espresso.model.job import Job
@@ -51,7 +53,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A language model of odd sizes: 37 rows do not split in two, and one tensor is frozen."""
+    """A language model of odd sizes: 37 rows do not split in two, nor does one row, and one tensor is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +61,10 @@ class Tiny(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.shift = nn.Parameter(torch.ones(3, WIDTH), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(1, WIDTH))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens) + self.shift[0]
+        hidden = self.embedding(tokens) * self.gain[0] + self.shift[0]
         for block in self.blocks:
             hidden = block(hidden)
         logits: torch.Tensor = self.head(hidden)
@@ -77,6 +80,17 @@ class Rows(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return (self.weight * rows).sum() + (self.other * rows[0].repeat(2)).sum()
+
+
+class Narrow(Rows):
+    """With a tensor of one row, of which the second of two shards has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.zeros(1, 20))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return Rows.forward(self, rows) + (self.row * rows.view(1, 20)).sum()
 
 
 @cache
@@ -337,6 +351,39 @@ def flushed_after_a_load(rank: int) -> list[int]:
     return [took, held]
 
 
+def narrow(rank: int) -> dict[str, Any]:
+    """However a strategy is given: what every rank's checkpoint says, and whether a job goes on from its own ranks'."""
+    found: dict[str, Any] = {}
+
+    def by_size(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:  # of all of a tensor, not of a shard
+        strategy = uniform(ALLGATHER, "efsignsgd:raw_below=1")(tensors, cluster)
+        return strategy.with_choices({tensor.name: PLAIN for tensor in tensors if tensor.numel < 10})
+
+    wholes = tuple(TensorSpec(name, tuple(p.shape)) for name, p in Narrow().named_parameters())
+    for way, given in {"whole": by_size(wholes, Cluster(2, 1)), "function": by_size, "used": uniform()}.items():
+        saved, averages = [], []
+        for resumed in (False, True):
+            model = shard(Narrow())
+            state = registered(model, strategy=given)
+            if way == "used":
+                state.use(uniform(ALLGATHER, "topk:ratio=0.1,raw_below=1")(state.session.model.tensors, Cluster(2, 1)))
+            if resumed:
+                state.load_state_dict(saved[0])
+            for step in range(2 if resumed else 0, 4):
+                if step == 2 and not resumed:
+                    saved = [copy.deepcopy(state.state_dict()), state.gather_state_dict()]
+                model.zero_grad()
+                model(torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
+            averages.append([parameter.grad.to_local().tolist() for parameter in model.parameters()])
+            held = sorted(tensor.name for tensor in state.session.model.tensors)
+            state.close()
+        said = {text for texts in everybody([each["strategy"] for each in saved]) for text in texts}
+        choices = [Strategy.from_json(json.loads(text)).choices for text in said]
+        compressed = [sorted(name for name, choice in each.items() if choice != PLAIN) for each in choices]
+        found[way] = {"compressed": compressed, "resumed": averages[0] == averages[1]}
+    return found | {"held": held}
+
+
 def owed(state: EspressoState) -> dict[str, torch.Tensor]:
     """The part of the average that was not sent yet, of whole tensors; on every rank."""
     shards, groups = state.session.model.shards, state.session.groups
@@ -530,8 +577,17 @@ def automatic(rank: int) -> dict[str, Any]:
         if state.decided:
             break
     online_search.find_candidates = search
-    agree = replicas_agree(model)
-    found = {"before": before, "after": state.decided, "verdict": state.verdict, "advice": state.advice, "agree": agree}
+    agree, verdict = replicas_agree(model), state.verdict
+    decider = state.session.decider
+    assert isinstance(decider, AutoPlanner)
+    (raced,) = decider.candidates
+    decider.resume(raced.strategy)  # whatever was faster
+    said = {text for saved in (state.state_dict(), state.gather_state_dict()) for text in everybody(saved["strategy"])}
+    state.load_state_dict(everybody(state.gather_state_dict())[1])  # as the second shard says it
+    assert state.strategy is not None
+    assert state.strategy.choices == raced.strategy.choices
+    found = {"before": before, "after": state.decided, "verdict": verdict, "advice": state.advice, "agree": agree}
+    found |= {"said": said, "held": len(state.session.model.tensors)}
     state.close()
     return found | {"sent": sorted(sent)}
 
@@ -627,6 +683,7 @@ SCENARIOS = (
     conserved,
     resumed,
     flushed_after_a_load,
+    narrow,
     distributed_checkpoint,
     parts_of_a_batch,
     automatic,
@@ -689,7 +746,11 @@ def test_compressed_steps_of_every_kind_keep_replicas_equal(played: Played) -> N
         # Backward goes from the last block to the first; the rest is the model's own.
         blocks = [{name.rsplit(".", 2)[0] for name in names} for names in found["slots"]]
         assert blocks[:2] == [{"blocks.1"}, {"blocks.0"}]
-        assert found["slots"][2] == ["embedding.weight", "head.weight", "head.bias"]
+        assert [name for name in found["slots"][2] if name != "gain"] == [
+            "embedding.weight",
+            "head.weight",
+            "head.bias",
+        ]
 
 
 def test_nothing_is_lost_and_padding_is_in_no_mean(played: Played) -> None:
@@ -709,6 +770,19 @@ def test_a_flush_after_a_load_ends_in_all_shards_at_once(played: Played) -> None
     assert len(set(took)) == 1
     assert 0 < took[0] < 6
     assert len(set(held)) == 2, "a shard lacks a tensor"
+
+
+def test_every_rank_says_the_whole_strategy_also_of_what_its_shard_lacks(played: Played) -> None:
+    found = played(narrow)
+    assert [each["held"] for each in found] == [["other", "row", "weight"], ["other", "weight"]] * 2
+    for way, names in {
+        "whole": ["row", "weight"],
+        "function": ["row", "weight"],
+        "used": ["other", "row", "weight"],
+    }.items():
+        for each in found:
+            assert each[way]["compressed"] == [names], way
+            assert each[way]["resumed"], way
 
 
 def test_what_is_owed_survives_other_shards_and_replicas(played: Played) -> None:
@@ -732,6 +806,8 @@ def test_automatic_mode_decides(played: Played) -> None:
     ] * 4
     (verdict,) = {each["verdict"] for each in found}
     assert re.search(r"plain [\d.]+ ms, signs [\d.]+ ms a step", verdict)
+    assert len({text for each in found for text in each["said"]}) == 1
+    assert len({each["held"] for each in found}) == 2, "a shard lacks a tensor"
     for each in found:
         few, many = each["sent"]
         assert 0 < few < many / 6, "signs were raced"

@@ -155,6 +155,8 @@ def test_a_schedule_translates_strategies():
     assert str(first.choices["a"].compressor) == "dgc:momentum=0.9,ratio=0.1"
     assert str(later.choices["a"].compressor) == "dgc:momentum=0.9"
     assert first.choices["b"] == PLAIN
+    shard = strategy.over(strategy.tensors[1:])  # which has nothing of "a"
+    assert translate(shard, schedule.in_force(0, 0)).over(strategy.tensors) == first
     assert not translate(strategy, {spec: NONE}).compresses
     assert not schedule.is_fixed
     assert Schedule([CompressorSpec.parse("dgc")]).is_fixed

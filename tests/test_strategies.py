@@ -475,6 +475,20 @@ def test_choices_must_cover_exactly_the_tensors():
         Strategy((TensorSpec("a", (1,)), TensorSpec("b", (1,))), {"a": PLAIN}, TWO_BY_TWO)
 
 
+def test_what_a_shard_lacks_keeps_its_choice_for_a_copy_over_all():
+    a, b, c = (TensorSpec(name, (4,)) for name in "abc")
+    gather = Choice(parse_option(FLAT_GATHER), TOPK)
+    whole = Strategy.uniform([a, b], TWO_BY_TWO, gather)
+    shard = whole.over([TensorSpec("a", (3,))])
+    assert shard == Strategy.uniform([TensorSpec("a", (3,))], TWO_BY_TWO, gather)
+    assert shard.over([a, b]) == shard.over([b]).over([a, b]) == whole
+    assert shard.over([a, b, c]).choices == {"a": gather, "b": gather, "c": PLAIN}
+    assert shard.with_choices({"b": PLAIN}).over([a, b]) == whole.with_choices({"b": PLAIN})
+    assert shard.with_choices({"a": PLAIN}).over([a, b]) == whole.with_choices({"a": PLAIN})
+    with pytest.raises(StrategyError, match="c"):
+        shard.with_choices({"c": PLAIN})
+
+
 def test_fingerprint_depends_on_names_shapes_dtypes_and_cluster():
     base = _strategy([PLAIN] * 3)
     assert base.fingerprint == _strategy([PLAIN] * 3, partition_bytes=64).fingerprint

@@ -45,7 +45,8 @@ def register(
     Args:
         model: modules of it were given ``fully_shard`` over the shard dimension alone.
         replicate: the ranks that hold the same shard: the replica dimension of the mesh, or its group.
-        compressor, strategy, grad_scaler, config: as for :class:`~espresso.live.state.EspressoState`.
+        compressor, strategy, grad_scaler, config: as for :class:`~espresso.live.state.EspressoState`. A strategy is for
+            whole tensors; a function that makes one is given those.
 
     Returns:
         The state. It averages at every ``backward()``, which returns when the gradients are averaged.
@@ -66,7 +67,7 @@ def register(
     group = _group_of(replicate)
     bound = _bind(model, units)
     _check_groups(group, units[0].shards)
-    state = EspressoState(compressor, _of_shards(compressor, strategy), group, grad_scaler, **config)
+    state = EspressoState(compressor, _of_shards(compressor, strategy, bound.wholes), group, grad_scaler, **config)
     if state.is_off:
         stay_away(units[0].shards)
         stay_away(group)
@@ -134,21 +135,25 @@ def _start(parameter: Any, shards: dist.ProcessGroup) -> int:
     return int(shards.rank() * rows * math.prod(parameter.shape[1:]))
 
 
-def _of_shards(compressor: CompressorLike, strategy: StrategyLike) -> StrategyLike:
+def _of_shards(compressor: CompressorLike, strategy: StrategyLike, wholes: tuple[TensorSpec, ...]) -> StrategyLike:
     """A strategy that was made for whole tensors, or for those of another shard, as a function of those that are here.
+
+    A function is asked for one of the whole tensors, so that it says the same on every rank.
 
     Raises:
         StrategyError: when it is asked for, a tensor that the strategy does not know.
     """
-    given = Given.of(compressor, strategy).strategy
-    if not isinstance(given, Strategy):
+    given = Given.of(compressor, strategy)
+    if given.strategy is None:
         return strategy
 
     def make(tensors: Sequence[TensorSpec], cluster: Cluster) -> Strategy:
-        unknown = [tensor.name for tensor in tensors if tensor.name not in given.choices]
+        found = given.on(wholes, cluster).strategy
+        assert isinstance(found, Strategy)
+        unknown = [tensor.name for tensor in tensors if tensor.name not in found.known]
         if unknown:
             raise StrategyError(f"tensor {unknown[0]!r} of the model is not in the strategy; search again for it")
-        return given.over(tensors)
+        return found.over(tensors)
 
     return make
 

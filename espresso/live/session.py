@@ -384,6 +384,8 @@ class Session:
         if not is_one:
             raise TypeError(f"state.use takes a Strategy, got {strategy!r:.80}; Strategy.load(path) reads a file")
         schedule = self.check(strategy)
+        if self.model.shards is not None and self.groups.beside is not None:
+            strategy = self.model.shards.told(strategy, self.groups.beside)
         self.adopt(strategy, schedule, self.executor.next_step, self.follower.epoch)
 
     def check(self, strategy: Strategy) -> Schedule:

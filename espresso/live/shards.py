@@ -15,7 +15,7 @@ import torch.distributed as dist
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import Stretch
 from espresso.live.parts import FACTOR, Row, row_of
-from espresso.strategies import TensorSpec
+from espresso.strategies import Strategy, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,15 @@ class Shards:
     group: dist.ProcessGroup
     wholes: tuple[TensorSpec, ...]
     starts: Mapping[str, int]
+
+    def told(self, strategy: Strategy, beside: Groups) -> Strategy:
+        """A strategy for the tensors that are here, with what it is on other shards for those that are not.
+
+        All ranks of ``beside`` together.
+        """
+        everybody = [Strategy.from_json(body).choices for body in beside.all_objects(strategy.to_json())]
+        found = {name: choice for choices in everybody for name, choice in choices.items()}
+        return replace(strategy, elsewhere={n: choice for n, choice in found.items() if n not in strategy.choices})
 
     def whole(self, held: str, stretch: Stretch) -> Stretch:
         """A stretch of a shard as one of the whole tensor; a factor is addressed by itself."""
