@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count, cycle
 from typing import Any
 
 from espresso.comm.errors import DisagreementError, EspressoError
@@ -62,8 +62,9 @@ class Client:
         self.engines, self.sharing = engines, sharing
         self._near, self._machines = tuple(near), tuple(machines)
         self._addresses = tuple(addresses)
-        self._namespaces = 0
-        self._asking = threading.Lock()
+        self._namespaces = count(self.rank, num_workers)
+        self._answer_tags = cycle(range(Tag.FIRST, Tag.LAST, 2))
+        self._saying = threading.Lock()
         self._window: deque[tuple[Key, int, Pending]] = deque()
         self._in_window = 0
         self._pushing = threading.Lock()
@@ -108,8 +109,7 @@ class Client:
 
     def new_namespace(self) -> int:
         """A number that no other state of any worker has; the first worker of a group picks it for all."""
-        self._namespaces += 1
-        return (self._namespaces - 1) * self.num_workers + self.rank
+        return next(self._namespaces)
 
     def on_failure(self, listener: Callable[[EspressoError], None]) -> Callable[[], None]:
         """Have ``listener`` called when a server reports a failure or goes; returns how to take it off."""
@@ -163,7 +163,10 @@ class Client:
     # -- control ---------------------------------------------------------------------------------
 
     def ask_all(self, op: Op, bodies: Mapping[int, Any], timeout_s: float) -> dict[int, Any]:
-        """Send a request to servers and wait for their answers: body and answer by server.
+        """Send a question to servers and wait for their answers: body and answer by server.
+
+        Threads ask side by side: what one asks may be answered only once other workers have asked it too, and they may
+        ask for another model first.
 
         Args:
             timeout_s: for all of it, or since a server last said that it works on it.
@@ -172,44 +175,40 @@ class Client:
             DisagreementError: a server refused.
             LinkError: one is gone or hangs.
         """
-        until = Deadline(timeout_s)
-        if not self._asking.acquire(timeout=timeout_s):
-            raise LinkError(f"'{op.name.lower()}' waited {timeout_s:g} s for other questions to the servers")
-        try:
-            if broken := self.error or self._unanswered:
-                raise broken
-            answers = self._asked(op, bodies, until)
-        finally:
-            self._asking.release()
+        if broken := self.error or self._unanswered:
+            raise broken
+        answers = self._asked(op, bodies, Deadline(timeout_s))
         for server, (header, body) in answers.items():
             if header.op is Op.REFUSAL:
                 raise DisagreementError(f"{self.name(server)} refuses: {body}")
         return {server: body for server, (_, body) in answers.items()}
 
     def _asked(self, op: Op, bodies: Mapping[int, Any], until: Deadline) -> dict[int, tuple[Header, Any]]:
-        """All answers, also behind a refusal: one that nobody takes would be the next question's.
+        """All answers, also behind a refusal: a server whose answer is not taken ends the job.
 
         So nothing can be asked once an answer did not come in time.
         """
         ranks = {server: self.num_workers + server for server in bodies}
         try:
-            sends = [say(self.transport, ranks[server], Tag.HEADER, op, body) for server, body in bodies.items()]
+            with self._saying:  # each header's body follows it; nobody is waited for meanwhile
+                tag = next(self._answer_tags)
+                sends = [say(self.transport, ranks[one], Tag.HEADER, op, body, tag) for one, body in bodies.items()]
             wait_for(chain.from_iterable(sends), until)
-            return {server: self._answer(rank, until) for server, rank in ranks.items()}
+            return {server: self._answer(rank, tag, until) for server, rank in ranks.items()}
         except LinkError as error:
             who = "a server" if error.peer is None else self.name(error.peer - self.num_workers)
-            self._unanswered = LinkError(
+            self._unanswered = self._unanswered or LinkError(  # over Gloo the first time-out closes the connection
                 f"{who} did not answer '{op.name.lower()}' within {until.seconds:g} s ({error}); did another"
                 " worker stop?"
             )
             raise self.error or self._unanswered from error
-        except EspressoError as error:  # what is left of the answer would be taken for the next one
+        except EspressoError as error:  # and what is left of the answer is not taken
             self._unanswered = LinkError(f"the answer to '{op.name.lower()}' could not be read ({error})")
             raise
 
-    def _answer(self, rank: int, until: Deadline) -> tuple[Header, Any]:
+    def _answer(self, rank: int, tag: int, until: Deadline) -> tuple[Header, Any]:
         """A server's; while it says that it works on it, there is time."""
-        while (heard := hear(self.transport, rank, Tag.ANSWER, until))[0].op is Op.WORKING:
+        while (heard := hear(self.transport, rank, tag, until))[0].op is Op.WORKING:
             until.renew()
         return heard
 

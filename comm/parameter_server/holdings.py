@@ -17,10 +17,15 @@ PATIENCE = 0.9
 
 
 class Offers(dict[int, Table]):
-    """The tables that workers have sent of those that are to be equal, by worker."""
+    """The tables that workers have sent of those that are to be equal, by worker.
+
+    Attributes:
+        tags: of the workers' answers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.tags: dict[int, int] = {}
         self.first_s = time.monotonic()
 
     @property
@@ -86,7 +91,7 @@ class Holdings:
     def refusal(self, table: Table) -> str | None:
         """Why this server cannot take a table, or None."""
         stay = len(self._keys) - len(self._replaced(table))
-        come, room = sum(key.server == self._index for key in table.keys), Tag.LAST - Tag.KEYS + 1
+        come, room = sum(key.server == self._index for key in table.keys), Tag.LAST - Tag.FIRST + 1
         if stay + come <= room:
             return None
         return f"{stay + come} keys are more than its {room} message tags; use larger partitions or more servers"
@@ -115,7 +120,7 @@ class Holdings:
 
     def _free_tags(self) -> Iterator[int]:
         taken = {summed.tag for summed in self}
-        return (tag for tag in range(Tag.KEYS, Tag.LAST + 1) if tag not in taken)
+        return (tag for tag in range(Tag.FIRST, Tag.LAST + 1) if tag not in taken)
 
     def _retire(self, table: Table) -> list[KeySum]:
         """Forget the keys that the table replaces.

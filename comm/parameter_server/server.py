@@ -9,7 +9,8 @@
 
 Two threads per worker: one reads headers and posts the receives of what they announce, as far as memory allows;
 the other waits for the payloads in that order. Keys are dealt out to engine threads by their bytes. One thread more
-looks for workers whose push is overdue: a connection may not tell that its other end died (MPI) or hangs.
+waits until answers to questions are taken: who reads headers never waits for what a worker does after another answer.
+And one looks for workers whose push is overdue: a connection may not tell that its other end died (MPI) or hangs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -96,6 +97,7 @@ class Server:
         self._held = Holdings(self._index, codecs, engines)
         self._tables: dict[tuple[int, tuple[int, ...]], Offers] = {}
         self._engines: list[SimpleQueue[tuple[KeySum, Header] | None]] = [SimpleQueue() for _ in range(engines)]
+        self._answers: SimpleQueue[tuple[list[Pending], Deadline] | None] = SimpleQueue()
         self._latest: dict[int, Key] = {}
         self._left: set[int] = set()
         self._gone: set[int] = set()
@@ -114,13 +116,14 @@ class Server:
             threads.append((f"headers-{worker}", partial(self._read_headers, worker, arriving)))
             threads.append((f"payloads-{worker}", partial(self._await_payloads, worker, arriving)))
         threads += [(f"engine-{number}", partial(self._run_engine, number)) for number in range(len(self._engines))]
-        threads.append(("watch", self._watch))
+        threads += [("answers", self._await_answers), ("watch", self._watch)]
         running = [threading.Thread(target=target, name=f"espresso-{name}", daemon=True) for name, target in threads]
         for thread in running:
             thread.start()
         self._over.wait()
         for engine in self._engines:
             engine.put(None)
+        self._answers.put(None)
         if self.error is not None:
             raise self.error
         until = Deadline(_NOTICE_S)
@@ -242,7 +245,7 @@ class Server:
     def _control(self, worker: int, header: Header) -> None:
         body = hear_body(self.transport, worker, Tag.HEADER, header, Deadline(self._timeout_s))
         if header.op is Op.INSTALL:
-            self._offer(worker, body)
+            self._offer(worker, header.key, body)
             return
         quick: dict[Op, Callable[..., Any]] = {
             Op.PLACE: self._held.place,
@@ -258,33 +261,38 @@ class Server:
             with self._lock:
                 answer = quick[header.op](*body)
         elif header.op in slow:
-            answer = self._at_work(worker, partial(slow[header.op], *body))
+            answer = self._at_work(worker, header.key, partial(slow[header.op], *body))
         else:
             raise ProtocolError(f"worker rank {worker} sent {header.op.name}, which only servers send")
-        self._answer({worker: (Op.ANSWER, answer)}, self._timeout_s)
+        self._answer(worker, header.key, Op.ANSWER, answer, self._timeout_s)
 
-    def _at_work(self, worker: int, job: Callable[[], Any]) -> Any:
+    def _at_work(self, worker: int, tag: int, job: Callable[[], Any]) -> Any:
         """Do what may take long: until it is done the worker hears every second that this server lives."""
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(job)
             while wait((done,), _SIGN_S).not_done:
-                self._answer({worker: (Op.WORKING, None)}, self._timeout_s)
+                self._answer(worker, tag, Op.WORKING, None, self._timeout_s)
             return done.result()
 
-    def _answer(self, answers: Mapping[int, tuple[Op, Any]], timeout_s: float) -> None:
-        """Send each worker its answer, and wait until all have taken theirs."""
-        until, pending = Deadline(timeout_s), []
-        for worker, (op, body) in answers.items():
-            pending += say(self.transport, worker, Tag.ANSWER, op, body)
-        wait_for(pending, until)
+    def _answer(self, worker: int, tag: int, op: Op, body: Any, timeout_s: float) -> None:
+        """Start to send an answer, which is to be taken in time."""
+        self._answers.put((say(self.transport, worker, tag, op, body), Deadline(timeout_s)))
 
-    def _offer(self, worker: int, table: Table) -> None:
+    def _await_answers(self) -> None:
+        while (answer := self._answers.get()) is not None:
+            try:
+                wait_for(*answer)
+            except Exception as error:
+                self._fail(None, error)
+                return
+
+    def _offer(self, worker: int, tag: int, table: Table) -> None:
         """Take a worker's table; when all have offered theirs, install it or refuse it to all."""
         retired: list[KeySum] = []
         with self._lock:
             self._expect(table.workers)
             offered = self._tables.setdefault((table.namespace, table.workers), Offers())
-            offered[worker] = table
+            offered[worker], offered.tags[worker] = table, tag
             if len(offered) < len(table.workers):
                 return
             del self._tables[table.namespace, table.workers]
@@ -294,12 +302,12 @@ class Server:
         limit_s = PATIENCE * table.timeout_s
         # Without the lock: a worker that does not take its last answer must not hold up the others' states.
         wait_for((one for summed in retired for sends in summed.sends for one in sends), Deadline(limit_s))
-        if refusal is not None:
-            self._answer(dict.fromkeys(table.workers, (Op.REFUSAL, refusal)), limit_s)
-            return
-        rest = replace(installed, orphans=())
-        first = min(table.workers)
-        self._answer({w: (Op.ANSWER, installed if w == first else rest) for w in table.workers}, limit_s)
+        for each, its_tag in offered.tags.items():
+            if refusal is not None:
+                self._answer(each, its_tag, Op.REFUSAL, refusal, limit_s)
+            else:
+                mine = installed if each == min(table.workers) else replace(installed, orphans=())
+                self._answer(each, its_tag, Op.ANSWER, mine, limit_s)
 
     def _leave(self, worker: int) -> None:
         """Let a worker go, and its listener, which would otherwise wait on in a process that ends."""

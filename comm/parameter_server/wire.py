@@ -6,7 +6,7 @@ Every message on the control channel begins with a header of 56 bytes, little-en
      4  B   version
      5  B   operation (Op)
      6  H   flags (Flag)
-     8  I   key; of a close, the state
+     8  I   key; of a close, the state; of a question, the tag of its answer
     12  i   sender's rank among workers and servers
     16  q   step: the iteration
     24  Q   bytes that follow: of the data message for a push, of the body otherwise
@@ -16,8 +16,9 @@ Every message on the control channel begins with a header of 56 bytes, little-en
 A push is such a header on the control channel and its payload on the data channel, under the key's tag, which its
 server gave it. The answer to a push is the reply on the data channel under the same tag: its size is known to both
 sides from the key's table entry. A close says that its sender has left a state: it is the last message about it, and
-has neither body nor answer. All other operations carry a body of at most 4 GiB (:mod:`espresso.comm.messages`), and are
-answered by a header and a body.
+has neither body nor answer. All other operations are questions: they carry a body of at most 4 GiB
+(:mod:`espresso.comm.messages`), and are answered by a header and a body, under a tag that no other question of the
+worker has. Answers come in any order: that to a table of keys waits for other workers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from espresso.comm.messages import Bytes, Messages
 from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport
 from espresso.strategies import DTYPES, CompressorSpec
 
-MAGIC, VERSION = b"ESPS", 3
+MAGIC, VERSION = b"ESPS", 4
 _HEADER = struct.Struct("<4sBBHIiqQdqq")
 HEADER_BYTES = _HEADER.size
 MAX_BODY_BYTES = 4 << 30
@@ -69,17 +70,19 @@ class Flag(IntFlag):
 
 
 class Tag(IntEnum):
-    """Message tags, a body's after its header's. Data goes under ``KEYS`` to ``LAST``, the highest every MPI has."""
+    """Message tags, a body's after its header's.
+
+    ``FIRST`` to ``LAST``, the highest every MPI has, are those of keys on the data channel, of answers on the control
+    channel.
+    """
 
     HEADER = 1
     BODY = 2
-    ANSWER = 3
-    ANSWER_BODY = 4
     NOTICE = 5
     NOTICE_BODY = 6
     CHALLENGE = 7
     PROOF = 8
-    KEYS = 16
+    FIRST = 16
     LAST = 32767
 
 
@@ -275,14 +278,14 @@ BODIES = Messages(Table, Key, Stretch, Held, Installed, CompressorSpec, Coding)
 """How bodies are written and read."""
 
 
-def say(transport: Transport, peer: int, tag: Tag, op: Op, body: Any) -> list[Pending]:
+def say(transport: Transport, peer: int, tag: int, op: Op, body: Any, key: int = 0) -> list[Pending]:
     """Start to send a header and a body: under ``tag`` and the one after it."""
     data = BODIES.pack(body)
-    header = Header(op, transport.rank, num_bytes=data.nbytes).pack()
+    header = Header(op, transport.rank, key, num_bytes=data.nbytes).pack()
     return [transport.send(Channel.CONTROL, peer, tag + more, part) for more, part in enumerate((header, data))]
 
 
-def hear(transport: Transport, peer: int, tag: Tag, until: Deadline | None) -> tuple[Header, Any]:
+def hear(transport: Transport, peer: int, tag: int, until: Deadline | None) -> tuple[Header, Any]:
     """A header and its body, None if it announces none; without ``until`` there is no limit to the wait.
 
     Raises:
@@ -294,7 +297,7 @@ def hear(transport: Transport, peer: int, tag: Tag, until: Deadline | None) -> t
     return header, hear_body(transport, peer, tag, header, until) if header.num_bytes else None
 
 
-def hear_body(transport: Transport, peer: int, tag: Tag, header: Header, until: Deadline | None) -> Any:
+def hear_body(transport: Transport, peer: int, tag: int, header: Header, until: Deadline | None) -> Any:
     """The body that a header announced under ``tag``."""
     data = np.empty(header.num_bytes, np.uint8)
     transport.receive(Channel.CONTROL, peer, tag + 1, data).wait(None if until is None else until.left_s)
