@@ -710,6 +710,9 @@ def test_search_within_budgets_and_constraints(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "residuals" in drawn.output
     assert picture.stat().st_size > 1000
+    for budget, spends in (([], True), (["--error-budget", "9"], False)):
+        told = espresso("search", job, "-c", "efsignsgd", "--automatic", *budget)
+        assert ("may go into owing less" in " ".join((told.output + told.stderr).split())) is spends
     slip = espresso("search", job, "-c", "efsignsgd", "--keep-exact", "nosuch.*")
     assert f"no tensor of this model is called 'nosuch.*'; the first is {names[0]!r}" in slip.stderr
     refused(espresso("search", job, "-c", "efsignsgd", "--plot", picture), "--frontier", status=2)

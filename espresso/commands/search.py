@@ -98,7 +98,7 @@ def search(
     automatic: Annotated[
         bool | None,
         typer.Option(
-            help="As automatic mode: small vectors stay exact, and a little of the time saved goes into owing less."
+            help="As automatic mode: small vectors stay exact; a little time goes into owing less, without a budget."
             " By default where the job was measured on a live run.",
             show_default=False,
         ),
@@ -290,10 +290,10 @@ def _remarks(result: "SearchResult") -> list[str]:
             f" {human_us(max(result.fewer_kinds_cost_us, 0.0))} (--all-kinds: without)"
         )
     if terms.for_exactness:
+        spends = f", {100 * terms.for_exactness:.3g}% of the time saved, and of a step, may go into owing less"
         lines.append(
-            f"as automatic mode: vectors of up to {terms.constraints.exact_vectors} elements stay exact,"
-            f" {100 * terms.for_exactness:.3g}% of the time saved, and of a step, may go into owing less"
-            " (--no-automatic: the shortest alone)"
+            f"as automatic mode: vectors of up to {terms.constraints.exact_vectors} elements stay exact"
+            f"{spends if terms.error_budget is None else ''} (--no-automatic: the shortest alone)"
         )
     if result.offload_capped:
         lines.append("Algorithm 2 had more combinations than its cap allows; it settled its groups one after the other")

@@ -21,9 +21,9 @@ EXACT_VECTORS = 16384
 a thousandth of a model's bytes, and an error in one of them moves every unit of a layer alike."""
 
 FOR_EXACTNESS = 0.025
-"""Of the time that compression saves, and of a step, at most this part may buy exactness: half of the twentieth by
-which nothing chosen may be slower than the best compressor alone. With a twentieth of the time saved, up to a tenth of
-a step, a GPT's steps at 1 Gb/s took 1.09 times that (docs/benchmarks.md)."""
+"""Of the time that compression saves, and of a step, at most this part may buy exactness where no budget says how much
+of it is enough: half of the twentieth by which a step may be above the best. With a twentieth of the time saved, up to
+a tenth of a step, a GPT's steps at 1 Gb/s took 1.09 times that (docs/benchmarks.md)."""
 
 HARMLESS, HARMLESS_ADAPTIVE = 4.0, 2.0
 """Gradients that a strategy may owe where espresso chooses between compressors; the second where the optimizer divides
