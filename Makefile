@@ -62,8 +62,9 @@ gpu:
 	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' \
 		|| echo "NO GPU: $(GPU_PYTHON) sees no CUDA device, so nothing is measured and every GPU test below is skipped"
 	$(GPU_PYTHON) -m benchmarks.gpu; failed=$$?; \
-	$(GPU_PYTHON) -m benchmarks.speed --device cuda --rows cnn-1 --compressors auto \
-		--json benchmarks/results/speed_gpu.json || failed=$$?; \
+	for backend in gloo nccl; do \
+		$(GPU_PYTHON) -m benchmarks.speed --device cuda --backend $$backend --rows cnn-1 --compressors auto \
+			--json benchmarks/results/speed_gpu_$$backend.json || failed=$$?; done; \
 	workers=$$($(GPU_PYTHON) -c 'import importlib.util as u, os; \
 		print(f"-n {min(12, max(1, len(os.sched_getaffinity(0)) * 3 // 4))}" if u.find_spec("xdist") else "")'); \
 	$(GPU_PYTHON) -m pytest -m gpu -q -o addopts= -W default -p no:benchmark --timeout 240 $$workers \

@@ -5,6 +5,7 @@
     python -m benchmarks.speed --quick              # fewer rounds, one compressor
     python -m benchmarks.speed --nothing-chosen --rows mlp-1,cnn-1,cnn-slow    # "auto" against the best of five alone
     python -m benchmarks.speed --device cuda --rows mlp-1                      # both hosts on the first GPU
+    python -m benchmarks.speed --device cuda --backend nccl --rows mlp-1       # the same over NCCL, through sockets
 
 Two emulated hosts, each pinned to one core (not with ``--device cuda``), its card limited by ``tbf`` (burst at most
 128 KiB, the bulk rate verified before every row), bytes by the card's own counter. All arms of a row live in one
@@ -211,6 +212,7 @@ def train(
     *,
     named_at_once: bool = False,
     device: str = "cpu",
+    backend: str = "gloo",
 ) -> dict[str, Any]:
     """Run one case; the trainer's result.
 
@@ -222,7 +224,7 @@ def train(
     argv = [sys.executable, "-m", "benchmarks.train", "--model", case.model, "--arms", ",".join(arms)]
     argv += ["--blocks", str(case.blocks), "--steps-per-block", str(case.steps), "--seed", str(seed)]
     # The first collectives of a slow network wait for seconds of gradients.
-    argv += ["--json", str(out), "--timeout-s", "300", "--device", device]
+    argv += ["--json", str(out), "--timeout-s", "300", "--device", device, "--backend", backend]
     if case.rtt_ms:  # a plain step takes seconds far apart: as few as may be
         argv += ["--decide-by", "0"]
     argv += ["--decide-named-by", "0"] if named_at_once else []
@@ -254,6 +256,7 @@ def main(
     ] = False,
     seed: Annotated[int, typer.Option()] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="gloo, or nccl for what is on the GPU.")] = "gloo",
     artifacts_dir: Annotated[Path | None, typer.Option(help="For job, strategy and lanes of automatic arms.")] = None,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "speed.json",
 ) -> None:
@@ -283,7 +286,10 @@ def main(
         with open_network(2, case.rate, distance=distance) as network:
             networks[case.name] = describe(network)
             own, raw = far if case.rtt_ms else near, json_path.with_suffix(".raw")
-            result = train(network, case, own, seed, raw, artifacts_dir, named_at_once=nothing_chosen, device=device)
+            result = train(
+                network, case, own, seed, raw, artifacts_dir,
+                named_at_once=nothing_chosen, device=device, backend=backend,
+            )  # fmt: skip
         found = rows_of(case, result["arms"])
         measured += found
         console.print(table_of(found, f"{case.name}: 2 hosts x {case.workers}, {networks[case.name]}"))
@@ -296,6 +302,7 @@ def main(
         # After every case: what was measured so far survives an interruption.
         config = {
             "device": result["device"],
+            "backend": backend,
             "arms": near,
             "far": far,
             "networks": networks,

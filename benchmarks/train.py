@@ -258,9 +258,10 @@ def summarize(runner: Runner, runners: list[Runner]) -> dict[str, Any]:
 
 
 @contextmanager
-def process_group(timeout_s: float) -> Iterator[None]:
-    """The default group over Gloo, from torchrun's variables."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+def process_group(timeout_s: float, backend: str = "gloo") -> Iterator[None]:
+    """The default group, from torchrun's variables."""
+    served = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    dist.init_process_group(served, timeout=timedelta(seconds=timeout_s))
     try:
         yield
     finally:
@@ -331,13 +332,14 @@ def main(
     progress_path: Annotated[Path | None, typer.Option("--progress", hidden=True)] = None,
     timeout_s: Annotated[float, typer.Option(help="Of the default process group.")] = 120.0,
     device: Annotated[str, typer.Option(help="cpu, or cuda: all ranks on the first GPU.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="gloo, or nccl for what is on the GPU.")] = "gloo",
 ) -> None:
     """Compare arms; run under torchrun or ``python -m benchmarks.emulated``."""
     torch.set_num_threads(1)
     place, parsed = Place.from_env(interface, device), parse_arms(arms)
     workload = build_workload(model, seed).on(device)
     progress = Progress(progress_path if place.rank == 0 else None)
-    with process_group(timeout_s):
+    with process_group(timeout_s, backend):
         runners = make_runners(parsed, workload, artifacts_dir, total_steps, decide_by, decide_named_by)
         warm_up(runners, place, warmup_steps, progress)
         send_as_much(runners)

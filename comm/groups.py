@@ -86,7 +86,8 @@ class Groups:
         before: the process group that this rank meets next; if a rank is off here, those hear of it there.
 
     Raises:
-        TopologyError: ``ranks_per_node`` does not divide the number of ranks.
+        TopologyError: ``ranks_per_node`` does not divide the number of ranks; or the process group has no backend for
+            the device that the model is on.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Groups:
         self.beside = beside
         self.timeout_s = timeout_s
         self.host_copies = host_copies
-        self.backend: str = dist.get_backend(parent)
+        self.backend = backend_for("cuda" if host_copies else "cpu", parent)
         self.alarm = Alarm(self.rank)
         self.witness = Witness(self.rank, self.alarm, self.rank_in, self._ranks)
 
@@ -426,6 +427,22 @@ class Groups:
         if me in ranks:
             self._made.append(member)
         return member
+
+
+def backend_for(device: str, group: dist.ProcessGroup | None) -> str:
+    """The backend that serves tensors of this kind of device: ``init_process_group()`` gives each kind its own.
+
+    Raises:
+        TopologyError: there is none.
+    """
+    served = dist.get_backend_config(group)
+    found = dict(each.split(":", 1) for each in served.split(",")).get(device)
+    if found is None:
+        raise TopologyError(
+            f"the model is on {'a GPU' if device == 'cuda' else 'the CPU'}, and its process group serves {served} only;"
+            f' init_process_group() without a backend serves all devices that there are, "gloo" both kinds'
+        )
+    return found
 
 
 _AWAY = "away"

@@ -6,6 +6,7 @@ enforce. What more a real device adds (NCCL, waiting for nothing) is in tests/te
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -19,7 +20,8 @@ from espresso.comm.execute.device import CudaStreams, DevicePass, DeviceSide
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.memory import DeviceMemory
-from espresso.compressors import Correction
+from espresso.compressors import Correction, Encoding
+from espresso.compressors.cuda import CudaCodec
 from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import DeviceCodecs
 from espresso.live.runtime import DeviceRuntime
@@ -591,6 +593,73 @@ def test_automatic_mode_measures_and_decides_on_a_device(spec: str) -> None:
         assert measured
         assert step > 10
         assert events[0] == "decided"
+
+
+class Lying:
+    """From some step on a rank sends half of its gradient, and keeps its books as if all were sent."""
+
+    def __init__(self) -> None:
+        self.encode = CudaCodec.encode
+        self.lies = False
+
+    def __enter__(self) -> Lying:
+        lying = self
+
+        def encode(codec: CudaCodec, encoding: Encoding, payload: Any) -> bool:
+            finite = lying.encode(codec, encoding, payload)
+            if lying.lies:
+                lying.encode(codec, replace(encoding, scale=encoding.scale / 2, feedback=None), payload)
+            return finite
+
+        CudaCodec.encode = encode  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        CudaCodec.encode = self.encode  # type: ignore[method-assign]
+
+
+def run_guarded(rank: int, where: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Sound steps, then one rank lies. Gradients are views of the buckets, and zeroed in place after each step."""
+    import espresso.live.session
+
+    if where == "emulated":
+        streams = TracedStreams()
+        espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    place = "cpu" if where == "emulated" else where
+    ddp = wrap(mlp(64, 128, 128, 8).to(place), gradient_as_bucket_view=True)
+    lies_from, seen = 100, {}
+    with (
+        registered(ddp, OPTIONS[0], "efsignsgd", ranks_per_node=1, adapt=True, **settings) as state,
+        Lying() as lying,
+    ):
+        for step in range(2 * lies_from):
+            lying.lies = rank == 1 and step >= lies_from
+            if step == lies_from:
+                seen = {"sound": state.history, "metrics": state.metrics()}
+            ddp.zero_grad(set_to_none=False)
+            inputs = batch(rank, step % 8, 64).to(place)
+            (ddp(inputs) - inputs[:, :8].sin()).square().mean().backward()
+            sgd(ddp, 0.05)
+            if any(row["event"] == "backed_off" for row in state.history):
+                break
+        return seen | {"history": state.history, "agreed": agreed(ddp), "took": step - lies_from}
+
+
+@pytest.mark.parametrize("settings", [{}, {"residual_dtype": "bf16"}, {"transactional": False}], ids=str)
+@pytest.mark.parametrize("where", DEVICES)
+def test_averages_on_a_device_are_looked_at(where: str, settings: dict[str, Any]) -> None:
+    """They are gone by the time that the step is judged; an encoder that lies is noticed nonetheless."""
+    build_for(where)
+    for outcome in run_ranks(run_guarded, 2, where, settings, deadline_s=200):
+        found = outcome.value
+        assert [row["event"] for row in found["sound"] if row["event"] != "changed"] == ["decided"]
+        for group in ("0", "2", "4"):
+            assert found["metrics"][f"espresso/lost/{group}"] < (0.02 if settings else 1e-3)
+            assert found["metrics"][f"espresso/deviation/{group}"] > 1e-3
+            assert found["metrics"][f"espresso/residual_ratio/{group}"] > 1e-3
+        assert "backed_off" in [row["event"] for row in found["history"]]
+        assert 0 <= found["took"] <= 100
+        assert found["agreed"]
 
 
 def run_scheduled(rank: int) -> tuple[list[float], list[float], bool]:

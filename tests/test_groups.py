@@ -19,6 +19,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
 from espresso.comm.pairs import MUCH, card_rate
 from espresso.strategies import Choice, Cluster, CompressorSpec, Scope, Strategy, parse_option
+from tests.workers import run_ranks
 
 
 def nodes(text: str) -> list[tuple[str, int, int | None]]:
@@ -211,3 +212,22 @@ def test_a_job_on_uneven_nodes_runs_flat():
     answers = POOL.run(uneven)
     assert answers == [(True, answers[0][1])] * 4
     assert answers[0][1] > 0
+
+
+def run_default_group(rank: int) -> tuple[str, int, str]:
+    """``init_process_group()`` names no backend: each device has its own."""
+    dist.init_process_group()
+    groups = Groups(ranks_per_node=1, connections=2)
+    flat = groups.scopes[Scope.FLAT]
+    with pytest.raises(TopologyError) as refused:
+        Groups(dist.new_group(backend="cpu:gloo"), host_copies=True)
+    found = "gloo" if flat.is_gloo else groups.backend, len(flat.others), str(refused.value)
+    groups.close()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_group_without_a_named_backend_is_what_serves_the_models_device():
+    for backend, others, refused in (outcome.value for outcome in run_ranks(run_default_group, 2, init=False)):
+        assert (backend, others) == ("gloo", 1), "links of their own are Gloo's"
+        assert "the model is on a GPU, and its process group serves cpu:gloo only" in refused

@@ -52,6 +52,8 @@ def worker_env(network: Network, host: Host, local_rank: int, num_local: int, po
         "MASTER_ADDR": network.hosts[0].address,
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": host.interface,
+        "NCCL_SOCKET_IFNAME": host.interface,
+        "NCCL_HOSTID": f"rank {host.index * num_local + local_rank}",  # it refuses a host's second rank on one GPU
         "OMP_NUM_THREADS": "1",
         # There is no name service between the hosts, and the TCP store would warn about it on every start.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),

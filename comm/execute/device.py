@@ -51,6 +51,7 @@ LOOK_EVERY = 16
 
 OUT = "out"
 POLL_S = 1e-4
+FETCH_S = 60.0
 
 Event = Any
 """Of a stream: what comes after it may wait for it."""
@@ -143,6 +144,7 @@ class DeviceSide:
         self.streams, self.found_by_decoders, self.noted = streams, note_taker, memory.take_notes
         self.memory: Memory = memory
         self.host: Memory = memory.host
+        self.averaged: Callable[[int], None] = lambda bucket: None
         self._anchor: tuple[Event, int] | None = None
         self._clock: Any = None
 
@@ -151,6 +153,17 @@ class DeviceSide:
 
     def watch(self, clock: Any) -> None:
         self._clock = clock
+
+    def copied(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.host.numbers(numbers.numel(), numbers.dtype).copy_(numbers, non_blocking=True)
+
+    def fetched(self, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """On a stream of its own: backward is not waited for."""
+        with self.streams.on(OUT):
+            there = [self.copied(numbers) for numbers in make()]
+            if not self.streams.wait_here(self.streams.record(), FETCH_S):
+                raise StalledError(f"the device did not copy {len(there)} stretches within {FETCH_S:.0f} s")
+        return there
 
     def at_ns(self, event: Event) -> int:
         """When an event came, on the clock of ``perf_counter_ns``; both it and the anchor have come."""
@@ -208,6 +221,7 @@ class DevicePass:
         """DDP's stream will wait for all that is launched; the host does not."""
         with self.aside():
             self._streams.wait([self.ready[bucket], *self._ends.get(bucket, ())])
+            self._side.averaged(bucket)
             future.set_result(buffer)
 
     def seal(self) -> None:

@@ -94,11 +94,11 @@ class Executor:
         self.agree = agree
         self.planner, self.store, self.velocities = planner, store, velocities
         self.factors = FactorStore() if factors is None else factors
-        self._side: Side = HostSide() if side is None else side
+        self.side: Side = HostSide() if side is None else side
         self._servers, self._timeout_s = servers, timeout_s
         context = Context(
             groups.cluster, groups.rank, groups.scopes, codecs, store, seed, velocities, servers,
-            memory=self._side.memory, host=self._side.host, factors=self.factors,
+            memory=self.side.memory, host=self.side.host, factors=self.factors,
         )  # fmt: skip
         self._programs = Programs(context)
         self._averager = Averager(groups.scopes[Scope.FLAT])
@@ -204,7 +204,7 @@ class Executor:
             )
         self.step = self._count
         record = Record(self.step, self.planner.assign(self.step))
-        run = self._side.begin(record, self._timeout_s)
+        run = self.side.begin(record, self._timeout_s)
         self.lanes.begin_iteration()
         iteration = Iteration(record, run, grad_scale(), self.may_owe, self._choose)
         with self.lanes.lock:
@@ -216,7 +216,7 @@ class Executor:
         on_done = partial(self._bucket_done, iteration)
         assignment = iteration.record.assignment
         watched = assignment.deferred or assignment.record or self.velocities is not None
-        if self._side.averages_alone and assignment.strategy.only_averages and not watched and not iteration.drains:
+        if self.side.averages_alone and assignment.strategy.only_averages and not watched and not iteration.drains:
             return Averaging(iteration, self._averager, on_done, self.lanes.fail)
         tasks = Tasks(iteration, self._programs, self.lanes, on_done)
         if assignment.order is not None and assignment.buckets is not None:
@@ -242,7 +242,7 @@ class Executor:
                 iteration.hand_over(index)
             return
         iteration.run.seal()
-        if not self._side.judges_late and self.agree is None:
+        if not self.side.judges_late and self.agree is None:
             self._go_on(iteration, index, self._judge(iteration))
         elif iteration.record.assignment.deferred or self.agree is not None:
             self.lanes.submit("control", partial(self._judge_apart, iteration, index))
@@ -447,7 +447,7 @@ class Executor:
 
     def watch(self, clock: Any) -> None:
         """Have ``clock.read`` called with the device's times after every iteration (None: measure no more)."""
-        self._side.watch(clock)
+        self.side.watch(clock)
 
     def close(self, *, keeps_groups: bool = False) -> bool:
         """Stop threads. Futures still open fail, so that nobody waits for them. The planner hears no more.

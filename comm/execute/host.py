@@ -25,6 +25,8 @@ class HostSide:
         judges_late: whether it takes a wait for the device to know how an iteration went.
         memory: where gradients are.
         host: where offloaded steps work.
+        averaged: called with a bucket's number, on the stream that has its average, where that is gone before the
+            iteration is judged. Not here.
     """
 
     averages_alone = True
@@ -32,12 +34,23 @@ class HostSide:
     memory: Memory = HOST
     host: Memory = HOST
 
+    def __init__(self) -> None:
+        self.averaged: Callable[[int], None] = lambda bucket: None
+
     def begin(self, record: Record, patience_s: float) -> HostPass:
         """A new backward pass; on a device waits for it, where any do, last ``patience_s``."""
         return HostPass(record)
 
     def watch(self, clock: Any) -> None:
         """Have ``clock.read`` called with a device's times after every iteration (None: no more). None here."""
+
+    def copied(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers as they are now on the current stream, on the host: there by the time the iteration is judged."""
+        return numbers.clone()
+
+    def fetched(self, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Make tensors of what nothing changes at present, and have them on the host; they are not copied if there."""
+        return make()
 
 
 class HostPass:

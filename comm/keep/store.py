@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -68,6 +68,14 @@ class Stretch:
     def cut(self, low: int, high: int) -> Stretch:
         """From its element ``low`` to before ``high``."""
         return replace(self, start=self.start + low, at=self.at + low, numel=high - low)
+
+
+Fetched = Callable[[Callable[[], list[torch.Tensor]]], list[torch.Tensor]]
+"""Makes tensors, and gives them on the host."""
+
+
+def _as_they_are(make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    return make()
 
 
 class Remote(Protocol):
@@ -140,10 +148,16 @@ class ResidualStore:
             transactional=self.transactional, gain=gain, storage=self.storage,
         )  # fmt: skip
 
-    def kept(self, where: Mapping[str, tuple[int, int]]) -> dict[str, Array]:
+    def kept(self, where: Mapping[str, tuple[int, int]], fetched: Fetched = _as_they_are) -> dict[str, Array]:
         """What this rank answers for of some stretches (first element, and the one after the last): its residuals at
         all sites and what it carries; as float64 where that is a sum. Only between iterations. Those at servers are not
         in it.
+
+        Args:
+            fetched: makes tensors and brings them to the host, all at once.
+
+        Returns:
+            By tensor, arrays to be read at once: some are those in use.
         """
         found: dict[str, Array] = {}
 
@@ -158,12 +172,21 @@ class ResidualStore:
             total[low - start : low - start + values.size] += values
             found[tensor] = total
 
-        pieces = [(run.tensor, run.tensor_start, run.numel, residual, at) for residual, run, at in
-                  _stretches(self.live) if residual.replica == 0 and run.tensor in where]  # fmt: skip
-        for tensor, start, numel, residual, at in pieces:
-            low, high = max(where[tensor][0], start), min(where[tensor][1], start + numel)
-            if low < high:
-                add(tensor, low, residual.read(at + low - start, high - low))
+        pieces = []
+        for residual, run, at in _stretches(self.live):
+            low, high = where.get(run.tensor, (0, 0))
+            low, high = max(low, run.tensor_start), min(high, run.tensor_start + run.numel)
+            if residual.replica == 0 and low < high:
+                pieces.append((run.tensor, low, residual, at + low - run.tensor_start, high - low))
+
+        def views() -> list[torch.Tensor]:
+            holders = {id(residual): residual for _, _, residual, _, _ in pieces}
+            held = {key: residual.memory.tensor(residual.old) for key, residual in holders.items()}
+            return [held[id(residual)][at : at + numel] for _, _, residual, at, numel in pieces]
+
+        for (tensor, low, residual, _, _), numbers in zip(pieces, fetched(views) if pieces else (), strict=True):
+            values = numbers.numpy()
+            add(tensor, low, values if residual.gain == 1 else values / values.dtype.type(residual.gain))
         arrays = [(tensor, 0, values) for tensor, values in self.carry.items()]
         for (tensor, _), parts in self._waiting.items():
             arrays += [(tensor, start, values) for start, values, replica in parts if replica == 0]

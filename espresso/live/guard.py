@@ -36,6 +36,7 @@ import numpy.typing as npt
 import torch
 
 from espresso.comm.execute.assignment import Assignment, Record
+from espresso.comm.execute.iteration import Side
 from espresso.comm.groups import Groups
 from espresso.comm.keep.residual import FULL
 from espresso.comm.keep.store import ResidualStore
@@ -118,8 +119,9 @@ class _Check:
 
     Attributes:
         where: by tensor, the stretch.
-        buffers: by tensor, the numbers of its stretch in the bucket's buffer, before and after the exchange.
-        eps: by tensor, of its gradients' type.
+        given: by tensor, the numbers of its stretch before the exchange.
+        buffers: the same in the bucket's buffer, where the average will be; on a GPU a copy of that once it is there.
+        of_bucket: which tensors are in a bucket.
     """
 
     iteration: int
@@ -127,9 +129,9 @@ class _Check:
     choices: dict[str, Choice]
     kept: dict[str, Array]
     scale: float = 1.0
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    given: dict[str, tuple[Array, float]] = field(default_factory=dict)
-    eps: dict[str, float] = field(default_factory=dict)
+    of_bucket: dict[int, list[str]] = field(default_factory=dict)
 
 
 class Guard:
@@ -138,13 +140,15 @@ class Guard:
     Args:
         tensors: of the model.
         store: what is kept.
+        side: where gradients are.
 
     Attributes:
         figures: of each group, by name: ``deviation``, ``residual_ratio``, ``lost``, of its latest check.
     """
 
-    def __init__(self, groups: Groups, tensors: Sequence[TensorSpec], store: ResidualStore) -> None:
-        self._groups, self._store = groups, store
+    def __init__(self, groups: Groups, tensors: Sequence[TensorSpec], store: ResidualStore, side: Side) -> None:
+        self._groups, self._store, self._side = groups, store, side
+        side.averaged = self._averaged
         self._numels = {tensor.name: tensor.numel for tensor in tensors}
         self._group_of = group_names([tensor.name for tensor in tensors])
         self._signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), STRETCH)
@@ -184,7 +188,8 @@ class Guard:
         names = (names[first:] + names[:first])[:MOST_TENSORS]
         where = {name: self._stretch(name, iteration) for name in names}
         check = _Check(iteration, where, {name: choices[name] for name in names}, {})
-        check.kept = {name: self._sketch(values)[:SIZE] for name, values in self._store.kept(where).items()}
+        kept = self._store.kept(where, self._side.fetched)
+        check.kept = {name: self._sketch(values)[:SIZE] for name, values in kept.items()}
         check.scale = scale() or 1.0
         self._check = check
 
@@ -201,12 +206,17 @@ class Guard:
         for slot in bucket.slots:
             if slot.tensor in check.where:
                 start, stop = check.where[slot.tensor]
-                numbers = buffer[slot.offset + start : slot.offset + stop]
-                check.buffers[slot.tensor] = numbers
-                check.eps[slot.tensor] = torch.finfo(numbers.dtype).eps
-                found = self._sketch(_host(numbers))
-                check.given[slot.tensor] = found[:SIZE] / check.scale, found[SIZE] / check.scale**2
+                numbers = check.buffers[slot.tensor] = buffer[slot.offset + start : slot.offset + stop].detach()
+                check.given[slot.tensor] = self._side.copied(numbers)
+                check.of_bucket.setdefault(bucket.index, []).append(slot.tensor)
         return bucket
+
+    def _averaged(self, bucket: int) -> None:
+        """Keep what will be gone."""
+        check = self._check
+        if check is not None:
+            for name in check.of_bucket.get(bucket, ()):
+                check.buffers[name] = self._side.copied(check.buffers[name])
 
     def end(self, record: Record) -> bool:
         """The iteration is averaged and judged. Whether all ranks should call :meth:`look` in this hook call."""
@@ -216,15 +226,15 @@ class Guard:
         if check is None or not record.finite or check.buffers.keys() != check.where.keys():
             return False
         rows = np.zeros((len(check.where), _WIDTH))
-        kept = self._store.kept(check.where)
+        kept = self._store.kept(check.where, self._side.fetched)
         self._averages = {}
         for row, name in zip(rows, check.where, strict=True):
             average = self._sketch(_host(check.buffers[name]))[:SIZE]
             self._averages[name] = average / check.scale * self._groups.num_ranks
-            after = self._sketch(kept[name])
-            row[:SIZE], square = check.given[name]
+            given, after = self._sketch(_host(check.given[name])), self._sketch(kept[name])
+            row[:SIZE] = given[:SIZE] / check.scale
             row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE] = check.kept[name], after[:SIZE]
-            row[3 * SIZE :] = square, after[SIZE]
+            row[3 * SIZE :] = given[SIZE] / check.scale**2, after[SIZE]
         check.buffers = {}
         self._summing = check, self._groups.start_sum(torch.from_numpy(rows))
         self._next, self._turn = record.iteration + self._apart, self._turn + 1
@@ -242,7 +252,8 @@ class Guard:
         (check, summing), self._summing = self._summing, None
         rows = summing.rows()[0].numpy()
         averages = np.array([self._averages[name] for name in check.choices])
-        all_figures = _figures(rows, averages, np.array([check.eps[name] for name in check.choices])).T.tolist()
+        eps = np.array([torch.finfo(check.given[name].dtype).eps for name in check.choices])
+        all_figures = _figures(rows, averages, eps).T.tolist()
         found: dict[str, str] = {}
         of_group: dict[str, list[tuple[float, ...]]] = {}
         for (name, choice), row, figures in zip(check.choices.items(), rows, all_figures, strict=True):
@@ -314,7 +325,7 @@ class Guard:
 def _host(numbers: torch.Tensor) -> Array:
     """As it is, or as float32."""
     short = numbers.dtype not in (torch.float32, torch.float64)
-    found: Array = (numbers.detach().float() if short else numbers.detach()).numpy()
+    found: Array = (numbers.float() if short else numbers).numpy()
     return found
 
 

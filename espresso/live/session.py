@@ -136,10 +136,7 @@ class Session:
             self.decider: Decider = self._make_decider()
             if isinstance(self.decider, FixedPlanner):
                 self._note_decided(0)
-            # Velocities are sums of another kind; on a GPU the average is gone before it is judged; shards would have
-            # to back off together.
-            is_seen = rule is None and self.runtime.place.is_host and self.groups.beside is None
-            self.guard = Guard(self.groups, model.tensors, self.store) if config.adapt and is_seen else None
+            self.guard: Guard | None = None
             servers = None if client is None else self._link(client)
             self.executor: Executor = self.runtime.executor(
                 self.codecs,
@@ -155,6 +152,9 @@ class Session:
                 **self._front(),
             )
             undo.callback(self.executor.close)
+            # Velocities are sums of another kind; shards would have to back off together.
+            if config.adapt and rule is None and self.groups.beside is None:
+                self.guard = Guard(self.groups, model.tensors, self.store, self.executor.side)
             self._kernels = self._make_kernels()
             undo.callback(self._kernels.end)
             self.is_compiled = self._warm_up(servers)  # last: who dies or hangs meanwhile is named
