@@ -23,7 +23,17 @@ from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, Tenso
 from tests.workers import run_ranks
 
 STEPS, BREAK = 6, 3
+AUTOMATIC_STEPS = 40
 SETTINGS: dict[str, Any] = {"timeout_s": 30.0, "offload_threads": 1, "ranks_per_node": 1}
+QUICK: dict[str, Any] = {
+    **SETTINGS,
+    "warmup_steps": 3,
+    "profile_steps": 2,
+    "race_steps": 3,
+    "race_rounds": 1,
+    "decide_by": 0,
+}
+"""Automatic mode that has decided after some 20 steps."""
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
 
 
@@ -34,16 +44,34 @@ def needs(package: str) -> pytest.MarkDecorator:
 @needs("lightning")
 @pytest.mark.slow
 def test_lightning() -> None:
-    for results in results_of(lightning):
+    everybody = results_of(lightning)
+    for results in everybody:
         for how in ("callback", "strategy"):
-            whole, resumed, forgotten, logged, num_parts = results[how]
+            whole, resumed, forgotten, logged, num_parts, epoch = results[how]
+            assert whole == everybody[0][how][0], "replicas differ"
             assert resumed == whole, how
             assert forgotten != resumed, "the residuals made no difference"
             assert logged["espresso/residual_norm"] > 0
             assert 0 < logged["espresso/bytes_sent"] < logged["espresso/bytes_raw"]
             assert logged["espresso/steps"] == STEPS
             assert num_parts == 840
+            assert epoch == 0
         assert results["callback"][0] == results["strategy"][0]
+
+
+@needs("lightning")
+@pytest.mark.slow
+def test_lightning_with_nothing_chosen() -> None:
+    everybody = results_of(lightning_automatic)
+    for results in everybody:
+        for how in ("callback", "strategy"):
+            digest_, decided, losses, steps, exchanges, again = results[how]
+            assert digest_ == everybody[0][how][0], "replicas differ"
+            assert decided
+            assert losses[-1] < losses[0] / 2
+            assert steps == sorted(set(steps)), "a step's figures are logged once"
+            assert exchanges == AUTOMATIC_STEPS, "batches that only accumulate are not exchanged"
+            assert again == AUTOMATIC_STEPS, "what a test read is not what the next fit goes on from"
 
 
 @needs("accelerate")
@@ -62,6 +90,20 @@ def test_transformers() -> None:
         assert resumed == whole
         assert forgotten != whole, "the residuals made no difference"
         assert 0 < logged["espresso/bytes_sent"] < logged["espresso/bytes_raw"]
+
+
+@needs("transformers")
+@pytest.mark.slow
+def test_transformers_with_nothing_chosen() -> None:
+    everybody = results_of(transformers_automatic)
+    for digest_, decided, losses, exchanges, reported, epoch, is_saved in everybody:
+        assert digest_ == everybody[0][0], "replicas differ"
+        assert decided
+        assert losses[-1] < losses[0] / 2
+        assert exchanges == [AUTOMATIC_STEPS, 2 * AUTOMATIC_STEPS], "a second train() goes on with the same state"
+        assert reported == [float(step) for step in range(1, AUTOMATIC_STEPS + 1)]
+        assert epoch == 1
+        assert not is_saved, "only the model was asked for"
 
 
 def test_no_framework_is_imported_by_itself() -> None:
@@ -108,39 +150,61 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 5))
 
 
-def digest(module: nn.Module) -> str:
+def digest(module: nn.Module | None) -> str:
+    assert module is not None
     sha = hashlib.sha256()
     for parameter in module.parameters():
         sha.update(parameter.detach().numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
-def lightning(rank: int, folder: str) -> dict[str, Any]:
+def lightning_parts() -> tuple[Any, Any]:
+    """A module and a logger; the framework is imported on the ranks alone."""
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import Logger
-
-    from espresso.integrations.lightning import EspressoCallback, EspressoStrategy
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = net()
+            self.losses: list[float] = []
 
         def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-            return self.net(batch).square().mean()
+            loss: torch.Tensor = self.net(batch).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.log("loss", self.net(batch).square().mean(), sync_dist=True)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     class Memory(Logger):
         name = version = "memory"  # type: ignore[assignment]
-        figures: dict[str, float] = {}  # noqa: RUF012
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.figures: dict[str, float] = {}
+            self.steps: list[int | None] = []
 
         def log_hyperparams(self, *_: Any, **__: Any) -> None:
             pass
 
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            self.figures = metrics
+            if "espresso/steps" in metrics:
+                self.figures = metrics
+                self.steps.append(step)
+
+    return Model, Memory
+
+
+def lightning(rank: int, folder: str) -> dict[str, Any]:
+    import lightning.pytorch as pl
+
+    from espresso.integrations.lightning import EspressoCallback, EspressoStrategy
+
+    Model, Memory = lightning_parts()
 
     class Saving(pl.Callback):
         """After the first epoch. Lightning's own resume in the middle of one is not exact."""
@@ -156,7 +220,7 @@ def lightning(rank: int, folder: str) -> dict[str, Any]:
         given = {"strategy": compressed, **SETTINGS}
         adapter: Any = EspressoCallback(**given) if how == "callback" else EspressoStrategy(**given)
         if forget:
-            adapter._exchange.load = lambda body: None
+            adapter._exchange.load = lambda *_: None
         memory, model = Memory(), Model()
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -180,8 +244,54 @@ def lightning(rank: int, folder: str) -> dict[str, Any]:
         whole, logged = trained(how, save=path)
         resumed, _ = trained(how, path=path)
         forgotten = forgotten or trained(how, path=path, forget=True)[0]
-        num_parts = len(torch.load(path, weights_only=False)["espresso"]["parts"])
-        results[how] = (whole, resumed, forgotten, logged, num_parts)
+        saved = torch.load(path, weights_only=False)["espresso"]
+        results[how] = (whole, resumed, forgotten, logged, len(saved["parts"]), saved["epoch"])
+    dist.destroy_process_group()
+    return results
+
+
+def lightning_automatic(rank: int, folder: str) -> dict[str, Any]:
+    import lightning.pytorch as pl
+
+    from espresso.integrations.lightning import EspressoCallback, EspressoStrategy
+
+    Model, Memory = lightning_parts()
+    results: dict[str, Any] = {}
+    for how in ("callback", "strategy"):
+        adapter: Any = EspressoCallback(**QUICK) if how == "callback" else EspressoStrategy(**QUICK)
+        memory, model, path = Memory(), Model(), f"{folder}/{how}.ckpt"
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp" if how == "callback" else adapter,
+            callbacks=[adapter] if how == "callback" else [],
+            max_steps=AUTOMATIC_STEPS,
+            accumulate_grad_batches=2,
+            gradient_clip_val=1.0,
+            log_every_n_steps=1,
+            logger=memory,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        loader = torch.utils.data.DataLoader(Rows(4 * 2 * 2 * AUTOMATIC_STEPS), batch_size=4)
+
+        def state_of(adapter: Any = adapter, how: str = how) -> espresso.EspressoState:
+            state = adapter.state if how == "callback" else adapter.espresso
+            assert isinstance(state, espresso.EspressoState)
+            return state
+
+        trainer.fit(model, loader)
+        first = state_of()
+        exchanges = first.metrics()["espresso/steps"]
+        trainer.save_checkpoint(path)
+        result = (digest(model), first.decided, model.losses, memory.steps, exchanges)
+        trainer.test(model, torch.utils.data.DataLoader(Rows(16), batch_size=4), ckpt_path=path, verbose=False)
+        trainer.fit_loop.epoch_loop.max_steps = 2 * AUTOMATIC_STEPS
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, loader)
+        assert state_of() is not first
+        results[how] = (*result, state_of().metrics()["espresso/steps"])
     dist.destroy_process_group()
     return results
 
@@ -221,10 +331,9 @@ def accelerate(rank: int, folder: str) -> tuple[str, str, str]:
     return whole, trained(rest, "half"), trained(rest, "half", forget=True)
 
 
-def transformers(rank: int, folder: str) -> tuple[str, str, str, dict[str, float]]:
+def transformers_parts(folder: str, **given: Any) -> tuple[Any, dict[str, Any]]:
+    """Arguments, and what else a trainer takes."""
     import transformers as hf
-
-    from espresso.integrations.transformers import FOLDER, EspressoCallback
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -234,28 +343,35 @@ def transformers(rank: int, folder: str) -> tuple[str, str, str, dict[str, float
         def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": self.net(rows).square().mean()}
 
+    arguments = {
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
+    collate = lambda rows: {"rows": torch.stack(rows)}  # noqa: E731
+    made = hf.TrainingArguments(output_dir=folder, **{**arguments, **given})
+    return made, {"model": Model(), "data_collator": collate, "train_dataset": Rows()}
+
+
+def transformers(rank: int, folder: str) -> tuple[str, str, str, dict[str, float]]:
+    import transformers as hf
+
+    from espresso.integrations.transformers import FOLDER, EspressoCallback
+
     def trained(name: str, steps: int, resume: str | None = None, *, forget: bool = False) -> tuple[str, Any]:
         given: dict[str, Any] = {"strategy": compressed, **SETTINGS}
         callback = EspressoCallback(resume_from=f"{folder}/nowhere" if forget else resume, **given)
-        arguments = hf.TrainingArguments(
-            output_dir=f"{folder}/{name}",
-            per_device_train_batch_size=4,
-            max_steps=steps,
-            save_steps=BREAK,
-            logging_steps=1,
-            learning_rate=0.1,
-            lr_scheduler_type="constant",
-            optim="sgd",
-            max_grad_norm=0.0,
-            use_cpu=True,
-            ddp_backend="gloo",
-            report_to=[],
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-        )
-        collate = lambda rows: {"rows": torch.stack(rows)}  # noqa: E731
-        trainer = hf.Trainer(Model(), arguments, data_collator=collate, train_dataset=Rows(), callbacks=[callback])
+        arguments, parts = transformers_parts(f"{folder}/{name}", max_steps=steps, save_steps=BREAK)
+        trainer = hf.Trainer(args=arguments, callbacks=[callback], **parts)
         trainer.train(resume_from_checkpoint=resume)
         return digest(trainer.model), trainer.state.log_history
 
@@ -267,3 +383,55 @@ def transformers(rank: int, folder: str) -> tuple[str, str, str, dict[str, float
     logged = next(row for row in history if "espresso/bytes_sent" in row)
     dist.destroy_process_group()
     return whole, resumed, forgotten, logged
+
+
+def transformers_automatic(
+    rank: int, folder: str
+) -> tuple[str, bool, list[float], list[float], list[float], Any, bool]:
+    import transformers as hf
+
+    from espresso.integrations.transformers import FOLDER, EspressoCallback
+
+    reported: list[float] = []
+
+    class Reporter(hf.TrainerCallback):
+        """As TensorBoard's, given behind ours."""
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if "loss" in kwargs["logs"]:
+                reported.append(kwargs["logs"]["espresso/steps"])
+
+    callback = EspressoCallback(**QUICK)
+    arguments, parts = transformers_parts(
+        folder,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=1.0,
+        save_strategy="epoch",
+        save_only_model=True,
+    )
+    parts["train_dataset"] = Rows(4 * 2 * AUTOMATIC_STEPS)
+    trainer = hf.Trainer(args=arguments, callbacks=[callback, Reporter()], **parts)
+    exchanges, losses = [], []
+    state = None
+    for _ in range(2):
+        trainer.train()
+        state = callback.state
+        assert state is not None
+        exchanges.append(state.metrics()["espresso/steps"])
+        losses += [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert state is not None
+    epoch = state.state_dict()["epoch"]
+    is_saved = any(Path(folder).glob(f"checkpoint-*/{FOLDER}"))
+    result = (
+        digest(trainer.model),
+        state.decided,
+        losses,
+        exchanges,
+        reported[:AUTOMATIC_STEPS],
+        epoch,
+        is_saved,
+    )
+    state.close()
+    dist.destroy_process_group()
+    return result

@@ -3,8 +3,9 @@
     Trainer(strategy="ddp", callbacks=[EspressoCallback(compressor="efsignsgd")])
     Trainer(strategy=EspressoStrategy(compressor="efsignsgd"))
 
-Both register the model that Lightning wraps, write metrics to the trainer's loggers, and put all ranks' residuals into
-Lightning's checkpoints, which any number of ranks can go on from. In one process the trainer runs as it is.
+Both register the model that Lightning wraps, say which epoch begins, write metrics to the trainer's loggers, and put
+all ranks' residuals into Lightning's checkpoints, which any number of ranks can go on from. In one process the trainer
+runs as it is. They are for the package ``lightning``; ``pytorch_lightning`` has a trainer of its own.
 
 ``DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…)`` is not enough: Lightning ignores it on the CPU without a word, and on
 a GPU does not tell the state which model it serves.
@@ -17,6 +18,7 @@ from typing import Any, Unpack, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from espresso.live.config import RANGES, Settings
 from espresso.live.given import AUTO, CompressorLike, StrategyLike
@@ -33,6 +35,7 @@ class _Exchange:
     def __init__(self, compressor: CompressorLike, strategy: StrategyLike, settings: Settings) -> None:
         self._given = (compressor, strategy, settings)
         self._loaded: dict[str, Any] | None = None
+        self._logged = 0
         self.state: EspressoState | None = None
 
     def register(self, model: torch.nn.Module | None, scaler: Any) -> None:
@@ -45,22 +48,26 @@ class _Exchange:
         if loaded is not None:
             self.state.load_state_dict(loaded)
 
-    def load(self, body: dict[str, Any] | None, *, into: bool) -> None:
-        """Go on from a checkpoint: the model that is registered, or the one that will be."""
-        if not into:
-            self._loaded = body
-        elif body is not None and self.state is not None:
-            self.state.load_state_dict(body)
+    def load(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Go on from a checkpoint once the model is registered: Lightning reads it before it wraps the model."""
+        if trainer.state.fn == TrainerFn.FITTING:  # validating and testing read checkpoints too
+            self._loaded = checkpoint.get(ENTRY)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         if self.state is not None:
             checkpoint[ENTRY] = self.state.gather_state_dict()
 
     def log(self, trainer: Trainer) -> None:
-        every: int = getattr(trainer, "log_every_n_steps", 1)
-        if self.state is not None and every and trainer.global_step % every == 0:
-            for logger in trainer.loggers:
-                logger.log_metrics(self.state.metrics(), step=trainer.global_step)
+        every, step = getattr(trainer, "log_every_n_steps", 1), trainer.global_step
+        if self.state is None or not every or step % every or step == self._logged:  # a batch that only accumulates
+            return
+        self._logged = step
+        for logger in trainer.loggers:
+            logger.log_metrics(self.state.metrics(), step=step)
+
+    def begin_epoch(self, trainer: Trainer) -> None:
+        if self.state is not None:
+            self.state.set_epoch(trainer.current_epoch)
 
 
 def _scaler(trainer: Trainer) -> Any:
@@ -91,6 +98,9 @@ class EspressoCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._exchange.register(trainer.strategy.model, _scaler(trainer))
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._exchange.begin_epoch(trainer)
+
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._exchange.log(trainer)
 
@@ -98,7 +108,7 @@ class EspressoCallback(Callback):
         self._exchange.save(checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._exchange.load(checkpoint.get(ENTRY), into=False)
+        self._exchange.load(trainer, checkpoint)
 
 
 class EspressoStrategy(DDPStrategy):
@@ -128,6 +138,11 @@ class EspressoStrategy(DDPStrategy):
         super().configure_ddp()
         self._exchange.register(self.model, getattr(self.precision_plugin, "scaler", None))
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0 and self.lightning_module is not None:  # a strategy is not told of epochs
+            self._exchange.begin_epoch(self.lightning_module.trainer)
+
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         done = super().optimizer_step(*args, **kwargs)
         if self.lightning_module is not None:
@@ -141,5 +156,6 @@ class EspressoStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        self._exchange.load(checkpoint.get(ENTRY), into=True)
+        if self.lightning_module is not None:
+            self._exchange.load(self.lightning_module.trainer, checkpoint)
         return checkpoint

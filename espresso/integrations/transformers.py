@@ -1,8 +1,11 @@
 """Hugging Face's Trainer: ``Trainer(…, callbacks=[EspressoCallback(compressor="efsignsgd")])``.
 
-The callback registers the model that the trainer wraps in DDP at its first forward pass, adds metrics to what the
-trainer logs, saves residuals sharded beside each of the trainer's checkpoints, and goes on from them on any number of
-ranks. In one process the trainer runs as it is.
+The callback registers the model that the trainer wraps in DDP at its first forward pass, says which epoch begins, adds
+metrics to what the trainer logs, saves residuals sharded beside each of the trainer's checkpoints, and goes on from
+them on any number of ranks. In one process the trainer runs as it is.
+
+A trainer calls what ``report_to`` names before the callbacks it was given, so that those miss the metrics. Give them
+behind it: ``report_to="none"`` and ``callbacks=[EspressoCallback(…), TensorBoardCallback()]``.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class EspressoCallback(TrainerCallback):
         resume_from: the checkpoint that training goes on from, where that is not in ``output_dir``.
 
     Attributes:
-        state: the :class:`~espresso.EspressoState`; None before the first forward pass.
+        state: the :class:`~espresso.EspressoState`; None before the first forward pass. It stays open when training
+            ends: a second ``train()`` goes on with the same DDP model.
 
     Example:
         >>> trainer = Trainer(model, args, callbacks=[EspressoCallback("dgc:ratio=0.01")])   # doctest: +SKIP
@@ -53,6 +57,8 @@ class EspressoCallback(TrainerCallback):
         self._given = (compressor, strategy, settings)
         self._resume_from = resume_from
         self._look: Any = None
+        self._model: torch.nn.Module | None = None
+        self._epoch = 0
         self.state: EspressoState | None = None
 
     def on_train_begin(
@@ -67,14 +73,20 @@ class EspressoCallback(TrainerCallback):
                 self._start(module, args, state, scaler)
 
         self._forget()
-        self.state = None
         if args.world_size == 1:
             self._start(inner, args, state, scaler)
         else:
             self._look = register_module_forward_pre_hook(look)
 
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._epoch = int(state.epoch or 0)
+        if self.state is not None:
+            self.state.set_epoch(self._epoch)
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.state is not None and not self.state.is_off:
+        if self.state is not None and not self.state.is_off and not args.save_only_model:
             # All ranks; each saves what is its own.
             save({FOLDER: self.state}, checkpoint_id=self._folder(args, state))
 
@@ -91,15 +103,28 @@ class EspressoCallback(TrainerCallback):
         self._forget()
 
     def _start(self, model: torch.nn.Module, args: TrainingArguments, state: TrainerState, scaler: Any) -> None:
-        compressor, strategy, settings = self._given
-        self.state = register(model, compressor, strategy, None, scaler, **settings)
+        if self.state is None or model is not self._model:
+            if self.state is not None:
+                self.state.close()
+            compressor, strategy, settings = self._given
+            self.state, self._model = register(model, compressor, strategy, None, scaler, **settings), model
+        self._resume(args, state)
+        self.state.set_epoch(self._epoch)
+
+    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        assert self.state is not None
         if not state.global_step or self.state.is_off:
             return
         folder = self._folder(args, state) if self._resume_from is None else Path(self._resume_from) / FOLDER
         if folder.exists():
             load({FOLDER: self.state}, checkpoint_id=folder)
         else:
-            logger.warning("training goes on at step %d without residuals: no %s", state.global_step, folder)
+            logger.warning(
+                "training goes on at step %d without residuals: no %s. Where the checkpoint is elsewhere, say so:"
+                " EspressoCallback(resume_from=…)",
+                state.global_step,
+                folder,
+            )
 
     @staticmethod
     def _folder(args: TrainingArguments, state: TrainerState) -> Path:
@@ -109,5 +134,3 @@ class EspressoCallback(TrainerCallback):
         if self._look is not None:
             self._look.remove()
             self._look = None
-        if self.state is not None:
-            self.state.close()
