@@ -37,7 +37,7 @@ struct Whole {
         const T rounded = (q * inverse + magic) - magic;
         return {(u8)(signed char)(int)rounded, rounded};
     }
-    template <typename T> __device__ static T decode(u8 bits) { return (T)(signed char)bits; }
+    template <int BITS, typename T> __device__ static T decode(u8 bits) { return (T)((signed char)bits >> (8 - BITS)); }
 };
 
 // 8-bit floating point, nearest even. Normal numbers are rounded in integer arithmetic; for the others, adding a
@@ -59,51 +59,58 @@ template <int MANTISSA, int BIAS> struct Float8 {
         const T value = is_small ? lifted - lifting : number_of((Bits)(rounded << shift));
         return {(u8)(code | (negative ? 128 : 0)), negative ? -value : value};
     }
-    template <typename T> __device__ static T decode(u8 bits) {
-        const u32 size = bits & 127;
-        const float smallest = number_of((u32)(128 - BIAS - MANTISSA) << 23);  // 2^(1 - BIAS - MANTISSA)
-        const float normal = number_of((size << (23 - MANTISSA)) + ((u32)(127 - BIAS) << 23));
-        const float value = size < (1u << MANTISSA) ? (float)size * smallest : normal;
-        return (T)(bits & 128 ? -value : value);
+    template <int, typename T> __device__ static T decode(u8 bits) {
+        const u32 extended = (u32)(signed char)bits << (23 - MANTISSA);  // the sign on top
+        const float tiny = number_of(extended & (0x80000000u | 127u << (23 - MANTISSA)));
+        return (T)(tiny * number_of((u32)(254 - BIAS) << 23));  // 2^(127 - BIAS), exact
     }
 };
 
+// Four elements: a body's codes begin on a multiple of four, and so do blocks.
 template <int CODE_BITS, typename Form, typename T> struct BlockwiseReader {
     struct Loaded {
         T step;
-        u8 code;
+        u32 codes;
     };
-    static const int at_once = CODE_BITS == 8 ? Number<T>::at_once : Number<T>::at_once / 2;
+    static const int each = 4, at_once = Number<T>::at_once / 4;
     const Decode<T>& call;
-    const Row& row;
     i64 segment;
     int block;
+    int num;  // elements of the tile
     BlockOf index_of;
 
-    __device__ Loaded load(i64 source, i64 i) const {
-        const i64 index = index_of(i);
-        const u8* place = call.template body<u8>(source, row, index * (i64)(sizeof(T) + block * CODE_BITS / 8));
-        int at = (int)(i - index * block);
-        if (CODE_BITS == 4) {
-            const int half = half_of(index);
-            at = at < half ? at : at - half;
+    __device__ Loaded load(const u8* body, int at) const {
+        const int bytes = (int)sizeof(T) + block * CODE_BITS / 8, index = (int)index_of(at);
+        const u8* place = body + index_of.first * bytes + index * bytes;
+        const T step = *(const T*)place;
+        place += sizeof(T);
+        at -= index * block;
+        if (CODE_BITS == 8) return {step, *(const u32*)(place + at)};
+        const int half = half_of(index);
+        if (half % 4 == 0) return {step, *(const u32*)(place + (at < half ? at : at - half))};
+        u32 codes = 0;
+#pragma unroll 1
+        for (int k = 0; k < 4; ++k) {
+            const int mine = least(at + k, 2 * half - 1);
+            codes |= (u32)(mine < half ? place[mine] & 15 : place[mine - half] >> 4) << (8 * k);
         }
-        return {*(const T*)place, place[sizeof(T) + at]};
+        return {step, codes};
     }
-    __device__ T value(const Loaded& loaded, i64 i, bool& wrong) const {
-        wrong = wrong || !(loaded.step >= 0 && is_finite(loaded.step));
-        u8 code = loaded.code;
+    __device__ bool values(const Loaded& loaded, int at, T* value) const {
+        u32 codes = loaded.codes;
         if (CODE_BITS == 4) {
-            const i64 index = index_of(i);
-            code = i - index * block < half_of(index) ? (u8)((signed char)(code << 4) >> 4)
-                                                      : (u8)((signed char)code >> 4);
+            const int index = (int)index_of(at), half = half_of(index);
+            codes = half % 4 == 0 && at - index * block >= half ? codes : codes << 4;  // to the bytes' upper halves
         }
-        return Form::template decode<T>(code) * loaded.step;
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            value[k] = Form::template decode<CODE_BITS, T>((u8)(codes >> (8 * k))) * loaded.step;
+        return !is_scale(loaded.step);
     }
     __device__ void complain(i64 source) const { call.malformed(source, segment); }
 
     // int4: elements of a block's first half are low nibbles.
-    __device__ int half_of(i64 index) const { return (int)(least((i64)block, row.numel - index * block) + 1) / 2; }
+    __device__ int half_of(int index) const { return (least(block, num - index * block) + 1) / 2; }
 };
 
 template <int CODE_BITS, typename Form> struct Blockwise : Plain {
@@ -194,7 +201,7 @@ template <int CODE_BITS, typename Form> struct Blockwise : Plain {
     __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
         decode_sum(
             call, row, low, high,
-            BlockwiseReader<CODE_BITS, Form, T>{call, row, segment, block, BlockOf(low, block)}
+            BlockwiseReader<CODE_BITS, Form, T>{call, segment, block, (int)(high - low), BlockOf(low, block)}
         );
     }
 };

@@ -53,14 +53,14 @@ template <bool HALF> struct Coding {
 
 template <bool HALF, typename T> struct CastReader {
     typedef u16 Loaded;
-    static const int at_once = Number<T>::at_once;
+    static const int each = 1, at_once = Number<T>::at_once;
     const Decode<T>& call;
-    const Row& row;
+    i64 low;
 
-    __device__ u16 load(i64 source, i64 i) const { return call.template body<u16>(source, row)[i]; }
-    __device__ T value(u16 code, i64, bool& wrong) const {
-        wrong = wrong || Coding<HALF>::is_infinite(code);
-        return (T)Coding<HALF>::widened(code);
+    __device__ u16 load(const u8* body, int at) const { return ((const u16*)body + low)[at]; }
+    __device__ bool values(u16 code, int, T* value) const {
+        *value = (T)Coding<HALF>::widened(code);
+        return Coding<HALF>::is_infinite(code);
     }
     __device__ void complain(i64) const {
         if (!call.header_bytes) call.status[0] = 1;
@@ -91,7 +91,7 @@ template <bool HALF> struct Cast : Plain {
 
     template <typename T>
     __device__ void decode(const Decode<T>& call, const Row& row, i64, i64 low, i64 high) const {
-        decode_sum(call, row, low, high, CastReader<HALF, T>{call, row});
+        decode_sum(call, row, low, high, CastReader<HALF, T>{call, low});
     }
 };
 

@@ -72,6 +72,11 @@ template <typename T> __device__ inline bool is_finite(T value) {
     return magnitude_of(value) < Number<T>::infinity;
 }
 
+// Whether a block may be scaled by it: neither negative nor infinite nor a NaN. Without a branch.
+template <typename T> __device__ inline bool is_scale(T value) {
+    return (value >= T(0)) & (value < number_of(Number<T>::infinity));
+}
+
 template <typename A> __device__ inline A least(A a, A b) { return a < b ? a : b; }
 template <typename A> __device__ inline A largest(A a, A b) { return a < b ? b : a; }
 
@@ -225,18 +230,16 @@ template <typename T> struct Decode {
 // The number of the block of `size` that an element is in; segments have fewer than 2^32 elements.
 __device__ inline i64 block_of(i64 element, int size) { return (u32)element / (u32)size; }
 
-// The same for many elements of a tile, which begins with a block and has at most 2^16 elements: a multiplication each.
+// The same within a tile, which begins with a block and has at most 2^16 elements: elements and blocks are counted from
+// its first, and a multiplication is enough.
 struct BlockOf {
-    i64 low, first;
+    i64 first;  // block of the segment
     u32 inverse;
 
-    __device__ BlockOf() : low(0), first(0), inverse(0) {}  // all elements in block 0
-    __device__ BlockOf(i64 low_, int size)
-        : low(low_), first(block_of(low_, size)), inverse(0xffffffffu / (u32)size + 1) {}
+    __device__ BlockOf() : first(0), inverse(0) {}  // all elements in block 0
+    __device__ BlockOf(i64 low, int size) : first(block_of(low, size)), inverse(0xffffffffu / (u32)size + 1) {}
 
-    __device__ i64 operator()(i64 element) const {
-        return first + (i64)((u64)(u32)(element - low) * inverse >> 32);
-    }
+    __device__ u32 operator()(u32 at) const { return (u32)((u64)at * inverse >> 32); }
 };
 
 // Look at every row's header and at this segment's entry of its table: every segment has a tile, so that together
@@ -269,35 +272,78 @@ template <typename T> __device__ void fill_nan(const Decode<T>& call, const Row&
     for (i64 i = low + threadIdx.x; i < high; i += blockDim.x) call.target[row.source + i] = nan;
 }
 
-// target = scale * sum of the rows' numbers, rows in order. Reader: `load` fetches an element of a row, whatever it
-// holds, `at_once` of them before the first is used; `value` makes the number of it and says if it is wrong; `complain`
-// is told of a row with something wrong.
-// All threads of the block call `load` and `value` together, those past the end with the last element.
+// What a thread can store at once.
+template <typename T> struct __align__(16) Wide {
+    T of[16 / sizeof(T)];
+};
+
+// Store `each` numbers of every thread of a warp, side by side from the thread's `at` on, as far as the target's `num`
+// reach. Where the target is not aligned they go through shared memory, so that the warp still writes whole lines.
+template <int each, typename T> __device__ void store(T* target, int num, int at, const T* value) {
+    const int lane = threadIdx.x % 32, begin = at - each * lane, wide = 16 / sizeof(T);
+    if (each == 1) {
+        if (at < num) target[at] = *value;
+    } else if (begin + 32 * each <= num && (u64)target % 16 == 0) {
+#pragma unroll
+        for (int k = 0; k < each; k += wide) {
+            Wide<T> some;
+#pragma unroll
+            for (int i = 0; i < wide; ++i) some.of[i] = value[(k + i) % each];
+            *(Wide<T>*)(target + at + k) = some;
+        }
+    } else {
+        __shared__ T room[THREADS * each];
+        T* mine = room + each * (threadIdx.x - lane);
+#pragma unroll
+        for (int k = 0; k < each; ++k) mine[each * lane + k] = value[k];
+        __syncwarp();
+#pragma unroll
+        for (int i = lane; i < 32 * each; i += 32)
+            if (begin + i < num) target[begin + i] = mine[i];
+        __syncwarp();
+    }
+}
+
+// target = scale * sum of the rows' numbers, rows in order. A thread takes groups of `each` elements side by side, and
+// loads `at_once` of them before it uses the first. Elements are counted from the tile's first, which begins a group.
+// Reader: `load` fetches the group of a row's body that begins with an element, whatever it holds; `values` makes its
+// numbers and says if something is wrong; `complain` is told of a row with something wrong.
+// All threads of the block call `load` and `values` together, those past the end with the last group. That one may reach
+// past the end itself: it reads the body's padding then, for numbers that are not stored.
 template <typename T, typename Reader>
 __device__ void decode_sum(const Decode<T>& call, const Row& row, i64 low, i64 high, const Reader& reader) {
-    const int at_once = Reader::at_once;
-    for (i64 first = low; first < high; first += at_once * THREADS) {
-        T total[at_once];
+    const int each = Reader::each, at_once = Reader::at_once;
+    const int num = (int)(high - low), last = (num - 1) / each * each;
+    T* target = call.target + row.source + low;
+    const T nothing = call.num_rows ? -T(0) : T(0);  // adding it changes no number
+    for (int first = each * threadIdx.x; first - each * (int)threadIdx.x < num; first += at_once * each * THREADS) {
+        T total[at_once][each];
 #pragma unroll
-        for (int part = 0; part < at_once; ++part) total[part] = T(0);
-        for (i64 source = 0; source < call.num_rows; ++source) {
+        for (int part = 0; part < at_once; ++part)
+#pragma unroll
+            for (int k = 0; k < each; ++k) total[part][k] = nothing;
+        const u8* body = call.template body<u8>(0, row);
+#pragma unroll (each == 1 ? 2 : 1)  // registers are too few for two rows of groups
+        for (i64 source = 0; source < call.num_rows; ++source, body += call.row_bytes) {
             typename Reader::Loaded loaded[at_once];
             bool wrong = false;
 #pragma unroll
             for (int part = 0; part < at_once; ++part)
-                loaded[part] = reader.load(source, least(first + part * THREADS + threadIdx.x, high - 1));
+                loaded[part] = reader.load(body, least(first + part * each * THREADS, last));
 #pragma unroll
             for (int part = 0; part < at_once; ++part) {
-                const i64 i = least(first + part * THREADS + threadIdx.x, high - 1);
-                const T value = reader.value(loaded[part], i, wrong);
-                total[part] = source ? total[part] + value : value;
+                T value[each];
+                wrong |= reader.values(loaded[part], least(first + part * each * THREADS, last), value);
+#pragma unroll
+                for (int k = 0; k < each; ++k) total[part][k] += value[k];
             }
             if (wrong) reader.complain(source);
         }
 #pragma unroll
         for (int part = 0; part < at_once; ++part) {
-            const i64 i = first + part * THREADS + threadIdx.x;
-            if (i < high) call.target[row.source + i] = total[part] * call.scale;
+#pragma unroll
+            for (int k = 0; k < each; ++k) total[part][k] *= call.scale;
+            store<each>(target, num, first + part * each * THREADS, total[part]);
         }
     }
 }
@@ -305,14 +351,14 @@ __device__ void decode_sum(const Decode<T>& call, const Row& row, i64 low, i64 h
 // Plain numbers. A vector (no header) is watched for such as are not finite.
 template <typename T> struct RawReader {
     typedef T Loaded;
-    static const int at_once = Number<T>::at_once;
+    static const int each = 1, at_once = Number<T>::at_once;
     const Decode<T>& call;
-    const Row& row;
+    i64 low;
 
-    __device__ T load(i64 source, i64 i) const { return call.template body<T>(source, row)[i]; }
-    __device__ T value(T loaded, i64, bool& wrong) const {
-        wrong = wrong || !is_finite(loaded);
-        return loaded;
+    __device__ T load(const u8* body, int at) const { return ((const T*)body + low)[at]; }
+    __device__ bool values(T loaded, int, T* value) const {
+        *value = loaded;
+        return !is_finite(loaded);
     }
     __device__ void complain(i64) const {
         if (!call.header_bytes) call.status[0] = 1;
@@ -320,7 +366,7 @@ template <typename T> struct RawReader {
 };
 
 template <typename T> __device__ void decode_raw(const Decode<T>& call, const Row& row, i64 low, i64 high) {
-    decode_sum(call, row, low, high, RawReader<T>{call, row});
+    decode_sum(call, row, low, high, RawReader<T>{call, low});
 }
 
 // -- tiles ---------------------------------------------------------------------------------------------------------

@@ -179,12 +179,12 @@ template <typename T> struct Levels : Plain {
         return (level | (q < T(0) ? sign : 0)) & ((sign << 1) - 1);
     }
 
-    // What a code stands for, before the scale.
+    // What a code stands for, before the scale. Bits above it do not count.
     __device__ T value_of(u32 code) const {
-        const u32 sign = 1u << (width - 1), level = code & (sign - 1);
-        const float power = number_of((level + (u32)(127 - levels)) << 23);
-        const float value = natural ? (level ? power : 0.0f) : (float)level;
-        return (T)(code & sign ? -value : value);
+        const u32 level = code & ((1u << (width - 1)) - 1);
+        const float power = number_of(level << 23) * number_of((u32)(254 - levels) << 23);  // exact; zero of zero
+        const float value = natural ? power : (float)level;
+        return (T)number_of(bits_of(value) | (code << (32 - width) & 0x80000000u));
     }
 
     __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
@@ -200,40 +200,44 @@ template <typename T> struct Levels : Plain {
     }
 
     __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
-        decode_sum(call, row, low, high, LevelReader<T>{call, row, *this, segment, BlockOf(low, block)});
+        decode_sum(
+            call, row, low, high,
+            LevelReader<T>{call, *this, segment, row.count * (i64)sizeof(T) + low / 8 * width, BlockOf(low, block)}
+        );
     }
 };
 
-// A warp's 32 elements, or those up to the end, have `width` words of code, one for each of its first threads; or bytes.
+// Four elements: their bytes, or, as eight threads have the same 32 elements, a word of planes for each of these.
 template <typename T> struct LevelReader {
     struct Loaded {
         T step;
-        u32 code;
+        u32 codes;
     };
-    static const int at_once = Number<T>::at_once / 2;
+    static const int each = 4, at_once = Number<T>::at_once / 4;
     const Decode<T>& call;
-    const Row& row;
     const Levels<T>& levels;
     i64 segment;
+    i64 first;  // byte of the tile's codes
     BlockOf index_of;
 
-    __device__ Loaded load(i64 source, i64 i) const {
-        const int lane = threadIdx.x % 32, width = levels.width;
-        const T step = levels.norm == NO_NORM ? T(1) : call.template body<T>(source, row)[index_of(i)];
-        const u8* codes = call.template body<u8>(source, row, row.count * (i64)sizeof(T));
-        if (width == 8) return {step, codes[i]};
-        return {step, lane < width ? ((const u32*)codes)[i / 32 * width + lane] : 0};
+    __device__ Loaded load(const u8* body, int at) const {
+        const int width = levels.width, plane = least((int)threadIdx.x % 8, width - 1);
+        const T step = levels.norm == NO_NORM ? T(1) : ((const T*)body + index_of.first)[index_of(at)];
+        return {step, ((const u32*)(body + first))[width == 8 ? at / 4 : at / 32 * width + plane]};
     }
-    __device__ T value(const Loaded& loaded, i64, bool& wrong) const {
+    __device__ bool values(const Loaded& loaded, int at, T* value) const {
         const T step = loaded.step;
-        wrong = wrong || !(step >= 0 && is_finite(step));
-        u32 code = loaded.code;
+        u32 codes = loaded.codes;
         if (levels.width < 8) {
-            code = 0;
-            for (int plane = 0; plane < levels.width; ++plane)
-                code |= (__shfl_sync(FULL, loaded.code, plane) >> (threadIdx.x % 32) & 1) << plane;
+            codes = 0;
+            for (int plane = levels.width - 1; plane >= 0; --plane) {
+                const u32 mine = __shfl_sync(FULL, loaded.codes, threadIdx.x % 32 / 8 * 8 + plane) >> (at % 32) & 15;
+                codes = codes << 1 | (mine * 0x00204081u & 0x01010101u);  // a bit to every byte
+            }
         }
-        return levels.value_of(code) * step;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) value[k] = levels.value_of(codes >> (8 * k)) * step;
+        return !is_scale(step);
     }
     __device__ void complain(i64 source) const { call.malformed(source, segment); }
 };

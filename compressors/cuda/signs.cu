@@ -20,22 +20,24 @@ template <typename T> struct SignReader {
         T plus, minus;
         u32 word;
     };
-    static const int at_once = Number<T>::at_once / 2;
+    static const int each = 4, at_once = Number<T>::at_once / 4;
     const Decode<T>& call;
     const Row& row;
     i64 segment;
+    i64 low;
     int means;
     BlockOf index_of;
 
-    __device__ Loaded load(i64 source, i64 i) const {
-        const T* values = call.template body<T>(source, row) + index_of(i) * means;
-        const u32* words = call.template body<u32>(source, row, means * row.count * (i64)sizeof(T));
-        return {values[0], means == 2 ? values[1] : -values[0], words[i / 32]};
+    __device__ Loaded load(const u8* body, int at) const {
+        const T* values = (const T*)body + index_of.first * means + index_of(at) * means;
+        const u32* words = (const u32*)(body + means * row.count * (i64)sizeof(T)) + low / 32;
+        return {values[0], means == 2 ? values[1] : -values[0], words[at / 32]};
     }
-    __device__ T value(const Loaded& loaded, i64 i, bool& wrong) const {
+    __device__ bool values(const Loaded& loaded, int at, T* value) const {
         const T plus = loaded.plus, minus = loaded.minus;
-        wrong = wrong || !(plus >= 0 && minus <= 0 && is_finite(plus) && is_finite(minus));
-        return loaded.word >> (i % 32) & 1 ? minus : plus;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) value[k] = loaded.word >> (at % 32) & 1u << k ? minus : plus;
+        return !is_scale(plus) | !is_scale(-minus);
     }
     __device__ void complain(i64 source) const { call.malformed(source, segment); }
 };
@@ -169,7 +171,7 @@ struct Signs : Plain {
     template <typename T>
     __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
         const BlockOf index_of = block ? BlockOf(low, block) : BlockOf();
-        decode_sum(call, row, low, high, SignReader<T>{call, row, segment, means, index_of});
+        decode_sum(call, row, low, high, SignReader<T>{call, row, segment, low, means, index_of});
     }
 };
 
@@ -223,21 +225,25 @@ template <typename T> struct TwoBitReader {
         T inner, outer;
         u32 signs, sizes;
     };
-    static const int at_once = Number<T>::at_once / 4;
+    static const int each = 4, at_once = Number<T>::at_once / 4;
     const Decode<T>& call;
     const Row& row;
     i64 segment;
+    i64 low;
     BlockOf index_of;
 
-    __device__ Loaded load(i64 source, i64 i) const {
-        const T* values = call.template body<T>(source, row) + 2 * index_of(i);
-        const u32* words = call.template body<u32>(source, row, 2 * row.count * (i64)sizeof(T)) + i / 32;
-        return {values[0], values[1], words[0], words[(row.numel + 31) / 32]};
+    __device__ Loaded load(const u8* body, int at) const {
+        const T* values = (const T*)body + 2 * index_of.first + 2 * index_of(at);
+        const u32* words = (const u32*)(body + 2 * row.count * (i64)sizeof(T)) + low / 32;
+        return {values[0], values[1], words[at / 32], (words + (row.numel + 31) / 32)[at / 32]};
     }
-    __device__ T value(const Loaded& loaded, i64 i, bool& wrong) const {
-        wrong = wrong || !(loaded.inner >= 0 && loaded.inner <= loaded.outer && is_finite(loaded.outer));
-        const T size = loaded.sizes >> (i % 32) & 1 ? loaded.outer : loaded.inner;
-        return loaded.signs >> (i % 32) & 1 ? -size : size;
+    __device__ bool values(const Loaded& loaded, int at, T* value) const {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const T size = loaded.sizes >> (at % 32) & 1u << k ? loaded.outer : loaded.inner;
+            value[k] = loaded.signs >> (at % 32) & 1u << k ? -size : size;
+        }
+        return !is_scale(loaded.inner) | !is_scale(loaded.outer) | (loaded.inner > loaded.outer);
     }
     __device__ void complain(i64 source) const { call.malformed(source, segment); }
 };
@@ -334,7 +340,7 @@ struct TwoBits : Plain {
 
     template <typename T>
     __device__ void decode(const Decode<T>& call, const Row& row, i64 segment, i64 low, i64 high) const {
-        decode_sum(call, row, low, high, TwoBitReader<T>{call, row, segment, BlockOf(low, block)});
+        decode_sum(call, row, low, high, TwoBitReader<T>{call, row, segment, low, BlockOf(low, block)});
     }
 };
 
