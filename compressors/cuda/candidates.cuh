@@ -384,9 +384,9 @@ template <typename T> __device__ void count(const Encode<T>& call, const Candida
 
 // -- emit ----------------------------------------------------------------------------------------------------------
 
-// Decides what of a tile is sent. Slots<T>(call, row, low, high) writes it: `put(slot, i, bits)` for every element that is,
-// in any order; `done(begin, end)` by all threads once the tile's slots have been put; `close(sent)` by those of the
-// segment's last tile, with how many slots count.
+// Decides what of a tile is sent. Slots<T>(call, row, low, high, begin) writes it from slot `begin` on: `put(slot, i, bits)`
+// for every element that is, in any order; `done(end)` by all threads once the tile's slots have been put; `close(sent)`
+// by those of the segment's last tile, with how many slots count.
 template <typename T, template <typename> class Slots> struct Emit : Plain {
     typedef typename Number<T>::Bits Bits;
     Candidates<T> from;
@@ -395,12 +395,11 @@ template <typename T, template <typename> class Slots> struct Emit : Plain {
     __device__ Emit(const Candidates<T>& from_, T fixed_) : from(from_), fixed(fixed_) {}
 
     __device__ bool encode(const Encode<T>& call, const Row& row, i64 low, i64 high) const {
-        const Slots<T> slots(call, row, low, high);
-        if (is_small(row)) return encode_small(call, row, slots);
+        if (is_small(row)) return encode_small(call, row, Slots<T>(call, row, low, high, 0));
         const i64 tile = blockIdx.x;
         const State state = from.states[call.tiles[tile].segment];
         i64 above = from.above[tile], equal = from.equal[tile];
-        const i64 begin = above + least(equal, state.ties);
+        const Slots<T> slots(call, row, low, high, above + least(equal, state.ties));
         const u32 num = from.found[tile];
         for (u32 first = 0; first < num; first += blockDim.x) {
             const u32 i = first + threadIdx.x;
@@ -417,7 +416,7 @@ template <typename T, template <typename> class Slots> struct Emit : Plain {
             above += all_above;
             equal += all_equal;
         }
-        slots.done(begin, above + least(equal, state.ties));
+        slots.done(above + least(equal, state.ties));
         if (high == row.numel) slots.close(state.above + least(state.equal, state.ties));
         return false;  // filter has looked
     }
@@ -482,7 +481,7 @@ template <typename T, template <typename> class Slots> struct Emit : Plain {
             equal_done += __popc(on);
         }
         const i64 all = all_above + least(all_equal, ties);
-        slots.done(0, all);
+        slots.done(all);
         slots.close(all);
         return bad;
     }
@@ -500,6 +499,6 @@ template <typename T, template <typename> class Slots> struct Emit : Plain {
            (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T), T fixed, double enough, int attempts, int exact),           \
            filter(ENCODE(T), CANDIDATES(T), fixed, enough, attempts, exact))                                           \
     SMALL_KERNEL(count_##suffix, (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T)), count(ENCODE(T), CANDIDATES(T)))     \
-    KERNEL(emit_##suffix, THREADS, (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T), T fixed),                           \
+    SMALL_KERNEL(emit_##suffix, (ENCODE_PARAMETERS(T), CANDIDATE_PARAMETERS(T), T fixed),                              \
            encode_tile(ENCODE(T), Emit<T, Slots>(CANDIDATES(T), fixed)))                                               \
     SMALL_KERNEL(decode_##suffix, (DECODE_PARAMETERS(T)), decode_tile(DECODE(T), Scatter()))

@@ -17,7 +17,7 @@ template <typename T> struct Sparse {
     Bits* values;
     u16* places;
 
-    __device__ Sparse(const Encode<T>& call_, const Row& row_, i64, i64 high_)
+    __device__ Sparse(const Encode<T>& call_, const Row& row_, i64, i64 high_, i64)
         : call(call_), row(row_), high(high_), values(call_.template body<Bits>(row_, 8)),
           places(call_.template body<u16>(row_, places_at(row_.numel, row_.count, sizeof(T)))) {}
 
@@ -27,7 +27,7 @@ template <typename T> struct Sparse {
         call.keep(row, i, T(0));
     }
 
-    __device__ void done(i64, i64 end) const {
+    __device__ void done(i64 end) const {
         if (threadIdx.x == 0 && high < row.numel && high % SPAN == 0)
             call.template body<u32>(row, ends_at(row.count, sizeof(T)))[high / SPAN - 1] = (u32)end;
     }

@@ -9,7 +9,7 @@
 
 #define COUNTED 128  // elements whose slots are counted together
 #define GROUPS (TILE / COUNTED)
-#define LANES 64
+#define HELD (8192 / sizeof(T))  // numbers of a tile that stay in shared memory; those behind are read again
 
 // In bytes from the body's beginning; means come at 8.
 __device__ inline i64 num_means(i64 numel) { return (numel + TILE - 1) / TILE; }
@@ -25,43 +25,51 @@ template <typename T> struct Ternary {
     typedef typename Number<T>::Bits Bits;
     const Encode<T>& call;
     const Row& row;
-    i64 low, high;
-    u16* places;  // in the tile, of what is sent, from the tile's first slot on; then slots are theirs modulo TILE
+    i64 low, high, begin;
+    u16* places;  // in the tile, of what is sent
+    T* values;    // the first HELD of it
 
-    __device__ Ternary(const Encode<T>& call_, const Row& row_, i64 low_, i64 high_)
-        : call(call_), row(row_), low(low_), high(high_) {
+    __device__ Ternary(const Encode<T>& call_, const Row& row_, i64 low_, i64 high_, i64 begin_)
+        : call(call_), row(row_), low(low_), high(high_), begin(begin_) {
         __shared__ u16 room[TILE];
+        __shared__ T held[HELD];
         places = room;
+        values = held;
     }
 
-    __device__ void put(i64 slot, u32 i, Bits) const { places[slot % TILE] = (u16)(i - low); }
+    __device__ void put(i64 slot, u32 i, Bits bits) const {
+        const u32 nth = (u32)(slot - begin);
+        places[nth] = (u16)(i - low);
+        if (nth < HELD) values[nth] = number_of(bits);
+    }
 
-    __device__ T q(i64 slot) const { return call.q(row, low + places[slot % TILE]); }
+    __device__ T q(u32 nth) const { return nth < HELD ? values[nth] : call.q(row, low + places[nth]); }
+    __device__ double part(u32 nth) const { return (double)number_of(magnitude_of(q(nth))) * (1.0 / TILE); }
 
-    __device__ void done(i64 begin, i64 end) const {
-        __shared__ double sums[LANES];
+    __device__ void done(i64 end) const {
+        __shared__ T shared_mean;
         __shared__ u32 counts[GROUPS];
-        const i64 num = end - begin;
+        const u32 num = (u32)(end - begin);
         __syncthreads();
         if (threadIdx.x < GROUPS) counts[threadIdx.x] = 0;
-        if (threadIdx.x < LANES) {
-            double sum = 0;
-            for (i64 slot = begin + threadIdx.x; slot < end; slot += LANES)
-                sum += (double)number_of(magnitude_of(q(slot))) * (1.0 / TILE);
-            sums[threadIdx.x] = sum;
+        if (threadIdx.x < 32) {  // 64 lanes, two a thread
+            double even = 0, odd = 0;
+            for (u32 nth = threadIdx.x; nth < num; nth += 64) {
+                even += part(nth);
+                if (nth + 32 < num) odd += part(nth + 32);
+            }
+            double sum = even + odd;
+            for (int distance = 16; distance; distance /= 2) sum += __shfl_down_sync(FULL, sum, distance);
+            if (threadIdx.x == 0) shared_mean = num ? T(sum / (double)num * TILE) : T(0);
         }
         __syncthreads();
-        for (int half = LANES / 2; half > 0; half /= 2) {
-            if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-            __syncthreads();
-        }
-        const T mean = num ? T(sums[0] / (double)num * TILE) : T(0);
-        u8* slots = call.template body<u8>(row, slots_at(row.numel, sizeof(T)));
-        for (i64 slot = begin + threadIdx.x; slot < end; slot += blockDim.x) {
-            const u32 place = places[slot % TILE];
-            const T value = q(slot);
+        const T mean = shared_mean;
+        u8* slots = call.template body<u8>(row, slots_at(row.numel, sizeof(T))) + begin;
+        for (u32 nth = threadIdx.x; nth < num; nth += blockDim.x) {
+            const u32 place = places[nth];
+            const T value = q(nth);
             const bool negative = value < T(0);
-            slots[slot] = (u8)(place % COUNTED | (negative ? COUNTED : 0));
+            slots[nth] = (u8)(place % COUNTED | (negative ? COUNTED : 0));
             atomicAdd(&counts[place / COUNTED], 1u);
             call.keep(row, low + place, value - (negative ? -mean : mean));
         }
