@@ -40,6 +40,19 @@ __device__ inline u32 exponent_of(double v, u32 draw) { return (u32)((bits_of(v)
 __device__ inline float power_of_two(int exponent, float) { return number_of((u32)(127 + exponent) << 23); }
 __device__ inline double power_of_two(int exponent, double) { return number_of((u64)(1023 + exponent) << 52); }
 
+// Bit i of lane j of a warp becomes bit j of lane i.
+__device__ inline u32 transposed(u32 bits) {
+    u32 low = 0x0000ffffu;  // those that a lower lane keeps
+#pragma unroll
+    for (int distance = 16; distance; distance /= 2) {
+        const u32 other = __shfl_xor_sync(FULL, bits, distance);
+        bits = threadIdx.x & distance ? (bits & ~low) | (other >> distance & low)
+                                      : (bits & low) | (other & low) << distance;
+        low ^= low << distance / 2;
+    }
+    return bits;
+}
+
 template <typename T> struct LevelReader;
 
 template <typename T> struct Levels : Plain {
@@ -90,6 +103,7 @@ template <typename T> struct Levels : Plain {
             if (lane == 0) call.template body<T>(row)[block_of(first, block)] = step;
         }
         const u64 counter = (u64)(16 * (first / 64) + lane % 16);
+        u8* codes = call.template body<u8>(row, row.count * (i64)sizeof(T));
         if (PER) {
 #pragma unroll
             for (int part = 0; part < PER; part += 4) {  // the lower half draws for two rows of 32, the upper for the next
@@ -100,10 +114,20 @@ template <typename T> struct Levels : Plain {
                 const u32 other_high = __shfl_xor_sync(FULL, lane < 16 ? draws.words[3] : draws.words[2], 16);
                 const u32 draw[4] = {lane < 16 ? low : other_low, lane < 16 ? high : other_high,
                                      lane < 16 ? other_low : low, lane < 16 ? other_high : high};
+                u32 packed = 0;  // of the thread's codes; a warp's planes follow one another in the body
 #pragma unroll
-                for (int odd_part = 0; odd_part < 4; ++odd_part)
-                    emit(call, row, first, 32 * (part + odd_part), num, kept[part + odd_part], draw[odd_part], step,
-                         inverse);
+                for (int odd_part = 0; odd_part < 4; ++odd_part) {
+                    const i64 i = first + 32 * (part + odd_part) + lane;
+                    const u32 code = coded(call, row, i, kept[part + odd_part], draw[odd_part], step, inverse);
+                    if (width == 8)
+                        codes[i] = (u8)code;
+                    else
+                        packed |= code << (odd_part * width);
+                }
+                if (width < 8) {
+                    const u32 word = transposed(packed);
+                    if (lane < 4 * width) ((u32*)codes)[(first / 32 + part) * width + lane] = word;
+                }
             }
         } else {
             for (int part = 0; part < num; part += 64) {
@@ -149,7 +173,7 @@ template <typename T> struct Levels : Plain {
     ) const {
         const int lane = threadIdx.x % 32, i = at + lane;
         u8* codes = call.template body<u8>(row, row.count * (i64)sizeof(T));
-        const u32 code = i < num ? code_of(q, inverse, draw) : 0;
+        const u32 code = i < num ? coded(call, row, first + i, q, draw, step, inverse) : 0;
         if (width == 8) {
             if (i < num) codes[first + i] = (u8)code;
         } else {
@@ -160,7 +184,13 @@ template <typename T> struct Levels : Plain {
             }
             if (lane < width) ((u32*)codes)[(first + at) / 32 * width + lane] = mine;
         }
-        if (i < num) call.keep(row, first + i, q - value_of(code) * step);
+    }
+
+    // The code of q; what it loses is kept.
+    __device__ u32 coded(const Encode<T>& call, const Row& row, i64 i, T q, u32 draw, T step, T inverse) const {
+        const u32 code = code_of(q, inverse, draw);
+        call.keep(row, i, q - value_of(code) * step);
+        return code;
     }
 
     __device__ u32 code_of(T q, T inverse, u32 draw) const {
