@@ -68,6 +68,9 @@ template <typename T> struct Candidates {
 #define CANDIDATES(T) \
     Candidates<T> { samplings, states, histograms, found, above, equal, index, value, list }
 
+// Where a segment's histogram has a bin: many thread blocks add to neighbours, which lie in different cache lines.
+__device__ inline u32 apart(u32 bin) { return bin % 64 * (BINS / 64) + bin / 64; }
+
 __device__ inline bool is_small(const Row& row) { return row.end_tile - row.first_tile == 1; }
 
 // -- sample --------------------------------------------------------------------------------------------------------
@@ -194,12 +197,12 @@ __device__ bool filter_tile(
         to.index[place] = (u32)i;
         to.value[place] = value;
         const u32 bin = Bin<Bits>::of((value & Number<T>::magnitude) - threshold);
-        atomicAdd(many ? histogram + bin : bins + bin, 1u);
+        atomicAdd(many ? histogram + bin : bins + apart(bin), 1u);
     }
     if (many) {
         __syncthreads();
         for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x)
-            if (histogram[bin]) atomicAdd(bins + bin, histogram[bin]);
+            if (histogram[bin]) atomicAdd(bins + apart(bin), histogram[bin]);
     }
     return bad;
 }
@@ -262,8 +265,8 @@ __device__ void filter(const Encode<T>& call, const Candidates<T>& to, T fixed, 
     }
     u32 bin = NO_BIN;
     for (int at = threadIdx.x; at < BINS; at += blockDim.x) {
-        histogram[at] = fresh(bins[at]);
-        bins[at] = 0;
+        histogram[at] = fresh(bins[apart(at)]);
+        bins[apart(at)] = 0;
     }
     if (found > row.count) find_bin(histogram, row.count, &bin, &rest);
     __syncthreads();  // all have read state.found
