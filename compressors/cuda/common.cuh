@@ -305,8 +305,7 @@ template <int each, typename T> __device__ void store(T* target, int num, int at
 }
 
 // target = scale * sum of the rows' numbers, rows in order. A thread takes groups of `each` elements side by side, and
-// loads `at_once` of them, and the next row's, before it uses the first. Elements are counted from the tile's first,
-// which begins a group.
+// loads `at_once` of them before it uses the first. Elements are counted from the tile's first, which begins a group.
 // Reader: `load` fetches the group of a row's body that begins with an element, whatever it holds; `values` makes its
 // numbers and says if something is wrong; `complain` is told of a row with something wrong.
 // All threads of the block call `load` and `values` together, those past the end with the last group. That one may reach
@@ -324,21 +323,13 @@ __device__ void decode_sum(const Decode<T>& call, const Row& row, i64 low, i64 h
 #pragma unroll
             for (int k = 0; k < each; ++k) total[part][k] = nothing;
         const u8* body = call.template body<u8>(0, row);
-        typename Reader::Loaded next[at_once];
-        const auto load = [&] {
-#pragma unroll
-            for (int part = 0; part < at_once; ++part)
-                next[part] = reader.load(body, least(first + part * each * THREADS, last));
-        };
-        if (call.num_rows) load();
-#pragma unroll 1
-        for (i64 source = 0; source < call.num_rows; ++source) {
+#pragma unroll (each == 1 ? 2 : 1)  // registers are too few for two rows of groups
+        for (i64 source = 0; source < call.num_rows; ++source, body += call.row_bytes) {
             typename Reader::Loaded loaded[at_once];
             bool wrong = false;
 #pragma unroll
-            for (int part = 0; part < at_once; ++part) loaded[part] = next[part];
-            body += call.row_bytes;
-            if (source + 1 < call.num_rows) load();
+            for (int part = 0; part < at_once; ++part)
+                loaded[part] = reader.load(body, least(first + part * each * THREADS, last));
 #pragma unroll
             for (int part = 0; part < at_once; ++part) {
                 T value[each];
