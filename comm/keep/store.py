@@ -16,7 +16,8 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -180,9 +181,13 @@ class ResidualStore:
                 pieces.append((run.tensor, low, residual, at + low - run.tensor_start, high - low))
 
         def views() -> list[torch.Tensor]:
-            holders = {id(residual): residual for _, _, residual, _, _ in pieces}
-            held = {key: residual.memory.tensor(residual.old) for key, residual in holders.items()}
-            return [held[id(residual)][at : at + numel] for _, _, residual, at, numel in pieces]
+            found = []
+            for residual, mine in groupby(pieces, key=itemgetter(2)):
+                whole = residual.memory.tensor(residual.old)
+                parts = [whole[at : at + numel] for *_, at, numel in mine]
+                # What was unpacked for this goes before the next is: all of them are as large as the gradients.
+                found += parts if residual.storage == FULL else [part.clone() for part in parts]
+            return found
 
         for (tensor, low, residual, _, _), numbers in zip(pieces, fetched(views) if pieces else (), strict=True):
             values = numbers.numpy()
