@@ -34,10 +34,9 @@ def _job(session: Session) -> str:
 def _decided(session: Session) -> str:
     verdict = session.decider.verdict
     if verdict is None:
-        when = f"by step {session.config.decide_by}"
-        if not session.is_compiled:
-            when = f"{session.config.decide_by} steps after its kernels are compiled"
-        return f"not yet: automatic mode decides {when}, all gradients are plain until then"
+        since = "it began" if session.is_compiled else "its kernels are compiled"
+        when = f"{session.config.decide_by} steps after {since}"
+        return f"not yet: automatic mode decides some {when}, gradients are plain but where it tries what it found"
     return f"{verdict.name}: {verdict.reason}"
 
 
