@@ -216,6 +216,26 @@ def narrow(rank: int) -> dict[str, Any]:
     return found | {"held": held}
 
 
+def used_apart(rank: int) -> tuple[list[str], bool]:
+    """What one shard's ranks are given is refused, or is another choice than the other shard's; then all is well."""
+    model = shard(Rows())
+    state = registered(model, strategy=uniform())
+    tensors, first = state.session.model.tensors, rank % 2 == 0
+    signs, few = (uniform(ALLGATHER, f"{name},raw_below=1")(tensors, Cluster(2, 1)) for name in
+                  ("efsignsgd:block=64", "topk:ratio=0.1"))  # fmt: skip
+    said = []
+    for given in (signs if first else "signs", signs if first else few, few):
+        try:
+            state.use(given)  # type: ignore[arg-type]
+            said.append("taken")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    model(torch.ones(5, 4)).backward()
+    agree = replicas_agree(model)
+    state.close()
+    return said, agree
+
+
 def owed(state: EspressoState) -> dict[str, torch.Tensor]:
     """The part of the average that was not sent yet, of whole tensors; on every rank."""
     shards, groups = state.session.model.shards, state.session.groups
@@ -516,6 +536,7 @@ SCENARIOS = (
     resumed,
     flushed_after_a_load,
     narrow,
+    used_apart,
     distributed_checkpoint,
     parts_of_a_batch,
     automatic,
@@ -615,6 +636,15 @@ def test_every_rank_says_the_whole_strategy_also_of_what_its_shard_lacks(played:
         for each in found:
             assert each[way]["compressed"] == [names], way
             assert each[way]["resumed"], way
+
+
+def test_shards_take_a_strategy_together_or_none_does(played: Played) -> None:
+    for rank, ((refused, other, taken), agree) in enumerate(played(used_apart)):
+        assert refused.startswith(
+            "TypeError: state.use takes a Strategy" if rank % 2 else "DisagreementError: shard 1 of the model refuses"
+        )
+        assert other.startswith("DisagreementError: shard 1 of tensor 'weight' was given another choice")
+        assert (taken, agree) == ("taken", True)
 
 
 def test_what_is_owed_survives_other_shards_and_replicas(played: Played) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from espresso.comm.environment import read_environment
-from espresso.comm.errors import EspressoError
+from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.executor import Executor
 from espresso.comm.groups import Groups
@@ -379,14 +379,23 @@ class Session:
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""
         self.executor.conclude()
+        shards, beside = self.model.shards, self.groups.beside
+        try:
+            schedule = self._accepted(strategy)
+        except (DisagreementError, TypeError, ValueError) as error:
+            if shards is not None and beside is not None:
+                shards.told(error, beside)
+            raise
+        if shards is not None and beside is not None:
+            strategy = shards.told(strategy, beside)
+        self.adopt(strategy, schedule, self.executor.next_step, self.follower.epoch)
+
+    def _accepted(self, strategy: Strategy) -> Schedule:
         is_one = isinstance(strategy, Strategy)
         agree(self.groups, {"strategy": strategy.digest if is_one else f"{strategy!r:.80}"})
         if not is_one:
             raise TypeError(f"state.use takes a Strategy, got {strategy!r:.80}; Strategy.load(path) reads a file")
-        schedule = self.check(strategy)
-        if self.model.shards is not None and self.groups.beside is not None:
-            strategy = self.model.shards.told(strategy, self.groups.beside)
-        self.adopt(strategy, schedule, self.executor.next_step, self.follower.epoch)
+        return self.check(strategy)
 
     def check(self, strategy: Strategy) -> Schedule:
         """How a strategy's compressors change; ValueError if this job cannot run it."""

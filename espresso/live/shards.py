@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from espresso.comm.errors import DisagreementError
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import Stretch
+from espresso.comm.witness import worded
 from espresso.live.parts import FACTOR, Row, row_of
-from espresso.strategies import Strategy, TensorSpec
+from espresso.strategies import Choice, Strategy, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,31 @@ class Shards:
     wholes: tuple[TensorSpec, ...]
     starts: Mapping[str, int]
 
-    def told(self, strategy: Strategy, beside: Groups) -> Strategy:
+    def told(self, strategy: Strategy | Exception, beside: Groups) -> Strategy:
         """A strategy for the tensors that are here, with what it is on other shards for those that are not.
 
         All ranks of ``beside`` together.
+
+        Args:
+            strategy: or why it is refused here.
+
+        Raises:
+            Exception: that one.
+            DisagreementError: it is refused for another shard, or shards of one tensor were given unlike choices.
         """
-        everybody = [Strategy.from_json(body).choices for body in beside.all_objects(strategy.to_json())]
-        found = {name: choice for choices in everybody for name, choice in choices.items()}
+        if isinstance(strategy, Exception):
+            beside.all_objects((worded(strategy), None))
+            raise strategy
+        found: dict[str, Choice] = {}
+        for rank, (refusal, body) in enumerate(beside.all_objects(("", strategy.to_json()))):
+            if refusal:
+                raise DisagreementError(f"shard {rank} of the model refuses its strategy: {refusal}")
+            for name, choice in Strategy.from_json(body).choices.items():
+                if found.setdefault(name, choice) != choice:
+                    raise DisagreementError(
+                        f"shard {rank} of tensor {name!r} was given another choice than those before it ({choice},"
+                        f" not {found[name]}); a tensor has one choice on all its shards"
+                    )
         return replace(strategy, elsewhere={n: choice for n, choice in found.items() if n not in strategy.choices})
 
     def whole(self, held: str, stretch: Stretch) -> Stretch:
