@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -660,6 +661,58 @@ def test_averages_on_a_device_are_looked_at(where: str, settings: dict[str, Any]
         assert "backed_off" in [row["event"] for row in found["history"]]
         assert 0 <= found["took"] <= 100
         assert found["agreed"]
+
+
+class LateStreams(TracedStreams):
+    """A copy to the host is there once the host has waited for an event behind it, and no sooner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._under_way: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+
+    def copied(self, side: DeviceSide, numbers: torch.Tensor) -> torch.Tensor:
+        """In place of the side's own."""
+        there = torch.full_like(numbers, 1e6)
+        self._under_way.append((self.record(), there, numbers.clone()))
+        return there
+
+    def wait_here(self, event: Any, timeout_s: float) -> bool:
+        here = [each for each in self._under_way if happens_before(each[0], event)]
+        self._under_way = [each for each in self._under_way if not happens_before(each[0], event)]
+        for _, there, numbers in here:
+            there.copy_(numbers)
+        return True
+
+
+def run_late(rank: int, spec: str) -> dict[str, Any]:
+    """The guard looks at every other step; copies are as late as may be."""
+    import espresso.live.session
+
+    streams = LateStreams()
+    espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    ddp = wrap(mlp(64, 128, 8), bucket_cap_mb=0.02)
+    with (
+        patch("espresso.live.guard.EVERY", 1),
+        patch.object(DeviceSide, "copied", lambda side, numbers: streams.copied(side, numbers)),
+        registered(ddp, OPTIONS[0], spec, ranks_per_node=1, adapt=True) as state,
+    ):
+        for step in range(12):
+            ddp.zero_grad(set_to_none=False)
+            inputs = batch(rank, step, 64)
+            (ddp(inputs) - inputs[:, :8].sin()).square().mean().backward()
+            sgd(ddp, 0.05)
+        return {"events": [row["event"] for row in state.history], "metrics": state.metrics()}
+
+
+@needs_compiler
+@pytest.mark.parametrize("spec", ["bf16", "efsignsgd"])
+def test_a_check_waits_for_its_copies(spec: str) -> None:
+    """Also where nothing is kept, and so nothing else is read."""
+    build_for("emulated")
+    for outcome in run_ranks(run_late, 2, spec, deadline_s=100):
+        assert "backed_off" not in outcome.value["events"]
+        for group in ("0", "2"):
+            assert outcome.value["metrics"][f"espresso/lost/{group}"] < 0.01
 
 
 def run_scheduled(rank: int) -> tuple[list[float], list[float], bool]:

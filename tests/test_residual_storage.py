@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.exchange import Exchange, make_buckets, numels_of, strategy_of
 from benchmarks.rank_pool import POOL
 from espresso import EspressoState
 from espresso.comm.execute.executor import Assignment
+from espresso.comm.keep.residual import _Packer
 from espresso.comm.keep.store import ResidualStore
 from espresso.compressors import create, host_codec
 from espresso.compressors.base import Decoding, Encoding, Segment
@@ -214,3 +216,22 @@ def test_lending_copies_nothing_and_costs_a_buffer_only_as_long_as_it_is_held() 
         residual.settle()
         store.commit()
     assert buffers_now() == buffers
+
+
+def test_one_residual_after_another_is_unpacked_to_look_at_stretches(monkeypatch):
+    """All of them together are as large as the gradients."""
+    store = ResidualStore(storage="bf16")
+    residuals = [store.new_residual(Site.LOCAL, (Run(name, 0, 0, 0, 300),), np.float32, 0) for name in "abc"]
+    store.adopt(residuals, dict.fromkeys("abc", 300))
+    unpacked, alive, plain = [], [], _Packer.unpacked
+
+    def watched(self, payload):
+        alive.append(sum(each() is not None for each in unpacked))
+        values = plain(self, payload)
+        unpacked.append(weakref.ref(values))
+        return values
+
+    monkeypatch.setattr(_Packer, "unpacked", watched)
+    kept = store.kept({name: (10, 20) for name in "abc"})
+    assert alive == [0, 0, 0]
+    assert all(values.shape == (10,) for values in kept.values())

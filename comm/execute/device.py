@@ -24,6 +24,7 @@ has to do then runs there. In a profiled iteration (``Assignment.deferred``) the
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -51,7 +52,6 @@ LOOK_EVERY = 16
 
 OUT = "out"
 POLL_S = 1e-4
-FETCH_S = 60.0
 
 Event = Any
 """Of a stream: what comes after it may wait for it."""
@@ -144,11 +144,13 @@ class DeviceSide:
         self.streams, self.found_by_decoders, self.noted = streams, note_taker, memory.take_notes
         self.memory: Memory = memory
         self.host: Memory = memory.host
-        self.averaged: Callable[[int], None] = lambda bucket: None
+        self.averaged: Callable[[int], bool] = lambda bucket: False
+        self._patience_s = math.inf
         self._anchor: tuple[Event, int] | None = None
         self._clock: Any = None
 
     def begin(self, record: Record, patience_s: float) -> DevicePass:
+        self._patience_s = patience_s
         return DevicePass(self, record, patience_s)
 
     def watch(self, clock: Any) -> None:
@@ -161,8 +163,8 @@ class DeviceSide:
         """On a stream of its own: backward is not waited for."""
         with self.streams.on(OUT):
             there = [self.copied(numbers) for numbers in make()]
-            if not self.streams.wait_here(self.streams.record(), FETCH_S):
-                raise StalledError(f"the device did not copy {len(there)} stretches within {FETCH_S:.0f} s")
+            if not self.streams.wait_here(self.streams.record(), self._patience_s):
+                raise StalledError(f"the device did not copy {len(there)} stretches within {self._patience_s:.0f} s")
         return there
 
     def at_ns(self, event: Event) -> int:
@@ -221,7 +223,8 @@ class DevicePass:
         """DDP's stream will wait for all that is launched; the host does not."""
         with self.aside():
             self._streams.wait([self.ready[bucket], *self._ends.get(bucket, ())])
-            self._side.averaged(bucket)
+            if self._side.averaged(bucket):
+                self.end = self._streams.record()  # the last bucket's comes after the seal
             future.set_result(buffer)
 
     def seal(self) -> None:

@@ -26,7 +26,7 @@ class HostSide:
         memory: where gradients are.
         host: where offloaded steps work.
         averaged: called with a bucket's number, on the stream that has its average, where that is gone before the
-            iteration is judged. Not here.
+            iteration is judged; whether it launched something. Not called here.
     """
 
     averages_alone = True
@@ -35,7 +35,7 @@ class HostSide:
     host: Memory = HOST
 
     def __init__(self) -> None:
-        self.averaged: Callable[[int], None] = lambda bucket: None
+        self.averaged: Callable[[int], bool] = lambda bucket: False
 
     def begin(self, record: Record, patience_s: float) -> HostPass:
         """A new backward pass; on a device waits for it, where any do, last ``patience_s``."""

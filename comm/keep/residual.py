@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from espresso.comm.memory import HostMemory, Memory
 from espresso.compressors import Segment, create
@@ -197,6 +198,12 @@ class Residual:
         """A copy of what is kept of a stretch, on the host."""
         values = self.memory.read(self.old, start, numel)
         return values if self.gain == 1 else values / values.dtype.type(self.gain)
+
+    def views(self, where: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """What is kept, times the gain, of stretches (start, elements): where it lies, or copies where it is packed."""
+        whole = self.memory.tensor(self.old)
+        found = [whole[start : start + numel] for start, numel in where]
+        return found if self._packer is None else [part.clone() for part in found]
 
     def add(self, start: int, values: Array) -> None:
         """Add host numbers to what is kept of a stretch; one more rounding where it is packed."""

@@ -181,13 +181,9 @@ class ResidualStore:
                 pieces.append((run.tensor, low, residual, at + low - run.tensor_start, high - low))
 
         def views() -> list[torch.Tensor]:
-            found = []
-            for residual, mine in groupby(pieces, key=itemgetter(2)):
-                whole = residual.memory.tensor(residual.old)
-                parts = [whole[at : at + numel] for *_, at, numel in mine]
-                # What was unpacked for this goes before the next is: all of them are as large as the gradients.
-                found += parts if residual.storage == FULL else [part.clone() for part in parts]
-            return found
+            # One residual after another: what is unpacked of them all is as large as the gradients.
+            return [part for residual, mine in groupby(pieces, key=itemgetter(2))
+                    for part in residual.views([(at, numel) for *_, at, numel in mine])]  # fmt: skip
 
         for (tensor, low, residual, _, _), numbers in zip(pieces, fetched(views) if pieces else (), strict=True):
             values = numbers.numpy()

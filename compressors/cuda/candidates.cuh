@@ -387,9 +387,9 @@ template <typename T> __device__ void count(const Encode<T>& call, const Candida
 
 // -- emit ----------------------------------------------------------------------------------------------------------
 
-// Decides what of a tile is sent. Slots<T>(call, row, low, high, begin) writes it from slot `begin` on: `put(slot, i, bits)`
-// for every element that is, in any order; `done(end)` by all threads once the tile's slots have been put; `close(sent)`
-// by those of the segment's last tile, with how many slots count.
+// Decides what of a tile is sent. Slots<T>(call, row, low, high, begin) writes it from slot `begin` on: `put(slot, i,
+// bits)` for every element that is, in any order; `done(end)` by all threads once the tile's slots have been put;
+// `close(sent)` by those of the segment's last tile, with how many slots count.
 template <typename T, template <typename> class Slots> struct Emit : Plain {
     typedef typename Number<T>::Bits Bits;
     Candidates<T> from;

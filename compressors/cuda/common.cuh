@@ -243,7 +243,8 @@ struct BlockOf {
 };
 
 // Look at every row's header and at this segment's entry of its table: every segment has a tile, so that together
-// the tiles look at everything. Where there are no segments one block looks, for "segment" -1. Returns, to all threads, whether a row is not finite.
+// the tiles look at everything. Where there are no segments one block looks, for "segment" -1. Returns, to all threads,
+// whether a row is not finite.
 template <typename T> __device__ bool check_headers(const Decode<T>& call, i64 segment) {
     bool flagged = false;
     if (call.header_bytes) {

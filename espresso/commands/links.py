@@ -35,6 +35,7 @@ def links(
     """Measure the links between the ranks. Start it on all of them: torchrun … -m espresso links."""
     from espresso.comm.environment import export_environment
     from espresso.comm.errors import TopologyError
+    from espresso.compressors.cuda import CudaUnavailableError
 
     try:
         launch = export_environment()
@@ -47,27 +48,32 @@ def links(
     if launch.rank == 0:
         check_output(output)
     try:
-        cluster, measured = _measure(ranks_per_node, shown=launch.rank == 0)
-    except TopologyError as error:
+        cluster, measured = _measure(launch.local_rank, ranks_per_node, shown=launch.rank == 0)
+    except (TopologyError, CudaUnavailableError) as error:
         raise UserError(str(error)) from None
     if launch.rank == 0:
         _print(cluster, measured, output, json_output)
 
 
-def _measure(ranks_per_node: int | None, *, shown: bool) -> tuple[Any, Any]:
+def _measure(local_rank: int, ranks_per_node: int | None, *, shown: bool) -> tuple[Any, Any]:
     """The cluster and its :class:`~espresso.live.profiler.LinkReport`, on every rank; progress where ``shown``."""
     import torch
     import torch.distributed as dist
 
     from espresso.comm.groups import Groups
     from espresso.live.profiler import measure_links
+    from espresso.live.runtime import runtime_of
 
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    runtime = runtime_of(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
     try:
-        groups = Groups(ranks_per_node=ranks_per_node)
+        groups = Groups(ranks_per_node=ranks_per_node, host_copies=runtime.host_copies)
         try:
             with working(f"Measuring {groups.cluster}", shown=shown) as progress:
-                return groups.cluster, measure_links(groups, progress=progress.describe)
+                return groups.cluster, measure_links(groups, progress=progress.describe, place=runtime.place)
         finally:
             groups.close()
     finally:

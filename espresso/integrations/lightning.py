@@ -35,7 +35,8 @@ class _Exchange:
     def __init__(self, compressor: CompressorLike, strategy: StrategyLike, settings: Settings) -> None:
         self._given = (compressor, strategy, settings)
         self._loaded: dict[str, Any] | None = None
-        self._logged = 0
+        self._logged: int | None = None
+        self._epoch: int | None = None
         self.state: EspressoState | None = None
 
     def register(self, model: torch.nn.Module | None, scaler: Any) -> None:
@@ -43,7 +44,7 @@ class _Exchange:
         if self.state is not None:  # of an earlier fit; checkpoints may be saved after its end
             self.state.close()
         compressor, strategy, settings = self._given
-        self.state = register(model, compressor, strategy, None, scaler, **settings)
+        self.state, self._epoch = register(model, compressor, strategy, None, scaler, **settings), None
         loaded, self._loaded = self._loaded, None  # a later fit does not begin from it again
         if loaded is not None:
             self.state.load_state_dict(loaded)
@@ -57,17 +58,19 @@ class _Exchange:
         if self.state is not None:
             checkpoint[ENTRY] = self.state.gather_state_dict()
 
-    def log(self, trainer: Trainer) -> None:
-        every, step = getattr(trainer, "log_every_n_steps", 1), trainer.global_step
-        if self.state is None or not every or step % every or step == self._logged:  # a batch that only accumulates
+    def log(self, trainer: Trainer, step: int) -> None:
+        every = getattr(trainer, "log_every_n_steps", 1)
+        # None was taken yet, or the batch only accumulates.
+        if self.state is None or not step or not every or step % every or step == self._logged:
             return
         self._logged = step
         for logger in trainer.loggers:
             logger.log_metrics(self.state.metrics(), step=step)
 
     def begin_epoch(self, trainer: Trainer) -> None:
-        if self.state is not None:
-            self.state.set_epoch(trainer.current_epoch)
+        if self.state is not None and self._epoch != trainer.current_epoch:
+            self._epoch = trainer.current_epoch
+            self.state.set_epoch(self._epoch)
 
 
 def _scaler(trainer: Trainer) -> Any:
@@ -102,7 +105,7 @@ class EspressoCallback(Callback):
         self._exchange.begin_epoch(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._exchange.log(trainer)
+        self._exchange.log(trainer, trainer.global_step)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._exchange.save(checkpoint)
@@ -140,13 +143,14 @@ class EspressoStrategy(DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if batch_idx == 0 and self.lightning_module is not None:  # a strategy is not told of epochs
+        if self.lightning_module is not None:  # a strategy is not told of epochs
             self._exchange.begin_epoch(self.lightning_module.trainer)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         done = super().optimizer_step(*args, **kwargs)
         if self.lightning_module is not None:
-            self._exchange.log(self.lightning_module.trainer)
+            trainer = self.lightning_module.trainer
+            self._exchange.log(trainer, trainer.global_step + 1)  # it is counted after this
         return done
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

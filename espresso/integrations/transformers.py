@@ -58,7 +58,7 @@ class EspressoCallback(TrainerCallback):
         self._resume_from = resume_from
         self._look: Any = None
         self._model: torch.nn.Module | None = None
-        self._epoch = 0
+        self._epoch, self._in_epochs = 0, False
         self.state: EspressoState | None = None
 
     def on_train_begin(
@@ -73,6 +73,7 @@ class EspressoCallback(TrainerCallback):
                 self._start(module, args, state, scaler)
 
         self._forget()
+        self._epoch, self._in_epochs = int(state.epoch or 0), False
         if args.world_size == 1:
             self._start(inner, args, state, scaler)
         else:
@@ -81,7 +82,8 @@ class EspressoCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._epoch = int(state.epoch or 0)
+        # Counted here: of data without a length the trainer's own count is a part of max_steps.
+        self._epoch, self._in_epochs = self._epoch + self._in_epochs, True
         if self.state is not None:
             self.state.set_epoch(self._epoch)
 

@@ -122,6 +122,7 @@ class _Check:
         given: by tensor, the numbers of its stretch before the exchange.
         buffers: the same in the bucket's buffer, where the average will be; on a GPU a copy of that once it is there.
         of_bucket: which tensors are in a bucket.
+        eps: float64, by tensor, of its gradients' type.
     """
 
     iteration: int
@@ -132,6 +133,7 @@ class _Check:
     given: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     of_bucket: dict[int, list[str]] = field(default_factory=dict)
+    eps: Array = field(default_factory=lambda: np.zeros(0))
 
 
 class Guard:
@@ -211,12 +213,14 @@ class Guard:
                 check.of_bucket.setdefault(bucket.index, []).append(slot.tensor)
         return bucket
 
-    def _averaged(self, bucket: int) -> None:
-        """Keep what will be gone."""
+    def _averaged(self, bucket: int) -> bool:
+        """Keep what will be gone; whether there is something to keep."""
         check = self._check
-        if check is not None:
-            for name in check.of_bucket.get(bucket, ()):
-                check.buffers[name] = self._side.copied(check.buffers[name])
+        names = [] if check is None else check.of_bucket.get(bucket, [])
+        for name in names:
+            assert check is not None
+            check.buffers[name] = self._side.copied(check.buffers[name])
+        return bool(names)
 
     def end(self, record: Record) -> bool:
         """The iteration is averaged and judged. Whether all ranks should call :meth:`look` in this hook call."""
@@ -235,7 +239,8 @@ class Guard:
             row[:SIZE] = given[:SIZE] / check.scale
             row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE] = check.kept[name], after[:SIZE]
             row[3 * SIZE :] = given[SIZE] / check.scale**2, after[SIZE]
-        check.buffers = {}
+        check.eps = np.array([torch.finfo(check.given[name].dtype).eps for name in check.where])
+        check.given, check.buffers = {}, {}
         self._summing = check, self._groups.start_sum(torch.from_numpy(rows))
         self._next, self._turn = record.iteration + self._apart, self._turn + 1
         return False
@@ -252,8 +257,7 @@ class Guard:
         (check, summing), self._summing = self._summing, None
         rows = summing.rows()[0].numpy()
         averages = np.array([self._averages[name] for name in check.choices])
-        eps = np.array([torch.finfo(check.given[name].dtype).eps for name in check.choices])
-        all_figures = _figures(rows, averages, eps).T.tolist()
+        all_figures = _figures(rows, averages, check.eps).T.tolist()
         found: dict[str, str] = {}
         of_group: dict[str, list[tuple[float, ...]]] = {}
         for (name, choice), row, figures in zip(check.choices.items(), rows, all_figures, strict=True):

@@ -60,7 +60,10 @@ class ObservedJob:
         self._model: Callable[[], DistributedDataParallel | None] = weakref.ref(model)
         self._pid = os.getpid()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._groups = Groups(model.process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+        on_device = any(parameter.device.type != "cpu" for parameter in parameters.values())
+        self._groups = Groups(
+            model.process_group, ranks_per_node=ranks_per_node, timeout_s=timeout_s, host_copies=on_device
+        )
         self.recorder = Recorder(self._groups)
         self.recorder.facts |= facts_of(model) | {"observed": True}
         plain = Strategy.uniform(tensor_specs(parameters), self._groups.cluster, partition_bytes=0)

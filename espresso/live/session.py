@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -167,7 +167,10 @@ class Session:
     def _make_groups(self, process_group: dist.ProcessGroup | None, client: Client | None) -> Groups:
         shards, timeout_s, beside = self.model.shards, self.config.timeout_s, None
         if shards is not None:
-            beside = Groups(shards.group, ranks_per_node=1, timeout_s=timeout_s, before=process_group)
+            on_device = self.runtime.host_copies
+            beside = Groups(
+                shards.group, ranks_per_node=1, timeout_s=timeout_s, host_copies=on_device, before=process_group
+            )
         return Groups(
             process_group,
             ranks_per_node=self.config.ranks_per_node,
@@ -450,6 +453,11 @@ class Session:
         self.decider.restart()
         if self.guard is not None:
             self.guard.restart(step)
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiply what is kept of the named tensors."""
+        self.store.rescale(factors)
+        self.runtime.place.settle()  # others read it on other streams
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins. All ranks together, between two steps."""

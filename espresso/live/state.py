@@ -292,7 +292,7 @@ class EspressoState(View):
                     what = "is not finite" if name in known else "is for no tensor of this model"
                     raise ValueError(f"the factor {factor!r} of {name!r} {what}")
             self._session.executor.conclude()  # on a GPU the last step may not be judged yet
-            self._session.store.rescale(factors)
+            self._session.rescale(factors)
 
     def __repr__(self) -> str:
         given = self._given.strategy
