@@ -272,6 +272,8 @@ def main(
     near, far = ["none", "plain", "fp16", *more], ["none", *(f"bare:{spec}" for spec in specs), *more]
     if nothing_chosen:
         near = far = ["none", AUTO, *(f"espresso:{spec}" for spec in ALONE)]
+    if backend == "nccl" and device != "cuda":
+        raise typer.BadParameter("nccl is for GPUs: --device cuda --backend nccl")
     console = results.console(150)
     if device == "cuda" and not torch.cuda.is_available():
         console.print("NO GPU: nothing was measured")

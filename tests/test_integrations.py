@@ -357,7 +357,10 @@ def transformers_parts(folder: str, **given: Any) -> tuple[Any, dict[str, Any]]:
         "remove_unused_columns": False,
         "dataloader_pin_memory": False,
     }
-    collate = lambda rows: {"rows": torch.stack(rows)}  # noqa: E731
+
+    def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"rows": torch.stack(rows)}
+
     made = hf.TrainingArguments(output_dir=folder, **{**arguments, **given})
     return made, {"model": Model(), "data_collator": collate, "train_dataset": Rows()}
 

@@ -216,11 +216,11 @@ class Guard:
     def _averaged(self, bucket: int) -> bool:
         """Keep what will be gone; whether there is something to keep."""
         check = self._check
-        names = [] if check is None else check.of_bucket.get(bucket, [])
-        for name in names:
-            assert check is not None
+        if check is None or bucket not in check.of_bucket:
+            return False
+        for name in check.of_bucket[bucket]:
             check.buffers[name] = self._side.copied(check.buffers[name])
-        return bool(names)
+        return True
 
     def end(self, record: Record) -> bool:
         """The iteration is averaged and judged. Whether all ranks should call :meth:`look` in this hook call."""

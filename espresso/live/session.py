@@ -382,16 +382,20 @@ class Session:
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on; what it refuses the state's own method says."""
         self.executor.conclude()
-        shards, beside = self.model.shards, self.groups.beside
         try:
             schedule = self._accepted(strategy)
         except (DisagreementError, TypeError, ValueError) as error:
-            if shards is not None and beside is not None:
-                shards.told(error, beside)
+            self._among_shards(error)
             raise
-        if shards is not None and beside is not None:
-            strategy = shards.told(strategy, beside)
-        self.adopt(strategy, schedule, self.executor.next_step, self.follower.epoch)
+        self.adopt(self._among_shards(strategy), schedule, self.executor.next_step, self.follower.epoch)
+
+    def _among_shards(self, answer: Strategy | Exception) -> Strategy:
+        """The strategy as all shards of the model take it; raises what any of them refuses."""
+        if self.model.shards is not None and self.groups.beside is not None:
+            return self.model.shards.told(answer, self.groups.beside)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _accepted(self, strategy: Strategy) -> Schedule:
         is_one = isinstance(strategy, Strategy)
