@@ -142,7 +142,7 @@ class Exchange:
         buckets: Sequence[Bucket],
         gradients: Sequence[torch.Tensor],
         *,
-        grad_scale: float = 1.0,
+        grad_scale: float | None = 1.0,
     ) -> list[torch.Tensor]:
         """Average copies of ``gradients`` (one flat tensor per bucket); returns them."""
         self.script.next = assignment

@@ -8,6 +8,11 @@ made anew every round, each time in another order: two equal plain models can di
 their lives, by where their memory lies. PyTorch's own allreduce hooks stand beside ours, in Python and in C++:
 what any hook costs, since only plain DDP divides by the number of ranks while it copies a gradient.
 
+    python -m benchmarks.overhead --device cuda --backend nccl
+
+On the first GPU: both ranks over Gloo; over NCCL one rank alone, and so the hook without an exchange: two processes on
+one GPU take turns, and what one's kernels wait for comes in the other's turn.
+
     python -m benchmarks.overhead --recorder
 
 What the flight recorder costs: our hook with it against our hook without, on one model, whose recorder is paused in
@@ -45,7 +50,7 @@ from benchmarks.emulated import Host, Network, run_workers
 from benchmarks.emulated.interrupts import termination_raises
 from benchmarks.models import build_workload
 from benchmarks.ratios import Ratio, paired_ratio
-from benchmarks.train import process_group
+from benchmarks.train import is_there, name_of, process_group
 
 BAR = 1.03
 ARMS = ("plain", "espresso", "torch's allreduce hook", "torch's C++ hook")
@@ -167,16 +172,18 @@ def _deep() -> nn.Module:
 class _Job:
     """One DDP model per arm, made in this order, on the same batch."""
 
-    def __init__(self, case: Case, seed: int, order: Sequence[str]) -> None:
+    def __init__(self, case: Case, seed: int, order: Sequence[str], device: str) -> None:
         torch.manual_seed(seed)
+        self._device = device
         if case.model == "deep":
-            self.inputs: torch.Tensor = torch.randn(32, 256)
-            self.targets = torch.randint(256, (32,))
+            inputs = torch.randn(32, 256)
+            targets = torch.randint(256, (32,))
             make = _deep
         else:
             workload = build_workload(case.model, seed)
-            self.inputs, self.targets = workload.batch(0, dist.get_rank(), dist.get_world_size())
+            inputs, targets = workload.batch(0, dist.get_rank(), dist.get_world_size())
             make = workload.make_model
+        self.inputs, self.targets = inputs.to(device), targets.to(device)
         self.models: dict[str, DistributedDataParallel] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.states: list[Any] = []
@@ -189,7 +196,7 @@ class _Job:
                 first = next(iter(self.models))
                 self.models[arm], self.optimizers[arm] = self.models[first], self.optimizers[first]
                 continue
-            model = DistributedDataParallel(make(), bucket_cap_mb=case.bucket_cap_mb)
+            model = DistributedDataParallel(make().to(device), bucket_cap_mb=case.bucket_cap_mb)
             self._attach(arm, model)
             self.models[arm] = model
             self.optimizers[arm] = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -226,6 +233,8 @@ class _Job:
             loss = nn.functional.cross_entropy(outputs.flatten(0, -2), self.targets.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+        if self._device != "cpu":
+            torch.cuda.synchronize()
         elapsed = torch.tensor((time.perf_counter() - begin) / steps, dtype=torch.float64)
         self.has_looked = self.pauses and arm != RECORDER_ARMS[0] and self._has_looked()
         if self.pauses and arm == RECORDER_ARMS[0]:
@@ -247,7 +256,9 @@ def _buckets_of(model: DistributedDataParallel) -> int:
     return len(str(data["rebuilt_bucket_sizes"] or data["bucket_sizes"]).split(","))
 
 
-def work(case: Case, seed: int, arms: Sequence[str] = ARMS, own: _Own | None = None) -> list[Result]:
+def work(
+    case: Case, seed: int, arms: Sequence[str] = ARMS, own: _Own | None = None, device: str = "cpu"
+) -> list[Result]:
     """Measure one case; every rank of the default group calls it."""
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     looked_at: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -257,7 +268,7 @@ def work(case: Case, seed: int, arms: Sequence[str] = ARMS, own: _Own | None = N
     buckets = steps = 0
     for turn in range(case.rounds):
         order = _rotated(arms, turn)
-        job = _Job(case, seed, order)
+        job = _Job(case, seed, order, device)
         for arm in order:
             job.block(arm, 3)
         for pair in range(case.pairs):
@@ -354,6 +365,8 @@ def main(
     recorder: Annotated[bool, typer.Option("--recorder", help="With the flight recorder against without.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="With the watch of adapt=True against without.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="gloo, or nccl for what is on the GPU.")] = "gloo",
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "overhead.json",
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -366,33 +379,37 @@ def main(
     if watch:  # the guard looks every 64 steps
         chosen = [replace(c, rounds=max(1, c.rounds // 4), pairs=4 * c.pairs) for c in chosen]
     if worker is not None:
-        _as_worker(worker, chosen, seed, RECORDER_ARMS if recorder else WATCH_ARMS if watch else ARMS)
+        _as_worker(worker, chosen, seed, RECORDER_ARMS if recorder else WATCH_ARMS if watch else ARMS, device, backend)
+        return
+    if not is_there(device, backend):
         return
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     raw = json_path.with_suffix(".raw")
-    network = Network(tuple(Host(i, None, "127.0.0.1", "lo") for i in range(2)), None, "asked for loopback")
+    ranks = 1 if backend == "nccl" else 2
+    network = Network(tuple(Host(i, None, "127.0.0.1", "lo") for i in range(ranks)), None, "asked for loopback")
     argv = [sys.executable, "-m", "benchmarks.overhead", "--models", models, "--seed", str(seed)]
     argv += ["--worker", str(raw), *(["--quick"] if quick else []), *(["--recorder"] if recorder else [])]
-    argv += ["--watch"] if watch else []
+    argv += [*(["--watch"] if watch else []), "--device", device, "--backend", backend]
     json_path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with termination_raises():
-            run_workers(network, argv, pin=True, deadline_s=1800)
+            run_workers(network, argv, pin=device == "cpu", deadline_s=1800)
         rows = [Result(**{**row, "ratio": Ratio(**row["ratio"])}) for row in json.loads(raw.read_text())]
     finally:
         raw.unlink(missing_ok=True)
-    config = {"ranks": 2, "network": "loopback, no limit", "cases": [asdict(case) for case in chosen]}
+    config = {"ranks": ranks, "network": "loopback, no limit", "cases": [asdict(case) for case in chosen]}
+    config |= {"device": name_of(device), "backend": backend}
     results.write(json_path, results.record(config, seed, [asdict(row) for row in rows]))
     results.console(110).print(table_of(rows))
     if any(row.judged and not row.passes for row in rows):
         raise typer.Exit(1)
 
 
-def _as_worker(out: Path, chosen: list[Case], seed: int, arms: Sequence[str]) -> None:
+def _as_worker(out: Path, chosen: list[Case], seed: int, arms: Sequence[str], device: str, backend: str) -> None:
     torch.set_num_threads(1)
-    with process_group(120.0):
+    with process_group(120.0, backend):
         own = _Own() if WATCH_ARMS[0] in arms else None
-        rows = [row for case in chosen for row in work(case, seed, arms, own)]
+        rows = [row for case in chosen for row in work(case, seed, arms, own, device)]
         if dist.get_rank() == 0:
             out.write_text(json.dumps([asdict(row) for row in rows]))
         dist.barrier()

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 
@@ -28,6 +27,7 @@ from benchmarks import results
 from benchmarks.emulated import Distance, Network, open_network, parse_rate, run_workers
 from benchmarks.prediction import describe
 from benchmarks.ratios import paired_ratio
+from benchmarks.train import is_there
 
 COMPRESSORS = ("efsignsgd", "dgc:ratio=0.01", "topk:ratio=0.01")
 DEADLINE_S = 900.0
@@ -272,12 +272,9 @@ def main(
     near, far = ["none", "plain", "fp16", *more], ["none", *(f"bare:{spec}" for spec in specs), *more]
     if nothing_chosen:
         near = far = ["none", AUTO, *(f"espresso:{spec}" for spec in ALONE)]
-    if backend == "nccl" and device != "cuda":
-        raise typer.BadParameter("nccl is for GPUs: --device cuda --backend nccl")
-    console = results.console(150)
-    if device == "cuda" and not torch.cuda.is_available():
-        console.print("NO GPU: nothing was measured")
+    if not is_there(device, backend):
         return
+    console = results.console(150)
     measured: list[Row] = []
     over: list[OverBest] = []
     networks: dict[str, str] = {}

@@ -257,6 +257,25 @@ def summarize(runner: Runner, runners: list[Runner]) -> dict[str, Any]:
     }
 
 
+def is_there(device: str, backend: str) -> bool:
+    """Whether there is such a device to measure on; says so where there is none.
+
+    Raises:
+        typer.BadParameter: NCCL is for GPUs.
+    """
+    if backend == "nccl" and device != "cuda":
+        raise typer.BadParameter("nccl is for GPUs: --device cuda --backend nccl")
+    if device == "cuda" and not torch.cuda.is_available():
+        typer.echo("NO GPU: nothing was measured")
+        return False
+    return True
+
+
+def name_of(device: str) -> str:
+    """A GPU's own name."""
+    return device if device == "cpu" else torch.cuda.get_device_name()
+
+
 @contextmanager
 def process_group(timeout_s: float, backend: str = "gloo") -> Iterator[None]:
     """The default group, from torchrun's variables."""
@@ -363,7 +382,7 @@ def main(
             "world_size": place.world_size,
             "num_hosts": place.num_hosts,
             "interface": place.interface,
-            "device": device if device == "cpu" else torch.cuda.get_device_name(),
+            "device": name_of(device),
             "torch": torch.__version__,
             "python": sys.version.split()[0],
             "num_cores": len(os.sched_getaffinity(0)),

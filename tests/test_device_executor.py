@@ -474,6 +474,38 @@ def test_every_order_is_enforced_by_events() -> None:
     assert POOL.run(run_traced) == [[]] * NUM_RANKS
 
 
+def run_alone(rank: int, where: str) -> list[str]:
+    """Averages that the library makes without tasks: exact, and what follows waits for them."""
+    device = DeviceExchange(2, where)
+    buckets = sized(where)
+    assignment = Assignment(strategy_of(buckets, device.groups.cluster, PLAIN))
+    wrong = []
+    device.executor._averager.look_every = 1
+    for grad_scale in (1.0, None, None):  # the first has no time to count the device's from
+        got = device.step(assignment, buckets, integers(buckets, rank, NUM_RANKS), grad_scale=grad_scale)
+        device.executor.conclude()
+        everybody = [integers(buckets, other, NUM_RANKS) for other in range(NUM_RANKS)]
+        if digest(got) != digest([sum(column) / NUM_RANKS for column in zip(*everybody, strict=True)]):
+            wrong.append("not the average")
+        if device.record.whole is not (grad_scale is None):
+            wrong.append("infs that a loss scale makes likely are looked for in tasks alone")
+        if where == "emulated" and device.record.iteration == 1:
+            marks = device.last.run
+            if not all(happens_before(end, marks.end) for _, _, end in marks.intervals):
+                wrong.append("a verdict before the averages")
+        noted = [interval.num_bytes > 0 for interval in device.record.intervals]
+        if device.record.iteration == 1 and noted != [True] * 3:
+            wrong.append("exchanges that were looked at are not noted")
+    device.close()
+    return wrong
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_averages_without_tasks(where: str) -> None:
+    build_for(where)
+    assert POOL.run(run_alone, where) == [[]] * NUM_RANKS
+
+
 def run_nan(rank: int, where: str) -> tuple[bool, bool, bool, bool]:
     """A NaN on one rank: seen everywhere, residuals as before; the next iteration commits."""
     device = DeviceExchange(2, where)

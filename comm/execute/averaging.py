@@ -1,11 +1,13 @@
 """Iterations in which every tensor takes the one flat allreduce, as in plain DDP.
 
 Nothing is to be ordered then: buckets go to the library as they come, without lanes, programs, or a callback
-for each. What the hook costs in such an iteration is what it costs where compression does not pay.
+for each; on a device from backward's stream. What the hook costs in such an iteration is what it costs where
+compression does not pay.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -105,6 +107,7 @@ class Averaging:
         if self._iteration.last_seen:
             self._fill_record(index + 1)  # first: the watchdog may collect the last bucket as soon as it has begun
         buffer.mul_(self._scale)
+        self._iteration.run.prepared(index)
         member = self._averager.member.connection(index)
         began = time.perf_counter_ns()
         self._under_way.append((index, collectives.allreduce_async(buffer, member), began))
@@ -147,16 +150,16 @@ class Averaging:
             except IndexError:
                 return
             future = work.get_future()
+            conclude = partial(self._conclude, index, work, began, threading.get_ident())
             if future.done():
-                self._conclude(index, began, future)
+                conclude(future)
             else:
-                future.add_done_callback(partial(self._conclude, index, began))
+                future.add_done_callback(conclude)
 
-    def _conclude(self, index: int, began: int, future: Any) -> None:
-        if self._looks:
-            self._note(index, began, time.perf_counter_ns())
+    def _conclude(self, index: int, work: Any, began: int, asked_by: int, future: Any) -> None:
+        exchange = self._exchange(index, began) if self._looks else None
         try:
-            future.value()
+            self._iteration.run.landed(index, work, exchange, asked=threading.get_ident() == asked_by)
         except Exception as error:  # whatever the library raises is reported
             wrapped = EspressoError(f"{self._label(index)}: {worded(error)}")
             wrapped.__cause__ = error
@@ -168,11 +171,11 @@ class Averaging:
         except Exception as error:  # the library's thread would drop it
             self._on_failure(error)
 
-    def _note(self, index: int, began: int, ended: int) -> None:
-        record = self._iteration.record
+    def _exchange(self, index: int, began: int) -> Interval:
+        """Of a bucket, to now."""
         bucket, ranks = self._averager.known[index][1], self._averager.member.size
-        sent = ring_bytes(bucket.numel, bucket.dtype, ranks)
-        record.intervals.append(Interval(index, Lane.INTER_OUT, began, ended, record.ready_ns[index], sent))
+        sent, ready = ring_bytes(bucket.numel, bucket.dtype, ranks), self._iteration.record.ready_ns[index]
+        return Interval(index, Lane.INTER_OUT, began, time.perf_counter_ns(), ready, sent)
 
     def _label(self, index: int) -> str:
         tensors = [slot.tensor for slot in self._averager.known[index][1].slots]

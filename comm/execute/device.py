@@ -137,7 +137,6 @@ class CudaStreams:
 class DeviceSide:
     """The streams of one device; ``note_taker`` knows what decoders find."""
 
-    averages_alone = False  # every tensor goes through programs: they know streams
     judges_late = True
 
     def __init__(self, streams: CudaStreams, memory: DeviceMemory, note_taker: NoteTaker) -> None:
@@ -189,6 +188,7 @@ class DevicePass:
     def __init__(self, side: DeviceSide, record: Record, patience_s: float) -> None:
         self._side, self._streams, self._patience_s = side, side.streams, patience_s
         self._records = record.assignment.record or record.iteration % LOOK_EVERY == 0
+        self._compresses = record.assignment.strategy.compresses
         self._lock = threading.Lock()
         self.ready: dict[int, Event] = {}
         self.intervals: list[tuple[Interval, Event, Event]] = []
@@ -219,10 +219,22 @@ class DevicePass:
             on_done=lambda _: on_done(work),
         )
 
+    def landed(self, bucket: int, work: Any, exchange: Interval | None, *, asked: bool) -> None:
+        if asked:
+            with self.aside():
+                work.wait()
+                end = self._streams.record()
+        else:  # Gloo's thread has its current stream wait for what it copied
+            work.get_future().value()
+            end = self._streams.record()
+        self._ends[bucket] = [end]
+        if exchange is not None:
+            self.intervals.append((exchange, self.ready[bucket], end))
+
     def hand_over(self, bucket: int, buffer: torch.Tensor, future: Future) -> None:
         """DDP's stream will wait for all that is launched; the host does not."""
         with self.aside():
-            self._streams.wait([self.ready[bucket], *self._ends.get(bucket, ())])
+            self._streams.wait(self._ends.get(bucket) or [self.ready[bucket]])
             if self._side.averaged(bucket):
                 self.end = self._streams.record()  # the last bucket's comes after the seal
             future.set_result(buffer)
@@ -230,9 +242,13 @@ class DevicePass:
     def seal(self) -> None:
         """Start the copy of everything that the iteration noted on the device."""
         with self.aside():
-            self._streams.wait([*self.ready.values(), *(end for ends in self._ends.values() for end in ends)])
+            for bucket, ready in self.ready.items():
+                self._streams.wait(self._ends.get(bucket) or [ready])
             device = self._streams.device
             notes = [(~note).view(1) for note in self._side.noted()]
+            if not notes and not self._compresses:  # a launch takes microseconds
+                self.end = self._streams.record()
+                return
             found = self._side.found_by_decoders()
             flags = torch.cat([torch.zeros(1, dtype=torch.bool, device=device), *notes])
             codes = torch.cat([torch.zeros(2, dtype=torch.int64, device=device), *(f.view(-1) for f in found)])

@@ -21,7 +21,6 @@ class HostSide:
     """The host's threads. :class:`DeviceSide` has the same methods and attributes.
 
     Attributes:
-        averages_alone: whether a bucket may go to the library without lanes (:class:`Averaging`).
         judges_late: whether it takes a wait for the device to know how an iteration went.
         memory: where gradients are.
         host: where offloaded steps work.
@@ -29,7 +28,6 @@ class HostSide:
             iteration is judged; whether it launched something. Not called here.
     """
 
-    averages_alone = True
     judges_late = False
     memory: Memory = HOST
     host: Memory = HOST
@@ -78,6 +76,20 @@ class HostPass:
             travels=work.task.step.is_communication and work.task.step.routine not in (Routine.PUSH, Routine.PULL),
             on_done=partial(self._done, work, on_done),
         )
+
+    def landed(self, bucket: int, work: Any, exchange: Interval | None, *, asked: bool) -> None:
+        """The library has averaged a bucket that it was given without tasks, or launched that.
+
+        Args:
+            exchange: to note what it took, on a device by the device's clock.
+            asked: this is a thread of ours, and none of the library's in the middle of ``work``.
+
+        Raises:
+            Exception: what the library did.
+        """
+        if exchange is not None:
+            self._record.intervals.append(exchange)
+        work.get_future().value()
 
     def hand_over(self, bucket: int, buffer: torch.Tensor, future: Future) -> None:
         """Complete a future: its bucket's tasks are done, or launched."""
