@@ -1,4 +1,4 @@
-"""A sign and a place for each of the few largest numbers: a byte apiece.
+"""A sign and a place for each of the few largest numbers: seven bits apiece where a tenth is sent.
 
 Body of a segment of d elements with k slots (``count`` = k = ratio * d, rounded to nearest, in [1, d])::
 
@@ -8,12 +8,20 @@ Body of a segment of d elements with k slots (``count`` = k = ratio * d, rounded
                         tiles: the mean magnitude of what is sent of the tile, >= 0 (0 where that is nothing)
     8 + t*s        ...  ends, uint32: how many slots lie in the first, the first two, ... tiles; t - 1 of them, for in
                         all tiles lie n
-    behind them    c    uint8: how many slots lie in each of the c = ceil(d / 128) groups of 128 elements
-    behind them    k    slots, a byte each: the lower seven bits are the element's place in its group, ascending within
-                        a group; the upper one is its sign, 1 = negative
+    behind them    ...  uppers, k // 32 + t + ceil(ceil(d / 2^l) / 32) words, uint32. A tile's begin at word
+                        e // 32 + i * (2^(7 - l) + 1), where i tiles and e slots are before it: bit j + g is set if its
+                        j-th slot (from 0) is an element of its g-th group of 2^l elements
+    behind them    ...  lowers, k * (l + 1) // 32 + t words, uint32. A tile's begin at word e * (l + 1) // 32 + i, l + 1
+                        bits a slot: the element's place in its group, ascending within a group, and above it the sign,
+                        1 = negative
 
-Slots from n on are zero. An element decodes to its tile's mean with its sign, all others to zero. A zero is never sent,
-so n < k where fewer than k numbers are non-zero. Counts, ends, places or means that cannot be are malformed.
+Places are coded as by Elias (Journal of the ACM 1974) and Fano (1971), in half a bit more than the least that any code
+takes for a place: l is the greatest number, 7 at most, for which there are more groups than slots. Bits count from the
+lowest; those of which nothing is said are zero. Two words a tile are what it costs that tiles begin with words of their
+own, so that they can be written side by side.
+
+An element decodes to its tile's mean with its sign, all others to zero. A zero is never sent, so n < k where fewer than
+k numbers are non-zero. Ends, groups, places or means that cannot be are malformed.
 
 The sum behind a mean has a fixed shape, so that backends agree bit for bit: the magnitudes that are sent of a tile, in
 order and each divided by 4096, go into 64 lanes in float64 (lane = number in the tile mod 64); lanes are added by
@@ -32,8 +40,8 @@ from espresso.compressors.sparse import FEEDBACK_GAIN, PREFIX_BYTES, Selection, 
 TILE = 4096
 """Elements that share a mean."""
 
-COUNTED = 128
-"""Elements whose slots are counted together: a place among them and a sign fill a byte."""
+MOST_BITS = 7
+"""Of a place in a group."""
 
 LANES = 64
 
@@ -51,28 +59,51 @@ def tile_ends_at(numel: int, itemsize: int) -> int:
     return PREFIX_BYTES + itemsize * ((numel + TILE - 1) // TILE)
 
 
-def counts_at(numel: int, itemsize: int) -> int:
-    """Where in a body the groups' counts begin, in bytes, if it is not empty."""
+def place_bits(numel: int, k: int) -> int:
+    """l, the bits of a place in a group of 2^l elements."""
+    bits = 0
+    while bits < MOST_BITS and k << (bits + 1) < numel:
+        bits += 1
+    return bits
+
+
+def uppers_at(numel: int, itemsize: int) -> int:
+    """Where in a body the uppers begin, in bytes, if it is not empty."""
     return PREFIX_BYTES - 4 + (itemsize + 4) * ((numel + TILE - 1) // TILE)
 
 
-def slots_at(numel: int, itemsize: int) -> int:
-    """Where in a body the slots begin, in bytes."""
-    return PREFIX_BYTES - 4 + (itemsize + 4) * ((numel + TILE - 1) // TILE) + (numel + COUNTED - 1) // COUNTED
+def num_uppers(numel: int, k: int, bits: int) -> int:
+    """How many words of them there are."""
+    return k // 32 + (numel + TILE - 1) // TILE + (((numel + (1 << bits) - 1) >> bits) + 31) // 32
+
+
+def num_lowers(numel: int, k: int, bits: int) -> int:
+    """How many words of lowers there are, behind the uppers."""
+    return k * (bits + 1) // 32 + (numel + TILE - 1) // TILE
+
+
+def first_upper(before: int, tile: int, bits: int) -> int:
+    """A tile's first word of uppers; ``before``: slots of the tiles before it."""
+    return before // 32 + tile * ((TILE >> bits) // 32 + 1)
+
+
+def first_lower(before: int, tile: int, bits: int) -> int:
+    """A tile's first word of lowers."""
+    return before * (bits + 1) // 32 + tile
 
 
 @dataclass(frozen=True)
 class SparseTernary(Sparsifier):
-    """Sends signs of the largest numbers and how large they are on average, 1.02 bytes a number and 0.01 an element.
+    """Sends signs of the largest numbers and how large they are on average: 0.65 bits an element where a tenth is sent.
 
     Sparse ternary compression (STC): Sattler, Wiedemann, Müller, Samek: Robust and Communication-Efficient Federated
     Learning from Non-IID Data, IEEE TNNLS 2020.
 
     The largest numbers of a gradient are nearly alike in magnitude, so that their signs owe what their values do
-    (docs/convergence.md), in a sixth of a sparsifier's bytes.
+    (docs/convergence.md), in a seventh of a sparsifier's bytes.
 
     Deviations from the paper: it takes one mean per tensor, this one one per 4096 elements; it codes distances between
-    places by Golomb, this one places in bytes, which decode side by side; and the k largest are found as
+    places by Golomb, this one places by Elias and Fano, which decode side by side; and the k largest are found as
     :class:`espresso.compressors.sparse.Dgc` does, by a sampled threshold: the top n, 0.8 k <= n <= k.
 
     Attributes:
@@ -102,7 +133,8 @@ class SparseTernary(Sparsifier):
     def body_size(self, numel: int, itemsize: int) -> tuple[int, int]:
         """k, and the body of k slots."""
         k = num_slots(numel, self.ratio)
-        return k, slots_at(numel, itemsize) + k
+        bits = place_bits(numel, k)
+        return k, uppers_at(numel, itemsize) + 4 * (num_uppers(numel, k, bits) + num_lowers(numel, k, bits))
 
     def selection(self) -> Selection:
         """As DGC's."""

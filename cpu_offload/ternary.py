@@ -12,22 +12,24 @@ import numpy.typing as npt
 
 from espresso.compressors import ternary
 from espresso.compressors.base import Array
-from espresso.compressors.ternary import COUNTED, LANES, TILE
-from espresso.cpu_offload.jit import Scalar, kernel, prefetch, room
+from espresso.compressors.ternary import LANES, TILE
+from espresso.cpu_offload.jit import Scalar, kernel, prefetch, room, trailing_zeros
 from espresso.cpu_offload.kernels import add_kept, clear_block, clear_blocks, cut_of
 from espresso.cpu_offload.work import COUNT, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
 
 num_tiles, tile_ends_at = kernel(ternary.num_tiles), kernel(ternary.tile_ends_at)
-counts_at, slots_at = kernel(ternary.counts_at), kernel(ternary.slots_at)
+place_bits, uppers_at = kernel(ternary.place_bits), kernel(ternary.uppers_at)
+num_uppers, num_lowers = kernel(ternary.num_uppers), kernel(ternary.num_lowers)
+first_upper, first_lower = kernel(ternary.first_upper), kernel(ternary.first_lower)
 
 
 @kernel
-def parts_of(words: npt.NDArray[np.uint32], at: int, numel: int, k: int, itemsize: int) -> Any:
-    """The ends, counts and slots of the body at byte ``at``."""
-    octets = words.view(np.uint8)
+def parts_of(words: npt.NDArray[np.uint32], at: int, numel: int, k: int, itemsize: int, bits: int) -> Any:
+    """The ends, uppers and lowers of the body at byte ``at``."""
     ends = words[(at + tile_ends_at(numel, itemsize)) // 4 :][: num_tiles(numel) - 1]
-    counts = octets[at + counts_at(numel, itemsize) : at + slots_at(numel, itemsize)]
-    return ends, counts, octets[at + slots_at(numel, itemsize) :][:k]
+    uppers = words[(at + uppers_at(numel, itemsize)) // 4 :]
+    num = num_uppers(numel, k, bits)
+    return ends, uppers[:num], uppers[num:][: num_lowers(numel, k, bits)]
 
 
 @kernel
@@ -44,8 +46,10 @@ def emit_ternary(
     numbers = value.view(new.dtype)
     cut, ties = cut_of(chunks, first, end, k, magnitude, value, found, chosen, histogram)
     means = bits.view(new.dtype)[(at + 8) // bits.itemsize :][: num_tiles(numel)]
-    ends, counts, slots = parts_of(words, at, numel, k, bits.itemsize)
-    clear_block(counts, 0, len(counts))
+    place = place_bits(numel, k)
+    ends, uppers, lowers = parts_of(words, at, numel, k, bits.itemsize, place)
+    clear_block(uppers, 0, len(uppers))
+    clear_block(lowers, 0, len(lowers))
     sums = room(LANES, np.float64)
     worst = chosen.dtype.type(0)
     sent = 0
@@ -75,19 +79,31 @@ def emit_ternary(
                 half //= 2
             mean = new.dtype.type(sums[0] / num * TILE if num else 0.0)
             means[low // TILE] = mean
+            upper, lower = first_upper(sent, low // TILE, place), first_lower(sent, low // TILE, place)
+            held, width = np.int64(0), np.int64(0)
             for j in range(begin, begin + num):
                 negative = numbers[j] < 0
-                counts[index[j] // COUNTED] += 1
-                slots[sent] = index[j] % COUNTED + (COUNTED if negative else 0)
-                sent += 1
+                here = np.int64(index[j]) - low
+                bit = j - begin + (here >> place)
+                uppers[upper + bit // 32] |= np.uint32(1 << (bit % 32))
+                slot = here & ((1 << place) - 1)
+                held |= (slot | (1 << place) if negative else slot) << width
+                width += place + 1
+                if width >= 32:
+                    lowers[lower] = np.uint32(held & 0xFFFFFFFF)
+                    lower += 1
+                    held >>= 32
+                    width -= 32
                 if has_feedback:
                     left = numbers[j] - (-mean if negative else mean)
                     add_kept(new, row[RESIDUAL] + index[j], left, gain)
+            if width:
+                lowers[lower] = np.uint32(held)
+            sent += num
             if low + TILE < numel:
                 ends[low // TILE] = sent
     words[at // 4] = sent
     words[at // 4 + 1] = 0
-    clear_block(slots, sent, k - sent)
     return worst < infinity
 
 
@@ -113,26 +129,39 @@ def scatter_ternary(
             if num > row[COUNT] or words[at // 4 + 1] != 0:
                 return bad
             means = numbers[(at + 8) // numbers.itemsize :][: num_tiles(row[NUMEL])]
-            ends, counts, slots = parts_of(words, at, row[NUMEL], row[COUNT], numbers.itemsize)
-            slot = np.int64(ends[low // TILE - 1]) if low else 0
+            place = place_bits(row[NUMEL], row[COUNT])
+            ends, uppers, lowers = parts_of(words, at, row[NUMEL], row[COUNT], numbers.itemsize, place)
+            stop = np.int64(ends[low // TILE - 1]) if low else 0
             for tile in range(low, high, TILE):
-                mean = means[tile // TILE]
+                mean, begin = means[tile // TILE], stop
                 stop = np.int64(ends[tile // TILE]) if tile + TILE < row[NUMEL] else num
-                if not (0 <= mean < np.inf and slot <= stop <= num):
+                if not (0 <= mean < np.inf and begin <= stop <= num):
                     return bad
-                for group in range(tile, min(tile + TILE, high), COUNTED):
-                    behind = slot + np.int64(counts[group // COUNTED])
-                    if behind > stop:
-                        return bad
-                    previous = np.int64(-1)
-                    while slot < behind:
-                        place = np.int64(slots[slot]) % COUNTED
-                        if place <= previous or group + place >= high:
+                size = min(TILE, high - tile)
+                groups = (size + (1 << place) - 1) >> place
+                upper, lower = first_upper(begin, tile // TILE, place), first_lower(begin, tile // TILE, place)
+                held, width = np.int64(0), np.int64(0)
+                slot, previous = np.int64(0), np.int64(-1)
+                for first in range(0, stop - begin + groups, 32):
+                    ones = np.uint64(uppers[upper + first // 32])
+                    while ones:
+                        group = first + trailing_zeros(ones) - slot
+                        ones &= ones - np.uint64(1)
+                        if slot == stop - begin:
                             return bad
-                        previous = place
-                        out[group - low + place] += -mean if slots[slot] >= COUNTED else mean
+                        if width <= place:
+                            held |= np.int64(lowers[lower]) << width
+                            lower += 1
+                            width += 32
+                        here = group << place | held & ((1 << place) - 1)
+                        if here <= previous or here >= size:
+                            return bad
+                        previous = here
+                        out[tile - low + here] += -mean if held >> place & 1 else mean
+                        held >>= place + 1
+                        width -= place + 1
                         slot += 1
-                if slot != stop:
+                if slot != stop - begin:
                     return bad
         if scale != 1:
             for i in range(len(out)):

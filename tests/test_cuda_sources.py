@@ -187,7 +187,7 @@ BLOCK_0, TOPK, STC, RANDOM = "efsignsgd:block=0", "topk:ratio=0.1", "stc:ratio=0
         ("sparse.cu", TOPK, BARRIER, "if (lane == 31) sums[warp] = through;\n    ", ""),
         ("sparse.cu", TOPK, BARRIER, "total[position] += values[slot];\n                }\n                ", ""),
         ("ternary.cu", STC, BARRIER, "* TILE) : T(0);\n        }\n        ", ""),
-        ("ternary.cu", STC, BARRIER, "firsts[0] = 0;\n            }\n            ", ""),
+        ("ternary.cu", STC, BARRIER, "negative ? -mean : mean));\n        }\n        ", ""),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_found(
