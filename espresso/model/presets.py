@@ -48,25 +48,37 @@ from espresso.strategies import Cluster, Device, Mode, Scope, TensorSpec, fields
 CLUSTER_KIND = "espresso-cluster"
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterPreset:
-    """A cluster's links, without its shape.
+@dataclass(frozen=True)
+class _ClusterFile:
+    """A cluster file, below its head.
 
     Attributes:
         pool_is_the_nodes: whether a node has one offload pool for all its ranks, or one for each.
         servers: what a parameter server there can do; None takes the stated figures.
+        measured: a remark.
         in_flight, offload_width: see :class:`espresso.model.links.Links`, :class:`espresso.model.costs.CostModel`.
     """
 
-    name: str
-    intra: AlphaBeta | None
-    inter: AlphaBeta | None
+    intra: AlphaBeta | None = None
+    inter: AlphaBeta | None = None
     copy: CopyCost | None = None
     pool_is_the_nodes: bool = True
     note: str = ""
     servers: ServerCosts | None = None
+    measured: Any = None
     in_flight: int = 1
     offload_width: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPreset(_ClusterFile):
+    """A cluster's links, without its shape."""
+
+    name: str
+
+    @classmethod
+    def read(cls, name: str, body: Any, where: str) -> ClusterPreset:
+        return cls(name=name, **vars(fields.read_as(_ClusterFile, body, where)))
 
 
 def trace_names() -> tuple[str, ...]:
@@ -103,11 +115,11 @@ def load_cluster(name_or_path: str | Path) -> ClusterPreset:
         row = published_costs()["clusters"][name]
         said = {key: row[key] for key in ("intra", "inter", "copy")}
         note = f"{row['testbed']}; {published_costs()['clusters_note']}"
-        return fields.read_as(_ClusterFile, said | {"note": note}, name).preset(name)
+        return ClusterPreset.read(name, said | {"note": note}, name)
     _check_is_file(name_or_path, f"a cluster preset ({', '.join(cluster_names())})")
 
     def read(body: Any) -> ClusterPreset:
-        return fields.read_as(_ClusterFile, fields.without_head(body, CLUSTER_KIND), "the cluster").preset(name)
+        return ClusterPreset.read(name, fields.without_head(body, CLUSTER_KIND), "the cluster")
 
     return fields.load(name, read, JobError)
 
@@ -147,27 +159,6 @@ def _median_line(curves: Sequence[LinkCurve], scope: Scope, cluster: Cluster) ->
         statistics.median(line.beta_us_per_kb for line in lines),
         statistics.median(curve.latency_us / count for curve, count in zip(mine, rounds, strict=True)),
     )
-
-
-@dataclass(frozen=True)
-class _ClusterFile:
-    """A cluster file, below its head."""
-
-    intra: AlphaBeta | None = None
-    inter: AlphaBeta | None = None
-    copy: CopyCost | None = None
-    pool_is_the_nodes: bool = True
-    note: str = ""
-    servers: ServerCosts | None = None
-    measured: Any = None
-    in_flight: int = 1
-    offload_width: int = 1
-
-    def preset(self, name: str) -> ClusterPreset:
-        return ClusterPreset(
-            name, self.intra, self.inter, self.copy, self.pool_is_the_nodes, self.note, self.servers, self.in_flight,
-            self.offload_width,
-        )  # fmt: skip
 
 
 def _check_is_file(name_or_path: str | Path, alternative: str) -> None:
