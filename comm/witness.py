@@ -36,10 +36,14 @@ def lost_peer(text: str) -> bool:
     return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
 
 
+def without_advice(error: BaseException) -> str:
+    """What an error says, without Gloo's source lines and well-meant advice; the log has it in full."""
+    return re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ", "", str(error)).partition(". This is typically caused")[0]
+
+
 def worded(error: BaseException) -> str:
-    """The error without Gloo's source lines and well-meant advice; the log has it in full."""
-    text = re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ", "", str(error))
-    return f"{type(error).__name__}: {text.partition('. This is typically caused')[0].strip().rstrip('.')}"
+    """The same for the middle of a sentence, with the error's kind."""
+    return f"{type(error).__name__}: {without_advice(error).strip().rstrip('.')}"
 
 
 class Servers(Protocol):

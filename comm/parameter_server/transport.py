@@ -6,7 +6,6 @@ contiguous uint8 arrays that stay untouched until their ``Pending`` is over.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from espresso.comm.errors import EspressoError
 from espresso.comm.member import Member, break_off
 from espresso.comm.messages import Bytes
 from espresso.comm.upkeep import Upkeep
+from espresso.comm.witness import without_advice
 
 FOREVER = timedelta(days=365)
 
@@ -99,11 +99,6 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def _worded(error: RuntimeError) -> str:
-    """Gloo's error without its source lines and advice."""
-    return re.sub(r"\[\S+\.(cc|cpp|h):\d+\] ", "", str(error)).partition(". This is typically")[0]
-
-
 class _GlooPending:
     def __init__(self, work: Any, peer: int, buffer: torch.Tensor) -> None:
         self._work, self._peer, self._buffer = work, peer, buffer
@@ -112,7 +107,7 @@ class _GlooPending:
         try:
             self._work.wait(FOREVER if timeout_s is None else timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise LinkError(f"rank {self._peer}: {_worded(error)}", self._peer) from error
+            raise LinkError(f"rank {self._peer}: {without_advice(error)}", self._peer) from error
 
 
 class GlooTransport:
@@ -160,7 +155,7 @@ class GlooTransport:
         try:
             return _GlooPending(call([buffer], peer, tag), peer, buffer)
         except RuntimeError as error:
-            raise LinkError(f"rank {peer}: {_worded(error)}", peer) from error
+            raise LinkError(f"rank {peer}: {without_advice(error)}", peer) from error
 
     def close(self) -> None:
         if self._upkeep is not None:
