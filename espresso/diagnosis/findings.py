@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from espresso.diagnosis.overlap import hidden
 from espresso.diagnosis.rebucketing import fit, plain_costs, rebucketed
 from espresso.diagnosis.replay import (
     EVEN_BYTES,
@@ -109,8 +110,8 @@ class _Case:
             tuple(found),
             self.step_us,
             median(self.now_us) * self.passes,
-            _hidden(open_us, comm),
-            _hidden(predicted, comm),
+            hidden(open_us, comm) if comm > 0 else None,
+            hidden(predicted, comm) if comm > 0 else None,
             found[0].kind if found else bound,
             len(self.run.turns),
             self.run.num_ranks,
@@ -455,7 +456,3 @@ def _windowed(flight: Flight) -> float | None:
     first, last = flight.traffic[0], flight.traffic[-1]
     busy = last.busy_us - first.busy_us
     return (last.window_us - first.window_us) / busy if busy > 0 else None
-
-
-def _hidden(open_us: float, comm_us: float) -> float | None:
-    return None if comm_us <= 0 else min(max(1 - open_us / comm_us, 0.0), 1.0)

@@ -21,7 +21,7 @@ def measured_overlap(step: StepRecord) -> float | None:
         return None
     end = script.backward_end_us if script.averaged_us is None else script.averaged_us
     open_us = max(max(end, step.done_us) - script.backward_end_us, 0.0)
-    return _hidden(open_us, _covered(exchanged))
+    return hidden(open_us, _covered(exchanged))
 
 
 def predicted_overlap(job: Job, strategy: Strategy) -> float:
@@ -29,7 +29,7 @@ def predicted_overlap(job: Job, strategy: Strategy) -> float:
     laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
     timeline = first_come(laid, job)
     exchanged = zip(timeline.start_us, timeline.end_us, strict=True)
-    return _hidden(timeline.makespan_us - max(timeline.bucket_ready_us), _covered(exchanged))
+    return hidden(timeline.makespan_us - max(timeline.bucket_ready_us), _covered(exchanged))
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -41,5 +41,6 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _hidden(open_us: float, comm_us: float) -> float:
+def hidden(open_us: float, comm_us: float) -> float:
+    """The part of so much communication of which so much is open to see; of none all."""
     return min(max(1 - open_us / comm_us, 0.0), 1.0) if comm_us > 0 else 1.0
