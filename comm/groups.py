@@ -9,15 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as torch_groups
 
 from espresso.comm.alarm import START_S, Alarm
 from espresso.comm.bounded import within
@@ -25,12 +23,13 @@ from espresso.comm.connections import is_far
 from espresso.comm.endpoints import Ends, ends_since, local_ends, rank_in
 from espresso.comm.environment import build, check_builds
 from espresso.comm.errors import DisagreementError, EspressoError, LostRankError, ProtocolError, TopologyError
-from espresso.comm.group_names import highest_number, named_after
+from espresso.comm.group_names import named_after
+from espresso.comm.meeting import meet
 from espresso.comm.member import Gathering, Member, break_off, gathered
 from espresso.comm.messages import PLAIN
-from espresso.comm.nodes import cluster_from_nodes, compact, node_key, why_flat
+from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
 from espresso.comm.upkeep import Upkeep
-from espresso.comm.witness import Witness, worded
+from espresso.comm.witness import Witness
 from espresso.strategies import Cluster, Scope
 
 logger = logging.getLogger("espresso")
@@ -128,10 +127,12 @@ class Groups:
         what, silent = "making process groups", set[int]()
 
         def make() -> tuple[Member, Cluster, dict[Scope, Member]]:
-            store, card = self._meet(parent, before)
+            meeting = meet(parent, self.alarm.card, timeout_s, before)
+            self.alarm.meet(meeting.cards)
+            self._number = meeting.number
             with self.explained(what):
                 self.control = self._new(self._ranks, "gloo")
-                store.delete_key(card)  # everybody has read it
+                meeting.forget()  # everybody has read it
                 answers = self.alarm.roll_call(START_S)
                 cluster = self._find_cluster(ranks_per_node, connections)
                 self.alarm.excuse(answers)  # everybody lives, and has asked
@@ -320,47 +321,6 @@ class Groups:
             raise EspressoError(CLOSED)
         return self.control.group
 
-    def _meet(self, parent: Any, before: Any) -> tuple[Any, str]:
-        """Find everybody through the job's store, apart from collectives: who does not come is named.
-
-        With it they agree on a number that none of their groups was named after: see :func:`named_after`.
-        """
-        store, mine = torch_groups._get_default_store(), highest_number()
-        keys, missing = list[str](), list[int]()
-        try:
-            times = store.add(_times_met(parent, self.rank), 0)
-            keys = [_card_key(parent, times, rank) for rank in range(self.num_ranks)]
-            store.set(keys[self.rank], PLAIN.pack((mine, *self.alarm.card)).tobytes().hex())
-            try:
-                store.wait(keys, self._timeout)
-            except RuntimeError:
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            texts = [] if missing else [store.get(key).decode() for key in keys]
-            if texts:
-                store.add(_times_met(parent, self.rank), 1)
-        except RuntimeError as error:
-            raise LostRankError(
-                f"the job's store does not answer ({worded(error)}); it ended with the launcher, or with rank 0"
-            ) from error
-        if missing:
-            ranks = "rank" if len(missing) == 1 else "ranks"
-            raise LostRankError(
-                f"{ranks} {compact(missing)} did not come to espresso.register within {self.timeout_s:g} s"
-            )
-        away = sorted({int(rank) for text in texts if text.startswith(_AWAY) for rank in text.split()[1:]})
-        if away:
-            if before is not None:
-                stay_away(before, away)
-            ranks = "rank" if len(away) == 1 else "ranks"
-            raise DisagreementError(
-                f"espresso is off on {ranks} {compact(away)} (ESPRESSO_DISABLE) and not on rank"
-                f" {self._ranks[self.rank]}: set it on all ranks or on none"
-            )
-        cards = [PLAIN.unpack(np.frombuffer(bytes.fromhex(text), np.uint8)) for text in texts]
-        self.alarm.meet([card for _, *card in cards])
-        self._number = max(count for count, *_ in cards)
-        return store, keys[self.rank]
-
     def _find_cluster(self, ranks_per_node: int | None, connections: int) -> Cluster:
         # Compared before anything depends on it: ranks that disagree here would make different groups, and hang.
         mine = {"ranks_per_node": ranks_per_node, "connections": connections}
@@ -443,33 +403,6 @@ def backend_for(device: str, group: dist.ProcessGroup | None) -> str:
             f' init_process_group() without a backend serves all devices that there are, "gloo" both kinds'
         )
     return found
-
-
-_AWAY = "away"
-"""In place of a card, before the ranks that are off."""
-
-
-def stay_away(process_group: dist.ProcessGroup, off: Sequence[int] = ()) -> None:
-    """Tell the ranks that meet now that this one does not come. Waits for nobody.
-
-    Args:
-        off: the ranks because of which; none: this one is off itself.
-    """
-    rank = dist.get_rank(process_group)
-    with suppress(RuntimeError, AttributeError):  # without a store they wait, and name it then
-        store = torch_groups._get_default_store()
-        times = store.add(_times_met(process_group, rank), 1) - 1
-        store.set(_card_key(process_group, times, rank), " ".join(map(str, (_AWAY, *(off or [dist.get_rank()])))))
-
-
-def _times_met(group: Any, rank: int) -> str:
-    """Where a rank counts how often it has met the others of a group, or stayed away; only it reads that."""
-    return f"espresso/{group.group_name}/met/{rank}"
-
-
-def _card_key(group: Any, times: int, rank: int) -> str:
-    """Where a rank leaves its card: what it left an earlier time is not taken for it."""
-    return f"espresso/{group.group_name}/{times}/{rank}"
 
 
 def _operations_are_compared() -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.errors import UnsupportedModelError
-from espresso.comm.groups import stay_away
+from espresso.comm.meeting import stay_away
 from espresso.fsdp.front import Front
 from espresso.fsdp.private import Unit, units_of
 from espresso.live.config import Settings

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.ddp_buckets import BucketLayout
 from espresso.comm.errors import UnsupportedModelError
-from espresso.comm.groups import stay_away
 from espresso.comm.hook import espresso_hook
+from espresso.comm.meeting import stay_away
 from espresso.live.artifacts import measures_nothing
 from espresso.live.config import Settings
 from espresso.live.given import AUTO, CompressorLike, StrategyLike
