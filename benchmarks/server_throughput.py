@@ -29,7 +29,7 @@ from benchmarks.emulated import Distance, measure_bulk_rate, open_network, run_w
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Line, Link, connected
-from espresso.comm.parameter_server.wire import Coding, Key, Stretch
+from espresso.comm.parameter_server.wire import Key, Stretch
 from espresso.compressors import create
 from espresso.compressors.base import Encoding, Segment
 from espresso.live.codecs import HostCodecs
@@ -49,14 +49,13 @@ def make_keys(coding: str, count: int, workers: tuple[int, ...]) -> list[Key]:
     size = raw_bytes
     if coding != "raw":
         size = create(spec).layout([Segment("part 0", 0, PARTITION_ELEMENTS)], np.float32).num_bytes
-    kind = Coding.RAW if coding == "raw" else Coding.PAYLOAD
     coded = coding != "raw"
     keeps = coded and create(spec).traits.error_feedback
     return [
         Key(
             number=-1, server=-1, workers=workers, stretches=(Stretch(f"part {i}", 0, PARTITION_ELEMENTS),),
-            dtype="float32", compressor=spec, coded=coded, two_way=coded, keeps_residual=keeps, up=kind, down=kind,
-            up_bytes=size, down_bytes=size, site=0, seed=0,
+            dtype="float32", compressor=spec, coded=coded, two_way=coded, keeps_residual=keeps,
+            is_plain=not coded, up_bytes=size, down_bytes=size, site=0, seed=0,
         )
         for i in range(count)
     ]  # fmt: skip

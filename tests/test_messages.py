@@ -18,12 +18,12 @@ from typing_extensions import TypeAliasType
 
 from espresso.comm.errors import EspressoError, ProtocolError
 from espresso.comm.messages import MAX_TEXT_BYTES, PLAIN, Messages
-from espresso.comm.parameter_server.wire import BODIES, Coding, Held, Key, Stretch, Table
+from espresso.comm.parameter_server.wire import BODIES, Held, Key, Stretch, Table
 from espresso.strategies import CompressorSpec
 
 KEY = Key(
     3, 0, (0, 1), (Stretch("a", 0, 4),), "float32", CompressorSpec.parse("dgc:ratio=0.01"), True, True, True,
-    Coding.PAYLOAD, Coding.RAW, 10, 20, 0, 7,
+    False, 10, 20, 0, 7,
 )  # fmt: skip
 TABLE = Table(1, (0, 1), (KEY,), {"a": 4}, frozenset({"a"}), "abc", True, None, frozenset({1}), 3.0)
 
@@ -131,7 +131,6 @@ def test_what_no_message_holds_is_refused_by_its_writer(value):
         (by_hand(["record", "Stretch", "a", 0]), "malformed"),
         (by_hand(["record", "Stretch", "a", 0, "b"]), "Stretch.numel cannot be 'b'"),
         (by_hand(["record", "Stretch", "a", 0, 2.5]), "Stretch.numel cannot be 2.5"),
-        (by_hand(["record", "Coding", "neither"]), "malformed"),
         (by_hand(["record", "Popen", "ls"]), "unknown value"),
     ],
 )

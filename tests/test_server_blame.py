@@ -21,7 +21,6 @@ from espresso.comm.parameter_server.transport import Channel, LinkError
 from espresso.comm.parameter_server.wire import (
     BODIES,
     HEADER_BYTES,
-    Coding,
     Flag,
     Header,
     Installed,
@@ -124,8 +123,8 @@ def table(workers: tuple[int, ...], number: int, timeout_s: float) -> Table:
     namespace = number >> 16
     tensor = f"w{namespace}"
     key = Key(
-        number, 0, workers, (Stretch(tensor, 0, BYTES // 4),), "float32", NONE, False, False, False, Coding.RAW,
-        Coding.RAW, BYTES, BYTES, 0, 0,
+        number, 0, workers, (Stretch(tensor, 0, BYTES // 4),), "float32", NONE, False, False, False, True,
+        BYTES, BYTES, 0, 0,
     )  # fmt: skip
     return Table(namespace, workers, (key,), {tensor: BYTES // 4}, None, "s", True, None, frozenset(), timeout_s)
 

@@ -16,7 +16,7 @@ from espresso.comm.execute.executor import Assignment
 from espresso.comm.parameter_server import Client, Line
 from espresso.comm.parameter_server.secret import Door, Secret, knock
 from espresso.comm.parameter_server.transport import LinkError
-from espresso.comm.parameter_server.wire import Coding, Header, Key, Op, Stretch
+from espresso.comm.parameter_server.wire import Header, Key, Op, Stretch
 from espresso.strategies import NONE
 from tests.servers import client, exchange_over, serving
 from tests.test_parameter_server import RAW, TOPK, TWO_WAY, choice_of
@@ -90,7 +90,7 @@ def test_a_push_that_is_not_taken_names_its_own_server():
     lines = [
         Line(Key(
             number, number, (0,), (Stretch(f"w{number}", 0, 4 << 20),), "float32", NONE, False, False, False,
-            Coding.RAW, Coding.RAW, 16 << 20, 16 << 20, 0, 0,
+            True, 16 << 20, 16 << 20, 0, 0,
         ))
         for number in range(2)
     ]  # fmt: skip

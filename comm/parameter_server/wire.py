@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from enum import Enum, IntEnum, IntFlag
+from enum import IntEnum, IntFlag
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from espresso.comm.messages import Bytes, Messages
 from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport
 from espresso.strategies import DTYPES, CompressorSpec
 
-MAGIC, VERSION = b"ESPS", 4
+MAGIC, VERSION = b"ESPS", 5
 _HEADER = struct.Struct("<4sBBHIiqQdqq")
 HEADER_BYTES = _HEADER.size
 MAX_BODY_BYTES = 4 << 30
@@ -141,13 +141,6 @@ class Header:
         return header
 
 
-class Coding(Enum):
-    """What a message of a key holds: the compressor's payload, or plain numbers."""
-
-    PAYLOAD = "payload"
-    RAW = "raw"
-
-
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """``numel`` elements of a tensor from ``start``."""
@@ -171,8 +164,8 @@ class Key:
         coded: whether ranks compress at all (perhaps with ``none``), so that numbers are sums and not averages.
         two_way: whether the server compresses the sum.
         keeps_residual: whether it does so with error feedback.
-        up, down: what is pushed and what is pulled.
-        up_bytes, down_bytes: sizes of both messages.
+        is_plain: whether numbers are pushed and not payloads, which would be larger or are none.
+        up_bytes, down_bytes: sizes of what is pushed and what is pulled.
         site: number of the worker's compression site, for random draws.
         seed: for random draws.
     """
@@ -186,17 +179,11 @@ class Key:
     coded: bool
     two_way: bool
     keeps_residual: bool
-    up: Coding
-    down: Coding
+    is_plain: bool
     up_bytes: int
     down_bytes: int
     site: int
     seed: int
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether plain numbers are pushed."""
-        return self.up is Coding.RAW
 
     @property
     def namespace(self) -> int:
@@ -274,7 +261,7 @@ class Installed:
     tags: dict[int, int]
 
 
-BODIES = Messages(Table, Key, Stretch, Held, Installed, CompressorSpec, Coding)
+BODIES = Messages(Table, Key, Stretch, Held, Installed, CompressorSpec)
 """How bodies are written and read."""
 
 

@@ -16,7 +16,7 @@ import torch
 from espresso.comm.errors import EspressoError
 from espresso.comm.parameter_server import Line
 from espresso.comm.parameter_server.plain import is_plain, smaller
-from espresso.comm.parameter_server.wire import Coding, Key, Stretch
+from espresso.comm.parameter_server.wire import Key, Stretch
 from espresso.comm.program.coding import copy
 from espresso.comm.program.held import Action, Compiled, Numbers, Payload, Pushed
 from espresso.comm.program.part import TORCH_DTYPES, Part
@@ -95,10 +95,9 @@ def _key(
     dtype = next(name for name, kind in TORCH_DTYPES.items() if kind is part.home.dtype)
     numbers = sum(segment.numel for segment in segments) * DTYPES[dtype]
     two_way = any(flow.step.kind is StepKind.COMPRESS and flow.step.device is Device.SERVER for flow in flows)
-    up, up_bytes = Coding.RAW, numbers
+    chosen, up_bytes = None, numbers
     if codec is not None:
         chosen = smaller(codec, segments, part.home.wide)
-        up = Coding.RAW if is_plain(chosen) else Coding.PAYLOAD
         up_bytes = chosen.compressor.layout(segments, part.home.wide).num_bytes
     return Key(
         number=-1,
@@ -110,8 +109,7 @@ def _key(
         coded=codec is not None,
         two_way=two_way,
         keeps_residual=codec is not None and two_way and part.traits.error_feedback,
-        up=up,
-        down=up if two_way else Coding.RAW,
+        is_plain=chosen is None or is_plain(chosen),
         up_bytes=up_bytes,
         down_bytes=up_bytes if two_way else numbers,
         site=next((list(Site).index(flow.site) for flow in flows if flow.site is not None), 0),

@@ -13,7 +13,7 @@ import numpy as np
 from espresso.comm.groups import Groups
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Bearing, Client, Line, Link, connected
-from espresso.comm.parameter_server.wire import Coding, Key, Stretch
+from espresso.comm.parameter_server.wire import Key, Stretch
 from espresso.live.points import rising
 from espresso.live.profiler import LINK_SIZES, LOOP_US, MAX_LOOP, SLOW_US
 from espresso.model.costs import ComputeCost, Op, ServerCosts
@@ -32,7 +32,7 @@ def raw_keys(count: int, num_bytes: int, workers: Sequence[int]) -> list[Key]:
     return [
         Key(
             -1, -1, tuple(workers), (Stretch(f"probe {index}", 0, numel),), "float32", NONE, False, False, False,
-            Coding.RAW, Coding.RAW, 4 * numel, 4 * numel, 0, 0,
+            True, 4 * numel, 4 * numel, 0, 0,
         )
         for index in range(count)
     ]  # fmt: skip
