@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.live.change import Change
@@ -76,6 +76,10 @@ class Candidate:
     buckets: tuple[Bucket, ...]
     predicted_us: float
     sent_us: float = 0.0
+
+    def to_row(self) -> tuple[Any, ...]:
+        """What other ranks are told of it: all but the buckets, which they know."""
+        return self.name, self.strategy.to_json(), self.order, self.predicted_us, self.sent_us
 
     @property
     def assignment(self) -> Assignment:

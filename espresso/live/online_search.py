@@ -151,8 +151,7 @@ class OnlineSearch:
         if beside is None:
             return found
         beside.barrier(patient=True)
-        mine = [(c.name, c.strategy.to_json(), c.order, c.predicted_us, c.sent_us) for c in found]
-        rows, self.uncompressed_us = beside.from_rank_0((mine, self.uncompressed_us))
+        rows, self.uncompressed_us = beside.from_rank_0(([c.to_row() for c in found], self.uncompressed_us))
         return [self._here(records[-1].buckets, *row) for row in rows] if beside.rank else found
 
     def _here(
@@ -204,8 +203,7 @@ class OnlineSearch:
             except Exception as error:  # every rank must hear of it, or they wait for the answer
                 failed, told = error, f"{type(error).__name__}: {error}"
             if failed is None:
-                rows = [(c.name, c.strategy.to_json(), c.order, c.predicted_us, c.sent_us) for c in found]
-                told = rows, self.uncompressed_us, self.bucket_cap_mb, self.why_none
+                told = [c.to_row() for c in found], self.uncompressed_us, self.bucket_cap_mb, self.why_none
         self._groups.barrier(patient=True)
         told = self._groups.from_rank_0(told)
         if isinstance(told, str):
