@@ -13,8 +13,8 @@ Texts, numbers, true, false and null stand for themselves. Everything else is a 
     ["list", …]  ["tuple", …]  ["set", …]  ["dict", key, value, …]  ["bytes", size]
     ["array", dtype, shape]  ["tensor", dtype, shape]  ["record", class, value of each field]
 
-Records are the dataclasses and enums that a reader was made with. What comes out has the type of what went in; a set
-comes out frozen, NumPy's numbers and subclasses of ``str`` as Python's own, a tensor on the CPU.
+Records are the dataclasses that a reader was made with. What comes out has the type of what went in; a set comes out
+frozen, NumPy's numbers and subclasses of ``str`` as Python's own, a tensor on the CPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from enum import Enum
+from dataclasses import fields
 from functools import cached_property
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -61,7 +60,7 @@ class Messages:
     """Writes and reads values.
 
     Args:
-        records: the dataclasses and enums that may travel beside plain values.
+        records: the dataclasses that may travel beside plain values.
 
     Example:
         >>> messages = Messages()
@@ -115,7 +114,7 @@ class Messages:
             return value
         if isinstance(value, np.generic):
             return value.item()
-        if isinstance(value, str) and not isinstance(value, Enum):
+        if isinstance(value, str):
             return str(value)
         if kind in _KIND_OF_SERIES:
             return [_KIND_OF_SERIES[kind], *(self._tree(item, buffers) for item in value)]
@@ -131,7 +130,7 @@ class Messages:
             buffers.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
             return ["tensor", dtype, list(value.shape)]
         if self._records.get(kind.__name__) is kind:
-            held = [value.value] if isinstance(value, Enum) else [getattr(value, f.name) for f in fields(value)]
+            held = (getattr(value, each.name) for each in fields(value))
             return ["record", kind.__name__, *(self._tree(item, buffers) for item in held)]
         raise TypeError(f"a control message cannot hold {value!r:.80}, of type {kind.__qualname__}")
 
@@ -159,9 +158,6 @@ class Messages:
         raise ValueError(f"unknown value {tree!r:.80}")
 
     def _record(self, kind: type, held: list[Any]) -> Any:
-        if not is_dataclass(kind):
-            (value,) = held
-            return kind(value)
         for (name, hint), value in zip(self._hints[kind].items(), held, strict=True):
             if not _fits(value, hint):
                 raise ValueError(f"{kind.__name__}.{name} cannot be {value!r:.80}")
@@ -170,7 +166,7 @@ class Messages:
     @cached_property
     def _hints(self) -> Mapping[type, dict[str, Any]]:
         """The type of every field of every dataclass."""
-        hints = {kind: get_type_hints(kind) for kind in self._records.values() if is_dataclass(kind)}
+        hints = {kind: get_type_hints(kind) for kind in self._records.values()}
         return {kind: {f.name: hints[kind][f.name] for f in fields(kind)} for kind in hints}
 
 
