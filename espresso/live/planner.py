@@ -26,22 +26,7 @@ from espresso.live.orderer import Orderer, Work
 from espresso.live.patience import Patience
 from espresso.live.race import Arm, Race
 from espresso.live.sounding import Soundings
-from espresso.live.turns import (
-    DRIFT,
-    DROP,
-    FAR_BEHIND,
-    MAY_WIN,
-    MOST_ROUNDS,
-    PLAIN_MAY,
-    SETTLES,
-    SURELY_WINS,
-    TRY_ROUNDS,
-    Later,
-    Turn,
-    alike,
-    block_of,
-    times_of,
-)
+from espresso.live.turns import DRIFT, PLAIN_MAY, Later, Turn, alike, fresh_of, pays_from, race_of, times_of
 from espresso.live.watch import Watch
 from espresso.strategies import Strategy, plan
 
@@ -432,31 +417,18 @@ class AutoPlanner:
         told = self._groups.everywhere((same, figures))
         same = [all(column) for column in zip(*(theirs for theirs, _ in told), strict=True)]
         plain_us, ours_us = (max(column) for column in zip(*(figures for _, figures in told), strict=True))
-        limit_us = ours_us * (MAY_WIN if change.is_severe else SURELY_WINS) or math.inf
-        fresh = [c for c, is_ours in zip(found, same, strict=True) if not is_ours and c.predicted_us <= limit_us]
-        fresh = [replace(c, name=f"{c.name} at step {step}") if c.name == now else c for c in fresh]
+        turn = self._turn = Turn(change, step, began_ns, ours_us, is_second)
+        fresh = fresh_of(turn, found, same, now)
         best_us = min((c.predicted_us for c in found), default=0.0)
         arms = [Arm(now, replace(kept, drain=kept.strategy.compresses))]
         arms += [Arm(c.name, c.assignment, c.sent_us) for c in fresh]
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
             arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
-        self._turn = Turn(change, step, began_ns, ours_us, is_second)
         if len(arms) == 1:
-            self._end_turn(self._turn, None, step, "the search finds nothing else")
+            self._end_turn(turn, None, step, "the search finds nothing else")
             return
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
-        # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind, or by the
-        # probe that the link is to blame, or is faster (then such windows are the best of what is in use).
-        before_us, now_us = change.step_us
-        far_behind = min(now_us, ours_us) > FAR_BEHIND * best_us > 0
-        surely_slower = change.is_severe and now_us > before_us and moved.link > FAR_BEHIND
-        surely_faster = FAR_BEHIND * moved.link < 1
-        known = {now: now_us} if far_behind or surely_slower or surely_faster else {}
-        block = block_of(best_us or ours_us)
-        self._race = Race(
-            arms, block=block, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
-            settle=int(SETTLES * block), doubts=not change.is_severe, known=known,
-        )  # fmt: skip
+        self._race = race_of(turn, arms, best_us, moved.link)
         self._pause = 0
         self._search.before_trying()
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
@@ -471,11 +443,7 @@ class AutoPlanner:
         best = ours if race is None else race.best()
         later = None
         if race is not None and best != ours:
-            losses = {arm.name: arm.losses for arm in race.arms}
-            due = turn.change.since + Patience.pays_after(
-                measured[ours], measured[best], losses_less=losses[best] < losses[ours],
-                is_clear=race.is_clear(best, ours), price_us=2 * race.excess_us,
-            )  # fmt: skip
+            due = pays_from(turn.change, race, ours, best)
             if step < due:
                 later = Later(due, best, race, turn.change) if due < math.inf else None
                 best = ours

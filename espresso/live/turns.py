@@ -1,12 +1,15 @@
-"""A turn of deciding again, after a change: its figures, and what the planner remembers of it."""
+"""A turn of deciding again, after a change: its figures, what it tries and how, and what a planner remembers of it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from espresso.live.candidates import Candidate
 from espresso.live.change import Change
-from espresso.live.race import Race
+from espresso.live.patience import Patience
+from espresso.live.race import Arm, Race
 from espresso.strategies import Strategy
 
 TRY_STEPS, TRY_ROUNDS, MOST_ROUNDS, DROP = 4, 2, 5, 1.25
@@ -35,11 +38,6 @@ PLAIN_MAY = 1.5
 """Plain is tried again up to this factor of the best prediction."""
 
 
-def block_of(step_us: float) -> int:
-    """Steps of a block, where a step is supposed to take so long."""
-    return max(TRY_STEPS, min(math.ceil(TRY_US / max(step_us, 1.0)), TRY_MOST))
-
-
 @dataclass(frozen=True)
 class Turn:
     """What is decided again.
@@ -66,6 +64,49 @@ class Later:
     name: str
     race: Race
     change: Change
+
+
+def fresh_of(turn: Turn, found: Sequence[Candidate], same: Sequence[bool], ours: str) -> list[Candidate]:
+    """Of what was found those that are tried: other strategies, predicted to be fast enough, under other names.
+
+    Args:
+        same: of each, whether it is the strategy in use.
+        ours: the name of that one.
+    """
+    limit_us = turn.predicted_us * (MAY_WIN if turn.change.is_severe else SURELY_WINS) or math.inf
+    fresh = [c for c, is_ours in zip(found, same, strict=True) if not is_ours and c.predicted_us <= limit_us]
+    return [replace(c, name=f"{c.name} at step {turn.step}") if c.name == ours else c for c in fresh]
+
+
+def race_of(turn: Turn, arms: Sequence[Arm], best_us: float, link: float) -> Race:
+    """A turn's race.
+
+    Args:
+        arms: first the strategy in use.
+        best_us: the best prediction; 0: nothing was found.
+        link: so many times what it took the link takes, as the turn measured it.
+    """
+    # The windows that raised the alarm flatter nobody: a fair race, unless it is clear who is far behind, or by the
+    # probe that the link is to blame, or is faster (then such windows are the best of what is in use).
+    (before_us, now_us), is_severe = turn.change.step_us, turn.change.is_severe
+    far_behind = min(now_us, turn.predicted_us) > FAR_BEHIND * best_us > 0
+    surely_slower = is_severe and now_us > before_us and link > FAR_BEHIND
+    surely_faster = FAR_BEHIND * link < 1
+    known = {arms[0].name: now_us} if far_behind or surely_slower or surely_faster else {}
+    block = max(TRY_STEPS, min(math.ceil(TRY_US / max(best_us or turn.predicted_us, 1.0)), TRY_MOST))
+    return Race(
+        arms, block=block, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
+        settle=int(SETTLES * block), doubts=not is_severe, known=known,
+    )  # fmt: skip
+
+
+def pays_from(change: Change, race: Race, ours: str, best: str) -> float:
+    """The step from which on a switch to the best of a race pays; infinity where it never does."""
+    losses = {arm.name: arm.losses for arm in race.arms}
+    return change.since + Patience.pays_after(
+        race.measured[ours], race.measured[best], losses_less=losses[best] < losses[ours],
+        is_clear=race.is_clear(best, ours), price_us=2 * race.excess_us,
+    )  # fmt: skip
 
 
 def times_of(race: Race) -> str:
