@@ -30,6 +30,20 @@ class RanksFailed(AssertionError):
     """A rank raised, died or hung."""
 
 
+def torchrun_variables(rank: int, num_ranks: int, ranks_per_node: int, port: int) -> dict[str, str]:
+    """What torchrun would tell a rank of this machine, which gets one thread."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "GROUP_RANK": str(rank // ranks_per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 class RankPool:
     """``run`` calls a function on every rank of one Gloo group; the launcher's words say two nodes of two ranks."""
 
@@ -94,16 +108,7 @@ class RankPool:
         port = free_port()
         self._results = RANKS.Queue()
         for rank in range(self.num_ranks):
-            env = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self.num_ranks),
-                "LOCAL_RANK": str(rank % 2),
-                "LOCAL_WORLD_SIZE": "2",
-                "GROUP_RANK": str(rank // 2),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            }
+            env = torchrun_variables(rank, self.num_ranks, 2, port)
             inbox = RANKS.Queue()
             process = RANKS.Process(target=_serve, args=(rank, env, inbox, self._results), daemon=True)
             process.start()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.ports import free_port
-from benchmarks.rank_pool import RANKS
+from benchmarks.rank_pool import RANKS, RanksFailed, torchrun_variables
 
 # What needs a real interpreter exit (tests/test_lifecycle.py) starts programs of its own.
 
@@ -24,10 +24,6 @@ class Outcome:
     value: Any
     error: str | None
     exit_code: int | None
-
-
-class RanksFailed(AssertionError):
-    """A rank raised, died or hung."""
 
 
 def run_ranks(
@@ -55,17 +51,7 @@ def run_ranks(
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
     processes = []
     for rank in range(num_ranks):
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_RANK": str(rank % per_node),
-            "LOCAL_WORLD_SIZE": str(per_node),
-            "GROUP_RANK": str(rank // per_node),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            **(environment or {}),
-        }
+        env = torchrun_variables(rank, num_ranks, per_node, port) | (environment or {})
         process = RANKS.Process(target=_main, args=(target, rank, args, env, init, results), daemon=False)
         process.start()
         processes.append(process)

@@ -19,7 +19,7 @@ from benchmarks.chaos.worker import Work, run
 from benchmarks.emulated import Network, open_network
 from benchmarks.ports import free_port
 from benchmarks.python_path import ROOT, python_path
-from benchmarks.rank_pool import RANKS
+from benchmarks.rank_pool import RANKS, torchrun_variables
 
 _NEW_NETWORK = 0x40000000
 
@@ -155,16 +155,7 @@ def _fork(job: Job) -> None:
     place, port = job.place, free_port()
     per_host = place.num_ranks // max(place.num_hosts, 1)
     for rank in range(place.num_ranks):
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(place.num_ranks),
-            "LOCAL_RANK": str(rank % per_host),
-            "LOCAL_WORLD_SIZE": str(per_host),
-            "GROUP_RANK": str(rank // per_host),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
+        env = torchrun_variables(rank, place.num_ranks, per_host, port)
         namespace = None
         if job.network is not None:
             host = job.network.hosts[place.host_of(rank)]
