@@ -65,6 +65,13 @@ class RankPool:
         """
         if not self._processes:
             self._start()
+        try:
+            return self._run(target, args, deadline_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, target: Callable[..., Any], args: tuple[Any, ...], deadline_s: float) -> list[Any]:
         for inbox in self._inboxes:
             inbox.put((target, args))
         answers: dict[int, Any] = {}
@@ -87,7 +94,6 @@ class RankPool:
                 errors[rank] = error
                 deadline = min(deadline, time.monotonic() + MOURNING_S)
         if len(answers) < self.num_ranks:
-            self.close()
             told = [f"rank {rank}: {error}" for rank, error in sorted(errors.items())]
             silent = [str(rank) for rank in range(self.num_ranks) if rank not in answers and rank not in errors]
             raise RanksFailed("\n".join([*told, f"no answer from rank {', '.join(silent) or '(none)'}"]))

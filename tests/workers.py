@@ -49,13 +49,18 @@ def run_ranks(
     """
     port, results = free_port(), RANKS.Queue()
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
-    processes = []
-    for rank in range(num_ranks):
-        env = torchrun_variables(rank, num_ranks, per_node, port) | (environment or {})
-        process = RANKS.Process(target=_main, args=(target, rank, args, env, init, results), daemon=False)
-        process.start()
-        processes.append(process)
-    outcomes = _collect(processes, results, deadline_s)
+    processes: list[Any] = []
+    try:
+        for rank in range(num_ranks):
+            env = torchrun_variables(rank, num_ranks, per_node, port) | (environment or {})
+            process = RANKS.Process(target=_main, args=(target, rank, args, env, init, results), daemon=False)
+            process.start()
+            processes.append(process)
+        outcomes = _collect(processes, results, deadline_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     failed = [o for o in outcomes if o.error is not None or o.exit_code != 0]
     if check and failed:
         raise RanksFailed("\n".join(f"rank {o.rank} (exit {o.exit_code}): {o.error}" for o in failed))
@@ -77,12 +82,9 @@ def _collect(processes: list[Any], results: Any, deadline_s: float) -> list[Outc
     outcomes = []
     for rank, process in enumerate(processes):
         value, error = answers.get(rank, (None, "no answer"))
-        if process.is_alive():
-            process.kill()
-            process.join()
-            outcomes.append(Outcome(rank, value, error or "did not exit: killed at the deadline", None))
-        else:
-            outcomes.append(Outcome(rank, value, error, process.exitcode))
+        if process.exitcode is None:
+            error = error or "did not exit: killed at the deadline"
+        outcomes.append(Outcome(rank, value, error, process.exitcode))
     return outcomes
 
 
