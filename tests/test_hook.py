@@ -2,6 +2,7 @@
 
 import copy
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from espresso.comm.hook import Arrived, Front
 from espresso.strategies import NONE, Choice, Cluster, halved_options, parse_option, plan
 from tests.ddp import (
     ALLGATHER,
@@ -288,3 +290,40 @@ SCENARIOS = (uncompressed, lossless, lossy, conservation, ridden, offloaded, pla
 @pytest.fixture(scope="module")
 def played() -> Played:
     return Played(__name__, SCENARIOS, 4)
+
+
+def test_places_are_counted_where_ddp_skips_buckets() -> None:
+    """Also after a pass that ended with an error: then nobody said that no more would come."""
+    module, numbers, ends = nn.Linear(1, 1), torch.zeros(3), []
+    module.skip_all_reduce_unused_params = True
+    front = Front(module, {})
+
+    def end() -> torch.futures.Future[torch.Tensor]:
+        ends.append(len(ends))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(numbers)
+        return future
+
+    def arrived(*came: int, fails: bool = False) -> list[Arrived]:
+        """What a backward pass makes of the buckets that come in it."""
+        found = []
+
+        def hand_over(_: torch.Tensor) -> None:
+            for index in came:
+                bucket = SimpleNamespace(buffer=lambda: numbers, index=lambda index=index: index)
+                found.append(front.take(bucket, end))
+            if fails:
+                raise RuntimeError("in the middle")
+
+        weight = torch.ones(1, requires_grad=True)
+        weight.register_hook(hand_over)
+        weight.sum().backward()
+        return found
+
+    assert [(each.index, each.is_last) for each in arrived(1, 3)] == [(0, False), (1, False)]
+    with pytest.raises(RuntimeError, match="in the middle"):
+        arrived(1, 2, fails=True)
+    assert ends == [0]
+    assert [each.index for each in arrived(1, 2, 3)] == [0, 1, 2]
+    assert [each.index for each in arrived(2)] == [0]
+    assert ends == [0, 1, 2]

@@ -106,6 +106,14 @@ def test_skipped_buckets(played):
     check(played(skipped_buckets))
 
 
+def test_where_the_first_bucket_is_skipped_another_one_is_the_first(played):
+    for steps in played(first_of_those_that_come):
+        assert [[is_first for _, is_first in step] for step in steps] == [
+            [True] + [False] * (len(step) - 1) for step in steps
+        ]
+        assert {step[0][0] > 0 for step in steps} == {False, True}
+
+
 def test_create_graph(played):
     check(played(create_graph))
 
@@ -315,23 +323,40 @@ def frozen_and_ignored(rank: int) -> dict[str, list[str]]:
     return compare(model, step)
 
 
+class Chosen(nn.Module):
+    """Three branches, of which each step uses those named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([mlp(20, 60, 30, 40, 5, seed=seed) for seed in range(3)])
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return torch.stack([self.branches[number](x) for number in used]).sum(0)
+
+
+SKIPS = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+
+
 def skipped_buckets(rank: int) -> dict[str, list[str]]:
     """Of buckets without gradients the first come not, then the last, then those between."""
-
-    class Chosen(Branches):
-        def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
-            return torch.stack([self.branches[number](x) for number in used]).sum(0)
-
-    model = Chosen()
-    model.branches = nn.ModuleList([mlp(20, 60, 30, 40, 5, seed=seed) for seed in range(3)])
-    model.trunk = nn.Identity()
     turns = ([0, 1, 2], [0, 1, 2], [0], [0], [0], [2], [1, 2], [1], [0, 2], [0, 1, 2])
 
     def step(ddp: DistributedDataParallel, number: int) -> None:
         ddp(batch(rank, number, 20), turns[number]).square().mean().backward()
 
-    settings = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    return compare(model, step, len(turns), **settings)
+    return compare(Chosen(), step, len(turns), **SKIPS)
+
+
+def first_of_those_that_come(rank: int) -> list[list[tuple[int, bool]]]:
+    """In every step DDP's number of each bucket that came, and whether it was said to be the first."""
+    ddp = wrap(Chosen(), **SKIPS)
+    steps: list[list[tuple[int, bool]]] = []
+    with registered(ddp) as state:
+        state.before_exchange.append(lambda bucket, scale, is_first: steps[-1].append((bucket.index(), is_first)))
+        for number, used in enumerate(([0, 1, 2], [0, 1, 2], [0], [2], [0])):
+            steps.append([])
+            ddp(batch(rank, number, 20), used).square().mean().backward()
+    return steps
 
 
 def create_graph(rank: int) -> dict[str, list[str]]:
@@ -572,6 +597,7 @@ SCENARIOS = (
     uneven,
     uneven_conservation,
     skipped_buckets,
+    first_of_those_that_come,
     create_graph,
     flushed,
     unregistered,
