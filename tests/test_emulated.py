@@ -17,6 +17,7 @@ from benchmarks.emulated import (
     Host,
     Network,
     WorkerError,
+    bulk_rate,
     format_rate,
     measure_bulk_rate,
     measure_round_trip,
@@ -82,6 +83,20 @@ def test_bulk_rate_is_the_limit_and_the_counter_counts() -> None:
         assert rate.payload_bps > 0.8 * 200e6
     # 0.9 s at 200 Mb/s in one direction, and acknowledgements in the other.
     assert 0.7 * 200e6 / 8 * 0.9 < sent < 1.4 * 200e6 / 8 * 0.9
+
+
+@pytest.mark.parametrize(
+    ("limit", "carried", "best", "times"),
+    [(100, [99], 99, 1), (100, [50, 95, 96], 95, 2), (100, [60, 70, 65, 99], 70, 3), (None, [5, 6], 5, 1)],
+)
+def test_a_bulk_rate_below_the_limit_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, carried: list[float], best: float, times: int
+) -> None:
+    left = list(carried)
+    monkeypatch.setattr(bulk_rate, "_transfer", lambda *_: left.pop(0))
+    host = Host(0, None, "127.0.0.1", "lo", limit)
+    assert bulk_rate._measure(host, host, 0.1, 0).payload_bps == best
+    assert len(carried) - len(left) == times
 
 
 @needs_namespaces
