@@ -42,7 +42,6 @@ class Arrival:
             copy of another dtype.
     """
 
-    unit: Unit
     flat: torch.Tensor
     held_back: bool
     filled: int = 0
@@ -103,7 +102,7 @@ class Front:
             flat += earlier
         if unit.is_held_back:
             self._held_back[unit] = flat.clone()
-        self._filling[unit] = Arrival(unit, flat, unit.is_held_back)
+        self._filling[unit] = Arrival(flat, unit.is_held_back)
         self._seen.add(unit)
 
     def _enter(self) -> None:

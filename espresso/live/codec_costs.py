@@ -27,6 +27,9 @@ ENCODE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 IN_A_ROW = 4
 """Compressions that are measured one after the other, where the largest group is so large."""
 
+REPEATS = 5
+"""Of each: their median counts."""
+
 STEP_BYTES, MOST_STEP_BYTES = 12, 1 << 27
 """Per element of the largest group, and at most: what a step goes through between two compressions of the same numbers
 (weights, gradients, an optimizer's average), and so drives out of the caches."""
@@ -93,7 +96,6 @@ def measure_compressor(
     devices: Iterable[Device],
     *,
     largest: int,
-    repeats: int = 5,
     place: Place | None = None,
     offload_width: int = 1,
     cores: float = 1.0,
@@ -122,7 +124,7 @@ def measure_compressor(
         most = IN_A_ROW if width == 1 else 1
         forget = _forgetting(min(STEP_BYTES * largest, MOST_STEP_BYTES) if here.is_host else 0)
         rows = [
-            _time_codec(groups, codec, size, repeats, here, width, max(min(most, largest // size), 1), cores, forget)
+            _time_codec(groups, codec, size, here, width, max(min(most, largest // size), 1), cores, forget)
             for size in sizes
         ]
         for op, column in zip(Op if rounds else COMMON_OPS, range(3), strict=False):
@@ -145,7 +147,6 @@ def _time_codec(
     groups: Groups,
     codec: Codec,
     size: int,
-    repeats: int,
     place: Place,
     width: int,
     in_a_row: int,
@@ -177,7 +178,7 @@ def _time_codec(
             partial(_in_a_row, each) if width == 1 else partial(_at_once, others, each)
             for each in zip(*made, strict=True)
         ]
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             forget()
             groups.barrier()
             times.append([time_us(step) / in_a_row for step in steps])

@@ -61,6 +61,8 @@ MAX_LOOP = 16
 """A short routine is repeated back to back for about so long: one run alone would measure how its ranks woke
 up and what a network card lets through after a rest, and partitions follow one another in use as well."""
 
+REPEATS = 3
+"""Of that loop: of all their runs what is usual counts."""
 
 REST_S = 0.025
 """A card's token bucket is taken to be full after so long: 128 KiB come back in that at 42 Mb/s."""
@@ -97,7 +99,6 @@ def measure_links(
     groups: Groups,
     *,
     progress: Callable[[str], None] | None = None,
-    repeats: int = 3,
     place: Place | None = None,
     largest: float = math.inf,
 ) -> LinkReport:
@@ -123,7 +124,7 @@ def measure_links(
             for size in (*LINK_SIZES, WHOLE_FAR):
                 grown_us = max(points[-1][1] - latency_us, 0.0) * size * columns / points[-1][0] if points else 0.0
                 most = STALLED * (latency_us + grown_us) if latency_us else 0.0
-                wall_us = _time_routine(groups, member, routine, form, size, repeats, ring, place, most)
+                wall_us = _time_routine(groups, member, routine, form, size, ring, place, most)
                 points.append((float(size * columns), wall_us))
                 # (On a device exchanges wait for one another.)
                 if size == LINK_SIZES[0] and wall_us > LEAST_LATENCY_US and place.is_host:
@@ -243,7 +244,6 @@ def _time_routine(
     routine: Routine,
     form: Form,
     size: int,
-    repeats: int,
     ring: bool,
     place: Place,
     most_us: float,
@@ -268,7 +268,7 @@ def _time_routine(
     if wall_us > SLOW_US:
         return wall_us
     count, walls = max(min(int(LOOP_US / max(wall_us, 1.0)), MAX_LOOP), 1), []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         again = _time_loop(groups, run, count + 1, place)
         walls += again[1:] or again
     return usual(walls)

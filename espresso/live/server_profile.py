@@ -15,7 +15,7 @@ from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Bearing, Client, Line, Link, connected
 from espresso.comm.parameter_server.wire import Key, Stretch
 from espresso.live.points import rising
-from espresso.live.profiler import LINK_SIZES, LOOP_US, MAX_LOOP, SLOW_US
+from espresso.live.profiler import LINK_SIZES, LOOP_US, MAX_LOOP, REPEATS, SLOW_US
 from espresso.model.costs import ComputeCost, Op, ServerCosts
 from espresso.model.links import LinkCurve
 from espresso.strategies import NONE, CompressorSpec, Device, Form, Routine, Scope, Sharing
@@ -91,9 +91,7 @@ def measure_bearing(groups: Groups, client: Client) -> Bearing | None:
     return replace(known, card_us=tuple(cards), processor_us=tuple(processors))
 
 
-def measure_exchange(
-    groups: Groups, bearing: Bearing | None = None, repeats: int = 3
-) -> tuple[tuple[LinkCurve, ...], dict[str, float]]:
+def measure_exchange(groups: Groups, bearing: Bearing | None = None) -> tuple[tuple[LinkCurve, ...], dict[str, float]]:
     """Curves of push and pull, and the cores they burn. Collective; nothing where there are no servers.
 
     Pushes and pulls run at once, but for the first push and the last pull: a round of n keys takes n + 1 times what
@@ -107,7 +105,7 @@ def measure_exchange(
     for size in (size for size in LINK_SIZES if size <= _LARGEST_BYTES):
         single = _time(groups, client, size, 1, 1, bearing)[0]
         count = max(min(int(LOOP_US / max(single, 1.0)), MAX_LOOP), 2)
-        us, cores = _time(groups, client, size, count, 1 if single > SLOW_US else repeats, bearing)
+        us, cores = _time(groups, client, size, count, 1 if single > SLOW_US else REPEATS, bearing)
         points.append((float(size * groups.num_ranks), us))
         if us > SLOW_US:
             break

@@ -55,12 +55,12 @@ def in_buckets(job: Job, buckets: Sequence[Bucket]) -> Job:
     return replace(job, buckets=tuple(buckets), bucket_ready_us=tuple(accumulate(full, max)))
 
 
-def caps_for(job: Job, caps: Sequence[float] = CAPS_MB) -> tuple[float, ...]:
+def caps_for(job: Job) -> tuple[float, ...]:
     """The caps that give this job different buckets, smallest first."""
     total = sum(tensor.numel * DTYPES[tensor.dtype] for tensor in job.tensors)
     kept: list[float] = []
     seen: set[tuple[Bucket, ...]] = set()
-    for cap in caps:
+    for cap in CAPS_MB:
         buckets = rebucketed(job, cap).laid_out
         if buckets not in seen:
             seen.add(buckets)

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from espresso.model.job import Job
-from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import shared_pricer
 from espresso.search.candidates import every_choice, partition_sizes, units_of
 from espresso.search.evaluator import Evaluator
-from espresso.search.local_search import Effort
 from espresso.search.refine import Start, refine
 from espresso.strategies import Choice, CompressorSpec, Device, Phase, Scope
 
@@ -56,13 +54,7 @@ RESTRICTIONS: tuple[tuple[str, Callable[[Choice], bool]], ...] = (
 )
 
 
-def ablate(
-    job: Job,
-    specs: Sequence[CompressorSpec],
-    *,
-    effort: Effort | None = None,
-    payload: PayloadBytes = payload_bytes,
-) -> list[AblationRow]:
+def ablate(job: Job, specs: Sequence[CompressorSpec]) -> list[AblationRow]:
     """Search each restricted space; spaces that are empty or equal to the whole on this job are left out."""
     units = units_of(job)
     sizes = partition_sizes(units)
@@ -74,10 +66,10 @@ def ablate(
         tried = sizes[:1] if name == "no partitions" else sizes
         if not leaves or (name != "everything" and len(leaves) == len(whole) and tried == sizes):
             continue
-        evaluator = Evaluator(job, units, sizes[0], pricer=shared_pricer(job.costs, job.cluster, payload))
+        evaluator = Evaluator(job, units, sizes[0], pricer=shared_pricer(job.costs, job.cluster))
         index, makespan, _ = evaluator.batch(evaluator.uniforms(leaves), cut=True)
         start = Start((leaves[index],) * len(units), sizes[0], makespan)
-        found = refine(job, evaluator, [start], leaves, tried, effort=effort)
+        found = refine(job, evaluator, [start], leaves, tried)
         rows.append(AblationRow(name, found.makespan_us + beside, found.bound_us + beside))
     return rows
 

@@ -190,7 +190,7 @@ _interned = _Interned()
 
 @dataclass(frozen=True)
 class _Block:
-    """Candidates of one size for a list of choices, in order: numbers ``first`` to ``first + n - 1``."""
+    """Candidates of one size for a list of choices, in order."""
 
     leaves: tuple[Choice, ...]
     numbers: Wholes

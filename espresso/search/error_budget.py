@@ -33,7 +33,8 @@ Reals = npt.NDArray[np.float64]
 EVERY = "*"
 KIND = "espresso-sensitivity"
 STEPS = 128
-"""Of error feedback that are played. Signs and quantizers settle within thirty; one number in a hundred nearly does."""
+"""Of error feedback that are played. Signs and quantizers settle within thirty; one number in a hundred nearly does,
+one in a thousand does not, and owes more."""
 SAMPLED_STEPS = 8
 """Gradients of a sample: as many as automatic mode profiles."""
 ONE_STEP = 4
@@ -199,7 +200,7 @@ def stretches_of(tensor: TensorSpec, most: int) -> tuple[tuple[int, int], ...]:
 
 
 def measure_sensitivity(
-    samples: Sequence[Sample], specs: Iterable[CompressorSpec], *, gain: float | None = None, steps: int = STEPS
+    samples: Sequence[Sample], specs: Iterable[CompressorSpec], *, gain: float | None = None
 ) -> Sensitivity:
     """Play error feedback on gradients like those sampled, and see what is owed at the end.
 
@@ -209,21 +210,20 @@ def measure_sensitivity(
 
     Args:
         gain: of the feedback; None takes each compressor's own.
-        steps: that are played; sparsifiers of one in a thousand have not settled by then, and owe more.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        made = _Gradients(samples, steps)
+        made = _Gradients(samples, STEPS)
         found = {
             spec: dict(zip(made.names, _owed(made, spec, gain).tolist(), strict=True)) for spec in dict.fromkeys(specs)
         }
     return Sensitivity({spec: rows for spec, rows in found.items() if spec != NONE})
 
 
-def normal_sensitivity(specs: Iterable[CompressorSpec], *, gain: float | None = None) -> Sensitivity:
+def normal_sensitivity(specs: Iterable[CompressorSpec]) -> Sensitivity:
     """What compressors owe of independent normal numbers: where nothing better was measured."""
     values = np.random.default_rng(0).standard_normal((SAMPLED_STEPS, *_NORMAL)).astype(np.float32)
     sample = Sample(TensorSpec(EVERY, _NORMAL), values.reshape(SAMPLED_STEPS, -1))
-    return measure_sensitivity([sample], specs, gain=gain)
+    return measure_sensitivity([sample], specs)
 
 
 class _Gradients:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from espresso.model.bucket_caps import caps_for, in_buckets, rebucketed
 from espresso.model.job import Job, JobError
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
-from espresso.model.pricing import Pricer, shared_pricer
+from espresso.model.pricing import shared_pricer
 from espresso.model.timeline import first_come
 from espresso.search.algorithms import MOST_GREEDY_UNITS, Progress, greedy, offload, upper_bound_us
 from espresso.search.baselines import simple_baselines
@@ -435,10 +435,10 @@ def _distinct(ranked: Sequence[_Found], most: int = 4) -> list[_Found]:
     return rows
 
 
-def lay_out(job: Job, strategy: Strategy, *, payload: PayloadBytes = payload_bytes) -> Plan:
+def lay_out(job: Job, strategy: Strategy) -> Plan:
     """Lay a strategy over a job and put its tasks into the order of the list schedule."""
     laid = plan(strategy, job.laid_out, mode=job.mode, host_copies=job.host_copies)
-    return first_come(laid, job, pricer=Pricer(job.costs, job.cluster, payload)).plan
+    return first_come(laid, job).plan
 
 
 def _ranked(job: Job, row: _Found) -> Ranked:
