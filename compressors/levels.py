@@ -118,7 +118,30 @@ class Levels(BaseCompressor):
 
 
 @dataclass(frozen=True)
-class Qsgd(Levels):
+class _Dithered(Levels):
+    """Its number of levels and its norm are parameters."""
+
+    levels: int = 7
+    norm: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_int("levels", low=1, high=MAX_NATURAL if self.is_natural else MAX_LINEAR)
+        self.check_choice("norm", ("max", "l2"))
+
+    @property
+    def num_levels(self) -> int:
+        """The parameter."""
+        return self.levels
+
+    @property
+    def scaled_by(self) -> Norm:
+        """The parameter."""
+        return Norm[self.norm.upper()]
+
+
+@dataclass(frozen=True)
+class Qsgd(_Dithered):
     """Linear dithering under the paper's norm, |x|_2 of a block (its bucket).
 
     Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD, NeurIPS 2017.
@@ -134,27 +157,11 @@ class Qsgd(Levels):
     name: ClassVar[str] = "qsgd"
     algorithm: ClassVar[int] = 12
 
-    levels: int = 7
     norm: str = "l2"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_int("levels", low=1, high=127)
-        self.check_choice("norm", ("max", "l2"))
-
-    @property
-    def num_levels(self) -> int:
-        """The parameter."""
-        return self.levels
-
-    @property
-    def scaled_by(self) -> Norm:
-        """The parameter."""
-        return Norm[self.norm.upper()]
 
 
 @dataclass(frozen=True)
-class Dithering(Levels):
+class Dithering(_Dithered):
     """Stochastic rounding to s levels of the block's norm.
 
     Linear: QSGD's paper. Natural: Horvath, Ho, Horvath, Sahu, Canini, Richtarik: Natural Compression for Distributed
@@ -172,25 +179,11 @@ class Dithering(Levels):
     name: ClassVar[str] = "dithering"
     algorithm: ClassVar[int] = 13
 
-    levels: int = 7
-    norm: str = "max"
     partition: str = "linear"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_choice("norm", ("max", "l2"))
         self.check_choice("partition", ("linear", "natural"))
-        self.check_int("levels", low=1, high=MAX_NATURAL if self.is_natural else MAX_LINEAR)
-
-    @property
-    def num_levels(self) -> int:
-        """The parameter."""
-        return self.levels
-
-    @property
-    def scaled_by(self) -> Norm:
-        """The parameter."""
-        return Norm[self.norm.upper()]
 
     @property
     def is_natural(self) -> bool:
