@@ -167,7 +167,8 @@ def check_telescoping(workers: int, num_servers: int, rounds: int) -> None:
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_nothing_is_lost_over_both_residuals(servers, workers, num_servers):
-    check_telescoping(workers, num_servers, 100)
+    """From the third round on all rounds run the same code; most rounds are of the job with the most keys in flight."""
+    check_telescoping(workers, num_servers, 100 if workers == NUM_RANKS and num_servers == NUM_SERVERS else 20)
 
 
 def run_shared_draws(rank: int) -> tuple[set[str], bool]:
