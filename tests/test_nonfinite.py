@@ -154,7 +154,7 @@ def skipped_by_hand(rank: int) -> dict[Case, dict[str, object]]:
             with registered(ddp, option, compressor, ranks_per_node=ranks_per_node) as state:
                 count = 0
                 for poison in [None] * 3 + plan:  # by the fourth step the order is planned
-                    before = kept(state)
+                    before = kept(state) if poison is not None else None
                     bad = backward(ddp, rank, count, poison)
                     if bad:
                         untouched.append(kept(state) == before)
