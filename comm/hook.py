@@ -91,6 +91,12 @@ class Front:
         assert everybody is not None
         return allreduce_hook(everybody, bucket)
 
+    def begins(self, bucket: GradBucket) -> bool:
+        """Whether a bucket that was not taken yet is the first of its backward pass."""
+        index = bucket.index()
+        # One that is not behind the latest: the pass before ended with an error.
+        return index <= self._latest or self._count == 0 if self._skips else index == 0
+
     def take(self, bucket: GradBucket, on_end: Callable[[], torch.futures.Future[torch.Tensor]]) -> Arrived:
         """The next bucket of a backward pass.
 
@@ -101,9 +107,8 @@ class Front:
         buffer, index = bucket.buffer().detach(), bucket.index()
         if not self._skips:
             return Arrived(index, buffer, bucket.is_last())
-        if index <= self._latest:  # the pass before ended with an error
+        if self.begins(bucket):
             self._count = 0
-        if self._count == 0:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, on_end))
         self._latest, self._count = index, self._count + 1
         return Arrived(self._count - 1, buffer, is_last=False)

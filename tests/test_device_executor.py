@@ -480,22 +480,30 @@ def run_alone(rank: int, where: str) -> list[str]:
     buckets = sized(where)
     assignment = Assignment(strategy_of(buckets, device.groups.cluster, PLAIN))
     wrong = []
-    device.executor._averager.look_every = 1
-    for grad_scale in (1.0, None, None):  # the first has no time to count the device's from
+    for grad_scale in (None, None, 1.0):  # the third is looked at
+        device.executor._averager.look_every = 1
         got = device.step(assignment, buckets, integers(buckets, rank, NUM_RANKS), grad_scale=grad_scale)
         device.executor.conclude()
         everybody = [integers(buckets, other, NUM_RANKS) for other in range(NUM_RANKS)]
         if digest(got) != digest([sum(column) / NUM_RANKS for column in zip(*everybody, strict=True)]):
             wrong.append("not the average")
-        if device.record.whole is not (grad_scale is None):
-            wrong.append("infs that a loss scale makes likely are looked for in tasks alone")
-        if where == "emulated" and device.record.iteration == 1:
+        if not device.record.whole or not device.record.finite:
+            wrong.append("through tasks, or not finite")
+        if where == "emulated" and device.record.iteration == 2:
             marks = device.last.run
             if not all(happens_before(end, marks.end) for _, _, end in marks.intervals):
                 wrong.append("a verdict before the averages")
         noted = [interval.num_bytes > 0 for interval in device.record.intervals]
-        if device.record.iteration == 1 and noted != [True] * 3:
+        if device.record.iteration == 2 and noted != [True] * 3:
             wrong.append("exchanges that were looked at are not noted")
+    spoilt = integers(buckets, rank, NUM_RANKS)
+    if rank == 1:
+        spoilt[1][7] = float("inf")
+    for grad_scale in (1.0, None):  # a plain step without loss scaling is not looked at
+        device.step(assignment, buckets, spoilt, grad_scale=grad_scale)
+        device.executor.conclude()
+        if device.record.finite is not (grad_scale is None):
+            wrong.append(f"an inf, loss scale {grad_scale}: finite is {device.record.finite}")
     device.close()
     return wrong
 

@@ -107,7 +107,8 @@ def test_skipped_buckets(played):
 
 
 def test_where_the_first_bucket_is_skipped_another_one_is_the_first(played):
-    for steps in played(first_of_those_that_come):
+    for steps, after in played(first_of_those_that_come):
+        assert after == "closed"
         assert [[is_first for _, is_first in step] for step in steps] == [
             [True] + [False] * (len(step) - 1) for step in steps
         ]
@@ -347,8 +348,10 @@ def skipped_buckets(rank: int) -> dict[str, list[str]]:
     return compare(Chosen(), step, len(turns), **SKIPS)
 
 
-def first_of_those_that_come(rank: int) -> list[list[tuple[int, bool]]]:
-    """In every step DDP's number of each bucket that came, and whether it was said to be the first."""
+def first_of_those_that_come(rank: int) -> tuple[list[list[tuple[int, bool]]], str]:
+    """In every step DDP's number of each bucket that came, and whether it was said to be the first; at last whether a
+    state that is unregistered closes where the first does not come.
+    """
     ddp = wrap(Chosen(), **SKIPS)
     steps: list[list[tuple[int, bool]]] = []
     with registered(ddp) as state:
@@ -356,7 +359,11 @@ def first_of_those_that_come(rank: int) -> list[list[tuple[int, bool]]]:
         for number, used in enumerate(([0, 1, 2], [0, 1, 2], [0], [2], [0])):
             steps.append([])
             ddp(batch(rank, number, 20), used).square().mean().backward()
-    return steps
+        steps.append([])
+        state.unregister()
+        for number in (5, 6):
+            ddp(batch(rank, number, 20), [0]).square().mean().backward()
+        return steps, repr(state).rpartition("; ")[2].rstrip(">")
 
 
 def create_graph(rank: int) -> dict[str, list[str]]:

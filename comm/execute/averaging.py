@@ -23,7 +23,6 @@ from espresso.comm.execute.assignment import Interval
 from espresso.comm.execute.iteration import Iteration
 from espresso.comm.execute.programs import described
 from espresso.comm.member import Member
-from espresso.comm.memory import is_finite
 from espresso.comm.witness import worded
 from espresso.strategies import Bucket, Lane, ring_bytes
 
@@ -99,6 +98,7 @@ class Averaging:
         self._on_done, self._on_failure = on_done, on_failure
         # Each entry is taken by exactly one caller of `_collect`: popping a deque is atomic.
         self._under_way: deque[tuple[int, Any, int]] = deque()
+        self._finite: list[bool] = []
 
     def take(self, index: int, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Averaging:
         known = self._averager.known.get(index)
@@ -133,8 +133,7 @@ class Averaging:
         return next((i for i in range(iteration.num_seen) if i not in iteration.complete), iteration.num_seen)
 
     def is_finite(self) -> bool:
-        iteration = self._iteration
-        return not iteration.checks or all(is_finite(b) for b in iteration.buffers.values() if b.numel())
+        return all(self._finite)
 
     def _fill_record(self, num_buckets: int) -> None:
         record, ranks = self._iteration.record, self._averager.member.size
@@ -157,15 +156,18 @@ class Averaging:
                 future.add_done_callback(conclude)
 
     def _conclude(self, index: int, work: Any, began: int, asked_by: int, future: Any) -> None:
+        iteration = self._iteration
         exchange = self._exchange(index, began) if self._looks else None
+        look = [iteration.buffers[index]] if iteration.checks and iteration.buffers[index].numel() else []
+        asked = threading.get_ident() == asked_by
         try:
-            self._iteration.run.landed(index, work, exchange, asked=threading.get_ident() == asked_by)
+            self._finite.append(iteration.run.landed(index, work, exchange, look, asked=asked))
         except Exception as error:  # whatever the library raises is reported
             wrapped = EspressoError(f"{self._label(index)}: {worded(error)}")
             wrapped.__cause__ = error
             self._on_failure(wrapped)
             return
-        self._iteration.touch()
+        iteration.touch()
         try:
             self._on_done(index)
         except Exception as error:  # the library's thread would drop it

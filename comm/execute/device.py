@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -219,7 +219,9 @@ class DevicePass:
             on_done=lambda _: on_done(work),
         )
 
-    def landed(self, bucket: int, work: Any, exchange: Interval | None, *, asked: bool) -> None:
+    def landed(
+        self, bucket: int, work: Any, exchange: Interval | None, look: Sequence[torch.Tensor], *, asked: bool
+    ) -> bool:
         if asked:
             with self.aside():
                 work.wait()
@@ -230,6 +232,11 @@ class DevicePass:
         self._ends[bucket] = [end]
         if exchange is not None:
             self.intervals.append((exchange, self.ready[bucket], end))
+        if look:
+            with self.aside():
+                self._streams.wait([end])
+                self._side.memory.all_finite(look)
+        return True
 
     def hand_over(self, bucket: int, buffer: torch.Tensor, future: Future) -> None:
         """DDP's stream will wait for all that is launched; the host does not."""

@@ -216,9 +216,7 @@ class Executor:
         on_done = partial(self._bucket_done, iteration)
         assignment = iteration.record.assignment
         watched = assignment.deferred or assignment.record or self.velocities is not None
-        # A verdict that comes late is one of notes that tasks take.
-        watched = watched or iteration.drains or (self.side.judges_late and iteration.checks)
-        if assignment.strategy.only_averages and not watched:
+        if assignment.strategy.only_averages and not watched and not iteration.drains:
             return Averaging(iteration, self._averager, on_done, self.lanes.fail)
         tasks = Tasks(iteration, self._programs, self.lanes, on_done)
         if assignment.order is not None and assignment.buckets is not None:

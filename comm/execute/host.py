@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -77,12 +77,18 @@ class HostPass:
             on_done=partial(self._done, work, on_done),
         )
 
-    def landed(self, bucket: int, work: Any, exchange: Interval | None, *, asked: bool) -> None:
+    def landed(
+        self, bucket: int, work: Any, exchange: Interval | None, look: Sequence[torch.Tensor], *, asked: bool
+    ) -> bool:
         """The library has averaged a bucket that it was given without tasks, or launched that.
 
         Args:
             exchange: to note what it took, on a device by the device's clock.
+            look: of its buffers those whose numbers may be infinite.
             asked: this is a thread of ours, and none of the library's in the middle of ``work``.
+
+        Returns:
+            Whether they are finite; on a device ``read`` says so.
 
         Raises:
             Exception: what the library did.
@@ -90,6 +96,7 @@ class HostPass:
         if exchange is not None:
             self._record.intervals.append(exchange)
         work.get_future().value()
+        return HOST.all_finite(look)
 
     def hand_over(self, bucket: int, buffer: torch.Tensor, future: Future) -> None:
         """Complete a future: its bucket's tasks are done, or launched."""

@@ -262,8 +262,8 @@ class EspressoState(View):
 
     def _left(self, bucket: GradBucket) -> bool:
         """Whether what is owed has been sent, after :meth:`unregister`; the first to know closes the session."""
-        session = self._session
-        if session is not None and not self._closed and bucket.index() == 0:
+        session, front = self._session, self._front
+        if session is not None and front is not None and not self._closed and front.begins(bucket):
             session.executor.conclude()
             if not session.flushes:
                 session.groups.barrier()  # others may still be told how the last step went
