@@ -8,7 +8,7 @@ made anew every round, each time in another order: two equal plain models can di
 their lives, by where their memory lies. PyTorch's own allreduce hooks stand beside ours, in Python and in C++:
 what any hook costs, since only plain DDP divides by the number of ranks while it copies a gradient.
 
-    python -m benchmarks.overhead --device cuda --backend nccl
+    python -m benchmarks.overhead --device cuda --backend nccl --json benchmarks/results/overhead_gpu_nccl.json
 
 On the first GPU: both ranks over Gloo; over NCCL one rank alone, and so the hook without an exchange: two processes on
 one GPU take turns, and what one's kernels wait for comes in the other's turn.

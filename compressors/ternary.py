@@ -94,7 +94,7 @@ def first_lower(before: int, tile: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class SparseTernary(Sparsifier):
-    """Sends signs of the largest numbers and how large they are on average: 0.65 bits an element where a tenth is sent.
+    """Sends signs of the largest numbers and how large they are on average: 0.66 bits an element where a tenth is sent.
 
     Sparse ternary compression (STC): Sattler, Wiedemann, Müller, Samek: Robust and Communication-Efficient Federated
     Learning from Non-IID Data, IEEE TNNLS 2020.

@@ -188,7 +188,7 @@ class DevicePass:
     def __init__(self, side: DeviceSide, record: Record, patience_s: float) -> None:
         self._side, self._streams, self._patience_s = side, side.streams, patience_s
         self._records = record.assignment.record or record.iteration % LOOK_EVERY == 0
-        self._compresses = record.assignment.strategy.compresses
+        self._decodes = not record.assignment.strategy.only_averages
         self._lock = threading.Lock()
         self.ready: dict[int, Event] = {}
         self.intervals: list[tuple[Interval, Event, Event]] = []
@@ -253,7 +253,7 @@ class DevicePass:
                 self._streams.wait(self._ends.get(bucket) or [ready])
             device = self._streams.device
             notes = [(~note).view(1) for note in self._side.noted()]
-            if not notes and not self._compresses:  # a launch takes microseconds
+            if not notes and not self._decodes:  # nothing to copy, and a launch takes microseconds
                 self.end = self._streams.record()
                 return
             found = self._side.found_by_decoders()
