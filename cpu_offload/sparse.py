@@ -56,6 +56,9 @@ from espresso.cpu_offload.work import (
 
 LOWER_BY = 0.8
 
+WORD = 4 * GROUP
+"""Elements whose comparisons are looked at together."""
+
 RAISE_FROM, RAISE_RUNS, RAISE_SLACK = 1 << 16, 64, 4.0
 """A fixed threshold that more than k pass is raised by a sample of so many runs, in segments from so many elements on;
 its rank lies so many standard deviations below k, so that k pass the raised one nearly always."""
@@ -145,7 +148,7 @@ def filter_chunks(
         low, stop = chunks[chunk, LOW], chunks[chunk, HIGH]
         begin = count = low
         if has_feedback:
-            num = (stop - low) // GROUP * GROUP
+            num = (stop - low) // WORD * WORD
             count = filter_groups(
                 source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, new, row[RESIDUAL] + low, num, low, stream,
                 threshold, magnitude, index, values, count, gain,
@@ -155,9 +158,9 @@ def filter_chunks(
             num = min(BLOCK, stop - low)
             fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
             clear_block(q_bits, num, BLOCK - num)
-            groups = (num + GROUP - 1) // GROUP * GROUP
+            padded = (num + WORD - 1) // WORD * WORD
             count = filter_groups(
-                q, 0, one, zeros, 0, kept, 0, groups, low, False, threshold, magnitude, index, values, count, one
+                q, 0, one, zeros, 0, kept, 0, padded, low, False, threshold, magnitude, index, values, count, one
             )
             if has_feedback:
                 keep_block(new, row[RESIDUAL] + low, kept, old, row[RESIDUAL] + low, num, gain)
@@ -171,22 +174,25 @@ def filter_groups(
     threshold: int, magnitude: int, index: npt.NDArray[np.uint32], values: Array, count: int,
     gain: float,
 ) -> Scalar:  # fmt: skip
-    """Residual and candidates of ``num`` elements, a multiple of a group, the first of which is ``low``.
+    """Residual and candidates of ``num`` elements, a multiple of ``WORD``, the first of which is ``low``.
 
-    Groups in which nothing passes cost one comparison. A candidate is computed again rather than read back, for
-    what was just streamed is no longer near.
+    Where what passes is dense, the end of a run of ones is what no processor foresees: so several groups make one run.
+    A candidate is computed again rather than read back, for what was just streamed is no longer near.
     """
     stream = can_stream(stream, new, to)
-    for group in range(0, num, GROUP):
-        here, there, target = at + group, kept + group, to + group
-        if stream:  # two constants: the loop is a quarter slower where the store asks
-            mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain, True)
-        else:
-            mask = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain, False)
+    for first in range(0, num, WORD):
+        mask = np.uint64(0)
+        for group in range(first, first + WORD, GROUP):
+            here, there, target = at + group, kept + group, to + group
+            if stream:  # two constants: the loop is a quarter slower where the store asks
+                passes = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain, True)
+            else:
+                passes = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain, False)
+            mask |= passes << np.uint64(group - first)
         while mask:
-            i = trailing_zeros(mask)
-            index[count] = low + group + i
-            values[count] = source[here + i] * scale + old[there + i]
+            i = first + trailing_zeros(mask)
+            index[count] = low + i
+            values[count] = source[at + i] * scale + old[kept + i]
             count += 1
             mask &= mask - np.uint64(1)
     if stream:
