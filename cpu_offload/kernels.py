@@ -175,19 +175,25 @@ def add_kept(new: Array, at: int, left: float, gain: float) -> None:
 def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64]) -> Scalar:
     """The k-th largest of ``bits[:num]`` (unsigned, 1 <= k <= num) and how many equal to it belong to the top k.
 
-    A radix selection of 11 bits a round; what shares the prefix found so far moves to the front, and is all that the
-    next round looks at.
+    A radix selection of 11 bits a round, of what they are above the least; what shares the prefix found so far moves to
+    the front, and is all that the next round looks at. (Numbers that passed a threshold begin with the same few bits:
+    in a histogram of those each count waits for the one before.)
     """
-    width = 8 * bits.itemsize
+    least = largest = bits[0]
+    for i in range(num):
+        least, largest = min(least, bits[i]), max(largest, bits[i])
+    base, span = np.uint64(least), np.uint64(largest) - np.uint64(least)
     prefix = np.uint64(0)
-    shift = width
+    shift = 0
+    while span >> np.uint64(shift):
+        shift += 1
     while shift > 0:
         step = min(11, shift)
         shift -= step
         clear_block(histogram, 0, len(histogram))
         mask = np.uint64((1 << step) - 1)
         for i in range(num):
-            histogram[(np.uint64(bits[i]) >> np.uint64(shift)) & mask] += 1
+            histogram[((np.uint64(bits[i]) - base) >> np.uint64(shift)) & mask] += 1
         digit = (1 << step) - 1
         while histogram[digit] < k:
             k -= histogram[digit]
@@ -197,9 +203,9 @@ def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64])
         for i in range(num if shift else 0):
             value = bits[i]
             bits[kept] = value
-            kept += (np.uint64(value) >> np.uint64(shift)) == (prefix >> np.uint64(shift))
+            kept += ((np.uint64(value) - base) >> np.uint64(shift)) == (prefix >> np.uint64(shift))
         num = kept
-    return prefix, k
+    return base + prefix, k
 
 
 @kernel

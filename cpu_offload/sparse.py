@@ -36,7 +36,7 @@ from espresso.cpu_offload.kernels import (
     neutral_block,
 )
 from espresso.cpu_offload.pool import WorkerPool
-from espresso.cpu_offload.ternary import emit_ternary, scatter_ternary
+from espresso.cpu_offload.ternary import AHEAD, emit_ternary, scatter_ternary
 from espresso.cpu_offload.vectors import GROUP, filter_group
 from espresso.cpu_offload.work import (
     CHUNK,
@@ -372,8 +372,8 @@ class Scratch(threading.local):
 
     def reserve(self, numel: int, dtype: np.dtype[Any]) -> None:
         """Make room for the candidates of a segment."""
-        if self.index.size < numel + RUN or self.value.dtype != dtype:
-            self.index = np.empty(numel + RUN, np.uint32)
+        if self.index.size < numel + AHEAD or self.value.dtype != dtype:
+            self.index = np.empty(numel + AHEAD, np.uint32)
             self.value = np.empty(numel + RUN, dtype)
             self.chosen = np.empty(numel + RUN, dtype)
 

@@ -32,6 +32,59 @@ def parts_of(words: npt.NDArray[np.uint32], at: int, numel: int, k: int, itemsiz
     return ends, uppers[:num], uppers[num:][: num_lowers(numel, k, bits)]
 
 
+AHEAD = 64
+"""Candidates from the one that is written to the one whose residual is asked for; ``index`` is longer by as many."""
+
+
+@kernel
+def largest_of(bits: Array, magnitude: int) -> Scalar:
+    """The largest magnitude, as bits; 0 of nothing."""
+    worst = bits.dtype.type(0)
+    for i in range(len(bits)):
+        worst = max(worst, bits.dtype.type(bits[i] & magnitude))
+    return worst
+
+
+@kernel
+def keep_top(
+    low: int, high: int, cut: int, ties: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array,
+    numbers: Array, has_feedback: bool, new: Array, residual: int, gain: float,
+) -> Any:  # fmt: skip
+    """Move those of the candidates ``low`` to ``high`` to the front that are above the cut, or the next ties on it.
+
+    Returns how many, and the ties that are left. The others go back to the residual.
+    """
+    num = 0
+    for i in range(low, high):
+        if has_feedback:
+            prefetch(new, residual + index[i + AHEAD])
+        size = value.dtype.type(value[i] & magnitude)
+        if size > cut or (size == cut and ties > 0):
+            ties -= size == cut
+            index[low + num], value[low + num] = index[i], value[i]
+            num += 1
+        elif has_feedback:
+            add_kept(new, residual + index[i], numbers[i], gain)
+    return num, ties
+
+
+@kernel
+def mean_of(numbers: Array, sums: npt.NDArray[np.float64]) -> Scalar:
+    """The mean magnitude, in the shape that the format gives its sum; ``sums`` is room for the lanes."""
+    num = len(numbers)
+    clear_block(sums, 0, LANES)
+    for first in range(0, num, LANES):
+        these = numbers[first : min(first + LANES, num)]
+        for lane in range(len(these)):
+            sums[lane] += np.float64(abs(these[lane])) / TILE
+    half = LANES // 2
+    while half:
+        for lane in range(half):
+            sums[lane] += sums[lane + half]
+        half //= 2
+    return numbers.dtype.type(sums[0] / num * TILE if num else 0.0)
+
+
 @kernel
 def emit_ternary(
     row: Table, chunks: Table, first: int, end: int, new: Array, has_feedback: bool, magnitude: int, infinity: int,
@@ -40,7 +93,7 @@ def emit_ternary(
 ) -> Scalar:  # fmt: skip
     """Write the top k of the candidates to the body, what is left of all to the residual; False if one is not finite.
 
-    Tile by tile: what is sent moves to the front of the tile's candidates, to be looked at again with its mean known.
+    Tile by tile: what is sent of its candidates, their mean, then each one's place and what is left of it.
     """
     k, numel, at = row[COUNT], row[NUMEL], row[OFFSET]
     numbers = value.view(new.dtype)
@@ -56,32 +109,23 @@ def emit_ternary(
     for chunk in range(first, end):
         i = chunks[chunk, LOW]
         stop = i + found[chunk]
+        worst = max(worst, largest_of(value[i:stop], magnitude))
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], TILE):
-            begin, num = i, 0
-            clear_block(sums, 0, LANES)
+            begin = i
             while i < stop and index[i] < low + TILE:
-                size = chosen.dtype.type(value[i] & magnitude)
-                worst = max(worst, size)
-                if size > cut or (size == cut and ties > 0):
-                    ties -= size == cut
-                    sums[num % LANES] += np.float64(abs(numbers[i])) / TILE
-                    index[begin + num], value[begin + num] = index[i], value[i]
-                    num += 1
-                    if has_feedback:
-                        prefetch(new, row[RESIDUAL] + index[i])
-                elif has_feedback:
-                    add_kept(new, row[RESIDUAL] + index[i], numbers[i], gain)
                 i += 1
-            half = LANES // 2
-            while half:
-                for lane in range(half):
-                    sums[lane] += sums[lane + half]
-                half //= 2
-            mean = new.dtype.type(sums[0] / num * TILE if num else 0.0)
+            num = i - begin
+            if cut:
+                num, ties = keep_top(
+                    begin, i, cut, ties, magnitude, index, value, numbers, has_feedback, new, row[RESIDUAL], gain
+                )
+            mean = mean_of(numbers[begin : begin + num], sums)
             means[low // TILE] = mean
             upper, lower = first_upper(sent, low // TILE, place), first_lower(sent, low // TILE, place)
             held, width = np.int64(0), np.int64(0)
             for j in range(begin, begin + num):
+                if has_feedback:
+                    prefetch(new, row[RESIDUAL] + index[j + AHEAD])
                 negative = numbers[j] < 0
                 here = np.int64(index[j]) - low
                 bit = j - begin + (here >> place)
