@@ -21,12 +21,13 @@ BURST_BYTES = 1 << 19
 """Of the whole array: gathered first, so that a token bucket is empty, and timed right behind that."""
 
 SMALL_BYTES, SMALL_COUNT = 1 << 14, 8
-LARGE_BYTES, FAST_US = 1 << 22, 2_000.0
-"""What is timed instead where the other takes no longer."""
+LARGE_BYTES, FAST_US, FREED_US = 1 << 22, 2_000.0, 8_000.0
+"""What is timed instead where the other takes no longer; nor this long where the link has become faster."""
 
-AGAIN_US, MOST_TRIES = 20_000.0, 3
-"""A gather that takes ``SLOWER`` times what was known is timed again while all tries together are this short: whoever
-else has the core makes one take twenty times as long."""
+AGAIN_US, MOST_TRIES = 20_000.0, 5
+"""A gather that takes ``SLOWER`` times what was known, or as many times less, is timed again while all tries together
+are this short: whoever else has the core makes one take twenty times as long, and where a limit is gone one of
+``BURST_BYTES`` takes 1.6 ms or 4."""
 
 UNSURE = 0.03
 """Of a curve on a slow link. After 730 ms had sunk to what no limit leaves, a plain step was predicted at 39 ms, and by
@@ -107,11 +108,11 @@ def probe(groups: Groups, place: Place, known: Links) -> Probes:
         gather = known.measured(Routine.ALLGATHER, scope, Form.PAYLOAD)
         for large in (BURST_BYTES, LARGE_BYTES):
             usual_us = math.inf if gather is None else interpolate(gather.alone, float(large * columns))
-            took = [time_behind(groups, scope, BURST_BYTES, large, place)]
-            while min(took) > SLOWER * usual_us and sum(took) < AGAIN_US and len(took) < MOST_TRIES:
-                took.append(time_behind(groups, scope, BURST_BYTES, large, place))
-            large_us = min(took)
-            if large_us > FAST_US:
+            large_us, spent_us, tries = math.inf, 0.0, 0
+            while not usual_us / SLOWER < large_us < SLOWER * usual_us and spent_us < AGAIN_US and tries < MOST_TRIES:
+                took_us = time_behind(groups, scope, BURST_BYTES, large, place)
+                large_us, spent_us, tries = min(large_us, took_us), spent_us + took_us, tries + 1
+            if large_us > (FREED_US if SLOWER * large_us < usual_us < math.inf else FAST_US):
                 break
         small_us = time_behind(groups, scope, SMALL_BYTES, SMALL_BYTES, place, SMALL_COUNT)
         found[scope] = rising([(float(SMALL_BYTES * columns), small_us), (float(large * columns), large_us)])
