@@ -434,9 +434,10 @@ def test_curves_follow_the_probe_of_their_scope(routine, form, waits, factor):
         ([9_000, 8_000, 8_500], 8_000, 3),  # the link is slower indeed
         ([40_000, 4_000], 40_000, 1),  # too dear to look again
         ([5_000, 4_000], 5_000, 1),  # much as it was known
+        ([2_600, 2_500, 2_400, 2_600, 2_500, 15_000, 9_000, 8_000], 9_000, 7),  # faster: more bytes tell
     ],
 )
-def test_a_gather_that_takes_longer_than_was_known_is_timed_again_where_that_is_cheap(
+def test_a_gather_that_takes_another_time_than_was_known_is_timed_again_where_that_is_cheap(
     monkeypatch, took_us, found_us, calls
 ):
     points = ((1e4, 300.0), (5e5, 4_000.0), (4e6, 30_000.0))
