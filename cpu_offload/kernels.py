@@ -173,7 +173,7 @@ def add_kept(new: Array, at: int, left: float, gain: float) -> None:
 
 @kernel
 def kth_largest(bits: Array, num: int, k: int, histogram: npt.NDArray[np.int64]) -> Scalar:
-    """The k-th largest of ``bits[:num]`` (unsigned, 1 <= k <= num) and how many equal to it belong to the top k.
+    """The k-th largest of ``bits[:num]`` (magnitudes, 1 <= k <= num) and how many equal to it belong to the top k.
 
     A radix selection of 11 bits a round, of what they are above the least; what shares the prefix found so far moves to
     the front, and is all that the next round looks at. (Numbers that passed a threshold begin with the same few bits:

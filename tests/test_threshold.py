@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from espresso.compressors import DrawKey, Encoding, Feedback, Segment, create, host_codec
 from espresso.compressors.sparse import sent_slots
 from espresso.cpu_offload import WorkerPool
+from espresso.cpu_offload.kernels import kth_largest
 from espresso.cpu_offload.sparse import RAISE_RUNS, first_threshold
 from espresso.cpu_offload.work import FUSED, work_of
 
@@ -80,3 +85,16 @@ def test_a_threshold_that_few_pass_is_not_lowered() -> None:
 def test_no_compression_has_a_layout_whatever_travels_raw() -> None:
     layout = create("none:raw_below=1").layout([Segment("t", 0, 300)])
     assert layout.raw.all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from((np.uint32, np.uint64)), st.data())
+def test_the_kth_largest_number_and_how_many_of_its_equals_belong_to_the_top(dtype: Any, data: st.DataObject) -> None:
+    most = np.iinfo(dtype).max >> 1  # magnitudes have no sign
+    near = st.integers(most // 3, most // 3 + 3000)
+    values = data.draw(st.lists(st.one_of(st.integers(0, most), near, st.sampled_from((0, 7, most))), min_size=1))
+    k = data.draw(st.integers(1, len(values)))
+    in_order = sorted(values, reverse=True)
+    found, ties = kth_largest(np.array(values, dtype), len(values), k, np.empty(1 << 11, np.int64))
+    assert found == in_order[k - 1]
+    assert ties == in_order[:k].count(in_order[k - 1])
