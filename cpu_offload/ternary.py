@@ -14,8 +14,11 @@ from espresso.compressors import ternary
 from espresso.compressors.base import Array
 from espresso.compressors.ternary import LANES, TILE
 from espresso.cpu_offload.jit import Scalar, kernel, prefetch, room, trailing_zeros
-from espresso.cpu_offload.kernels import add_kept, clear_block, clear_blocks, cut_of
+from espresso.cpu_offload.kernels import add_kept, all_finite, clear_block, clear_blocks, cut_of
 from espresso.cpu_offload.work import COUNT, HIGH, LOW, NUMEL, OFFSET, RESIDUAL, SEGMENT, SOURCE, Table
+
+AHEAD = 64
+"""Candidates from the one that is written to the one whose residual is asked for; ``index`` is longer by as many."""
 
 num_tiles, tile_ends_at = kernel(ternary.num_tiles), kernel(ternary.tile_ends_at)
 place_bits, uppers_at = kernel(ternary.place_bits), kernel(ternary.uppers_at)
@@ -30,19 +33,6 @@ def parts_of(words: npt.NDArray[np.uint32], at: int, numel: int, k: int, itemsiz
     uppers = words[(at + uppers_at(numel, itemsize)) // 4 :]
     num = num_uppers(numel, k, bits)
     return ends, uppers[:num], uppers[num:][: num_lowers(numel, k, bits)]
-
-
-AHEAD = 64
-"""Candidates from the one that is written to the one whose residual is asked for; ``index`` is longer by as many."""
-
-
-@kernel
-def largest_of(bits: Array, magnitude: int) -> Scalar:
-    """The largest magnitude, as bits; 0 of nothing."""
-    worst = bits.dtype.type(0)
-    for i in range(len(bits)):
-        worst = max(worst, bits.dtype.type(bits[i] & magnitude))
-    return worst
 
 
 @kernel
@@ -104,12 +94,11 @@ def emit_ternary(
     clear_block(uppers, 0, len(uppers))
     clear_block(lowers, 0, len(lowers))
     sums = room(LANES, np.float64)
-    worst = chosen.dtype.type(0)
-    sent = 0
+    finite, sent = True, 0
     for chunk in range(first, end):
         i = chunks[chunk, LOW]
         stop = i + found[chunk]
-        worst = max(worst, largest_of(value[i:stop], magnitude))
+        finite &= all_finite(value[i:stop], infinity)
         for low in range(chunks[chunk, LOW], chunks[chunk, HIGH], TILE):
             begin = i
             while i < stop and index[i] < low + TILE:
@@ -148,7 +137,7 @@ def emit_ternary(
                 ends[low // TILE] = sent
     words[at // 4] = sent
     words[at // 4 + 1] = 0
-    return worst < infinity
+    return finite
 
 
 @kernel

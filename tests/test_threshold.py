@@ -1,4 +1,6 @@
-"""A fixed threshold on the host: where more than k pass a sample raises it, which does not show in what is sent."""
+"""Thresholds on the host: where more than k pass a fixed one a sample raises it, which does not show in what is sent;
+a sample's is its k-th largest number.
+"""
 
 from __future__ import annotations
 
