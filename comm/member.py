@@ -92,9 +92,9 @@ class Gathering:
         self._mine = mine  # until it is sent
         with explained(_GATHERING):
             if adds:
-                self._work = dist.all_reduce(mine, group=member.group, async_op=True)
+                self._work = member.group.allreduce([mine])
             else:
-                self._work = dist.all_gather(self._rows, mine, group=member.group, async_op=True)
+                self._work = member.group.allgather([self._rows], [mine])
         if timed:
             self._work.get_future().add_done_callback(self._stamp)
 

@@ -271,6 +271,29 @@ def test_tensors_that_have_to_stay_exact_do_whatever_is_found():
     assert not planner.strategy.compresses
 
 
+@pytest.mark.parametrize(("finds", "then"), [(True, "signs at step 61"), (False, "plain")], ids=["finer", "none"])
+def test_what_owes_more_than_it_may_is_replaced_also_where_it_is_faster(finds, then):
+    world = World(plain_us=60_000)
+    planner = planner_of(world)
+    now = run(world, planner, range(60), {})
+    assert rows_of(planner)[-1][1:] == ("decided", "signs")
+    planner.keep_to_budget()
+    now = run(world, planner, range(60, 61), {}, now)
+    assert len(rows_of(planner)) == 1, "it owes no more than it may"
+    world.over, world.finds, world.within, world.promises = 1.4, SIGNS_ONCE_MORE, SIGNS_ONCE_MORE, 1.0 if finds else 9.0
+    planner.keep_to_budget()
+    now = run(world, planner, range(61, 200), {}, now)
+    rows = rows_of(planner)
+    assert [row[1] for row in rows] == ["decided", "changed", "switched"]
+    assert rows[-1][2] == then
+    assert rows[-1][0] - rows[1][0] <= (WITHIN if finds else 0)
+    assert planner.history.rows[1]["reason"].startswith("1.4 times the error budget is owed; a step takes ")
+    assert planner.strategy == SIGNS_ONCE_MORE if finds else not planner.strategy.compresses
+    planner.keep_to_budget()
+    run(world, planner, range(200, 300), {}, now)
+    assert rows_of(planner) == rows, "what took its place owes less"
+
+
 def test_what_is_only_tried_is_not_in_use():
     world = World()
     planner = planner_of(world)

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espresso.live.given import AUTO_COMPRESSORS
+from espresso.live.guard import OWED_CHECKS
+from espresso.live.online_search import OnlineSearch
 from espresso.model.links import JobError
 from espresso.model.presets import job_from_trace
 from espresso.model.pricing import Pricer
@@ -502,3 +506,37 @@ def test_files_and_their_faults(tmp_path):
         ledger_of(mixed_job(2), (TOY,), None, 1.0)
     with pytest.raises(JobError, match="must be finite"):
         Sensitivity({TOY: {"*": -0.5}})
+
+
+@pytest.mark.parametrize(
+    ("budget", "checks", "over"),
+    [
+        (2.0, [2.9, 3.0, 3.1], 1.5),
+        (2.0, [2.1, 2.2, 2.2], 0.0),  # forecasts are no better than that
+        (2.0, [0.5, 0.5, 12.0], 0.0),  # one check says so, and the others do not
+        (None, [9.0, 9.0, 9.0], 0.0),
+        (0.0, [9.0, 9.0, 9.0], 0.0),
+    ],
+)
+def test_what_is_over_budget_is_so_for_certain(budget, checks, over):
+    tensors = (TensorSpec("a", (64, 64), "float32"), TensorSpec("b", (64, 64), "float32"))
+    choice = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec.parse("efsignsgd"))
+    strategy = Strategy.uniform(tensors, Cluster(2, 1)).with_choices({"a": choice})
+    seen = [checks[number % len(checks)] for number in range(OWED_CHECKS)]
+
+    def measured(without: int | None = None) -> dict[str, tuple[Choice, float]]:
+        left = [owed**2 for number, owed in enumerate(seen) if number != without]
+        # Half of the elements owe nothing.
+        return {"a": (choice, math.sqrt(2 * sum(left) / len(left))), "b": (choice, 99.0)}
+
+    search = SimpleNamespace(_terms=Terms(error_budget=budget), measured_owed=measured)
+    assert OnlineSearch.over_budget(search, strategy) == pytest.approx(over, abs=0.01)
+
+
+def test_few_rows_say_nothing_of_a_low_rank():
+    tensor, spec = TensorSpec("w", (512, 256), "float32"), CompressorSpec.parse("powersgd:rank=8,start_iter=0")
+    owes = {}
+    for rows in (8, 32):  # of eight rank 8 would leave nothing
+        values = np.random.default_rng(0).standard_normal((8, rows * 256)).astype(np.float32)
+        owes[rows] = measure_sensitivity([Sample(tensor, values)], [spec]).of(spec, "w")
+    assert owes[8] > owes[32] > 1

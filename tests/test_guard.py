@@ -104,6 +104,27 @@ def learnt(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         return state.session.guard.owed(), state.session.guard.owed(OWED_CHECKS)
 
 
+def uneven(rank: int) -> tuple[float, float]:
+    """Few rows have nearly all of a gradient, other ones in every step: what the guard says is owed, and what is."""
+    rows, columns, hit = 512, 256, 16
+    ddp = wrap(torch.nn.Linear(columns, rows, bias=False))
+    draw, kept, squares = torch.Generator().manual_seed(rank), [], []
+    with registered(ddp, ALLGATHER, "efsignsgd", ranks_per_node=2, adapt=True) as state:
+        with patch("espresso.live.guard.EVERY", 4):
+            for step in range(100):
+                gradient = torch.randn(rows, columns, generator=draw)
+                begin = 37 * step % (rows - hit)
+                gradient[begin : begin + hit] *= 30.0
+                ddp.zero_grad()
+                (ddp(torch.eye(columns)) * gradient.T).sum().backward()
+                state.metrics()  # judges the step
+                residual = state.session.store.kept({"weight": np.arange(rows * columns)})["weight"]
+                kept.append(float(np.square(residual).sum()))
+                squares.append(float(gradient.double().square().sum()))
+        (_, found) = state.session.guard.owed(OWED_CHECKS)["weight"]
+        return found, float(np.sqrt(sum(kept[60:]) / sum(squares[60:])))
+
+
 class Many(nn.Module):
     """More tensors than one check looks at."""
 
@@ -171,7 +192,7 @@ def answers_later(rank: int) -> int:
 @pytest.fixture(scope="module")
 def played() -> Played:
     scenarios = (
-        apart, learnt, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many, some_are_done,
+        apart, learnt, uneven, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many, some_are_done,
         answers_later,
     )  # fmt: skip
     return Played(__name__, scenarios, 4, deadline_s=180)
@@ -200,6 +221,13 @@ def test_a_batch_that_is_learnt_does_not_make_what_is_owed_many_gradients(played
     ((_, owed),) = [row["weight"] for row, _ in played(learnt)][:1]
     assert 0.3 < owed < 5
     assert [few for _, few in played(learnt)] == [{}] * 4, "three checks say too little of a tensor"
+
+
+def test_what_few_rows_have_most_of_is_seen_as_it_is(played):
+    found = {owed for owed, _ in played(uneven)}
+    true = np.mean([owed for _, owed in played(uneven)])
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(true, rel=0.25)
 
 
 def test_one_of_more_tensors_than_a_check_looks_at_is_confirmed(played):

@@ -232,6 +232,6 @@ def test_one_residual_after_another_is_unpacked_to_look_at_stretches(monkeypatch
         return values
 
     monkeypatch.setattr(_Packer, "unpacked", watched)
-    kept = store.kept({name: (10, 20) for name in "abc"})
+    kept = store.kept({name: np.arange(10, 20) for name in "abc"})
     assert alive == [0, 0, 0]
     assert all(values.shape == (10,) for values in kept.values())

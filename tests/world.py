@@ -22,7 +22,7 @@ from tests.ddp import ALLGATHER
 
 BUCKETS, IN_ONE = make_buckets({"a": 3000}, {"b": 3000}), make_buckets({"a": 3000, "b": 3000})
 TWO = Cluster(2, 1)
-COMPUTE_US, CODEC_US = 10_000.0, 6_000.0
+COMPUTE_US, CODEC_US, FINER_US = 10_000.0, 6_000.0, 4_000.0
 SIGNS = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), CompressorSpec.parse("efsignsgd")))
 SIGNS_ONCE_MORE = SIGNS.with_choices({"b": PLAIN})
 
@@ -78,6 +78,7 @@ class World:
         wants: that it would want from the moment on in which the link is measured again.
         rests: exchanges that are free after the pause in which it is measured.
         known_us: ``plain_us`` when it was measured last.
+        over: so many times what it may owe every strategy but ``within`` owes, which takes longer.
         groups: of the planner.
     """
 
@@ -102,6 +103,8 @@ class World:
     why_none: str = ""
     groups: OneRank = field(default_factory=OneRank)
     known_us: float = 0.0
+    over: float = 0.0
+    within: Strategy | None = None
 
     def lay(self, bucket_cap_mb: float) -> bool:
         self.laid.append(bucket_cap_mb)
@@ -109,7 +112,9 @@ class World:
         return True
 
     def exchange_us(self, strategy: Strategy) -> float:
-        return self.plain_us if not strategy.compresses else self.plain_us / 15 + CODEC_US
+        if not strategy.compresses:
+            return self.plain_us
+        return self.plain_us / 15 + CODEC_US + (FINER_US if strategy == self.within else 0.0)
 
     def step_us(self, strategy: Strategy) -> float:
         return COMPUTE_US * self.compute + self.exchange_us(strategy)
@@ -145,6 +150,9 @@ class World:
 
     def after_trying(self) -> None:
         self.put_away += 1
+
+    def over_budget(self, strategy: Strategy) -> float:
+        return 0.0 if strategy in (self.within, None) or not strategy.compresses else self.over
 
     def predicted_us(self, strategy: Strategy) -> float:
         return self.step_us(strategy)

@@ -33,6 +33,9 @@ from espresso.strategies import Run, Site
 
 Array = npt.NDArray[Any]
 
+Places = npt.NDArray[np.int64]
+"""Indices, ascending."""
+
 FULL = "float32"
 """As wide as encoders work: float64 where gradients are."""
 
@@ -199,11 +202,10 @@ class Residual:
         values = self.memory.read(self.old, start, numel)
         return values if self.gain == 1 else values / values.dtype.type(self.gain)
 
-    def views(self, where: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """What is kept, times the gain, of stretches (start, elements): where it lies, or copies where it is packed."""
+    def picked(self, where: Sequence[Places]) -> list[torch.Tensor]:
+        """What is kept, times the gain, at each of these places, where its step runs."""
         whole = self.memory.tensor(self.old)
-        found = [whole[start : start + numel] for start, numel in where]
-        return found if self._packer is None else [part.clone() for part in found]
+        return [whole.index_select(0, torch.from_numpy(places).to(whole.device)) for places in where]
 
     def add(self, start: int, values: Array) -> None:
         """Add host numbers to what is kept of a stretch; one more rounding where it is packed."""

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from espresso.comm.keep.residual import FULL, Loan, Residual, check_storage
+from espresso.comm.keep.residual import FULL, Loan, Places, Residual, check_storage
 from espresso.comm.memory import HOST, Memory
 from espresso.compressors.base import Correction
 from espresso.strategies import Bucket, Run, Site
@@ -149,54 +149,44 @@ class ResidualStore:
             transactional=self.transactional, gain=gain, storage=self.storage,
         )  # fmt: skip
 
-    def kept(self, where: Mapping[str, tuple[int, int]], fetched: Fetched = _as_they_are) -> dict[str, Array]:
-        """What this rank answers for of some stretches (first element, and the one after the last): its residuals at
-        all sites and what it carries; as float64 where that is a sum. Only between iterations. Those at servers are not
-        in it.
+    def kept(self, where: Mapping[str, Places], fetched: Fetched = _as_they_are) -> dict[str, Array]:
+        """What this rank answers for of some elements of tensors: its residuals at all sites and what it carries. Only
+        between iterations. Those at servers are not in it.
 
         Args:
+            where: elements within the tensor, ascending.
             fetched: makes tensors and brings them to the host, all at once.
 
         Returns:
-            By tensor, arrays to be read at once: some are those in use.
+            By tensor, float64.
         """
-        found: dict[str, Array] = {}
+        found = {tensor: np.zeros(places.size) for tensor, places in where.items()}
 
-        def add(tensor: str, low: int, values: Array) -> None:
-            start, stop = where[tensor]
-            if tensor not in found and values.size == stop - start:
-                found[tensor] = values
-                return
-            total = np.zeros(stop - start)
-            if tensor in found:
-                total += found[tensor]
-            total[low - start : low - start + values.size] += values
-            found[tensor] = total
+        def within(tensor: str, start: int, numel: int) -> slice:
+            return slice(*np.searchsorted(where[tensor], (start, start + numel)))
 
         pieces = []
         for residual, run, at in _stretches(self.live):
-            low, high = where.get(run.tensor, (0, 0))
-            low, high = max(low, run.tensor_start), min(high, run.tensor_start + run.numel)
-            if residual.replica == 0 and low < high:
-                pieces.append((run.tensor, low, residual, at + low - run.tensor_start, high - low))
+            if residual.replica == 0 and run.tensor in where:
+                here = within(run.tensor, run.tensor_start, run.numel)
+                pieces.append((residual, run.tensor, here, where[run.tensor][here] + (at - run.tensor_start)))
 
-        def views() -> list[torch.Tensor]:
+        def picked() -> list[torch.Tensor]:
             # One residual after another: what is unpacked of them all is as large as the gradients.
-            return [part for residual, mine in groupby(pieces, key=itemgetter(2))
-                    for part in residual.views([(at, numel) for *_, at, numel in mine])]  # fmt: skip
+            return [part for residual, mine in groupby(pieces, key=itemgetter(0))
+                    for part in residual.picked([at for *_, at in mine])]  # fmt: skip
 
-        for (tensor, low, residual, _, _), numbers in zip(pieces, fetched(views) if pieces else (), strict=True):
-            values = numbers.numpy()
-            add(tensor, low, values if residual.gain == 1 else values / values.dtype.type(residual.gain))
+        for (residual, tensor, here, _), kept in zip(pieces, fetched(picked) if pieces else (), strict=True):
+            values = kept.numpy()
+            found[tensor][here] += values if residual.gain == 1 else values / values.dtype.type(residual.gain)
         arrays = [(tensor, 0, values) for tensor, values in self.carry.items()]
         for (tensor, _), parts in self._waiting.items():
             arrays += [(tensor, start, values) for start, values, replica in parts if replica == 0]
-        for tensor, start, values in arrays:
-            first, end = where.get(tensor, (0, 0))
-            low, high = max(first, start), min(end, start + values.size)
-            if low < high:
-                add(tensor, low, values[low - start : high - start])
-        return {tensor: found.get(tensor, np.zeros(stop - start)) for tensor, (start, stop) in where.items()}
+        for tensor, start, held in arrays:
+            if tensor in where:
+                here = within(tensor, start, held.size)
+                found[tensor][here] += held[where[tensor][here] - start]
+        return found
 
     def holds(self, residuals: Iterable[Residual]) -> bool:
         """Whether all of these are in use."""

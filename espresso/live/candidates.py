@@ -55,6 +55,10 @@ class Search(Protocol):
         """Give back what only those that were tried needed."""
         ...
 
+    def over_budget(self, strategy: Strategy) -> float:
+        """So many times what it may owe the strategy in use does owe, where that is certain; else 0."""
+        ...
+
     def predicted_us(self, strategy: Strategy) -> float:
         """Of an iteration, as far as the job is known by now; 0 on ranks that do not know."""
         ...

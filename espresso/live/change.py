@@ -31,6 +31,7 @@ class Cause(StrEnum):
     JOB = "job"
     ENCODERS = "encoders"
     STEP = "step"
+    OWED = "owed"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Finding:
     """One thing that changed.
 
     Attributes:
-        ratio: of the time it takes now to that before.
+        ratio: of the time it takes now to that before; of what is owed to what may be.
         ranks: whose; empty where it is not a rank's own.
     """
 
@@ -47,6 +48,8 @@ class Finding:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        if self.cause is Cause.OWED:
+            return f"{self.ratio:.2g} times the error budget is owed"
         factor = self.ratio if self.ratio > 1 else 1 / self.ratio
         word = f"{factor:.2g} times {'slower' if self.ratio > 1 else 'faster'}"
         who = ", ".join(map(str, self.ranks))
@@ -95,6 +98,11 @@ class Change:
         return max(abs(math.log(self.step_us[1] / self.step_us[0])), HIDDEN * abs(math.log(link)))
 
     @property
+    def is_over_budget(self) -> bool:
+        """Whether the strategy in use owes more than it may, and has to go however fast it is."""
+        return self.ratio(Cause.OWED) is not None
+
+    @property
     def is_severe(self) -> bool:
         return self.severity >= SEVERE
 
@@ -117,4 +125,5 @@ class Change:
 
     def __str__(self) -> str:
         before, now = (us / 1e3 for us in self.step_us)
-        return f"{', '.join(map(str, self.findings))}; a step took {before:.1f} ms, now {now:.1f}"
+        steps = f"takes {now:.1f} ms" if self.is_over_budget else f"took {before:.1f} ms, now {now:.1f}"
+        return f"{', '.join(map(str, self.findings))}; a step {steps}"

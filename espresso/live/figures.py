@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from espresso.diagnosis.overlap import predicted_overlap
 from espresso.live.session import Session
 from espresso.model.payload_sizes import compressed
+from espresso.search.error_budget import owed_by
 from espresso.strategies import Strategy
 
 METRICS = tuple(
@@ -66,11 +65,7 @@ def noted(strategy: Strategy, name: str) -> float:
 
 def owed(session: Session) -> float:
     """Gradients that the strategy in use owes by the guard's checks, tensors by their elements; 0 where it saw none."""
-    found = {} if session.guard is None else session.guard.owed()
-    sizes = {tensor.name: tensor.numel for tensor in session.model.tensors}
-    choices = session.decider.strategy.choices
-    squares = (sizes[name] * value**2 for name, (choice, value) in found.items() if choices[name] == choice)
-    return math.sqrt(math.fsum(squares) / max(sum(sizes.values()), 1))
+    return 0.0 if session.guard is None else owed_by(session.decider.strategy, session.guard.owed())
 
 
 def _predicted_overlap(session: Session) -> float:

@@ -1,12 +1,12 @@
 """Is what is learnt from what the ranks computed? A sample of every compressed tensor, compared with the exact sum.
 
-Within ``EVERY`` steps, for a stretch of each compressed tensor (another one each time)::
+Within ``EVERY`` steps, for some runs of each compressed tensor (others each time)::
 
     before the exchange   g = this rank's gradient,  e = what it keeps          sketches: 8 numbers each
     after it              a = the average,           e' = what it keeps
     two steps later       the sketches of all ranks are added up: 26 numbers a tensor travel, nobody waits for them
 
-A *sketch* adds the stretch up in 8 groups with random signs: it is linear, and its norm estimates the stretch's. Two
+A *sketch* adds the runs up in 8 groups with random signs: it is linear, and its norm estimates theirs. Two
 figures of a tensor come from it:
 
 * ``deviation``: how far the average of this one step is from the exact one, |N a - sum g| / |sum g|. Error feedback
@@ -38,12 +38,12 @@ import torch
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.iteration import Side
 from espresso.comm.groups import Groups
-from espresso.comm.keep.residual import FULL
+from espresso.comm.keep.residual import FULL, Places
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.member import Gathering
 from espresso.compressors import create
 from espresso.compressors.base import Traits
-from espresso.cpu_offload.sketches import sketch
+from espresso.cpu_offload.sketches import RUN, sketch
 from espresso.search.error_budget import rings
 from espresso.strategies import Bucket, Choice, CompressorSpec, TensorSpec
 
@@ -61,8 +61,10 @@ CONFIRMED = 2
 LAG = 1
 """Steps until the sums of a check are looked at."""
 
-STRETCH = 1 << 13
-"""Elements of a tensor that are looked at, at most."""
+MOST = 1 << 12
+"""Elements of a tensor that are looked at, at most: of a larger one in runs of ``RUN``."""
+
+RUNS = MOST // RUN
 
 MOST_TENSORS = 64
 """Looked at in one check; of more, others in the next, which comes the sooner."""
@@ -84,8 +86,7 @@ NOTHING = 1e-6
 MOST_GROUPS = 16
 
 OWED_CHECKS = 8
-"""The latest of a tensor that say what it owes: each looks at another stretch, and one says little of the whole tensor
-(of an MLP's matrices under efsignsgd stretches owed a sixth to two and a half times what the matrix did)."""
+"""The latest of a tensor that say what it owes: each looks at other runs."""
 
 _WIDTH = 3 * SIZE + 2
 
@@ -118,20 +119,22 @@ class _Check:
     """One iteration that is looked at.
 
     Attributes:
-        where: by tensor, the stretch.
-        given: by tensor, the numbers of its stretch before the exchange.
-        buffers: the same in the bucket's buffer, where the average will be; on a GPU a copy of that once it is there.
+        where: by tensor, which elements.
+        given: by tensor, these before the exchange.
+        buffers: the bucket's buffer, where their averages will be, and where in it.
+        averages: on a GPU, copies of those once they are there.
         of_bucket: which tensors are in a bucket.
         eps: float64, by tensor, of its gradients' type.
     """
 
     iteration: int
-    where: dict[str, tuple[int, int]]
+    where: dict[str, Places]
     choices: dict[str, Choice]
     kept: dict[str, Array]
     scale: float = 1.0
     given: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
     of_bucket: dict[int, list[str]] = field(default_factory=dict)
     eps: Array = field(default_factory=lambda: np.zeros(0))
 
@@ -153,7 +156,7 @@ class Guard:
         side.averaged = self._averaged
         self._numels = {tensor.name: tensor.numel for tensor in tensors}
         self._group_of = group_names([tensor.name for tensor in tensors])
-        self._signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), STRETCH)
+        self._signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), MOST)
         for dtype in (np.float32, np.float64):  # compiled, or read from disk
             self._sketch(np.zeros(1, dtype))
         self._next = 1
@@ -188,7 +191,7 @@ class Guard:
         self._apart = EVERY if checks == 1 else max(EVERY // checks, APART)
         first = (self._turn * MOST_TENSORS) % len(names)
         names = (names[first:] + names[:first])[:MOST_TENSORS]
-        where = {name: self._stretch(name, iteration) for name in names}
+        where = _places({name: self._numels[name] for name in names}, iteration)
         check = _Check(iteration, where, {name: choices[name] for name in names}, {})
         kept = self._store.kept(where, self._side.fetched)
         check.kept = {name: self._sketch(values)[:SIZE] for name, values in kept.items()}
@@ -207,9 +210,9 @@ class Guard:
             return bucket
         for slot in bucket.slots:
             if slot.tensor in check.where:
-                start, stop = check.where[slot.tensor]
-                numbers = check.buffers[slot.tensor] = buffer[slot.offset + start : slot.offset + stop].detach()
-                check.given[slot.tensor] = self._side.copied(numbers)
+                at = torch.from_numpy(check.where[slot.tensor] + slot.offset).to(buffer.device)
+                check.buffers[slot.tensor] = buffer.detach(), at
+                check.given[slot.tensor] = self._side.copied(buffer.detach().index_select(0, at))
                 check.of_bucket.setdefault(bucket.index, []).append(slot.tensor)
         return bucket
 
@@ -219,7 +222,8 @@ class Guard:
         if check is None or bucket not in check.of_bucket:
             return False
         for name in check.of_bucket[bucket]:
-            check.buffers[name] = self._side.copied(check.buffers[name])
+            buffer, at = check.buffers[name]
+            check.averages[name] = self._side.copied(buffer.index_select(0, at))
         return True
 
     def end(self, record: Record) -> bool:
@@ -233,14 +237,16 @@ class Guard:
         kept = self._store.kept(check.where, self._side.fetched)
         self._averages = {}
         for row, name in zip(rows, check.where, strict=True):
-            average = self._sketch(_host(check.buffers[name]))[:SIZE]
+            buffer, at = check.buffers[name]
+            numbers = check.averages[name] if name in check.averages else buffer.index_select(0, at)
+            average = self._sketch(_host(numbers))[:SIZE]
             self._averages[name] = average / check.scale * self._groups.num_ranks
             given, after = self._sketch(_host(check.given[name])), self._sketch(kept[name])
             row[:SIZE] = given[:SIZE] / check.scale
             row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE] = check.kept[name], after[:SIZE]
             row[3 * SIZE :] = given[SIZE] / check.scale**2, after[SIZE]
         check.eps = np.array([torch.finfo(check.given[name].dtype).eps for name in check.where])
-        check.given, check.buffers = {}, {}
+        check.given, check.buffers, check.averages = {}, {}, {}
         self._summing = check, self._groups.start_sum(torch.from_numpy(rows))
         self._next, self._turn = record.iteration + self._apart, self._turn + 1
         return False
@@ -284,7 +290,7 @@ class Guard:
         worst = {name: found[name] for name, times in self._out.items() if times >= CONFIRMED}
         return self._alarms(worst)
 
-    def owed(self, checks: int = 1) -> dict[str, tuple[Choice, float]]:
+    def owed(self, checks: int = 1, *, without: int | None = None) -> dict[str, tuple[Choice, float]]:
         """By tensor its choice and the gradients that it owes, as a budget counts them
         (:mod:`espresso.search.error_budget`); equal on all ranks.
 
@@ -293,11 +299,13 @@ class Guard:
 
         Args:
             checks: tensors that were looked at less often are left out.
+            without: one of the checks that is left out of the figures.
         """
         found = {}
         for name, (choice, seen) in self._owed.items():
             if len(seen) >= checks:
-                kept, squares = (math.fsum(column) for column in zip(*seen, strict=True))
+                counted = [check for number, check in enumerate(seen) if number != without]
+                kept, squares = (math.fsum(column) for column in zip(*counted, strict=True))
                 found[name] = choice, rings(choice.compressor, self._store.gain) * math.sqrt(kept / squares)
         return found
 
@@ -312,18 +320,24 @@ class Guard:
 
     # -- sketches ------------------------------------------------------------------------------------
 
-    def _stretch(self, name: str, iteration: int) -> tuple[int, int]:
-        numel = self._numels[name]
-        length = min(numel, STRETCH)
-        # Another place each time, the same on every rank.
-        start = (iteration // 2 * 7919 * STRETCH // 16) % (numel - length + 1)
-        return start, start + length
-
     def _sketch(self, values: Array) -> Array:
         """float64[SIZE + 1], the sum of squares behind it."""
         found = np.empty(SIZE + 1)
         sketch(values, self._signs, found)
         return found
+
+
+def _places(numels: Mapping[str, int], iteration: int) -> dict[str, Places]:
+    """All of a tensor, or runs of it: one anywhere in each of ``RUNS`` parts, elsewhere each time, the same on every
+    rank. Rows of a gradient differ by orders of magnitude, so that a few in one place say little of the others.
+    """
+    anywhere = np.random.default_rng(iteration).random(RUNS)
+    found = {}
+    for name, numel in numels.items():
+        part = numel // RUNS
+        begins = np.arange(RUNS) * part + (anywhere * (part - RUN + 1)).astype(np.int64)
+        found[name] = np.arange(numel) if numel <= MOST else (begins[:, None] + np.arange(RUN)).ravel()
+    return found
 
 
 def _host(numbers: torch.Tensor) -> Array:
@@ -340,8 +354,9 @@ def _square(sketches: Array) -> Array:
 
 
 def _figures(rows: Array, averages: Array, eps: Array) -> Array:
-    """float64[7, tensors]: squares of a tensor's stretch: lost, deviation, the exact sum, gradients, kept; the part
-    sent of the owed; and what rounding may lose: of the average in its type (``eps``), and of what is owed in float32.
+    """float64[7, tensors]: squares, of what is seen of a tensor: lost, deviation, the exact sum, gradients, kept; the
+    part sent of the owed; and what rounding may lose: of the average in its type (``eps``), and of what is owed in
+    float32.
     """
     given, before, after = (rows[..., at : at + SIZE] for at in (0, SIZE, 2 * SIZE))
     square, kept = rows[..., -2], rows[..., -1]
@@ -386,7 +401,7 @@ def _why_out(figures: Sequence[float], compressor: CompressorSpec, storage: str)
     out = math.sqrt(lost) / size
     if out > band + ROUNDING[storage] * math.sqrt(kept / square) + rounding / size:
         return f"what was sent and kept is not what came in (off by {out:.0%} of the gradient)"
-    # Of a stretch sparsifiers may well send nothing.
+    # Of so little sparsifiers may well send nothing.
     if part < NOTHING and not traits.sparse and math.sqrt(kept / square) > 1:
         return "nothing of it is sent"
     return ""

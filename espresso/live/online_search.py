@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from statistics import pvariance
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,12 @@ from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
 from espresso.live.artifacts import Artifacts
 from espresso.live.candidates import Candidate, Moved
-from espresso.live.change import Change
+from espresso.live.change import TELLING, Change
 from espresso.live.codec_costs import measure_compressors
 from espresso.live.codecs import HostCodecs
 from espresso.live.config import Config
 from espresso.live.fixed_planner import InForce
+from espresso.live.guard import OWED_CHECKS
 from espresso.live.machine import cores_per_rank, machine_facts
 from espresso.live.observer import Observation, Observer, combine, hosts_of
 from espresso.live.profiler import measure_links
@@ -37,6 +39,7 @@ from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job, JobError
 from espresso.model.links import Links
 from espresso.model.timeline import first_come
+from espresso.search.error_budget import Sensitivity, measure_sensitivity, owed_by
 from espresso.search.settle import finer, racers
 from espresso.search.terms import HARMLESS, HARMLESS_ADAPTIVE, MB, Terms
 from espresso.strategies import (
@@ -71,7 +74,7 @@ class OnlineSearch:
         advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
         bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
         why_none: see :class:`~espresso.live.candidates.Search`.
-        measured_owed: what tensors owe by the choices that run, where that is looked at.
+        measured_owed: what tensors owe by the choices that run, where that is looked at; one check may be left out.
         optimizer_adapts: :attr:`espresso.live.script.StepGuard.optimizer_adapts`.
     """
 
@@ -100,7 +103,7 @@ class OnlineSearch:
         self.why_none = ""
         self._revised: Remeasured | None = None
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
-        self.measured_owed: Callable[[], Mapping[str, tuple[Choice, float]]] = dict
+        self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
 
     @property
@@ -131,6 +134,16 @@ class OnlineSearch:
     def after_trying(self) -> None:
         """Give back what only those that were tried needed."""
         self._runtime.put_away()
+
+    def over_budget(self, strategy: Strategy) -> float:
+        """See :class:`~espresso.live.candidates.Search`; without a network, and the same on every rank."""
+        budget, owes = self._terms.error_budget, owed_by(strategy, self.measured_owed())
+        if not budget or owes <= math.exp(TELLING) * budget:
+            return 0.0
+        # Each check saw other stretches of a tensor: how far they are apart says how far the mean may be off.
+        without = [owed_by(strategy, self.measured_owed(without=number)) for number in range(OWED_CHECKS)]
+        error = math.sqrt((OWED_CHECKS - 1) * pvariance(without))
+        return owes / budget if owes - 2 * error > budget else 0.0
 
     def predicted_us(self, strategy: Strategy) -> float:
         """Of an iteration of the job as it is known by now (rank 0; 0 elsewhere, and while too little is measured)."""
@@ -269,7 +282,6 @@ class OnlineSearch:
 
     def _with_sensitivity(self, job: Job) -> Job:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
-        from espresso.search.error_budget import Sensitivity, measure_sensitivity
         from espresso.search.space import SENSITIVITY
 
         wanted = self._wanted()
@@ -282,6 +294,7 @@ class OnlineSearch:
             self._forecast |= measure_sensitivity(samples, fresh, gain=self._gain).owed
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
         kept_up = Sensitivity(self._forecast).kept_up(self.measured_owed())
+        self._forecast = dict(kept_up.owed)  # what a later strategy is not known to owe yet, this one is
         return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json()})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:

@@ -100,6 +100,7 @@ class AutoPlanner:
         self._laid_at: int | None = None
         self._pause = 0
         self._has_tried = False
+        self._over = 0.0
         self._candidates: list[Candidate] = []
         self._restarts = 0
         self._again = False
@@ -190,6 +191,11 @@ class AutoPlanner:
         self.verdict = Verdict(name, f"at step {step} tensors whose averages were out of their band were left exact")
         self._watch_anew()
         return name
+
+    def keep_to_budget(self) -> None:
+        """Have what owes more than it may replaced, when the next window is looked at. All ranks together."""
+        if self.watch is not None and self._winner is not None and self._race is None:
+            self._over = self._search.over_budget(self._winner.strategy)
 
     def _stop_trying(self) -> None:
         self._has_tried = self._has_tried or self._race is not None
@@ -359,7 +365,12 @@ class AutoPlanner:
         return None
 
     def _what_is_due(self, watch: Watch, step: int) -> Work | None:
-        """A switch that pays by now, if steps are not faster than when that was found: the change has lasted."""
+        """A turn, where too much is owed; or a switch that pays by now, since a change has lasted.
+
+        It does if steps are not faster than when that was found.
+        """
+        if self._over:
+            return partial(self._begin_turn, watch.now(Finding(Cause.OWED, self._over), step), step)
         verdict, later = self.verdict, self._later
         if verdict is None or later is None or step < later.step:
             return None
@@ -374,6 +385,7 @@ class AutoPlanner:
         if self.watch is not None:
             self.watch.begin(step_us)
         self._soundings.begin()
+        self._over = 0.0
 
     def _look(self, watch: Watch, step: int, ordering: Work | None) -> None:
         work = self._answer(watch, watch.look(), step) or ordering
@@ -407,7 +419,7 @@ class AutoPlanner:
             moved = self._search.revise(change)
             moved = Moved(*map(max, zip(*self._groups.everywhere(tuple(moved)), strict=True)))
             change = change.with_link(moved.link)
-            if moved.most < TELLING and not change.is_severe:
+            if moved.most < TELLING and not change.is_severe and not change.is_over_budget:
                 self._end_turn(Turn(change, step, began_ns, 0.0, is_second), None, step, "nothing has moved much")
                 return
             found = self._found()
@@ -422,27 +434,35 @@ class AutoPlanner:
         best_us = min((c.predicted_us for c in found), default=0.0)
         arms = [Arm(now, replace(kept, drain=kept.strategy.compresses))]
         arms += [Arm(c.name, c.assignment, c.sent_us) for c in fresh]
+        plain = Arm("plain", replace(self._plain.assignment, drain=False))
         if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
-            arms.append(Arm("plain", replace(self._plain.assignment, drain=False)))
-        if len(arms) == 1:
-            self._end_turn(turn, None, step, "the search finds nothing else")
-            return
+            arms.append(plain)
+        if change.is_over_budget:
+            arms = arms[1:] or [plain]
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
+        if len(arms) == 1:
+            self._end_turn(turn, None, step, "the search finds nothing else", arms[0].name)
+            return
         self._race = race_of(turn, arms, best_us, moved.link)
         self._pause = 0
         self._search.before_trying()
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
 
-    def _end_turn(self, turn: Turn, race: Race | None, step: int, why: str = "") -> None:
-        """Adopt the best of a race, or stay: also where there is none, and ``why``."""
+    def _end_turn(self, turn: Turn, race: Race | None, step: int, why: str = "", only: str = "") -> None:
+        """Adopt the best of a race, or stay.
+
+        Args:
+            why: where there is no race.
+            only: what is in use then, if that is another strategy.
+        """
         verdict = self.verdict
         assert verdict is not None
         self._turn = None
         (before_us, began_us), ours = turn.change.step_us, verdict.name
-        measured = {ours: began_us} if race is None else race.measured
-        best = ours if race is None else race.best()
+        best = only or ours if race is None else race.best()
+        measured = {best: began_us} if race is None else race.measured
         later = None
-        if race is not None and best != ours:
+        if race is not None and best != ours and not turn.change.is_over_budget:
             due = pays_from(turn.change, race, ours, best)
             if step < due:
                 later = Later(due, best, race, turn.change) if due < math.inf else None
@@ -451,7 +471,7 @@ class AutoPlanner:
         spent_us = max(0.0, *self._groups.everywhere(spent_us))
         self._patience.took(step, spent_us, brought=best != ours)
         self.probed_us += spent_us
-        if race is not None and best != ours:
+        if best != ours:
             self._switch(best, race, turn.change, step, turn.began_ns)
             return
         times = why if race is None else times_of(race)
@@ -474,10 +494,10 @@ class AutoPlanner:
             more = Change((Finding(Cause.STEP, drift),), step, (began_us, measured[ours]), turn.change.compute_us)
             self._begin_turn(more, step, is_second=True)
 
-    def _switch(self, name: str, race: Race, change: Change, step: int, since_ns: int | None = None) -> None:
-        """Have what a turn tried in use: at its end, or once it pays."""
+    def _switch(self, name: str, race: Race | None, change: Change, step: int, since_ns: int | None = None) -> None:
+        """Have what a turn found in use: at its end, or once it pays."""
         assert self.verdict is not None
-        ours, times = self.verdict.name, times_of(race)
+        ours, times = self.verdict.name, "nothing else may run" if race is None else times_of(race)
         self._adopt(name, f"{change}: {times}", race)
         self._note(step, Event.SWITCHED, f"from {ours}: {times}", since_ns)
 

@@ -53,7 +53,7 @@ from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
 from espresso.live.server_profile import measure_bearing
-from espresso.strategies import NONE, Bucket, Strategy
+from espresso.strategies import NONE, Bucket, Choice, Strategy
 from espresso.strategies.constraints import parse_forced
 from espresso.strategies.option import RANK_DEVICES
 
@@ -263,9 +263,12 @@ class Session:
             self.bearing,
         )
         search.follow(self.follower.in_force)
-        search.measured_owed = lambda: {} if self.guard is None else self.guard.owed(OWED_CHECKS)
+        search.measured_owed = self._measured_owed
         search.optimizer_adapts = lambda: self._guard.optimizer_adapts
         return search
+
+    def _measured_owed(self, without: int | None = None) -> Mapping[str, tuple[Choice, float]]:
+        return {} if self.guard is None else self.guard.owed(OWED_CHECKS, without=without)
 
     def _make_clock(self) -> GradientClock | None:
         module = self.model.module()
@@ -362,6 +365,8 @@ class Session:
             reason = "; ".join(alarm.reason for alarm in alarms)
             logger.warning("step %d: %s; these tensors go exact from now on", step, reason)
             self.history.add(step, Event.BACKED_OFF, reason, name, measured_us=self.observer.step_us)
+        if isinstance(self.decider, AutoPlanner):
+            self.decider.keep_to_budget()
 
     def _note_decided(self, step: int) -> None:
         verdict = self.decider.verdict

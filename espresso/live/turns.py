@@ -74,6 +74,8 @@ def fresh_of(turn: Turn, found: Sequence[Candidate], same: Sequence[bool], ours:
         ours: the name of that one.
     """
     limit_us = turn.predicted_us * (MAY_WIN if turn.change.is_severe else SURELY_WINS) or math.inf
+    if turn.change.is_over_budget:
+        limit_us = math.inf
     fresh = [c for c, is_ours in zip(found, same, strict=True) if not is_ours and c.predicted_us <= limit_us]
     return [replace(c, name=f"{c.name} at step {turn.step}") if c.name == ours else c for c in fresh]
 
@@ -82,7 +84,7 @@ def race_of(turn: Turn, arms: Sequence[Arm], best_us: float, link: float) -> Rac
     """A turn's race.
 
     Args:
-        arms: first the strategy in use.
+        arms: first the strategy in use, unless that has to go.
         best_us: the best prediction; 0: nothing was found.
         link: so many times what it took the link takes, as the turn measured it.
     """
@@ -92,7 +94,8 @@ def race_of(turn: Turn, arms: Sequence[Arm], best_us: float, link: float) -> Rac
     far_behind = min(now_us, turn.predicted_us) > FAR_BEHIND * best_us > 0
     surely_slower = is_severe and now_us > before_us and link > FAR_BEHIND
     surely_faster = FAR_BEHIND * link < 1
-    known = {arms[0].name: now_us} if far_behind or surely_slower or surely_faster else {}
+    is_clear = far_behind or surely_slower or surely_faster
+    known = {arms[0].name: now_us} if is_clear and not turn.change.is_over_budget else {}
     block = max(TRY_STEPS, min(math.ceil(TRY_US / max(best_us or turn.predicted_us, 1.0)), TRY_MOST))
     return Race(
         arms, block=block, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,

@@ -275,6 +275,11 @@ class Watch:
         self.sounding = None
         return True
 
+    def now(self, finding: Finding, step: int) -> Change:
+        """Something that is no matter of time, and the time that steps take."""
+        us, compute_us = (max(column) for column in zip(*((row.step, row.compute) for row in self.latest), strict=True))
+        return Change((finding,), step, (us, us), (compute_us, compute_us))
+
     def hush(self) -> None:
         """Wait until no sounding is under way."""
         if self.sounding is not None:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from espresso.compressors.base import Decoding, DrawKey, Encoding, Feedback, Segment
 from espresso.compressors.powersgd import matrix_of
 from espresso.model.links import JobError
-from espresso.strategies import NONE, Choice, CompressorSpec, TensorSpec, fields
+from espresso.strategies import NONE, Choice, CompressorSpec, Strategy, TensorSpec, fields
 from espresso.strategies.fields import faults, number
 
 Reals = npt.NDArray[np.float64]
@@ -49,6 +49,9 @@ RINGING = 3.0
 of training are in the order of what is owed over both (benchmarks.error_measures)."""
 TOO_MUCH = 1e6
 """Gradients owed by what cannot carry a tensor's: half precision ends at 65 504."""
+ROWS_A_RANK = 4
+"""Of a matrix, to see what a rank leaves of it: rank 8 left nothing of eight rows of an LSTM's, and owed ten gradients
+(benchmarks.owed)."""
 RUNS = 8
 """Stretches of a tensor that is too large to be sampled whole."""
 _NORMAL = (128, 128)
@@ -151,6 +154,13 @@ class Sensitivity:
     def to_json(self) -> dict[str, Any]:
         errors = {str(spec): dict(rows) for spec, rows in self.owed.items()}
         return fields.head(KIND) | {"owed": errors}
+
+
+def owed_by(strategy: Strategy, found: Mapping[str, tuple[Choice, float]]) -> float:
+    """Gradients that a strategy owes by what its tensors were found to owe, as a budget counts them; of others none."""
+    choices, sizes = strategy.choices, {tensor.name: tensor.numel for tensor in strategy.tensors}
+    squares = (sizes[name] * owed**2 for name, (choice, owed) in found.items() if choices.get(name) == choice)
+    return math.sqrt(math.fsum(squares) / max(sum(sizes.values()), 1))
 
 
 def _feeds_back(spec: CompressorSpec) -> bool:
@@ -356,10 +366,11 @@ class _LowRank:
             rank, (whole, columns) = compressor.rank_of(sample.tensor.shape), matrix_of(sample.tensor.shape)
             rows = sample.values.shape[1] // max(columns, 1)
             span = slice(start, start + sample.values.shape[1])
-            if rank and rows * columns == sample.values.shape[1]:
+            is_whole = rows == whole or rows >= ROWS_A_RANK * rank
+            if rank and is_whole and rows * columns == sample.values.shape[1]:
                 more = math.sqrt(min(whole, columns) / min(rows, columns))
                 self._spans.append((span, columns, min(rank, rows), np.float32(more)))
-            elif rank:  # stretches of less than a row: nothing is known, and a rank of so many keeps most back
+            elif rank:  # of few rows, or of less than one, a low rank has it all, and of the whole next to nothing
                 self._spans.append((span, 0, rank, np.float32(1.0)))
         self._kept = np.zeros(int(made.numels.sum()), np.float32)
         self._right: dict[int, npt.NDArray[np.float32]] = {}
@@ -388,4 +399,4 @@ class _LowRank:
         return self._draws.integers(0, 2, count, dtype=np.int8).astype(np.float32) * 2 - 1
 
 
-__all__ = ["Sample", "Sensitivity", "measure_sensitivity", "normal_sensitivity", "rings", "stretches_of"]
+__all__ = ["Sample", "Sensitivity", "measure_sensitivity", "normal_sensitivity", "owed_by", "rings", "stretches_of"]

@@ -1,0 +1,170 @@
+"""Is what a job owes what was forecast, and does the guard see what it owes?
+
+    python -m benchmarks.owed                                  # five tasks, nothing chosen, about five minutes
+    python -m benchmarks.owed --cases lstm-adamw --rate 1gbit
+
+Two emulated hosts of limited rate, the tasks of ``benchmarks.dossier``. Wherever the guard looks at a sample of a
+tensor's gradient and residual, this looks at all of both. Three figures every hundred steps, in gradients owed by the
+whole model, as a budget counts them: what was forecast when the strategy was chosen, what the guard says of its latest
+checks, and what is true of the same steps.
+"""
+
+# No `from __future__ import annotations` here: typer reads the annotations.
+import json
+import logging
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import results
+from benchmarks.dossier import task_of
+from benchmarks.emulated import open_network, run_workers
+from benchmarks.train import process_group
+
+CASES = ("mlp-sgd", "cnn-sgd", "gpt-adamw", "recommender-adam", "lstm-adamw")
+STEPS, EVERY = 1000, 100
+WITHIN = 1.15
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Gradients owed at one time of a run, and the strategy then in use."""
+
+    case: str
+    step: int
+    strategy: str
+    forecast: float
+    seen: float
+    true: float
+
+
+class Whole:
+    """Looks at all of what the guard samples, in the same steps: by tensor and choice, the latest sums of squares."""
+
+    def __init__(self) -> None:
+        from espresso.live.guard import OWED_CHECKS, Guard
+
+        self._squares: dict[str, float] = {}
+        self._found: dict[str, tuple[Any, deque[tuple[float, float]]]] = {}
+        see, end = Guard.see, Guard.end
+
+        def see_all(guard: Guard, buffer: torch.Tensor, describe: Callable[[], Any]) -> Any:
+            bucket = see(guard, buffer, describe)
+            if guard.is_looking:
+                for slot in bucket.slots:
+                    numbers = buffer[slot.offset : slot.offset + slot.numel].double()
+                    self._squares[slot.tensor] = float(numbers.square().sum())
+            return bucket
+
+        def end_all(guard: Guard, record: Any) -> bool:
+            check = guard._check
+            if check is not None:
+                kept = guard._store.kept({name: np.arange(guard._numels[name]) for name in check.where})
+                for name, choice in check.choices.items():
+                    if name not in self._found or self._found[name][0] != choice:
+                        self._found[name] = choice, deque(maxlen=OWED_CHECKS)
+                    self._found[name][1].append((float(np.square(kept[name]).sum()), self._squares[name]))
+            return end(guard, record)
+
+        for name, other in (("see", see_all), ("end", end_all)):
+            setattr(Guard, name, other)
+
+    def owed(self, strategy: Any) -> float:
+        """By all ranks, which call it together. Of PowerSGD's tensors, whose ranks keep one thing, it says too much."""
+        from espresso.search.error_budget import owed_by, rings
+
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, {name: tuple(seen) for name, (_, seen) in self._found.items()})
+        found = {}
+        for name, (choice, _) in self._found.items():
+            looks = [look for theirs in everybody for look in theirs[name]]
+            kept, squares = (math.fsum(column) for column in zip(*looks, strict=True))
+            owed = rings(choice.compressor) * math.sqrt(kept / max(squares, 1e-300))
+            found[name] = choice, owed
+        return owed_by(strategy, found)
+
+
+def train_once(case: str, steps: int) -> list[Row]:
+    """A job with nothing chosen; every rank calls it."""
+    import espresso
+
+    whole, task, rows = Whole(), task_of(case, 0), list[Row]()
+    models = [DistributedDataParallel(model) for model in task.make_models()]
+    optimizers = [task.make_optimizer(model) for model in models]
+    state = espresso.register(models[0], seed=0, compile_beside=False)
+    for step in range(1, steps + 1):
+        task.step(models, optimizers, step - 1, dist.get_rank(), dist.get_world_size())
+        if step % EVERY == 0:
+            figures, strategy = state.metrics(), state.strategy
+            forecast, seen = figures["espresso/predicted_owed"], figures["espresso/owed"]
+            rows.append(Row(case, step, state.history[-1]["strategy"], forecast, seen, whole.owed(strategy)))
+    state.close()
+    return rows
+
+
+def table_of(rows: list[Row]) -> Table:
+    """For people: a line a case, medians over the rows of its second half."""
+    title = f"Gradients owed, medians over the second half of {max(r.step for r in rows)} steps; bar: {WITHIN} apart"
+    table = Table(title=title, title_justify="left")
+    for header in ("case", "in use at the end", "forecast", "seen", "true", "forecast / true", "seen / true", ""):
+        table.add_column(header)
+    for case in dict.fromkeys(row.case for row in rows):
+        mine = [row for row in rows if row.case == case]
+        late = [row for row in mine if row.step > mine[-1].step // 2 and row.true]
+        if not late:
+            table.add_row(case, mine[-1].strategy, "", "", "", "", "", "plain")
+            continue
+        middles = [statistics.median(getattr(row, name) for row in late) for name in ("forecast", "seen", "true")]
+        ratios = [statistics.median(getattr(row, name) / row.true for row in late) for name in ("forecast", "seen")]
+        verdict = "pass" if all(abs(math.log(ratio)) <= math.log(WITHIN) for ratio in ratios) else "[bold red]MISS[/]"
+        table.add_row(case, mine[-1].strategy, *(f"{each:.2f}" for each in (*middles, *ratios)), verdict)
+    return table
+
+
+@app.command()
+def main(
+    cases: Annotated[str, typer.Option(help="Comma-separated tasks with an optimizer.")] = ",".join(CASES),
+    steps: Annotated[int, typer.Option(help="Of every run.")] = STEPS,
+    rate: Annotated[str, typer.Option(help="Each host's egress limit.")] = "200mbit",
+    json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "owed.json",
+    worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Train every case with nothing chosen, and compare."""
+    if worker is not None:
+        torch.set_num_threads(1)
+        with process_group(120.0, "gloo"):
+            found = train_once(cases, steps)
+            if dist.get_rank() == 0:
+                worker.write_text(json.dumps([asdict(row) for row in found]))
+            dist.barrier()
+        return
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    rows: list[Row] = []
+    for case in cases.split(","):
+        raw = json_path.with_suffix(".raw")
+        argv = [sys.executable, "-m", "benchmarks.owed", "--cases", case, "--steps", str(steps), "--worker", str(raw)]
+        with open_network(2, rate) as network:
+            run_workers(network, argv, pin=True, deadline_s=1800)
+        rows += [Row(**row) for row in json.loads(raw.read_text())]
+        raw.unlink()
+        config = {"ranks": 2, "rate": rate, "steps": steps}
+        results.write(json_path, results.record(config, 0, [asdict(row) for row in rows]))
+    results.console(130).print(table_of(rows))
+
+
+if __name__ == "__main__":
+    app()
