@@ -285,14 +285,17 @@ def _begin(
     certificate: Certificate,
     effort: Effort,
 ) -> _Size:
-    """The better of the program's rounding and the best start of this size."""
+    """The better of the program's rounding and the best start of this size.
+
+    Within budgets also the best of all starts, at this size: what rounding gives is made to fit, and is far off then.
+    """
     led = guide(here, relaxation, certificate, effort.depth(len(here.units)))
-    strategy, makespan = led.rounded, here.makespan(led.rounded)
     own = [start for start in starts if start.partition_bytes == here.partition_bytes]
-    known = min(own, key=lambda start: start.makespan_us, default=None)
-    if known is not None and known.makespan_us < makespan:
-        strategy, makespan = here.encode(known.choices), known.makespan_us
-    return _Size(here, relaxation, certificate, led, strategy.copy(), makespan)
+    known = [min(some, key=lambda start: start.makespan_us)
+             for some in (own, starts if relaxation.has_budget else ()) if some]  # fmt: skip
+    begun = [led.rounded, *(here.encode(start.choices) for start in known)]
+    makespan, number = min((here.makespan(strategy), number) for number, strategy in enumerate(begun))
+    return _Size(here, relaxation, certificate, led, begun[number].copy(), makespan)
 
 
 def _with_longer_chains(row: _Size, times: float, effort: Effort) -> _Size:
