@@ -239,7 +239,7 @@ class Settler:
     # -- the simple strategy -------------------------------------------------------------------------
 
     def simplest(self, result: SearchResult) -> Ranked | None:
-        """Everything compressed once by the compressor that holds most, and exchanged in one routine.
+        """Everything compressed once by the compressor that holds most, and exchanged in one routine, in one piece.
 
         Returns:
             The strategy, or None where a budget rules it out, where the search compressed nothing, or where that
@@ -258,7 +258,8 @@ class Settler:
             return None
         choice = Choice(parse_option(_SUMMED_FLAT if traits.summable else _ONCE_FLAT), spec)
         changes = {name: choice if self._may(name, choice) else c for name, c in strategy.choices.items()}
-        row = replace(result.chosen, name=SIMPLE, strategy=self._apart(strategy).with_choices(changes), job=self._job)
+        whole = replace(self._apart(strategy).with_choices(changes), partition_bytes=0)
+        row = replace(result.chosen, name=SIMPLE, strategy=whole, job=self._job)
         if not self._ledger.allows(row.strategy.choices):
             return None
         return self.priced(row)
