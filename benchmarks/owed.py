@@ -16,8 +16,8 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,22 +116,45 @@ def train_once(case: str, steps: int) -> list[Row]:
     return rows
 
 
-def table_of(rows: list[Row]) -> Table:
-    """For people: a line a case, medians over the rows of its second half."""
-    title = f"Gradients owed, medians over the second half of {max(r.step for r in rows)} steps; bar: {WITHIN} apart"
-    table = Table(title=title, title_justify="left")
-    for header in ("case", "in use at the end", "forecast", "seen", "true", "forecast / true", "seen / true", ""):
-        table.add_column(header)
+@dataclass(frozen=True)
+class Line:
+    """A case: medians over the rows of its second half."""
+
+    case: str
+    strategy: str
+    forecast: float
+    seen: float
+    true: float
+    forecast_over_true: float
+    seen_over_true: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether forecast and sample are as near to the truth as they should be; where nothing is owed, they are."""
+        return not self.true or all(
+            1 / WITHIN <= ratio <= WITHIN for ratio in (self.forecast_over_true, self.seen_over_true)
+        )
+
+
+def lines_of(rows: Sequence[Row]) -> list[Line]:
+    """One a case."""
+    lines = []
     for case in dict.fromkeys(row.case for row in rows):
         mine = [row for row in rows if row.case == case]
         late = [row for row in mine if row.step > mine[-1].step // 2 and row.true]
-        if not late:
-            table.add_row(case, mine[-1].strategy, "", "", "", "", "", "plain")
-            continue
-        middles = [statistics.median(getattr(row, name) for row in late) for name in ("forecast", "seen", "true")]
-        ratios = [statistics.median(getattr(row, name) / row.true for row in late) for name in ("forecast", "seen")]
-        verdict = "pass" if all(abs(math.log(ratio)) <= math.log(WITHIN) for ratio in ratios) else "[bold red]MISS[/]"
-        table.add_row(case, mine[-1].strategy, *(f"{each:.2f}" for each in (*middles, *ratios)), verdict)
+        columns = [(r.forecast, r.seen, r.true, r.forecast / r.true, r.seen / r.true) for r in late] or [(0.0,) * 5]
+        lines.append(Line(case, mine[-1].strategy, *map(statistics.median, zip(*columns, strict=True))))
+    return lines
+
+
+def table_of(lines: Sequence[Line]) -> Table:
+    """For people."""
+    table = Table(title=f"Gradients owed, medians over the second half; bar: {WITHIN} apart", title_justify="left")
+    for header in ("case", "in use at the end", "forecast", "seen", "true", "forecast / true", "seen / true", ""):
+        table.add_column(header)
+    for line in lines:
+        figures = [f"{value:.2f}" for value in astuple(line)[2:]]
+        table.add_row(line.case, line.strategy, *figures, "pass" if line.passes else "[bold red]MISS[/]")
     return table
 
 
@@ -163,7 +186,10 @@ def main(
         raw.unlink()
         config = {"ranks": 2, "rate": rate, "steps": steps}
         results.write(json_path, results.record(config, 0, [asdict(row) for row in rows]))
-    results.console(130).print(table_of(rows))
+    lines = lines_of(rows)
+    results.console(130).print(table_of(lines))
+    if not all(line.passes for line in lines):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

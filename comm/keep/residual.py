@@ -205,7 +205,7 @@ class Residual:
     def picked(self, where: Sequence[Places]) -> list[torch.Tensor]:
         """What is kept, times the gain, at each of these places, where its step runs."""
         whole = self.memory.tensor(self.old)
-        return [whole.index_select(0, torch.from_numpy(places).to(whole.device)) for places in where]
+        return [whole.index_select(0, torch.from_numpy(places).to(whole.device, non_blocking=True)) for places in where]
 
     def add(self, start: int, values: Array) -> None:
         """Add host numbers to what is kept of a stretch; one more rounding where it is packed."""

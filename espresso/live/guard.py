@@ -210,7 +210,8 @@ class Guard:
             return bucket
         for slot in bucket.slots:
             if slot.tensor in check.where:
-                at = torch.from_numpy(check.where[slot.tensor] + slot.offset).to(buffer.device)
+                places = torch.from_numpy(check.where[slot.tensor] + slot.offset)
+                at = places.to(buffer.device, non_blocking=True)  # backward is not waited for
                 check.buffers[slot.tensor] = buffer.detach(), at
                 check.given[slot.tensor] = self._side.copied(buffer.detach().index_select(0, at))
                 check.of_bucket.setdefault(bucket.index, []).append(slot.tensor)
@@ -328,8 +329,9 @@ class Guard:
 
 
 def _places(numels: Mapping[str, int], iteration: int) -> dict[str, Places]:
-    """All of a tensor, or runs of it: one anywhere in each of ``RUNS`` parts, elsewhere each time, the same on every
-    rank. Rows of a gradient differ by orders of magnitude, so that a few in one place say little of the others.
+    """All of a tensor, or runs of it: one anywhere in each of ``RUNS`` parts, the same on every rank.
+
+    Rows of a gradient differ by orders of magnitude: a few in one place say little of the others.
     """
     anywhere = np.random.default_rng(iteration).random(RUNS)
     found = {}

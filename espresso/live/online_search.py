@@ -140,7 +140,7 @@ class OnlineSearch:
         budget, owes = self._terms.error_budget, owed_by(strategy, self.measured_owed())
         if not budget or owes <= math.exp(TELLING) * budget:
             return 0.0
-        # Each check saw other stretches of a tensor: how far they are apart says how far the mean may be off.
+        # Each check saw other runs of a tensor: how far they are apart says how far the mean may be off.
         without = [owed_by(strategy, self.measured_owed(without=number)) for number in range(OWED_CHECKS)]
         error = math.sqrt((OWED_CHECKS - 1) * pvariance(without))
         return owes / budget if owes - 2 * error > budget else 0.0
