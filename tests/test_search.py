@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from benchmarks.search import FAMILIES
 from espresso.model.costs import Contention, CopyCost, CostModel
 from espresso.model.job import Job, JobError
 from espresso.model.links import AlphaBeta, Links
@@ -584,6 +585,26 @@ def test_a_simple_strategy_races_where_it_is_predicted_below_plain(name, option)
     # Where compression takes longer than the link does it is too slow.
     slow = make_job([90_000] * 3, [0, 1, 1], beta=1.0, costs=compute(9.0, 9.0, name=name))
     assert all(row.name != SIMPLE for row in search(slow, name, terms=terms).alternatives)
+
+
+@pytest.mark.parametrize(("per_element", "is_cut"), [(0.05, False), (0.5, True)], ids=["gains 0.7 %", "gains 8 %"])
+def test_automatic_mode_cuts_tensors_only_where_that_gains_two_per_cent(per_element, is_cut):
+    from espresso.search.terms import AUTOMATIC
+
+    costs = compute(per_element, per_element, name="efsignsgd")
+    job = make_job([1_000_000, 3_000_000, 500_000], [0, 500, 500], beta=12.0, costs=costs)
+    fastest, found = (search(job, "efsignsgd", terms=replace(AUTOMATIC, all_kinds=kinds)) for kinds in (True, False))
+    assert fastest.strategy.partition_bytes > 0
+    assert (found.strategy.partition_bytes > 0) is is_cut
+    assert found.predicted_us <= 1.02 * fastest.predicted_us
+
+
+def test_several_compressors_within_a_budget_are_about_as_fast_as_one_of_them():
+    from espresso.search.terms import Terms
+
+    job, terms = job_from_trace("gpt2", 8, 8, "pcie-25g"), Terms(error_budget=4.0)
+    alone, several = (search(job, s, terms=terms).predicted_us for s in ("efsignsgd", FAMILIES))
+    assert several < 1.04 * alone
 
 
 def test_a_tensor_too_small_for_its_compressor_is_not_counted():
