@@ -1,6 +1,6 @@
 """Is what a job owes what was forecast, and does the guard see what it owes?
 
-    python -m benchmarks.owed                                  # five tasks, nothing chosen, about five minutes
+    python -m benchmarks.owed                                  # five tasks, nothing chosen, ten minutes
     python -m benchmarks.owed --cases lstm-adamw --rate 1gbit
 
 Two emulated hosts of limited rate, the tasks of ``benchmarks.dossier``. Wherever the guard looks at a sample of a

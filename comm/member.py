@@ -90,7 +90,7 @@ class Gathering:
         self._rows = [mine] if adds else [torch.empty_like(mine) for _ in range(member.size)]
         self._explained = explained
         self._mine = mine  # until it is sent
-        with explained(_GATHERING):
+        with explained(_GATHERING):  # by the group itself: torch.distributed's functions take 50 us more
             if adds:
                 self._work = member.group.allreduce([mine])
             else:

@@ -34,6 +34,7 @@ from espresso.search.frontier import frontier
 from espresso.search.relaxation import relax
 from espresso.search.search import replan, search
 from espresso.search.settle import finer, kinds_of
+from espresso.search.space import SENSITIVITY
 from espresso.search.splitting import NEAR
 from espresso.search.terms import AUTOMATIC, MB, Terms
 from espresso.strategies import (
@@ -531,6 +532,17 @@ def test_what_is_over_budget_is_so_for_certain(budget, checks, over):
 
     search = SimpleNamespace(_terms=Terms(error_budget=budget), measured_owed=measured)
     assert OnlineSearch.over_budget(search, strategy) == pytest.approx(over, abs=0.01)
+
+
+def test_what_was_measured_still_counts_when_another_strategy_runs():
+    signs, other = map(CompressorSpec.parse, ("efsignsgd", "dgc:ratio=0.01"))
+    choice = Choice(parse_option("comp > flat.allgather > dec"), signs)
+    search = SimpleNamespace(_wanted=lambda: (), _forecast={signs: {"t0": 1.0}, other: {"t0": 4.0}})
+    for measured in ({"t0": (choice, 2.0)}, {}):  # it is not looked at for long enough at first
+        search.measured_owed = lambda measured=measured: measured
+        job = OnlineSearch._with_sensitivity(search, mixed_job(2))
+        known = Sensitivity.from_json(job.meta[SENSITIVITY])
+        assert [known.of(spec, "t0") for spec in (signs, other)] == [2.0, 8.0]
 
 
 def test_few_rows_say_nothing_of_a_low_rank():

@@ -294,7 +294,9 @@ class OnlineSearch:
             self._forecast |= measure_sensitivity(samples, fresh, gain=self._gain).owed
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
         kept_up = Sensitivity(self._forecast).kept_up(self.measured_owed())
-        self._forecast = dict(kept_up.owed)  # what a later strategy is not known to owe yet, this one is
+        self._forecast = dict(
+            kept_up.owed
+        )  # the next strategy is not measured at first, and what this one told still counts
         return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json()})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:

@@ -365,9 +365,8 @@ class AutoPlanner:
         return None
 
     def _what_is_due(self, watch: Watch, step: int) -> Work | None:
-        """A turn, where too much is owed; or a switch that pays by now, since a change has lasted.
-
-        It does if steps are not faster than when that was found.
+        """A turn, where more is owed than may be; or a switch that pays by now, where steps are not faster than when it
+        was found: the change has lasted.
         """
         if self._over:
             return partial(self._begin_turn, watch.now(Finding(Cause.OWED, self._over), step), step)

@@ -101,7 +101,8 @@ def refine(
         leaves: the whole space (:func:`espresso.search.candidates.every_choice`).
         warm: certificates of an earlier search of the same units.
         ledger: the budgets, if there are any.
-        whole_within: a strategy that is cut has to be this much faster than the best that is not.
+        whole_within: steps of a strategy that is cut have to be this much faster than the best that is looked at and
+            not cut.
     """
     effort = effort or Effort()
     began = time.perf_counter()
@@ -111,7 +112,8 @@ def refine(
     certificates = {size: certificate for size, (_, certificate) in roots.items()}
     least = best.makespan_us * (1 - CLOSE)
     open_sizes = [size for size in roots if certificates[size].makespan_us < least]
-    found = _searched(evaluator, starts, leaves, open_sizes, roots, effort, whole_within) if effort.events else None
+    within = whole_within, job.forward_us + job.optimizer_us
+    found = _searched(evaluator, starts, leaves, open_sizes, roots, effort, within) if effort.events else None
     improved = time.perf_counter()
     home, strategy, makespan = evaluator_at(evaluator, best.partition_bytes), None, best.makespan_us
     if found is not None and found.makespan_us < best.makespan_us:
@@ -259,7 +261,7 @@ def _searched(
     sizes: Sequence[int],
     roots: dict[int, tuple[Relaxation, Certificate]],
     effort: Effort,
-    whole_within: float,
+    within: tuple[float, float],
 ) -> _Size | None:
     """Single units at the most promising sizes and from further starts, then blocks too on the best of them."""
     rows = [_begin(evaluator_at(evaluator, size), starts, *roots[size], effort) for size in sizes]
@@ -279,7 +281,8 @@ def _searched(
     best = min(rows, key=lambda row: row.makespan_us)
     wholes = [row for row in rows if not row.evaluator.partition_bytes]
     whole = min(wholes, key=lambda row: row.makespan_us, default=best)
-    if whole.makespan_us <= whole_within * best.makespan_us:
+    factor, beside_us = within  # which a step takes beside the makespan
+    if whole.makespan_us + beside_us <= factor * (best.makespan_us + beside_us):
         best = whole
     best.makespan_us = exchange(best.evaluator, best.led, leaves, best.strategy, best.makespan_us)
     return best
