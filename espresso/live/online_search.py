@@ -294,9 +294,7 @@ class OnlineSearch:
             self._forecast |= measure_sensitivity(samples, fresh, gain=self._gain).owed
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
         kept_up = Sensitivity(self._forecast).kept_up(self.measured_owed())
-        self._forecast = dict(
-            kept_up.owed
-        )  # the next strategy is not measured at first, and what this one told still counts
+        self._forecast = dict(kept_up.owed)  # still known when another strategy runs, and is not measured yet
         return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json()})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
