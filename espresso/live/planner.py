@@ -419,7 +419,7 @@ class AutoPlanner:
             moved = Moved(*map(max, zip(*self._groups.everywhere(tuple(moved)), strict=True)))
             change = change.with_link(moved.link)
             if moved.most < TELLING and not change.is_severe and not change.is_over_budget:
-                self._end_turn(Turn(change, step, began_ns, 0.0, is_second), None, step, "nothing has moved much")
+                self._end_turn(Turn(change, step, began_ns, is_second), None, step, "nothing has moved much")
                 return
             found = self._found()
         kept = self._winning or self._winner.assignment
@@ -428,16 +428,15 @@ class AutoPlanner:
         told = self._groups.everywhere((same, figures))
         same = [all(column) for column in zip(*(theirs for theirs, _ in told), strict=True)]
         plain_us, ours_us = (max(column) for column in zip(*(figures for _, figures in told), strict=True))
-        turn = self._turn = Turn(change, step, began_ns, ours_us, is_second)
-        fresh = fresh_of(turn, found, same, now)
+        turn = Turn(change, step, began_ns, is_second)
+        if not change.is_over_budget:
+            turn = replace(turn, in_use=Arm(now, replace(kept, drain=kept.strategy.compresses)), predicted_us=ours_us)
+        self._turn, fresh = turn, fresh_of(turn, found, same, now)
         best_us = min((c.predicted_us for c in found), default=0.0)
-        arms = [Arm(now, replace(kept, drain=kept.strategy.compresses))]
-        arms += [Arm(c.name, c.assignment, c.sent_us) for c in fresh]
+        arms = [*filter(None, [turn.in_use]), *(Arm(c.name, c.assignment, c.sent_us) for c in fresh)]
         plain = Arm("plain", replace(self._plain.assignment, drain=False))
-        if now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us):
+        if not arms or (now != "plain" and (not found or plain_us <= PLAIN_MAY * best_us)):
             arms.append(plain)
-        if change.is_over_budget:
-            arms = arms[1:] or [plain]
         self._candidates = [c for c in self._candidates if c.name == now] + fresh
         if len(arms) == 1:
             self._end_turn(turn, None, step, "the search finds nothing else", arms[0].name)
@@ -461,7 +460,7 @@ class AutoPlanner:
         best = only or ours if race is None else race.best()
         measured = {best: began_us} if race is None else race.measured
         later = None
-        if race is not None and best != ours and not turn.change.is_over_budget:
+        if race is not None and turn.in_use is not None and best != ours:
             due = pays_from(turn.change, race, ours, best)
             if step < due:
                 later = Later(due, best, race, turn.change) if due < math.inf else None

@@ -45,15 +45,17 @@ class Turn:
     Attributes:
         step: in which it began.
         began_ns: when.
-        predicted_us: what the strategy in use is predicted to take now; 0: nobody knows.
+        in_use: the strategy in use, which the others have to beat; None if it has to go.
+        predicted_us: what it is predicted to take now; 0: nobody knows, or it does not matter.
         is_second: it follows another at once, since more has changed during that.
     """
 
     change: Change
     step: int
     began_ns: int
-    predicted_us: float
-    is_second: bool = False
+    is_second: bool
+    in_use: Arm | None = None
+    predicted_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,6 @@ def fresh_of(turn: Turn, found: Sequence[Candidate], same: Sequence[bool], ours:
         ours: the name of that one.
     """
     limit_us = turn.predicted_us * (MAY_WIN if turn.change.is_severe else SURELY_WINS) or math.inf
-    if turn.change.is_over_budget:
-        limit_us = math.inf
     fresh = [c for c, is_ours in zip(found, same, strict=True) if not is_ours and c.predicted_us <= limit_us]
     return [replace(c, name=f"{c.name} at step {turn.step}") if c.name == ours else c for c in fresh]
 
@@ -84,7 +84,7 @@ def race_of(turn: Turn, arms: Sequence[Arm], best_us: float, link: float) -> Rac
     """A turn's race.
 
     Args:
-        arms: first the strategy in use, unless that has to go.
+        arms: first the strategy in use, if there is one.
         best_us: the best prediction; 0: nothing was found.
         link: so many times what it took the link takes, as the turn measured it.
     """
@@ -95,7 +95,7 @@ def race_of(turn: Turn, arms: Sequence[Arm], best_us: float, link: float) -> Rac
     surely_slower = is_severe and now_us > before_us and link > FAR_BEHIND
     surely_faster = FAR_BEHIND * link < 1
     is_clear = far_behind or surely_slower or surely_faster
-    known = {arms[0].name: now_us} if is_clear and not turn.change.is_over_budget else {}
+    known = {turn.in_use.name: now_us} if turn.in_use is not None and is_clear else {}
     block = max(TRY_STEPS, min(math.ceil(TRY_US / max(best_us or turn.predicted_us, 1.0)), TRY_MOST))
     return Race(
         arms, block=block, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
