@@ -75,7 +75,7 @@ class Bench:
             (
                 rng.standard_normal(elements, dtype=np.float32),
                 0.3 * rng.standard_normal(elements, dtype=np.float32),
-                *(np.zeros(elements, np.float32) for _ in range(3)),
+                *(np.full(elements, 0, np.float32) for _ in range(3)),  # and not the first to touch a page
             )
             for _ in range(sets)
         )

@@ -224,10 +224,11 @@ def cut_of(
         return chosen.dtype.type(0), total
     taken = 0
     for chunk in range(first, end):
-        low = chunks[chunk, LOW]
-        for i in range(low, low + found[chunk]):
-            chosen[taken] = value[i] & magnitude
-            taken += 1
+        num = found[chunk]
+        out, values = chosen[taken : taken + num], value[chunks[chunk, LOW] :][:num]
+        for i in range(num):
+            out[i] = values[i] & magnitude
+        taken += num
     kth, ties = kth_largest(chosen, total, k, histogram)
     return chosen.dtype.type(kth), ties
 

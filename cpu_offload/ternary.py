@@ -37,25 +37,59 @@ def parts_of(words: npt.NDArray[np.uint32], at: int, numel: int, k: int, itemsiz
 
 @kernel
 def keep_top(
-    low: int, high: int, cut: int, ties: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array,
-    numbers: Array, has_feedback: bool, new: Array, residual: int, gain: float,
+    num: int, cut: int, ties: int, magnitude: int, index: npt.NDArray[np.uint32], value: Array, numbers: Array,
+    has_feedback: bool, kept: Array, gain: float,
 ) -> Any:  # fmt: skip
-    """Move those of the candidates ``low`` to ``high`` to the front that are above the cut, or the next ties on it.
+    """Move those of ``num`` candidates to the front that are above the cut, or the next ties on it.
 
     Returns how many, and the ties that are left. The others go back to the residual.
     """
-    num = 0
-    for i in range(low, high):
+    sent = np.uint64(0)
+    for i in range(num):
         if has_feedback:
-            prefetch(new, residual + index[i + AHEAD])
+            prefetch(kept, index[i + AHEAD])
         size = value.dtype.type(value[i] & magnitude)
         if size > cut or (size == cut and ties > 0):
             ties -= size == cut
-            index[low + num], value[low + num] = index[i], value[i]
-            num += 1
+            index[sent], value[sent] = index[i], value[i]
+            sent += np.uint64(1)
         elif has_feedback:
-            add_kept(new, residual + index[i], numbers[i], gain)
-    return num, ties
+            add_kept(kept, index[i], numbers[i], gain)
+    return np.int64(sent), ties
+
+
+@kernel
+def code_tile(
+    num: int, low: int, place: int, mean: float, index: npt.NDArray[np.uint32], numbers: Array,
+    uppers: npt.NDArray[np.uint32], lowers: npt.NDArray[np.uint32], has_feedback: bool, kept: Array, gain: float,
+) -> None:  # fmt: skip
+    """Write the places and signs of the ``num`` elements that are sent of the tile at ``low``, and what is left of them.
+
+    Indices are unsigned: of others Numba asks each time whether they count from the end, which is a third of the work.
+    """
+    bits, mask, sign = np.uint64(place), np.uint64((1 << place) - 1), np.uint64(1 << place)
+    word, ones, at = np.uint64(0), np.uint32(0), np.uint64(0)
+    held, width = np.uint64(0), np.uint64(0)
+    for slot in range(num):
+        if has_feedback:
+            prefetch(kept, index[slot + AHEAD])
+        negative = numbers[slot] < 0
+        here = np.uint64(index[slot]) - np.uint64(low)
+        bit = np.uint64(slot) + (here >> bits)
+        ones = np.uint32(1) << np.uint32(bit % 32) | (ones if bit // 32 == word else np.uint32(0))
+        word = bit // 32
+        uppers[word] = ones
+        held |= (here & mask | (sign if negative else np.uint64(0))) << width
+        width += bits + np.uint64(1)
+        if width >= 32:
+            lowers[at] = np.uint32(held & np.uint64(0xFFFFFFFF))
+            at += np.uint64(1)
+            held >>= np.uint64(32)
+            width -= np.uint64(32)
+        if has_feedback:
+            add_kept(kept, index[slot], numbers[slot] - (-mean if negative else mean), gain)
+    if width:
+        lowers[at] = np.uint32(held)
 
 
 @kernel
@@ -93,7 +127,7 @@ def emit_ternary(
     ends, uppers, lowers = parts_of(words, at, numel, k, bits.itemsize, place)
     clear_block(uppers, 0, len(uppers))
     clear_block(lowers, 0, len(lowers))
-    sums = room(LANES, np.float64)
+    sums, kept = room(LANES, np.float64), new[row[RESIDUAL] :]
     finite, sent = True, 0
     for chunk in range(first, end):
         i = chunks[chunk, LOW]
@@ -106,32 +140,15 @@ def emit_ternary(
             num = i - begin
             if cut:
                 num, ties = keep_top(
-                    begin, i, cut, ties, magnitude, index, value, numbers, has_feedback, new, row[RESIDUAL], gain
+                    num, cut, ties, magnitude, index[begin:], value[begin:], numbers[begin:], has_feedback, kept, gain
                 )
             mean = mean_of(numbers[begin : begin + num], sums)
             means[low // TILE] = mean
             upper, lower = first_upper(sent, low // TILE, place), first_lower(sent, low // TILE, place)
-            held, width = np.int64(0), np.int64(0)
-            for j in range(begin, begin + num):
-                if has_feedback:
-                    prefetch(new, row[RESIDUAL] + index[j + AHEAD])
-                negative = numbers[j] < 0
-                here = np.int64(index[j]) - low
-                bit = j - begin + (here >> place)
-                uppers[upper + bit // 32] |= np.uint32(1 << (bit % 32))
-                slot = here & ((1 << place) - 1)
-                held |= (slot | (1 << place) if negative else slot) << width
-                width += place + 1
-                if width >= 32:
-                    lowers[lower] = np.uint32(held & 0xFFFFFFFF)
-                    lower += 1
-                    held >>= 32
-                    width -= 32
-                if has_feedback:
-                    left = numbers[j] - (-mean if negative else mean)
-                    add_kept(new, row[RESIDUAL] + index[j], left, gain)
-            if width:
-                lowers[lower] = np.uint32(held)
+            code_tile(
+                num, low, place, mean, index[begin:], numbers[begin:], uppers[upper:], lowers[lower:], has_feedback,
+                kept, gain,
+            )  # fmt: skip
             sent += num
             if low + TILE < numel:
                 ends[low // TILE] = sent
