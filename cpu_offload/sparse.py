@@ -21,7 +21,7 @@ from espresso.compressors import sparse
 from espresso.compressors.base import Array
 from espresso.compressors.sparse import RUN, SPAN, Selection, Sparsifier
 from espresso.cpu_offload.codec import STREAM_SOON_BYTES, DecodeCall, EncodeCall, HostCodec
-from espresso.cpu_offload.jit import Scalar, fence, kernel, room, trailing_zeros
+from espresso.cpu_offload.jit import Scalar, fence, kernel, prefetch, room, trailing_zeros
 from espresso.cpu_offload.kernels import (
     BLOCK,
     add_kept,
@@ -56,6 +56,9 @@ from espresso.cpu_offload.work import (
 
 LOWER_BY = 0.8
 
+RUNS_AHEAD = 8
+"""Runs of a sample from the one that is read to the one that is asked for."""
+
 WORD = 4 * GROUP
 """Elements whose comparisons are looked at together."""
 
@@ -69,6 +72,14 @@ sample_size = kernel(sparse.sample_size)
 num_ends, ends_at = kernel(sparse.num_ends), kernel(sparse.ends_at)
 
 Histogram = npt.NDArray[np.int64]
+
+
+@kernel
+def start_of_run(run: int, stride: int, salt: int) -> Scalar:
+    """The first element of a run of a sample: somewhere in its stride."""
+    if stride == RUN:
+        return run * stride
+    return run * stride + np.int64(mix64(np.uint64(salt) + np.uint64(run)) % np.uint64(stride - RUN))
 
 
 @kernel
@@ -86,9 +97,13 @@ def sample_threshold(
     stride = max(numel // num_runs, RUN)
     taken = 0
     for run in range((numel + RUN - 1) // RUN if stride == RUN else num_runs):
-        low = run * stride
-        if stride > RUN:
-            low += np.int64(mix64(np.uint64(salt) + np.uint64(run)) % np.uint64(stride - RUN))
+        if stride > RUN:  # each run is a miss of the cache or two, in each array: several at once
+            ahead = start_of_run(run + RUNS_AHEAD, stride, salt)
+            for end in (0, RUN - 1):
+                prefetch(source, row[SOURCE] + ahead + end)
+                if has_feedback:
+                    prefetch(old, row[RESIDUAL] + ahead + end)
+        low = start_of_run(run, stride, salt)
         num = min(RUN, numel - low)
         fill_q(q, source, row[SOURCE] + low, scale, old, row[RESIDUAL] + low, num, has_feedback)
         for i in range(num):
@@ -179,7 +194,7 @@ def filter_groups(
     Where what passes is dense, the end of a run of ones is what no processor foresees: so several groups make one run.
     A candidate is computed again rather than read back, for what was just streamed is no longer near.
     """
-    stream = can_stream(stream, new, to)
+    stream, sent = can_stream(stream, new, to), np.uint64(count)
     for first in range(0, num, WORD):
         mask = np.uint64(0)
         for group in range(first, first + WORD, GROUP):
@@ -189,15 +204,16 @@ def filter_groups(
             else:
                 passes = filter_group(source, here, scale, old, there, new, target, magnitude, threshold, gain, False)
             mask |= passes << np.uint64(group - first)
+        these, theirs = source[at + first :], old[kept + first :]
         while mask:
-            i = first + trailing_zeros(mask)
-            index[count] = low + i
-            values[count] = source[at + i] * scale + old[kept + i]
-            count += 1
+            i = np.uint64(trailing_zeros(mask))
+            index[sent] = np.uint64(low + first) + i
+            values[sent] = these[i] * scale + theirs[i]
+            sent += np.uint64(1)
             mask &= mask - np.uint64(1)
     if stream:
         fence()
-    return count
+    return np.int64(sent)
 
 
 @kernel

@@ -63,7 +63,7 @@ def code_tile(
     num: int, low: int, place: int, mean: float, index: npt.NDArray[np.uint32], numbers: Array,
     uppers: npt.NDArray[np.uint32], lowers: npt.NDArray[np.uint32], has_feedback: bool, kept: Array, gain: float,
 ) -> None:  # fmt: skip
-    """Write the places and signs of the ``num`` elements that are sent of the tile at ``low``, and what is left of them.
+    """Write places and signs of the ``num`` elements that are sent of the tile at ``low``, and what is left of them.
 
     Indices are unsigned: of others Numba asks each time whether they count from the end, which is a third of the work.
     """
@@ -158,6 +158,39 @@ def emit_ternary(
 
 
 @kernel
+def add_tile(
+    num: int, place: int, mean: float, uppers: npt.NDArray[np.uint32], lowers: npt.NDArray[np.uint32], out: Array
+) -> Scalar:
+    """Add ``num`` signed means to a tile; False if the places are malformed."""
+    bits, mask = np.uint64(place), np.uint64((1 << place) - 1)
+    slots, size, slot, end = np.uint64(num), np.uint64(len(out)), np.uint64(0), np.uint64(0)
+    held, width, at = np.uint64(0), np.uint64(0), np.uint64(0)
+    end_bit = num + ((len(out) + (1 << place) - 1) >> place)
+    for first in range(0, end_bit, 64):
+        ones = np.uint64(uppers[first // 32])
+        if first + 32 < end_bit:
+            ones |= np.uint64(uppers[first // 32 + 1]) << np.uint64(32)
+        while ones:
+            group = np.uint64(first) + np.uint64(trailing_zeros(ones)) - slot
+            ones &= ones - np.uint64(1)
+            if slot == slots:
+                return False
+            if width <= bits:
+                held |= np.uint64(lowers[at]) << width
+                at += np.uint64(1)
+                width += np.uint64(32)
+            here = group << bits | held & mask
+            if here < end or here >= size:  # they ascend
+                return False
+            end = here + np.uint64(1)
+            out[here] += -mean if held >> bits & np.uint64(1) else mean
+            held >>= bits + np.uint64(1)
+            width -= bits + np.uint64(1)
+            slot += np.uint64(1)
+    return slot == slots
+
+
+@kernel
 def scatter_ternary(
     table: Table, chunks: Table, first: int, end: int, target: Array, scale: float, num_rows: int, row_bytes: int,
     numbers: Array, words: npt.NDArray[np.uint32],
@@ -187,31 +220,9 @@ def scatter_ternary(
                 stop = np.int64(ends[tile // TILE]) if tile + TILE < row[NUMEL] else num
                 if not (0 <= mean < np.inf and begin <= stop <= num):
                     return bad
-                size = min(TILE, high - tile)
-                groups = (size + (1 << place) - 1) >> place
                 upper, lower = first_upper(begin, tile // TILE, place), first_lower(begin, tile // TILE, place)
-                held, width = np.int64(0), np.int64(0)
-                slot, previous = np.int64(0), np.int64(-1)
-                for first in range(0, stop - begin + groups, 32):
-                    ones = np.uint64(uppers[upper + first // 32])
-                    while ones:
-                        group = first + trailing_zeros(ones) - slot
-                        ones &= ones - np.uint64(1)
-                        if slot == stop - begin:
-                            return bad
-                        if width <= place:
-                            held |= np.int64(lowers[lower]) << width
-                            lower += 1
-                            width += 32
-                        here = group << place | held & ((1 << place) - 1)
-                        if here <= previous or here >= size:
-                            return bad
-                        previous = here
-                        out[tile - low + here] += -mean if held >> place & 1 else mean
-                        held >>= place + 1
-                        width -= place + 1
-                        slot += 1
-                if slot != stop - begin:
+                here = out[tile - low :][: min(TILE, high - tile)]
+                if not add_tile(stop - begin, place, mean, uppers[upper:], lowers[lower:], here):
                     return bad
         if scale != 1:
             for i in range(len(out)):
