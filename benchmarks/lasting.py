@@ -34,6 +34,8 @@ from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, Tenso
 
 NUM_RANKS = 2
 PATIENCE_S = 120.0
+MOST_STALL, MOST_BESIDE = 0.05, 1.2
+"""The bars of saves: the part of a save for which training stands still, and memory over what is kept."""
 
 
 def signs(tensors: tuple[TensorSpec, ...], cluster: Cluster) -> Strategy:
@@ -223,10 +225,12 @@ def main() -> None:
         for row in rows:
             say(", ".join(f"{name} {value:.4g}" for name, value in row.items()))
         for rank, row in enumerate(rows):
-            say(f"rank {rank}: async_save stalls training by {row['async_save_s'] / row['save_s']:.1%} of a save")
-            for how in ("save", "async_save"):
-                beside = row[f"{how}_extra_bytes"] / row["kept_bytes"]
-                say(f"rank {rank}, {how}: {beside:.2f} times what is kept, beside it")
+            stall = row["async_save_s"] / row["save_s"]
+            say(f"rank {rank}: async_save stalls training by {stall:.1%} of a save")
+            beside = {how: row[f"{how}_extra_bytes"] / row["kept_bytes"] for how in ("save", "async_save")}
+            for how, times in beside.items():
+                say(f"rank {rank}, {how}: {times:.2f} times what is kept, beside it")
+            row["right"] = stall <= MOST_STALL and max(beside.values()) <= MOST_BESIDE
     if chosen.save:
         config = {"what": chosen.what, "count": chosen.count, "width": chosen.width}
         write(RESULTS_DIR / f"lasting_{chosen.what}.json", record(config, chosen.seed, rows))

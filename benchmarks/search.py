@@ -219,10 +219,10 @@ def _both_ms(row: dict[str, Any]) -> float:
 
 def markdown(body: dict[str, Any]) -> str:
     """The tables for people."""
-    about = body["facts"]
-    out = ["# Search", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
-    dates = [f"{name.removesuffix('_date')} {body[name]}" for name in body if name.endswith("_date")]
-    out += [f"Measured: {', '.join(dates)}", ""]
+    out = ["# Search", "", "Measured:", ""]
+    for key in filter(lambda key: key.endswith("_facts"), body):
+        out += [f"- {key.removesuffix('_facts')}: {', '.join(f'{what} {value}' for what, value in body[key].items())}"]
+    out += [""]
     for name, title in GAP_SECTIONS.items():
         if name in body:
             out += [title, "", *_table(body[name], body[f"{name}_summary"])]
@@ -337,11 +337,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = RESULTS / "search.json"
     body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     body = {name: value for name, value in body.items() if name.split("_")[0] in sections}
-    body["facts"] = facts()
+    for name in sections:  # earlier files know the date of a section alone
+        if (date := body.pop(f"{name}_date", None)) is not None:
+            body[f"{name}_facts"] = {"date": date}
+    about = facts()
     for name, section in sections.items():
         if name in chosen:
             body[name] = section()
-            body[f"{name}_date"] = datetime.now(UTC).isoformat(timespec="minutes")
+            body[f"{name}_facts"] = about | {"date": datetime.now(UTC).isoformat(timespec="minutes")}
     for name in GAP_SECTIONS:
         if name in body:
             body[f"{name}_summary"] = summary(body[name])

@@ -175,6 +175,8 @@ def soak(
     console.print(table)
     console.print(errors[0], markup=False)
     results.write(json_path, results.record({"workers": WORKERS, "servers": SERVERS}, 0, [row]))
+    if row["wrong_rounds"] or row["largest_loss"] or not all(row["killed_server"]["named_rank_and_key"]):
+        raise typer.Exit(1)
 
 
 def _error_line(text: str) -> str:

@@ -168,6 +168,8 @@ def main(
     for row in rows:
         if row["verdict"]:
             console.print(f"{row['case']} {row['arm']}: {row['verdict']}")
+    if any(row["passes"] is False for row in rows):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
