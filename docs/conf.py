@@ -18,7 +18,7 @@ myst_enable_extensions = ["colon_fence"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_mock_imports = ["cupy", "mpi4py"]
+autodoc_mock_imports = ["cupy", "lightning", "mpi4py", "transformers"]
 
 html_theme = "furo"
 html_title = f"Espresso {version}"

@@ -36,7 +36,8 @@ class EspressoCallback(TrainerCallback):
     """Registers the trainer's DDP model.
 
     Args:
-        compressor, strategy, **settings: as for :func:`espresso.register`.
+        compressor, strategy: as for :func:`espresso.register`.
+        **settings: its settings.
         resume_from: the checkpoint that training goes on from, where that is not in ``output_dir``.
 
     Attributes:
