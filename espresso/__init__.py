@@ -1,4 +1,4 @@
-"""Espresso: gradient compression for PyTorch DDP that is searched for, not guessed.
+"""Espresso: gradient compression for PyTorch DDP and HSDP that is searched for, not guessed.
 
     state = espresso.register(ddp_model)
 

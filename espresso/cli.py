@@ -31,7 +31,7 @@ GC_THRESHOLD = 500_000
 
 app = typer.Typer(
     name="espresso",
-    help="Gradient compression for PyTorch DDP: profile a job, search a strategy, see what it does.",
+    help="Gradient compression for PyTorch DDP and HSDP: profile a job, search a strategy, see what it does.",
     epilog="Exit status: 0 done; 1 a file is wrong, or cannot be read or written; 2 wrong usage.",
     no_args_is_help=True,
     add_completion=False,
