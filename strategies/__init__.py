@@ -19,6 +19,7 @@ from espresso.strategies.option import (
     StepKind,
 )
 from espresso.strategies.plan import (
+    RANK_LANES,
     Bucket,
     Group,
     Lane,
@@ -60,6 +61,7 @@ __all__ = [
     "NONE",
     "PLAIN",
     "RANK_DEVICES",
+    "RANK_LANES",
     "UNCOMPRESSED",
     "Bucket",
     "Choice",

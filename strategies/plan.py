@@ -45,6 +45,10 @@ class Lane(Word):
     SERVER_OUT = "server_out"
 
 
+RANK_LANES = (Lane.TRAINING, Lane.OFFLOAD, Lane.COPY)
+"""A rank's own: in which order they take their tasks is of no matter to other ranks."""
+
+
 class Stage(Word):
     """A task is a step itself or a copy between device and host: around an offloaded step, before a push, after a pull.
 

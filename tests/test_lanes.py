@@ -88,6 +88,45 @@ def test_a_lane_takes_its_tasks_in_order_and_waits_for_their_buckets(stage):
     assert [entry for entry in stage.log if entry[0] == "+"] == ["+a", "+b", "+c"]
 
 
+def test_what_concerns_this_rank_alone_holds_up_nothing_while_it_cannot_start(stage):
+    """An exchange takes longer than predicted: its decode is first in the order, the next bucket's encode is there."""
+    sent = stage.node("send", *INTER, bucket=0)
+    decode = stage.node("decode", Lane.TRAINING, bucket=0, after=sent)
+    encode = stage.node("encode", Lane.TRAINING, bucket=1)
+    later = stage.node("later", Lane.TRAINING, bucket=1)
+    decode.gives_way = encode.gives_way = True
+    stage.lanes.enqueue([sent, decode, encode, later])
+    stage.lanes.bucket_ready([0])
+    stage.running("send")
+    stage.lanes.bucket_ready([1])
+    stage.running("send", "encode")
+    stage.end("send")
+    stage.running("encode")  # the lane takes one at a time
+    stage.end("encode")
+    stage.running("decode")
+    stage.end("decode")
+    stage.running("later")
+    stage.end("later")
+    assert not stage.lanes.pending()
+
+
+def test_what_gives_way_takes_no_room_that_it_does_not_need():
+    stage = Stage(offload_width=2)
+    waits, *others = (stage.node(name, Lane.OFFLOAD, bucket=number) for number, name in enumerate("wabc"))
+    for node in (waits, *others):
+        node.gives_way = True
+    stage.lanes.enqueue([waits, *others])
+    stage.lanes.bucket_ready([1, 2, 3])
+    stage.running("a", "b")
+    stage.lanes.bucket_ready([0])
+    stage.running("a", "b")
+    stage.end("a")
+    stage.running("w", "b")
+    stage.end("w", "b")
+    stage.end("c")
+    stage.lanes.close()
+
+
 def test_a_later_bucket_may_come_first_if_the_order_says_so(stage):
     stage.lanes.enqueue([stage.node("late", Lane.INTRA, bucket=1), stage.node("early", Lane.INTRA, bucket=0)])
     stage.lanes.bucket_ready([0])

@@ -14,7 +14,7 @@ from espresso.comm.execute.assignment import Interval, Record
 from espresso.comm.execute.lanes import Node
 from espresso.comm.execute.programs import Future, Work
 from espresso.comm.memory import HOST, Memory
-from espresso.strategies import Lane, Routine
+from espresso.strategies import RANK_LANES, Lane, Routine
 
 
 class HostSide:
@@ -74,6 +74,7 @@ class HostPass:
             after=after,
             issue=work.program.issue if work.program.issues else None,
             travels=work.task.step.is_communication and work.task.step.routine not in (Routine.PUSH, Routine.PULL),
+            gives_way=all(lane in RANK_LANES for lane in work.task.lanes),
             on_done=partial(self._done, work, on_done),
         )
 

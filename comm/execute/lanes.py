@@ -1,4 +1,4 @@
-"""Lanes: threads that carry out tasks strictly in one total order.
+"""Lanes: threads that carry out tasks in one total order.
 
 ::
 
@@ -11,6 +11,10 @@ A task starts when its bucket is there, the task before it in its partition is d
 head of every lane it holds. Nothing is ever re-sorted, so collectives match on every rank. Tasks run on
 threads of their lane and may block there; nothing waits in a callback or in the thread of backward.
 
+What is of no matter to other ranks (``Node.gives_way``) holds up nothing while it cannot start: of encodes and
+decodes the first one runs that can, so that an exchange that takes longer than was predicted keeps its decode from
+starting, and not the next bucket's encode, which the link would then wait for.
+
 Exchanges only have to *begin* in that order: one may begin while up to ``IN_FLIGHT`` ahead of it on its
 lanes are on the wire. What they send leaves one after the other, but a long way is travelled together.
 Offloaded steps likewise: so many as the pool is wide are under way at the same time.
@@ -18,6 +22,7 @@ Offloaded steps likewise: so many as the pool is wide are under way at the same 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -61,6 +66,7 @@ class Node:
         run: does the work, blocking; called on a thread of the node's last lane. Of an exchange it does the first part,
             and returns the rest.
         travels: whether it is an exchange: something of the kind may be on the wire before it.
+        gives_way: whether what is behind it on its lanes may start while it cannot.
         issue: for work that the backend carries out by itself: starts it without blocking and returns a
             ``torch.futures.Future``. Called where the node becomes ready, which saves two thread switches.
         bucket: its bucket's number, for gating and for error messages.
@@ -74,6 +80,7 @@ class Node:
     after: Node | None = None
     issue: Callable[[], Any] | None = None
     travels: bool = False
+    gives_way: bool = False
     started: bool = False
     on_wire: bool = False
     done: bool = False
@@ -119,8 +126,10 @@ class _Team:
 
 
 def _lets_by(node: Node, lane: Queue) -> bool:
-    """Whether what is behind it on the lane may be under way beside it."""
-    return node.on_wire or (lane is Lane.OFFLOAD and node.started)
+    """Whether what is behind it on the lane may be under way before it is done."""
+    if not node.started:
+        return node.gives_way
+    return node.on_wire or lane is Lane.OFFLOAD
 
 
 class Lanes:
@@ -211,9 +220,7 @@ class Lanes:
         """Start every node whose turn has come; those to issue are queued until the lock is free."""
         for lane, queue in self._queues.items():
             for node in queue:
-                if not node.started:
-                    if not self._may_start(node):
-                        break
+                if not node.started and self._may_start(node):
                     self._start(node)
                 if not _lets_by(node, lane):
                     break
@@ -235,14 +242,11 @@ class Lanes:
         )
 
     def _has_turn(self, node: Node, lane: Queue) -> bool:
-        """Whether nothing is ahead of it, or only what lets it by, and the lane has room for both."""
+        """Whether nothing is ahead of it, or only what lets it by, and the lane has room beside what is under way."""
         room = self._offload_width if lane is Lane.OFFLOAD else IN_FLIGHT if node.travels else 1
-        for place, other in enumerate(self._queues[lane]):
-            if other is node:
-                return place < room
-            if not _lets_by(other, lane):
-                return False
-        return False
+        queue = self._queues[lane]
+        ahead = itertools.takewhile(lambda other: other is not node, queue)
+        return all(_lets_by(other, lane) for other in ahead) and sum(other.started for other in queue) < room
 
     def _launched(self, node: Node) -> None:
         """An exchange has begun: the next one may."""
@@ -301,7 +305,7 @@ class Lanes:
                 return
             node.done = True
             for lane in node.lanes:
-                self._queues[lane].remove(node)  # at the head, but for what was on the wire together
+                self._queues[lane].remove(node)  # at the head, but for what it overtook or was on the wire with
             self._pump()
         self._issue()
         if node.on_done is not None:

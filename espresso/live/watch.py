@@ -32,7 +32,7 @@ from espresso.comm.execute.assignment import Record
 from espresso.comm.groups import Groups
 from espresso.comm.member import Gathering
 from espresso.live.change import FASTER, TELLING, URGENT, Cause, Change, Finding
-from espresso.strategies import Lane
+from espresso.strategies import RANK_LANES
 
 WINDOW = 4
 """Steps of a window."""
@@ -85,9 +85,6 @@ class Vitals(NamedTuple):
     link: float = 0.0
 
 
-_CODEC_LANES = (Lane.TRAINING, Lane.OFFLOAD, Lane.COPY)
-
-
 def _times_of(record: Record, previous_ns: int) -> tuple[float, float, float]:
     """Step, compute and tail of an iteration; ``previous_ns`` is when the one before it was done."""
     ready = record.ready_ns[-1]
@@ -100,7 +97,7 @@ def _busy_of(record: Record) -> tuple[float, float]:
     """Exchanges, and encoding and decoding, all together."""
     took = {False: 0, True: 0}
     for run in () if record.whole else record.intervals:  # of whole buckets only some iterations have any
-        took[run.lane in _CODEC_LANES] += run.end_ns - run.start_ns
+        took[run.lane in RANK_LANES] += run.end_ns - run.start_ns
     return took[False] / 1e3, took[True] / 1e3
 
 
