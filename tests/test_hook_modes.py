@@ -56,6 +56,13 @@ def test_what_no_rank_used_loses_nothing(played):
             assert waiting > 1000, "what is owed of it waits, also where all is flushed"
 
 
+def test_what_has_no_gradient_in_a_part_of_a_tensor_stays_owed_there(played):
+    for found in played(used_in_part):
+        for lost, waiting in found:
+            assert lost == 0.0
+            assert waiting > 1000
+
+
 def test_static_graph(played):
     check(played(static_graph))
 
@@ -268,6 +275,40 @@ def unused_by_all(rank: int) -> list[tuple[float, float]]:
             kept = kept_on_all_ranks(state, ours)
         lost = max(float((sums[name] - kept[name].reshape(-1) / 2).abs().max()) for name in sums)
         found.append((lost, waiting))
+    return found
+
+
+class Tail(nn.Module):
+    """Gradients that are small integers, from an element on."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3000, dtype=dtype))
+
+    def forward(self, key: int, first: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(key)
+        return (self.weight * torch.randint(-8, 9, (3000,), generator=draw).to(self.weight))[first:].sum()
+
+
+def used_in_part(rank: int) -> list[tuple[float, float]]:
+    """Steps of top-k, then one of plain averages in three partitions, the first without a gradient: what plain DDP
+    averaged, less what ours did and what the ranks keep; and what is kept.
+    """
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, ours = (wrap(Tail(dtype), find_unused_parameters=True) for _ in range(2))
+        apart = torch.zeros(3000)
+        with registered(ours, ALLGATHER, "topk:ratio=0.1", feedback_gain=1.0) as state:
+            for step in range(4):
+                if step == 3:
+                    size = 1000 * dtype.itemsize
+                    state.use(strategy_for(ours, Cluster(2, 1), partition_bytes=size))
+                for sign, ddp in ((1, plain), (-1, ours)):
+                    ddp.zero_grad()
+                    ddp(10 * step + rank, 1024 if step == 3 else 0).backward()
+                    apart += sign * ddp.module.weight.grad
+            kept = kept_on_all_ranks(state, ours)["weight"]
+        found.append((float((apart - kept / 2).abs().max()), float(kept.abs().sum())))
     return found
 
 
@@ -590,6 +631,7 @@ def square_loss(rank: int) -> Step:
 SCENARIOS = (
     find_unused,
     unused_by_all,
+    used_in_part,
     static_graph,
     bucket_view,
     other_flags,

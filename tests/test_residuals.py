@@ -246,11 +246,15 @@ def test_only_the_first_replica_carries():
 def test_a_carry_that_went_into_an_iteration_is_forgotten_by_its_commit_only():
     store = ResidualStore()
     store.add_carry("a", 10, np.ones(5, np.float32), 100)
-    store.used_carry("a")
+    store.used_carry("a", 0, 100)
     store.discard()
     store.commit()
     assert store.carry["a"].sum() == 5
-    store.used_carry("a")
+    store.used_carry("a", 0, 12)
+    store.used_carry("a", 12, 2, np.full(2, 0.5, np.float32))
+    store.commit()
+    assert store.carry["a"][10:15].tolist() == [0, 0, 0.5, 0.5, 1]
+    store.used_carry("a", 0, 100)
     store.commit()
     assert not store.carry
 

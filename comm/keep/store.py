@@ -114,7 +114,7 @@ class ResidualStore:
         self.remote: Remote | None = None
         self.live: list[Residual] = []
         self.carry: dict[str, Array] = {}
-        self._carried: dict[str, Array | None] = {}
+        self._used: list[tuple[str, int, int, Array | None]] = []
         self._waiting: dict[Address, list[Piece]] = {}
 
     @property
@@ -308,7 +308,7 @@ class ResidualStore:
     ) -> None:
         """Replace everything. Pieces wait until a plan that keeps their tensor is adopted."""
         self.carry = {tensor: values.copy() for tensor, values in carry.items()}
-        self._carried.clear()
+        self._used.clear()
         if self.remote is not None:
             self.remote.load({a: p for a, p in pieces.items() if a[1] is Site.SERVER}, numels)
             pieces = {a: p for a, p in pieces.items() if a[1] is not Site.SERVER}
@@ -325,33 +325,29 @@ class ResidualStore:
             del self._waiting[address]
         return claimed
 
-    def used_carry(self, tensor: str, start: int = 0, left: Array | None = None) -> None:
+    def used_carry(self, tensor: str, start: int, numel: int, left: Array | None = None) -> None:
         """A stretch of the carry of ``tensor`` went into this iteration; a commit keeps only what is ``left`` of it.
 
         Lanes call this at the same time, for different stretches.
         """
-        if left is None:
-            self._carried.setdefault(tensor, None)
-            return
-        kept = self._carried.setdefault(tensor, np.zeros_like(self.carry[tensor]))
-        assert kept is not None
-        kept[start : start + left.size] = left
+        self._used.append((tensor, start, numel, left))
 
     def commit(self) -> None:
         """The iteration counts: what was written becomes what is kept."""
         for residual in self.live:
             residual.commit()
-        for tensor, left in self._carried.items():
-            self.carry.pop(tensor, None)
-            if left is not None and left.any():
-                self.carry[tensor] = left
-        self._carried.clear()
+        for tensor, start, numel, left in self._used:
+            self.carry[tensor][start : start + numel] = 0 if left is None else left
+        for tensor in {tensor for tensor, *_ in self._used}:
+            if not self.carry[tensor].any():
+                del self.carry[tensor]
+        self._used.clear()
 
     def discard(self) -> None:
         """The iteration did not happen (a non-finite gradient somewhere): keep what was kept before it."""
         for residual in self.live:
             residual.discard()
-        self._carried.clear()
+        self._used.clear()
 
     def place(self, tensor: str, site: Site, piece: Piece) -> None:
         """Add a piece to the residuals in use that keep (tensor, site); carry what lies outside."""

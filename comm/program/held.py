@@ -271,7 +271,7 @@ def _add_to(part: Part, run: Run, carried: torch.Tensor, weight: float, store: R
     left = None
     if mine.dtype is not values.dtype:
         left = total.sub_(mine).div_(factor).cpu().numpy()
-    store.used_carry(run.tensor, run.tensor_start, left)
+    store.used_carry(run.tensor, run.tensor_start, run.numel, left)
 
 
 # -- one step --------------------------------------------------------------------------------------
