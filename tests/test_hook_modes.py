@@ -63,6 +63,15 @@ def test_what_has_no_gradient_in_a_part_of_a_tensor_stays_owed_there(played):
             assert waiting > 1000
 
 
+def test_what_one_rank_did_not_use_is_sent_once_it_does(played):
+    """Plain steps go on sending, and a flush goes on, on both ranks."""
+    everybody = played(unused_by_one)
+    for lost, _, under_way in everybody:
+        assert lost == 0.0
+        assert under_way == [True, True, False]
+    assert [keeps for _, keeps, _ in everybody] == [[False, False, False], [True, True, False]]
+
+
 def test_static_graph(played):
     check(played(static_graph))
 
@@ -276,6 +285,33 @@ def unused_by_all(rank: int) -> list[tuple[float, float]]:
         lost = max(float((sums[name] - kept[name].reshape(-1) / 2).abs().max()) for name in sums)
         found.append((lost, waiting))
     return found
+
+
+def unused_by_one(rank: int) -> tuple[float, list[bool], list[bool]]:
+    """Compressed steps, plain ones, compressed ones and a flush; of the plain ones rank 1 uses the second half in the
+    third, and so of the flush. What plain DDP averaged, less what ours did; whether this rank keeps something after
+    each plain step; whether the flush is under way after each of its.
+    """
+    plain, ours = (wrap(Halves(), find_unused_parameters=True) for _ in range(2))
+    apart = {name: torch.zeros(3000) for name, _ in plain.module.named_parameters()}
+    keeps, under_way = [], []
+    with registered(ours, ALLGATHER, "topk:ratio=0.1", feedback_gain=1.0) as state:
+        compressed = state.strategy
+        for step in range(12):
+            if step == 3:
+                state.use(strategy_for(ours, Cluster(2, 1)))
+            elif step == 6:
+                state.use(compressed)
+            elif step == 9:
+                state.flush()
+            for sign, ddp in ((1, plain), (-1, ours)):
+                ddp.zero_grad()
+                ddp(10 * step + rank, rank == 0 or step not in (3, 4, 9, 10)).backward()
+                for name, parameter in ddp.module.named_parameters():
+                    apart[name] += sign * parameter.grad
+            keeps.append(not state.session.store.is_empty)
+            under_way.append(state.session.flushes)
+    return max(float(values.abs().max()) for values in apart.values()), keeps[3:6], under_way[9:]
 
 
 class Tail(nn.Module):
@@ -631,6 +667,7 @@ def square_loss(rank: int) -> Step:
 SCENARIOS = (
     find_unused,
     unused_by_all,
+    unused_by_one,
     used_in_part,
     static_graph,
     bucket_view,

@@ -254,6 +254,10 @@ def test_a_carry_that_went_into_an_iteration_is_forgotten_by_its_commit_only():
     store.used_carry("a", 12, 2, np.full(2, 0.5, np.float32))
     store.commit()
     assert store.carry["a"][10:15].tolist() == [0, 0, 0.5, 0.5, 1]
+    assert store.unsent == {"a"}
+    store.used_carry("a", 0, 100, np.full(100, 0.5, np.float32))
+    store.commit()
+    assert (store.carry["a"].sum(), store.unsent) == (50, set()), "what a type rounds off was sent as far as it goes"
     store.used_carry("a", 0, 100)
     store.commit()
     assert not store.carry

@@ -242,9 +242,10 @@ class Executor:
                 iteration.hand_over(index)
             return
         iteration.run.seal()
-        if not self.side.judges_late and self.agree is None:
+        asks = self.agree is not None or self._asks_who_owes(iteration)
+        if not self.side.judges_late and not asks:
             self._go_on(iteration, index, self._judge(iteration))
-        elif iteration.record.assignment.deferred or self.agree is not None:
+        elif iteration.record.assignment.deferred or asks:
             self.lanes.submit("control", partial(self._judge_apart, iteration, index))
         else:
             with self.lanes.lock:
@@ -273,7 +274,10 @@ class Executor:
         self._note_owing(iteration)
 
     def _note_owing(self, iteration: Iteration) -> None:
-        """What is compressed may leave something behind; a plain step that drains sends it, of the tensors it has."""
+        """What is compressed may leave something behind; a plain step that drains sends it, of the tensors it has.
+
+        Where what has no gradient waits, a rank alone knows what it could not send.
+        """
         record = iteration.record
         strategy = record.assignment.strategy
         if strategy.compresses:
@@ -281,9 +285,16 @@ class Executor:
                 self._owing |= strategy.in_payloads
         elif iteration.drains and record.finite:
             owing = set(strategy.choices) if self._owing is None else self._owing
-            self._owing = owing - {slot.tensor for bucket in record.buckets for slot in bucket.slots}
+            sent = {slot.tensor for bucket in record.buckets for slot in bucket.slots}
+            if self._asks_who_owes(iteration):
+                sent.difference_update(*self._groups.all_objects(sorted(self.store.unsent)))
+            self._owing = owing - sent
             if not self._owing:  # nothing is needed of the programs that sent it, which hold on to their buckets
                 self._programs.forget()
+
+    def _asks_who_owes(self, iteration: Iteration) -> bool:
+        """Whether all ranks tell what they could not send in it; alike on all of them."""
+        return self.store.waits and iteration.drains and not iteration.record.assignment.strategy.compresses
 
     def _judge_apart(self, iteration: Iteration, index: int) -> None:
         """On the control thread, where the device and other ranks may be waited for."""

@@ -103,6 +103,7 @@ class ResidualStore:
         live: those in use by the plan.
         waits: whether what is owed of a stretch without any gradient is kept until it has some: its average may be
             dropped, as by DDP of a parameter that no rank used. On the host.
+        unsent: tensors of whose carry some was not in the last iteration that counted.
     """
 
     def __init__(self, *, transactional: bool = True, storage: str = FULL, gain: float | None = None) -> None:
@@ -114,6 +115,7 @@ class ResidualStore:
         self.remote: Remote | None = None
         self.live: list[Residual] = []
         self.carry: dict[str, Array] = {}
+        self.unsent: set[str] = set()
         self._used: list[tuple[str, int, int, Array | None]] = []
         self._waiting: dict[Address, list[Piece]] = {}
 
@@ -336,8 +338,12 @@ class ResidualStore:
         """The iteration counts: what was written becomes what is kept."""
         for residual in self.live:
             residual.commit()
+        for tensor, start, numel, _ in self._used:
+            self.carry[tensor][start : start + numel] = 0
+        self.unsent = {tensor for tensor, values in self.carry.items() if values.any()}
         for tensor, start, numel, left in self._used:
-            self.carry[tensor][start : start + numel] = 0 if left is None else left
+            if left is not None:
+                self.carry[tensor][start : start + numel] = left
         for tensor in {tensor for tensor, *_ in self._used}:
             if not self.carry[tensor].any():
                 del self.carry[tensor]

@@ -11,7 +11,7 @@ from espresso.strategies import Strategy
 logger = logging.getLogger("espresso")
 
 MOST_FLUSHES = 100
-"""Steps that a flush is waited for: a tensor whose bucket is skipped has no gradient to send what it owes with."""
+"""Steps that a flush is waited for: a tensor that is not used has no gradient to send what it owes with."""
 
 
 class Flush:
