@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 import espresso
+from espresso.comm.execute.assignment import Assignment
 from espresso.live.given import AUTO_COMPRESSORS
+from espresso.live.race import Arm, Race
 from espresso.live.script import StepGuard
 from espresso.strategies import Scope, Strategy
 from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
@@ -20,6 +22,7 @@ from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
 DECIDED_WITHIN = 60
 POISONED = (1, 6, 20, 29)
 """While warming up, profiling and racing."""
+FLUSH_S = 0.5
 
 
 @pytest.mark.slow
@@ -74,6 +77,14 @@ def test_inf_batches_while_measuring_and_racing(pair):
 
 def test_measuring_ends_when_a_strategy_is_given(pair):
     assert pair(interrupted) == [(True, False)] * 2
+
+
+def test_a_flush_is_no_step_of_a_race_nor_of_what_is_watched(pair):
+    for raced_us, watched_us in pair(flushed_meanwhile):
+        assert len(raced_us) == 4
+        assert max(raced_us) < FLUSH_S * 1e6
+        assert len(watched_us) == 3
+        assert max(watched_us) < FLUSH_S * 1e6
 
 
 def test_one_rank_has_nothing_to_exchange(pair):
@@ -250,6 +261,33 @@ def interrupted(rank: int) -> tuple[bool, bool]:
         return seen[5], seen[7]
 
 
+def flushed_meanwhile(rank: int) -> tuple[list[float], list[float]]:
+    """A flush of one long step in a race, and in a window that is watched; what the steps took by either."""
+    ddp = wrap(mlp(20, 30, 3))
+
+    def step(number: int, pause_s: float = 0.0) -> None:
+        time.sleep(pause_s)
+        ddp(batch(rank, number, 20)).square().mean().backward()
+
+    with registered(ddp, compressor="fp16", strategy="auto") as state:
+        session, race = state.session, Race([Arm("plain", Assignment(state.strategy))], block=6, rounds=1)
+        session.decider._race = race
+        for number in range(3):
+            step(number)
+        state.flush()
+        step(3, FLUSH_S)
+        for number in range(4, 6):
+            step(number)
+        state.use(state.strategy)
+        for number in range(6, 9):
+            step(number)
+        state.flush()
+        step(9, FLUSH_S)
+        step(10)
+        watch = session.decider.watch
+        return [us for steps in race._steps_us.values() for us in steps], [us for us, *_ in watch._window]
+
+
 @pytest.fixture(scope="module")
 def played() -> Played:
     return Played(__name__, (decide,), 4, deadline_s=240)
@@ -257,5 +295,5 @@ def played() -> Played:
 
 @pytest.fixture(scope="module")
 def pair() -> Played:
-    scenarios = (decide_among, decide_while_compiling, decide_with_overflow, alone, interrupted)
+    scenarios = (decide_among, decide_while_compiling, decide_with_overflow, alone, interrupted, flushed_meanwhile)
     return Played(__name__, scenarios, 2, deadline_s=240)

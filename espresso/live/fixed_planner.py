@@ -110,6 +110,11 @@ class FixedPlanner:
         """What this iteration runs; must not block."""
         return self._orderer.assignment
 
+    def skip(self, record: Record) -> None:
+        """Take note of an iteration that ran something else."""
+        if self.watch is not None:
+            self.watch.skip(record)
+
     def after(self, record: Record) -> Work | None:
         """Take note of an iteration; what is returned runs while every rank is inside the same hook call."""
         ordering, watch = self._orderer.note(record), self.watch

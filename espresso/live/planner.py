@@ -202,6 +202,13 @@ class AutoPlanner:
         self._race, self._turn, self._later, self._candidates = None, None, None, []
         self._pause, self._again, self._laid_at = 0, False, None
 
+    def skip(self, record: Record) -> None:
+        """Take note of an iteration that ran something else."""
+        if self._race is not None:
+            self._race.skip(record)
+        if self.watch is not None:
+            self.watch.skip(record)
+
     def after(self, record: Record) -> Work | None:
         if self._again:
             return partial(self._find_candidates, record.iteration)

@@ -115,6 +115,10 @@ class Race:
         """The time until the next step is not a step of a race."""
         self._before_ns = None
 
+    def skip(self, record: Record) -> None:
+        """A step was none of the race's: the next one is timed from its end."""
+        self._before_ns = record.done_ns
+
     def take(self, record: Record) -> bool:
         """Note a step. Whether a round is over that is to be compared: then all ranks call :meth:`compare`."""
         arm = self._queue.popleft()

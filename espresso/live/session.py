@@ -329,6 +329,8 @@ class Session:
         self.observer.take(record)
         self.recorder.take(record)
         flushed = self._flush.took(record, self.executor)
+        if flushed:
+            self.decider.skip(record)
         if not self.decider.decided:
             self._marks.mark(record.iteration + 1)
         looks = not self.is_compiled and record.iteration % LOOK_EVERY == LOOK_EVERY - 1

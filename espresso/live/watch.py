@@ -188,6 +188,11 @@ class Watch:
         # What is out of the way, and then back, is noise, and belongs to the baseline as well.
         self._pending: list[tuple[int, dict[str, float], tuple[Vitals, ...]]] = []
 
+    def skip(self, record: Record) -> None:
+        """An iteration ran something else: the next one is timed from its end."""
+        if self._previous_ns is not None:
+            self._previous_ns = record.done_ns
+
     def take(self, record: Record) -> bool:
         """Note an iteration. Whether there is a window to look at: then all ranks call :meth:`look`."""
         previous, self._previous_ns = self._previous_ns, record.done_ns
