@@ -83,6 +83,17 @@ def off_on_one_rank(rank: int) -> tuple[str, float]:
     return told, took_s
 
 
+def measured_on_one_node(rank: int) -> str:
+    """``ESPRESSO_PROFILE_ONLY=1`` on rank 1, as where ``espresso profile`` starts the script on one node only."""
+    os.environ["ESPRESSO_PROFILE_ONLY"] = str(rank)
+    try:
+        with pytest.raises(EspressoError) as caught, registered(wrap(mlp(*WIDTHS)), timeout_s=5.0):
+            pass
+        return str(caught.value)
+    finally:
+        del os.environ["ESPRESSO_PROFILE_ONLY"]
+
+
 def contradictions(rank: int) -> list[Any]:
     """Limits that no option of two hosts meets, and budgets that nothing forced keeps to."""
     with pytest.raises(ValueError, match=r"force: 'powersgd via .*' is no option of powersgd"):
@@ -156,6 +167,7 @@ def played() -> Played:
         other_strategies,
         after_the_end,
         off_on_one_rank,
+        measured_on_one_node,
         contradictions,
         nothing_to_exchange,
         another_ranks_checkpoint,
@@ -177,6 +189,11 @@ def test_ranks_that_are_off_beside_others_are_named_at_once(played):
     assert told == "espresso is off on rank 1 (ESPRESSO_DISABLE) and not on rank 0: set it on all ranks or on none"
     assert seconds < 10
     assert nothing == ""
+
+
+def test_a_rank_that_only_measures_beside_others_is_named(played):
+    for told in played(measured_on_one_node):
+        assert told.startswith("rank 1 has another ESPRESSO_PROFILE_ONLY than rank 0 (False on rank 0, True on rank 1)")
 
 
 def test_limits_that_contradict_each_other_are_named(played):

@@ -112,7 +112,8 @@ class Session:
             self.given = given.on(model.tensors, self.groups.cluster)
             tensors = {f"tensor {tensor.name!r}": (tensor.shape, tensor.dtype) for tensor in model.tensors}
             asked = {"compressor": self.given.named, "strategy": str(self.given), **config.shared, "epoch": epoch}
-            agree(self.groups, {**tensors, **asked})
+            self._profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
+            agree(self.groups, {**tensors, **asked, "ESPRESSO_PROFILE_ONLY": self._profile_only})
             schedule = self.given.schedule()
             self.follower = Follower(schedule, epoch, config.steps_per_epoch)
             self.codecs: HostCodecs = self.runtime.codecs(config.offload_threads, config.offload_width)
@@ -197,7 +198,7 @@ class Session:
 
     def _make_decider(self) -> Decider:
         strategy, tensors, groups = self.given.strategy, self.model.tensors, self.groups
-        profile_only = self._profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
+        profile_only = self._profile_only
         needed = self.config.warmup_steps + self.config.profile_steps
         goes_first = groups.rank % groups.cluster.ranks_per_node == 0 and (not groups.beside or not groups.beside.rank)
         self._marks = ProfileMarks(is_told=profile_only and goes_first, needed=needed, groups=groups)
