@@ -312,14 +312,18 @@ def test_what_is_only_tried_is_not_in_use():
 
 def test_a_resumed_job_goes_on_until_something_changes_and_is_measured_then():
     world = World(plain_us=200_000)
-    planner = planner_of(world)
+    planner, told = planner_of(world), []
+    planner._on_profile = told.append
     planner.resume(SIGNS)
     assert planner.decided
     now = run(world, planner, range(100, 200), {})
     assert rows_of(planner) == []
     assert world.searches == 0
-    world.plain_us = 500
-    run(world, planner, range(200, 300), {}, now)
+    world.plain_us, step = 500, 200
+    while not rows_of(planner):
+        now, step = run(world, planner, range(step, step + 1), {}, now), step + 1
+    assert told == [True], "before the forward pass of the first step that is measured"
+    run(world, planner, range(step, 300), {}, now)
     rows = rows_of(planner)
     assert [(event, name) for _, event, name in rows] == [("changed", "resumed"), ("decided", "plain")]
     assert rows[1][0] <= 200 + WITHIN

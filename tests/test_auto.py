@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket
 
 import espresso
 from espresso.comm.execute.assignment import Assignment
@@ -17,12 +18,13 @@ from espresso.live.given import AUTO_COMPRESSORS
 from espresso.live.race import Arm, Race
 from espresso.live.script import StepGuard
 from espresso.strategies import Scope, Strategy
-from tests.ddp import Played, agreed, batch, digest, mlp, registered, wrap
+from tests.ddp import IntegerNet, Played, agreed, batch, digest, mlp, registered, wrap
 
 DECIDED_WITHIN = 60
 POISONED = (1, 6, 20, 29)
 """While warming up, profiling and racing."""
 FLUSH_S = 0.5
+PAUSE_S = 0.1
 
 
 @pytest.mark.slow
@@ -73,6 +75,13 @@ def test_inf_batches_while_measuring_and_racing(pair):
     for decided_at, finite in pair(decide_with_overflow):
         assert 0 < decided_at <= DECIDED_WITHIN
         assert finite
+
+
+def test_the_first_measured_step_is_measured_from_its_forward_pass_on(pair):
+    for sampled, given, forward_us, optimizer_us in pair(measured_twice):
+        assert sampled in ({}, given)
+        assert forward_us < PAUSE_S * 1e6 < optimizer_us
+    assert pair(measured_twice)[0][0], "rank 0 samples"
 
 
 def test_measuring_ends_when_a_strategy_is_given(pair):
@@ -235,6 +244,29 @@ def decide_with_overflow(rank: int) -> tuple[int, bool]:
         return decided_at, finite
 
 
+def measured_twice(rank: int) -> tuple[dict[str, list[float]], dict[str, list[float]], float, float]:
+    """Two steps of many buckets after three of warm-up: sums of what was sampled in each, and of this rank's gradients;
+    of the first, how long forward and the optimizer took, which waits.
+    """
+    ddp = wrap(IntegerNet())
+    given: dict[str, list[float]] = {}
+    with registered(ddp, compressor="fp16", strategy="auto", warmup_steps=3, profile_steps=100) as state:
+
+        def note(bucket: GradBucket, scale: float, is_first: bool) -> None:
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                given.setdefault(state.name_of(parameter), []).append(float(gradient.sum()))
+
+        state.before_exchange.append(note)
+        for step in range(5):
+            ddp.zero_grad()
+            ddp(10 * step + rank).backward()
+            time.sleep(PAUSE_S)
+        session = state.session
+        sampled = {s.tensor.name: s.values.sum(1).tolist() for s in session.sampler.samples()}
+        seen = session.observer.observations[0]
+        return sampled, {name: sums[3:] for name, sums in given.items()}, seen.forward_us, seen.optimizer_us
+
+
 def alone(rank: int) -> tuple[bool, bool]:
     """A group of one rank in a larger world."""
     groups = [dist.new_group([number]) for number in range(2)]
@@ -295,5 +327,13 @@ def played() -> Played:
 
 @pytest.fixture(scope="module")
 def pair() -> Played:
-    scenarios = (decide_among, decide_while_compiling, decide_with_overflow, alone, interrupted, flushed_meanwhile)
+    scenarios = (
+        decide_among,
+        decide_while_compiling,
+        decide_with_overflow,
+        alone,
+        interrupted,
+        flushed_meanwhile,
+        measured_twice,
+    )
     return Played(__name__, scenarios, 2, deadline_s=240)

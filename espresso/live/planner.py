@@ -55,7 +55,8 @@ class AutoPlanner:
         plain: the uncompressed strategy.
         search: see :class:`Search`; called after the profiled iterations, and in every turn.
         decide_by: iterations after which the race should be over; it follows the profile at once where it is longer.
-        on_profile: told True before the first profiled iteration and False after the last.
+        on_profile: told True before the first profiled iteration, in time for its forward pass where it can be, and
+            False after the last.
         lay_buckets: has the framework lay its buckets anew, of a size in MiB; whether it will.
         profile_only: measure, and stay plain.
         history: told what was decided, and why.
@@ -220,6 +221,8 @@ class AutoPlanner:
             return self._after_decision(self._winner, record)
         if record.assignment is self._deferred:
             return self._after_profile(record)
+        if self._first is not None and record.iteration + 1 == self._first + self._profile_from:
+            self._on_profile(True)
         return None
 
     def _say(self, text: str, *values: object) -> None:
@@ -420,6 +423,7 @@ class AutoPlanner:
         if not self._observed:  # a resumed job, which was never measured here
             self._winner = self._winning = self.verdict = self._first = None
             self._profile_from, self._decide_by = 0, 0
+            self._on_profile(True)
             return
         with torch.profiler.record_function("espresso::measure and search again"):
             moved = self._search.revise(change)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class Sampler:
     """Takes the same elements of every tensor in each iteration while it is on; only on rank 0, which decides.
 
     Attributes:
-        is_on: whether iterations are to be sampled.
+        is_on: whether the iteration under way is sampled.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], rank: int) -> None:
@@ -31,9 +31,15 @@ class Sampler:
         self._taken: dict[str, list[torch.Tensor]] = {name: [] for name in self._tensors}
         self._rank, self.is_on = rank, False
 
-    def take(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Copy what is sampled of a bucket, before it is exchanged."""
-        for slot in bucket.slots if self._rank == 0 else ():
+    def see(self, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Bucket:
+        """A bucket is about to be exchanged; what it holds."""
+        bucket = describe()
+        if self.is_on and self._rank == 0:
+            self._take(bucket, buffer)
+        return bucket
+
+    def _take(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        for slot in bucket.slots:
             taken = self._taken.get(slot.tensor)
             if taken is None:
                 continue

@@ -224,16 +224,12 @@ class Session:
             race_steps=self.config.race_steps,
             race_rounds=self.config.race_rounds,
             decide_by=self.config.decide_by,
-            on_profile=self._profile,
+            on_profile=self.observer.profile,
             lay_buckets=lambda cap: self.lay_buckets(cap),
             history=self.history,
             profile_only=profile_only,
             adapt=self.config.adapt,
         )
-
-    def _profile(self, begin: bool) -> None:
-        self.observer.profile(begin)
-        self.sampler.is_on = begin
 
     def _check_constraints(self) -> None:
         """Refuse what no option of this cluster can be, and name patterns that nothing matches."""
@@ -301,8 +297,7 @@ class Session:
         self, index: int, buffer: torch.Tensor, *, is_last: bool, describe: Callable[[], Bucket]
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket's buffer over all ranks, in place. See :meth:`Executor.reduce`."""
-        if self.sampler.is_on:
-            self.sampler.take(describe(), buffer)
+        describe = partial(self.sampler.see, buffer, describe)
         if self.guard is not None:
             describe = partial(self.guard.see, buffer, describe)  # what is compressed is described before it is
         return self.executor.reduce(index, buffer, is_last=is_last, grad_scale=self.scale, describe=describe)
@@ -321,6 +316,7 @@ class Session:
         waits = not self.is_compiled and not self.decider.decided
         assignment = self._plain if waits else self.decider.assign(iteration)  # told also where it is put off
         assignment = self._flush.assignment or assignment
+        self.sampler.is_on = assignment.deferred
         if self.guard is not None:
             self.guard.begin(iteration, assignment, self.scale)
         return assignment
@@ -440,7 +436,7 @@ class Session:
         self, strategy: Strategy, schedule: Schedule, step: int, epoch: int | None, *, decides_on: bool = False
     ) -> None:
         """Carry out a strategy that was checked, from ``step`` on; if it ``decides_on``, until something changes."""
-        self._profile(False)  # a strategy may come while the job is measured
+        self.observer.profile(False)  # a strategy may come while the job is measured
         self.codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self.model.tensors})
         self.follower = self.follower.following(schedule, step, epoch)
         if decides_on and schedule.is_fixed and isinstance(self.decider, AutoPlanner) and self.config.adapt:
