@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from espresso.search.error_budget import (
     stretches_of,
 )
 from espresso.search.evaluator import Evaluator
+from espresso.search.exchanges import exchange
 from espresso.search.frontier import frontier
 from espresso.search.relaxation import relax
 from espresso.search.search import replan, search
@@ -543,6 +545,16 @@ def test_what_was_measured_still_counts_when_another_strategy_runs():
         job = OnlineSearch._with_sensitivity(search, mixed_job(2))
         known = Sensitivity.from_json(job.meta[SENSITIVITY])
         assert [known.of(spec, "t0") for spec in (signs, other)] == [2.0, 8.0]
+
+
+def test_units_of_which_too_many_pairs_would_be_tried_are_not_paired():
+    led, strategy = SimpleNamespace(ledger=object()), np.zeros(1000, np.int64)
+    tracemalloc.start()
+    try:
+        assert exchange(None, led, None, strategy, 7.0) == 7.0
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_few_rows_say_nothing_of_a_low_rank():

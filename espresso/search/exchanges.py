@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,15 +31,14 @@ def exchange(evaluator: Evaluator, led: Guide, leaves: Leaves, strategy: Wholes,
     """
     if led.ledger is None:
         return makespan_us
-    units = len(strategy)
+    units = at_once = len(strategy)
     each = int(MOST_TRIED ** (1 / units))
-    if each >= LEAST_EACH:
-        together = [tuple(range(units))]
-    else:
-        together = list(itertools.combinations(range(units), 2))
-        each = int((MOST_TRIED / len(together)) ** 0.5)
+    if each < LEAST_EACH:
+        at_once = 2
+        each = int((MOST_TRIED / math.comb(units, 2)) ** 0.5)
     if each < 2:
         return makespan_us
+    together = list(itertools.combinations(range(units), at_once))
     listed = [[int(number) for number in row if number >= 0] for row in led.lists]
     if len(together) == 1:
         listed = [row + _others(evaluator, leaves, unit, row) for unit, row in enumerate(listed)]
