@@ -27,11 +27,15 @@ from espresso.compressors import Correction, Encoding
 from espresso.compressors.cuda import CudaCodec
 from espresso.live.codec_costs import measure_compressor
 from espresso.live.codecs import DeviceCodecs
+from espresso.live.parts import NUM_PARTS
 from espresso.live.runtime import DeviceRuntime
+from espresso.live.sounding import Soundings
+from espresso.live.watch import WINDOW, Watch
 from espresso.strategies import (
     NONE,
     PLAIN,
     Choice,
+    Cluster,
     CompressorSpec,
     Device,
     Run,
@@ -41,7 +45,7 @@ from espresso.strategies import (
     parse_option,
 )
 from tests.backends import DEVICES, build_for, cuda_device, needs_compiler
-from tests.ddp import agreed, batch, mlp, registered, sgd, wrap
+from tests.ddp import agreed, batch, mlp, registered, sgd, strategy_for, wrap
 from tests.emulator import EmulatedDevice
 from tests.emulator.streams import TracedStreams, happens_before
 from tests.workers import run_ranks
@@ -663,6 +667,35 @@ def test_automatic_mode_measures_and_decides_on_a_device(spec: str) -> None:
         assert measured
         assert step > 10
         assert events[0] == "decided"
+
+
+def run_gathered(rank: int) -> tuple[int, bool]:
+    """A checkpoint is gathered after every step; rank 0 alone has each window at hand, and sounds the link at once."""
+    import espresso.live.session
+
+    streams = TracedStreams()
+    espresso.live.session.runtime_of = lambda device: DeviceRuntime(EmulatedDevice(), streams)
+    ddp = wrap(mlp(16, 24, 8))
+    strategy = strategy_for(ddp, Cluster(2, 1), OPTIONS[0], "efsignsgd")
+    gathered, sounded = [], False
+    with (
+        patch.object(Watch, "is_ready", rank == 0),
+        patch.object(Soundings, "is_due", lambda soundings, step, rows: True),
+        registered(ddp, compressor="efsignsgd", strategy="auto", adapt=True) as state,
+    ):
+        session = state.start().session
+        session.adopt(strategy, session.check(strategy), 0, None, decides_on=True)
+        for step in range(3 * WINDOW):
+            ddp(batch(rank, step, 16)).square().mean().backward()
+            gathered.append(state.gather_state_dict())
+            sounded |= session.decider.watch.sounding is not None
+        return len([body for body in gathered if len(body["parts"]) == NUM_PARTS]), sounded
+
+
+@needs_compiler
+def test_a_gathered_checkpoint_is_behind_what_the_planner_asks_of_all_ranks() -> None:
+    build_for("emulated")
+    assert [outcome.value for outcome in run_ranks(run_gathered, 2, deadline_s=100)] == [(3 * WINDOW, True)] * 2
 
 
 class Lying:

@@ -50,6 +50,7 @@ def saved(session: Session) -> Checkpoint:
 
 def gathered(session: Session) -> Checkpoint:
     """The whole checkpoint, on every rank. Collective."""
+    session.executor.conclude()  # what the planner asks of all ranks comes first, on all of them
     mine = saved(session)
     everybody = session.groups.everywhere({number: part.packed() for number, part in mine.parts.items()})
     return replace(mine, parts={number: Part(read=part) for theirs in everybody for number, part in theirs.items()})
