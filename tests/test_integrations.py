@@ -86,9 +86,10 @@ def test_accelerate() -> None:
 @needs("transformers")
 @pytest.mark.slow
 def test_transformers() -> None:
-    for whole, resumed, forgotten, logged in results_of(transformers):
+    for whole, resumed, forgotten, half_there, logged in results_of(transformers):
         assert resumed == whole
         assert forgotten != whole, "the residuals made no difference"
+        assert half_there == forgotten, "what one rank lacks no rank goes on from"
         assert 0 < logged["espresso/bytes_sent"] < logged["espresso/bytes_raw"]
 
 
@@ -365,7 +366,7 @@ def transformers_parts(folder: str, **given: Any) -> tuple[Any, dict[str, Any]]:
     return made, {"model": Model(), "data_collator": collate, "train_dataset": Rows()}
 
 
-def transformers(rank: int, folder: str) -> tuple[str, str, str, dict[str, float]]:
+def transformers(rank: int, folder: str) -> tuple[str, str, str, str, dict[str, float]]:
     import transformers as hf
 
     from espresso.integrations.transformers import FOLDER, EspressoCallback
@@ -383,9 +384,10 @@ def transformers(rank: int, folder: str) -> tuple[str, str, str, dict[str, float
     assert (Path(half) / FOLDER / ".metadata").exists()
     resumed, _ = trained("resumed", STEPS, half)
     forgotten, _ = trained("forgotten", STEPS, half, forget=True)
+    half_there, _ = trained("half there", STEPS, half, forget=rank == 1)
     logged = next(row for row in history if "espresso/bytes_sent" in row)
     dist.destroy_process_group()
-    return whole, resumed, forgotten, logged
+    return whole, resumed, forgotten, half_there, logged
 
 
 def transformers_automatic(
