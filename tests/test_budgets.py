@@ -478,6 +478,7 @@ def test_a_budget_takes_finer_settings_where_they_owe_less():
     found = search(job, TOY, terms=replace(AUTOMATIC, error_budget=0.6, for_exactness=0.0), sensitivity=losses)
     assert {choice.compressor for choice in found.strategy.choices.values()} == {fine}
     assert found.error == pytest.approx(0.5)
+    assert Terms.of(found.strategy.notes).error_budget == 0.6
 
 
 def test_where_a_budget_says_what_may_be_owed_less_of_it_is_worth_no_time():
@@ -522,6 +523,32 @@ def test_files_and_their_faults(tmp_path):
     ],
 )
 def test_what_is_over_budget_is_so_for_certain(budget, checks, over):
+    strategy, measured = owing(checks)
+    assert found_over(strategy, measured, Terms(error_budget=budget)) == pytest.approx(over, abs=0.01)
+
+
+@pytest.mark.parametrize(("budget", "over"), [(2.0, 1.5), (4.0, 0.0)])
+def test_a_strategy_is_held_to_what_it_was_searched_under_on_every_rank(budget, over):
+    """Whether the optimizer adapts a rank sees by those that it still holds, which others may have let go."""
+    strategy, measured = owing([2.9, 3.0, 3.1])
+    noted = replace(strategy, notes=Terms(error_budget=budget).to_meta())
+    noted = Strategy.from_json(json.loads(json.dumps(noted.to_json())))  # as other ranks and checkpoints have it
+    for adapts in (True, False):
+        assert found_over(noted, measured, Terms(), adapts=adapts) == pytest.approx(over, abs=0.01)
+        assert found_over(noted, measured, Terms(error_budget=1.0), adapts=adapts) > 2.5, "the user's comes first"
+        strange = replace(strategy, notes={"automatic": "of another version"})
+        assert found_over(strange, measured, Terms(), adapts=adapts) == 0.0
+
+
+def found_over(strategy, measured, asked, *, adapts=True):
+    search = object.__new__(OnlineSearch)
+    search._asked, search._given, search.measured_owed = asked, (TOY, CompressorSpec("efsignsgd")), measured
+    search.optimizer_adapts = lambda: adapts
+    return search.over_budget(strategy)
+
+
+def owing(checks):
+    """A strategy, and what its tensors owe by checks of which each found so much."""
     tensors = (TensorSpec("a", (64, 64), "float32"), TensorSpec("b", (64, 64), "float32"))
     choice = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec.parse("efsignsgd"))
     strategy = Strategy.uniform(tensors, Cluster(2, 1)).with_choices({"a": choice})
@@ -532,8 +559,7 @@ def test_what_is_over_budget_is_so_for_certain(budget, checks, over):
         # Half of the elements owe nothing.
         return {"a": (choice, math.sqrt(2 * sum(left) / len(left))), "b": (choice, 99.0)}
 
-    search = SimpleNamespace(_terms=Terms(error_budget=budget), measured_owed=measured)
-    assert OnlineSearch.over_budget(search, strategy) == pytest.approx(over, abs=0.01)
+    return strategy, measured
 
 
 def test_what_was_measured_still_counts_when_another_strategy_runs():

@@ -136,8 +136,15 @@ class OnlineSearch:
         self._runtime.put_away()
 
     def over_budget(self, strategy: Strategy) -> float:
-        """See :class:`~espresso.live.candidates.Search`; without a network, and the same on every rank."""
-        budget, owes = self._terms.error_budget, owed_by(strategy, self.measured_owed())
+        """See :class:`~espresso.live.candidates.Search`; without a network, and the same on every rank.
+
+        The budget is the user's, or what rank 0 searched under: what an optimizer is ranks may see differently.
+        """
+        asked = self._asked
+        if asked.error_budget is None:
+            with suppress(JobError):  # notes of another version
+                asked = Terms.of(strategy.notes) or asked
+        budget, owes = asked.error_budget, owed_by(strategy, self.measured_owed())
         if not budget or owes <= math.exp(TELLING) * budget:
             return 0.0
         # Each check saw other runs of a tensor: how far they are apart says how far the mean may be off.
