@@ -19,23 +19,21 @@ class Orderer:
     """Runs one strategy, in plain order until the bucket structure is known, then list-scheduled.
 
     The durations are those of the tasks of one recorded iteration on rank 0, whose order all ranks take.
+
+    Args:
+        raced: the order in which it was tried, for the buckets of that time; with it nothing is left to order.
     """
 
-    def __init__(self, strategy: Strategy, groups: Groups) -> None:
-        self.strategy = strategy
+    def __init__(self, strategy: Strategy, groups: Groups, raced: Assignment | None = None) -> None:
+        self.strategy, self.raced = strategy, raced
         self._groups = groups
         self._plain = Assignment(strategy, record=not strategy.only_averages)
-        self._planned: Assignment | None = None
+        self._planned = raced
         self._last: tuple[Bucket, ...] = ()
 
     @property
     def assignment(self) -> Assignment:
         return self._planned or self._plain
-
-    @property
-    def settled(self) -> bool:
-        """Whether there is nothing left to order."""
-        return self._planned is not None or self.strategy.only_averages
 
     def note(self, record: Record) -> Work | None:
         """Take note of an iteration of this strategy; returns the ordering when it is time for it."""
@@ -45,7 +43,7 @@ class Orderer:
                 logger.info("the bucket structure changed; back to plain order until it is stable again")
                 self._planned = None
             return None
-        if not same or self.settled or not record.finite or record.assignment is not self._plain:
+        if not same or self.strategy.only_averages or not record.finite or record.assignment is not self._plain:
             return None
         return lambda: self._schedule(record)
 

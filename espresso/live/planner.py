@@ -91,7 +91,6 @@ class AutoPlanner:
         self._plain = Orderer(plain, groups)
         self._deferred = Assignment(plain, deferred=True)
         self._winner: Orderer | None = None
-        self._winning: Assignment | None = None
         self._profile_from = warmup_steps
         self._first: int | None = None
         self._observed: list[Record] = []
@@ -128,7 +127,7 @@ class AutoPlanner:
         if self._race is not None:  # plain comes first in the first one, also while it pauses
             return self._race.assignment
         if self._winner is not None:
-            return self._winning or self._winner.assignment
+            return self._winner.assignment
         if self._again or self._laid_at is not None:
             return replace(self._plain.assignment, drain=False)
         # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
@@ -149,7 +148,7 @@ class AutoPlanner:
         """
         if not self._search.follow(in_force) or (self._winner is None and self._race is None):
             return
-        self._winner, self._winning, self.verdict = None, None, None
+        self._winner = self.verdict = None
         self._stop_trying()
         self._again = True
 
@@ -167,7 +166,7 @@ class AutoPlanner:
     def resume(self, strategy: Strategy) -> None:
         """Go on with what was decided before a restart, until something changes: then the job is measured."""
         self._stop_trying()
-        self._winner, self._winning = Orderer(strategy, self._groups), None
+        self._winner = Orderer(strategy, self._groups)
         self._cap_mb = strategy.bucket_cap_mb
         if len(self._observed) < self._profile_steps:
             self._observed.clear()  # it was measured half, and will be whole
@@ -188,7 +187,6 @@ class AutoPlanner:
             name, strategy = "plain", self._plain.strategy
         self._stop_trying()
         self._winner = self._plain if name == "plain" else Orderer(strategy, self._groups)
-        self._winning = None
         self.verdict = Verdict(name, f"at step {step} tensors whose averages were out of their band were left exact")
         self._watch_anew()
         return name
@@ -323,10 +321,8 @@ class AutoPlanner:
     def _adopt(self, name: str, reason: str, race: Race | None) -> None:
         """Have a raced strategy in use, or plain; and watch it."""
         chosen = next((c for c in self._candidates if c.name == name), None)
-        self._winner = self._plain if chosen is None else Orderer(chosen.strategy, self._groups)
-        self._winning = None
-        if chosen is not None and race is not None:
-            self._winning = next(arm.assignment for arm in race.arms if arm.name == name)
+        raced = None if race is None else next((arm.assignment for arm in race.arms if arm.name == name), None)
+        self._winner = self._plain if chosen is None else Orderer(chosen.strategy, self._groups, raced)
         predicted = {c.name: c.predicted_us for c in self._candidates}
         self.verdict = Verdict(name, reason, {} if race is None else race.measured, predicted)
         self._race = self._later = None
@@ -348,12 +344,11 @@ class AutoPlanner:
             self._search.after_trying()
         if self._observed and record.buckets != self._observed[-1].buckets:
             self._observed[-1] = record  # a turn searches in the buckets as they are
-        if self._winning is not None and record.buckets != self._winning.buckets:
-            self._winning = None
+        if winner.raced is not None and record.buckets != winner.raced.buckets:
+            self._winner = winner = Orderer(winner.strategy, self._groups)
             if self._groups.beside is None:  # other shards may not have noticed
                 self._watch_anew()
-        ordering = None if self._winning is not None else winner.note(record)
-        watch = self.watch
+        ordering, watch = winner.note(record), self.watch
         if watch is None or not watch.take(record):
             return ordering
         # On every rank alike something is to be looked at; most often it is there, and nothing has changed.
@@ -421,7 +416,7 @@ class AutoPlanner:
         began_ns, now = time.perf_counter_ns(), self.verdict.name
         self.history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
         if not self._observed:  # a resumed job, which was never measured here
-            self._winner = self._winning = self.verdict = self._first = None
+            self._winner = self.verdict = self._first = None
             self._profile_from, self._decide_by = 0, 0
             self._on_profile(True)
             return
@@ -433,7 +428,7 @@ class AutoPlanner:
                 self._end_turn(Turn(change, step, began_ns, is_second), None, step, "nothing has moved much")
                 return
             found = self._found()
-        kept = self._winning or self._winner.assignment
+        kept = self._winner.assignment
         same = [alike(candidate.strategy, kept.strategy) for candidate in found]
         figures = self._search.uncompressed_us, self._search.predicted_us(kept.strategy)
         told = self._groups.everywhere((same, figures))
