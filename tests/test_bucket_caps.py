@@ -74,7 +74,7 @@ def test_replanning_keeps_what_is_good_and_mends_what_is_not():
     old = search(job, "dgc:ratio=0.01")
     links = job.costs.links
     slower = replace(job, costs=replace(job.costs, links=Links(links.intra, AlphaBeta(50.0, 0.4))))
-    again = replan(slower, old.strategy, certificates=dict(old.certificates))
+    again = replan(slower, old.strategy)
     assert again.predicted_us <= again.baselines["old strategy"]
     assert again.lower_bound_us <= again.predicted_us
     whole = search(slower, "dgc:ratio=0.01")

@@ -56,7 +56,6 @@ class Refined:
         evaluator: at the best partition size.
         strategy: its candidate numbers.
         bound_us: no strategy's makespan is below it.
-        certificates: by partition size; their weights restart a later search.
         certificate_ms, improve_ms: wall time.
     """
 
@@ -64,7 +63,6 @@ class Refined:
     strategy: Wholes
     makespan_us: float
     bound_us: float
-    certificates: dict[int, Certificate]
     certificate_ms: float
     improve_ms: float
 
@@ -89,7 +87,6 @@ def refine(
     partitions: Sequence[int],
     *,
     effort: Effort | None = None,
-    warm: dict[int, Certificate] | None = None,
     ledger: Ledger | None = None,
     whole_within: float = 0.0,
 ) -> Refined:
@@ -99,7 +96,6 @@ def refine(
         evaluator: gives the units and the pricer.
         starts: strategies known (within the budgets), the best of which the result is never above.
         leaves: the whole space (:func:`espresso.search.candidates.every_choice`).
-        warm: certificates of an earlier search of the same units.
         ledger: the budgets, if there are any.
         whole_within: steps of a strategy that is cut have to be this much faster than the best that is looked at and
             not cut.
@@ -107,11 +103,11 @@ def refine(
     effort = effort or Effort()
     began = time.perf_counter()
     best = min(starts, key=lambda start: start.makespan_us)
-    roots = _roots(job, evaluator, best.makespan_us, leaves, partitions, effort, warm or {}, ledger)
+    roots = _roots(job, evaluator, best.makespan_us, leaves, partitions, effort, ledger)
     certified = time.perf_counter()
-    certificates = {size: certificate for size, (_, certificate) in roots.items()}
+    bounds = {size: certificate.makespan_us for size, (_, certificate) in roots.items()}
     least = best.makespan_us * (1 - CLOSE)
-    open_sizes = [size for size in roots if certificates[size].makespan_us < least]
+    open_sizes = [size for size in roots if bounds[size] < least]
     within = whole_within, job.forward_us + job.optimizer_us
     found = _searched(evaluator, starts, leaves, open_sizes, roots, effort, within) if effort.events else None
     improved = time.perf_counter()
@@ -121,7 +117,6 @@ def refine(
     polished = _polished(roots, open_sizes, evaluator, leaves, makespan, effort)
     branchings = [Branching(*polished[size], makespan) for size in open_sizes]
     branch(branchings, effort.branching)
-    bounds = {size: certificate.makespan_us for size, (_, certificate) in roots.items()}
     for size, one in zip(open_sizes, branchings, strict=True):
         bounds[size] = max(one.bound, last_alone(polished[size][0]))
     bound = min(makespan, _by_orders(bounds, roots, evaluator, leaves, makespan, effort.orders))
@@ -131,7 +126,6 @@ def refine(
         home.encode(best.choices) if strategy is None else strategy,
         makespan,
         bound,
-        certificates,
         (certified - began + done - improved) * 1e3,
         (improved - certified) * 1e3,
     )
@@ -211,7 +205,6 @@ def _roots(
     leaves: Leaves,
     partitions: Sequence[int],
     effort: Effort,
-    warm: dict[int, Certificate],
     ledger: Ledger | None,
 ) -> dict[int, tuple[Relaxation, Certificate]]:
     """The relaxation and its bound at every partition size; each ascent starts where the last one ended."""
@@ -220,15 +213,13 @@ def _roots(
     near: Certificate | None = None
     for size in partitions:
         relaxation = relax(job, units, leaves, size, evaluator.pricer, ledger)
-        old = warm.get(size)
-        begin = old if old is not None and old.weights.shape[1] == len(units) else near
-        if begin is None:
+        if near is None:
             near = certify(relaxation, above, rounds=effort.rounds(len(units)))
         else:
-            near = ascend_from(relaxation, begin, above, rounds=effort.rounds(len(units)) // 6)
+            near = ascend_from(relaxation, near, above, rounds=effort.rounds(len(units)) // 6)
         roots[size] = (relaxation, near)
     # The certificate is the least bound: where that was only looked at briefly, look again.
-    looked = {partitions[0]} if not warm else set()
+    looked = {partitions[0]}
     while (least := min(roots, key=lambda size: roots[size][1].makespan_us)) not in looked:
         looked.add(least)
         relaxation, certificate = roots[least]
@@ -250,7 +241,7 @@ def certify_units(
     ledger: Ledger | None = None,
 ) -> float:
     """The bound alone, for other units of the same job."""
-    roots = _roots(job, evaluator, above, leaves, partitions, Effort(), {}, ledger)
+    roots = _roots(job, evaluator, above, leaves, partitions, Effort(), ledger)
     return min(certificate.makespan_us for _, certificate in roots.values())
 
 

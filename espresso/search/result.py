@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,7 +9,6 @@ from espresso.model.job import Job
 from espresso.model.payload_sizes import compressed, offloaded
 from espresso.model.pricing import Pricer
 from espresso.model.timeline import Timeline, first_come, simulate
-from espresso.search.bounds import Certificate
 from espresso.search.terms import Terms
 from espresso.strategies import Plan, Strategy, plan
 
@@ -83,7 +81,6 @@ class SearchResult:
         residual_bytes: that its residuals take on a rank, at most.
         terms: that it was searched under.
         kinds_left_out, fewer_kinds_cost_us: how many kinds of choices were merged into others, and what that takes.
-        certificates: by partition size; they make a later search of a similar job faster.
     """
 
     chosen: Ranked
@@ -105,7 +102,6 @@ class SearchResult:
     terms: Terms = field(default_factory=Terms)
     kinds_left_out: int = 0
     fewer_kinds_cost_us: float = 0.0
-    certificates: Mapping[int, Certificate] = field(default_factory=dict)
 
     @property
     def error_budget(self) -> float | None:

@@ -22,7 +22,6 @@ from espresso.model.pricing import shared_pricer
 from espresso.model.timeline import first_come
 from espresso.search.algorithms import MOST_GREEDY_UNITS, Progress, greedy, offload, upper_bound_us
 from espresso.search.baselines import simple_baselines
-from espresso.search.bounds import Certificate
 from espresso.search.candidates import (
     leaves_of,
     partition_sizes,
@@ -165,7 +164,6 @@ def replan(
     old: Strategy,
     *,
     compressor: CompressorSpec | str | Sequence[CompressorSpec | str] | None = None,
-    certificates: dict[int, Certificate] | None = None,
     payload: PayloadBytes = payload_bytes,
     terms: Terms | None = None,
     sensitivity: Sensitivity | None = None,
@@ -177,7 +175,6 @@ def replan(
 
     Args:
         compressor: by default those that the old strategy uses.
-        certificates: of the earlier search, if it is at hand.
         terms: by default those that the old strategy's notes say it was searched under.
         sensitivity: as for :func:`search`.
 
@@ -202,7 +199,7 @@ def replan(
     allowed = [fitted for row in rows if (fitted := _fitted(space, row)) is not None]
     refined = refine(
         job, evaluator, [Start(row.choices, old.partition_bytes, row.makespan_us) for row in allowed],
-        space.every, (old.partition_bytes,), effort=REPLAN_EFFORT, warm=certificates, ledger=space.budgets,
+        space.every, (old.partition_bytes,), effort=REPLAN_EFFORT, ledger=space.budgets,
     )  # fmt: skip
     allowed.append(_found("replanned", refined.evaluator, refined.strategy))
     baselines = {row.name: row.makespan_us for row in rows[:2]}
@@ -420,7 +417,6 @@ def _result(
         error=space.ledger.error(ranked[0].by_tensor),
         residual_bytes=space.ledger.spent(ranked[0].by_tensor)[1],
         terms=space.terms,
-        certificates=refined.certificates,
     )
 
 
