@@ -67,10 +67,10 @@ def main(
         if (groups.rank == 0) is turn:
             codecs.warm_up([spec], ["float32"])
         groups.barrier(patient=True)
-    report = measure_links(groups)
+    links, _ = measure_links(groups)
     rows: list[dict[str, Any]] = []
     for size in (int(text) for text in elements.split(",")):
-        for curve in report.curves:
+        for curve in links.curves:
             peers = groups.scopes[curve.scope].size
             packed, coding_us = codec_us(codecs, spec, size, peers)
             compressed = curve.form is Form.PAYLOAD

@@ -29,7 +29,7 @@ from espresso.live.codec_costs import measure_compressor, measure_compressors
 from espresso.live.codecs import HostCodecs
 from espresso.live.heap import keep_freed_memory
 from espresso.live.machine import cores_per_rank
-from espresso.live.profiler import LinkReport, Place, measure_links
+from espresso.live.profiler import Place, measure_links
 from espresso.live.remeasure import Remeasured
 from espresso.model.links import LinkCurve, Links, interpolate
 from espresso.strategies import CompressorSpec, Device, Form, Routine, Scope
@@ -50,7 +50,8 @@ def stalled_links(rank: int) -> list[tuple[float, float]]:
 
     groups = Groups(timeout_s=20)
     try:
-        return list(measure_links(groups, place=Place(settle=settle)).curves[0].points)
+        links, _ = measure_links(groups, place=Place(settle=settle))
+        return list(links.curves[0].points)
     finally:
         groups.close()
 
@@ -83,10 +84,10 @@ def held_up(us_of: Callable[[int, int], float]) -> Iterator[Groups]:
         groups.close()
 
 
-def links_held_up(rank: int, us_of: Callable[[int, int], float], largest: float = math.inf) -> LinkReport:
+def links_held_up(rank: int, us_of: Callable[[int, int], float], largest: float = math.inf) -> Links:
     """What is measured of them."""
     with held_up(us_of) as groups:
-        return measure_links(groups, largest=largest)
+        return measure_links(groups, largest=largest)[0]
 
 
 def far(number: int, size: int) -> float:

@@ -48,15 +48,15 @@ def links(
     if launch.rank == 0:
         check_output(output)
     try:
-        cluster, measured = _measure(launch.local_rank, ranks_per_node, shown=launch.rank == 0)
+        cluster, measured, taken = _measure(launch.local_rank, ranks_per_node, shown=launch.rank == 0)
     except (TopologyError, CudaUnavailableError) as error:
         raise UserError(str(error)) from None
     if launch.rank == 0:
-        _print(cluster, measured, output, json_output)
+        _print(cluster, measured, taken, output, json_output)
 
 
-def _measure(local_rank: int, ranks_per_node: int | None, *, shown: bool) -> tuple[Any, Any]:
-    """The cluster and its :class:`~espresso.live.profiler.LinkReport`, on every rank; progress where ``shown``."""
+def _measure(local_rank: int, ranks_per_node: int | None, *, shown: bool) -> tuple[Any, Any, Any]:
+    """The cluster, its links and the cores that they take, on every rank; progress where ``shown``."""
     import torch
     import torch.distributed as dist
 
@@ -73,14 +73,14 @@ def _measure(local_rank: int, ranks_per_node: int | None, *, shown: bool) -> tup
         groups = Groups(ranks_per_node=ranks_per_node, host_copies=runtime.host_copies)
         try:
             with working(f"Measuring {groups.cluster}", shown=shown) as progress:
-                return groups.cluster, measure_links(groups, progress=progress.describe, place=runtime.place)
+                return groups.cluster, *measure_links(groups, progress=progress.describe, place=runtime.place)
         finally:
             groups.close()
     finally:
         dist.destroy_process_group()
 
 
-def _print(cluster: Any, measured: Any, output: Path | None, json_output: bool) -> None:
+def _print(cluster: Any, measured: Any, taken: Any, output: Path | None, json_output: bool) -> None:
     from espresso.show.report import link_rows, links_table
 
     rows = link_rows(measured.curves, cluster)
@@ -88,7 +88,7 @@ def _print(cluster: Any, measured: Any, output: Path | None, json_output: bool) 
         "num_nodes": cluster.num_nodes,
         "ranks_per_node": cluster.ranks_per_node,
         "links": rows,
-        "comm_cpu": dict(measured.comm_cpu),
+        "comm_cpu": taken,
     }
     if output is not None:
         from espresso.model.presets import measured_cluster

@@ -37,7 +37,6 @@ from espresso.live.server_profile import measure_exchange, measure_processors
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job, JobError
-from espresso.model.links import Links
 from espresso.model.timeline import first_come
 from espresso.search.error_budget import Sensitivity, measure_sensitivity, owed_by
 from espresso.search.settle import finer, racers
@@ -242,16 +241,16 @@ class OnlineSearch:
             devices.append(Device.OFFLOAD)
         runtime = self._runtime
         largest_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
-        links = measure_links(self._groups, place=runtime.place, largest=largest_bytes)
+        links, taken = measure_links(self._groups, place=runtime.place, largest=largest_bytes)
         compute = self._measure_compressors(self._wanted(), devices, largest, cores)
         width = self._codecs.offload_width if Device.OFFLOAD in devices else 1
         pool = min(float(self._codecs.pool.num_threads), cores) / width
         pushes, burnt = measure_exchange(self._groups, self._bearing)
         servers, on_servers = measure_processors(self._groups, self._wanted(), self._bearing)
-        contention = runtime.contention(Contention(cores, backward, pool, {**links.comm_cpu, **burnt}))
-        curves = Links(curves=links.curves + pushes, in_flight=links.in_flight, burst_bytes=links.burst_bytes)
+        contention = runtime.contention(Contention(cores, backward, pool, {**taken, **burnt}))
+        links = replace(links, curves=links.curves + pushes)
         copies = runtime.copy_cost(self._groups)
-        return CostModel(curves, compute + on_servers, copies, contention, servers=servers, offload_width=width)
+        return CostModel(links, compute + on_servers, copies, contention, servers=servers, offload_width=width)
 
     def _wanted(self) -> tuple[CompressorSpec, ...]:
         """Those to measure: in force, or forced; of several none that would send every tensor raw."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -79,29 +79,13 @@ LEAST_LATENCY_US = 1000.0
 is latency no exchange is without, so the shortest of ``ALIKE`` counts: where threads share a core, many take 4 ms."""
 
 
-@dataclass(frozen=True)
-class LinkReport:
-    """Measured curves, the cores that exchanges take (see :class:`espresso.model.costs.Contention`), and what a card
-    lets through at once (:attr:`espresso.model.links.Links.burst_bytes`).
-    """
-
-    curves: tuple[LinkCurve, ...]
-    comm_cpu: Mapping[str, float]
-    burst_bytes: float = 0.0
-
-    @property
-    def in_flight(self) -> int:
-        """Exchanges under way at a time, where latency says that it matters."""
-        return IN_FLIGHT if any(curve.latency_us for curve in self.curves) else 1
-
-
 def measure_links(
     groups: Groups,
     *,
     progress: Callable[[str], None] | None = None,
     place: Place | None = None,
     largest: float = math.inf,
-) -> LinkReport:
+) -> tuple[Links, dict[str, float]]:
     """Measure every routine on every scope of the live groups. Collective: all ranks call it together.
 
     Points are (bytes of the whole array, microseconds): the slowest rank's, as is usual, rising with the bytes. On the
@@ -110,6 +94,9 @@ def measure_links(
 
     Args:
         largest: bytes of all gradients: nothing larger is sent at once.
+
+    Returns:
+        The links, and the cores that their exchanges take (:class:`espresso.model.costs.Contention`).
     """
     place = place or Place()
     curves: list[LinkCurve] = []
@@ -142,9 +129,9 @@ def measure_links(
             spread_us = _spread_us(groups, member)
             curves = [replace(c, spread_us=spread_us) if c.scope is scope and c.latency_us else c for c in curves]
     taken = _cores_taken(groups, curves) if place.is_host else {}
-    report = LinkReport(tuple(curves), taken)
-    links = Links(curves=report.curves, in_flight=report.in_flight)
-    return replace(report, burst_bytes=measure_burst(groups, links, place))
+    # Where latency says that it matters, several are under way at a time.
+    links = Links(curves=tuple(curves), in_flight=IN_FLIGHT if any(curve.latency_us for curve in curves) else 1)
+    return replace(links, burst_bytes=measure_burst(groups, links, place)), taken
 
 
 def measure_burst(groups: Groups, links: Links, place: Place, sizes: Sequence[int] = LINK_SIZES[1:-1]) -> float:
