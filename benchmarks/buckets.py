@@ -79,7 +79,7 @@ class Trainee:
     def block(self, place: Place, steps: int) -> None:
         """Time some steps, and note what was exposed in them."""
         self.blocks.append(run_block(partial(self.step, place), place, steps))
-        scripts = [each.script for each in self.state.session.recorder.steps(steps)]
+        scripts = [each.script for each in self.state.session.recorder.flight(steps).steps]
         self.exposed_ms.append(statistics.median((s.averaged_us - s.backward_end_us) / 1e3 for s in scripts))
 
 

@@ -138,7 +138,7 @@ class _Own:
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             sees = function.__name__ == "see"
-            if not self.is_on or (sees and not arguments[0].is_looking):  # which only describes the bucket
+            if not self.is_on or (sees and arguments[0]._check is None):  # which only describes the bucket
                 return function(*arguments)
             begin = time.thread_time_ns()
             if sees:
@@ -244,7 +244,7 @@ class _Job:
 
     def _has_looked(self) -> bool:
         """Whether the recorder looked at exchanges in the step that has ended: the same step on all ranks."""
-        return bool(self.states[0].session.recorder.steps(1)[-1].spans)
+        return bool(self.states[0].session.recorder.flight(1).steps[-1].spans)
 
     def close(self) -> None:
         for state in self.states:

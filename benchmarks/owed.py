@@ -64,7 +64,7 @@ class Whole:
 
         def see_all(guard: Guard, buffer: torch.Tensor, describe: Callable[[], Any]) -> Any:
             bucket = see(guard, buffer, describe)
-            if guard.is_looking:
+            if guard._check is not None:
                 for slot in bucket.slots:
                     numbers = buffer[slot.offset : slot.offset + slot.numel].double()
                     self._squares[slot.tensor] = float(numbers.square().sum())

@@ -175,7 +175,7 @@ def decide_among(rank: int) -> dict[str, object]:
     specs = ["int8", "efsignsgd", "powersgd:rank=1"]
     with registered(ddp, compressor=specs, strategy="auto", timeout_s=60.0, **settings) as state:
         step = 0
-        while not (candidates := state.session.decider.candidates) and step < 30:
+        while not (candidates := state.session.decider._candidates) and step < 30:
             ddp(batch(rank, step, 64, rows=16)).square().mean().backward()
             step += 1
         job = state.job

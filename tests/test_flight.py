@@ -223,13 +223,13 @@ def plain(rank: int, folder: str) -> dict[str, Any]:
         for each in copies:
             each(torch.randn(4, 20))
         state.record(f"{folder}/asked", last=4)
-        steps = state.session.recorder.steps()
+        steps = state.session.recorder.flight().steps
         state.session.recording.pause()
         run(ddp, optimizer, 3)
-        assert state.session.recorder.steps()[-1].script == steps[-1].script
+        assert state.session.recorder.flight().steps[-1].script == steps[-1].script
         state.session.recording.go_on()
         run(ddp, optimizer, 2)
-        numbers = [each.number for each in state.session.recorder.steps()]
+        numbers = [each.number for each in state.session.recorder.flight().steps]
         assert numbers == [*range(10), 13, 14], numbers
         assert agreed(ddp)
     assert all(each.hook_us > 0 for each in steps)
@@ -263,7 +263,7 @@ def observed(rank: int, folder: str) -> dict[str, Any]:
     watch = espresso.observe(ddp, folder, ranks_per_node=1)
     run(ddp, optimizer, 12, micro=2)
     found = watch.diagnose()
-    steps = watch.recorder.steps()
+    steps = watch.recorder.flight().steps
     assert watch.recorder.facts["card_rate"] > 0
     assert all(each.script.beside_us is not None and each.script.beside_us >= 0 for each in steps[1:-1])
     assert Delays.open() is None or all((each.script.waited_us or 0) >= 0 for each in steps)

@@ -198,11 +198,6 @@ class Guard:
         check.scale = scale() or 1.0
         self._check = check
 
-    @property
-    def is_looking(self) -> bool:
-        """Whether the iteration under way is looked at."""
-        return self._check is not None
-
     def see(self, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Bucket:
         """A bucket is about to be exchanged; what it holds."""
         bucket, check = describe(), self._check

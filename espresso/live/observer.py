@@ -132,7 +132,7 @@ class Observer:
         self._clock: GradientClock | None = None
         self._step_us: list[float] = []
         self.last: Record | None = None
-        self.num_steps = self.num_skipped = 0
+        self.num_skipped = 0
         self.observations: list[Observation] = []
 
     @property
@@ -156,7 +156,6 @@ class Observer:
     def take(self, record: Record) -> None:
         """Note an iteration."""
         previous, self.last = self.last, record
-        self.num_steps += 1
         self.num_skipped += not record.finite
         if previous is not None:
             self._step_us = [*self._step_us[1 - RECENT_STEPS :], (record.done_ns - previous.done_ns) / 1e3]

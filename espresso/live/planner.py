@@ -119,10 +119,6 @@ class AutoPlanner:
         """The strategy in use once decided, until then the plain one. One that is only tried is not in use."""
         return self._plain.strategy if self._winner is None else self._winner.strategy
 
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        return tuple(self._candidates)
-
     def assign(self, iteration: int) -> Assignment:
         if self._race is not None:  # plain comes first in the first one, also while it pauses
             return self._race.assignment

@@ -165,12 +165,8 @@ class Recorder:
 
     # -- who reads -----------------------------------------------------------------------------------
 
-    def steps(self, last: int = KEPT_STEPS) -> tuple[StepRecord, ...]:
-        """The newest steps, oldest first. The newest may still be without its optimizer's moments."""
-        return self.flight(last).steps
-
     def flight(self, last: int = KEPT_STEPS) -> Flight:
-        """All that this rank knows."""
+        """All that this rank knows of the newest steps. The last may still be without its optimizer's moments."""
         groups = self._groups
         self._look_at_traffic()
         with self._lock:
