@@ -16,15 +16,13 @@ from espresso.strategies import CompressorSpec
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """The best strategy found within budgets; infinity where there was none.
+    """The best strategy found within budgets.
 
     Attributes:
-        error: what its strategy owes: at most the budget.
+        error: what it owes: at most the budget.
         residual_bytes: what its residuals take: at most the other budget.
     """
 
-    error_budget: float
-    residual_budget: float
     error: float
     residual_bytes: float
     predicted_us: float
@@ -68,11 +66,8 @@ def frontier(
 
 
 def _point(result: SearchResult) -> FrontierPoint:
-    budgets = result.terms.budgets
     assert result.error is not None
-    return FrontierPoint(
-        budgets.error, budgets.residual_bytes, result.error, result.residual_bytes, result.predicted_us, result
-    )  # fmt: skip
+    return FrontierPoint(result.error, result.residual_bytes, result.predicted_us, result)
 
 
 def _undominated(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
