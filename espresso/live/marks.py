@@ -6,7 +6,6 @@ the autograd engine, which calls back after its graph, and then, in turn, after 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from espresso.live.recorder import Recorder, now_us
+from espresso.live.script import OurOptimizers
 
 _queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 
@@ -39,8 +39,7 @@ class ScriptMarks:
         recorder: Recorder,
         on_averaged: Callable[[], None] = lambda: None,
     ) -> None:
-        self._recorder, self._ours, self._on_averaged = recorder, ours, on_averaged
-        self._is_ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._recorder, self._ours, self._on_averaged = recorder, OurOptimizers(ours), on_averaged
         self._handles: list[Any] = [
             module.register_forward_pre_hook(_Mark(self._enter)),
             module.register_forward_hook(_Mark(self._forward_end)),
@@ -88,20 +87,12 @@ class ScriptMarks:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         script = self._recorder.script
-        if script.optimizer_us is None and self._counts(optimizer):
+        if script.optimizer_us is None and optimizer in self._ours:
             script.optimizer_us = now_us()
 
     def _optimizer_end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._counts(optimizer):
+        if optimizer in self._ours:
             self._recorder.script.optimizer_end_us = now_us()
-
-    def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
-        found = self._is_ours.get(optimizer)
-        if found is None:
-            groups = optimizer.param_groups
-            found = any(id(parameter) in self._ours for group in groups for parameter in group["params"])
-            self._is_ours[optimizer] = found
-        return found
 
 
 def buffer_bytes(module: DistributedDataParallel) -> int:

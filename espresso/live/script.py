@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,29 @@ class LossScale:
         self._by_hand = scale
 
 
+class OurOptimizers:
+    """Which optimizers step parameters of the job: ``ours`` has the ``id`` of each of those.
+
+    ``meet`` is called with every group that has some when its optimizer is first seen, and may refuse it.
+    """
+
+    def __init__(self, ours: Collection[int], meet: Callable[[str, dict[str, Any]], None] = lambda *_: None) -> None:
+        self._ours, self._meet = ours, meet
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer not in self._seen:
+            groups = [g for g in optimizer.param_groups if any(id(each) in self._ours for each in g["params"])]
+            for group in groups:
+                self._meet(type(optimizer).__name__, group)
+            self._seen[optimizer] = bool(groups)
+        return self._seen[optimizer]
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        """Of those that were seen, and still are there."""
+        return (optimizer for optimizer, is_ours in list(self._seen.items()) if is_ours)
+
+
 class StepGuard:
     """Looks at every step of an optimizer of the job's parameters.
 
@@ -67,8 +90,8 @@ class StepGuard:
     """
 
     def __init__(self, ours: Collection[int], *, has_momentum: bool, error: Callable[[], EspressoError | None]) -> None:
-        self._ours, self._has_momentum, self._error = ours, has_momentum, error
-        self._is_ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._ours = OurOptimizers(ours, _refuse_momentum) if has_momentum else OurOptimizers(ours)
+        self._error = error
         self._refused: EspressoError | None = None
         self._handle = register_optimizer_step_pre_hook(self._check)
 
@@ -86,29 +109,17 @@ class StepGuard:
         """Whether steps depend on what the optimizer remembers of earlier gradients beside their sum, as Adam's second
         moments; so it is assumed while none was seen.
         """
-        seen = [optimizer for optimizer, is_ours in list(self._is_ours.items()) if is_ours]
+        seen = list(self._ours)
         rows = [row for optimizer in seen for row in list(optimizer.state.values())]
         return not seen or not all(isinstance(row, dict) and row.keys() <= _OF_SGD for row in rows)
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._is_ours:
-            self._is_ours[optimizer] = self._look(optimizer)
-        error = self._refused or self._error()
-        if error is not None and self._is_ours[optimizer]:
+        is_ours, error = optimizer in self._ours, self._refused or self._error()
+        if error is not None and is_ours:
             if self._refused is not None:
                 self._refused = None
                 self._handle.remove()
             raise error
-
-    def _look(self, optimizer: torch.optim.Optimizer) -> bool:
-        groups = [
-            group
-            for group in optimizer.param_groups
-            if any(id(parameter) in self._ours for parameter in group["params"])
-        ]
-        for group in groups if self._has_momentum else ():
-            _refuse_momentum(type(optimizer).__name__, group)
-        return bool(groups)
 
 
 def _refuse_momentum(name: str, group: dict[str, Any]) -> None:
