@@ -72,6 +72,14 @@ def leaves_of(leaves: Leaves, unit: Unit) -> tuple[Choice, ...]:
     return leaves if isinstance(leaves, tuple) else leaves[unit.kind]
 
 
+def grouped(units: Iterable[Unit]) -> dict[tuple[Size, str], list[int]]:
+    """Places of units by their size and kind: those of a group have the same candidates."""
+    groups: dict[tuple[Size, str], list[int]] = {}
+    for number, unit in enumerate(units):
+        groups.setdefault((unit.size, unit.kind), []).append(number)
+    return groups
+
+
 def units_of(job: Job, constraints: Constraints | None = None) -> tuple[Unit, ...]:
     """One unit per tensor (paper) or per bucket (DDP), in the order in which they become ready.
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from espresso.search.bound_kernels import CHAIN, shortlist
 from espresso.search.bounds import Certificate, fees, prices
 from espresso.search.budgets import Ledger
-from espresso.search.candidates import Size
+from espresso.search.candidates import grouped
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search_kernels import Losses, blocks, spread, sweep
 from espresso.search.relaxation import Relaxation
@@ -138,9 +138,7 @@ def guide(
 ) -> Guide:
     """Shortlists and a rounding from a certificate made at the evaluator's partition size."""
     units = evaluator.units
-    groups: dict[tuple[Size, str], list[int]] = {}
-    for index, unit in enumerate(units):
-        groups.setdefault((unit.size, unit.kind), []).append(index)
+    groups = grouped(units)
     members = np.array([index for group in groups.values() for index in group], dtype=np.int64)
     starts = np.cumsum([0, *map(len, groups.values())]).astype(np.int64)
     first, last = relaxation.first, relaxation.last

@@ -16,7 +16,7 @@ from espresso.model.pricing import Pricer, SizeKey
 from espresso.model.timeline_kernels import NUM_LANES, limits_of
 from espresso.search.bound_kernels import COSTS, NUM_RESOURCES, WIDTH, join_partitions, leaf_features, pareto
 from espresso.search.budgets import ROUNDING, Ledger
-from espresso.search.candidates import Leaves, Size, Unit, leaves_of
+from espresso.search.candidates import Leaves, Size, Unit, grouped, leaves_of
 from espresso.search.order_kernels import Tasks
 from espresso.strategies import DTYPES, Choice, CompressorSpec, Option
 from espresso.strategies.plan import partition_spans
@@ -230,9 +230,7 @@ def relax(
     ledger: Ledger | None = None,
 ) -> Relaxation:
     """The linear program of a job: see :mod:`espresso.search.bounds`."""
-    groups: dict[tuple[Size, str], list[int]] = {}
-    for number, unit in enumerate(units):
-        groups.setdefault((unit.size, unit.kind), []).append(number)
+    groups = grouped(units)
     found = []
     for members in groups.values():
         unit = units[members[0]]

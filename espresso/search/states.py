@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from espresso.model.pricing import Pricer
 from espresso.search.bound_kernels import WIDTH, states_of
-from espresso.search.candidates import Leaves, Size, Unit, leaves_of
+from espresso.search.candidates import Leaves, Size, Unit, grouped, leaves_of
 from espresso.search.relaxation import Relaxation, leaf_rows, leaf_tasks, undominated
 from espresso.strategies import DTYPES, Choice
 
@@ -58,13 +58,10 @@ def with_states(
     if at == 0 or not pricer.costs.in_turn(pricer.cluster) or relaxation.has_budget:
         return relaxation
     lapse_us = lapse * relaxation.backward_us
-    groups: dict[tuple[Size, str], list[int]] = {}
-    for number, unit in enumerate(units[:at]):
-        groups.setdefault((unit.size, unit.kind), []).append(number)
     least = SHARE * sum(unit.numel for unit in units)
     first, last = relaxation.first.copy(), relaxation.last.copy()
     blocks, origin = [relaxation.rows], list(relaxation.origin)
-    for (size, _), members in groups.items():
+    for (size, _), members in grouped(units[:at]).items():
         numel, dtype, _ = size
         if len(members) * numel < least or 0 < partition_bytes < numel * DTYPES[dtype]:
             continue
