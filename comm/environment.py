@@ -17,6 +17,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from espresso.comm.errors import DisagreementError, TopologyError
 
@@ -130,6 +131,22 @@ def build() -> str:
     from espresso import __version__
 
     return f"espresso {__version__} (sources {_sources()})"
+
+
+def check_settings(everybody: Sequence[Mapping[str, Any]]) -> None:
+    """All ranks must have the same settings.
+
+    Raises:
+        DisagreementError: names the first rank that has another one than rank 0, the setting, and both values.
+    """
+    for rank, theirs in enumerate(everybody):
+        for what in {**everybody[0], **theirs}:
+            first, other = (values.get(what, "nothing") for values in (everybody[0], theirs))
+            if first != other:
+                raise DisagreementError(
+                    f"rank {rank} has another {what} than rank 0 ({first!r} on rank 0, {other!r} on rank {rank});"
+                    " start all ranks alike"
+                )
 
 
 def check_builds(builds: Sequence[str]) -> None:

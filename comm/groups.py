@@ -21,8 +21,8 @@ from espresso.comm.alarm import START_S, Alarm
 from espresso.comm.bounded import within
 from espresso.comm.connections import is_far
 from espresso.comm.endpoints import Ends, ends_since, local_ends, rank_in
-from espresso.comm.environment import build, check_builds
-from espresso.comm.errors import DisagreementError, EspressoError, LostRankError, ProtocolError, TopologyError
+from espresso.comm.environment import build, check_builds, check_settings
+from espresso.comm.errors import EspressoError, LostRankError, ProtocolError, TopologyError
 from espresso.comm.group_names import named_after
 from espresso.comm.meeting import meet
 from espresso.comm.member import Gathering, Member, break_off, gathered
@@ -327,14 +327,7 @@ class Groups:
         everybody = self.all_objects((mine, node_key(), build(), is_far()))
         check_builds([runs for _, _, runs, _ in everybody])
         self._far = any(far for *_, far in everybody) and self.backend == "gloo"
-        first: dict[str, int | None] = everybody[0][0]
-        for rank, (theirs, *_) in enumerate(everybody):
-            for name, value in first.items():
-                if theirs[name] != value:
-                    raise DisagreementError(
-                        f"rank {rank} has another {name} than rank 0 ({value} on rank 0, {theirs[name]} on"
-                        f" rank {rank}); start all ranks alike"
-                    )
+        check_settings([settings for settings, *_ in everybody])
         if ranks_per_node is None:
             keys = [key for _, key, *_ in everybody]
             why = why_flat(keys)

@@ -8,25 +8,14 @@ from typing import Any
 
 import torch
 
+from espresso.comm.environment import check_settings
 from espresso.comm.errors import DisagreementError
 from espresso.comm.groups import Groups
 
 
 def agree(groups: Groups, mine: Mapping[str, Any]) -> None:
-    """Compare settings. All ranks together.
-
-    Raises:
-        DisagreementError: names the rank, the setting, and both values.
-    """
-    everybody = groups.all_objects(dict(mine))
-    for rank, theirs in enumerate(everybody):
-        for what in [*everybody[0], *(what for what in theirs if what not in everybody[0])]:
-            first, other = (values.get(what, "nothing") for values in (everybody[0], theirs))
-            if first != other:
-                raise DisagreementError(
-                    f"rank {rank} has another {what} than rank 0 ({first!r} on rank 0, {other!r} on rank {rank});"
-                    " start all ranks alike"
-                )
+    """Compare settings. All ranks together; raises what :func:`espresso.comm.environment.check_settings` does."""
+    check_settings(groups.all_objects(dict(mine)))
 
 
 def agree_on_epoch(groups: Groups, epoch: int) -> None:
