@@ -25,7 +25,18 @@ from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Assignment
 from espresso.live.planner import FixedPlanner
-from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Device, Lane, options_for, parse_option, plan
+from espresso.strategies import (
+    PLAIN,
+    RANK_LANES,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Device,
+    Lane,
+    options_for,
+    parse_option,
+    plan,
+)
 from espresso.strategies.list_scheduling import list_order
 
 LINKS = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN)
@@ -121,7 +132,7 @@ def run_recorded(rank: int) -> Any:
     return record
 
 
-def test_a_record_tells_what_ran_and_every_lane_kept_the_total_order():
+def test_a_record_tells_what_ran_and_every_link_kept_the_total_order():
     for record in POOL.run(run_recorded):
         assert record.iteration == 2
         assert record.finite
@@ -132,6 +143,8 @@ def test_a_record_tells_what_ran_and_every_lane_kept_the_total_order():
         lanes = {lane for task in laid.tasks for lane in task.lanes}
         for lane in lanes:
             ordered = [times[index] for index in laid.order if lane in laid.tasks[index].lanes]
+            if lane in RANK_LANES:  # it took what could run, one after the other
+                ordered.sort()
             end = 0 if lane in LINKS else 1  # on a link one begins while the one before it is on its way
             assert all(one[end] <= two[0] for one, two in pairwise(ordered)), lane
         for task in laid.tasks:

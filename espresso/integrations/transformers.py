@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -120,12 +119,13 @@ class EspressoCallback(TrainerCallback):
         if not state.global_step or self.state.is_off:
             return
         folder = self._folder(args, state) if self._resume_from is None else Path(self._resume_from) / FOLDER
-        found = [False] * dist.get_world_size()
-        dist.all_gather_object(found, folder.exists())  # they load together, or nobody does
+        session = self.state.session
+        session.executor.conclude()  # what the planner asks of all ranks comes first, on all of them
+        found = session.groups.everywhere(folder.exists())  # they load together, or nobody does
         lacking = [str(rank) for rank, is_there in enumerate(found) if not is_there]
         if not lacking:
             load({FOLDER: self.state}, checkpoint_id=folder)
-        elif dist.get_rank() == 0:
+        elif session.groups.rank == 0:
             logger.warning(
                 "training goes on at step %d without residuals: no %s on %s. Where the checkpoint is elsewhere, say so:"
                 " EspressoCallback(resume_from=…)",
