@@ -159,6 +159,30 @@ def run_two_in_automatic_mode(rank: int) -> list[tuple[bool, str]]:
             state.close()
 
 
+def run_with_matrices(rank: int) -> tuple[bool, str]:
+    """Automatic mode between a compressor of several rounds, which no server runs, and one that they do."""
+    connect(client())
+    client().num_servers = NUM_SERVERS
+    ddp = wrap(mlp(256, 256, 5, seed=1))
+    state = espresso.register(
+        ddp, ["powersgd:rank=2", "fp16"], ranks_per_node=1, timeout_s=15.0, offload_threads=1, compile_beside=False,
+        adapt=False, warmup_steps=3, profile_steps=1, race_steps=3, race_rounds=1, decide_by=0,
+    )  # fmt: skip
+    try:
+        for step in range(24):
+            ddp(batch(rank, step, 256)).square().mean().backward()
+        specs = {cost.spec for cost in state.session.decider._search.job.costs.compute}
+        return "powersgd:rank=2" in specs and state.decided, str(state.session.executor.error or "")
+    finally:
+        connect(None)
+        state.close()
+
+
+def test_servers_are_not_asked_for_compressors_that_they_do_not_run():
+    with serving(POOL):
+        assert POOL.run(run_with_matrices) == [(True, "")] * NUM_RANKS
+
+
 def test_two_models_in_automatic_mode_decide_in_one_backward_pass():
     with serving(POOL):
         assert POOL.run(run_two_in_automatic_mode) == [[(True, ""), (True, "")]] * NUM_RANKS

@@ -14,6 +14,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.store import ResidualStore
 from espresso.comm.parameter_server import Bearing, Client, Line, Link, connected
 from espresso.comm.parameter_server.wire import Key, Stretch
+from espresso.compressors import create
 from espresso.live.points import rising
 from espresso.live.profiler import LINK_SIZES, LOOP_US, MAX_LOOP, REPEATS, SLOW_US
 from espresso.model.costs import ComputeCost, Op, ServerCosts
@@ -143,13 +144,16 @@ def _time(
 def measure_processors(
     groups: Groups, specs: Sequence[CompressorSpec], bearing: Bearing | None = None
 ) -> tuple[ServerCosts | None, tuple[ComputeCost, ...]]:
-    """What a server's engine thread needs to add up and to run each of ``specs``. Collective; None without servers."""
+    """What a server's engine thread needs to add up and to run each of ``specs``. Collective; None without servers.
+
+    Those of several rounds, which none runs, are left out.
+    """
     client = connected()
     if client is None:
         return None, ()
     costs: list[ComputeCost] = []
     servers: ServerCosts | None = None
-    for spec in specs or (None,):
+    for spec in [spec for spec in specs if create(spec).traits.rounds == 1] or (None,):
         answer: Any = None
         if groups.rank == 0:
             answer = client.measure(spec, _SERVER_SIZES, groups.num_ranks, groups.timeout_s)

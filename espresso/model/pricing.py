@@ -152,7 +152,9 @@ class Pricer:
             return Work(shape, 0.0 if self._free else self.costs.copy_us(num_bytes), 0.0, num_bytes)
         if step.is_communication:
             num_bytes = self._moved(shape, size)
-            cost = self.costs.comm(step, self.cluster, num_bytes, self._density(shape, size))
+            to_servers = step.routine in (Routine.PUSH, Routine.PULL)
+            density = self._density(shape, size) if to_servers else 1.0
+            cost = self.costs.comm(step, self.cluster, num_bytes, density)
             return Work(shape, cost.occupancy_us, cores, num_bytes, cost.latency_us)
         is_copy = spec == NONE and step.kind is not StepKind.AGGREGATE  # priced at nothing, as in ``carrying``
         if self._free or step.device is None or is_copy:
