@@ -93,12 +93,12 @@ class Line:
         if self._receiving is None:
             self._listen()
         known = int(self._theirs)
-        if known != _NOTHING:
+        if known >= 0:  # its highest byte, which comes last, is there
             self.heard += 1
             self._listen()
             while len(self._sending) > self.sent - known:
                 self._sending.popleft()
-        if known != _NOTHING or len(self._sending) < MOST_UNHEARD:
+        if known >= 0 or len(self._sending) < MOST_UNHEARD:
             mine = torch.tensor([self.heard])
             self._sending.append((mine, self.group.send([mine], self._peer, BEAT_TAG)))
             self.sent += 1

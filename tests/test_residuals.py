@@ -98,6 +98,23 @@ def test_without_transactions_there_is_one_buffer():
     assert careful.num_bytes == 2 * frugal.num_bytes == 800
 
 
+@pytest.mark.parametrize("storage", ["float32", "bf16"])
+def test_without_transactions_no_inf_stays(storage):
+    """Or it came with the next gradient, and with all after it."""
+    store = ResidualStore(transactional=False, storage=storage)
+    residual = make(store, Site.LOCAL, run("a", 0, 100))
+    store.adopt([residual], NUMELS)
+    feedback = residual.feedback(np.array(residual.starts))
+    feedback.new[:] = 2.0
+    feedback.new[3:6] = np.inf, -np.inf, np.nan
+    residual.settle()
+    store.discard()
+    kept = held(store).get("a", np.zeros(100))
+    assert np.isfinite(kept).all()
+    if storage == "float32":  # packed, all that was packed with them is lost
+        assert kept.tolist() == [2.0] * 3 + [0.0] * 3 + [2.0] * 94
+
+
 def test_norm_and_emptiness():
     store = ResidualStore()
     assert store.is_empty
@@ -245,6 +262,7 @@ def test_only_the_first_replica_carries():
 
 def test_a_carry_that_went_into_an_iteration_is_forgotten_by_its_commit_only():
     store = ResidualStore()
+    store.waits = True
     store.add_carry("a", 10, np.ones(5, np.float32), 100)
     store.used_carry("a", 0, 100)
     store.discard()

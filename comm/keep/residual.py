@@ -17,6 +17,7 @@ gain * e, what the next iteration adds. Everything that leaves this file (``read
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
@@ -173,7 +174,11 @@ class Residual:
         self.written = False
 
     def discard(self) -> None:
-        """It never happened."""
+        """It never happened. Of what was overwritten all the same no inf or NaN is kept: they would stay for good."""
+        if self.written and not self._transactional:
+            kept = self.old
+            kept[~(abs(kept) < math.inf)] = 0
+            self.old = kept
         self.written = False
 
     # -- between iterations ----------------------------------------------------------------------

@@ -210,13 +210,12 @@ class Server:
                 late = next(filter(self._held.is_overdue, self._held), None)
                 missing = set() if late is None else set(late.key.workers) - late.arrived
                 limit_s = 0.0 if late is None else self._held.patience_s(late.key)
-                silent = [(offers.missing(), offers) for offers in self._tables.values()]
+                silent = [(worker, offers.limit_s) for offers in self._tables.values()
+                          if (worker := offers.missing()) is not None]  # fmt: skip
             if late is not None and missing:
                 self._fail(min(missing), Overdue(f"no push within {limit_s:g} s of another worker's"))
-            for worker, offers in silent:
-                if worker is not None:
-                    text = f"no table of keys within {offers.limit_s:g} s of another worker's"
-                    self._fail(worker, Overdue(text))
+            for worker, limit_s in silent:
+                self._fail(worker, Overdue(f"no table of keys within {limit_s:g} s of another worker's"))
 
     # -- adding up -------------------------------------------------------------------------------
 
