@@ -538,11 +538,23 @@ def test_a_strategy_is_held_to_what_it_was_searched_under_on_every_rank(budget, 
         assert found_over(noted, measured, Terms(error_budget=1.0), adapts=adapts) > 2.5, "the user's comes first"
         strange = replace(strategy, notes={"automatic": "of another version"})
         assert found_over(strange, measured, Terms(), adapts=adapts) == 0.0
+        assert found_over(noted, measured, Terms(), adapts=adapts, given=(TOY,)) == 0.0, (
+            "one that is named owes any number"
+        )
 
 
-def found_over(strategy, measured, asked, *, adapts=True):
+def test_every_strategy_that_was_searched_within_a_budget_says_so():
+    for all_kinds in (True, False):
+        terms = Terms(error_budget=0.4, all_kinds=all_kinds)
+        found = search(mixed_job(4), (TOY,), terms=terms, sensitivity=LOSSES)
+        for row in (found.chosen, *found.alternatives):
+            if row.strategy.compresses:
+                assert Terms.of(row.strategy.notes).error_budget == 0.4
+
+
+def found_over(strategy, measured, asked, *, adapts=True, given=(TOY, TOY)):
     search = object.__new__(OnlineSearch)
-    search._asked, search._given, search.measured_owed = asked, (TOY, CompressorSpec("efsignsgd")), measured
+    search._asked, search._given, search.measured_owed = asked, given, measured
     search.optimizer_adapts = lambda: adapts
     return search.over_budget(strategy)
 

@@ -140,7 +140,7 @@ class OnlineSearch:
         The budget is the user's, or what rank 0 searched under: what an optimizer is ranks may see differently.
         """
         asked = self._asked
-        if asked.error_budget is None:
+        if asked.error_budget is None and len(self._given) > 1:
             with suppress(JobError):  # notes of another version
                 asked = Terms.of(strategy.notes) or asked
         budget, owes = asked.error_budget, owed_by(strategy, self.measured_owed())
