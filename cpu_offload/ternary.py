@@ -76,12 +76,13 @@ def code_tile(
         negative = numbers[slot] < 0
         here = np.uint64(index[slot]) - np.uint64(low)
         bit = np.uint64(slot) + (here >> bits)
-        ones = np.uint32(1) << np.uint32(bit % 32) | (ones if bit // 32 == word else np.uint32(0))
-        word = bit // 32
+        ahead = bit >> np.uint64(5)
+        ones = np.uint32(1) << np.uint32(bit & np.uint64(31)) | (ones if ahead == word else np.uint32(0))
+        word = ahead
         uppers[word] = ones
         held |= (here & mask | (sign if negative else np.uint64(0))) << width
         width += bits + np.uint64(1)
-        if width >= 32:
+        if width >= np.uint64(32):
             lowers[at] = np.uint32(held & np.uint64(0xFFFFFFFF))
             at += np.uint64(1)
             held >>= np.uint64(32)

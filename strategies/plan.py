@@ -181,7 +181,7 @@ class Task:
 class Plan:
     """Everything both interpreters need, in tuples addressed by index.
 
-    ``order`` lists all task indices: a topological order in which every lane takes its tasks.
+    ``order`` lists all task indices: a topological order in which every link takes its tasks.
     """
 
     mode: Mode

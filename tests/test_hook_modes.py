@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from espresso.comm.execute import executor
 from espresso.comm.hook import espresso_hook
 from espresso.live.state import EspressoState
 from espresso.strategies import Cluster
@@ -70,6 +72,13 @@ def test_what_one_rank_did_not_use_is_sent_once_it_does(played):
         assert lost == 0.0
         assert under_way == [True, True, False]
     assert [keeps for _, keeps, _ in everybody] == [[False, False, False], [True, True, False]]
+
+
+def test_what_a_rank_long_has_no_gradient_for_is_tried_seldom(played):
+    """Or all plain steps to come would look for it, and be slower than the library's."""
+    everybody = played(unused_for_long)
+    assert all(lost == 0.0 for lost, _ in everybody)
+    assert everybody[1][1] == [True] * 9 + [False]  # used from step 10 on, tried in step 12
 
 
 def test_static_graph(played):
@@ -312,6 +321,30 @@ def unused_by_one(rank: int) -> tuple[float, list[bool], list[bool]]:
             keeps.append(not state.session.store.is_empty)
             under_way.append(state.session.flushes)
     return max(float(values.abs().max()) for values in apart.values()), keeps[3:6], under_way[9:]
+
+
+def unused_for_long(rank: int) -> tuple[float, list[bool]]:
+    """Compressed steps, and plain ones, of which the first seven use the second half on rank 0 alone: what plain DDP
+    averaged, less what ours did; whether this rank keeps something after each plain step.
+    """
+    plain, ours = (wrap(Halves(), find_unused_parameters=True) for _ in range(2))
+    apart = {name: torch.zeros(3000) for name, _ in plain.module.named_parameters()}
+    keeps = []
+    with (
+        registered(ours, ALLGATHER, "topk:ratio=0.1", feedback_gain=1.0) as state,
+        patch.object(executor, "OFTEN", 2),
+        patch.object(executor, "SELDOM", 4),
+    ):
+        for step in range(13):
+            if step == 3:
+                state.use(strategy_for(ours, Cluster(2, 1)))
+            for sign, ddp in ((1, plain), (-1, ours)):
+                ddp.zero_grad()
+                ddp(10 * step + rank, rank == 0 or step not in range(3, 10)).backward()
+                for name, parameter in ddp.module.named_parameters():
+                    apart[name] += sign * parameter.grad
+            keeps.append(not state.session.store.is_empty)
+    return max(float(values.abs().max()) for values in apart.values()), keeps[3:]
 
 
 class Tail(nn.Module):
@@ -668,6 +701,7 @@ SCENARIOS = (
     find_unused,
     unused_by_all,
     unused_by_one,
+    unused_for_long,
     used_in_part,
     static_graph,
     bucket_view,

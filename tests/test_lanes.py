@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from espresso.comm.execute.lanes import IN_FLIGHT, Lanes, Node
+from espresso.comm.execute.lanes import IN_FLIGHT, OVERTAKEN, Lanes, Node
 from espresso.strategies import Lane
 
 FLAT = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN)
@@ -108,6 +108,22 @@ def test_what_concerns_this_rank_alone_holds_up_nothing_while_it_cannot_start(st
     stage.running("later")
     stage.end("later")
     assert not stage.lanes.pending()
+
+
+def test_so_many_are_passed_by_and_no_more(stage):
+    waits = [stage.node(f"w{number}", Lane.TRAINING, bucket=1) for number in range(OVERTAKEN + 1)]
+    last, first = stage.node("last", Lane.TRAINING), stage.node("first", Lane.TRAINING)
+    for node in (*waits, first, last):
+        node.gives_way = True
+    stage.lanes.enqueue([*waits[1:], first, waits[0], last])
+    stage.lanes.bucket_ready([0])
+    stage.running("first")
+    stage.end("first")
+    stage.running()
+    stage.lanes.bucket_ready([1])
+    stage.end(*(node.label() for node in waits))
+    stage.running("last")
+    stage.end("last")
 
 
 def test_what_gives_way_takes_no_room_that_it_does_not_need():

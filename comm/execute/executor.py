@@ -57,6 +57,10 @@ HURRY_AFTER_S = 0.4
 DDP_FAILED = " DDP has no averaged gradient to convert"
 """DDP puts "Unable to cast " before an error's text and " to Tensor" behind it."""
 
+OFTEN, SELDOM = 100, 64
+"""After so many plain steps that sent nothing of what is owed only one in so many tries: what has had no gradient for
+so long will hardly have one in the next step, and a step that tries costs more than the library's."""
+
 SLACK_S = 2.0
 """The library's own time-outs come first: they know more."""
 
@@ -110,6 +114,7 @@ class Executor:
         self._count = self.step = 0
         # What some rank may keep something of, alike on all ranks whatever this one keeps; None: of any tensor.
         self._owing: set[str] | None = set()
+        self._in_vain = 0  # plain steps since something of that was sent
         self._failure = Failure(self._rank, groups.alarm, groups.witness, self._release, failed)
         groups.alarm.report, groups.witness.servers = self._progress, servers
         self._ended_orderly = False
@@ -206,7 +211,8 @@ class Executor:
         record = Record(self.step, self.planner.assign(self.step))
         run = self.side.begin(record, self._timeout_s)
         self.lanes.begin_iteration()
-        iteration = Iteration(record, run, grad_scale(), self.may_owe, self._choose)
+        drains = self.may_owe and (self._in_vain < OFTEN or self.step % SELDOM == 0)
+        iteration = Iteration(record, run, grad_scale(), drains, self._choose)
         with self.lanes.lock:
             self._count += 1
             self._iteration = iteration
@@ -281,6 +287,7 @@ class Executor:
         record = iteration.record
         strategy = record.assignment.strategy
         if strategy.compresses:
+            self._in_vain = 0
             if self._owing is not None:
                 self._owing |= strategy.in_payloads
         elif iteration.drains and record.finite:
@@ -288,6 +295,7 @@ class Executor:
             sent = {slot.tensor for bucket in record.buckets for slot in bucket.slots}
             if self._asks_who_owes(iteration):
                 sent.difference_update(*self._groups.all_objects(sorted(self.store.unsent)))
+            self._in_vain = 0 if owing & sent else self._in_vain + 1
             self._owing = owing - sent
             if not self._owing:  # nothing is needed of the programs that sent it, which hold on to their buckets
                 self._programs.forget()

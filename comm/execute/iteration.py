@@ -60,15 +60,20 @@ class Iteration:
 
     Args:
         grad_scale: the loss scale that the gradients carry; None without loss scaling.
-        may_owe: whether some rank may keep something of an earlier strategy.
+        may_drain: whether some rank may keep something of an earlier strategy that is to be sent.
         choose: the course for its first bucket.
     """
 
     def __init__(
-        self, record: Record, run: Pass, grad_scale: float | None, may_owe: bool, choose: Callable[[Iteration], Course]
+        self,
+        record: Record,
+        run: Pass,
+        grad_scale: float | None,
+        may_drain: bool,
+        choose: Callable[[Iteration], Course],
     ) -> None:
         self.record, self.run, self.grad_scale = record, run, grad_scale
-        self.drains = may_owe and record.assignment.drain
+        self.drains = may_drain and record.assignment.drain
         # Whether averages are looked at for infs. Every rank must reach the same verdict, also one that keeps no
         # residual (another is the root), since planners move by it together. A plain step without loss scaling
         # goes without: the look would cost a reading pass over all gradients, and nobody skips the step.

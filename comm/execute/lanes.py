@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +56,9 @@ Queue = Lane | Literal["launch"]
 
 IN_FLIGHT = 8
 """Exchanges of one lane that are on the wire at the same time, at most."""
+
+OVERTAKEN = 16
+"""Of a lane so many tasks that wait are passed by, at most: each is looked at whenever something may start."""
 
 
 @dataclass(eq=False)
@@ -143,6 +146,7 @@ class Lanes:
         self.lock = threading.RLock()
         """Of the scheduler and of its owner: callbacks run in both directions."""
         self._queues: dict[Queue, deque[Node]] = {lane: deque() for lane in (*Lane, LAUNCH)}
+        self._under_way: Counter[Queue] = Counter()
         self._ready: set[int] = set()
         self._offload_width = offload_width
         self._to_issue: deque[Node] = deque()
@@ -196,7 +200,8 @@ class Lanes:
     def submit(self, thread: str, job: Callable[[], None]) -> None:
         """Run ``job`` on a thread of the scheduler, outside the order (used between iterations)."""
         with self.lock:
-            self._team(thread).submit(job)
+            if not self._closed:
+                self._team(thread).submit(job)
 
     def close(self) -> list[threading.Thread]:
         """Stop the threads once they are idle, and return them. Does not wait: a lane may sit in a collective."""
@@ -219,14 +224,17 @@ class Lanes:
     def _pump(self) -> None:
         """Start every node whose turn has come; those to issue are queued until the lock is free."""
         for lane, queue in self._queues.items():
+            waiting = 0
             for node in queue:
                 if not node.started and self._may_start(node):
                     self._start(node)
-                if not _lets_by(node, lane):
+                waiting += not node.started
+                if waiting > OVERTAKEN or not _lets_by(node, lane):
                     break
 
     def _start(self, node: Node) -> None:
         node.started = True
+        self._under_way.update(node.lanes)
         if node.issue is not None:
             self._to_issue.append(node)
         else:
@@ -244,9 +252,8 @@ class Lanes:
     def _has_turn(self, node: Node, lane: Queue) -> bool:
         """Whether nothing is ahead of it, or only what lets it by, and the lane has room beside what is under way."""
         room = self._offload_width if lane is Lane.OFFLOAD else IN_FLIGHT if node.travels else 1
-        queue = self._queues[lane]
-        ahead = itertools.takewhile(lambda other: other is not node, queue)
-        return all(_lets_by(other, lane) for other in ahead) and sum(other.started for other in queue) < room
+        ahead = itertools.takewhile(lambda other: other is not node, self._queues[lane])
+        return self._under_way[lane] < room and all(_lets_by(other, lane) for other in ahead)
 
     def _launched(self, node: Node) -> None:
         """An exchange has begun: the next one may."""
@@ -304,6 +311,7 @@ class Lanes:
             if self._failed or self._closed:
                 return
             node.done = True
+            self._under_way.subtract(node.lanes)
             for lane in node.lanes:
                 self._queues[lane].remove(node)  # at the head, but for what it overtook or was on the wire with
             self._pump()

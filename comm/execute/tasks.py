@@ -87,7 +87,7 @@ class Tasks:
         scale = 1.0 if iteration.grad_scale is None else iteration.grad_scale
         if context.velocities is not None:
             context.velocities.clip(bucket, buffer, context.cluster.num_ranks, scale, context.memory)
-        now = Round(iteration.record.iteration, scale, iteration.record.assignment.drain)
+        now = Round(iteration.record.iteration, scale, iteration.drains)
         for program in self._of_bucket[bucket.index]:
             program.bind(buffer, now)
         iteration.run.prepared(bucket.index)

@@ -340,7 +340,8 @@ class ResidualStore:
             residual.commit()
         for tensor, start, numel, _ in self._used:
             self.carry[tensor][start : start + numel] = 0
-        self.unsent = {tensor for tensor, values in self.carry.items() if values.any()}
+        if self.waits:
+            self.unsent = {tensor for tensor, values in self.carry.items() if values.any()}
         for tensor, start, numel, left in self._used:
             if left is not None:
                 self.carry[tensor][start : start + numel] = left

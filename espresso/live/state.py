@@ -243,8 +243,8 @@ class EspressoState(View):
 
     def flush(self) -> None:
         """Send all that is owed with the next gradients, exactly: that step is not compressed. All ranks, between the
-        same two steps. A step with an inf or NaN does not count; then it is the one after it. Tensors that a step does
-        not use (``find_unused_parameters``) are waited for, 100 steps at most; a warning names them.
+        same two steps. A step with an inf or NaN does not count; then it is the one after it. On a CPU tensors that a
+        step does not use (``find_unused_parameters``) are waited for, 100 steps at most; a warning names them.
         """
         if self._session is not None:
             self._session.flush()
