@@ -65,7 +65,8 @@ def code_tile(
 ) -> None:  # fmt: skip
     """Write places and signs of the ``num`` elements that are sent of the tile at ``low``, and what is left of them.
 
-    Indices are unsigned: of others Numba asks each time whether they count from the end, which is a third of the work.
+    What indices are made of is unsigned: of others Numba asks each time whether they count from the end, which is a
+    third of the work. (Where the word's number is unsigned too, the loop is compiled to one of half the speed.)
     """
     bits, mask, sign = np.uint64(place), np.uint64((1 << place) - 1), np.uint64(1 << place)
     word, ones, at = np.uint64(0), np.uint32(0), np.uint64(0)
@@ -76,13 +77,12 @@ def code_tile(
         negative = numbers[slot] < 0
         here = np.uint64(index[slot]) - np.uint64(low)
         bit = np.uint64(slot) + (here >> bits)
-        ahead = bit >> np.uint64(5)
-        ones = np.uint32(1) << np.uint32(bit & np.uint64(31)) | (ones if ahead == word else np.uint32(0))
-        word = ahead
+        ones = np.uint32(1) << np.uint32(bit % 32) | (ones if bit // 32 == word else np.uint32(0))
+        word = bit // 32
         uppers[word] = ones
         held |= (here & mask | (sign if negative else np.uint64(0))) << width
         width += bits + np.uint64(1)
-        if width >= np.uint64(32):
+        if width >= 32:
             lowers[at] = np.uint32(held & np.uint64(0xFFFFFFFF))
             at += np.uint64(1)
             held >>= np.uint64(32)

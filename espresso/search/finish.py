@@ -31,8 +31,8 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     if terms.all_kinds and not terms.for_exactness and space.constraints is None:
         if space.budgets is None:
             return result
-        rows = tuple(_noted(space, row) for row in result.alternatives)
-        return replace(result, chosen=_noted(space, result.chosen), alternatives=rows)
+        noted = tuple(_noted(space, row) for row in result.alternatives)
+        return replace(result, chosen=_noted(space, result.chosen), alternatives=noted)
     settler = Settler(job, terms, space.ledger)
     plain = _plain(job, space, result)
     plain = replace(plain, predicted_us=settler.priced(plain).predicted_us)
