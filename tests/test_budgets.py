@@ -34,7 +34,7 @@ from espresso.search.evaluator import Evaluator
 from espresso.search.exchanges import exchange
 from espresso.search.frontier import frontier
 from espresso.search.relaxation import relax
-from espresso.search.search import replan, search
+from espresso.search.search import BudgetError, replan, search
 from espresso.search.settle import finer, kinds_of
 from espresso.search.space import SENSITIVITY
 from espresso.search.splitting import NEAR
@@ -271,6 +271,26 @@ def test_the_frontier_trades_time_for_error_and_memory():
             (other.predicted_us, other.error, other.residual_bytes),
         )
         assert not all(a <= b for a, b in zip(*better, strict=True))
+
+
+def test_the_frontier_is_searched_as_the_job_and_its_terms_say():
+    job = mixed_job(4)
+    told = frontier(job, [TOY, FP16], sensitivity=LOSSES, points=3, payload=two_sizes)
+    measured = frontier(replace(job, meta={SENSITIVITY: LOSSES.to_json()}), [TOY, FP16], points=3, payload=two_sizes)
+    assert [point.error for point in measured] == [point.error for point in told]
+    cut = frontier(
+        job, [TOY, FP16], sensitivity=LOSSES, points=3, terms=Terms(partition_bytes=32_768), payload=two_sizes
+    )  # fmt: skip
+    assert {point.result.strategy.partition_bytes for point in cut if point.error} == {32_768}
+
+
+def test_the_frontier_knows_what_tensors_are_forced_to():
+    job, forced = mixed_job(4), Terms(constraints=Constraints(force={"t0": "fp16"}))
+    points = frontier(job, [TOY], points=4, terms=forced, payload=two_sizes)
+    assert len(points) == 3, "what is forced owes something: no budget of nothing"
+    assert {point.result.strategy.choices["t0"].compressor for point in points} == {FP16}
+    with pytest.raises(BudgetError):  # nobody says what fp16 owes
+        frontier(job, [TOY], sensitivity=Sensitivity({TOY: {"*": 0.8}}), terms=forced, payload=two_sizes)
 
 
 # -- constraints -----------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from espresso.model.job import Job
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.search.error_budget import Sensitivity, normal_sensitivity
 from espresso.search.result import SearchResult
-from espresso.search.search import search
+from espresso.search.search import BudgetError, search
+from espresso.search.space import sensitivity_of
 from espresso.search.terms import MB, Terms
-from espresso.strategies import CompressorSpec
+from espresso.strategies import NONE, CompressorSpec
 
 
 @dataclass(frozen=True)
@@ -42,26 +43,41 @@ def frontier(
     """Time against error and memory, from the fastest strategy down to the uncompressed one.
 
     Budgets are equal steps between what the fastest strategy without a budget spends and zero; no point is worse than
-    another in everything.
+    another in everything. Where forced tensors spend more than a budget it has no point.
 
     Args:
+        sensitivity: what compressors owe; by default as the job says, else of normal numbers.
         points: budgets of error.
         memory_points: budgets of memory for each of them; 1: none.
         terms: what else holds, for every point.
+
+    Raises:
+        JobError: as :func:`espresso.search.search.search`; :class:`BudgetError` where no budget has a point.
     """
-    known = sensitivity or normal_sensitivity(specs)
     given = replace(terms or Terms(), error_budget=None, residual_budget_mb=None)
-    free = search(job, specs, sensitivity=known, terms=given, payload=payload)
+    forced = (spec for spec in given.constraints.forced() if spec != NONE)
+    known = sensitivity_of(job, sensitivity) or normal_sensitivity((*specs, *forced))
+
+    def find(terms: Terms) -> SearchResult:
+        return search(job, specs, sensitivity=known, partitions=given.partitions, terms=terms, payload=payload)
+
+    free = find(given)
     # The fastest may be a baseline with a compressor that nobody gave a sensitivity for.
     most = max((max(rows.values(), default=0.0) for rows in known.owed.values()), default=0.0)
     most = most if free.error is None else free.error
     found = [] if free.error is None else [_point(free)]
+    refused: BudgetError | None = None
     for part in range(points - 2, -1, -1):
         error = most * part / (points - 1)
         for memory in range(memory_points, 0, -1):
             limit = None if memory == memory_points else free.residual_bytes / MB * memory / memory_points
             at = replace(given, error_budget=error, residual_budget_mb=limit)
-            found.append(_point(search(job, specs, sensitivity=known, terms=at, payload=payload)))
+            try:
+                found.append(_point(find(at)))
+            except BudgetError as error:
+                refused = error
+    if refused is not None and not found:
+        raise refused
     return _undominated(found)
 
 

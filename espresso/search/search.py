@@ -46,6 +46,10 @@ GREEDY = "Espresso's greedy"
 """The same two algorithms, begun from the best baseline where that is below; above none."""
 
 
+class BudgetError(JobError):
+    """No strategy keeps to the budgets."""
+
+
 @dataclass
 class _Found:
     """A strategy on the way: candidates per unit of one evaluator."""
@@ -269,7 +273,7 @@ def _search_buckets(
     space.ledger.kinds_of(choice for row in found for choice in row.choices)
     allowed = [fitted for row in found if (fitted := _fitted(space, row)) is not None]
     if not allowed:
-        raise JobError("no strategy that the search knows keeps to the budgets with what tensors are forced to")
+        raise BudgetError("no strategy that the search knows keeps to the budgets with what tensors are forced to")
     refined = refine(
         job, found[0].evaluator,
         [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in allowed],
@@ -451,6 +455,7 @@ def _ranked(job: Job, row: _Found) -> Ranked:
 __all__ = [
     "GREEDY",
     "PUBLISHED",
+    "BudgetError",
     "advised_bucket_cap",
     "lay_out",
     "replan",

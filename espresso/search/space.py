@@ -69,6 +69,17 @@ def check_specs(
     return tuple(dict.fromkeys(spec for spec in specs if spec != NONE))
 
 
+def sensitivity_of(job: Job, given: Sensitivity | None) -> Sensitivity | None:
+    """What compressors owe: as given, else as it was measured on the job's run; None where nobody says.
+
+    Raises:
+        JobError: the job's is faulty.
+    """
+    if given is None and SENSITIVITY in job.meta:
+        return Sensitivity.from_json(job.meta[SENSITIVITY])
+    return given
+
+
 def space_of(
     job: Job,
     specs: tuple[CompressorSpec, ...],
@@ -86,8 +97,7 @@ def space_of(
     forced = terms.constraints.forced()
     offered = tuple(dict.fromkeys(specs + tuple(more for spec in specs for more in finer(spec))))
     known = tuple(dict.fromkeys((*offered, *(spec for spec in forced if spec != NONE))))
-    if sensitivity is None and SENSITIVITY in job.meta:
-        sensitivity = Sensitivity.from_json(job.meta[SENSITIVITY])
+    sensitivity = sensitivity_of(job, sensitivity)
     asked = terms.error_budget is not None or terms.for_exactness > 0
     if sensitivity is None and asked:
         sensitivity = normal_sensitivity(known)
@@ -113,4 +123,4 @@ def space_of(
     return Space(specs, training, offloaded, raw_choices(job.cluster), every, payload, terms, ledger, certified)
 
 
-__all__ = ["SENSITIVITY", "Space", "check_specs", "space_of"]
+__all__ = ["SENSITIVITY", "Space", "check_specs", "sensitivity_of", "space_of"]
