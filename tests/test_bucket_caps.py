@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from espresso.model.bucket_caps import caps_for, rebucketed
+from espresso.model.bucket_caps import as_asked, caps_for, rebucketed
 from espresso.model.links import AlphaBeta, Links
 from espresso.model.presets import job_from_trace
 from espresso.search.search import advised_bucket_cap, replan, search
@@ -91,6 +91,25 @@ def test_a_split_bucket_stays_split_when_replanned():
     assert len(set(old.strategy.choices.values())) == 2
     again = replan(job, old.strategy, payload=tenth)
     assert again.predicted_us <= old.predicted_us * (1 + 1e-9)
+
+
+def test_a_bucket_size_is_kept_when_replanned():
+    job = ddp_job([MIB] * 8, [0, *[3000] * 7], beta=2.0)
+    old = search(job, TOY, payload=tenth, bucket_caps=None)
+    again = replan(job, old.strategy, payload=tenth)
+    assert again.baselines["old strategy"] == pytest.approx(old.predicted_us)
+    assert again.predicted_us <= old.predicted_us * (1 + 1e-9)
+    assert {row.strategy.bucket_cap_mb for row in (again.chosen, *again.alternatives)} == {old.bucket_cap_mb}
+    assert again.plan.buckets == old.plan.buckets
+
+
+def test_buckets_that_are_as_asked_stay_as_they_were_measured():
+    small = rebucketed(ddp_job([MIB] * 4, [0, 10, 10, 10]), 2)
+    measured = replace(small, bucket_ready_us=tuple(at + 5.0 for at in small.ready_us))
+    assert as_asked(measured, 2) is as_asked(measured, None) is measured
+    assert as_asked(measured, 1).ready_us == (0.0, 10.0, 20.0, 30.0)
+    paper = make_job([10], [0])
+    assert as_asked(paper, 25) is paper
 
 
 def test_advice_compares_like_with_like():

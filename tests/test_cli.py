@@ -22,6 +22,8 @@ from espresso.model.payload_sizes import compressed, offloaded
 from espresso.search.search import GREEDY, PUBLISHED
 from espresso.show.flight_events import step_events
 from espresso.strategies import Choice, Cluster, CompressorSpec, Strategy, TensorSpec, parse_option
+from tests.test_bucket_caps import ddp_job
+from tests.timeline_jobs import compute
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNER = CliRunner()
@@ -210,6 +212,21 @@ def test_simulate_agrees_with_search_and_writes_both_files(files: dict[str, Path
     named = tmp_path / "named.json"
     replace(Job.load(files["job"]), model="a[red]b[/x]").save(named)
     assert "a[red]b[/x], " in espresso("simulate", named, files["strategy"]).stdout
+
+
+def test_a_strategys_bucket_size_is_simulated_and_replanned(tmp_path: Path) -> None:
+    job, strategy, again = (tmp_path / f"{name}.json" for name in ("job", "strategy", "again"))
+    # One bucket leaves the link idle until backward ends; small ones overlap.
+    ddp_job([1 << 18] * 8, [0, *[3000] * 7], beta=8.0, costs=compute(2.0, 1.0)).save(job)
+    found = printed(espresso("search", job, "-c", "efsignsgd", "--bucket-caps", "-o", strategy, "--json"))
+    assert found["bucket_cap_mb"]
+    body = printed(espresso("simulate", job, strategy, "--json"))
+    assert body["predicted_us"] == pytest.approx(found["predicted_us"], rel=1e-9)
+    assert body["uncompressed_us"] == pytest.approx(found["bucket_caps"][0]["uncompressed_us"], rel=1e-9)
+    replanned = espresso("search", job, "-c", "efsignsgd", "--from", strategy, "-o", again)
+    assert f"bucket_cap_mb={found['bucket_cap_mb']:g}): as the old strategy asks" in replanned.output
+    assert Strategy.load(again).bucket_cap_mb == found["bucket_cap_mb"]
+    assert printed(espresso("simulate", job, again, "--json"))["predicted_us"] <= body["predicted_us"] * (1 + 1e-9)
 
 
 def test_simulate_shows_a_recorded_step_beside_the_predicted_one(files: dict[str, Path], tmp_path: Path) -> None:

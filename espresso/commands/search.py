@@ -272,11 +272,10 @@ def _remarks(result: "SearchResult") -> list[str]:
 
     lines = []
     if result.bucket_cap_mb is not None:
-        own = result.caps[0].predicted_us
-        lines.append(
-            f"set DistributedDataParallel(bucket_cap_mb={result.bucket_cap_mb:g}): with the buckets of the job"
-            f" the best is {human_us(own)}"
-        )
+        why = "as the old strategy asks"
+        if result.caps:
+            why = f"with the buckets of the job the best is {human_us(result.caps[0].predicted_us)}"
+        lines.append(f"set DistributedDataParallel(bucket_cap_mb={result.bucket_cap_mb:g}): {why}")
     elif result.caps:
         lines.append("the job's own bucket size stays: no other gains 2 %")
     terms = result.terms

@@ -92,13 +92,18 @@ def simulate(
 
 
 def _timelines(job: "Job", strategy: "Strategy") -> "tuple[Timeline, Timeline]":
-    """The timelines of the strategy and of plain flat allreduce, each in its list-scheduled order."""
+    """The timelines of the strategy, in the buckets that it asks for, and of plain flat allreduce in the job's own.
+
+    Each is in its list-scheduled order.
+    """
+    from espresso.model.bucket_caps import as_asked
     from espresso.model.timeline import simulate as run
     from espresso.search.search import lay_out
     from espresso.strategies import Strategy
 
     plain = Strategy.uniform(strategy.tensors, strategy.cluster, partition_bytes=0)
-    return run(lay_out(job, strategy), job), run(lay_out(job, plain), job)
+    asked = as_asked(job, strategy.bucket_cap_mb)
+    return run(lay_out(asked, strategy), asked), run(lay_out(job, plain), job)
 
 
 def _write(

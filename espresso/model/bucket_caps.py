@@ -48,6 +48,19 @@ def rebucketed(job: Job, bucket_cap_mb: float) -> Job:
     )
 
 
+def as_asked(job: Job, bucket_cap_mb: float | None) -> Job:
+    """The job in the buckets that a strategy asks for; as it is where it has them, or where nothing can be asked."""
+    if bucket_cap_mb is None or job.mode is not Mode.DDP:
+        return job
+    laid = rebucketed(job, bucket_cap_mb)
+    return job if held(laid) == held(job) else laid  # they were measured
+
+
+def held(job: Job) -> list[set[str]]:
+    """The gradients of each bucket."""
+    return [{slot.tensor for slot in bucket.slots} for bucket in job.laid_out]
+
+
 def in_buckets(job: Job, buckets: Sequence[Bucket]) -> Job:
     """The same gradients in these buckets: each is handed over with its last gradient, and none before another."""
     ready = dict(zip((tensor.name for tensor in job.tensors), accumulate(job.gaps_us), strict=True))
@@ -70,4 +83,4 @@ def caps_for(job: Job) -> tuple[float, ...]:
     return tuple(kept)
 
 
-__all__ = ["CAPS_MB", "caps_for", "in_buckets", "rebucketed"]
+__all__ = ["CAPS_MB", "as_asked", "caps_for", "held", "in_buckets", "rebucketed"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from espresso.model.bucket_caps import caps_for, in_buckets, rebucketed
+from espresso.model.bucket_caps import as_asked, caps_for, held, in_buckets, rebucketed
 from espresso.model.job import Job, JobError
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import shared_pricer
@@ -149,17 +149,12 @@ def advised_bucket_cap(
         return CapRow(cap, len(other.laid_out), found.predicted_us, found.uncompressed_us)
 
     others = {cap: rebucketed(job, cap) for cap in caps}
-    rows = [found_in(other, cap) for cap, other in others.items() if _held(other) != _held(job)]
+    rows = [found_in(other, cap) for cap, other in others.items() if held(other) != held(job)]
     if not rows:
         return None
     best = min(rows, key=lambda row: row.predicted_us)
     own_us = min(result.predicted_us, found_in(in_buckets(job, job.laid_out), None).predicted_us)
     return best if best.predicted_us < own_us / NEAR else None
-
-
-def _held(job: Job) -> list[set[str]]:
-    """The gradients of each bucket."""
-    return [{slot.tensor for slot in bucket.slots} for bucket in job.laid_out]
 
 
 @_collector_waits()
@@ -174,8 +169,9 @@ def replan(
 ) -> SearchResult:
     """Search from an old strategy, for a job whose costs changed: much faster than from scratch.
 
-    Only the old partition size is searched and certified, the paper's algorithms are left out, and of the
-    baselines only ``uncompressed`` is looked at; the result is above neither it nor the old strategy.
+    Only the old partition size, in the buckets that the old strategy asks for, is searched and certified, the paper's
+    algorithms are left out, and of the baselines only ``uncompressed`` is looked at; the result is above neither it nor
+    the old strategy.
 
     Args:
         compressor: by default those that the old strategy uses.
@@ -187,6 +183,7 @@ def replan(
     """
     started = time.perf_counter()
     old.check_model(job.tensors, job.cluster)
+    job = as_asked(job, old.bucket_cap_mb)
     used = dict.fromkeys(choice.compressor for choice in old.choices.values())
     terms = terms or Terms.of(old.notes) or Terms()
     space = space_of(
@@ -209,7 +206,16 @@ def replan(
     baselines = {row.name: row.makespan_us for row in rows[:2]}
     plain_us = rows[0].makespan_us
     result = _result(job, space, allowed, plain_us, baselines, False, started, refined.bound_us, refined, algorithms_ms)
-    return settled(job, space, result, (old.partition_bytes,))
+    return _asking(old.bucket_cap_mb, settled(job, space, result, (old.partition_bytes,)))
+
+
+def _asking(bucket_cap_mb: float | None, result: SearchResult) -> SearchResult:
+    """The result whose strategies ask for this bucket size."""
+    chosen, *others = (
+        replace(row, strategy=replace(row.strategy, bucket_cap_mb=bucket_cap_mb))
+        for row in (result.chosen, *result.alternatives)
+    )
+    return replace(result, chosen=chosen, alternatives=tuple(others))
 
 
 def _with_caps(results: Sequence[SearchResult], caps: Sequence[float | None]) -> SearchResult:
