@@ -369,14 +369,29 @@ def test_strategy_of_another_model_does_not_fit(files: dict[str, Path], tmp_path
     refused(espresso("validate", files["strategy"], "--job", wide), "4 nodes")
 
 
-def test_strategy_with_an_unknown_compressor_is_invalid(files: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("spec", "named"), [("zip", "'zip'"), ("dgc:rate=1", "'rate'")])
+def test_strategy_with_an_unknown_compressor_is_invalid(
+    files: dict[str, Path], tmp_path: Path, spec: str, named: str
+) -> None:
     body = json.loads(files["strategy"].read_text())
     row = next(row for row in body["tensors"] if row["compressor"] != "none")
-    row["compressor"] = "zip"
+    row["compressor"] = spec
     path = tmp_path / "zip.json"
     path.write_text(json.dumps(body))
-    refused(espresso("validate", path), row["name"], "'zip'")
-    refused(espresso("explain", path), row["name"], "'zip'")
+    refused(espresso("validate", path), row["name"], named)
+    refused(espresso("explain", path), row["name"], named)
+    refused(espresso("simulate", files["job"], path), row["name"], named)
+    refused(espresso("search", files["job"], "-c", "dgc:ratio=0.01", "--from", path), row["name"], named)
+
+
+def test_a_job_with_costs_for_no_compressor_of_ours_says_so(files: dict[str, Path], tmp_path: Path) -> None:
+    body = json.loads(files["job"].read_text())
+    for row in body["costs"]["compute"]:
+        row["spec"] = row["spec"].replace("dgc", "Foo")
+    path = tmp_path / "foo.json"
+    path.write_text(json.dumps(body))
+    for command in ("search", "compare", "what-if"):
+        refused(espresso(command, path, "-c", "auto"), "the job has costs for Foo", "'Foo' is not a compressor id")
 
 
 @pytest.mark.parametrize(

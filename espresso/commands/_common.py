@@ -218,18 +218,18 @@ def parse_compressors(texts: Sequence[str], option: str = "--compressor ") -> tu
     Raises:
         UserError: not of the form name:key=value, an unknown compressor, an unknown or wrong parameter.
     """
+    return tuple(_checked(text, f"{option}{text}", ExitStatus.USAGE) for text in texts if text != AUTO)
+
+
+def _checked(text: str, where: str, status: ExitStatus) -> CompressorSpec:
     from espresso.compressors import create
 
-    specs = []
-    for text in texts:
-        if text == AUTO:
-            continue
-        try:
-            specs.append(CompressorSpec.parse(text))
-            create(specs[-1])
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{option}{text}: {error}", ExitStatus.USAGE) from None
-    return tuple(specs)
+    try:
+        spec = CompressorSpec.parse(text)
+        create(spec)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{where}: {error}", status) from None
+    return spec
 
 
 def compressors_of(texts: Sequence[str], job: "Job") -> tuple[CompressorSpec, ...]:
@@ -240,7 +240,9 @@ def compressors_of(texts: Sequence[str], job: "Job") -> tuple[CompressorSpec, ..
     """
     specs = parse_compressors(texts)
     if AUTO in texts:
-        specs += tuple(CompressorSpec.parse(cost.spec) for cost in job.costs.compute)
+        where = f"--compressor {AUTO}: the job has costs for"
+        of_job = dict.fromkeys(cost.spec for cost in job.costs.compute)
+        specs += tuple(_checked(text, f"{where} {text}", ExitStatus.FAILED) for text in of_job)
     return tuple(dict.fromkeys(specs))
 
 

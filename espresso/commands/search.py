@@ -115,6 +115,7 @@ def search(
     json_output: JsonFlag = False,
 ) -> None:
     """Search the strategy with the shortest predicted iteration, or nearly (see --all-kinds), and say what it chose."""
+    from espresso.compressors.schedule import check_choices
     from espresso.strategies import Strategy
 
     check_output(output)
@@ -146,6 +147,7 @@ def search(
         owed = None if sensitivity is None else Sensitivity.load(sensitivity)
         if old is not None:
             begun = Strategy.load(old)
+            check_choices(begun)
             asked = automatic is not None or any(value is not None for value in (*given.values(), *limits.values()))
             result = replan(loaded, begun, compressor=specs, terms=terms if asked else None, sensitivity=owed)
         else:

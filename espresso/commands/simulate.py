@@ -47,6 +47,7 @@ def simulate(
     json_output: JsonFlag = False,
 ) -> None:
     """Predict one iteration of a job under a strategy, lane by lane."""
+    from espresso.compressors.schedule import check_choices
     from espresso.flight.form import load_run
     from espresso.model.job import Job
     from espresso.show.flight_events import step_events
@@ -57,6 +58,7 @@ def simulate(
     check_output(trace)
     check_output(plot, *IMAGE_FORMATS)
     loaded_job, loaded = Job.load(job), Strategy.load(strategy)
+    check_choices(loaded)
     loaded.check_model(loaded_job.tensors, loaded_job.cluster)
     with working(f"Simulating {loaded_job.model}"):
         timeline, plain = _timelines(loaded_job, loaded)
