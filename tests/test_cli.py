@@ -734,6 +734,13 @@ def test_search_within_budgets_and_constraints(tmp_path: Path) -> None:
     again = printed(espresso("search", job, "-c", "efsignsgd", "-c", "fp16", "--from", strategy, "--json"))
     assert again["constraints"] == body["constraints"]
     assert again["error_budget"] == 2.5
+    # An option takes the place of that one term.
+    replanned = ("search", job, "-c", "efsignsgd", "-c", "fp16", "--from", strategy, "--json")
+    again = printed(espresso(*replanned, "--residual-budget-mb", "300", "--most-compressions", "0"))
+    assert again["constraints"] == {**body["constraints"], "most_compressions": 0}
+    assert (again["error_budget"], again["residual_budget_mb"]) == (2.5, 300)
+    assert printed(espresso(*replanned, "--no-automatic"))["constraints"] == {}
+    refused(espresso(*replanned, "--bucket-caps"), "leave --bucket-caps out", status=2)
     told = espresso("explain", strategy)
     assert "gradients_owed: " in told.output
     assert "residual_mb: " in told.output

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from espresso.search.frontier import FrontierPoint
     from espresso.search.result import SearchResult
     from espresso.search.terms import Terms
-    from espresso.strategies import CompressorSpec
+    from espresso.strategies import CompressorSpec, Strategy
 
 
 @user_errors
@@ -95,13 +95,13 @@ def search(
     plot: Annotated[Path | None, picture_option("the frontier")] = None,
     old: Annotated[
         Path | None,
-        typer.Option("--from", help="Replan: begin with this strategy, much faster.", show_default=False),
+        typer.Option("--from", help="Replan: begin with this strategy and its terms, much faster.", show_default=False),
     ] = None,
     automatic: Annotated[
         bool | None,
         typer.Option(
             help="As automatic mode: small vectors stay exact; a little time goes into owing less, without a budget."
-            " By default where the job was measured on a live run.",
+            " By default where the job was measured on a live run; with --from, where the old strategy was.",
             show_default=False,
         ),
     ] = None,
@@ -122,6 +122,8 @@ def search(
     check_output(plot, *IMAGE_FORMATS)
     if old is not None and frontier is not None:
         raise UserError("--from replans one strategy; leave --frontier out", ExitStatus.USAGE)
+    if old is not None and bucket_caps:
+        raise UserError("--from keeps the old strategy's bucket size; leave --bucket-caps out", ExitStatus.USAGE)
     if memory_points > 1 and frontier is None:
         raise UserError("--memory-points goes with --frontier: give that too", ExitStatus.USAGE)
     if plot is not None and frontier is None:
@@ -134,7 +136,10 @@ def search(
     given = {
         "error_budget": error_budget, "residual_budget_mb": residual_budget_mb, "all_kinds": all_kinds or None
     }  # fmt: skip
-    terms = _terms(loaded, automatic, given, limits)
+    begun = None if old is None else Strategy.load(old)
+    if begun is not None:
+        check_choices(begun)
+    terms = _terms(loaded, begun, automatic, given, limits)
     for warning in terms.constraints.idle([tensor.name for tensor in loaded.tensors]):
         say(warning)
     points: list[FrontierPoint] = []
@@ -145,11 +150,8 @@ def search(
         from espresso.search.search import search as find
 
         owed = None if sensitivity is None else Sensitivity.load(sensitivity)
-        if old is not None:
-            begun = Strategy.load(old)
-            check_choices(begun)
-            asked = automatic is not None or any(value is not None for value in (*given.values(), *limits.values()))
-            result = replan(loaded, begun, compressor=specs, terms=terms if asked else None, sensitivity=owed)
+        if begun is not None:
+            result = replan(loaded, begun, compressor=specs, terms=terms, sensitivity=owed)
         else:
             sized = not terms.for_exactness if bucket_caps is None else bucket_caps
             result = find(
@@ -185,13 +187,19 @@ def _forced(text: str) -> tuple[str, str]:
     return pattern, choice
 
 
-def _terms(job: "Job", automatic: bool | None, given: dict[str, Any], limits: dict[str, Any]) -> "Terms":
-    """What the search keeps to: a live run's own terms, automatic mode's, or few kinds alone; then what was asked."""
+def _terms(
+    job: "Job", begun: "Strategy | None", automatic: bool | None, given: dict[str, Any], limits: dict[str, Any]
+) -> "Terms":
+    """What the search keeps to: the old strategy's terms, a live run's, automatic mode's, or few kinds alone; then what
+    was asked.
+    """
     from espresso.search.terms import AUTOMATIC, Terms
 
     live = Terms.of(job.meta)
     terms = Terms(all_kinds=False)
-    if automatic or (automatic is None and live is not None):
+    if automatic is None and begun is not None:
+        terms = Terms.of(begun.notes) or Terms()
+    elif automatic or (automatic is None and live is not None):
         terms = live or AUTOMATIC
     asked = {name: value for name, value in limits.items() if value is not None}
     said = {name: value for name, value in given.items() if value is not None}
