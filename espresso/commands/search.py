@@ -83,8 +83,8 @@ def search(
         bool | None,
         typer.Option(
             "--all-kinds",
-            help="The fastest, with however many kinds of choices; else up to 2 % go for fewer, and up to 2 % for not"
-            " cutting tensors.",
+            help="The fastest, with however many kinds of choices (for a job that was measured on a live run: with"
+            " --no-automatic); else up to 2 % go for fewer, and up to 2 % for not cutting tensors.",
         ),
     ] = None,
     frontier: Annotated[
