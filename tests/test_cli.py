@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from espresso.cli import app
+from espresso.comm.errors import DisagreementError, LostRankError
 from espresso.commands import _common
 from espresso.flight.form import Flight, Script, Span, StepRecord, Stretch
 from espresso.model.job import Job
@@ -678,6 +679,19 @@ def test_links_without_a_launcher_says_how(tmp_path: Path, monkeypatch: pytest.M
     refused(espresso("links"), "one rank has no links", status=2)
     monkeypatch.setenv("RANK", "5")
     refused(espresso("links"), "RANK=5", status=2)
+
+
+def test_links_between_ranks_that_disagree_or_do_not_come_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (own | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    for error in (DisagreementError("rank 1 runs another version"), LostRankError("rank 1 did not come")):
+
+        def measure(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("espresso.commands.links._measure", measure)
+        refused(espresso("links"), str(error))
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def links(
 ) -> None:
     """Measure the links between the ranks. Start it on all of them: torchrun … -m espresso links."""
     from espresso.comm.environment import export_environment
-    from espresso.comm.errors import TopologyError
+    from espresso.comm.errors import EspressoError, TopologyError
     from espresso.compressors.cuda import CudaUnavailableError
 
     try:
@@ -49,7 +49,7 @@ def links(
         check_output(output)
     try:
         cluster, measured, taken = _measure(launch.local_rank, ranks_per_node, shown=launch.rank == 0)
-    except (TopologyError, CudaUnavailableError) as error:
+    except (EspressoError, CudaUnavailableError) as error:
         raise UserError(str(error)) from None
     if launch.rank == 0:
         _print(cluster, measured, taken, output, json_output)
