@@ -340,6 +340,7 @@ def test_the_command_refuses_in_one_line(tmp_path):
         (["--nodes", "two"], "give whole numbers"),
         (["--rtt-ms", "soon"], "give numbers"),
         (["--device", str(path)], "needs --measured-on"),
+        (["--measured-on", str(path)], "needs --device"),
         (["--device", str(path), "--measured-on", str(path)], "a probe file is wanted here"),
     ):
         ran = run(str(path), *argv)

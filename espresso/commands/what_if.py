@@ -79,8 +79,13 @@ def what_if(
         raise UserError(
             "--device needs --measured-on: run espresso probe -o here.json where the job was measured", ExitStatus.USAGE
         )
+    if measured_on is not None and device is None:
+        raise UserError(
+            "--measured-on needs --device: run espresso probe -o there.json on the device that is asked about",
+            ExitStatus.USAGE,
+        )
     base = Change(
-        here=None if measured_on is None or device is None else Probe.load(measured_on),
+        here=None if measured_on is None else Probe.load(measured_on),
         there=None if device is None else Probe.load(device),
     )
     with working(f"Predicting {loaded.model}", searches=True) as progress:
