@@ -303,6 +303,13 @@ def test_the_command_says_what_a_repaired_host_brings(tmp_path):
     assert [row["host"] for row in body["repaired"]] == ["thin"]
     assert body["repaired"][0]["plain_us"] < 0.6 * body["rows"][0]["plain_us"]
     assert "thin as fast as the others" in run(str(path), "--no-threshold").stdout
+    # Under the conditions of the first row.
+    there = json.loads(run(str(path), "--no-threshold", "--nodes", "4,2", "--inter", "100mbit", "--json").stdout)
+    assert [(row["nodes"], row["inter_gbit"]) for row in there["repaired"]] == [(4, 0.1)]
+    assert there["repaired"][0]["plain_us"] <= there["rows"][0]["plain_us"]
+    # With a card like the others' the network is three times as fast, and this rate too far from it.
+    far = json.loads(run(str(path), "--no-threshold", "--inter", "15mbit", "--json").stdout)
+    assert far["repaired"] == []
 
 
 def run(*argv: str):

@@ -1,5 +1,6 @@
 """``espresso what-if``: the same job on another network, more machines, another device."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,12 +102,13 @@ def what_if(
             progress.update(f"{number + 1} of {len(asked)}", number / len(asked))
             rows.append(predict(loaded, specs, change))
         answers: dict[str, Any] = {}
+        first = asked[0]
         if threshold and rows[0].inter_gbit is not None:
-            first = asked[0]
             answers["stops_paying_gbit"] = stops_paying(loaded, specs, first, progress.describe)
             twice = 2 * (first.inter_gbit or own_gbit(loaded))
-            answers["twice"] = _twice(loaded, specs, first, twice)
-        answers["repaired"] = {host: predict(repaired(loaded, host), specs, base) for host in slowest(loaded)}
+            answers["twice"] = _in_range(loaded, specs, replace(first, inter_gbit=twice))
+        mended = {host: _in_range(repaired(loaded, host), specs, first) for host in slowest(loaded)}
+        answers["repaired"] = {host: row for host, row in mended.items() if row is not None}
     if plot is not None:
         from espresso.show.what_if import write_what_if
 
@@ -114,15 +116,13 @@ def what_if(
     _print(loaded, specs, rows, answers, json_output)
 
 
-def _twice(job: "Job", specs: "tuple[CompressorSpec, ...]", first: "Change", gbit: float) -> "Prediction | None":
-    """The first combination on a network twice as fast; None beyond the range."""
-    from dataclasses import replace
-
+def _in_range(job: "Job", specs: "tuple[CompressorSpec, ...]", change: "Change") -> "Prediction | None":
+    """What would be, or None where that is too far from what was measured."""
     from espresso.model.what_if import RangeError
     from espresso.search.what_if import predict
 
     try:
-        return predict(job, specs, replace(first, inter_gbit=gbit))
+        return predict(job, specs, change)
     except RangeError:
         return None
 
