@@ -392,6 +392,19 @@ def test_too_little_says_so() -> None:
     assert diagnose(flights[:2]).num_ranks == 3  # a rank's file is missing
 
 
+def test_steps_in_which_ranks_ran_unlike_things_say_nothing() -> None:
+    first, second, third = World().flights()
+    for other in (World(buckets=4), World(compressed=True)):
+        apart = other.flights()[1]
+        with pytest.raises(FlightError, match="too few steps"):
+            diagnose([first, apart, third])
+        late = tuple(replace(step, stretch=1) for step in second.steps[10:])
+        both = replace(second, stretches=(*apart.stretches, *second.stretches), steps=(*apart.steps[:10], *late))
+        run = Run([first, both, third])
+        assert run.turns[0].number > 10
+        assert diagnose(run.flights).clean
+
+
 # -- the command -----------------------------------------------------------------------------------------
 
 

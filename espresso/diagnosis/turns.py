@@ -100,7 +100,7 @@ class Run:
 
     Attributes:
         clocks: by rank.
-        stretch: what the newest steps ran; turns are theirs.
+        stretch: what the newest steps ran; turns are those in which every rank ran it.
         turns: oldest first.
 
     Raises:
@@ -122,6 +122,9 @@ class Run:
         wanted = self._steps[0][newest].stretch
         numbers = [n for n, step in self._steps[0].items() if step.stretch == wanted and n <= newest]
         numbers = [n for n in numbers if all(n in steps and steps[n].finite for steps in self._steps)]
+        alike = [{i for i, each in enumerate(flight.stretches) if each == self.stretch} for flight in self.flights]
+        ranks = list(zip(self._steps, alike, strict=True))
+        numbers = [n for n in numbers if all(steps[n].stretch in places for steps, places in ranks)]
         numbers = numbers[min(WARM_STEPS, len(numbers) // 4) :]
         self.turns = tuple(self._turn(a, b) for a, b in pairwise(numbers[-MOST_TURNS:]) if b == a + 1)
         if not self.turns:
