@@ -143,14 +143,6 @@ def place(scope: Scope, cluster: Cluster, rank: int, root: int) -> tuple[int, in
     return cluster.num_nodes, node, (root // cluster.ranks_per_node) % cluster.num_nodes
 
 
-def busiest_rank(cluster: Cluster, root: int = 0) -> int:
-    """A rank that is root of every rooted routine of partition ``root``; costs are charged there.
-
-    On flat options the flat root is the same rank: ``root % num_ranks`` in node-major order.
-    """
-    return root % cluster.num_ranks
-
-
 @lru_cache(maxsize=65536)
 def trace(option: Option, cluster: Cluster, size: int, rank: int = 0, root: int = 0) -> tuple[StepFlow, ...]:
     """Interpret ``option`` on a partition of ``size`` elements, as ``rank`` sees it.

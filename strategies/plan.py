@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from espresso.strategies.cluster import Cluster
-from espresso.strategies.flow import StepFlow, busiest_rank, trace
+from espresso.strategies.flow import StepFlow, trace
 from espresso.strategies.option import Device, Option, Routine, Scope, Step, StepKind, Word
 from espresso.strategies.spec import NONE
 from espresso.strategies.strategy import DTYPES, Choice, Strategy, StrategyError
@@ -228,12 +228,10 @@ class Plan:
             lists[self.position_of_bucket[bucket]].append(task.index)
         return tuple(map(tuple, lists))
 
-    def flows(self, partition: int, rank: int | None = None) -> tuple[StepFlow, ...]:
-        """What ``rank`` (by default the busiest one: the root) does for a partition, step by step."""
+    def flows(self, partition: int, rank: int) -> tuple[StepFlow, ...]:
+        """What ``rank`` does for a partition, step by step."""
         part = self.partitions[partition]
         group = self.groups[part.group]
-        if rank is None:
-            rank = busiest_rank(self.cluster, part.root)
         return trace(group.choice.option, self.cluster, part.numel, rank, part.root)
 
 

@@ -386,7 +386,7 @@ def test_steps_of_which_only_the_exchange_was_seen() -> None:
 def test_too_little_says_so() -> None:
     flights = World().flights()
     with pytest.raises(FlightError, match="too few steps"):
-        diagnose([flight.last(1) for flight in flights])
+        diagnose([replace(flight, steps=flight.steps[-1:]) for flight in flights])
     with pytest.raises(FlightError, match="no steps"):
         diagnose([replace(flight, steps=()) for flight in flights])
     assert diagnose(flights[:2]).num_ranks == 3  # a rank's file is missing

@@ -58,7 +58,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = load_run(tmp_path)
     assert [each.rank for each in found] == [0, 1]
     assert found[1] == flight(1, ticks=(Tick(1.0, 2.0, 3.0),))
-    assert str(found[0].of(found[0].steps[0]).step(found[0].steps[0].spans[1])) == "flat.allreduce"
+    assert str(found[0].of(found[0].steps[0]).task(found[0].steps[0].spans[1]).step) == "flat.allreduce"
 
 
 def test_a_file_is_bounded(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def compressed(rank: int) -> list[tuple[list[str], int, int]]:
         stretch = flight.of(each)
         for span in each.spans:
             assert span.issue_us <= span.start_us <= span.end_us <= each.done_us
-            assert (span.num_bytes > 0) == stretch.step(span).is_communication
-        steps = sorted({str(stretch.step(span)) for span in each.spans})
+            assert (span.num_bytes > 0) == stretch.task(span).step.is_communication
+        steps = sorted({str(stretch.task(span).step) for span in each.spans})
         assert len(each.spans) == len(stretch.plan.tasks)
         found.append((steps, sum(span.num_bytes for span in each.spans), each.bytes_sent))
     return found

@@ -125,10 +125,9 @@ def test_busy_time_counts_overlaps_once() -> None:
     assert busy_us(events) == {"offload": 17.0}
 
 
-def test_last_iteration_of_one_rank() -> None:
+def test_last_iteration_of_the_lowest_rank() -> None:
     events = [_ran(), _ran(iteration=8), _ran(iteration=9, rank=1)]
     assert [(event.rank, event.iteration) for event in last_iteration(events)] == [(0, 8)]
-    assert [(event.rank, event.iteration) for event in last_iteration(events, rank=1)] == [(1, 9)]
 
 
 # -- trace -------------------------------------------------------------------------------------------

@@ -151,14 +151,11 @@ class Run:
         """Of every turn in which all ranks looked at all tasks, every rank's spans, on the common clock."""
         for number in self._numbers:
             steps = [steps[number] for steps in self._steps]
-            if all(len(step.spans) >= self._least_spans(step) for step in steps) and steps[0].spans:
+            if all(len(step.spans) >= len(step.ready_us) for step in steps) and steps[0].spans:
                 yield [
                     tuple(_common(span, self.clocks[flight.rank]) for span in step.spans)
                     for flight, step in zip(self.flights, steps, strict=True)
                 ]
-
-    def _least_spans(self, step: StepRecord) -> int:
-        return len(step.ready_us)
 
     def _turn(self, before: int, number: int) -> Turn:
         parts, entered, forward = [], [], []

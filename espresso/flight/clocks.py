@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from espresso.flight.form import Flight, StepRecord, Tick
+from espresso.flight.form import Flight, Tick
 
 MOST_DRIFT = 1e-3
 """Microseconds a microsecond: no clock of a computer drifts so much; what says so is noise."""
@@ -97,12 +97,8 @@ def _is_sure(flight: Flight) -> bool:
 
 
 def _ends(flight: Flight) -> Mapping[int, float]:
-    return {step.number: _end(step) for step in flight.steps}
-
-
-def _end(step: StepRecord) -> float:
-    """When the last exchange ended on a rank."""
-    return step.done_us
+    """When the last exchange of each step ended on a rank."""
+    return {step.number: step.done_us for step in flight.steps}
 
 
 def _by_ends(flight: Flight, ends: Mapping[int, float], reference: Clock) -> Clock | None:

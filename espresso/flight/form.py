@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from espresso.strategies import Bucket, Cluster, FormError, Lane, Plan, Slot, Step, Strategy, Task, plan
+from espresso.strategies import Bucket, Cluster, FormError, Plan, Slot, Strategy, Task, plan
 from espresso.strategies import fields as forms
 from espresso.strategies.fields import faults, shown
 
@@ -147,17 +147,6 @@ class Stretch:
     def task(self, span: Span) -> Task:
         return self.plan.tasks[span.task]
 
-    def step(self, span: Span) -> Step:
-        return self.task(span).step
-
-    def bucket(self, span: Span) -> int:
-        """The number of the bucket that a span's task is for."""
-        laid = self.plan
-        return laid.groups[laid.partitions[self.task(span).partition].group].bucket
-
-    def lane(self, span: Span) -> Lane:
-        return self.task(span).lanes[0]
-
 
 class Tick(NamedTuple):
     """A look at rank 0's clock: at this moment ours was so far ahead, give or take."""
@@ -241,10 +230,6 @@ class Flight:
         """A number among the facts."""
         found = self.facts.get(name)
         return float(found) if isinstance(found, int | float) else default
-
-    def last(self, count: int) -> Flight:
-        """With the newest steps only."""
-        return Flight(**{**vars(self), "steps": self.steps[max(len(self.steps) - count, 0) :]})
 
     def to_json(self) -> dict[str, Any]:
         steps, values = list(self.steps), sum(step.num_values for step in self.steps)

@@ -139,10 +139,9 @@ def predicted_events(timeline: Timeline) -> list[LaneEvent]:
     return events
 
 
-def last_iteration(events: Sequence[LaneEvent], rank: int | None = None) -> list[LaneEvent]:
-    """The events of the newest iteration of one rank (by default the lowest): what a picture shows."""
-    if rank is None:
-        rank = min((event.rank for event in events), default=0)
+def last_iteration(events: Sequence[LaneEvent]) -> list[LaneEvent]:
+    """The events of the lowest rank's newest iteration: what a picture shows."""
+    rank = min((event.rank for event in events), default=0)
     mine = [event for event in events if event.rank == rank]
     newest = max((event.iteration for event in mine), default=0)
     return [event for event in mine if event.iteration == newest]
