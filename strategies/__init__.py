@@ -19,6 +19,7 @@ from espresso.strategies.option import (
     StepKind,
 )
 from espresso.strategies.plan import (
+    LINK_LANES,
     RANK_LANES,
     Bucket,
     Group,
@@ -58,6 +59,7 @@ from espresso.strategies.tree import (
 
 __all__ = [
     "DTYPES",
+    "LINK_LANES",
     "NONE",
     "PLAIN",
     "RANK_DEVICES",

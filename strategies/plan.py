@@ -48,6 +48,9 @@ class Lane(Word):
 RANK_LANES = (Lane.TRAINING, Lane.OFFLOAD, Lane.COPY)
 """A rank's own: in which order they take their tasks is of no matter to other ranks."""
 
+LINK_LANES = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN, Lane.SERVER_IN, Lane.SERVER_OUT)
+"""Those that exchanges cross one at a time, while others may be on their way."""
+
 
 class Stage(Word):
     """A task is a step itself or a copy between device and host: around an offloaded step, before a push, after a pull.

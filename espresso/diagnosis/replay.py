@@ -12,7 +12,7 @@ from statistics import median
 
 from espresso.diagnosis.turns import Part, Run, Turn
 from espresso.flight.form import Span
-from espresso.strategies import DTYPES, Bucket, Lane, Plan, Routine, StepKind
+from espresso.strategies import DTYPES, LINK_LANES, Bucket, Lane, Plan, Routine, StepKind
 from espresso.strategies.list_scheduling import Schedule, Width, schedule_tasks
 
 MOST_REPLAYED = 32
@@ -41,8 +41,6 @@ IN_FLIGHT = (2, 4, 8)
 
 CLOSE = 0.01
 """Errors of a replay that are no farther apart are alike."""
-
-LINKS = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN, Lane.SERVER_IN, Lane.SERVER_OUT)
 
 
 @dataclass(frozen=True)
@@ -323,7 +321,7 @@ def _ends(costs: Costs, ready: Sequence[float]) -> float:
 
 
 def _scheduled(costs: Costs, ready: Sequence[float]) -> Schedule:
-    widths = dict.fromkeys(LINKS, Width(1, costs.in_flight)) if any(costs.latency_us) else {}
+    widths = dict.fromkeys(LINK_LANES, Width(1, costs.in_flight)) if any(costs.latency_us) else {}
     return schedule_tasks(
         costs.plan, ready, costs.task_us, latency_us=costs.latency_us, widths=widths, order=costs.plan.order
     )

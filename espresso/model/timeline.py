@@ -15,7 +15,7 @@ from espresso.model.costs import Contention, CostModel
 from espresso.model.job import Job
 from espresso.model.pricing import Pricer, Work, price_plan
 from espresso.model.step_shapes import LANE_SETS
-from espresso.strategies import Lane, Plan
+from espresso.strategies import LINK_LANES, Lane, Plan
 from espresso.strategies.list_scheduling import BACKWARD, Credit, Pace, Schedule, Width, schedule_tasks
 
 BURSTS = Lane.INTER_OUT
@@ -99,9 +99,8 @@ def pace_of(contention: Contention, works: Sequence[Work]) -> Pace:
 
 def widths_of(costs: CostModel) -> dict[Lane, Width]:
     """The lanes with room for more than one task: the pool's, and the links', which one message crosses at a time."""
-    links = (Lane.INTRA, Lane.INTER_OUT, Lane.INTER_IN, Lane.SERVER_IN, Lane.SERVER_OUT)
     pool = Width(costs.offload_width, costs.offload_width)
-    return {Lane.OFFLOAD: pool, **dict.fromkeys(links, Width(1, costs.links.in_flight))}
+    return {Lane.OFFLOAD: pool, **dict.fromkeys(LINK_LANES, Width(1, costs.links.in_flight))}
 
 
 def simulate(plan: Plan, job: Job, *, pricer: Pricer | None = None) -> Timeline:
