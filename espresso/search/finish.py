@@ -39,6 +39,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     # What is forced is no plain allreduce, and no measure for what compression gains.
     settler.plain_us = result.uncompressed_us if terms.constraints.force else plain.predicted_us
     cap = result.strategy.bucket_cap_mb
+    plain = replace(plain, strategy=replace(plain.strategy, bucket_cap_mb=cap))
     rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
     if terms.for_exactness and (simple := settler.simplest(result)) is not None:
         rows = [*rows[:MAX_CANDIDATES], simple]
@@ -57,7 +58,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
         result,
         chosen=chosen,
         predicted_us=chosen.predicted_us,
-        uncompressed_us=settler.plain_us,
+        uncompressed_us=settler.plain_us if cap is None else result.uncompressed_us,
         lower_bound_us=bound,
         upper_bound_us=min(result.upper_bound_us, chosen.predicted_us),
         alternatives=tuple(one.row for one in kept),
