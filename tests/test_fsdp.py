@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import re
 import tempfile
@@ -380,6 +381,24 @@ def off_on_one_rank(rank: int) -> tuple[str, float]:
     return told, took_s
 
 
+def left_alone(rank: int) -> tuple[list[str], list[bool]]:
+    """A parameter that trains and that FSDP does not reduce: what is warned of; whether averages are the same on both
+    replicas, of what FSDP reduces and of that parameter.
+    """
+    said: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("espresso")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    model = shard(tiny(), ignored=("gain",))
+    logger.addHandler(handler)
+    state = registered(model)
+    logger.removeHandler(handler)
+    loss_of(model, rank, 0).backward()
+    state.check_replicas()
+    state.close()
+    head, gain = everybody((model.head.weight.grad.to_local().sum().item(), model.gain.grad.sum().item()))[rank ^ 2]
+    return said, [head == model.head.weight.grad.to_local().sum().item(), gain == model.gain.grad.sum().item()]
+
+
 def broken(rank: int) -> dict[str, Any]:
     """The network between two replicas of one shard breaks: every rank hears of it, long before a time-out."""
     model = shard(tiny())
@@ -528,6 +547,7 @@ SCENARIOS = (
     several_groups,
     switched_off,
     off_on_one_rank,
+    left_alone,
     scaled,
     broken,
     exact,
@@ -571,6 +591,14 @@ def test_a_rank_that_is_off_is_named_at_once_on_all_others(played: Played) -> No
         why = f"espresso is off on rank 0 (ESPRESSO_DISABLE) and not on rank {rank}: set it on all ranks or on none"
         assert told == (why if rank else "")
         assert seconds < 10
+
+
+def test_a_parameter_that_fully_shard_leaves_alone_is_warned_of(played: Played) -> None:
+    for said, same in played(left_alone):
+        assert said == [
+            "fully_shard has left these parameters alone, so nobody averages their gradients: ['gain']",
+        ]
+        assert same == [True, False]
 
 
 def test_an_overflow_in_one_shard_skips_the_step_on_every_rank(played: Played) -> None:

@@ -110,7 +110,7 @@ def _bind(model: torch.nn.Module, units: list[Unit]) -> BoundModel:
     named: dict[str, Any] = dict(named_gradients(model))
     left = [name for name, parameter in named.items() if id(parameter) not in dtypes]
     if left:
-        logger.warning("in no module that was given fully_shard, so nobody averages their gradients: %s", left[:5])
+        logger.warning("fully_shard has left these parameters alone, so nobody averages their gradients: %s", left[:5])
     sharded = {name: parameter for name, parameter in named.items() if id(parameter) in dtypes}
     groups = {tuple(dist.get_process_group_ranks(unit.shards)) for unit in units}
     if len(groups) > 1:

@@ -58,7 +58,9 @@ class BoundModel:
         """By name, of shards what is here; none if the model is gone."""
         module = self.module()
         found: Mapping[str, Any] = {} if module is None else named_gradients(module)
-        return found if self.shards is None else {name: parameter.to_local() for name, parameter in found.items()}
+        if self.shards is None:
+            return found
+        return {name: parameter.to_local() for name, parameter in found.items() if name in self.shards.starts}
 
 
 def named_gradients(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
