@@ -421,6 +421,22 @@ def broken(rank: int) -> dict[str, Any]:
     return found
 
 
+def begins_alike(rank: int) -> list[bool]:
+    """Whether every rank begins with rank 0's parameters and buffers, where each drew its own."""
+
+    def drawn(seed: int) -> nn.Module:
+        model = tiny(seed)
+        model.register_buffer("positions", torch.randn(7))
+        return model
+
+    model, first = drawn(rank), drawn(0)
+    state = espresso.fsdp.hybrid_shard(model, shards=2, strategy=uniform(), timeout_s=15.0, offload_threads=1)
+    state.close()
+    theirs = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    pairs = [*zip(theirs, first.parameters(), strict=True), *zip(model.buffers(), first.buffers(), strict=True)]
+    return [torch.equal(mine, its) for mine, its in pairs]
+
+
 def automatic(rank: int) -> dict[str, Any]:
     """Measured, searched, raced. Only the first shard's search finds something here, however small the model is."""
     search = online_search.find_candidates
@@ -432,7 +448,7 @@ def automatic(rank: int) -> dict[str, Any]:
         return [Candidate("signs", strategy, plan(strategy, buckets).order, buckets, 1.0)][rank % 2 :], result
 
     online_search.find_candidates = find
-    torch.manual_seed(rank)  # the helper sends the first replica's weights to the others
+    torch.manual_seed(rank)  # the helper sends rank 0's weights to the others
     model = Tiny()
     short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
     state = espresso.fsdp.hybrid_shard(
@@ -559,6 +575,7 @@ SCENARIOS = (
     used_apart,
     distributed_checkpoint,
     parts_of_a_batch,
+    begins_alike,
     automatic,
     decides_again,
     refused,
@@ -687,6 +704,12 @@ def test_what_is_owed_survives_other_shards_and_replicas(played: Played) -> None
 
 def test_a_module_that_is_reduced_twice_in_a_pass(played: Played) -> None:
     assert played(parts_of_a_batch) == [[True, True]] * 4
+
+
+def test_every_rank_begins_with_rank_0s_parameters_and_buffers(played: Played) -> None:
+    for same in played(begins_alike):
+        assert len(same) == len([*Tiny().parameters()]) + 1
+        assert all(same)
 
 
 def test_automatic_mode_decides(played: Played) -> None:

@@ -62,8 +62,8 @@ def hybrid_shard(
 ) -> EspressoState:
     """Shard a model inside every host, keep a replica of it on each, and average between them through espresso.
 
-    All ranks together. The first replica's parameters and buffers are sent to the others, as DDP does. Optimizers are
-    made afterwards: they hold the shards.
+    All ranks together. Rank 0's parameters and buffers are sent to all others, as DDP does: only there they need their
+    values. Optimizers are made afterwards: they hold the shards.
 
     Args:
         model: on the device where it is trained.
@@ -87,9 +87,9 @@ def hybrid_shard(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     mesh = hybrid_mesh(device.type, shards)
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    with torch.no_grad():
+    with torch.no_grad():  # before they are cut: a shard of each rank's own values would go unnoticed
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor, group=mesh["replicate"].get_group(), group_src=0)
+            dist.broadcast(tensor, src=0)
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=reshard_after_forward)
     if dist.get_backend(mesh["shard"].get_group()) == "gloo":
