@@ -509,6 +509,26 @@ def decides_again(rank: int) -> list[tuple[int, str, str]]:
     return history
 
 
+def without_shards(rank: int) -> dict[str, Any]:
+    """What ``shards`` is where it is left away: as a launcher says, on unlike hosts, and where no launcher says it."""
+
+    def laid() -> Any:
+        try:
+            return espresso.fsdp.hybrid_mesh("cpu").shape
+        except espresso.EspressoError as error:
+            return f"{type(error).__name__}: {error}"
+
+    found, said = {"said": laid()}, dict(os.environ)
+    try:
+        os.environ.update({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"} if rank == 3 else {})
+        found["unlike"] = laid()
+        del os.environ["LOCAL_WORLD_SIZE"]
+        found["unknown"] = laid()
+    finally:
+        os.environ.update(said)
+    return found
+
+
 def refused(rank: int) -> dict[str, str]:
     """The words of every refusal."""
     from torch.distributed._composable.replicate import replicate as by_ddp
@@ -578,6 +598,7 @@ SCENARIOS = (
     begins_alike,
     automatic,
     decides_again,
+    without_shards,
     refused,
 )
 
@@ -732,6 +753,16 @@ def test_shards_decide_again_together(played: Played) -> None:
     events = [event for _, event, _ in histories[0]]
     assert events[:2] == ["decided", "changed"]
     assert events[2] in ("kept", "switched")
+
+
+def test_shards_are_the_ranks_of_a_host_or_asked_for(played: Played) -> None:
+    for found in played(without_shards):
+        assert found["said"] == (2, 2)
+        assert found["unlike"] == (
+            "DisagreementError: rank 3 has another shards= (by default the ranks of a host) than rank 0 (2 on rank 0, 1"
+            " on rank 3); start all ranks alike"
+        )
+        assert found["unknown"].startswith("TopologyError: no launcher says how many ranks this host has: give shards=")
 
 
 def test_refusals_name_what_and_what_to_do(played: Played) -> None:

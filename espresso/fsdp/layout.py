@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from espresso.comm.environment import read_environment
+from espresso.comm.environment import check_settings, read_environment
 from espresso.comm.errors import TopologyError
+from espresso.comm.member import gathered
 from espresso.fsdp.private import check_version
 from espresso.fsdp.registration import register
 from espresso.live.config import Range, Settings
@@ -27,25 +28,43 @@ _POLICY = Range("a MixedPrecisionPolicy or None", (MixedPrecisionPolicy, type(No
 def hybrid_mesh(device_type: str, shards: int | None = None) -> DeviceMesh:
     """A mesh with the dimensions ``"replicate"`` and ``"shard"`` over all ranks.
 
+    All ranks together.
+
     Args:
-        shards: ranks that share one copy of the model; None takes the ranks of a host.
+        shards: ranks that share one copy of the model; None takes the ranks of a host, as the launcher says.
 
     Raises:
         TypeError: no whole number.
-        TopologyError: it does not divide the number of ranks, or there is no process group yet.
+        TopologyError: it does not divide the number of ranks, or no launcher says how many a host has, or there is no
+            process group yet.
+        DisagreementError: it is not the same on all ranks, as on hosts with unlike numbers of ranks.
     """
     _SHARDS.check("shards", shards)
     if not dist.is_initialized():
         raise TopologyError("torch.distributed is not initialised; call init_process_group before espresso")
     world_size = dist.get_world_size()
-    if shards is None:
-        launch = read_environment()
-        shards = (launch.local_world_size if launch is not None else 0) or 1
-    if shards < 1 or world_size % shards:
+    size = _ranks_of_this_host(world_size) if shards is None else shards
+    # Before the mesh: ranks that lay out unlike ones wait for each other in groups that the others do not make.
+    everybody = gathered(torch.tensor([size], device=device_type), world_size, None)
+    check_settings([{"shards= (by default the ranks of a host)": int(theirs)} for theirs in everybody])
+    if shards is None and not size:
         raise TopologyError(
-            f"shards={shards} does not divide the {world_size} ranks of this job: every copy of the model needs as many"
+            "no launcher says how many ranks this host has: give shards=, the number of ranks that share one copy of"
+            " the model"
         )
-    return init_device_mesh(device_type, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    if size < 1 or world_size % size:
+        raise TopologyError(
+            f"shards={size} does not divide the {world_size} ranks of this job: every copy of the model needs as many"
+        )
+    return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _ranks_of_this_host(world_size: int) -> int:
+    """As the launcher says; 0 where none does."""
+    if world_size == 1:
+        return 1
+    launch = read_environment()
+    return 0 if launch is None else launch.local_world_size
 
 
 def hybrid_shard(
@@ -69,13 +88,13 @@ def hybrid_shard(
         model: on the device where it is trained.
         blocks: modules of it that are gathered and reduced on their own, as a transformer's blocks; what is in none of
             them goes with the model itself.
-        shards: ranks that share one copy of the model; None takes the ranks of a host.
+        shards: ranks that share one copy of the model; None takes the ranks of a host, as the launcher says.
         mp_policy, reshard_after_forward: as for ``fully_shard``.
         compressor, strategy, grad_scaler, config: as for :class:`~espresso.live.state.EspressoState`.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be; blocks that are no modules of the model.
-        TopologyError: ``shards`` does not divide the number of ranks, or there is no process group yet.
+        TopologyError, DisagreementError: see :func:`hybrid_mesh`.
         UnsupportedModelError: see :func:`register`.
 
     Example:
