@@ -33,6 +33,7 @@ from espresso.live.planner import AutoPlanner
 from espresso.live.state import EspressoState
 from espresso.live.watch import Vitals, Watch
 from espresso.model.job import Job
+from espresso.optim import CompressedAdam, scale_residuals
 from espresso.strategies import PLAIN, Cluster, Strategy, TensorSpec, plan
 from tests.ddp import ALLGATHER, Played
 from tests.fsdp import (
@@ -560,6 +561,8 @@ def refused(rank: int) -> dict[str, str]:
         "mesh": words(lambda: espresso.fsdp.register(shard(Rows()), mesh())),
         "apart": words(lambda: registered(shard(apart))),
         "hybrid_again": words(lambda: espresso.fsdp.hybrid_shard(once)),
+        "scaled": words(lambda: scale_residuals(state, torch.optim.SGD(once.parameters(), 0.1))),
+        "adam": words(lambda: CompressedAdam(once, warmup_steps=3, exchange=state)),
     }
     given: dict[str, dict[str, Any]] = {
         "shards_3": {"shards": 3},
@@ -784,6 +787,8 @@ def test_refusals_name_what_and_what_to_do(played: Played) -> None:
         assert (
             found["hybrid_again"] == "ValueError: the model was given fully_shard already: use espresso.fsdp.register"
         )
+        for what in ("scaled", "adam"):
+            assert found[what].startswith("UnsupportedModelError: scale_residuals and CompressedAdam change gradients")
         assert found["shards_3"].startswith("TopologyError: shards=3 does not divide the 4 ranks")
         assert found["shards_text"] == "TypeError: shards must be a whole number or None, got '2' (str)"
         assert found["blocks"].startswith(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from espresso.comm.errors import EspressoError
+from espresso.comm.errors import EspressoError, UnsupportedModelError
 from espresso.comm.hook import Front
 from espresso.live import resume
 from espresso.live.agreement import agree
@@ -49,9 +49,6 @@ class EspressoState(View):
         process_group: the ranks that train together; None means the world.
         grad_scaler: a ``GradScaler`` whose loss scale the gradients carry; residuals are kept unscaled.
         **config: see :class:`~espresso.live.config.Config`.
-
-    The functions in ``before_exchange`` are called with every bucket, the loss scale, and whether it is the first of
-    the pass, before the bucket is exchanged; they may change the bucket's buffer, and must not wait.
 
     A state that is off (``ESPRESSO_DISABLE=1``, or one process without DDP) averages as plain DDP does; a checkpoint
     that it was given goes through it unchanged.
@@ -91,7 +88,7 @@ class EspressoState(View):
         self._leaves = self._closed = False
         self._over = 1.0
         self._pid = os.getpid()
-        self.before_exchange: list[Callable[[GradBucket, float, bool], None]] = []
+        self._before_exchange: list[Callable[[GradBucket, float, bool], None]] = []
         _LIVE.add(self)
 
     @property
@@ -103,6 +100,21 @@ class EspressoState(View):
     def compressors(self) -> tuple[CompressorSpec, ...]:
         """All that automatic mode may use."""
         return self._given.compressors
+
+    @property
+    def before_exchange(self) -> list[Callable[[GradBucket, float, bool], None]]:
+        """Functions that are called with every bucket of DDP's, the loss scale, and whether it is the first of the
+        pass, before the bucket is exchanged; they may change the bucket's buffer, and must not wait.
+
+        Raises:
+            UnsupportedModelError: the model is sharded by FSDP, which has no such buckets.
+        """
+        if self._model is not None and self._model.shards is not None:
+            raise UnsupportedModelError(
+                "scale_residuals and CompressedAdam change gradients before their exchange, which espresso does with"
+                " DDP alone; train this FSDP model without, with another optimizer than CompressedAdam"
+            )
+        return self._before_exchange
 
     @property
     def is_joining(self) -> bool:
@@ -189,9 +201,9 @@ class EspressoState(View):
         arrived = front.take(bucket, session.executor.end)
         if arrived.index == 0:
             self._scale.begin()
-        if self.before_exchange:
+        if self._before_exchange:
             scale = self._scale()
-            for prepare in self.before_exchange:
+            for prepare in self._before_exchange:
                 prepare(bucket, 1.0 if scale is None else scale, arrived.index == 0)
         if front.averages_over_some and arrived.index == 0:
             session.executor.conclude()  # what a rank judged alone is told before, on all ranks

@@ -152,6 +152,9 @@ def scale_residuals(exchange: EspressoState, optimizer: Optimizer) -> None:
     Every group follows its own rate. A rate of zero leaves residuals as they are, and the next one above zero is
     compared with the last one above zero. For any optimizer whose rate is ``lr`` in its groups.
 
+    Raises:
+        UnsupportedModelError: the exchange is of an FSDP model.
+
     Example:
         >>> scale_residuals(espresso.register(ddp), torch.optim.SGD(ddp.parameters(), 0.1))   # doctest: +SKIP
     """
