@@ -165,6 +165,13 @@ def test_unregister_goes_back_to_plain_averaging(played):
         assert after == "closed"
 
 
+def test_after_unregister_a_script_goes_on_as_it_was(played):
+    for off, epochs, kept in played(asked_after_leaving):
+        assert off
+        assert epochs == [3, 3, None]
+        assert set(kept.values()) == {0.0}
+
+
 def test_a_job_that_is_off_runs_as_it_is(played):
     for equal, text, passed_on in played(switched_off):
         assert equal
@@ -655,6 +662,31 @@ def unregistered(rank: int) -> tuple[float, float, list[str], str]:
         return *apart(ours, plain), left, repr(state).rpartition("; ")[2].rstrip(">")
 
 
+def asked_after_leaving(rank: int) -> tuple[bool, Any, Any]:
+    """A script that goes on as it was after ``unregister()``: whether it is off, the epochs of its checkpoints, and
+    what a job that goes on from the gathered one keeps.
+    """
+    first, ddp, again = (wrap(IntegerNet()) for _ in range(3))
+    compressor = "dgc:ratio=0.1,warmup_epochs=4"
+    with registered(first, ALLGATHER, compressor) as state:
+        train(first, range(2), lambda step: first(10 * step + rank))
+        other = state.gather_state_dict()
+    with registered(ddp, ALLGATHER, compressor) as state:
+        train(ddp, range(2), lambda step: ddp(10 * step + rank))
+        state.unregister()
+        train(ddp, range(2, 5), lambda step: ddp(10 * step + rank))
+        state.set_epoch(3)
+        state.check_replicas()
+        gathered = state.gather_state_dict()
+        epochs = [gathered["epoch"], state.state_dict()["epoch"]]
+        state.load_state_dict(other)
+        epochs.append(state.gather_state_dict()["epoch"])
+        off = state.is_off
+    with registered(again, ALLGATHER, compressor) as state:
+        state.load_state_dict(gathered)
+        return off, epochs, {name: float(kept.abs().max()) for name, kept in kept_on_all_ranks(state, again).items()}
+
+
 def apart(left: nn.Module, right: nn.Module) -> tuple[float, float]:
     """The largest distance of two parameters, and the largest parameter."""
     pairs = [(p.detach(), q.detach()) for p, q in zip(left.parameters(), right.parameters(), strict=True)]
@@ -721,6 +753,7 @@ SCENARIOS = (
     create_graph,
     flushed,
     unregistered,
+    asked_after_leaving,
     switched_off,
     dividing_otherwise,
 )

@@ -467,9 +467,9 @@ class Session:
         self.store.rescale(factors)
         self.runtime.place.settle()  # others read it on other streams
 
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins. All ranks together, between two steps."""
-        if not self.follower.schedule.is_fixed:
+    def set_epoch(self, epoch: int, *, plans: bool = True) -> None:
+        """Say which epoch begins. All ranks together, between two steps. If nobody ``plans`` by it, for checkpoints."""
+        if plans and not self.follower.schedule.is_fixed:
             self.executor.conclude()
             agree_on_epoch(self.groups, epoch)
         self.follower.epoch = epoch

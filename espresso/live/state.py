@@ -235,7 +235,7 @@ class EspressoState(View):
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be a whole number of at least 0, got {epoch!r}")
         if self._session is not None:
-            self._session.set_epoch(epoch)
+            self._session.set_epoch(epoch, plans=not self.is_off)
         self._epoch = epoch
 
     def use(self, strategy: Strategy) -> None:
@@ -334,8 +334,8 @@ class EspressoState(View):
         return self._saved(resume.place(self._session, self._process_group).parts).to_dict()
 
     def _saved(self, numbers: Iterable[int]) -> Checkpoint:
-        if self._session is not None:
-            return resume.saved(self._session)
+        if self._session is not None and self._pending is None:
+            return resume.saved(self._session).with_parts(numbers)
         tensors = () if self._model is None else self._model.wholes
         return (self._pending or Checkpoint(tensors, epoch=self._epoch)).with_parts(numbers)
 
@@ -353,14 +353,17 @@ class EspressoState(View):
         Raises:
             CheckpointError: another rank's state, another model, or a malformed one; nothing is changed then.
         """
-        if self._session is not None:
+        if self._session is not None and not self.is_off:
             return resume.load(self._session, state, strict=strict)
         self._pending, self._strict = Checkpoint.parse(state), strict
         return ()
 
     def gather_state_dict(self) -> dict[str, Any]:
-        """All ranks' residuals in one dictionary, the same on every rank. All ranks together."""
-        if self._off:
+        """All ranks' residuals in one dictionary, the same on every rank. All ranks together.
+
+        After :meth:`unregister` nothing is owed any more.
+        """
+        if self.is_off:
             return self._saved(range(NUM_PARTS)).to_dict()
         if self._session is None:
             raise CheckpointError("nothing to gather before the first step; call state.start() or train a step")

@@ -151,12 +151,12 @@ class View:
         return diagnosed(self.session.groups, self.session.recorder)
 
     def check_replicas(self) -> None:
-        """Compare all parameters between ranks, bit for bit. All ranks together.
+        """Compare all parameters between ranks, bit for bit. All ranks together. Nothing where the state is off.
 
         Raises:
             DisagreementError: names the rank and the first tensor that differs from rank 0.
         """
-        if self._session is not None:
+        if self._session is not None and not self.is_off:
             self._session.executor.conclude()
             self._session.check_replicas()
 
