@@ -198,10 +198,16 @@ def played():
         (
             identity_is_lans, clan_variants, clan_resumed, clan_refusals, rates_followed, warm_up, frozen_variance,
             adam_resumed, branches_resumed, never_moved, phases_refused, adamw_resumed, scaled_losses,
+            only_measured,
         ),
         2,
         deadline_s=120.0,
     )  # fmt: skip
+
+
+def test_where_the_job_is_only_measured_nothing_replaces_that(played):
+    for found in played(only_measured):
+        assert found == {"adam": (True, 0.0), "resumed": (True, 0.0), "used": (True, 0.0)}
 
 
 # -- scenarios, on two ranks -----------------------------------------------------------------------
@@ -570,3 +576,40 @@ def scaled_losses(rank: int) -> Any:
         return digests
 
     return trained(1.0), trained(1024.0)
+
+
+def only_measured(rank: int) -> dict[str, tuple[bool, float]]:
+    """``ESPRESSO_PROFILE_ONLY`` in scripts that change the strategy: whether all was measured, tensors compressed."""
+    found: dict[str, tuple[bool, float]] = {}
+    short = {"profile_steps": 2}
+
+    def measured(state: Any) -> tuple[bool, float]:
+        return state.job is not None, state.metrics()["espresso/tensors_compressed"]
+
+    def trained(ddp: Any, steps: int = STEPS) -> None:
+        learn(ddp, torch.optim.SGD(ddp.parameters(), lr=0.001), rank, range(steps))
+
+    ddp = wrap(mlp(20, 30, 3))
+    with registered(ddp, SHARDED, "efsignsgd") as state:
+        trained(ddp, 2)
+        saved = state.state_dict()
+    os.environ["ESPRESSO_PROFILE_ONLY"] = "1"
+    try:
+        ddp = wrap(mlp(20, 30, 3))
+        with adam(ddp, lr=0.01, warmup_steps=3, **short) as optimizer:
+            learn(ddp, optimizer, rank, range(STEPS))
+            found["adam"] = measured(optimizer.exchange)
+        ddp = wrap(mlp(20, 30, 3))
+        with registered(ddp, compressor="efsignsgd", strategy="auto", **short) as state:
+            state.load_state_dict(saved)
+            trained(ddp)
+            found["resumed"] = measured(state)
+        ddp = wrap(mlp(20, 30, 3))
+        with registered(ddp, SHARDED, "efsignsgd", **short) as state:
+            trained(ddp, 2)
+            state.use(strategy_for_weights(ddp))
+            trained(ddp)
+            found["used"] = measured(state)
+    finally:
+        del os.environ["ESPRESSO_PROFILE_ONLY"]
+    return found

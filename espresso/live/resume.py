@@ -155,12 +155,13 @@ def _with_replicas(groups: Groups, stores: Sequence[Pieces]) -> list[Pieces]:
 
 
 def _to_resume(session: Session, found: Found) -> Strategy | None:
-    """What automatic mode had decided, unless the user gives a strategy now or the cluster is another.
+    """What automatic mode had decided, unless the user gives a strategy now, the job is only measured, or the cluster
+    is another.
 
     It names the compressors that were in force then; the schedule is given now.
     """
     strategy, given = found.strategy, session.given
-    if strategy is None or isinstance(given.strategy, Strategy):
+    if strategy is None or isinstance(given.strategy, Strategy) or session.profile_only:
         return None
     if session.model.shards is not None:
         strategy = strategy.over(session.model.tensors)

@@ -85,6 +85,7 @@ class Session:
         history: what was decided when, and why.
         overlap_of: predicted for a strategy, for whoever asks again.
         is_compiled: whether the kernels are there that this job may run.
+        profile_only: whether the job is only measured, as ``espresso profile`` has it, and stays plain.
         lay_buckets: has the front lay its buckets anew, of a size in MiB; whether it will.
 
     Raises:
@@ -112,8 +113,8 @@ class Session:
             self.given = given.on(model.tensors, self.groups.cluster)
             tensors = {f"tensor {tensor.name!r}": (tensor.shape, tensor.dtype) for tensor in model.tensors}
             asked = {"compressor": self.given.named, "strategy": str(self.given), **config.shared, "epoch": epoch}
-            self._profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
-            agree(self.groups, {**tensors, **asked, "ESPRESSO_PROFILE_ONLY": self._profile_only})
+            self.profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
+            agree(self.groups, {**tensors, **asked, "ESPRESSO_PROFILE_ONLY": self.profile_only})
             schedule = self.given.schedule()
             self.follower = Follower(schedule, epoch, config.steps_per_epoch)
             self.codecs: HostCodecs = self.runtime.codecs(config.offload_threads, config.offload_width)
@@ -198,7 +199,7 @@ class Session:
 
     def _make_decider(self) -> Decider:
         strategy, tensors, groups = self.given.strategy, self.model.tensors, self.groups
-        profile_only = self._profile_only
+        profile_only = self.profile_only
         needed = self.config.warmup_steps + self.config.profile_steps
         goes_first = groups.rank % groups.cluster.ranks_per_node == 0 and (not groups.beside or not groups.beside.rank)
         self._marks = ProfileMarks(is_told=profile_only and goes_first, needed=needed, groups=groups)
@@ -285,7 +286,7 @@ class Session:
     def _warm_up(self, servers: Link | None) -> bool:
         """Have the kernels that this job may run; whether they are there, or are compiled beside its first steps."""
         # Before automatic mode measures there is nothing to encode.
-        may_wait = isinstance(self.decider, AutoPlanner) and not self._profile_only and self.config.compile_beside
+        may_wait = isinstance(self.decider, AutoPlanner) and not self.profile_only and self.config.compile_beside
         if may_wait and servers is None and self.runtime.place.is_host:
             return self._kernels.begin()
         self._kernels.compile(None if servers is None else servers.prepare)
@@ -391,7 +392,9 @@ class Session:
         except (DisagreementError, TypeError, ValueError) as error:
             self._among_shards(error)
             raise
-        self.adopt(self._among_shards(strategy), schedule, self.executor.next_step, self.follower.epoch)
+        strategy = self._among_shards(strategy)
+        if not self.profile_only:  # else nothing would be measured
+            self.adopt(strategy, schedule, self.executor.next_step, self.follower.epoch)
 
     def _among_shards(self, answer: Strategy | Exception) -> Strategy:
         """The strategy as all shards of the model take it; raises what any of them refuses."""

@@ -118,7 +118,8 @@ class CompressedAdam(AdaptiveOptimizer):
         self.exchange = attach(
             ddp_model, compressor, strategy, raw_below_bytes, exchange, cast(ExchangeSettings, settings)
         )
-        if not self.exchange.decided:
+        # Where the job is only measured (``espresso profile``) a strategy that was given is not in use.
+        if not self.exchange.decided and self.exchange.session.given.strategy is None:
             raise ValueError("the given exchange is in automatic mode; register it with a strategy")
         self._compressed: Strategy | None = self.exchange.strategy
         self._num_steps, self._phase = 0, Phase.WARM_UP
