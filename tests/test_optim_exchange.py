@@ -126,7 +126,9 @@ def test_clan_refuses(played):
         assert "ValueError: lr" in messages["rate"]
         assert "'strategy' belongs to espresso.register" in messages["two strategies"]
         assert "no compressor 'zip'" in messages["compressor"]
-        assert "ValueError: warmup_steps must be at least 1, got 0" in messages["no warm-up"]
+        must = "warmup_steps must be a whole number of at least 1, since the variance comes from it"
+        assert messages["no warm-up"] == f"ValueError: {must}, got 0"
+        assert messages["part of a step"] == f"TypeError: {must}, got 7.5 (float)"
         assert "automatic mode" in messages["auto"]
         assert "CompressedAdam: the model is in join()" in messages["join"]
         assert "no_sync()" in messages["two exchanges"]
@@ -315,6 +317,7 @@ def clan_refusals(rank: int) -> dict[str, str]:
         "rate": message(lambda: CLAN(ddp, lr=-1.0, **SETTINGS)),
         "compressor": message(lambda: CLAN(ddp, compressor="zip", **SETTINGS)),
         "no warm-up": message(lambda: CompressedAdam(ddp, warmup_steps=0)),
+        "part of a step": message(lambda: CompressedAdam(ddp, warmup_steps=7.5)),
         "auto": message(lambda: CompressedAdam(ddp, warmup_steps=1, strategy="auto")),
     }
     # None of them left a hook behind.

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT, StateDict
 
 from espresso.comm.errors import EspressoError
+from espresso.live.config import Range
 from espresso.live.given import AUTO, StrategyLike
 from espresso.live.state import EspressoState
 from espresso.optim.base import AdaptiveOptimizer, Group, Row, by_kind
@@ -39,6 +40,8 @@ logger = logging.getLogger("espresso")
 
 _VARIANCE_STEPS = "variance_steps"
 """How many gradients a parameter's second moment has seen."""
+
+_WARMUP_STEPS = Range("a whole number of at least 1, since the variance comes from it", (int,), lambda num: num >= 1)
 
 _STEPS, _PHASE = "steps", "phase"
 """In every group, and so in checkpoints: the steps taken, and what first moments are."""
@@ -78,7 +81,7 @@ class CompressedAdam(AdaptiveOptimizer):
         strategy: of the compressed steps, instead of the two-way one; not ``"auto"``.
 
     Raises:
-        ValueError: a setting out of range. What :func:`espresso.register` raises.
+        TypeError, ValueError: a setting of another type, or out of range. What :func:`espresso.register` raises.
     """
 
     exchange: EspressoState
@@ -102,8 +105,7 @@ class CompressedAdam(AdaptiveOptimizer):
         exchange: EspressoState | None = None,
         **settings: Any,
     ) -> None:
-        if warmup_steps < 1:
-            raise ValueError(f"warmup_steps must be at least 1, got {warmup_steps!r}: the variance comes from it")
+        _WARMUP_STEPS.check("warmup_steps", warmup_steps)
         if not 0.0 <= deviation_floor <= 1.0:
             raise ValueError(f"deviation_floor must be from 0 to 1, got {deviation_floor!r}")
         if strategy == AUTO:
