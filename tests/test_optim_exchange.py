@@ -130,6 +130,7 @@ def test_clan_refuses(played):
         assert messages["no warm-up"] == f"ValueError: {must}, got 0"
         assert messages["part of a step"] == f"TypeError: {must}, got 7.5 (float)"
         assert "automatic mode" in messages["auto"]
+        assert messages["two optimizers"].startswith("ValueError: the given exchange has a CompressedAdam already")
         assert "CompressedAdam: the model is in join()" in messages["join"]
         assert "no_sync()" in messages["two exchanges"]
 
@@ -325,6 +326,7 @@ def clan_refusals(rank: int) -> dict[str, str]:
         found["two strategies"] = message(
             lambda: CLAN(ddp, exchange=optimizer.exchange, strategy=strategy_for_weights(ddp))
         )
+        found["two optimizers"] = message(lambda: CompressedAdam(ddp, warmup_steps=1, exchange=optimizer.exchange))
         learn(ddp, optimizer, rank, range(2))
         ddp(batch(rank, 2, 20)).sum().backward()
         found["two exchanges"] = message(lambda: ddp(batch(rank, 3, 20)).sum().backward())

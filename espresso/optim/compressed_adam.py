@@ -110,6 +110,11 @@ class CompressedAdam(AdaptiveOptimizer):
             raise ValueError(f"deviation_floor must be from 0 to 1, got {deviation_floor!r}")
         if strategy == AUTO:
             raise ValueError("automatic mode measures gradients over all steps; give CompressedAdam a strategy")
+        if exchange is not None and any(_of_adam(prepare) for prepare in exchange.before_exchange):
+            raise ValueError(
+                "the given exchange has a CompressedAdam already, which says what is exchanged; give one of them all"
+                " parameters, in groups, or wrap the model in DistributedDataParallel anew and register that"
+            )
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize
         }  # fmt: skip
@@ -330,3 +335,8 @@ class CompressedAdam(AdaptiveOptimizer):
                 f"the checkpoint's momenta are {phase.value}; precondition={self.precondition} needs them {mine.value}"
             )
         return steps, phase
+
+
+def _of_adam(prepare: Any) -> bool:
+    """Whether a function that is called before the exchange is a CompressedAdam's."""
+    return isinstance(getattr(prepare, "__self__", None), CompressedAdam)
