@@ -11,15 +11,19 @@ Whatever the bytes are, reading them ends in a value or in a :class:`FormError`.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import re
 import reprlib
+import secrets
+import stat
 import types
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -49,6 +53,9 @@ SMALLEST = 1 / LARGEST
 
 PACKED = b"\x1f\x8b"
 """How gzip's files begin."""
+
+_NO_NEIGHBOURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+"""A folder that takes no further file, or in which a file must stay: one that is mounted there for a container."""
 
 KINDS = {
     "espresso-job": "a job",
@@ -163,16 +170,45 @@ def load(path: str | Path, read: Callable[[Any], T], error: type[FormError], *, 
 
 
 def save(path: str | Path, body: Any, indent: int | None = 1) -> None:
-    """Write JSON values.
+    """Write JSON values. Who reads meanwhile finds the old file or the new one; a full disk leaves the old one.
 
     Raises:
         OSError: the file cannot be written; names it.
     """
+    text = json.dumps(body, indent=indent, allow_nan=False) + "\n"
     try:
-        Path(path).write_text(json.dumps(body, indent=indent, allow_nan=False) + "\n", encoding="utf-8")
+        if not _replaced(Path(path), text):
+            Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         error.filename = str(path)  # a full disk does not say which file
         raise
+
+
+def _replaced(path: Path, text: str) -> bool:
+    """Whether a file with this text was written beside a file and put in its place; not where that cannot be."""
+    there = path.lstat() if os.path.lexists(path) else None
+    if there is not None and not _may_go(path, there):
+        return False
+    beside = path.with_name(f".espresso-{secrets.token_hex(8)}")
+    try:
+        with open(beside, "x", encoding="utf-8") as file:
+            if there is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(there.st_mode))
+            file.write(text)
+        os.replace(beside, path)
+    except BaseException as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _NO_NEIGHBOURS:
+            return False
+        raise
+    return True
+
+
+def _may_go(path: Path, there: os.stat_result) -> bool:
+    """Whether another file may take its place: it is no device, pipe or link, has one name, and is the user's own."""
+    is_own = there.st_uid == os.geteuid() and os.access(path, os.W_OK)
+    return stat.S_ISREG(there.st_mode) and there.st_nlink == 1 and is_own
 
 
 # JSON values to what they mean.

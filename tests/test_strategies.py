@@ -1,7 +1,11 @@
 """Strategies: the tree's counts, what every leaf does to data, the plan, and strategy files."""
 
+import errno
 import itertools
 import json
+import os
+import resource
+import stat
 import subprocess
 import sys
 from collections import Counter
@@ -33,6 +37,7 @@ from espresso.strategies import (
     TensorSpec,
     compressed_options,
     cut,
+    fields,
     flat_options,
     halved_options,
     hierarchical_options,
@@ -388,6 +393,42 @@ def test_a_strategy_file_round_trips(tmp_path):
     assert loaded.digest == strategy.digest
     assert loaded.choices["a"].compressor == TOPK
     assert loaded.compresses
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
+    path = tmp_path / "s.json"
+    fields.save(path, ["old"])
+    path.chmod(0o640)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"File too large: '{path}'$"):
+            fields.save(path, ["new"] * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert json.loads(path.read_text()) == ["old"]
+    fields.save(path, ["new"])
+    assert json.loads(path.read_text()) == ["new"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("where", ["link", "mount"])
+def test_a_file_that_must_stay_is_written_where_it_is(tmp_path, monkeypatch, where):
+    def busy(*_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    path = tmp_path / "s.json"
+    fields.save(path, ["old"])
+    before = path.stat().st_ino
+    if where == "link":
+        (tmp_path / "link.json").symlink_to(path)
+        fields.save(tmp_path / "link.json", ["new"])
+    else:
+        monkeypatch.setattr(os, "replace", busy)
+        fields.save(path, ["new"])
+    assert (path.stat().st_ino, json.loads(path.read_text())) == (before, ["new"])
+    assert not list(tmp_path.glob(".*"))
 
 
 def _edit(body, path, value):
