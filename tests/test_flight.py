@@ -462,6 +462,29 @@ def test_exchanges_are_looked_at_as_seldom_as_their_number_asks(monkeypatch: pyt
         assert looked[128:] == [iteration % every == 0 for iteration in range(128, 256)], (num_buckets, step_ms)
 
 
+def recorder_of_one_rank() -> Recorder:
+    groups: Any = SimpleNamespace(
+        cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, host_copies=False, from_rank_0=str,
+        all_objects=lambda mine: [mine],
+    )  # fmt: skip
+    return Recorder(groups)
+
+
+def take(recorder: Recorder, number: int, intervals: list[Any]) -> None:
+    strategy = Strategy.uniform([TensorSpec("a", (3,))], Cluster(1, 1))
+    bucket = Bucket(0, (Slot("a", 0, 3),))
+    recorder.take(Record(number, Assignment(strategy), buckets=(bucket,), ready_ns=[1], done_ns=2, intervals=intervals))
+
+
+def test_a_record_holds_as_many_steps_as_were_asked_for(tmp_path: Path) -> None:
+    recorder = recorder_of_one_rank()
+    for number in range(3):
+        take(recorder, number, [])
+    for last, numbers in ((0, []), (1, [2]), (2, [1, 2]), (9, [0, 1, 2])):
+        there = recorder.write(tmp_path / "record.json", last)
+        assert [each.number for each in Flight.load(there).steps] == numbers
+
+
 @pytest.mark.timeout(30)
 def test_a_signal_that_comes_while_the_ring_is_read_is_answered(tmp_path: Path) -> None:
     """The handler runs in the thread that it interrupts."""
@@ -471,14 +494,8 @@ def test_a_signal_that_comes_while_the_ring_is_read_is_answered(tmp_path: Path) 
             signal.raise_signal(signal.SIGUSR1)
             return False
 
-    groups: Any = SimpleNamespace(
-        cluster=Cluster(1, 1), ranks=(0,), rank=0, num_ranks=1, host_copies=False, from_rank_0=str,
-        all_objects=lambda mine: [mine],
-    )  # fmt: skip
-    recorder = Recorder(groups)
-    strategy = Strategy.uniform([TensorSpec("a", (3,))], Cluster(1, 1))
-    bucket = Bucket(0, (Slot("a", 0, 3),))
-    recorder.take(Record(0, Assignment(strategy), buckets=(bucket,), ready_ns=[1], done_ns=2, intervals=Interrupting()))
+    recorder = recorder_of_one_rank()
+    take(recorder, 0, Interrupting())
     end = recorder.listen("SIGUSR1", tmp_path)
     recorder.overlap()
     end()

@@ -170,7 +170,7 @@ class Recorder:
         groups = self._groups
         self._look_at_traffic()
         with self._lock:
-            kept = list(self._kept)[-last:]
+            kept = list(self._kept)[max(len(self._kept) - last, 0) :]
         places: dict[int, int] = {}
         stretches: list[Stretch] = []
         steps: list[StepRecord] = []
