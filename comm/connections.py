@@ -104,9 +104,14 @@ def tcp_sockets() -> Iterator[socket.socket]:
         try:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            found = socket.socket(fileno=os.dup(number))
+            copy = os.dup(number)
         except OSError:
             continue  # closed in this moment
+        try:
+            found = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            continue  # and opened again as something else
         with found:
             if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
                 yield found

@@ -85,6 +85,11 @@ def test_both_kinds_get_what_bytepss_rule_says_where_only_alike_cards_count(mach
     assert busiest == pytest.approx(max(rule.worker_card, rule.server_card), abs=0.01)
 
 
+def test_the_rule_counts_machines_whose_workers_are_few():
+    uneven = Bearing.alike(range(3), (0.75, 0.25, 0.0), Sharing.SIZES)
+    assert parts_of(raw_keys(300, 4096, range(4)), uneven) == pytest.approx([0.25, 0.25, 0.5], abs=0.01)
+
+
 def test_servers_of_both_kinds_are_never_slower_than_the_better_kind_alone():
     for work in (1e-6, 0.3, 3.0):
         for server_us in (0.2, 1.0, 5.0):

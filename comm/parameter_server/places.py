@@ -112,7 +112,9 @@ def place(keys: Sequence[Key], bearing: Bearing, held: Iterable[Key]) -> list[in
 def _rule(bearing: Bearing) -> tuple[float, ...]:
     """BytePS's: the same for all of a kind."""
     beside = sum(near > 0.0 for near in bearing.near)
-    machines = round(1 / max(bearing.near)) if beside else 1
+    # As many as workers run on: by the fullest of them, since not all need have a server, and by those that have.
+    own = {machine for machine, near in zip(bearing.machines, bearing.near, strict=True) if near}
+    machines = max(round(1 / max(bearing.near)), len(own)) if beside else 1
     colocated, dedicated = shares_by_rule(machines, beside, len(bearing.near) - beside)
     return tuple(max(colocated if near else dedicated, 1e-9) for near in bearing.near)
 
