@@ -468,7 +468,8 @@ class FactorStore:
 
     def snapshot(self) -> dict[str, Any]:
         """Copies of everything on the host, flat."""
-        return {tensor: HOST.here(values).reshape(-1).copy() for tensor, values in self._kept.items()}
+        # In one order on all ranks: which matrix was written first is of no matter, and differs.
+        return {tensor: HOST.here(values).reshape(-1).copy() for tensor, values in sorted(self._kept.items())}
 
     def load(self, factors: dict[str, Any]) -> None:
         """Replace everything."""
