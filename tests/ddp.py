@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -190,6 +191,24 @@ def play(rank: int, module: str, names: Sequence[str]) -> dict[str, tuple[Any, s
             with suppress(ValueError):  # the scenario did
                 dist.destroy_process_group(OPENED.pop())
     return results
+
+
+class Said(logging.Handler):
+    """While entered, keeps what is warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+    def __enter__(self) -> Said:
+        logging.getLogger("espresso").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("espresso").removeHandler(self)
 
 
 class Played:

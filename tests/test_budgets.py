@@ -289,6 +289,8 @@ def test_the_frontier_knows_what_tensors_are_forced_to():
     points = frontier(job, [TOY], points=4, terms=forced, payload=two_sizes)
     assert len(points) == 3, "what is forced owes something: no budget of nothing"
     assert {point.result.strategy.choices["t0"].compressor for point in points} == {FP16}
+    both = frontier(job, [TOY], points=4, memory_points=2, terms=forced, payload=two_sizes)
+    assert {point.error for point in points} <= {point.error for point in both}
     with pytest.raises(BudgetError):  # nobody says what fp16 owes
         frontier(job, [TOY], sensitivity=Sensitivity({TOY: {"*": 0.8}}), terms=forced, payload=two_sizes)
 

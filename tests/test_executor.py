@@ -156,6 +156,27 @@ def test_a_record_tells_what_ran_and_every_link_kept_the_total_order():
         assert record.bytes_raw == pytest.approx(2 * 3 / 4 * 4 * numel, abs=len(laid.partitions))
 
 
+def run_late(rank: int) -> dict[int, tuple[int, int]]:
+    """Two buckets in plain order, one rank late: when each task began and ended, in nanoseconds."""
+    exchange = Exchange(2)
+    exchange.warm_up({"topk"})
+    buckets = make_buckets({"a": 3000}, {"b": 3000})
+    assignment = Assignment(strategy_of(buckets, exchange.groups.cluster, Choice(parse_option(ALLGATHER), TOPK)))
+    for _ in range(2):
+        if rank == NUM_RANKS - 1:
+            time.sleep(0.3)
+        exchange.step(assignment, buckets, integers(buckets, rank, NUM_RANKS))
+    spans = exchange.record.intervals
+    exchange.close()
+    return {span.task: (span.start_ns, span.end_ns) for span in spans}
+
+
+def test_an_encode_does_not_wait_behind_a_decode_whose_exchange_is_late():
+    for at in POOL.run(run_late)[: NUM_RANKS - 1]:
+        _, exchange, decode, next_encode, *_ = (at[task] for task in sorted(at))
+        assert next_encode[1] < exchange[1] <= decode[0]
+
+
 def run_in_plain_order(rank: int) -> tuple[list[Any], Any]:
     """A given strategy until it has its order: the records, and the assignment that follows."""
     exchange = Exchange(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import Any
@@ -17,7 +16,7 @@ from espresso.comm.errors import DisagreementError, EspressoError
 from espresso.cpu_offload.placement import cores_of_threads
 from espresso.live.parts import CheckpointError
 from espresso.strategies import Cluster
-from tests.ddp import ALLGATHER, IntegerNet, Played, agreed, batch, mlp, registered, strategy_for, wrap
+from tests.ddp import ALLGATHER, IntegerNet, Played, Said, agreed, batch, mlp, registered, strategy_for, wrap
 
 TWO = Cluster(2, 1)
 WIDTHS = (16, 32, 8)
@@ -98,21 +97,15 @@ def contradictions(rank: int) -> list[Any]:
     """Limits that no option of two hosts meets, and budgets that nothing forced keeps to."""
     with pytest.raises(ValueError, match=r"force: 'powersgd via .*' is no option of powersgd"):
         espresso.register(wrap(mlp(*WIDTHS)), force={"*": f"powersgd via {ALLGATHER}"}, ranks_per_node=1)
-    said: list[str] = []
-
-    class Said(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    handler, logger = Said(), logging.getLogger("espresso")
-    logger.addHandler(handler)
     ddp = wrap(mlp(*WIDTHS))
     limits: dict[str, Any] = {"force": {"0.weight": "int8"}, "error_budget": 0.0, "keep_exact": ["module.*"]}
-    with registered(ddp, strategy="auto", compressor="int8", decide_by=0, timeout_s=30.0, **limits) as state:
+    with (
+        Said() as said,
+        registered(ddp, strategy="auto", compressor="int8", decide_by=0, timeout_s=30.0, **limits) as state,
+    ):
         for number in range(14):
             stepped(ddp, rank, number)
-        warned = [text for text in said if "no tensor of this model is called 'module.*'" in text]
-        logger.removeHandler(handler)
+        warned = [text for text in said.warnings if "no tensor of this model is called 'module.*'" in text]
         return [state.verdict, len(warned)]
 
 

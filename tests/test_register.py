@@ -28,6 +28,7 @@ from tests.ddp import (
     HIERARCHICAL,
     SHARDED,
     Played,
+    Said,
     agreed,
     batch,
     mlp,
@@ -419,23 +420,14 @@ def kept(state: EspressoState) -> list[tuple[str, int, bytes]]:
 
 def unwritable(rank: int) -> list[str]:
     """A file where the folder should be: also root cannot write there."""
-    ddp, said = wrap(mlp(20, 60, 30)), Said()
-    logging.getLogger("espresso").addHandler(said)
-    with tempfile.NamedTemporaryFile() as file, registered(ddp, SHARDED, "efsignsgd", artifacts_dir=file.name):
+    ddp = wrap(mlp(20, 60, 30))
+    with (
+        Said() as said,
+        tempfile.NamedTemporaryFile() as file,
+        registered(ddp, SHARDED, "efsignsgd", artifacts_dir=file.name),
+    ):
         train(ddp, range(15), lambda step: ddp(batch(rank, step, 20)).square().mean())
-    logging.getLogger("espresso").removeHandler(said)
     return said.warnings
-
-
-class Said(logging.Handler):
-    """Keeps warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.warnings: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.warnings.append(record.getMessage())
 
 
 @pytest.fixture(scope="module")

@@ -453,7 +453,7 @@ class Executor:
         Args:
             owing: the tensors of which some rank keeps something, alike on all ranks; None: any.
         """
-        self._count, self._owing = step, None if owing is None else set(owing)
+        self._count, self._owing, self._in_vain = step, None if owing is None else set(owing), 0
         self._programs.forget()
 
     def look_at_exchanges(self, looks: bool) -> None:

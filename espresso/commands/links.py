@@ -1,7 +1,7 @@
 """``espresso links``, under torchrun or mpirun: measure every routine on every scope, and print the fit."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,10 @@ from espresso.commands._common import (
     user_errors,
     working,
 )
+
+if TYPE_CHECKING:
+    from espresso.model.links import Links
+    from espresso.strategies import Cluster
 
 EXAMPLE = "torchrun --nproc-per-node 2 -m espresso links"
 
@@ -55,7 +59,7 @@ def links(
         _print(cluster, measured, taken, output, json_output)
 
 
-def _measure(local_rank: int, ranks_per_node: int | None, *, shown: bool) -> tuple[Any, Any, Any]:
+def _measure(local_rank: int, ranks_per_node: int | None, *, shown: bool) -> "tuple[Cluster, Links, dict[str, float]]":
     """The cluster, its links and the cores that they take, on every rank; progress where ``shown``."""
     import torch
     import torch.distributed as dist
@@ -80,7 +84,9 @@ def _measure(local_rank: int, ranks_per_node: int | None, *, shown: bool) -> tup
         dist.destroy_process_group()
 
 
-def _print(cluster: Any, measured: Any, taken: Any, output: Path | None, json_output: bool) -> None:
+def _print(
+    cluster: "Cluster", measured: "Links", taken: dict[str, float], output: Path | None, json_output: bool
+) -> None:
     from espresso.show.report import link_rows, links_table
 
     rows = link_rows(measured.curves, cluster)

@@ -74,8 +74,8 @@ def frontier(
             at = replace(given, error_budget=error, residual_budget_mb=limit)
             try:
                 found.append(_point(find(at)))
-            except BudgetError as error:
-                refused = error
+            except BudgetError as why:
+                refused = why
     if refused is not None and not found:
         raise refused
     return _undominated(found)
