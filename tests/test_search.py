@@ -118,8 +118,7 @@ def test_near_brute_force_on_small_jobs(lanes, record_property):
     record_property("gaps", gaps)
     record_property("bounds", bounds)
     assert np.median(bounds) <= 0.1
-    assert max(gaps) <= 0.25
-    assert np.median(gaps) <= 0.02
+    assert max(gaps) <= 1e-9, "few units are tried together"
 
 
 @pytest.mark.parametrize("offload_width", [1, 2, 4])

@@ -18,7 +18,7 @@ from espresso.search.bounds import Certificate, fees, prices
 from espresso.search.budgets import Ledger
 from espresso.search.candidates import grouped
 from espresso.search.evaluator import Evaluator
-from espresso.search.local_search_kernels import Losses, blocks, spread, sweep
+from espresso.search.local_search_kernels import Losses, blocks, spread, sweep, together
 from espresso.search.relaxation import Relaxation
 
 Wholes = npt.NDArray[np.int64]
@@ -237,6 +237,15 @@ class LocalSearch:
                 time = self.sweep(strategy, time, paid, end - self.spent)
             if time >= before * (1 - 1e-5) or self.spent >= end:
                 break
+        return float(time)
+
+    def together(self, strategy: Wholes, time: float, members: Wholes, lists: Wholes, effort: int) -> float:
+        """A few units at once; ``strategy`` is changed. See the kernel of that name."""
+        time, events = together(
+            self._general, self._origin, self._cursor, self._scratch, strategy, time, members, lists, self._losses,
+            effort, self._job,
+        )  # fmt: skip
+        self.spent += int(events)
         return float(time)
 
 

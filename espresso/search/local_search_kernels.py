@@ -198,6 +198,74 @@ def blocks(
 
 
 @kernel
+def together(
+    general: General, origin: State, cursor: State, scratch: State, choice: Wholes, best: float,
+    members: Wholes, lists: Wholes, losses: Losses, effort: int, job: JobArrays,
+) -> tuple[float, int]:  # fmt: skip
+    """A few units take the best of all combinations of their lists and of what they have, the others fixed.
+
+    ``members`` int64[n]: the units, in order of release; ``lists`` int64[n, k] theirs. The first trials leave most as
+    it is.
+    """
+    first_unit = job[1]
+    spends, kind, limits = losses
+    spent = _total_spent(losses, choice)
+    change = np.zeros(limits.shape[0])
+    events = 0
+    outer = members.shape[0] - 1
+    last = members[outer]
+    bucket = 0
+    while first_unit[bucket + 1] <= last:
+        bucket += 1
+    kept = choice[members]
+    place = np.full(outer, -1, dtype=np.int64)
+    while events <= effort:
+        for x in range(outer):
+            choice[members[x]] = kept[x] if place[x] < 0 else lists[x, place[x]]
+        choice[last] = kept[outer]
+        copy_state(origin, cursor)
+        advance(general, cursor, choice, bucket, np.inf, job)
+        events += cursor[1][EVENTS] - origin[1][EVENTS]
+        _total(general, choice, job)
+        present = kept[outer]
+        for b in range(-1, lists.shape[1]):
+            candidate = kept[outer] if b < 0 else lists[outer, b]
+            if candidate < 0:
+                break
+            for budget in range(limits.shape[0]):
+                change[budget] = spends[budget, last, kind[candidate]] - spends[budget, last, kind[kept[outer]]]
+                for x in range(outer):
+                    unit = members[x]
+                    change[budget] += spends[budget, unit, kind[choice[unit]]] - spends[budget, unit, kind[kept[x]]]
+            if not _fits(spent, change, limits):
+                continue
+            choice[last] = candidate
+            _exchange(general, present, candidate, job)
+            present = candidate
+            time, taken = _trial(general, cursor, scratch, choice, best * BETTER, job)
+            events += taken
+            if time < best * BETTER:
+                best = time
+                for x in range(outer):
+                    kept[x] = choice[members[x]]
+                kept[outer] = candidate
+                for budget in range(limits.shape[0]):
+                    spent[budget] += change[budget]
+        x = outer - 1
+        while x >= 0:
+            place[x] += 1
+            if place[x] < lists.shape[1] and lists[x, place[x]] >= 0:
+                break
+            place[x] = -1
+            x -= 1
+        if x < 0:
+            break
+    for x in range(outer + 1):
+        choice[members[x]] = kept[x]
+    return best, events
+
+
+@kernel
 def spread(frequency: Reals, width: Wholes, members: Wholes, starts: Wholes, owed: Reals, rows: Wholes) -> None:
     """Round the linear program's fractions: along each group, in order of release, by error diffusion.
 

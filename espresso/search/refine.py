@@ -21,11 +21,11 @@ from espresso.search.branching import Branching, branch
 from espresso.search.budgets import Ledger
 from espresso.search.candidates import Leaves
 from espresso.search.evaluator import Evaluator, evaluator_at
-from espresso.search.exchanges import exchange
 from espresso.search.local_search import Effort, Guide, LocalSearch, guide
 from espresso.search.orders import bound_by_orders
 from espresso.search.relaxation import Relaxation, relax
 from espresso.search.states import with_states
+from espresso.search.together import move_together
 from espresso.strategies import Choice
 
 Wholes = npt.NDArray[np.int64]
@@ -254,11 +254,14 @@ def _searched(
     effort: Effort,
     within: tuple[float, float],
 ) -> _Size | None:
-    """Single units at the most promising sizes and from further starts, then blocks too on the best of them."""
-    rows = [_begin(evaluator_at(evaluator, size), starts, *roots[size], effort) for size in sizes]
-    if not rows:
+    """Single units at the most promising sizes and from further starts, blocks on the best of them, then few together.
+
+    What was found at one size is tried at others too: those with the least bounds.
+    """
+    begun = {size: _begin(evaluator_at(evaluator, size), starts, *roots[size], effort) for size in sizes}
+    if not begun:
         return None
-    rows = sorted(rows, key=lambda row: row.makespan_us)[: effort.sizes]
+    rows = sorted(begun.values(), key=lambda row: row.makespan_us)[: effort.sizes]
     left = effort.events
     for row in rows:
         left -= _sweep(row, left // 3)
@@ -270,13 +273,25 @@ def _searched(
         if left > 0:
             left -= _descend(row, left, effort.descents)
     best = min(rows, key=lambda row: row.makespan_us)
+    home = best.evaluator.partition_bytes
+    nearest = sorted(begun, key=lambda size: (size != home, begun[size].certificate.makespan_us))
+    for size in nearest[: effort.sizes]:
+        if left > 0:
+            rows.append(_as_good_here(begun[size], best))
+            left -= _move_together(rows[-1], leaves, left)
+            best = min(best, rows[-1], key=lambda row: row.makespan_us)
     wholes = [row for row in rows if not row.evaluator.partition_bytes]
     whole = min(wholes, key=lambda row: row.makespan_us, default=best)
     factor, beside_us = within  # which a step takes beside the makespan
     if whole.makespan_us + beside_us <= factor * (best.makespan_us + beside_us):
         best = whole
-    best.makespan_us = exchange(best.evaluator, best.led, leaves, best.strategy, best.makespan_us)
     return best
+
+
+def _as_good_here(row: _Size, best: _Size) -> _Size:
+    """The best strategy so far, at a row's partition size."""
+    strategy = row.evaluator.encode(best.evaluator.decode(best.strategy))
+    return replace(row, strategy=strategy, makespan_us=row.evaluator.makespan(strategy))
 
 
 def _begin(
@@ -333,6 +348,15 @@ def _descend(row: _Size, effort: int, rounds: int) -> int:
     paid = np.full(len(row.strategy), np.inf)
     row.makespan_us = search.descend(row.strategy, row.makespan_us, paid, effort, rounds=rounds)
     return search.spent
+
+
+def _move_together(row: _Size, leaves: Leaves, effort: int) -> int:
+    """Improve by several giants at once, under budgets by several of all; returns the events that it took."""
+    few = np.arange(len(row.strategy)) if row.relaxation.has_budget else row.relaxation.giants
+    row.makespan_us, events = move_together(
+        row.evaluator, row.led, leaves, row.strategy, row.makespan_us, few, effort
+    )  # fmt: skip
+    return events
 
 
 __all__ = ["Refined", "Start", "certify_units", "refine"]

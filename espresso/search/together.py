@@ -1,0 +1,88 @@
+"""Several units at once: what one gives back of a lane or a budget another may take, which no single move can do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from espresso.search.candidates import Leaves, leaves_of
+from espresso.search.evaluator import Evaluator
+from espresso.search.local_search import Guide, LocalSearch
+
+Wholes = npt.NDArray[np.int64]
+
+MOST_TRIED = 20_000
+"""Combinations in a pass: 20 ms of small jobs, and large ones need it less."""
+FEWEST = 2
+"""Candidates of a unit."""
+BETTER = 1 - 1e-5
+"""A pass that brings less is the last one."""
+
+
+def move_together(
+    evaluator: Evaluator, led: Guide, leaves: Leaves, strategy: Wholes, makespan_us: float, few: Wholes, effort: int
+) -> tuple[float, int]:
+    """Improve a strategy by pairs of a few units and by single ones, under budgets also by all of the few at once.
+
+    Args:
+        strategy: is changed.
+        few: int64[n], in order of release. Of many the pairs are too many: nothing is tried.
+        effort: events that it may take, about.
+
+    Returns:
+        Its makespan, and the events that it took.
+    """
+    groups = []
+    for at_once in (2, len(few)) if led.ledger is not None else (2,):
+        number = math.comb(len(few), at_once)
+        each = int((MOST_TRIED / number) ** (1 / at_once)) if number else 0
+        if each >= FEWEST:
+            groups += [(list(some), each) for some in itertools.combinations(range(len(few)), at_once)]
+    if not groups:
+        return makespan_us, 0
+    lists = _offered(evaluator, led, leaves, few, max(each for _, each in groups))
+    search = LocalSearch(evaluator, led)
+    paid = np.full(len(strategy), np.inf)
+    before = np.inf
+    while makespan_us < before * BETTER and search.spent < effort:
+        before = makespan_us
+        for some, each in groups:
+            mine = np.ascontiguousarray(lists[some, :each])
+            makespan_us = search.together(strategy, makespan_us, few[some], mine, effort - search.spent)
+        makespan_us = search.sweep(strategy, makespan_us, paid, effort - search.spent)
+    return makespan_us, search.spent
+
+
+def _offered(evaluator: Evaluator, led: Guide, leaves: Leaves, few: Wholes, most: int) -> Wholes:
+    """int64[few, most]: what is tried for each, -1 after the end.
+
+    What is not dominated; if that is few, then what is: a chain of more tasks takes longer, and lets others pass in
+    between. The quickest alone comes first. Under budgets what the program likes is before all that, and the first of
+    every kind, then the second, and so on.
+    """
+    found = np.full((len(few), most), -1, dtype=np.int64)
+    candidates = evaluator.candidates
+    for row, unit in zip(found, few, strict=True):
+        size, mine = evaluator.units[unit].size, leaves_of(leaves, evaluator.units[unit])
+        listed = led.lists[unit][led.lists[unit] >= 0] if led.ledger is not None else np.empty(0, dtype=np.int64)
+        for prune in (True, False):
+            if len(listed) < most:
+                more = np.setdiff1d(candidates.distinct(size, mine, prune=prune), listed)
+                listed = np.append(listed, more[np.argsort(candidates.alone_us(more), kind="stable")])
+        if led.ledger is not None:
+            listed = _by_kind(led.ledger.kinds_of(candidates.choices[number] for number in listed), listed)
+        row[: len(listed)] = listed[:most]
+    return found
+
+
+def _by_kind(kinds: Wholes, listed: Wholes) -> Wholes:
+    turns: dict[int, Iterator[int]] = {}
+    place = np.array([next(turns.setdefault(kind, itertools.count())) for kind in kinds.tolist()])
+    return listed[np.argsort(place, kind="stable")]
+
+
+__all__ = ["move_together"]
