@@ -599,6 +599,31 @@ def test_buckets_out_of_order_are_an_error_that_stays():
         assert "bucket 1 arrived out of order" in texts[3]
 
 
+def run_two_errors(rank: int) -> str:
+    """A task fails, and before anything is known of that but to the lanes, a bucket comes out of order."""
+    exchange = Exchange(2)
+    buckets, lanes = make_buckets(*SIZES), exchange.executor.lanes
+    told, has_failed = lanes._on_failure, threading.Event()
+
+    def late(error: BaseException, node: Any) -> None:
+        has_failed.set()
+        time.sleep(0.5)
+        told(error, node)
+
+    lanes._on_failure = late
+    threading.Thread(target=lanes.fail, args=(ValueError("the first error"),)).start()
+    has_failed.wait(10)
+    buffer = integers(buckets, rank, NUM_RANKS)[1]
+    text = caught(lambda: reduce_bucket(exchange.executor, buckets[1], buffer, is_last=False, grad_scale=1.0))
+    exchange.close()
+    return text
+
+
+def test_a_second_error_does_not_hide_the_first():
+    for text in POOL.run(run_two_errors):
+        assert "the first error" in text
+
+
 def run_watchdog(rank: int) -> tuple[str, str]:
     """A task that hangs; the deadline is short."""
     exchange = Exchange(2)

@@ -166,7 +166,7 @@ class Executor:
                 f"rank {self._rank}: bucket {index} arrived out of order;"
                 " the previous backward pass did not finish, or the model runs in several threads"
             )
-        if not self._failure.begun:
+        if not self.lanes.failed:
             self._take(iteration, index, buffer, describe)
         elif (settled := self.error) is not None:  # perhaps before this future was there
             fail_open([future], settled)
@@ -189,7 +189,7 @@ class Executor:
                 future.set_result(torch.empty(0))
             else:
                 fail_open([future], self.error)
-        elif not self._failure.begun:
+        elif not self.lanes.failed:
             try:
                 iteration.course.end()
                 self._bucket_done(iteration, END)
@@ -363,7 +363,7 @@ class Executor:
         except Exception as error:
             found = _of_the_planner(error)
             self.lanes.fail(found)
-            raise self._failure.wait(found) from error
+            raise self._first(found) from error
 
     # -- failure -----------------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ class Executor:
     def _fail_here(self, error: Exception) -> NoReturn:
         """Fail with what was raised in the hook's own thread: the other ranks must hear of it."""
         self.lanes.fail(error)
-        first = self._failure.wait(error if isinstance(error, EspressoError) else EspressoError(worded(error)))
+        first = self._first(error if isinstance(error, EspressoError) else EspressoError(worded(error)))
         if first is error:
             raise error
         raise first from error
@@ -387,7 +387,11 @@ class Executor:
     def _fail_now(self, text: str) -> EspressoError:
         error = EspressoError(text)
         self.lanes.fail(error)
-        return self._failure.wait(error)
+        return self._first(error)
+
+    def _first(self, error: EspressoError) -> EspressoError:
+        """The first error; ``error`` where there was none, since the lanes are closed."""
+        return self._failure.wait(error) if self.lanes.failed else error
 
     def _release(self, error: EspressoError) -> None:
         with self.lanes.lock:
@@ -411,7 +415,7 @@ class Executor:
     def _look(self) -> None:
         """The watchdog: fail an iteration that outlives its deadline, or that waits for a rank that failed."""
         iteration = self._iteration
-        if iteration is None or self._failure.begun or iteration.is_idle:
+        if iteration is None or self.lanes.failed or iteration.is_idle:
             return
         waited, heard = time.monotonic() - iteration.touched_s, self._groups.alarm.failed()
         if heard and waited > LISTEN_AFTER_S:
@@ -487,7 +491,7 @@ class Executor:
         if iteration is not None:
             closed = EspressoError("espresso was closed during a backward pass")
             fail_open(list(iteration.futures.values()), closed)
-            if not self._failure.begun:
+            if not self.lanes.failed:
                 self._groups.witness.tell(str(closed))
         if self._servers is not None:
             self._servers.close()
@@ -496,14 +500,14 @@ class Executor:
         # nobody will answer any more ends here.
         # Not before the others were told: of a connection that closes they see only whose it was.
         self._groups.witness.close()
-        if (self._failure.begun or iteration is not None) and not keeps_groups:
+        if (self.lanes.failed or iteration is not None) and not keeps_groups:
             self._groups.break_off()
         deadline = time.monotonic() + 2.0
         for thread in (*threads, self._watchdog):
             if thread is not threading.current_thread():
                 thread.join(timeout=max(deadline - time.monotonic(), 0.0))
         is_idle = not any(thread.is_alive() for thread in threads)
-        self._ended_orderly = is_idle and iteration is None and not self._failure.begun
+        self._ended_orderly = is_idle and iteration is None and not self.lanes.failed
         return is_idle
 
     def leave(self) -> None:

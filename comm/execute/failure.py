@@ -50,12 +50,10 @@ class Failure:
         self._ending = ending
         self._settled = threading.Event()
         self.on_log: Callable[[], None] = lambda: None
-        self.begun = False
         self.error: EspressoError | None = None
 
     def begin(self, error: BaseException, node: Node | None, step: int) -> None:
         """Take the first error of all. Called once; returns at once."""
-        self.begun = True
         what = str(error).strip().rstrip(".") if isinstance(error, EspressoError) else worded(error)
         where = f"iteration {step}" + ("" if node is None else f", {node.label()}")
         asks = not isinstance(error, LostRankError | PeerError)  # those have been asked for, or a rank that knew more
@@ -67,8 +65,8 @@ class Failure:
             self._witness.apart(self._alarm.insist)
 
     def wait(self, error: EspressoError) -> EspressoError:
-        """The first error once it is worded; ``error`` if that is not to be."""
-        self._settled.wait(WHO_S + NOTICE_S + 1.0 if self.begun else 0.0)
+        """The first error, once ``begin`` has worded it; ``error`` if that takes too long."""
+        self._settled.wait(WHO_S + NOTICE_S + 1.0)
         return error if self.error is None else self.error
 
     def _find_out(self, error: BaseException, where: str, what: str) -> None:

@@ -140,6 +140,9 @@ class Lanes:
 
     Args:
         offload_width: offloaded steps under way at the same time, at most.
+
+    Attributes:
+        failed: whether there was such an exception.
     """
 
     def __init__(self, on_failure: Callable[[BaseException, Node | None], None], offload_width: int = 1) -> None:
@@ -153,7 +156,7 @@ class Lanes:
         self._issuing = threading.Lock()
         self._teams: dict[str, _Team] = {}
         self._on_failure = on_failure
-        self._failed = False
+        self.failed = False
         self._closed = False
 
     def enqueue(self, nodes: Iterable[Node]) -> None:
@@ -190,9 +193,9 @@ class Lanes:
     def fail(self, error: BaseException, node: Node | None = None) -> None:
         """Cancel the order on all lanes. What runs runs out; nothing new starts."""
         with self.lock:
-            if self._failed or self._closed:
+            if self.failed or self._closed:
                 return
-            self._failed = True
+            self.failed = True
             for queue in self._queues.values():
                 queue.clear()
         self._on_failure(error, node)
@@ -266,9 +269,9 @@ class Lanes:
         # Looked at again after every release: what comes while another thread issues is left to that thread.
         while self._to_issue and self._issuing.acquire(blocking=False):
             try:
-                while self._to_issue and not self._failed:
+                while self._to_issue and not self.failed:
                     self._issue_one(self._to_issue.popleft())
-                if self._failed:
+                if self.failed:
                     self._to_issue.clear()
             finally:
                 self._issuing.release()
@@ -292,7 +295,7 @@ class Lanes:
             self.fail(error, node)
 
     def _run(self, node: Node) -> None:
-        if self._failed or self._closed:
+        if self.failed or self._closed:
             return
         node.start_ns = time.perf_counter_ns()
         try:
@@ -308,7 +311,7 @@ class Lanes:
     def _finish(self, node: Node) -> None:
         node.end_ns = time.perf_counter_ns()
         with self.lock:
-            if self._failed or self._closed:
+            if self.failed or self._closed:
                 return
             node.done = True
             self._under_way.subtract(node.lanes)
