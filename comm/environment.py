@@ -13,7 +13,7 @@ import hashlib
 import os
 import socket
 import struct
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -133,32 +133,38 @@ def build() -> str:
     return f"espresso {__version__} (sources {_sources()})"
 
 
-def check_settings(everybody: Sequence[Mapping[str, Any]]) -> None:
+def check_settings(everybody: Mapping[int, Mapping[str, Any]]) -> None:
     """All ranks must have the same settings.
 
+    Args:
+        everybody: theirs, by rank.
+
     Raises:
-        DisagreementError: names the first rank that has another one than rank 0, the setting, and both values.
+        DisagreementError: names the first rank that has another one than the first of all, the setting, and both
+            values.
     """
-    for rank, theirs in enumerate(everybody):
-        for what in {**everybody[0], **theirs}:
-            first, other = (values.get(what, "nothing") for values in (everybody[0], theirs))
-            if first != other:
+    first, wanted = next(iter(everybody.items()))
+    for rank, theirs in everybody.items():
+        for what in {**wanted, **theirs}:
+            one, other = (values.get(what, "nothing") for values in (wanted, theirs))
+            if one != other:
                 raise DisagreementError(
-                    f"rank {rank} has another {what} than rank 0 ({first!r} on rank 0, {other!r} on rank {rank});"
-                    " start all ranks alike"
+                    f"rank {rank} has another {what} than rank {first} ({one!r} on rank {first}, {other!r} on rank"
+                    f" {rank}); start all ranks alike"
                 )
 
 
-def check_builds(builds: Sequence[str]) -> None:
+def check_builds(everybody: Mapping[int, str]) -> None:
     """All ranks must run the same.
 
     Raises:
-        DisagreementError: names the first rank that runs something else than rank 0.
+        DisagreementError: names the first rank that runs something else than the first of all.
     """
-    for rank, theirs in enumerate(builds):
-        if theirs != builds[0]:
+    first, wanted = next(iter(everybody.items()))
+    for rank, theirs in everybody.items():
+        if theirs != wanted:
             raise DisagreementError(
-                f"rank {rank} runs {theirs}, rank 0 runs {builds[0]}; install the same on all machines"
+                f"rank {rank} runs {theirs}, rank {first} runs {wanted}; install the same on all machines"
             )
 
 

@@ -189,6 +189,10 @@ class Groups:
             rows = gathered(padded, self.num_ranks, group)
         return [PLAIN.unpack(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
+    def by_rank(self, value: Any) -> dict[int, Any]:
+        """As :meth:`all_objects`, by everybody's rank in the world."""
+        return dict(zip(self._ranks, self.all_objects(value), strict=True))
+
     def everywhere(self, value: Any) -> list[Any]:
         """As :meth:`all_objects`, of the jobs beside this one too; the same list on all their ranks."""
         mine = self.all_objects(value)
@@ -206,7 +210,7 @@ class Groups:
         group, source = self._control_group(), self._ranks[0]
         message = torch.from_numpy(PLAIN.pack(value if self.rank == 0 else None))
         size = torch.tensor([message.numel()])
-        with self.explained("rank 0's message to the others"):
+        with self.explained(f"rank {source}'s message to the others"):
             dist.broadcast(size, src=source, group=group)
             if self.rank:
                 message = torch.empty(_checked_size(size), dtype=torch.uint8)
@@ -324,13 +328,13 @@ class Groups:
     def _find_cluster(self, ranks_per_node: int | None, connections: int) -> Cluster:
         # Compared before anything depends on it: ranks that disagree here would make different groups, and hang.
         mine = {"ranks_per_node": ranks_per_node, "connections": connections}
-        everybody = self.all_objects((mine, node_key(), build(), is_far()))
-        check_builds([runs for _, _, runs, _ in everybody])
-        self._far = any(far for *_, far in everybody) and self.backend == "gloo"
-        check_settings([settings for settings, *_ in everybody])
+        everybody = self.by_rank((mine, node_key(), build(), is_far()))
+        check_builds({rank: runs for rank, (_, _, runs, _) in everybody.items()})
+        self._far = any(far for *_, far in everybody.values()) and self.backend == "gloo"
+        check_settings({rank: settings for rank, (settings, *_) in everybody.items()})
         if ranks_per_node is None:
-            keys = [key for _, key, *_ in everybody]
-            why = why_flat(keys)
+            keys = [key for _, key, *_ in everybody.values()]
+            why = why_flat(keys, self._ranks)
             if why is not None and self.speaks:
                 logger.warning("%s: only flat options and servers are used, as with ranks_per_node=1", why)
             return cluster_from_nodes(keys)

@@ -56,12 +56,13 @@ def meet(group: Any, card: Sequence[Any], timeout_s: float, before: Any) -> Meet
     keys, missing = list[str](), list[int]()
     try:
         times = store.add(_times_met(group, rank), 0)
-        keys = [_card_key(group, times, each) for each in range(dist.get_world_size(group))]
+        ranks = dist.get_process_group_ranks(group)
+        keys = [_card_key(group, times, each) for each in range(len(ranks))]
         store.set(keys[rank], PLAIN.pack((highest_number(), *card)).tobytes().hex())
         try:
             store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:
-            missing = [each for each, key in enumerate(keys) if not store.check([key])]
+            missing = [each for each, key in zip(ranks, keys, strict=True) if not store.check([key])]
         texts = [] if missing else [store.get(key).decode() for key in keys]
         if texts:
             store.add(_times_met(group, rank), 1)

@@ -34,12 +34,17 @@ def cluster_from_nodes(keys: Sequence[NodeKey]) -> Cluster:
     return Cluster(len(set(keys)), keys.count(keys[0]))
 
 
-def why_flat(keys: Sequence[NodeKey]) -> str | None:
-    """Why hierarchical options cannot run: nodes of unequal size, or one whose ranks are not consecutive."""
+def why_flat(keys: Sequence[NodeKey], names: Sequence[int] = ()) -> str | None:
+    """Why hierarchical options cannot run: nodes of unequal size, or one whose ranks are not consecutive.
+
+    Args:
+        names: the ranks in the world, where these are some of it.
+    """
     nodes: dict[NodeKey, list[int]] = {}
     for rank, key in enumerate(keys):
         nodes.setdefault(key, []).append(rank)
-    described = "; ".join(f"{key[0]}: ranks {compact(ranks)}" for key, ranks in nodes.items())
+    named = {key: [names[rank] for rank in ranks] if names else ranks for key, ranks in nodes.items()}
+    described = "; ".join(f"{key[0]}: ranks {compact(ranks)}" for key, ranks in named.items())
     if len({len(ranks) for ranks in nodes.values()}) > 1:
         return f"nodes have different numbers of ranks ({described})"
     if any(ranks != list(range(ranks[0], ranks[0] + len(ranks))) for ranks in nodes.values()):

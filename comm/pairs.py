@@ -16,7 +16,7 @@ MUCH, MUCH_S = (1 << 18, 1 << 20, 1 << 20), 0.1
 def round_trips(groups: Groups, clock: Callable[[], float], count: int = 8) -> list[tuple[float, float, float]]:
     """Ask rank 0 for the time: (sent, its answer, back) by every rank's ``clock``. Collective; none on rank 0."""
     group, now, trips = groups.for_pairs(), torch.zeros(1, dtype=torch.float64), []
-    with groups.explained("the ranks' look at rank 0's clock"):
+    with groups.explained(f"the ranks' look at rank {groups.ranks[0]}'s clock"):
         if groups.rank:
             for _ in range(count):
                 sent = clock()

@@ -3,6 +3,7 @@
 import itertools
 import os
 import socket
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
@@ -13,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import espresso
 from benchmarks.rank_pool import POOL
-from espresso.comm.errors import TopologyError
+from espresso.comm.errors import EspressoError, TopologyError
 from espresso.comm.group_names import highest_number, named_after
 from espresso.comm.groups import Groups
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
 from espresso.comm.pairs import MUCH, card_rate
+from espresso.live.agreement import agree, agree_on_epoch, check_replicas
 from espresso.strategies import Choice, Cluster, CompressorSpec, Scope, Strategy, parse_option
 from tests.workers import run_ranks
 
@@ -179,6 +181,43 @@ def test_a_subgroup_has_ranks_of_its_own():
         None,
         (1, Cluster(2, 1), (1, 3), [1, 3], "from 1"),
     ]
+
+
+def at_odds_in_a_subgroup(rank: int) -> list[str]:
+    """What ranks 1 and 3 say of each other where they differ, and of rank 3 where it does not come."""
+    subgroup = dist.new_group([1, 3], backend="gloo")
+    if rank not in (1, 3):
+        return []
+    groups = Groups(subgroup, timeout_s=20)
+    said = [
+        caught(lambda: agree(groups, {"seed": rank})),
+        caught(lambda: agree_on_epoch(groups, rank)),
+        caught(lambda: check_replicas(groups, {"w": torch.tensor([float(rank)])})),
+        caught(lambda: Groups(subgroup, ranks_per_node=rank, timeout_s=20)),
+    ]
+    groups.barrier()
+    groups.close()
+    return said if rank == 3 else [*said, caught(lambda: Groups(subgroup, timeout_s=1.0))]
+
+
+def caught(action: Callable[[], object]) -> str:
+    with pytest.raises(EspressoError) as error:
+        action()
+    return str(error.value)
+
+
+def test_errors_of_a_subgroup_name_ranks_of_the_world():
+    nobody, first, _, third = POOL.run(at_odds_in_a_subgroup)
+    assert nobody == []
+    assert first == [
+        "rank 3 has another seed than rank 1 (1 on rank 1, 3 on rank 3); start all ranks alike",
+        "rank 3 says that epoch 3 begins, rank 1 says 1; call state.set_epoch on all ranks at the same step",
+        "parameter 'w' on rank 3 differs from rank 1: replicas diverged",
+        "rank 3 has another ranks_per_node than rank 1 (1 on rank 1, 3 on rank 3); start all ranks alike",
+        "rank 3 did not come to espresso.register within 1 s",
+    ]
+    assert third == first[:4]
+    assert "(a: ranks 1,3; b: ranks 6)" in str(why_flat(nodes("aab"), (1, 3, 6)))
 
 
 def uneven(rank: int) -> tuple[bool, float]:

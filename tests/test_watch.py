@@ -23,9 +23,9 @@ PLAIN = Vitals(step=100e3, compute=98e3, tail=2e3, wire=0.0, codec=0.0)
 
 
 class Nobody:
-    """Groups whose messages the test makes itself."""
+    """Groups whose messages the test makes itself, of ranks 1 and 3."""
 
-    beside = None
+    beside, ranks = None, (1, 3)
 
 
 def noisy(random: np.random.Generator, vitals: Vitals, spread: float = 0.05) -> Vitals:
@@ -54,7 +54,7 @@ def scaled(vitals: Vitals, **factors: float) -> Vitals:
         ((scaled(STEP, wire=3, tail=3, step=1.8),) * 2, Cause.LINK, ()),
         ((scaled(STEP, wire=0.2, tail=0.5, step=0.8),) * 2, Cause.LINK, ()),
         # A rank that is late makes the other wait; whoever comes last waits for the link alone.
-        ((scaled(STEP, compute=2, step=1.6), scaled(STEP, tail=2.5, wire=3, step=1.6)), Cause.COMPUTE, (0,)),
+        ((scaled(STEP, compute=2, step=1.6), scaled(STEP, tail=2.5, wire=3, step=1.6)), Cause.COMPUTE, (1,)),
         ((scaled(STEP, compute=2, step=1.6),) * 2, Cause.JOB, ()),
         ((scaled(STEP, codec=6, tail=1.6, step=1.25),) * 2, Cause.ENCODERS, ()),
     ],

@@ -47,7 +47,7 @@ class OneRank:
         soundings: how often it was looked at.
     """
 
-    rank, num_ranks, host_copies, speaks, beside = 0, 1, False, True, None
+    rank, ranks, num_ranks, host_copies, speaks, beside = 0, (0,), 1, False, True, None
     sounds_us: float = 20_000.0
     soundings: int = 0
 

@@ -43,7 +43,7 @@ def check_alike(facts: Sequence[Fact]) -> None:
     Raises:
         DisagreementError: names the first that differs from rank 0.
     """
-    check_builds([fact.build for fact in facts])
+    check_builds({rank: fact.build for rank, fact in enumerate(facts)})
     for rank, fact in enumerate(facts):
         if fact.world_size != facts[0].world_size:
             raise DisagreementError(

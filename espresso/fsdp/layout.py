@@ -46,7 +46,8 @@ def hybrid_mesh(device_type: str, shards: int | None = None) -> DeviceMesh:
     size = _ranks_of_this_host(world_size) if shards is None else shards
     # Before the mesh: ranks that lay out unlike ones wait for each other in groups that the others do not make.
     everybody = gathered(torch.tensor([size], device=device_type), world_size, None)
-    check_settings([{"shards= (by default the ranks of a host)": int(theirs)} for theirs in everybody])
+    what = "shards= (by default the ranks of a host)"
+    check_settings({rank: {what: int(theirs)} for rank, theirs in enumerate(everybody)})
     if shards is None and not size:
         raise TopologyError(
             "no launcher says how many ranks this host has: give shards=, the number of ranks that share one copy of"

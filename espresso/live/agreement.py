@@ -15,7 +15,7 @@ from espresso.comm.groups import Groups
 
 def agree(groups: Groups, mine: Mapping[str, Any]) -> None:
     """Compare settings. All ranks together; raises what :func:`espresso.comm.environment.check_settings` does."""
-    check_settings(groups.all_objects(dict(mine)))
+    check_settings(groups.by_rank(dict(mine)))
 
 
 def agree_on_epoch(groups: Groups, epoch: int) -> None:
@@ -24,11 +24,11 @@ def agree_on_epoch(groups: Groups, epoch: int) -> None:
     Raises:
         DisagreementError: names the rank and both epochs.
     """
-    everybody = groups.all_objects(epoch)
-    for rank, theirs in enumerate(everybody):
-        if theirs != everybody[0]:
+    everybody, first = groups.by_rank(epoch), groups.ranks[0]
+    for rank, theirs in everybody.items():
+        if theirs != everybody[first]:
             raise DisagreementError(
-                f"rank {rank} says that epoch {theirs} begins, rank 0 says {everybody[0]}; call"
+                f"rank {rank} says that epoch {theirs} begins, rank {first} says {everybody[first]}; call"
                 " state.set_epoch on all ranks at the same step"
             )
 
@@ -37,13 +37,16 @@ def check_replicas(groups: Groups, parameters: Mapping[str, torch.Tensor]) -> No
     """Compare parameters, bit for bit. All ranks together.
 
     Raises:
-        DisagreementError: names the rank and the first tensor that differs from rank 0.
+        DisagreementError: names the rank and the first tensor that differs from the first rank's.
     """
-    everybody = groups.all_objects({name: checksum(parameter) for name, parameter in parameters.items()})
-    for rank, theirs in enumerate(everybody):
+    everybody = groups.by_rank({name: checksum(parameter) for name, parameter in parameters.items()})
+    first = groups.ranks[0]
+    for rank, theirs in everybody.items():
         for name, value in theirs.items():
-            if value != everybody[0][name]:
-                raise DisagreementError(f"parameter {name!r} on rank {rank} differs from rank 0: replicas diverged")
+            if value != everybody[first][name]:
+                raise DisagreementError(
+                    f"parameter {name!r} on rank {rank} differs from rank {first}: replicas diverged"
+                )
 
 
 def checksum(parameter: torch.Tensor) -> int:

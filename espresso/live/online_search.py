@@ -226,7 +226,7 @@ class OnlineSearch:
         self._groups.barrier(patient=True)
         told = self._groups.from_rank_0(told)
         if isinstance(told, str):
-            raise EspressoError(f"the search failed on rank 0 ({told})") from failed
+            raise EspressoError(f"the search failed on rank {self._groups.ranks[0]} ({told})") from failed
         if self._groups.rank == 0:
             return found
         rows, self.uncompressed_us, self.bucket_cap_mb, self.why_none = told

@@ -311,7 +311,9 @@ class Watch:
         findings: list[Finding] = []
         if before is not None:
             floor = _floor(min(was, max(row.step for row in now)))
-            findings = list(_findings(before, now, floor))
+            names = self._groups.ranks
+            findings = [replace(each, ranks=tuple(names[at] for at in each.ranks))
+                        for each in _findings(before, now, floor)]  # fmt: skip
         step_us = max(row.step for row in now)
         if not findings:
             findings = [Finding(Cause.STEP, step_us / was)]
