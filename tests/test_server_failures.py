@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import subprocess
+import sys
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from benchmarks.exchange import integers, make_buckets, strategy_of
+from benchmarks.ports import free_port
 from benchmarks.rank_pool import NUM_RANKS, POOL, RanksFailed
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.parameter_server import Client, Line
 from espresso.comm.parameter_server.secret import Door, Secret, knock
-from espresso.comm.parameter_server.transport import LinkError
+from espresso.comm.parameter_server.transport import GlooTransport, LinkError
 from espresso.comm.parameter_server.wire import Header, Key, Op, Stretch
 from espresso.strategies import NONE
 from tests.servers import client, exchange_over, serving
@@ -146,13 +151,31 @@ def test_a_worker_that_hangs_is_named_by_the_server_with_the_key():
         POOL.close()
 
 
+def test_a_server_that_dies_is_said_to_have_closed_its_connection():
+    """No time-out has passed, so that none is spoken of."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    dies = (
+        "import os, time; import torch.distributed as dist;"
+        "from espresso.comm.parameter_server.transport import GlooTransport;"
+        f"kept = GlooTransport(dist.TCPStore('127.0.0.1', {port}, is_master=False), 1, 2); time.sleep(0.5); os._exit(1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", dies]):
+        asking = Client(GlooTransport(store, 0, 2), 1)
+        with pytest.raises(EspressoError, match=r"server rank 1 .*[Cc]onnection (closed|reset) by peer"):
+            asking.ask_all(Op.FETCH, {0: (0, frozenset(), 0, 1)}, 300.0)
+    # What its listener heard may have been first.
+    assert re.match(r"server rank 1 did not answer 'fetch' \(rank 1: ", str(asking._unanswered))
+
+
 def test_an_answer_that_does_not_come_names_server_and_key():
     with serving(POOL) as running:
         POOL.run(run_round, 20.0)
         with running[0]._lock:  # it hangs
             texts = POOL.run(run_round, 1.0)
         for text in texts:
-            assert "server rank 4 did not answer within 1 s or is gone: key" in text
+            assert "server rank 4 did not answer the push of key" in text
+            assert "Timed out waiting" in text
             assert "(weights[0:300])" in text
             assert "step 3/3 'flat.pull' of bucket 0" in text
         POOL.close()  # a transfer that timed out has closed its connections

@@ -257,7 +257,7 @@ SURVIVE = ("--runtime-options", "recoverable,continuous,error-nonzero-status=fal
             [0],
             r"server rank 2 .*reports: worker rank 1 died, left or hangs while key \d+ \(.* waited for its push",
         ),
-        (2, [0, 1], r"server rank 2 .*did not answer within 2 s or is gone: key \d+ \("),
+        (2, [0, 1], r"server rank 2 .*did not answer the push of key \d+ .*no message within 2 s"),
     ],
 )
 def test_who_dies_under_mpi_is_named_with_a_key_by_the_others(tmp_path, victim, survivors, said):

@@ -151,7 +151,7 @@ class Client:
         try:
             line.answer.wait(timeout_s)
         except LinkError as error:
-            raise self._lost(line.key, f"did not answer within {timeout_s:g} s or is gone:", error) from error
+            raise self._lost(line.key, "did not answer the push of", error) from error
         line.answer = None
         self._open.pop(line.key.number, None)
 
@@ -197,10 +197,8 @@ class Client:
             return {server: self._answer(rank, tag, until) for server, rank in ranks.items()}
         except LinkError as error:
             who = "a server" if error.peer is None else self.name(error.peer - self.num_workers)
-            self._unanswered = self._unanswered or LinkError(  # over Gloo the first time-out closes the connection
-                f"{who} did not answer '{op.name.lower()}' within {until.seconds:g} s ({error}); did another"
-                " worker stop?"
-            )
+            # Over Gloo the first time-out closes the connection.
+            self._unanswered = self._unanswered or LinkError(f"{who} did not answer '{op.name.lower()}' ({error})")
             raise self.error or self._unanswered from error
         except EspressoError as error:  # and what is left of the answer is not taken
             self._unanswered = LinkError(f"the answer to '{op.name.lower()}' could not be read ({error})")
