@@ -120,7 +120,6 @@ class Groups:
         self.beside = beside
         self.timeout_s = timeout_s
         self.host_copies = host_copies
-        self.backend = backend_for("cuda" if host_copies else "cpu", parent)
         self.alarm = Alarm(self.rank)
         self.witness = Witness(self.rank, self.alarm, self.rank_in, self._ranks)
 
@@ -139,6 +138,7 @@ class Groups:
                 return self.control, cluster, self._make_scopes(cluster, connections if self.backend == "gloo" else 1)
 
         try:
+            self.backend = backend_for("cuda" if host_copies else "cpu", parent)
             found = within(timeout_s + _SLACK_S, make, what, lambda: silent.update(self.witness.glance()))
             self.control, self.cluster, self.scopes = found
             self._ends = self.all_objects(local_ends())

@@ -253,20 +253,23 @@ def test_a_job_on_uneven_nodes_runs_flat():
     assert answers[0][1] > 0
 
 
-def run_default_group(rank: int) -> tuple[str, int, str]:
+def run_default_group(rank: int) -> tuple[str, int, str, bool]:
     """``init_process_group()`` names no backend: each device has its own."""
     dist.init_process_group()
     groups = Groups(ranks_per_node=1, connections=2)
     flat = groups.scopes[Scope.FLAT]
+    beside = Groups(ranks_per_node=1)
     with pytest.raises(TopologyError) as refused:
-        Groups(dist.new_group(backend="cpu:gloo"), host_copies=True)
-    found = "gloo" if flat.is_gloo else groups.backend, len(flat.others), str(refused.value)
+        Groups(dist.new_group(backend="cpu:gloo"), host_copies=True, beside=beside)
+    found = "gloo" if flat.is_gloo else groups.backend, len(flat.others), str(refused.value), bool(beside._made)
     groups.close()
     dist.destroy_process_group()
     return found
 
 
 def test_a_group_without_a_named_backend_is_what_serves_the_models_device():
-    for backend, others, refused in (outcome.value for outcome in run_ranks(run_default_group, 2, init=False)):
+    answers = [outcome.value for outcome in run_ranks(run_default_group, 2, init=False)]
+    for backend, others, refused, stays in answers:
         assert (backend, others) == ("gloo", 1), "links of their own are Gloo's"
         assert "the model is on a GPU, and its process group serves cpu:gloo only" in refused
+        assert not stays, "the groups beside go with what is refused"
