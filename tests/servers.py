@@ -23,7 +23,7 @@ _here: dict[Any, Any] = {}
 
 
 @contextmanager
-def serving(pool: RankPool, *, engines: int = 2, memory_bytes: int = 1 << 30) -> Iterator[list[Server]]:
+def serving(pool: RankPool, *, engines: int = 2, memory_bytes: int = 1 << 30, **more: Any) -> Iterator[list[Server]]:
     """Three servers for the four ranks of ``pool``; they end when the ranks leave, with the block."""
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -35,7 +35,7 @@ def serving(pool: RankPool, *, engines: int = 2, memory_bytes: int = 1 << 30) ->
         mine = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         transport = GlooTransport(mine, NUM_RANKS + number, size)
         servers[number] = Server(
-            transport, NUM_RANKS, codecs, engines=engines, memory_bytes=memory_bytes, timeout_s=20.0
+            transport, NUM_RANKS, codecs, engines=engines, memory_bytes=memory_bytes, timeout_s=20.0, **more
         )
         with suppress(EspressoError):  # the server keeps it in ``error``
             servers[number].serve()

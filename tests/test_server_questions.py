@@ -16,8 +16,10 @@ from espresso.comm.parameter_server import Client, Line, Link, connect
 from espresso.comm.parameter_server.transport import Channel
 from espresso.live import server_profile
 from espresso.live.server_profile import Probe, raw_keys
-from tests.ddp import batch, mlp, wrap
+from espresso.strategies import Cluster
+from tests.ddp import batch, mlp, strategy_for, wrap
 from tests.servers import NUM_SERVERS, client, serving
+from tests.test_parameter_server import TWO_WAY
 from tests.test_server_blame import Message, Plug
 from tests.test_server_blame import serving as serving_by_hand
 
@@ -176,6 +178,39 @@ def run_with_matrices(rank: int) -> tuple[bool, str]:
     finally:
         connect(None)
         state.close()
+
+
+def run_introduced(rank: int) -> str:
+    """A compressor that comes while the job runs, and whose kernels take a server longer than the time-out."""
+    connect(client())
+    client().num_servers = 1
+    cluster = Cluster(NUM_RANKS, 1, num_servers=1)
+    ddp = wrap(mlp(20, 60, 5, seed=1))
+    state = espresso.register(
+        ddp, "fp16", strategy_for(ddp, cluster, TWO_WAY, "fp16"), ranks_per_node=1, timeout_s=2.0, offload_threads=1
+    )
+    try:
+        for step, spec in enumerate(("fp16", "int8")):
+            if step:
+                state.use(strategy_for(ddp, cluster, TWO_WAY, spec))
+            ddp(batch(rank, step, 20)).square().mean().backward()
+        return str(state.error or "")
+    finally:
+        connect(None)
+        state.close()
+
+
+def test_servers_compile_a_compressor_that_is_introduced_before_it_is_pushed():
+    prepared: list[str] = []
+
+    def prepare(specs: Any, dtypes: Any) -> None:
+        prepared.extend(spec.name for spec in specs)
+        time.sleep(3.0 * ("int8" in prepared))
+
+    with serving(POOL, prepare=prepare):
+        assert POOL.run(run_introduced) == [""] * NUM_RANKS
+    assert set(prepared) == {"fp16", "int8"}
+    assert prepared[-1] == "int8"
 
 
 def test_servers_are_not_asked_for_compressors_that_they_do_not_run():

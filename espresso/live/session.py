@@ -53,7 +53,7 @@ from espresso.live.runtime import Runtime, runtime_of
 from espresso.live.sampler import Sampler
 from espresso.live.script import LossScale, StepGuard
 from espresso.live.server_profile import measure_bearing
-from espresso.strategies import NONE, Bucket, Choice, Strategy
+from espresso.strategies import NONE, Bucket, Choice, CompressorSpec, Strategy
 from espresso.strategies.constraints import parse_forced
 from espresso.strategies.option import RANK_DEVICES
 
@@ -140,6 +140,7 @@ class Session:
                 self._note_decided(0)
             self.guard: Guard | None = None
             servers = None if client is None else self._link(client)
+            self._prepare_servers = None if servers is None else servers.prepare
             self.executor: Executor = self.runtime.executor(
                 self.codecs,
                 self.groups,
@@ -157,9 +158,9 @@ class Session:
             # Velocities are sums of another kind; shards would have to back off together.
             if config.adapt and rule is None and self.groups.beside is None:
                 self.guard = Guard(self.groups, model.tensors, self.store, self.executor.side)
-            self._kernels = self._make_kernels()
+            self._kernels = self._make_kernels(self.given.specs | set(config.terms.constraints.forced()))
             undo.callback(self._kernels.end)
-            self.is_compiled = self._warm_up(servers)  # last: who dies or hangs meanwhile is named
+            self.is_compiled = self._warm_up()  # last: who dies or hangs meanwhile is named
             self.recording = Recording(self.recorder, self.executor, model, folder, config.record_signal)
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
             undo.pop_all()
@@ -276,20 +277,20 @@ class Session:
         namespace = self.groups.from_rank_0(client.new_namespace())
         return Link(client, self.groups.ranks, self.store, self.config.timeout_s, namespace, self.bearing)
 
-    def _make_kernels(self) -> Kernels:
-        specs = (self.given.specs | set(self.config.terms.constraints.forced())) - {NONE}
+    def _make_kernels(self, specs: Iterable[CompressorSpec]) -> Kernels:
         launch = read_environment()  # ranks_per_node may say otherwise, but the cache belongs to the host
         per_node = self.groups.cluster.ranks_per_node
         goes_first = self.groups.rank % per_node == 0 if launch is None else launch.local_rank == 0
-        return Kernels(self.groups, self.codecs, specs, {tensor.dtype for tensor in self.model.tensors}, goes_first)
+        dtypes = {tensor.dtype for tensor in self.model.tensors}
+        return Kernels(self.groups, self.codecs, {*specs} - {NONE}, dtypes, goes_first)
 
-    def _warm_up(self, servers: Link | None) -> bool:
+    def _warm_up(self) -> bool:
         """Have the kernels that this job may run; whether they are there, or are compiled beside its first steps."""
         # Before automatic mode measures there is nothing to encode.
         may_wait = isinstance(self.decider, AutoPlanner) and not self.profile_only and self.config.compile_beside
-        if may_wait and servers is None and self.runtime.place.is_host:
+        if may_wait and self._prepare_servers is None and self.runtime.place.is_host:
             return self._kernels.begin()
-        self._kernels.compile(None if servers is None else servers.prepare)
+        self._kernels.compile(self._prepare_servers)
         return True
 
     # -- called by a front ---------------------------------------------------------------------------
@@ -440,7 +441,7 @@ class Session:
     ) -> None:
         """Carry out a strategy that was checked, from ``step`` on; if it ``decides_on``, until something changes."""
         self.observer.profile(False)  # a strategy may come while the job is measured
-        self.codecs.warm_up(strategy.compressors - {NONE}, {tensor.dtype for tensor in self.model.tensors})
+        self._make_kernels(strategy.compressors).compile(self._prepare_servers)
         self.follower = self.follower.following(schedule, step, epoch)
         if decides_on and schedule.is_fixed and isinstance(self.decider, AutoPlanner) and self.config.adapt:
             self.decider.resume(strategy)
