@@ -26,7 +26,7 @@ from espresso.comm.errors import EspressoError, LostRankError, ProtocolError, To
 from espresso.comm.group_names import named_after
 from espresso.comm.meeting import meet
 from espresso.comm.member import Gathering, Member, break_off, gathered
-from espresso.comm.messages import PLAIN
+from espresso.comm.messages import MAX_BYTES, PLAIN
 from espresso.comm.nodes import cluster_from_nodes, node_key, why_flat
 from espresso.comm.upkeep import Upkeep
 from espresso.comm.witness import Witness
@@ -51,13 +51,10 @@ _STORE_S = 2.0
 PATIENCE_S = 600.0
 """A busy machine compiles the kernels of a compressor, or those of the search, in minutes: the others wait so long."""
 
-MAX_MESSAGE_BYTES = 1 << 36
-"""Of one rank's control message; a gathered checkpoint is the largest."""
-
 
 def _checked_size(size: torch.Tensor) -> int:
     """The length of a control message, as its sender announced it."""
-    if not 0 < int(size) <= MAX_MESSAGE_BYTES:
+    if not 0 < int(size) <= MAX_BYTES:
         raise ProtocolError(f"a rank announced a control message of {int(size)} bytes")
     return int(size)
 

@@ -38,6 +38,8 @@ Bytes = npt.NDArray[np.uint8]
 
 MAGIC, VERSION = b"ESPM", 1
 MAX_TEXT_BYTES = 64 << 20
+MAX_BYTES = 1 << 36
+"""Of a message in all; a gathered checkpoint, or what a server keeps, is the largest."""
 _HEADER = struct.Struct("<4sIQ")
 _ALIGNMENT = 8
 

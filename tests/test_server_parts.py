@@ -13,19 +13,20 @@ import torch.distributed as dist
 
 from espresso.comm.errors import EspressoError, ProtocolError, TopologyError
 from espresso.comm.keep.store import ResidualStore
-from espresso.comm.parameter_server import Client, Line, Link
+from espresso.comm.parameter_server import Client, Line, Link, wire
 from espresso.comm.parameter_server.join import ServerSettings, assign_roles
 from espresso.comm.parameter_server.places import Bearing, balance, place
 from espresso.comm.parameter_server.plain import PlainCodec, smaller
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.sums import Slots
-from espresso.comm.parameter_server.transport import GlooTransport
-from espresso.comm.parameter_server.wire import Flag, Header, Key, Op
+from espresso.comm.parameter_server.transport import Deadline, GlooTransport, wait_for
+from espresso.comm.parameter_server.wire import Flag, Header, Held, Key, Op
 from espresso.compressors.base import Decoding, Encoding, Feedback, Segment
 from espresso.live.codecs import HostCodecs
 from espresso.live.server_profile import raw_keys
 from espresso.model.servers import shared_out
 from espresso.strategies import Cluster, CompressorSpec, Device, Run, Sharing, Site, shares_by_rule
+from tests.test_server_blame import connected
 
 
 def test_roles():
@@ -104,12 +105,25 @@ def test_servers_of_both_kinds_are_never_slower_than_the_better_kind_alone():
 def test_headers_round_trip_and_strangers_are_refused():
     header = Header(Op.PUSH, 3, 77, Flag.RAW | Flag.KEPT, 12, 1 << 33, 0.25)
     assert Header.unpack(header.pack()) == header
+    residuals = Header(Op.ANSWER, 4, num_bytes=5 << 30)
+    assert Header.unpack(residuals.pack()) == residuals
     with pytest.raises(ProtocolError, match="do all machines run the same espresso"):
         Header.unpack(np.zeros(56, np.uint8))
     wrong = header.pack()
     wrong[5] = 99
     with pytest.raises(ProtocolError, match="unknown parameter-server operation 99 from rank 3"):
         Header.unpack(wrong)
+
+
+def test_a_body_travels_in_pieces(monkeypatch):
+    monkeypatch.setattr(wire, "PIECE_BYTES", 1000)
+    here, there = connected(2)
+    kept = (Held("w", 3, np.arange(2000, dtype=np.float32)),)
+    sends = wire.say(here, 1, 16, Op.ANSWER, kept)
+    header, found = wire.hear(there, 0, 16, Deadline(5.0))
+    wait_for(sends, Deadline(5.0))
+    assert (header.op, len(sends)) == (Op.ANSWER, 10)
+    assert np.array_equal(found[0].values, kept[0].values)
 
 
 def test_payloads_larger_than_raw_go_raw():

@@ -16,9 +16,9 @@ Every message on the control channel begins with a header of 56 bytes, little-en
 A push is such a header on the control channel and its payload on the data channel, under the key's tag, which its
 server gave it. The answer to a push is the reply on the data channel under the same tag: its size is known to both
 sides from the key's table entry. A close says that its sender has left a state: it is the last message about it, and
-has neither body nor answer. All other operations are questions: they carry a body of at most 4 GiB
-(:mod:`espresso.comm.messages`), and are answered by a header and a body, under a tag that no other question of the
-worker has. Answers come in any order: that to a table of keys waits for other workers.
+has neither body nor answer. All other operations are questions: they carry a body (:mod:`espresso.comm.messages`), in
+pieces of 1 GiB, since MPI counts bytes in 31 bits, and are answered by a header and a body, under a tag that no other
+question of the worker has. Answers come in any order: that to a table of keys waits for other workers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.comm.errors import EspressoError, ProtocolError
-from espresso.comm.messages import Bytes, Messages
+from espresso.comm.messages import MAX_BYTES, Bytes, Messages
 from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport
 from espresso.strategies import DTYPES, CompressorSpec
 
 MAGIC, VERSION = b"ESPS", 5
 _HEADER = struct.Struct("<4sBBHIiqQdqq")
 HEADER_BYTES = _HEADER.size
-MAX_BODY_BYTES = 4 << 30
+PIECE_BYTES = 1 << 30
 
 
 class Op(IntEnum):
@@ -124,7 +124,7 @@ class Header:
         """Read a header.
 
         Raises:
-            ProtocolError: another magic number, version or operation, or a body of more than 4 GiB.
+            ProtocolError: another magic number, version or operation, or too large a body.
         """
         magic, version, op, flags, key, sender, step, size, scale, *_ = _HEADER.unpack(data.tobytes())
         if magic != MAGIC or version != VERSION:
@@ -136,7 +136,7 @@ class Header:
             header = cls(Op(op), sender, key, Flag(flags), step, size, scale)
         except ValueError:
             raise ProtocolError(f"unknown parameter-server operation {op} from rank {sender}") from None
-        if size > MAX_BODY_BYTES and header.op is not Op.PUSH:  # the size of a push is known from its key
+        if size > MAX_BYTES and header.op is not Op.PUSH:  # the size of a push is known from its key
             raise ProtocolError(f"rank {sender} announced {size} bytes for '{header.op.name.lower()}'")
         return header
 
@@ -269,7 +269,8 @@ def say(transport: Transport, peer: int, tag: int, op: Op, body: Any, key: int =
     """Start to send a header and a body: under ``tag`` and the one after it."""
     data = BODIES.pack(body)
     header = Header(op, transport.rank, key, num_bytes=data.nbytes).pack()
-    return [transport.send(Channel.CONTROL, peer, tag + more, part) for more, part in enumerate((header, data))]
+    parts = [(tag, header), *((tag + 1, piece) for piece in _pieces(data))]
+    return [transport.send(Channel.CONTROL, peer, under, part) for under, part in parts]
 
 
 def hear(transport: Transport, peer: int, tag: int, until: Deadline | None) -> tuple[Header, Any]:
@@ -287,5 +288,11 @@ def hear(transport: Transport, peer: int, tag: int, until: Deadline | None) -> t
 def hear_body(transport: Transport, peer: int, tag: int, header: Header, until: Deadline | None) -> Any:
     """The body that a header announced under ``tag``."""
     data = np.empty(header.num_bytes, np.uint8)
-    transport.receive(Channel.CONTROL, peer, tag + 1, data).wait(None if until is None else until.left_s)
+    for part in [transport.receive(Channel.CONTROL, peer, tag + 1, piece) for piece in _pieces(data)]:
+        part.wait(None if until is None else until.left_s)
     return BODIES.unpack(data)
+
+
+def _pieces(data: Bytes) -> list[Bytes]:
+    """A body's bytes as they travel."""
+    return [data[at : at + PIECE_BYTES] for at in range(0, data.nbytes, PIECE_BYTES)]
