@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +16,13 @@ from benchmarks.exchange import integers, make_buckets, numels_of, reduce_bucket
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Assignment
-from espresso.comm.parameter_server import connect
+from espresso.comm.keep.store import ResidualStore
+from espresso.comm.parameter_server import Line, Link, connect
 from espresso.comm.parameter_server.server import Server
 from espresso.comm.parameter_server.sums import KeySum
 from espresso.comm.parameter_server.transport import Channel
 from espresso.comm.parameter_server.wire import Header, Op, Tag
+from espresso.live.server_profile import raw_keys
 from espresso.strategies import Choice, Cluster, CompressorSpec
 from espresso.strategies.tree import two_way_option
 from tests.ddp import batch, mlp, strategy_for, wrap
@@ -91,6 +95,31 @@ def test_a_state_goes_with_its_last_worker_and_the_others_push_until_then(last_l
 
 
 # -- in jobs ---------------------------------------------------------------------------------------
+
+
+def run_pushed_and_pulled(rank: int) -> int:
+    """Buffers of pushes that are still held once their answers are there."""
+    client().num_servers = NUM_SERVERS
+    link = Link(client(), range(NUM_RANKS), ResidualStore(), 20.0, 9)
+    keys = raw_keys(6, 4096, range(NUM_RANKS))
+    lines = [Line(key) for key in keys]
+    numels = {stretch.tensor: stretch.numel for key in keys for stretch in key.stretches}
+    link.install(keys, dict(enumerate(lines)), numels, None, "s")
+    answers = [np.zeros(4096, np.uint8) for _ in lines]
+    pushed: list[Any] = []
+    for line, answer in zip(lines, answers, strict=True):
+        data = np.zeros(4096, np.uint8)
+        link.push(line, data, answer, 0, 1.0)
+        pushed.append(weakref.ref(data))
+    del data
+    for line in lines:
+        link.pull(line)
+    gc.collect()
+    return sum(data() is not None for data in pushed)
+
+
+def test_a_worker_holds_on_to_nothing_that_is_answered(servers):
+    assert POOL.run(run_pushed_and_pulled) == [0] * NUM_RANKS
 
 
 def run_states(rank: int, count: int = 3) -> list[float]:

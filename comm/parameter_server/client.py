@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, cycle
 from typing import Any
 
@@ -26,12 +26,17 @@ _FULLER_S = 0.5
 
 @dataclass(eq=False)
 class Line:
-    """This worker's use of one key: posted, pushed, pulled once a round. Its server gives it a tag."""
+    """This worker's use of one key: posted, pushed, pulled once a round. Its server gives it a tag.
+
+    Attributes:
+        sends: of this round's push, those that nobody has waited for.
+    """
 
     key: Key
     tag: int = -1
     last_step: int = -1
     answer: Pending | None = None
+    sends: deque[Pending] = field(default_factory=deque)
 
 
 class Client:
@@ -65,7 +70,7 @@ class Client:
         self._namespaces = count(self.rank, num_workers)
         self._answer_tags = cycle(range(Tag.FIRST, Tag.LAST, 2))
         self._saying = threading.Lock()
-        self._window: deque[tuple[Key, int, Pending]] = deque()
+        self._window: deque[tuple[Key, int, deque[Pending]]] = deque()
         self._in_window = 0
         self._pushing = threading.Lock()
         self._open: dict[int, Line] = {}
@@ -125,23 +130,25 @@ class Client:
         with self._pushing:
             self._open[key.number], self._latest[key.server] = line, key
             while self._window and self._in_window + data.nbytes > WINDOW_BYTES:
-                self._take_one(timeout_s)
+                oldest, num_bytes, sends = self._window.popleft()
+                self._in_window -= num_bytes
+                self._see_off(oldest, sends, timeout_s)
             try:
                 line.answer = self.transport.receive(Channel.DATA, server, line.tag, answer)
                 announced = self.transport.send(Channel.CONTROL, server, Tag.HEADER, header.pack())
-                sent = self.transport.send(Channel.DATA, server, line.tag, data)
+                line.sends = deque((announced, self.transport.send(Channel.DATA, server, line.tag, data)))
             except LinkError as error:
                 raise self._lost(key, "does not take the push of", error) from error
-            self._window += [(key, 0, announced), (key, data.nbytes, sent)]
+            self._window.append((key, data.nbytes, line.sends))
             self._in_window += data.nbytes
         line.last_step = header.step
 
-    def _take_one(self, timeout_s: float) -> None:
-        """Wait for the oldest push, which may have gone to another server than the next."""
-        key, num_bytes, pending = self._window.popleft()
-        self._in_window -= num_bytes
+    def _see_off(self, key: Key, sends: deque[Pending], timeout_s: float) -> None:
+        """Wait until a push, which may have gone to another server than the next, needs its buffer no more."""
         try:
-            pending.wait(timeout_s)
+            with suppress(IndexError):  # the next push and this one's pull may both wait, each for another part
+                while True:
+                    sends.popleft().wait(timeout_s)
         except LinkError as error:
             raise self._lost(key, "did not take the push of", error) from error
 
@@ -153,6 +160,7 @@ class Client:
         except LinkError as error:
             raise self._lost(line.key, "did not answer the push of", error) from error
         line.answer = None
+        self._see_off(line.key, line.sends, timeout_s)
         self._open.pop(line.key.number, None)
 
     def _lost(self, key: Key, what: str, error: LinkError) -> EspressoError:
