@@ -1,14 +1,11 @@
-"""What a planner asks of a search, and what it is told."""
+"""What a planner is told by a search."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from espresso.comm.execute.assignment import Assignment, Record
-from espresso.live.change import Change
-from espresso.live.fixed_planner import InForce
+from espresso.comm.execute.assignment import Assignment
 from espresso.strategies import Bucket, Strategy
 
 
@@ -22,46 +19,6 @@ class Moved(NamedTuple):
 
     link: float
     most: float
-
-
-class Search(Protocol):
-    """Finds candidates from the observed iterations; collective, rank 0 decides.
-
-    Attributes:
-        uncompressed_us: predicted for a plain iteration by the latest search.
-        bucket_cap_mb: a bucket size that the search would rather have; None where it is content.
-        why_none: why there are no candidates; empty where none is predicted to be faster than plain.
-    """
-
-    uncompressed_us: float
-    bucket_cap_mb: float | None
-    why_none: str
-
-    def __call__(self, records: Sequence[Record]) -> list[Candidate]: ...
-
-    def follow(self, in_force: InForce) -> bool:
-        """Whether this makes the compressor it searches for another one."""
-        ...
-
-    def revise(self, change: Change) -> Moved:
-        """Measure again what changed; collective. The next call searches with it."""
-        ...
-
-    def before_trying(self) -> None:
-        """Use up what links let through at once after the pause that measuring and searching was; collective."""
-        ...
-
-    def after_trying(self) -> None:
-        """Give back what only those that were tried needed."""
-        ...
-
-    def over_budget(self, strategy: Strategy) -> float:
-        """So many times what it may owe the strategy in use does owe, where that is certain; else 0."""
-        ...
-
-    def predicted_us(self, strategy: Strategy) -> float:
-        """Of an iteration, as far as the job is known by now; 0 on ranks that do not know."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class OnlineSearch:
         uncompressed_us: predicted iteration time of the plain strategy.
         advice: what the user could set for a shorter iteration; empty if nothing (rank 0).
         bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
-        why_none: see :class:`~espresso.live.candidates.Search`.
+        why_none: why there are no candidates; empty where none is predicted to be faster than plain.
         measured_owed: what tensors owe by the choices that run, where that is looked at; one check may be left out.
         optimizer_adapts: :attr:`espresso.live.script.StepGuard.optimizer_adapts`.
     """
@@ -113,7 +113,7 @@ class OnlineSearch:
         return replace(self._asked, error_budget=HARMLESS_ADAPTIVE if self.optimizer_adapts() else HARMLESS)
 
     def follow(self, in_force: InForce) -> bool:
-        """Search for the compressors in force, or for those to come while nothing is."""
+        """Search for the compressors in force, or for those to come while nothing is; whether they are others now."""
         found = [(given, in_force.get(given, given)) for given in self._given]
         before, self.compressors = self.compressors, tuple(given if now == NONE else now for given, now in found)
         return self.compressors != before
@@ -135,8 +135,9 @@ class OnlineSearch:
         self._runtime.put_away()
 
     def over_budget(self, strategy: Strategy) -> float:
-        """See :class:`~espresso.live.candidates.Search`; without a network, and the same on every rank.
+        """So many times what it may owe the strategy in use does owe, where that is certain; else 0.
 
+        It asks nobody, and is the same on every rank.
         The budget is the user's, or what rank 0 searched under: what an optimizer is ranks may see differently.
         """
         asked = self._asked

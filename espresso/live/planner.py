@@ -18,10 +18,11 @@ import torch
 
 from espresso.comm.execute.executor import Assignment, Record
 from espresso.comm.groups import Groups
-from espresso.live.candidates import Candidate, Moved, Search
+from espresso.live.candidates import Candidate, Moved
 from espresso.live.change import FASTER, TELLING, Cause, Change, Finding
 from espresso.live.fixed_planner import Exact, FixedPlanner, InForce, Verdict
 from espresso.live.history import Event, History
+from espresso.live.online_search import OnlineSearch
 from espresso.live.orderer import Orderer, Work
 from espresso.live.patience import Patience
 from espresso.live.race import Arm, Race
@@ -53,7 +54,7 @@ class AutoPlanner:
 
     Args:
         plain: the uncompressed strategy.
-        search: see :class:`Search`; called after the profiled iterations, and in every turn.
+        search: called after the profiled iterations, and in every turn.
         decide_by: iterations after which the race should be over; it follows the profile at once where it is longer.
         on_profile: told True before the first profiled iteration, in time for its forward pass where it can be, and
             False after the last.
@@ -70,7 +71,7 @@ class AutoPlanner:
         self,
         plain: Strategy,
         groups: Groups,
-        search: Search,
+        search: OnlineSearch,
         *,
         warmup_steps: int,
         profile_steps: int,
