@@ -170,31 +170,35 @@ def load(path: str | Path, read: Callable[[Any], T], error: type[FormError], *, 
 
 
 def save(path: str | Path, body: Any, indent: int | None = 1) -> None:
-    """Write JSON values. Who reads meanwhile finds the old file or the new one; a full disk leaves the old one.
+    """Write JSON values, as :func:`write` does."""
+    write(path, (json.dumps(body, indent=indent, allow_nan=False) + "\n").encode())
+
+
+def write(path: str | Path, data: bytes) -> None:
+    """Write a file. Who reads meanwhile finds the old one or the new one; a full disk leaves the old one.
 
     Raises:
         OSError: the file cannot be written; names it.
     """
-    text = json.dumps(body, indent=indent, allow_nan=False) + "\n"
     try:
-        if not _replaced(Path(path), text):
-            Path(path).write_text(text, encoding="utf-8")
+        if not _replaced(Path(path), data):
+            Path(path).write_bytes(data)
     except OSError as error:
         error.filename = str(path)  # a full disk does not say which file
         raise
 
 
-def _replaced(path: Path, text: str) -> bool:
-    """Whether a file with this text was written beside a file and put in its place; not where that cannot be."""
+def _replaced(path: Path, data: bytes) -> bool:
+    """Whether a file with this content was written beside a file and put in its place; not where that cannot be."""
     there = path.lstat() if os.path.lexists(path) else None
     if there is not None and not _may_go(path, there):
         return False
     beside = path.with_name(f".espresso-{secrets.token_hex(8)}")
     try:
-        with open(beside, "x", encoding="utf-8") as file:
+        with open(beside, "xb") as file:
             if there is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(there.st_mode))
-            file.write(text)
+            file.write(data)
         os.replace(beside, path)
     except BaseException as error:
         with suppress(OSError):

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from espresso.jit.folders import private_folder, user_folder, warn_once, write_whole
+from espresso.jit.folders import private_folder, user_folder, warn_once
+from espresso.strategies.fields import write
 
 COMPILER_OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--device-as-default-execution-space")
 """Fused multiply-add rounds once where the host's kernels round twice, and the host keeps subnormal numbers: with
@@ -191,7 +192,7 @@ class CubinCache:
                 path = folder() / name
                 if not path.exists():
                     code = code or self._compile(file, text)
-                    write_whole(path, code)
+                    write(path, code)
                 return path
             except OSError:
                 warn_once("CuPy's folder for compiled kernels cannot be written; set CUPY_CACHE_DIR to one that can")

@@ -45,18 +45,6 @@ def user_folder(variable: str, *parts: str) -> Path:
     return folder
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, whoever else writes it at the same time."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as made:
-        try:
-            made.write(data)
-            made.flush()
-            Path(made.name).replace(path)
-        except OSError:
-            Path(made.name).unlink(missing_ok=True)
-            raise
-
-
 @cache
 def warn_once(message: str) -> None:
     """Log a warning, the first time."""
