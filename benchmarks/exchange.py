@@ -14,7 +14,7 @@ import torch
 from espresso.comm.execute.executor import Assignment, Executor, Record
 from espresso.comm.execute.iteration import Side
 from espresso.comm.groups import Groups
-from espresso.comm.keep.store import ResidualStore, Velocities
+from espresso.comm.keep.store import Address, Piece, ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link
 from espresso.comm.program import TORCH_DTYPES, Codecs
 from espresso.compressors.base import Correction
@@ -167,8 +167,7 @@ class Exchange:
 
     def sites(self) -> set[str]:
         """The sites where this rank keeps something that is not zero."""
-        pieces, _ = self.store.snapshot()
-        return {site.value for (_, site), parts in pieces.items() for _, values, _ in parts if np.any(values)}
+        return {each.site.value for each in self.store.lend() if each.site is not None and np.any(each.read())}
 
     def close(self) -> None:
         self.executor.close()
@@ -181,14 +180,19 @@ class Exchange:
 def kept_by(store: ResidualStore, numels: Mapping[str, int]) -> dict[str, Array]:
     """What a rank's store answers for, by tensor, in float64."""
     total = {name: np.zeros(numel, np.float64) for name, numel in numels.items()}
-    pieces, carry = store.snapshot()
-    for (name, _), parts in pieces.items():
-        for start, values, replica in parts:
-            if replica == 0:
-                total[name][start : start + values.size] += values
-    for name, values in carry.items():
-        total[name] += values
+    for each in store.lend():
+        if each.replica == 0:
+            total[each.tensor][each.start : each.start + each.numel] += each.read()
     return total
+
+
+def snapshot(store: ResidualStore) -> tuple[dict[Address, list[Piece]], dict[str, Array]]:
+    """Copies of all that a store keeps, by address, and of what it carries: what it loads."""
+    pieces: dict[Address, list[Piece]] = {}
+    for each in store.lend():
+        if each.site is not None:
+            pieces.setdefault((each.tensor, each.site), []).append((each.start, each.read(), each.replica))
+    return pieces, {tensor: values.copy() for tensor, values in store.carry.items()}
 
 
 def make_buckets(*buckets: Mapping[str, int], dtype: str = "float32") -> tuple[Bucket, ...]:

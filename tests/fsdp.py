@@ -154,11 +154,8 @@ def everybody(value: Any) -> list[Any]:
 
 def residual_of(state: EspressoState, name: str) -> torch.Tensor:
     """What this rank has not sent of its shard of a tensor."""
-    pieces, _ = state.session.store.snapshot()
-    parts = sorted(
-        (start, values) for (tensor, _), held in pieces.items() if tensor == name for start, values, _ in held
-    )
-    return torch.cat([torch.from_numpy(values) for _, values in parts])
+    kept = [each for each in state.session.store.lend() if each.tensor == name and each.site is not None]
+    return torch.cat([torch.from_numpy(each.read()) for each in sorted(kept, key=lambda each: each.start)])
 
 
 def replicas_agree(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.exchange import Exchange, digest, integers, make_buckets, numels_of, planned, strategy_of
+from benchmarks.exchange import Exchange, digest, integers, make_buckets, numels_of, planned, snapshot, strategy_of
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.program import TORCH_DTYPES
@@ -383,7 +383,7 @@ def fingerprint(exchange: Exchange, summed: bool) -> list[Any]:
     """The bits of everything kept, site by site, or summed where they move between sites."""
     if summed:
         return [(name, values.tobytes()) for name, values in exchange.kept(numels_of(make_buckets(*SIZES))).items()]
-    pieces, carry = exchange.store.snapshot()
+    pieces, carry = snapshot(exchange.store)
     assert not carry
     return [(str(address), start, v.tobytes()) for address, parts in pieces.items() for start, v, _ in parts]
 

@@ -301,13 +301,9 @@ def held(store: Any, numels: Any) -> dict[str, Any]:
     """Everything in a store, by tensor."""
     if store is None:
         return {}
-    pieces, carry = store.snapshot()
     total = {name: np.zeros(numel) for name, numel in numels.items()}
-    for (name, _), parts in pieces.items():
-        for start, values, _ in parts:
-            total[name][start : start + values.size] += values
-    for name, values in carry.items():
-        total[name] += values
+    for each in store.lend():
+        total[each.tensor][each.start : each.start + each.numel] += each.read()
     return total
 
 

@@ -242,12 +242,8 @@ def owed(state: EspressoState) -> dict[str, torch.Tensor]:
     shards, groups = state.session.model.shards, state.session.groups
     assert shards is not None
     total = {tensor.name: torch.zeros(tensor.numel, dtype=torch.float64) for tensor in shards.wholes}
-    pieces, carry = state.session.store.snapshot()
-    rows = [(name, at, torch.from_numpy(values)) for (name, _), held in pieces.items() for at, values, _ in held]
-    for mine in everybody(
-        [(n, shards.starts[n] + at, v) for n, at, v in rows]
-        + [(n, shards.starts[n], torch.from_numpy(v)) for n, v in carry.items()]
-    ):
+    kept = state.session.store.lend()
+    for mine in everybody([(e.tensor, shards.starts[e.tensor] + e.start, torch.from_numpy(e.read())) for e in kept]):
         for name, at, values in mine:
             total[name][at : at + values.numel()] += values / groups.num_ranks
     return total

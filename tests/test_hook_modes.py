@@ -325,7 +325,7 @@ def unused_by_one(rank: int) -> tuple[float, list[bool], list[bool]]:
                 ddp(10 * step + rank, rank == 0 or step not in (3, 4, 9, 10)).backward()
                 for name, parameter in ddp.module.named_parameters():
                     apart[name] += sign * parameter.grad
-            keeps.append(not state.session.store.is_empty)
+            keeps.append(bool(state.session.store.lend()))
             under_way.append(state.session.flushes)
     return max(float(values.abs().max()) for values in apart.values()), keeps[3:6], under_way[9:]
 
@@ -350,7 +350,7 @@ def unused_for_long(rank: int) -> tuple[float, list[bool]]:
                 ddp(10 * step + rank, rank == 0 or step not in range(3, 10)).backward()
                 for name, parameter in ddp.module.named_parameters():
                     apart[name] += sign * parameter.grad
-            keeps.append(not state.session.store.is_empty)
+            keeps.append(bool(state.session.store.lend()))
     return max(float(values.abs().max()) for values in apart.values()), keeps[3:]
 
 

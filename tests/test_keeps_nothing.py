@@ -59,7 +59,7 @@ def back_at_the_start(rank: int) -> tuple[list[str], bool]:
         owing = state.session.executor.owing
         state.flush()
         ddp(20 + rank).backward()
-        return owing, state.session.store.is_empty
+        return owing, not state.session.store.lend()
 
 
 def sent_over_two_connections(rank: int) -> tuple[bool, float]:
@@ -80,7 +80,7 @@ def sent_over_two_connections(rank: int) -> tuple[bool, float]:
 
         for number in range(4):
             step(10 * number)
-        keeps = not state.session.store.is_empty
+        keeps = bool(state.session.store.lend())
         state.use(strategy_for(ours, Cluster(2, 2), ALLREDUCE))
         step(50)
         step(60)
@@ -109,7 +109,7 @@ def comes_later(rank: int) -> tuple[list[bool], int, list[bool], int, bool]:
         def step(number: int, used: list[int]) -> bool:
             ddp.zero_grad()
             ddp(batch(rank, number, 20), used).square().mean().backward()
-            return not state.session.store.is_empty
+            return bool(state.session.store.lend())
 
         for number in range(4):
             step(number, [0, 1])
@@ -133,7 +133,7 @@ def comes_later(rank: int) -> tuple[list[bool], int, list[bool], int, bool]:
         for number in range(MOST_FLUSHES + 1):
             step(30 + number, [0])
             under_way.append(state.session.flushes)
-        return kept, programs, flushes, under_way.index(False), not state.session.store.is_empty
+        return kept, programs, flushes, under_way.index(False), bool(state.session.store.lend())
 
 
 def cannot_plan(rank: int) -> str:

@@ -226,13 +226,9 @@ def slots(buckets: tuple[Bucket, ...], tensors: list[torch.Tensor]) -> dict[str,
 
 
 def held(store: Any, numels: dict[str, int]) -> dict[str, Any]:
-    pieces, carry = store.snapshot()
     total = {name: np.zeros(numel) for name, numel in numels.items()}
-    for (name, _), parts in pieces.items():
-        for start, values, _ in parts:
-            total[name][start : start + values.size] += values
-    for name, values in carry.items():
-        total[name] += values
+    for each in store.lend():
+        total[each.tensor][each.start : each.start + each.numel] += each.read()
     return total
 
 
@@ -311,8 +307,7 @@ def velocity_sites(rank: int) -> dict[str, set[str]]:
         for step in range(2):
             exchange.step(assignment, buckets, gradients(buckets, rank, step))
         assert exchange.velocities is not None
-        pieces, _ = exchange.velocities.snapshot()
-        sites[option] = {site.value for _, site in pieces}
+        sites[option] = {each.site.value for each in exchange.velocities.lend() if each.site is not None}
         assert len(exchange.sites()) == (2 if option == SHARDED else 1)
     exchange.close()
     return sites

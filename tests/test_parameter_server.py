@@ -16,6 +16,7 @@ from benchmarks.exchange import (
     numels_of,
     planned,
     reduce_bucket,
+    snapshot,
     strategy_of,
 )
 from benchmarks.rank_pool import NUM_RANKS, POOL
@@ -308,7 +309,7 @@ def run_changes(rank: int) -> dict[str, object]:
     exchange.store.rescale(dict.fromkeys(numels, 0.5))
     exchange.groups.barrier()
     # Save, load over two servers instead of three, go on.
-    pieces, carry = exchange.store.snapshot()
+    pieces, carry = snapshot(exchange.store)
     client().num_servers = 2
     exchange.groups.cluster = replace(cluster, num_servers=2)
     exchange.renew()
@@ -382,7 +383,7 @@ def run_gains(rank: int, spec: str) -> tuple[dict[str, np.ndarray], float, bool]
         at_servers |= "server" in exchange.sites()
         kept = exchange.kept(numels)
         largest = max(largest, *(float(np.abs(values).max()) for values in kept.values()))
-        pieces, carry = exchange.store.snapshot()
+        pieces, carry = snapshot(exchange.store)
     return {name: missing[name] - kept[name] for name in numels}, largest, at_servers
 
 

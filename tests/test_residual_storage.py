@@ -10,7 +10,7 @@ import pytest
 import torch
 from compressor_cases import numbers
 
-from benchmarks.exchange import Exchange, make_buckets, numels_of, strategy_of
+from benchmarks.exchange import Exchange, make_buckets, numels_of, snapshot, strategy_of
 from benchmarks.rank_pool import POOL
 from espresso import EspressoState
 from espresso.comm.execute.executor import Assignment
@@ -91,7 +91,7 @@ def test_a_discarded_iteration_leaves_every_bit(storage: str) -> None:
     store.discard()
     assert np.array_equal(residual.old, before)
     other = ResidualStore(storage=storage)
-    pieces, carry = store.snapshot()
+    pieces, carry = snapshot(store)
     other.load(pieces, carry, {"a": 1000, "b": 306})
     fresh = other.new_residual(Site.LOCAL, RUNS, np.float32, 0)
     other.adopt([fresh], {"a": 1000, "b": 306})

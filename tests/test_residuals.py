@@ -117,11 +117,11 @@ def test_without_transactions_no_inf_stays(storage):
 
 def test_norm_and_emptiness():
     store = ResidualStore()
-    assert store.is_empty
+    assert not store.lend()
     assert store.norm() == 0
     store, _ = filled(run("a", 0, 2))
     store.add_carry("b", 0, np.array([2.0], np.float32), 50)
-    assert not store.is_empty
+    assert store.lend()
     assert store.norm() == pytest.approx(3.0)
 
 
@@ -234,7 +234,7 @@ def test_a_move_for_which_there_is_no_memory_loses_nothing():
     store, _ = filled(run("a", 0, 100))
     with pytest.raises(MemoryError):
         store.adopt([store.new_residual(Site.LOCAL, [run("a", 0, 100)], np.float32, 0, Full())], NUMELS)
-    pieces, _ = store.snapshot()
+    pieces, _ = exchange.snapshot(store)
     ((start, values, _),) = pieces["a", Site.LOCAL]
     assert (start, values.tolist()) == (0, list(range(1, 101)))
     residual = make(store, Site.LOCAL, run("a", 0, 100))
@@ -315,7 +315,7 @@ def test_a_residual_that_also_holds_other_tensors_loses_nothing_when_replaced():
 
 def test_a_snapshot_is_a_copy():
     store, residual = filled(run("a", 0, 100))
-    pieces, _ = store.snapshot()
+    pieces, _ = exchange.snapshot(store)
     residual.old[:] = 0
     assert pieces["a", Site.LOCAL][0][1].tolist() == list(range(1, 101))
 
@@ -323,8 +323,8 @@ def test_a_snapshot_is_a_copy():
 def test_loaded_pieces_wait_for_the_plan_that_keeps_their_tensor():
     store, _ = filled(run("a", 0, 100), run("b", 0, 50))
     other = ResidualStore()
-    other.load(*store.snapshot(), NUMELS)
-    assert not other.is_empty
+    other.load(*exchange.snapshot(store), NUMELS)
+    assert other.lend()
     assert held(other)["a"].tolist() == held(store)["a"].tolist()
     residual = make(other, Site.LOCAL, run("a", 0, 100))
     other.adopt([residual], NUMELS, only={"a"})
@@ -338,7 +338,7 @@ def test_loading_replaces_what_is_there():
     write(residual, 1e6)
     store.commit()
     store.add_carry("b", 0, np.ones(50, np.float32), 50)
-    store.load(*saved.snapshot(), NUMELS)
+    store.load(*exchange.snapshot(saved), NUMELS)
     assert kept_by(residual) == list(range(1, 101))
     assert not store.carry
 

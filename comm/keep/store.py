@@ -124,10 +124,6 @@ class ResidualStore:
         """Memory of all residual buffers, both of each pair."""
         return sum(r.num_bytes for r in self.live) + sum(a.nbytes for a in self.carry.values())
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.live and not self.carry and not self._waiting
-
     def norm(self) -> float:
         """Euclidean norm of everything this rank keeps."""
         squares = [r.square_sum() for r in self.live]
@@ -292,18 +288,6 @@ class ResidualStore:
                 found += [Stretch(tensor, site, start, v.size, replica, Loan(v)) for start, v, replica in parts]
         found += [Stretch(tensor, None, 0, v.size, 0, Loan(v.copy())) for tensor, v in self.carry.items()]
         return found
-
-    def snapshot(self) -> tuple[dict[Address, list[Piece]], dict[str, Array]]:
-        """Copies of all of that, by address, and of what is carried."""
-        pieces: dict[Address, list[Piece]] = {}
-        carry: dict[str, Array] = {}
-        for stretch in self.lend():
-            if stretch.site is None:
-                carry[stretch.tensor] = stretch.read()
-            else:
-                piece = (stretch.start, stretch.read(), stretch.replica)
-                pieces.setdefault((stretch.tensor, stretch.site), []).append(piece)
-        return pieces, carry
 
     def load(
         self, pieces: Mapping[Address, Sequence[Piece]], carry: Mapping[str, Array], numels: Mapping[str, int]
