@@ -234,6 +234,27 @@ def test_turns_in_a_row_that_brought_nothing_cost_more_until_one_brings_somethin
     assert first_permitted(patience, seen_from(now, 1.25e5)) == now + 40
 
 
+def test_turns_that_brought_nothing_say_nothing_of_another_cause_or_direction():
+    def seen(cause: Cause, ratio: float, *more: Finding) -> Change:
+        return Change((*more, Finding(cause, ratio)), 0, (1e5, 1.25e5))
+
+    def waited(change: Change) -> int:
+        begun = patience._rests_until + 100
+        return first_permitted(patience, replace(change, since=begun)) - begun
+
+    patience = Patience()
+    for _ in range(MOST_DOUBLINGS):
+        first_permitted(patience, seen(Cause.COMPUTE, 1.3))
+        patience.took(0, cost_us=1e6, brought=False)
+    others = seen(Cause.LINK, 1.3), seen(Cause.LINK, 0.7), seen(Cause.COMPUTE, 0.7)
+    assert [waited(change) for change in others] == [40] * 3
+    # A machine's noise shows in one of them or another, and moves the link a little as well.
+    alike = seen(Cause.JOB, 1.3), seen(Cause.STEP, 1.3), seen(Cause.JOB, 1.3, Finding(Cause.LINK, 1.2))
+    assert [waited(change) for change in alike] == [40 * 2**MOST_DOUBLINGS] * 3
+    patience.took(0, cost_us=1e6, brought=True)
+    assert waited(alike[0]) == 40, "another strategy is in use"
+
+
 def test_part_of_the_price_of_looking_into_a_severe_change_is_there_as_far_as_that_was_earned():
     severe = partial(seen_from, now_us=1.9e5)  # .09 s a step
     hidden = replace(severe(40), findings=(Finding(Cause.LINK, 0.25),), step_us=(1e5, 1e5), hidden_us=1e5)

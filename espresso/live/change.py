@@ -98,6 +98,15 @@ class Change:
         return max(abs(math.log(self.step_us[1] / self.step_us[0])), HIDDEN * abs(math.log(link)))
 
     @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether what moved most is the link, and whether it became slower.
+
+        What disturbs a machine shows now in one of the other causes and now in another.
+        """
+        most = max(self.findings, key=lambda each: abs(math.log(each.ratio)))
+        return most.cause is Cause.LINK, most.ratio > 1
+
+    @property
     def is_over_budget(self) -> bool:
         """Whether the strategy in use owes more than it may, and has to go however fast it is."""
         return self.ratio(Cause.OWED) is not None

@@ -18,7 +18,7 @@ REST = 10
 """Steps after a turn in which no other begins."""
 
 MOST_DOUBLINGS = 3
-"""Of the price of a turn, one for each in a row that brought nothing, for changes no greater than those were."""
+"""Of the price of a turn, one for each in a row that brought nothing, for changes of their kind and no greater."""
 
 MUST_GAIN = 0.05
 """Another strategy is taken for at least this part of a step, or if it is as fast and compresses less."""
@@ -35,10 +35,12 @@ class Patience:
     """
 
     def __init__(self) -> None:
-        self._idle_turns = self._rests_until = 0
+        # Turns in a row that brought nothing, by kind, and the severest change of theirs.
+        self._idle: dict[tuple[bool, bool], tuple[int, float]] = {}
+        self._rests_until = 0
         self._counted = -EARNED_STEPS
         self._cost_us, self._waited_us = SUPPOSED_US, 0.0
-        self._severity = self._idle_severity = 0.0
+        self._asked: Change | None = None
         self._earned_us = self._price_us = 0.0
 
     def permits(self, change: Change, step: int) -> bool:
@@ -49,8 +51,9 @@ class Patience:
         each_us = EARNED * change.step_us[0]
         self._earned_us = min(self._earned_us + each_us * (step - self._counted), each_us * EARNED_STEPS)
         self._counted = step
-        doublings = self._idle_turns if change.severity <= self._idle_severity else 0
-        self._severity = change.severity
+        idle_turns, severity = self._idle.get(change.kind, (0, 0.0))
+        doublings = idle_turns if change.severity <= severity else 0
+        self._asked = change
         self._price_us = self._cost_us * (2**doublings - change.is_urgent)
         earned_us = self._earned_us if change.is_severe else 0.0
         return self._waited_us + max(earned_us, 0.0) >= self._price_us and step >= self._rests_until
@@ -62,11 +65,11 @@ class Patience:
     def took(self, step: int, cost_us: float, *, brought: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether another is in use now."""
         if brought:
-            self._idle_turns, self._idle_severity = 0, 0.0
-        else:
+            self._idle.clear()
+        elif self._asked is not None:
             self._earned_us -= max(self._price_us - self._waited_us, 0.0)
-            self._idle_turns = min(self._idle_turns + 1, MOST_DOUBLINGS)
-            self._idle_severity = max(self._idle_severity, self._severity)
+            turns, severity = self._idle.get(self._asked.kind, (0, 0.0))
+            self._idle[self._asked.kind] = min(turns + 1, MOST_DOUBLINGS), max(severity, self._asked.severity)
         self._counted, self._rests_until = step, step + REST
         self._cost_us, self._waited_us = cost_us, 0.0
 
