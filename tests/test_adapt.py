@@ -15,7 +15,8 @@ import torch
 
 from espresso.comm import collectives
 from espresso.live import remeasure
-from espresso.live.change import Cause
+from espresso.live.candidates import Moved
+from espresso.live.change import Cause, Change
 from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
 from espresso.live.remeasure import with_probes
@@ -292,6 +293,29 @@ def test_what_owes_more_than_it_may_is_replaced_also_where_it_is_faster(finds, t
     planner.keep_to_budget()
     run(world, planner, range(200, 300), {}, now)
     assert rows_of(planner) == rows, "what took its place owes less"
+
+
+def test_what_owes_more_than_it_may_costs_a_hundredth_of_the_time_beyond_the_first_turn(monkeypatch):
+    turn_us, spent_us = 3e5, 0.0
+
+    class OverBudget(World):
+        """Each turn finds another strategy, which owes as much."""
+
+        def revise(self, change: Change) -> Moved:
+            nonlocal spent_us
+            spent_us += turn_us
+            self.finds = SIGNS_ONCE_MORE if self.finds == SIGNS else SIGNS
+            return super().revise(change)
+
+    world = OverBudget(plain_us=60_000, over=1.4)
+    planner, now = planner_of(world), 0
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: int(now + 1e3 * spent_us))
+    for step in range(4_000):
+        now = run(world, planner, range(step, step + 1), {}, now)
+        planner.keep_to_budget()
+    reasons = [row["reason"] for row in planner.history.rows if row["event"] == "changed"]
+    assert 2 <= len(reasons) == sum("the error budget is owed" in reason for reason in reasons)
+    assert (len(reasons) - 1) * turn_us <= 0.01 * now / 1e3
 
 
 def test_what_is_only_tried_is_not_in_use():

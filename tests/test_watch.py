@@ -291,6 +291,17 @@ def test_soundings_are_paid_from_what_was_earned_and_go_on_where_nothing_is_left
         assert first_permitted(patience, seen_from(100, 1.9e5)) == first
 
 
+def test_what_owes_more_than_it_may_is_replaced_at_once_and_again_for_a_hundredth_of_the_time():
+    patience, mild = Patience(), seen_from(135, 1.2e5)
+    owed = Change((Finding(Cause.OWED, 2.0),), 40, (1e5, 1e5))
+    assert first_permitted(patience, owed) == 40
+    patience.took(40, cost_us=1e5, brought=True)
+    assert first_permitted(patience, owed) == 140, ".1 s of 10"
+    assert not patience.permits(mild, 135)
+    patience.took(135, cost_us=1e6, brought=False)
+    assert first_permitted(patience, owed) == 135 + REST, "other turns are paid for otherwise"
+
+
 def test_what_a_change_cost_that_is_over_does_not_count_for_the_next_one():
     patience = Patience()
     patience.took(40, cost_us=1e6, brought=True)

@@ -31,7 +31,8 @@ class Patience:
     twice the cheaper one, however long the change lasts (the rule of whoever rents skis). A change that is over has
     cost nothing towards the next one's. For a severe change of steps part of the price is there, as far as the job has
     earned that, and had not to pay for a turn that brought nothing. Steps that take twice as long, or half, are looked
-    into at once, and after turns that brought nothing for one price less.
+    into at once, and after turns that brought nothing for one price less. A strategy that owes more than it may is
+    replaced at once; the next one that does, when the turn for the last one is ``EARNED`` of the time since.
     """
 
     def __init__(self) -> None:
@@ -42,9 +43,14 @@ class Patience:
         self._cost_us, self._waited_us = SUPPOSED_US, 0.0
         self._asked: Change | None = None
         self._earned_us = self._price_us = 0.0
+        self._replaced, self._replaced_us = 0, 0.0
 
     def permits(self, change: Change, step: int) -> bool:
         """Whether a change is looked into: what it may have cost by now is the price, less what was earned."""
+        self._asked = change
+        if change.is_over_budget:  # no time is at stake
+            earned_us = EARNED * change.step_us[0] * (step - self._replaced)
+            return earned_us >= self._replaced_us and step >= self._rests_until
         if change.since > self._counted + WINDOW:  # steps were what they had been, in between
             self._waited_us = 0.0
         self._waited_us += change.at_stake_us * (step - max(change.since, self._counted))
@@ -53,7 +59,6 @@ class Patience:
         self._counted = step
         idle_turns, severity = self._idle.get(change.kind, (0, 0.0))
         doublings = idle_turns if change.severity <= severity else 0
-        self._asked = change
         self._price_us = self._cost_us * (2**doublings - change.is_urgent)
         earned_us = self._earned_us if change.is_severe else 0.0
         return self._waited_us + max(earned_us, 0.0) >= self._price_us and step >= self._rests_until
@@ -64,6 +69,8 @@ class Patience:
 
     def took(self, step: int, cost_us: float, *, brought: bool) -> None:
         """A turn is over: what it cost beyond steps of the strategy that stays, and whether another is in use now."""
+        if self._asked is not None and self._asked.is_over_budget:
+            self._replaced, self._replaced_us = step, cost_us
         if brought:
             self._idle.clear()
         elif self._asked is not None:

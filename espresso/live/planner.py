@@ -371,7 +371,9 @@ class AutoPlanner:
         was found: the change has lasted.
         """
         if self._over:
-            return partial(self._begin_turn, watch.now(Finding(Cause.OWED, self._over), step), step)
+            change = watch.now(Finding(Cause.OWED, self._over), step)
+            if self._patience.permits(change, step):
+                return partial(self._begin_turn, change, step)
         verdict, later = self.verdict, self._later
         if verdict is None or later is None or step < later.step:
             return None
