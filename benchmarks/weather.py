@@ -11,8 +11,10 @@ Every arm is a job of its own under the same schedule of phases, on two emulated
 | frozen   | automatic mode, ``adapt=False``: the strategy of step 60 for ever                                   |
 | adapt    | automatic mode, ``adapt=True``                                                                      |
 | fixed:N  | one strategy throughout, ``FIXED`` lists them; the fastest is the best fixed strategy in hindsight  |
-| fresh    | a new job in each phase, whose steps count once it has decided: the best of each phase known before |
+| fresh    | a new job in each phase, whose steps count once it has decided                                      |
 | again    | plain once more, for what two jobs that do the same differ by; only if asked for                    |
+
+What is best in each phase, known in advance, is the fastest there of all but adapt and again.
 
 What two jobs take one after the other differs by more than the bars on a machine that others share. Where both adapt
 and fresh run, a last job therefore plays their strategies against each other in every phase after the first, the
@@ -35,7 +37,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from itertools import cycle, islice, pairwise
+from itertools import accumulate, cycle, islice, pairwise
 from math import log10
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,7 +61,9 @@ advance; any ``PLAIN_WINDOW`` steps over plain's."""
 QUIET, QUIET_WINDOW = 0.02, 1000
 """The bar where the weather never changes: the part of any ``QUIET_WINDOW`` steps that goes into probing."""
 
-PLAIN_WINDOW = 200
+PLAIN_WINDOW, SUMMED = 200, 20
+"""A window's steps, and those of each sum that is kept of an arm: a window begins with one of them."""
+
 SAMPLE, SAMPLE_S = 40, 5.0
 """An arm that does not decide on the way runs so many steps of a phase, or for so many seconds where that is more; the
 rest of it is taken to be as these, again and again."""
@@ -360,12 +364,14 @@ def rows_of(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]]) -> l
     return rows
 
 
-def verdicts(step_s: Mapping[str, Sequence[float]], of_fresh: Sequence[float]) -> dict[str, float]:
+def verdicts(
+    phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]], of_fresh: Sequence[float]
+) -> dict[str, float]:
     """The figures that the bars are about, as far as the arms were run; automatic mode's first 60 steps are left out.
 
     Returns:
-        ``of_fresh``: the worst phase after the first, of duels. ``of_known``: all of the time. ``of_plain``: the worst
-        window; ``again_of_plain``: of plain itself.
+        ``of_fresh``: the worst phase after the first, of duels. ``of_known``: all of the time, over the fastest other
+        arm of each phase. ``of_plain``: the worst window; ``again_of_plain``: of plain itself.
     """
     found: dict[str, float] = {}
     ours, plain, again = (step_s.get(arm) for arm in ("adapt", "plain", AGAIN))
@@ -375,16 +381,25 @@ def verdicts(step_s: Mapping[str, Sequence[float]], of_fresh: Sequence[float]) -
         return found
     if of_fresh:
         found["of_fresh"] = max(of_fresh)
-    if "fresh" in step_s:
-        found["of_known"] = sum(ours[60:]) / sum(step_s["fresh"][60:])
+    others = [times for arm, times in step_s.items() if arm not in ("adapt", AGAIN)]
+    if others:
+        ends = list(accumulate(phase.steps for phase in phases))
+        known = [min(sum(times[max(begin, 60) : end]) for times in others) for begin, end in pairwise([0, *ends])]
+        found["of_known"] = sum(ours[60:]) / sum(known)
     if plain:
         found["of_plain"] = _worst_window(ours, plain)
     return found
 
 
+def sums_of(times: Sequence[float]) -> list[float]:
+    """What every ``SUMMED`` steps took."""
+    return [round(sum(times[at : at + SUMMED]), 5) for at in range(0, len(times), SUMMED)]
+
+
 def _worst_window(ours: Sequence[float], plain: Sequence[float]) -> float:
-    starts = range(60, max(len(ours) - PLAIN_WINDOW, 60) + 1)
-    windows = [(sum(ours[i : i + PLAIN_WINDOW]), sum(plain[i : i + PLAIN_WINDOW])) for i in starts]
+    sums, first, size = [sums_of(ours), sums_of(plain)], 60 // SUMMED, PLAIN_WINDOW // SUMMED
+    starts = range(first, max(len(sums[0]) - size, first) + 1)
+    windows = [[sum(each[at : at + size]) for each in sums] for at in starts]
     return max(a / b for a, b in windows if b)
 
 
@@ -488,7 +503,7 @@ def compare(
     for name, body in found.items():
         for row in body["events"]:
             console.print(f"  {name} step {row['step']:>5} {row['event']}: {row['strategy']} ({row.get('reason', '')})")
-    bars = verdicts(step_s, of_fresh)
+    bars = verdicts(phases, step_s, of_fresh)
     if "adapt" in found and len(phases) == 1:
         bars["probing"] = most_probed(step_s["adapt"], found["adapt"]["probed_s"])
     for name, value in bars.items():
@@ -547,7 +562,8 @@ def main(
         schedule = schedule or SCHEDULE
         body = compare(names, widths or WIDTHS, schedule, base, decide_by, console)
         record = results.record(cores | body["config"], 0, body["rows"])
-        results.write(json_path, record | {key: body[key] for key in ("bars", "of_fresh", "events")})
+        sums = {"steps": SUMMED} | {arm: sums_of(times) for arm, times in body["step_s"].items()}
+        results.write(json_path, record | {key: body[key] for key in ("bars", "of_fresh", "events")} | {"sums_s": sums})
         picture.parent.mkdir(parents=True, exist_ok=True)
         picture.write_text(draw(parse_schedule(schedule), body["step_s"], body["events"].get("adapt", ())))
         missed = [name for name, value in body["bars"].items() if value > LIMITS[name]]

@@ -155,17 +155,19 @@ def test_weather_reads_its_schedule_and_judges_phases_and_windows():
     step_s = {
         "adapt": [0.010] * 100 + [0.1] * 40 + [0.021] * 60,
         "fresh": [0.010] * 100 + [0.020] * 100,
-        "plain": [0.010] * 100 + [0.2] * 100,
+        "plain": [0.008] * 100 + [0.2] * 100,  # the best of the first phase
     }
-    found = weather.verdicts(step_s, [1.02, 1.05])
+    phases = first, second
+    found = weather.verdicts(phases, step_s, [1.02, 1.05])
     assert found["of_fresh"] == 1.05
-    assert found["of_known"] == pytest.approx((0.4 + 4.0 + 1.26) / 2.4)
+    assert found["of_known"] == pytest.approx((0.4 + 4.0 + 1.26) / (0.32 + 2.0))
     assert found["of_plain"] < 1
     assert "again_of_plain" not in found
-    again = weather.verdicts({"plain": [0.010] * 400, "again": [0.010] * 200 + [0.012] * 200}, [])
+    again = weather.verdicts(phases, {"plain": [0.010] * 400, "again": [0.010] * 200 + [0.012] * 200}, [])
     assert again == {"again_of_plain": pytest.approx(1.2)}
+    assert weather.sums_of(step_s["fresh"]) == pytest.approx([0.2] * 5 + [0.4] * 5)
     events = [{"event": "switched", "step": 140}, {"event": "changed", "step": 120}]
-    picture = weather.draw((first, second), step_s, events)
+    picture = weather.draw(phases, step_s, events)
     assert picture.count("<polyline") == 3
     assert "50mbit + load x4" in picture
     assert picture.count(">switched<") == 1
