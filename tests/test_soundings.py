@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,6 +85,25 @@ def test_soundings_are_apart_once_a_few_have_told_what_the_link_takes():
 def test_what_a_sounding_costs_is_what_it_may_hold_up():
     late, last = Vitals(10_000.0, 8_000.0, 2_000.0, 5_000.0, 3_000.0, link=9_000.0), rows_with(8.0, 2_500.0)[0]
     assert Soundings().take(0, [late, last])[1] == pytest.approx(8_000.0 / 2)
+
+
+def test_exchanges_that_run_at_once_use_the_link_once():
+    world = World(plain_us=60_000, noise=0.0)
+    planner = planner_of(world)
+    now = run(world, planner, range(60), {})
+    costs_us = []
+    for step in range(60, 400):
+        record = world.record(step, planner, now)
+        encode, exchange = record.intervals
+        part = (exchange.end_ns - exchange.start_ns) // 4
+        again = [replace(exchange, end_ns=exchange.end_ns - part), replace(exchange, start_ns=exchange.start_ns + part)]
+        record.intervals = [*again[::-1], exchange, encode]
+        now, before_us = record.done_ns, planner.probed_us
+        work = planner.after(record)
+        if work is not None:
+            work()
+        costs_us.append(planner.probed_us - before_us)
+    assert max(costs_us) == pytest.approx(20_000.0 * 4 / 20)  # 4 of a step's 20 ms
 
 
 def test_soundings_are_many_at_first_and_later_a_hundredth_of_the_time():

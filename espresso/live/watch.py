@@ -72,7 +72,7 @@ class Vitals(NamedTuple):
         step: from one averaged gradient to the next.
         compute: from there to the last bucket's being ready: optimizer, forward, backward, data.
         tail: from there to the end.
-        wire: all exchanges together; 0 where nothing is recorded of them (plain averages).
+        wire: while any exchange ran; 0 where nothing is recorded of them (plain averages).
         codec: all encoding and decoding together, likewise.
         link: of a window: what a sounding took that is over; 0 where there is none.
     """
@@ -94,11 +94,15 @@ def _times_of(record: Record, previous_ns: int) -> tuple[float, float, float]:
 
 
 def _busy_of(record: Record) -> tuple[float, float]:
-    """Exchanges, and encoding and decoding, all together."""
-    took = {False: 0, True: 0}
-    for run in () if record.whole else record.intervals:  # of whole buckets only some iterations have any
-        took[run.lane in RANK_LANES] += run.end_ns - run.start_ns
-    return took[False] / 1e3, took[True] / 1e3
+    """While any exchange ran, several at once or one; and encoding and decoding, all together."""
+    wire = codec = until = 0
+    for run in () if record.whole else sorted(record.intervals, key=lambda run: run.start_ns):
+        if run.lane in RANK_LANES:  # of whole buckets only some iterations have any
+            codec += run.end_ns - run.start_ns
+        else:
+            wire += max(run.end_ns - max(run.start_ns, until), 0)
+            until = max(run.end_ns, until)
+    return wire / 1e3, codec / 1e3
 
 
 class Stream:
