@@ -35,8 +35,7 @@ from espresso.search.relaxation import relax
 from espresso.search.search import BudgetError, replan, search
 from espresso.search.settle import finer, kinds_of
 from espresso.search.space import SENSITIVITY
-from espresso.search.splitting import NEAR
-from espresso.search.terms import AUTOMATIC, MB, Terms
+from espresso.search.terms import AUTOMATIC, MB, NEAR, Terms
 from espresso.strategies import (
     NONE,
     PLAIN,

@@ -14,7 +14,7 @@ from espresso.live.candidates import Candidate, Moved
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
 from espresso.live.race import Arm, Race
-from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, parse_option, plan
+from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option, plan
 from tests.ddp import ALLGATHER
 from tests.workers import run_ranks
 
@@ -180,11 +180,15 @@ def test_plain_block_parks_what_is_carried_and_draining_sends_it() -> None:
 
 
 def raced(
-    steps: dict[str, Callable[[int, int], float]], least: Mapping[str, float] | None = None, **settings: Any
+    steps: dict[str, Callable[[int, int], float]],
+    least: Mapping[str, float] | None = None,
+    strategies: Mapping[str, Strategy] | None = None,
+    **settings: Any,
 ) -> tuple[Race, int]:
     """A race whose arms take so long in a round's step, and how many rounds it had; a block's first step takes 20."""
     assignment = planner_of(Found(), race_rounds=2, decide_by=0).assign(0)
-    arms = [Arm(name, replace(assignment), (least or {}).get(name, 0.0)) for name in steps]
+    given = dict.fromkeys(steps, assignment.strategy) | dict(strategies or {})
+    arms = [Arm(name, replace(assignment, strategy=given[name]), (least or {}).get(name, 0.0)) for name in steps]
     race, now_ns, number, place = Race(arms, block=4, rounds=2, **settings), 0, 0, 0
     while True:
         (name,) = (arm.name for arm in arms if arm.assignment is race.assignment)
@@ -206,6 +210,13 @@ def test_what_a_token_bucket_lets_through_in_a_block_wins_no_race() -> None:
     assert raced(steps)[0].best() == "sends"
     race, _ = raced(steps, {"sends": 4.5, "sparse": 1.0})
     assert (race.best(), race.measured["sends"], race.is_clear("sparse", "sends")) == ("sparse", 4.5, True)
+
+
+@pytest.mark.parametrize(("plain_us", "best"), [(102.4, "plain"), (102.6, "ours")])
+def test_plain_stays_where_it_is_as_fast(plain_us, best) -> None:
+    ours = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), CompressorSpec.parse("efsignsgd")))
+    race, _ = raced({"plain": lambda *_: plain_us, "ours": lambda *_: 100.0}, strategies={"ours": ours})
+    assert race.best() == best
 
 
 def test_what_is_not_clear_is_tried_for_more_rounds() -> None:

@@ -587,15 +587,15 @@ def test_a_simple_strategy_races_where_it_is_predicted_below_plain(name, option)
 
 
 @pytest.mark.parametrize(("per_element", "is_cut"), [(0.05, False), (0.5, True)], ids=["gains 0.7 %", "gains 8 %"])
-def test_automatic_mode_cuts_tensors_only_where_that_gains_two_per_cent(per_element, is_cut):
-    from espresso.search.terms import AUTOMATIC
+def test_automatic_mode_cuts_tensors_only_where_that_gains_something(per_element, is_cut):
+    from espresso.search.terms import AUTOMATIC, NEAR
 
     costs = compute(per_element, per_element, name="efsignsgd")
     job = make_job([1_000_000, 3_000_000, 500_000], [0, 500, 500], beta=12.0, costs=costs)
     fastest, found = (search(job, "efsignsgd", terms=replace(AUTOMATIC, all_kinds=kinds)) for kinds in (True, False))
     assert fastest.strategy.partition_bytes > 0
     assert (found.strategy.partition_bytes > 0) is is_cut
-    assert found.predicted_us <= 1.02 * fastest.predicted_us
+    assert found.predicted_us <= NEAR * fastest.predicted_us
 
 
 def test_several_compressors_within_a_budget_are_about_as_fast_as_one_of_them():

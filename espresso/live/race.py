@@ -19,10 +19,8 @@ from statistics import median, median_low
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.groups import Groups
 from espresso.live.patience import MUST_GAIN
+from espresso.search.terms import NEAR
 from espresso.strategies import Strategy
-
-NOISE = 1.02
-"""Arms this close to the fastest count as equally fast."""
 
 SMALL_SAMPLE = 1.3
 """By so much two to four steps look closer to their own median than they are to the true one."""
@@ -168,8 +166,8 @@ class Race:
         return False
 
     def best(self) -> str:
-        """Of arms within the noise of the fastest the one that compresses least."""
-        limit = min(self.measured.values()) * NOISE
+        """Of arms that are as fast as the fastest the one that compresses least."""
+        limit = min(self.measured.values()) * NEAR
         losses = {arm.name: arm.losses for arm in self.arms}
         near = [name for name, us in self.measured.items() if us <= limit]
         return min(near, key=lambda name: (losses[name], self.measured[name]))

@@ -35,8 +35,8 @@ from espresso.search.mixing import best_mixture
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
 from espresso.search.space import Space, check_specs, space_of
-from espresso.search.splitting import NEAR, split_buckets
-from espresso.search.terms import Terms
+from espresso.search.splitting import split_buckets
+from espresso.search.terms import NEAR, Terms
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
 from espresso.strategies.constraints import FREE
 
@@ -138,7 +138,7 @@ def advised_bucket_cap(
     result: SearchResult,
     caps: Sequence[float],
 ) -> CapRow | None:
-    """A bucket size of DDP that gains 2 % over ``result``, and over the job's own buckets where neither is improved.
+    """A bucket size of DDP that gains 2.5 % over ``result``, and over the job's own buckets where neither is improved.
 
     Like is compared with like: buckets are handed over with their last gradient, and one search, without improvement
     and terms, sees them all.

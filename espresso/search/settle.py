@@ -22,8 +22,7 @@ from espresso.search.budgets import Ledger
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.result import Ranked
-from espresso.search.splitting import NEAR
-from espresso.search.terms import Terms
+from espresso.search.terms import NEAR, Terms
 from espresso.strategies import NONE, PLAIN, Bucket, Choice, CompressorSpec, Device, Mode, Strategy, parse_option
 
 if TYPE_CHECKING:

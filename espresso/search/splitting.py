@@ -16,15 +16,13 @@ from espresso.model.job import Job
 from espresso.search.budgets import ROUNDING, Ledger
 from espresso.search.candidates import Leaves, Unit, leaves_of, unit_of
 from espresso.search.evaluator import Evaluator
+from espresso.search.terms import NEAR
 from espresso.strategies import DTYPES, Choice
 
 Wholes = npt.NDArray[np.int64]
 
 SMALL_BYTES = 64 << 10
 """Tensors below this are small (BytePS leaves them raw)."""
-NEAR = 1.02
-"""Predictions are five percent off and more on machines like those they were made for
-(benchmarks/results/prediction_*), so that strategies this near each other are equally fast for all that is known."""
 
 
 def split_buckets(

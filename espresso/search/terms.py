@@ -25,6 +25,10 @@ FOR_EXACTNESS = 0.025
 of it is enough: half of the twentieth by which a step may be above the best. With a twentieth of the time saved, up to
 a tenth of a step, a GPT's steps at 1 Gb/s took 1.09 times that (docs/benchmarks.md)."""
 
+NEAR = 1.0 + FOR_EXACTNESS
+"""Strategies this near each other are as fast, predicted or in a race: half of that twentieth again. Finer nothing is
+predicted: of 76 pairs that are said to be within a tenth (benchmarks/results/prediction_*) half are off by 5 %."""
+
 HARMLESS, HARMLESS_ADAPTIVE = 4.0, 2.0
 """Gradients that a strategy may owe where espresso chooses between compressors; the second where the optimizer divides
 by what it remembers of squared gradients, as Adam does. Of the strategies in docs/convergence.md those that owe up to
@@ -113,4 +117,4 @@ class Terms:
 AUTOMATIC = Terms(for_exactness=FOR_EXACTNESS, all_kinds=False, constraints=Constraints(exact_vectors=EXACT_VECTORS))
 """Automatic mode's, unless the user says otherwise."""
 
-__all__ = ["AUTOMATIC", "EXACT_VECTORS", "FOR_EXACTNESS", "HARMLESS", "HARMLESS_ADAPTIVE", "Terms"]
+__all__ = ["AUTOMATIC", "EXACT_VECTORS", "FOR_EXACTNESS", "HARMLESS", "HARMLESS_ADAPTIVE", "NEAR", "Terms"]
