@@ -14,7 +14,8 @@ from espresso.live.candidates import Candidate, Moved
 from espresso.live.history import History
 from espresso.live.planner import AutoPlanner
 from espresso.live.race import Arm, Race
-from espresso.strategies import PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option, plan
+from espresso.search.terms import Terms
+from espresso.strategies import NONE, PLAIN, Choice, Cluster, CompressorSpec, Strategy, parse_option, plan
 from tests.ddp import ALLGATHER
 from tests.workers import run_ranks
 
@@ -216,6 +217,21 @@ def test_what_a_token_bucket_lets_through_in_a_block_wins_no_race() -> None:
 def test_plain_stays_where_it_is_as_fast(plain_us, best) -> None:
     ours = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), CompressorSpec.parse("efsignsgd")))
     race, _ = raced({"plain": lambda *_: plain_us, "ours": lambda *_: 100.0}, strategies={"ours": ours})
+    assert race.best() == best
+
+
+@pytest.mark.parametrize(("terms", "best"), [(Terms(), "once"), (Terms(error_budget=2.0), "twice")])
+def test_of_what_is_as_fast_the_least_compressed_stays_and_within_a_budget_the_fastest(terms, best) -> None:
+    """A tensor that rides as plain numbers is not compressed."""
+    buckets, spec = make_buckets({"a": 3000, "rides": 30}), CompressorSpec.parse("efsignsgd")
+    options = {"once": ALLGATHER, "twice": "comp > flat.all_to_all > dec > comp > flat.allgather > dec"}
+    strategies = {
+        name: replace(strategy_of(buckets, TWO, Choice(parse_option(option), spec)), notes=terms.to_meta())
+        for name, option in options.items()
+    }
+    strategies["once"] = strategies["once"].with_choices({"rides": Choice(parse_option(ALLGATHER), NONE)})
+    strategies["twice"] = strategies["twice"].with_choices({"rides": PLAIN})
+    race, _ = raced({"once": lambda *_: 102.0, "twice": lambda *_: 100.0}, strategies=strategies)
     assert race.best() == best
 
 

@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median, median_low
 
 from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.groups import Groups
 from espresso.live.patience import MUST_GAIN
-from espresso.search.terms import NEAR
-from espresso.strategies import Strategy
+from espresso.model.links import JobError
+from espresso.search.terms import NEAR, Terms
+from espresso.strategies import NONE, Strategy
 
 SMALL_SAMPLE = 1.3
 """By so much two to four steps look closer to their own median than they are to the true one."""
@@ -40,13 +42,20 @@ class Arm:
 
     @property
     def losses(self) -> int:
-        """Lossy encodes a gradient goes through, over all tensors: the less, the closer to plain training."""
-        return num_compressions(self.assignment.strategy)
+        """Lossy encodes a gradient goes through, over all tensors: the less, the closer to plain training.
+
+        Where a budget says what may be owed, less of it is worth no time: then 1 for any.
+        """
+        strategy = self.assignment.strategy
+        lossy = sum(c.option.num_compressions for c in strategy.choices.values() if c.compressor != NONE)
+        return min(lossy, 1) if _has_budget(strategy) else lossy
 
 
-def num_compressions(strategy: Strategy) -> int:
-    """Lossy encodes a gradient goes through, over all tensors."""
-    return sum(choice.option.num_compressions for choice in strategy.choices.values())
+def _has_budget(strategy: Strategy) -> bool:
+    with suppress(JobError):  # notes of another version
+        terms = Terms.of(strategy.notes)
+        return terms is not None and terms.error_budget is not None
+    return False
 
 
 class Race:
@@ -166,7 +175,7 @@ class Race:
         return False
 
     def best(self) -> str:
-        """Of arms that are as fast as the fastest the one that compresses least."""
+        """Of arms that are as fast as the fastest the one that compresses least, and of these the fastest."""
         limit = min(self.measured.values()) * NEAR
         losses = {arm.name: arm.losses for arm in self.arms}
         near = [name for name, us in self.measured.items() if us <= limit]
