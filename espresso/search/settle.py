@@ -32,8 +32,9 @@ FINER: Mapping[str, int] = {"block": 64, "least": 2048}
 """Settings that send a little more for a closer result, by the parameter that a compressor's traits name."""
 
 SIMPLE = "everything once"
-"""A strategy of one simple option, which is worth trying where it is predicted below plain: on cores that several
-workers share, predictions are furthest off for strategies of many steps (benchmarks/results/prediction_*)."""
+"""A strategy of one simple option, which is worth trying where it is predicted below plain: on a core that workers or
+their own threads share, predictions are furthest off for strategies of many steps. In the races of benchmarks/results
+it was faster than the search's by more than 2 % in 12 of 38 with a worker on each host, in 7 of 23 with two."""
 
 MOST_TARGETS = 4
 """Kinds that one kind is merged into at most: those that hold most."""
