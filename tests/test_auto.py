@@ -17,6 +17,7 @@ from espresso.comm.execute.assignment import Assignment
 from espresso.live.given import AUTO_COMPRESSORS
 from espresso.live.race import Arm, Race
 from espresso.live.script import StepGuard
+from espresso.model.job import Profile
 from espresso.strategies import Scope, Strategy
 from tests.ddp import IntegerNet, Played, agreed, batch, digest, mlp, registered, wrap
 
@@ -82,6 +83,19 @@ def test_the_first_measured_step_is_measured_from_its_forward_pass_on(pair):
         assert sampled in ({}, given)
         assert forward_us < PAUSE_S * 1e6 < optimizer_us
     assert pair(measured_twice)[0][0], "rank 0 samples"
+
+
+@pytest.mark.parametrize("decide_by", [0, 27, 40])
+def test_all_ranks_profile_more_steps_where_those_of_one_are_far_apart(pair, decide_by):
+    everybody = pair(shaky)
+    for result in everybody:
+        measured, decided_at, profile, told = result[decide_by]
+        assert measured == {0: 4, 27: 7, 40: 8}[decide_by], "with the race in view, and twice as many at most"
+        assert decided_at <= decide_by or not decide_by
+        assert profile == everybody[0][decide_by][2]
+        assert profile.num_steps == measured
+        assert profile.spread > 0.3
+        assert f"profile   {measured} steps, backward's spread is" in told
 
 
 def test_measuring_ends_when_a_strategy_is_given(pair):
@@ -267,6 +281,34 @@ def measured_twice(rank: int) -> tuple[dict[str, list[float]], dict[str, list[fl
         return sampled, {name: sums[3:] for name, sums in given.items()}, seen.forward_us, seen.optimizer_us
 
 
+class Pause(torch.nn.Module):
+    """Holds backward up for so long."""
+
+    seconds = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        x.register_hook(lambda _: time.sleep(self.seconds))
+        return x
+
+
+def shaky(rank: int) -> dict[int, tuple[int, int, Profile, str]]:
+    """Until it has decided: steps that were measured, and all; on rank 1 alone every second one is long."""
+    short, found = {"warmup_steps": 3, "profile_steps": 4, "race_steps": 3, "race_rounds": 1}, {}
+    for decide_by in (0, 27, 40):
+        pause, step = Pause(), 0
+        ddp = wrap(torch.nn.Sequential(torch.nn.Linear(20, 30), pause, torch.nn.Linear(30, 3)))
+        settings = {"compressor": "fp16", "strategy": "auto", "timeout_s": 60.0, "decide_by": decide_by}
+        with registered(ddp, **settings, **short) as state:
+            while not state.decided and step < DECIDED_WITHIN:
+                pause.seconds = 0.02 if rank == 0 or step % 2 else 0.05
+                ddp(batch(rank, step, 20)).square().mean().backward()
+                step += 1
+            job, measured = state.session.search.job, len(state.session.observer.observations)
+            found[decide_by] = measured, step, job.profile, state.summary()
+    return found
+
+
 def alone(rank: int) -> tuple[bool, bool]:
     """A group of one rank in a larger world."""
     groups = [dist.new_group([number]) for number in range(2)]
@@ -335,5 +377,6 @@ def pair() -> Played:
         interrupted,
         flushed_meanwhile,
         measured_twice,
+        shaky,
     )
     return Played(__name__, scenarios, 2, deadline_s=240)

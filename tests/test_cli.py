@@ -481,6 +481,18 @@ def test_progress_appears_only_for_long_work(
     assert "Short work" not in capfd.readouterr().err
 
 
+def test_who_shows_a_jobs_figures_shows_the_spread_of_its_profile(files: dict[str, Path], tmp_path: Path) -> None:
+    job = edited(files["job"], tmp_path, profile={"num_steps": 16, "spread": 0.12})
+    strategy, said = tmp_path / "strategy.json", "profile: 16 steps, backward's spread is 12.0 %, above the 5 % of a"
+    argv = ("search", job, "-c", "dgc:ratio=0.01", "-o", strategy)
+    assert said in espresso(*argv).stdout
+    assert said in espresso("simulate", job, strategy).stdout
+    assert said in espresso("explain", strategy).stdout
+    for more in (argv, ("simulate", job, strategy)):
+        assert printed(espresso(*more, "--json"))["profile"] == {"num_steps": 16, "spread": 0.12}
+    assert "profile:" not in espresso("simulate", files["job"], files["strategy"]).stdout
+
+
 # -- profile -----------------------------------------------------------------------------------------
 
 #: Stands in for a training script: does to the files what a registered state does.
@@ -532,6 +544,7 @@ def test_profile_json_keeps_stdout_clean(script: Path, tmp_path: Path) -> None:
         "steps": 5,
         "needed": 12,
         "command_status": 0,
+        "profile": None,
         "others": [],
     }
     assert "training" in done.stderr
@@ -570,7 +583,7 @@ def test_profile_says_which_further_jobs_are_of_this_run(script: Path, tmp_path:
 def test_profile_says_that_training_was_too_short(script: Path, tmp_path: Path) -> None:
     done = profile(tmp_path, sys.executable, script, "register")
     assert done.returncode == 4
-    assert "before the 12 steps that measuring needs (it made 5)" in done.stderr
+    assert "before the 12 steps that measuring needs (it made 5), or up to twice as many" in done.stderr
 
 
 def test_profile_says_why_a_script_that_registered_measured_nothing(script: Path, tmp_path: Path) -> None:
@@ -633,8 +646,12 @@ def test_profile_of_a_real_training_script_feeds_the_search(tmp_path: Path) -> N
     launch = ("torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
     done = profile(tmp_path, *launch, script, options=("--json",))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["registered"] is True
+    told = json.loads(done.stdout)
+    assert told["registered"] is True
     job = json.loads((tmp_path / "job.json").read_text())
+    assert told["profile"] == job["profile"]
+    assert 8 <= job["profile"]["num_steps"] <= 16
+    assert f"profiled {job['profile']['num_steps']} steps, backward's spread is " in done.stderr
     assert (job["mode"], len(job["tensors"]), job["cluster"]["num_nodes"]) == ("ddp", 4, 2)
     assert len(job["buckets"]) > 1
     assert "another model's job is written to" in done.stderr

@@ -9,6 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from espresso.live.change import Cause, Change, Finding
 from espresso.live.planner import AutoPlanner
 from espresso.live.state import EspressoState
 from espresso.live.watch import Vitals, Watch
-from espresso.model.job import Job
+from espresso.model.job import Job, Profile
 from espresso.optim import CompressedAdam, scale_residuals
 from espresso.strategies import PLAIN, Cluster, Strategy, TensorSpec, plan
 from tests.ddp import ALLGATHER, Played, Said
@@ -471,6 +472,34 @@ def automatic(rank: int) -> dict[str, Any]:
     return found | {"sent": sorted(sent)}
 
 
+def as_many_steps(rank: int) -> tuple[int, int, float]:
+    """Steps that were profiled, where those of the second shard are far apart."""
+    profile_of = online_search.profile_of
+
+    def profile(per_rank: Any) -> Profile:
+        return replace(profile_of(per_rank), spread=0.5 * (rank % 2))
+
+    online_search.profile_of = profile
+    torch.manual_seed(rank)
+    model = Tiny()
+    short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 40}
+    state = espresso.fsdp.hybrid_shard(
+        model, blocks=model.blocks, shards=2, timeout_s=60.0, offload_threads=1, compile_beside=False, **short
+    )
+    for step in range(20):
+        loss_of(model, rank, step).backward()
+        model.zero_grad()
+        assert state.session.search is not None
+        job = state.session.search.job
+        if job is not None:
+            break
+    online_search.profile_of = profile_of
+    state.close()
+    assert job is not None
+    assert job.profile is not None
+    return step, job.profile.num_steps, job.profile.spread
+
+
 def decides_again(rank: int) -> list[tuple[int, str, str]]:
     """What is told of a change is the same in all shards, and so is what they do about it."""
     test, seen = Watch.test, []
@@ -591,6 +620,7 @@ SCENARIOS = (
     parts_of_a_batch,
     begins_alike,
     automatic,
+    as_many_steps,
     decides_again,
     without_shards,
     refused,
@@ -739,6 +769,10 @@ def test_automatic_mode_decides(played: Played) -> None:
     for each in found:
         few, many = each["sent"]
         assert 0 < few < many / 6, "signs were raced"
+
+
+def test_shards_profile_as_many_steps_as_the_one_that_needs_most(played: Played) -> None:
+    assert played(as_many_steps) == [(6, 4, 0.0), (6, 4, 0.5)] * 2
 
 
 def test_shards_decide_again_together(played: Played) -> None:

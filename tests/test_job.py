@@ -12,7 +12,7 @@ from espresso.model.costs import (
     CostModel,
     Op,
 )
-from espresso.model.job import Job, JobError
+from espresso.model.job import Job, JobError, Profile
 from espresso.model.links import (
     AlphaBeta,
     LinkCurve,
@@ -79,6 +79,7 @@ def make_job():
         optimizer_us=20.0,
         source="a test",
         meta={"cpu": "any"},
+        profile=Profile(16, 0.031),
     )
 
 
@@ -89,6 +90,14 @@ def test_a_job_file_round_trips(tmp_path):
     assert loaded == job
     assert loaded.meta == job.meta
     assert loaded.costs.contention == job.costs.contention
+    assert str(loaded.profile) == "16 steps, backward's spread is 3.1 %"
+    assert str(Profile(16, 0.12)) == "16 steps, backward's spread is 12.0 %, above the 5 % of a steady one"
+
+
+def test_a_file_from_before_profiles_had_a_spread_is_read():
+    body = make_job().to_json()
+    assert body.pop("profile") == {"num_steps": 16, "spread": 0.031}
+    assert Job.from_json(body) == replace(make_job(), profile=None)
 
 
 def test_a_file_from_before_latency_had_a_place_has_it_in_its_occupancy():
@@ -130,6 +139,10 @@ def _edit(body, path, value):
         (("mode",), "gpu", "mode is 'gpu', which is none of paper, ddp"),
         (("forward_us",), -1, "forward_us must be finite and at least zero, got -1"),
         (("forward_us",), "1", "forward_us must be a number, got '1'"),
+        (("profile", "num_steps"), 0, "profile: num_steps must be a whole number of at least 1, got 0"),
+        (("profile", "spread"), -0.1, "profile: spread must be finite and at least zero, got -0.1"),
+        (("profile", "spread"), None, "profile.spread must be a number, got None"),
+        (("profile", "steps"), 8, "profile has an unknown key 'steps'"),
         (("tensors", 1, "gap_us"), float("nan"), "holds NaN, which is no number of JSON"),
         (("tensors", 1, "gap_us"), float("inf"), "holds Infinity"),
         (("tensors", 1, "name"), "w", "tensor 'w' appears twice"),

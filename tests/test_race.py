@@ -38,18 +38,25 @@ class OneRank:
 
 
 class Found:
-    """A search that finds a new candidate each time."""
+    """A search that finds a new candidate each time, under so many names; profiled steps are so far apart."""
 
     uncompressed_us = 10.0
 
-    def __init__(self) -> None:
+    def __init__(self, num_names: int = 1, apart: float = 0.0) -> None:
         self.names: list[str] = []
+        self.profiled: list[int] = []
+        self._num_names, self._apart = num_names, apart
 
     def __call__(self, records: Any) -> list[Candidate]:
         spec = CompressorSpec.parse(f"dgc:ratio=0.{len(self.names) + 1}")
         chosen = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), spec))
         self.names.append(str(spec))
-        return [Candidate(str(spec), chosen, plan(chosen, BUCKETS).order, BUCKETS, 1.0)]
+        names = [str(spec) + "'" * number for number in range(self._num_names)]
+        return [Candidate(name, chosen, plan(chosen, BUCKETS).order, BUCKETS, 1.0) for name in names]
+
+    def spread(self, records: Any) -> float:
+        self.profiled.append(len(records))
+        return self._apart
 
     def after_trying(self) -> None:
         """Nothing to give back."""
@@ -61,12 +68,12 @@ class Found:
         raise AssertionError("nobody watches this job")
 
 
-def planner_of(search: Found, *, race_rounds: int, decide_by: int) -> AutoPlanner:
+def planner_of(search: Found, *, race_rounds: int, decide_by: int, profile_only: bool = False) -> AutoPlanner:
     """Three plain steps, two of profile; blocks of three."""
     return AutoPlanner(
         strategy_of(BUCKETS, TWO, PLAIN), OneRank(), search, warmup_steps=3, profile_steps=2, race_steps=3,
-        race_rounds=race_rounds, decide_by=decide_by, on_profile=lambda _: None,
-        history=History(True),
+        race_rounds=race_rounds, num_arms=4, decide_by=decide_by, on_profile=lambda _: None,
+        history=History(True), profile_only=profile_only,
     )  # fmt: skip
 
 
@@ -109,6 +116,40 @@ def test_the_race_is_run_as_late_as_it_may(decide_by, race_from):
     compressed = [*range(begin, end), *range(race_from + 12, race_from + 15)]
     assert [step for step, (was, _) in enumerate(ran) if was] == compressed
     assert [decided for _, decided in ran].index(True) == race_from + 11 == max(decide_by, 17) - 1
+
+
+@pytest.mark.parametrize(("decide_by", "more"), [(0, []), (29, []), (30, [3]), (31, [4]), (58, [4])])
+def test_where_they_are_far_apart_more_steps_are_profiled_if_the_race_has_time(decide_by, more):
+    """Twice as many at most. A race of four arms is over in time all the same."""
+    search = Found(num_names=3, apart=0.051)
+    ran = run(planner_of(search, race_rounds=2, decide_by=decide_by), 60)
+    assert search.profiled == [2, *more]
+    assert [decided for _, decided in ran].index(True) == max(decide_by, 29) - 1
+
+
+@pytest.mark.parametrize(("decide_by", "more"), [(0, []), (6, [3]), (58, [4])])
+def test_what_is_only_profiled_needs_no_time_for_a_race(decide_by, more):
+    search = Found(apart=0.051)
+    ran = run(planner_of(search, race_rounds=2, decide_by=decide_by, profile_only=True), 12)
+    assert search.profiled == [2, *more]
+    assert [decided for _, decided in ran].index(True) == [2, *more][-1] + 2
+
+
+def test_steps_that_are_near_each_other_are_enough():
+    search = Found(apart=0.05)
+    run(planner_of(search, race_rounds=2, decide_by=58), 12)
+    assert search.profiled == [2]
+
+
+def test_a_profile_that_is_broken_off_begins_anew():
+    search = Found(apart=0.051)
+    planner = planner_of(search, race_rounds=2, decide_by=58)
+    run(planner, 14, lambda step: planner.restart() if step == 6 else None)
+    assert search.profiled == [2, 2, 4]
+    half = planner_of(search, race_rounds=2, decide_by=58)
+    run(half, 6)
+    half.resume(strategy_of(BUCKETS, TWO, PLAIN))
+    assert half._observed == []
 
 
 def _park(rank: int) -> dict[str, Any]:

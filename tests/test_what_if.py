@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from espresso.cli import app
-from espresso.live.observer import Observation, combine, hosts_of
+from espresso.live.observer import Observation, combine, hosts_of, profile_of
 from espresso.model.costs import ComputeCost, Contention, CostModel, Op
-from espresso.model.job import Host, Job
+from espresso.model.job import Host, Job, Profile
 from espresso.model.links import AlphaBeta, JobError, LinkCurve, Links, routine_cost
 from espresso.model.presets import job_from_trace, load_cluster
 from espresso.model.probe import Probe
@@ -280,6 +280,20 @@ def test_profiled_steps_with_other_buckets_than_the_last_say_nothing():
     told = combine([[two, *seen(4000.0)], [*seen(9000.0), two, *seen(4400.0)]])
     assert told.bucket_ready_us == (6700.0,)
     assert told.tensor_ready_us.keys() == {"a", "b"}
+
+
+def test_the_spread_of_a_profile_is_that_of_the_rank_where_it_is_most_and_stalls_do_not_count():
+    steady = [seen(us)[0] for us in (990.0, 1000.0, 1010.0, 1000.0)]
+    wide = [seen(us)[0] for us in (900.0, 1000.0, 1100.0, 1e6, 1000.0, 950.0, 1050.0)]
+    found = profile_of([steady, wide])
+    assert (found.num_steps, found.spread) == (4, pytest.approx(100 / 1.349 / 1000))
+    assert profile_of([steady]).spread == pytest.approx(5 / 1.349 / 1000)
+    kinds = [seen(us)[0] for us in (1000.0, 2000.0, 1000.0, 2000.0, 1000.0)]
+    assert profile_of([kinds]).spread > 0.5
+    two = Observation({"a": 0.0, "b": 9.0, "c": 5000.0}, (9.0, 5000.0), 1000.0, 500.0)
+    assert profile_of([[two, *steady]]) == profile_of([steady]), "it had other buckets than the last"
+    alone = Observation({"a": 0.0}, (0.0,), 1000.0, 500.0)
+    assert profile_of([[alone, alone]]) == Profile(2, 0.0)
 
 
 def test_an_uneven_job_is_written_and_read_and_its_faults_are_named():

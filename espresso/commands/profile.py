@@ -13,11 +13,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,9 @@ from espresso.commands._common import (
 )
 from espresso.strategies import FormError
 from espresso.strategies.fields import load, read_as
+
+if TYPE_CHECKING:
+    from espresso.model.job import Profile
 
 EXAMPLE = "espresso profile -- torchrun --nproc-per-node 2 train.py --epochs 1"
 
@@ -66,10 +69,14 @@ def profile(
     written = _identity(job_path) not in (None, before[job_path])
     others = _of_other_models(job_path)
     new = [path for path in others if _identity(path) != before.get(path)]
+    found = _profile_of(job_path) if written else None
     if json_output:
-        emit_json({**_summary(job_path, written, registered, status), "others": list(map(str, new))})
+        more = {"profile": None if found is None else asdict(found), "others": list(map(str, new))}
+        emit_json({**_summary(job_path, written, registered, status), **more})
     for path in others:
         say(f"another model's job written to {path}" if path in new else f"{path} is not of this run")
+    if found is not None:
+        say(f"profiled {found}")
     _report(output, written, registered, status, command[0])
 
 
@@ -154,6 +161,15 @@ def _read_marker(path: Path) -> Marker | None:
         return Marker()
 
 
+def _profile_of(path: Path) -> "Profile | None":
+    """A job's; None where it has none, or is none of ours."""
+    from espresso.model.job import Job, JobError
+
+    with suppress(JobError):
+        return Job.load(path).profile
+    return None
+
+
 def _summary(path: Path, written: bool, registered: Marker | None, status: int) -> dict[str, Any]:
     return {
         "job": str(path) if written else None,
@@ -186,6 +202,6 @@ def _report(output: Path, written: bool, registered: Marker | None, status: int,
     made = f" (it made {registered.steps})" if registered.steps else ""
     fail(
         f"the script registered but ended before the {registered.needed or 'few'} steps that measuring"
-        f" needs{made}; train for longer",
+        f" needs{made}, or up to twice as many where they are far apart; train for longer",
         ExitStatus.TOO_FEW_STEPS,
     )

@@ -225,6 +225,7 @@ def _summary(
         "bucket_caps": [asdict(row) for row in result.caps],
         "compressors": [str(spec) for spec in specs],
         "mode": job.mode.value,
+        "profile": None if job.profile is None else asdict(job.profile),
         "baselines": dict(result.baselines),
         "strategy": None if output is None else str(output),
     }
@@ -268,6 +269,8 @@ def _print(job: "Job", result: "SearchResult", points: "list[FrontierPoint]") ->
     )
     if result.late_us > result.predicted_us:
         console.print(f"one exchange in ten takes longer; where all of them do a step takes {human_us(result.late_us)}")
+    if job.profile is not None:
+        console.print(f"profile: {job.profile}")
     for line in _remarks(result):
         console.print(line)
     if points:

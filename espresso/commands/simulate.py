@@ -1,5 +1,6 @@
 """``espresso simulate``: how long a job's iteration takes under a strategy, and what every lane does."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,6 +75,7 @@ def simulate(
                 "forward_us": timeline.forward_us,
                 "optimizer_us": timeline.optimizer_us,
                 "mode": loaded_job.mode.value,
+                "profile": None if loaded_job.profile is None else asdict(loaded_job.profile),
                 "lanes": lane_rows(events, timeline.iteration_us),
                 "trace": None if trace is None else str(trace),
                 "plot": None if plot is None else str(plot),
@@ -88,6 +90,8 @@ def simulate(
         f" uncompressed {human_us(plain.iteration_us)} ({plain.iteration_us / timeline.iteration_us:.2f}x)",
         markup=False,
     )
+    if loaded_job.profile is not None:
+        console.print(f"profile: {loaded_job.profile}")
     for path in (trace, plot):
         if path is not None:
             say(f"written: {path}")

@@ -172,7 +172,7 @@ class Config:
         compile_beside: kernels that are not on disk are compiled while plain steps run, and automatic mode begins when
             they are there. False: before the first step, which all ranks wait for.
         warmup_steps: plain steps before measuring (DDP rebuilds its buckets in the second).
-        profile_steps: plain steps in which gaps are measured.
+        profile_steps: plain steps in which gaps are measured; up to twice as many where those are far apart.
         race_steps: steps of each block when strategies race against plain; the first of a block is not counted.
         race_rounds: how often the blocks alternate.
         decide_by: iterations after which automatic mode has decided. Until the race it trains on plain averages, the

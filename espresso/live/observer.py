@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, median_high
+from statistics import median, median_high, quantiles
 from typing import Any
 
 import torch
 
 from espresso.comm.execute.assignment import Record
-from espresso.model.job import Host
+from espresso.model.job import Host, Profile
 
 RECENT_STEPS = 20
 """Steps whose median is the step time that is reported."""
@@ -92,6 +92,20 @@ def hosts_of(per_rank: Sequence[Sequence[Observation]], ranks_per_node: int) -> 
     return tuple(Host(f"node {n}", compute=max(us, 0.01 * slowest) / slowest) for n, us in enumerate(nodes))
 
 
+def profile_of(per_rank: Sequence[Sequence[Observation]]) -> Profile:
+    """How many steps :func:`combine` takes medians of, and how far they are apart: on the rank where it is most."""
+    backward = [[max(o.tensor_ready_us.values()) for o in _in_last_buckets(observations)] for observations in per_rank]
+    return Profile(min(map(len, backward)), max(map(_spread, backward)))
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Of normal numbers the standard deviation over the mean. By quartiles: one stall among many is no spread, steps of
+    two kinds are.
+    """
+    first, middle, third = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (0.0, 0.0, 0.0)
+    return (third - first) / 1.349 / middle if middle > 0 else 0.0
+
+
 def combine(per_rank: Sequence[Sequence[Observation]]) -> Observation:
     """The median over iterations on each rank, then the maximum over ranks; of those with the last one's buckets."""
     medians = [_median(observations) for observations in per_rank]
@@ -104,10 +118,13 @@ def combine(per_rank: Sequence[Sequence[Observation]]) -> Observation:
     )
 
 
+def _in_last_buckets(observations: Sequence[Observation]) -> list[Observation]:
+    return [o for o in observations if len(o.bucket_ready_us) == len(observations[-1].bucket_ready_us)]
+
+
 def _median(observations: Sequence[Observation]) -> Observation:
-    last = observations[-1]
-    observations = [o for o in observations if len(o.bucket_ready_us) == len(last.bucket_ready_us)]
-    names = last.tensor_ready_us
+    observations = _in_last_buckets(observations)
+    names = observations[-1].tensor_ready_us
     return Observation(
         {n: median(o.tensor_ready_us[n] for o in observations if n in o.tensor_ready_us) for n in names},
         tuple(median(times) for times in zip(*(o.bucket_ready_us for o in observations), strict=True)),

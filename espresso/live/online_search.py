@@ -28,7 +28,7 @@ from espresso.live.config import Config
 from espresso.live.fixed_planner import InForce
 from espresso.live.guard import OWED_CHECKS
 from espresso.live.machine import cores_per_rank, machine_facts
-from espresso.live.observer import Observation, Observer, combine, hosts_of
+from espresso.live.observer import Observation, Observer, combine, hosts_of, profile_of
 from espresso.live.profiler import measure_links
 from espresso.live.remeasure import Remeasured, use_up_rest
 from espresso.live.runtime import Runtime
@@ -100,6 +100,7 @@ class OnlineSearch:
         self.advice = ""
         self.bucket_cap_mb: float | None = None
         self.why_none = ""
+        self._seen: list[list[Observation]] = []
         self._revised: Remeasured | None = None
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
         self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None: {}
@@ -162,6 +163,23 @@ class OnlineSearch:
         except JobError:  # it came with a checkpoint, and has compressors that were not measured here
             return 0.0
 
+    def spread(self, records: Sequence[Record]) -> float:
+        """How far the steps of a profile are apart; collective, the same on all ranks; 0 where the job is known.
+
+        What ranks tell each other here is what the job is made of. Jobs beside each other measure as many steps.
+        """
+        if self.job is not None:
+            return 0.0
+        everybody = self._groups.all_objects(
+            [
+                (dict(seen.tensor_ready_us), seen.bucket_ready_us, seen.forward_us, seen.optimizer_us)
+                for seen in self._observer.observations[-len(records) :]
+            ]
+        )
+        self._seen = [[Observation(*seen) for seen in theirs] for theirs in everybody]
+        spread, beside = profile_of(self._seen).spread, self._groups.beside
+        return spread if beside is None else max(map(float, beside.all_objects(spread)))
+
     def __call__(self, records: Sequence[Record]) -> list[Candidate]:
         """Measure, search, agree. Returns the candidates, best first; none if plain is predicted to be best.
 
@@ -186,16 +204,12 @@ class OnlineSearch:
 
     def _find(self, records: Sequence[Record]) -> list[Candidate]:
         if self.job is None:
-            everybody = self._groups.all_objects(
-                [
-                    (dict(seen.tensor_ready_us), seen.bucket_ready_us, seen.forward_us, seen.optimizer_us)
-                    for seen in self._observer.observations[-len(records) :]
-                ]
-            )
-            per_rank = [[Observation(*seen) for seen in theirs] for theirs in everybody]
-            observed, hosts = combine(per_rank), hosts_of(per_rank, self._groups.cluster.ranks_per_node)
+            hosts = hosts_of(self._seen, self._groups.cluster.ranks_per_node)
             costs = self._measure(max(bucket.numel for bucket in records[-1].buckets))
-            job = replace(self._make_job(records[-1].buckets, observed, costs), hosts=hosts)
+            job = self._make_job(records[-1].buckets, combine(self._seen), costs)
+            job = replace(job, hosts=hosts, profile=profile_of(self._seen))
+            if self._groups.speaks:
+                logger.info("profiled %s", job.profile)
         else:
             job = self._with_compressors(self.job)
             if records[-1].buckets != job.buckets:

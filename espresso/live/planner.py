@@ -29,6 +29,8 @@ from espresso.live.race import Arm, Race
 from espresso.live.sounding import Soundings
 from espresso.live.turns import DRIFT, PLAIN_MAY, Later, Turn, alike, fresh_of, pays_from, race_of, times_of
 from espresso.live.watch import Watch
+from espresso.model.job import STEADY
+from espresso.search.search import ALTERNATIVES
 from espresso.strategies import Strategy, plan
 
 logger = logging.getLogger("espresso")
@@ -50,11 +52,13 @@ class AutoPlanner:
         is found    | measure what changed, search | the new ones, and plain if it may win, and the winner | the best
 
     The race begins as late as it may: gradients change most in the first steps of a training, and what compression does
-    to them stays in an optimizer's second moments for long (``docs/convergence.md``).
+    to them stays in an optimizer's second moments for long (``docs/convergence.md``). Where the profiled steps are far
+    apart some of the plain ones before it are profiled too.
 
     Args:
         plain: the uncompressed strategy.
         search: called after the profiled iterations, and in every turn.
+        num_arms: strategies that may race, plain among them: more steps are profiled only if those are left for it.
         decide_by: iterations after which the race should be over; it follows the profile at once where it is longer.
         on_profile: told True before the first profiled iteration, in time for its forward pass where it can be, and
             False after the last.
@@ -77,6 +81,7 @@ class AutoPlanner:
         profile_steps: int,
         race_steps: int,
         race_rounds: int,
+        num_arms: int,
         decide_by: int,
         on_profile: Callable[[bool], None],
         history: History,
@@ -86,6 +91,7 @@ class AutoPlanner:
     ) -> None:
         self._groups, self._search, self._on_profile, self.history = groups, search, on_profile, history
         self._profile_steps, self._race_steps, self._race_rounds = profile_steps, race_steps, race_rounds
+        self._num_arms, self._more_steps = num_arms, 0
         self._profile_only, self._decide_by = profile_only, decide_by
         self._lay_buckets = None if profile_only else lay_buckets
         self._cap_mb: float | None = None
@@ -157,7 +163,7 @@ class AutoPlanner:
         if self.verdict is None:
             self._on_profile(False)
             self._first = None
-            self._observed.clear()
+            self._forget_profile()
         self._watch_anew()
 
     def resume(self, strategy: Strategy) -> None:
@@ -165,8 +171,8 @@ class AutoPlanner:
         self._stop_trying()
         self._winner = Orderer(strategy, self._groups)
         self._cap_mb = strategy.bucket_cap_mb
-        if len(self._observed) < self._profile_steps:
-            self._observed.clear()  # it was measured half, and will be whole
+        if len(self._observed) < self._profile_steps + self._more_steps:
+            self._forget_profile()  # it was measured half, and will be whole
         self.verdict = Verdict("resumed", "the strategy of the checkpoint")
         self._watch_anew()
 
@@ -230,13 +236,34 @@ class AutoPlanner:
     def _after_profile(self, record: Record) -> Work | None:
         if self._observed and record.buckets != self._observed[-1].buckets and self._restarts < 2:
             logger.info("the bucket structure changed while profiling; starting over")
-            self._observed.clear()
+            self._forget_profile()
             self._restarts += 1
         self._observed.append(record)
-        if len(self._observed) < self._profile_steps:
+        if len(self._observed) < self._profile_steps + self._more_steps:
             return None
+        return partial(self._end_profile, record.iteration)
+
+    def _forget_profile(self) -> None:
+        self._observed.clear()
+        self._more_steps = 0
+
+    def _end_profile(self, step: int) -> None:
+        """Search; but where steps are far apart go on: for as many again at most, and no later than the race allows."""
+        spread = self._search.spread(self._observed)
+        arms = 0 if self._profile_only else min(self._num_arms, ALTERNATIVES + 1)
+        to_come = arms * self._race_steps * self._race_rounds
+        to_come += 0 if self._lay_buckets is None else LAID_ANEW
+        more = min(self._profile_steps - self._more_steps, self._decide_by - self._num_begun(step) - to_come)
+        if spread > STEADY and more > 0:
+            self._more_steps += more
+            self._say("the spread of the measured steps is %.1f %%: %d more are measured", 100 * spread, more)
+            return
         self._on_profile(False)
-        return partial(self._find_candidates, record.iteration)
+        self._find_candidates(step)
+
+    def _num_begun(self, step: int) -> int:
+        """Iterations of automatic mode, with this one."""
+        return step + 1 - (step if self._first is None else self._first)
 
     def _find_candidates(self, step: int) -> None:
         self._again = False
@@ -255,8 +282,7 @@ class AutoPlanner:
         arms = [Arm("plain", replace(self._plain.assignment, drain=False))]
         arms += [Arm(c.name, c.assignment, c.sent_us) for c in candidates]
         self._race = Race(arms, block=self._race_steps, rounds=self._race_rounds)
-        begun = step + 1 - (step if self._first is None else self._first)
-        self._pause = max(0, self._decide_by - begun - self._race.num_steps)
+        self._pause = max(0, self._decide_by - self._num_begun(step) - self._race.num_steps)
         names, steps = ", ".join(arm.name for arm in arms), self._race.num_steps
         self._say("automatic mode races %s in %d steps, after %d more plain ones", names, steps, self._pause)
 

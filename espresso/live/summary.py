@@ -16,7 +16,8 @@ LISTED = 3
 
 def summary_of(session: Session) -> str:
     """The summary of a started job, one fact a line."""
-    rows = [("job", _job(session)), ("decided", _decided(session)), ("strategy", _strategy(session.decider.strategy))]
+    rows = [("job", _job(session)), ("profile", _profile(session)), ("decided", _decided(session))]
+    rows.append(("strategy", _strategy(session.decider.strategy)))
     rows += [("", line) for line in _kinds(session.decider.strategy)]
     rows += [("gains", _gains(session)), ("sends", _sends(session)), ("keeps", _keeps(session))]
     if session.search is not None and session.search.advice:
@@ -29,6 +30,11 @@ def _job(session: Session) -> str:
     size = sum(tensor.num_bytes for tensor in tensors)
     steps = session.executor.next_step
     return f"{session.groups.cluster}; {len(tensors)} tensors, {_bytes(size)} of gradients; step {steps}"
+
+
+def _profile(session: Session) -> str:
+    job = None if session.search is None else session.search.job
+    return "" if job is None else str(job.profile or "")
 
 
 def _decided(session: Session) -> str:

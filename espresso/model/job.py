@@ -58,6 +58,31 @@ class Host:
 
 SHARES = ("compute", "compression", "link")
 
+STEADY = 0.05
+"""The spread of a profile that is steady is at most this: that of the paper's is below 5 % (EuroSys '23, 100 steps)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a job's gaps are medians of.
+
+    Attributes:
+        num_steps: that were measured.
+        spread: the standard deviation of backward's time over its mean, by quartiles; the largest of all ranks.
+    """
+
+    num_steps: int
+    spread: float
+
+    def __post_init__(self) -> None:
+        with faults(JobError):
+            whole(self.num_steps, "num_steps", least=1)
+            number(self.spread, "spread")
+
+    def __str__(self) -> str:
+        above = "" if self.spread <= STEADY else f", above the {100 * STEADY:g} % of a steady one"
+        return f"{self.num_steps} steps, backward's spread is {100 * self.spread:.1f} %{above}"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -78,6 +103,7 @@ class Job:
         meta: hardware, versions, date.
         hosts: of an uneven cluster; empty where machines are alike. All other figures are the slowest machine's, so
             that timeline and certificate hold for it: ranks wait for one another.
+        profile: of how many steps, and how far they were apart; None where nobody knows.
 
     Raises:
         JobError: lists of different lengths, a tensor named twice or missing, a number that is no time.
@@ -96,6 +122,7 @@ class Job:
     source: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
     hosts: tuple[Host, ...] = ()
+    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -215,6 +242,7 @@ class Job:
                 self.source,
                 self.meta,
                 self.hosts or None,
+                self.profile,
             )
         )
         return forms.head(KIND) | body
@@ -243,6 +271,7 @@ class Job:
                 source=found.source,
                 meta=found.meta or {},
                 hosts=found.hosts or (),
+                profile=found.profile,
             )
 
     def save(self, path: str | Path) -> None:
@@ -297,6 +326,7 @@ class _File:
     source: str = ""
     meta: Mapping[str, Any] | None = None
     hosts: tuple[Host, ...] | None = None
+    profile: Profile | None = None
 
 
-__all__ = ["SHARES", "Host", "Job", "JobError"]
+__all__ = ["SHARES", "STEADY", "Host", "Job", "JobError", "Profile"]

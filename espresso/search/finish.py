@@ -76,6 +76,8 @@ def _noted(space: Space, row: Ranked) -> Ranked:
     notes = {**row.strategy.notes, RESIDUAL_MB: kept / MB, **space.terms.to_meta()}
     if owed is not None:
         notes[OWED] = owed
+    if row.job.profile is not None:
+        notes["profile"] = str(row.job.profile)
     return replace(row, strategy=replace(row.strategy, notes=notes))
 
 

@@ -45,6 +45,9 @@ PUBLISHED = "algorithms 1 and 2 as published"
 GREEDY = "Espresso's greedy"
 """The same two algorithms, begun from the best baseline where that is below; above none."""
 
+ALTERNATIVES = 4
+"""Strategies that a result has, at most."""
+
 
 class BudgetError(JobError):
     """No strategy keeps to the budgets."""
@@ -430,7 +433,7 @@ def _result(
     )
 
 
-def _distinct(ranked: Sequence[_Found], most: int = 4) -> list[_Found]:
+def _distinct(ranked: Sequence[_Found]) -> list[_Found]:
     """The best strategies that differ in their choices and are not plain."""
     seen: set[tuple[Choice, ...]] = set()
     rows = []
@@ -439,7 +442,7 @@ def _distinct(ranked: Sequence[_Found], most: int = 4) -> list[_Found]:
             continue
         seen.add(row.choices)
         rows.append(row)
-        if len(rows) == most:
+        if len(rows) == ALTERNATIVES:
             break
     return rows
 
@@ -459,6 +462,7 @@ def _ranked(job: Job, row: _Found) -> Ranked:
 
 
 __all__ = [
+    "ALTERNATIVES",
     "GREEDY",
     "PUBLISHED",
     "BudgetError",
