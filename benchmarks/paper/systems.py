@@ -39,7 +39,7 @@ RANKS = 8
 EFFICIENCY = 0.8
 """Of a link's nominal rate, as the presets have it."""
 
-OURS, UPPER = "ours", "upper bound"
+OURS, UPPER, PROVEN = "ours", "upper bound", "no strategy is nearer"
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ def times_of(job: Job, compressor: str, setting: Setting) -> Times:
         ESPRESSO: base[PUBLISHED] if Cause.ALGORITHMS in setting else result.predicted_us,
         OURS: result.predicted_us,
         UPPER: result.upper_bound_us,
+        PROVEN: result.lower_bound_us,
     }
     if Cause.FP32_IS_BYTEPS in setting:
         found[FP32] = byteps_us(job)
@@ -162,5 +163,6 @@ def _raw_below_scheduler(job: Job, result: SearchResult, espresso_us: float) -> 
 
 
 __all__ = [
-    "OURS", "RANKS", "UPPER", "Times", "at_gbits", "byteps_compress_us", "byteps_us", "job_of", "times", "times_of",
+    "OURS", "PROVEN", "RANKS", "UPPER", "Times", "at_gbits", "byteps_compress_us", "byteps_us", "job_of", "times",
+    "times_of",
 ]  # fmt: skip
