@@ -55,7 +55,7 @@ def test_no_pair_of_what_was_tried_together_is_better(job):
     evaluator, led, strategy = led_by(job)
     leaves, few = every_choice(job, (TOY,)), np.arange(len(strategy))
     start = evaluator.makespan(strategy)
-    found, _ = move_together(evaluator, led, leaves, strategy, start, few, BRIEF**2)
+    found, _ = move_together(evaluator, led, leaves, strategy, start, few, 20_000, BRIEF**2)
     assert found <= start
     assert evaluator.makespan(strategy) == pytest.approx(found, rel=1e-9)
     options = evaluator.options(leaves, prune=True)

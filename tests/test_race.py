@@ -254,7 +254,7 @@ def test_what_a_token_bucket_lets_through_in_a_block_wins_no_race() -> None:
     assert (race.best(), race.measured["sends"], race.is_clear("sparse", "sends")) == ("sparse", 4.5, True)
 
 
-@pytest.mark.parametrize(("plain_us", "best"), [(102.4, "plain"), (102.6, "ours")])
+@pytest.mark.parametrize(("plain_us", "best"), [(101.9, "plain"), (102.1, "ours")])
 def test_plain_stays_where_it_is_as_fast(plain_us, best) -> None:
     ours = strategy_of(BUCKETS, TWO, Choice(parse_option(ALLGATHER), CompressorSpec.parse("efsignsgd")))
     race, _ = raced({"plain": lambda *_: plain_us, "ours": lambda *_: 100.0}, strategies={"ours": ours})

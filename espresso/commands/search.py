@@ -84,7 +84,7 @@ def search(
         typer.Option(
             "--all-kinds",
             help="The fastest, with however many kinds of choices (for a job that was measured on a live run: with"
-            " --no-automatic); else up to 2.5 % go for fewer, and as much for not cutting tensors.",
+            " --no-automatic); else up to 2 % go for fewer, and as much for not cutting tensors.",
         ),
     ] = None,
     frontier: Annotated[
@@ -290,7 +290,7 @@ def _remarks(result: "SearchResult") -> list[str]:
             why = f"with the buckets of the job the best is {human_us(result.caps[0].predicted_us)}"
         lines.append(f"set DistributedDataParallel(bucket_cap_mb={result.bucket_cap_mb:g}): {why}")
     elif result.caps:
-        lines.append("the job's own bucket size stays: no other gains 2.5 %")
+        lines.append("the job's own bucket size stays: no other gains 2 %")
     terms = result.terms
     if result.error is not None:
         of = "" if terms.error_budget is None else f" of a budget of {terms.error_budget:.4g}"

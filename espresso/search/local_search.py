@@ -56,6 +56,7 @@ class Effort:
         starts: the best of all, from which blocks and sweeps go on, one after the other, as far as events last. With
             more than one the further starts take blocks at once.
         descents: rounds of blocks and sweeps from each.
+        together: combinations of a few units that a pass may look at, at the best size and as many others as starts.
         polish: multiplications (about 1 ns each) for ascents that are patient, once a strategy is found.
         branching: multiplications (about 1 ns each) that the certificate's branching may take.
         orders: pairs of giants' tasks (about 7 ns each) that the certificate may look at.
@@ -66,6 +67,7 @@ class Effort:
     longer_chains: tuple[float, ...] = (1.0, 2.5)
     starts: int = 1
     descents: int = 4
+    together: int = 20_000
     polish: int = 160_000_000
     branching: int = 40_000_000
     orders: int = 18_000_000
@@ -88,8 +90,8 @@ class Effort:
 
     @property
     def without_certificate(self) -> Effort:
-        """The same search for a strategy, and no more for its bound than that takes."""
-        return replace(self, polish=0, branching=0, orders=0)
+        """The same search for a strategy, with fewer units together, and no more for its bound than that takes."""
+        return replace(self, together=2_000, polish=0, branching=0, orders=0)
 
     def depth(self, units: int) -> int:
         """Leaves tried for each unit."""
@@ -100,7 +102,7 @@ class Effort:
         return max(min(250, 800_000 // units), 80)
 
 
-NO_EFFORT = Effort(events=0, sizes=0, longer_chains=(), descents=0, polish=0, branching=0, orders=0)
+NO_EFFORT = Effort(events=0, sizes=0, longer_chains=(), descents=0, together=0, polish=0, branching=0, orders=0)
 """Certify only."""
 REPLAN_EFFORT = Effort(
     events=1_500_000, sizes=1, longer_chains=(), polish=10_000_000, branching=4_000_000, orders=8_000_000

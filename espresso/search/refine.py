@@ -275,10 +275,10 @@ def _searched(
     best = min(rows, key=lambda row: row.makespan_us)
     home = best.evaluator.partition_bytes
     nearest = sorted(begun, key=lambda size: (size != home, begun[size].certificate.makespan_us))
-    for size in nearest[: effort.sizes]:
+    for size in nearest[: effort.starts + 1]:
         if left > 0:
             rows.append(_as_good_here(begun[size], best))
-            left -= _move_together(rows[-1], leaves, left)
+            left -= _move_together(rows[-1], leaves, effort.together, left)
             best = min(best, rows[-1], key=lambda row: row.makespan_us)
     wholes = [row for row in rows if not row.evaluator.partition_bytes]
     whole = min(wholes, key=lambda row: row.makespan_us, default=best)
@@ -350,11 +350,11 @@ def _descend(row: _Size, effort: int, rounds: int) -> int:
     return search.spent
 
 
-def _move_together(row: _Size, leaves: Leaves, effort: int) -> int:
+def _move_together(row: _Size, leaves: Leaves, tried: int, effort: int) -> int:
     """Improve by several giants at once, under budgets by several of all; returns the events that it took."""
     few = np.arange(len(row.strategy)) if row.relaxation.has_budget else row.relaxation.giants
     row.makespan_us, events = move_together(
-        row.evaluator, row.led, leaves, row.strategy, row.makespan_us, few, effort
+        row.evaluator, row.led, leaves, row.strategy, row.makespan_us, few, tried, effort
     )  # fmt: skip
     return events
 

@@ -141,7 +141,7 @@ def advised_bucket_cap(
     result: SearchResult,
     caps: Sequence[float],
 ) -> CapRow | None:
-    """A bucket size of DDP that gains 2.5 % over ``result``, and over the job's own buckets where neither is improved.
+    """A bucket size of DDP that gains 2 % over ``result``, and over the job's own buckets where neither is improved.
 
     Like is compared with like: buckets are handed over with their last gradient, and one search, without improvement
     and terms, sees them all.

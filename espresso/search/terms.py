@@ -20,14 +20,14 @@ EXACT_VECTORS = 16384
 """Vectors of at most this many elements stay exact unless the user says otherwise: biases and the weights of norms are
 a thousandth of a model's bytes, and an error in one of them moves every unit of a layer alike."""
 
-FOR_EXACTNESS = 0.025
+FOR_EXACTNESS = 0.02
 """Of the time that compression saves, and of a step, at most this part may buy exactness where no budget says how much
-of it is enough: half of the twentieth by which a step may be above the best. With a twentieth of the time saved, up to
-a tenth of a step, a GPT's steps at 1 Gb/s took 1.09 times that (docs/benchmarks.md)."""
+of it is enough: less than half of the twentieth by which a step may be above the best. With a twentieth of the time
+saved, up to a tenth of a step, a GPT's steps at 1 Gb/s took 1.09 times that (docs/benchmarks.md)."""
 
 NEAR = 1.0 + FOR_EXACTNESS
-"""Strategies this near each other are as fast, predicted or in a race: half of that twentieth again. Finer nothing is
-predicted: of 76 pairs that are said to be within a tenth (benchmarks/results/prediction_*) half are off by 5 %."""
+"""Strategies this near each other are as fast, predicted or in a race: no more of that twentieth again. Finer nothing
+is predicted: of 76 pairs said to be within a tenth (benchmarks/results/prediction_*) three in four are off by more."""
 
 HARMLESS, HARMLESS_ADAPTIVE = 4.0, 2.0
 """Gradients that a strategy may owe where espresso chooses between compressors; the second where the optimizer divides

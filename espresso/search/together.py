@@ -15,8 +15,6 @@ from espresso.search.local_search import Guide, LocalSearch
 
 Wholes = npt.NDArray[np.int64]
 
-MOST_TRIED = 20_000
-"""Combinations in a pass: 20 ms of small jobs, and large ones need it less."""
 FEWEST = 2
 """Candidates of a unit."""
 BETTER = 1 - 1e-5
@@ -24,13 +22,21 @@ BETTER = 1 - 1e-5
 
 
 def move_together(
-    evaluator: Evaluator, led: Guide, leaves: Leaves, strategy: Wholes, makespan_us: float, few: Wholes, effort: int
+    evaluator: Evaluator,
+    led: Guide,
+    leaves: Leaves,
+    strategy: Wholes,
+    makespan_us: float,
+    few: Wholes,
+    tried: int,
+    effort: int,
 ) -> tuple[float, int]:
     """Improve a strategy by pairs of a few units and by single ones, under budgets also by all of the few at once.
 
     Args:
         strategy: is changed.
         few: int64[n], in order of release. Of many the pairs are too many: nothing is tried.
+        tried: combinations in a pass.
         effort: events that it may take, about.
 
     Returns:
@@ -39,7 +45,7 @@ def move_together(
     groups = []
     for at_once in (2, len(few)) if led.ledger is not None else (2,):
         number = math.comb(len(few), at_once)
-        each = int((MOST_TRIED / number) ** (1 / at_once)) if number else 0
+        each = int((tried / number) ** (1 / at_once)) if number else 0
         if each >= FEWEST:
             groups += [(list(some), each) for some in itertools.combinations(range(len(few)), at_once)]
     if not groups:
