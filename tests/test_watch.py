@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from espresso.live.change import Cause, Change, Finding
 from espresso.live.history import History
@@ -26,6 +28,15 @@ class Nobody:
     """Groups whose messages the test makes itself, of ranks 1 and 3."""
 
     beside, ranks = None, (1, 3)
+
+
+class Shard:
+    """Groups of a shard's replicas, ranks 0 and 2, beside another's, 1 and 3."""
+
+    ranks = (0, 2)
+
+    def __init__(self, theirs: list[Vitals]) -> None:
+        self.beside = SimpleNamespace(all_objects=lambda mine: [mine, ((1, 3), theirs)])
 
 
 def noisy(random: np.random.Generator, vitals: Vitals, spread: float = 0.05) -> Vitals:
@@ -67,6 +78,18 @@ def test_it_says_what_has_changed(now, cause, ranks):
     assert change.findings[0].ranks == ranks
     assert cause.value in ("job",) or str(change)
     assert change.since >= 5 * WINDOW
+
+
+def test_ranks_of_another_shard_have_their_own_names():
+    theirs = [PLAIN, PLAIN]
+    watch, found, ours = Watch(Shard(theirs)), None, torch.tensor([PLAIN, PLAIN], dtype=torch.float64)
+    for window in range(10):
+        if window == 6:
+            theirs[1] = scaled(PLAIN, step=2.0, compute=2.0)
+        watch._gathering = window * WINDOW, SimpleNamespace(rows=lambda: ours)
+        found = found or watch.look()
+    assert found is not None
+    assert found.findings[0].ranks == (3,)
 
 
 def test_a_plain_job_sees_the_link_in_what_it_waits_at_the_end():

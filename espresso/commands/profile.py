@@ -202,6 +202,6 @@ def _report(output: Path, written: bool, registered: Marker | None, status: int,
     made = f" (it made {registered.steps})" if registered.steps else ""
     fail(
         f"the script registered but ended before the {registered.needed or 'few'} steps that measuring"
-        f" needs{made}, or up to twice as many where they are far apart; train for longer",
+        f" needs{made}; train for longer",
         ExitStatus.TOO_FEW_STEPS,
     )

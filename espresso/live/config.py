@@ -177,7 +177,7 @@ class Config:
         race_rounds: how often the blocks alternate.
         decide_by: iterations after which automatic mode has decided. Until the race it trains on plain averages, the
             better for what is learnt first; 0 races as soon as the job is measured. Where it is later than the default
-            more strategies race.
+            more strategies race, so compression begins up to the steps of those earlier.
         adapt: watch the job once automatic mode has decided, and decide again when network, load or batch change
             (``docs/how_it_decides.md``). False leaves what was decided as it is.
         steps_per_epoch: what compressors that warm up by epochs count with; None waits for ``state.set_epoch``.

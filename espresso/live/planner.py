@@ -30,7 +30,7 @@ from espresso.live.sounding import Soundings
 from espresso.live.turns import DRIFT, PLAIN_MAY, Later, Turn, alike, fresh_of, pays_from, race_of, times_of
 from espresso.live.watch import Watch
 from espresso.model.job import STEADY
-from espresso.search.search import ALTERNATIVES
+from espresso.search.terms import ALTERNATIVES
 from espresso.strategies import Strategy, plan
 
 logger = logging.getLogger("espresso")
@@ -38,6 +38,9 @@ logger = logging.getLogger("espresso")
 
 LAID_ANEW = 2
 """Steps until buckets that are laid anew are what they will be: DDP orders them by use after the first."""
+
+MOST_ARMS = ALTERNATIVES + 2
+"""Plain, what a search has, and the simple strategy."""
 
 
 class AutoPlanner:
@@ -248,13 +251,15 @@ class AutoPlanner:
         self._more_steps = 0
 
     def _end_profile(self, step: int) -> None:
-        """Search; but where steps are far apart go on: for as many again at most, and no later than the race allows."""
+        """Search; but where steps are far apart go on: for as many again at most, and no later than the race allows.
+
+        What is only profiled is written as soon as it may be: a short script would leave nothing.
+        """
         spread = self._search.spread(self._observed)
-        arms = 0 if self._profile_only else min(self._num_arms, ALTERNATIVES + 1)
-        to_come = arms * self._race_steps * self._race_rounds
+        to_come = min(self._num_arms, MOST_ARMS) * self._race_steps * self._race_rounds
         to_come += 0 if self._lay_buckets is None else LAID_ANEW
         more = min(self._profile_steps - self._more_steps, self._decide_by - self._num_begun(step) - to_come)
-        if spread > STEADY and more > 0:
+        if spread > STEADY and more > 0 and not self._profile_only:
             self._more_steps += more
             self._say("the spread of the measured steps is %.1f %%: %d more are measured", 100 * spread, more)
             return

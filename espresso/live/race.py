@@ -42,13 +42,9 @@ class Arm:
 
     @property
     def losses(self) -> int:
-        """Lossy encodes a gradient goes through, over all tensors: the less, the closer to plain training.
-
-        Where a budget says what may be owed, less of it is worth no time: then 1 for any.
-        """
-        strategy = self.assignment.strategy
-        lossy = sum(c.option.num_compressions for c in strategy.choices.values() if c.compressor != NONE)
-        return min(lossy, 1) if _has_budget(strategy) else lossy
+        """Lossy encodes a gradient goes through, over all tensors: the less, the closer to plain training."""
+        choices = self.assignment.strategy.choices.values()
+        return sum(choice.option.num_compressions for choice in choices if choice.compressor != NONE)
 
 
 def _has_budget(strategy: Strategy) -> bool:
@@ -174,10 +170,16 @@ class Race:
         self.pause()
         return False
 
+    @property
+    def losses(self) -> dict[str, int]:
+        """Every arm's. Where a budget says what may be owed, less of it is worth no time: then 1 for any."""
+        has_budget = any(_has_budget(arm.assignment.strategy) for arm in self.arms)
+        return {arm.name: min(arm.losses, 1) if has_budget else arm.losses for arm in self.arms}
+
     def best(self) -> str:
         """Of arms that are as fast as the fastest the one that compresses least, and of these the fastest."""
         limit = min(self.measured.values()) * NEAR
-        losses = {arm.name: arm.losses for arm in self.arms}
+        losses = self.losses
         near = [name for name, us in self.measured.items() if us <= limit]
         return min(near, key=lambda name: (losses[name], self.measured[name]))
 

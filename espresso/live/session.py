@@ -442,7 +442,9 @@ class Session:
     ) -> None:
         """Carry out a strategy that was checked, from ``step`` on; if it ``decides_on``, until something changes."""
         self.observer.profile(False)  # a strategy may come while the job is measured
-        self._make_kernels(strategy.compressors).compile(self._prepare_servers)
+        with ExitStack() as undo:
+            undo.push(self._tell_why)
+            self._make_kernels(strategy.compressors).compile(self._prepare_servers)
         self.follower = self.follower.following(schedule, step, epoch)
         if decides_on and schedule.is_fixed and isinstance(self.decider, AutoPlanner) and self.config.adapt:
             self.decider.resume(strategy)

@@ -105,7 +105,7 @@ def race_of(turn: Turn, arms: Sequence[Arm], best_us: float, link: float) -> Rac
 
 def pays_from(change: Change, race: Race, ours: str, best: str) -> float:
     """The step from which on a switch to the best of a race pays; infinity where it never does."""
-    losses = {arm.name: arm.losses for arm in race.arms}
+    losses = race.losses
     return change.since + Patience.pays_after(
         race.measured[ours], race.measured[best], losses_less=losses[best] < losses[ours],
         is_clear=race.is_clear(best, ours), price_us=2 * race.excess_us,

@@ -164,6 +164,7 @@ class Watch:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
+        self._names: Sequence[int] = groups.ranks  # of the rows of a window
         self.latest: tuple[Vitals, ...] = ()
         self._homes: deque[tuple[Vitals, ...]] = deque(maxlen=MOST_HOMES)
         self.begin()
@@ -233,7 +234,9 @@ class Watch:
         (iteration, gathering), self._gathering = self._gathering, None
         rows, beside = gathering.rows().tolist(), self._groups.beside
         if beside is not None:
-            rows = [row for theirs in beside.all_objects(rows) for row in theirs]
+            told = beside.all_objects((tuple(self._groups.ranks), rows))
+            self._names = [name for names, _ in told for name in names]
+            rows = [row for _, theirs in told for row in theirs]
         return self.test(iteration, tuple(Vitals(*row) for row in rows))
 
     def test(self, iteration: int, rows: tuple[Vitals, ...]) -> Change | None:
@@ -315,8 +318,7 @@ class Watch:
         findings: list[Finding] = []
         if before is not None:
             floor = _floor(min(was, max(row.step for row in now)))
-            names = self._groups.ranks
-            findings = [replace(each, ranks=tuple(names[at] for at in each.ranks))
+            findings = [replace(each, ranks=tuple(self._names[at] for at in each.ranks))
                         for each in _findings(before, now, floor)]  # fmt: skip
         step_us = max(row.step for row in now)
         if not findings:

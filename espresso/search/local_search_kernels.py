@@ -232,6 +232,7 @@ def together(
             candidate = kept[outer] if b < 0 else lists[outer, b]
             if candidate < 0:
                 break
+            events += 1
             for budget in range(limits.shape[0]):
                 change[budget] = spends[budget, last, kind[candidate]] - spends[budget, last, kind[kept[outer]]]
                 for x in range(outer):

@@ -36,7 +36,7 @@ from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
 from espresso.search.space import Space, check_specs, space_of
 from espresso.search.splitting import split_buckets
-from espresso.search.terms import NEAR, Terms
+from espresso.search.terms import ALTERNATIVES, NEAR, Terms
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
 from espresso.strategies.constraints import FREE
 
@@ -44,9 +44,6 @@ PUBLISHED = "algorithms 1 and 2 as published"
 """From the uncompressed strategy; can end above a baseline."""
 GREEDY = "Espresso's greedy"
 """The same two algorithms, begun from the best baseline where that is below; above none."""
-
-ALTERNATIVES = 4
-"""Strategies that a result has, at most."""
 
 
 class BudgetError(JobError):
@@ -462,7 +459,6 @@ def _ranked(job: Job, row: _Found) -> Ranked:
 
 
 __all__ = [
-    "ALTERNATIVES",
     "GREEDY",
     "PUBLISHED",
     "BudgetError",

@@ -26,13 +26,16 @@ of it is enough: less than half of the twentieth by which a step may be above th
 saved, up to a tenth of a step, a GPT's steps at 1 Gb/s took 1.09 times that (docs/benchmarks.md)."""
 
 NEAR = 1.0 + FOR_EXACTNESS
-"""Strategies this near each other are as fast, predicted or in a race: no more of that twentieth again. Finer nothing
-is predicted: of 76 pairs said to be within a tenth (benchmarks/results/prediction_*) three in four are off by more."""
+"""Strategies this near each other are as fast, predicted or in a race. A finer line would tell noise apart: of 76 pairs
+predicted to be within a tenth (benchmarks/results/prediction_*) three in four are off by more than that."""
 
 HARMLESS, HARMLESS_ADAPTIVE = 4.0, 2.0
 """Gradients that a strategy may owe where espresso chooses between compressors; the second where the optimizer divides
 by what it remembers of squared gradients, as Adam does. Of the strategies in docs/convergence.md those that owe up to
 4.5 end within the seeds of exact training, or next to them, on digits; with AdamW a GPT does with 2 and not with 4."""
+
+ALTERNATIVES = 4
+"""Strategies that a search finds, at most, the best first."""
 
 MB = 1e6
 _KEY = "automatic"
@@ -117,4 +120,13 @@ class Terms:
 AUTOMATIC = Terms(for_exactness=FOR_EXACTNESS, all_kinds=False, constraints=Constraints(exact_vectors=EXACT_VECTORS))
 """Automatic mode's, unless the user says otherwise."""
 
-__all__ = ["AUTOMATIC", "EXACT_VECTORS", "FOR_EXACTNESS", "HARMLESS", "HARMLESS_ADAPTIVE", "NEAR", "Terms"]
+__all__ = [
+    "ALTERNATIVES",
+    "AUTOMATIC",
+    "EXACT_VECTORS",
+    "FOR_EXACTNESS",
+    "HARMLESS",
+    "HARMLESS_ADAPTIVE",
+    "NEAR",
+    "Terms",
+]

@@ -15,8 +15,8 @@ from espresso.search.local_search import Guide, LocalSearch
 
 Wholes = npt.NDArray[np.int64]
 
-FEWEST = 2
-"""Candidates of a unit."""
+FEWEST = 1
+"""Others than what a unit has."""
 BETTER = 1 - 1e-5
 """A pass that brings less is the last one."""
 
@@ -43,9 +43,9 @@ def move_together(
         Its makespan, and the events that it took.
     """
     groups = []
-    for at_once in (2, len(few)) if led.ledger is not None else (2,):
+    for at_once in dict.fromkeys((2, len(few)) if led.ledger is not None else (2,)):
         number = math.comb(len(few), at_once)
-        each = int((tried / number) ** (1 / at_once)) if number else 0
+        each = int((tried / number) ** (1 / at_once)) - 1 if number else 0  # what a unit has is tried too
         if each >= FEWEST:
             groups += [(list(some), each) for some in itertools.combinations(range(len(few)), at_once)]
     if not groups:
