@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from benchmarks import convergence, diagnose, far, growth, overhead, prediction, results, speed, weather
+from benchmarks import convergence, diagnose, far, growth, overhead, prediction, results, server_speed, speed, weather
 from benchmarks.convergence import Run
 from benchmarks.prediction import Row
 from espresso.live.profiler import rising
@@ -230,3 +230,28 @@ def test_traffic_and_rounds_by_the_models_formulas():
     assert growth.formula("flat.allreduce", "none", 4, 1, growth.MANY)[0] == pytest.approx(1.5 * 4 * growth.MANY)
     through = growth.SERVERS["through a server"]  # its card receives every worker's and sends every worker its own
     assert growth.formula(*through, 4, 1, growth.MANY, servers=1) == (pytest.approx(2 * 4 * 4 * growth.MANY), 2)
+
+
+@pytest.mark.parametrize(("both_ms", "passes"), [(102.0, True), (104.0, False)])
+def test_both_kinds_of_servers_are_judged_by_the_better_kind_alone(both_ms, passes):
+    def row(case, arm, step_ms):
+        return {"case": case, "arm": arm, "block_step_ms": [step_ms, 2 * step_ms], "passes": None}
+
+    arm = server_speed.RAW
+    rows = [row("own", arm, 300.0), row("beside", arm, 100.0), row("both", "plain", 500.0), row("both", arm, both_ms),
+            row("both-slow-rule", arm, 500.0), row("beside-mlp", arm, 1.0)]  # fmt: skip
+    rows[1]["block_step_ms"].append(700.0)  # its next turn is over
+    server_speed.judge_both(rows[1:])
+    assert [r["passes"] for r in rows] == [None] * 6, "one kind alone was not measured"
+    server_speed.judge_both(rows)
+    assert [r["passes"] for r in rows] == [None, None, None, passes, None, None]
+    ratios = [r["time_over_better_kind"]["value"] for r in rows if "time_over_better_kind" in r]
+    assert ratios == [pytest.approx(both_ms / 100.0), pytest.approx(5.0)]
+
+
+def test_turns_of_a_case_count_as_blocks_of_one():
+    turns = [[{"step_ms": ms, "block_step_ms": [ms, ms + 1], "replicas_equal": same, "verdict": ""}]
+             for ms, same in ((10.0, True), (20.0, False), (40.0, True))]  # fmt: skip
+    (row,) = server_speed.joined(turns)
+    assert row["block_step_ms"] == [10.0, 11.0, 20.0, 21.0, 40.0, 41.0]
+    assert (row["step_ms"], row["replicas_equal"]) == (20.0, False)
