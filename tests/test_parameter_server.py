@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +22,9 @@ from benchmarks.exchange import (
 )
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.execute.executor import Assignment
+from espresso.comm.parameter_server.transport import Channel
 from espresso.compressors.base import Correction
-from espresso.strategies import NONE, Choice, Cluster, CompressorSpec, Site, parse_option
+from espresso.strategies import NONE, Choice, Cluster, CompressorSpec, Site, parse_option, plan
 from espresso.strategies.tree import server_options, two_way_option
 from tests.backends import DEVICES, build_for
 from tests.servers import NUM_SERVERS, client, exchange_over, serving
@@ -119,6 +121,44 @@ def test_a_device_goes_through_servers_like_the_host(servers, where):
     build_for(where)
     everybody = POOL.run(run_on_a_device, where)
     assert [row for rows in everybody for row in rows if not (row[1] and row[2])] == []
+
+
+def run_in_a_drawn_order(rank: int) -> bool:
+    """A round whose total order has nothing of the keys' own; whoever is last completes one key after the other."""
+    buckets = make_buckets(*SIZES)
+    exchange = exchange_over(NUM_RANKS, 1, rank)
+    strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(RAW, "none"), partition_bytes=128)
+    laid = plan(strategy, buckets)
+    drawn = np.random.default_rng(3).permutation(len(laid.partitions))
+    order = sorted(laid.order, key=lambda task: drawn[laid.tasks[task].partition])
+    time.sleep(0.1 * rank)
+    found = exchange.step(Assignment(strategy, tuple(order), buckets), buckets, integers(buckets, rank, NUM_RANKS))
+    return all(map(torch.equal, found, exact_average(buckets, NUM_RANKS)))
+
+
+def test_an_engine_answers_in_the_order_of_the_plan(servers, monkeypatch):
+    server = servers[0]
+    heard, said = ({worker: [] for worker in range(NUM_RANKS)} for _ in range(2))
+
+    def noted(call, notes, takes_s):
+        def to(channel, peer, tag, data):
+            if channel is Channel.DATA:
+                notes[peer].append(tag)
+                time.sleep(takes_s)  # answers take a while: what has come meanwhile waits together
+            return call(channel, peer, tag, data)
+
+        return to
+
+    monkeypatch.setattr(server.transport, "receive", noted(server.transport.receive, heard, 0.0))
+    monkeypatch.setattr(server.transport, "send", noted(server.transport.send, said, 0.002))
+    assert all(POOL.run(run_in_a_drawn_order))
+    engines = {summed.tag: summed.engine for summed in server._held}
+    assert {engines[tag] for tag in heard[0]} == {0, 1}
+    assert len(heard[0]) > 20
+    assert heard[0] != sorted(heard[0])
+    for engine in (0, 1):
+        orders = [[tag for tag in tags if engines[tag] == engine] for tags in (*heard.values(), *said.values())]
+        assert all(order == orders[0] for order in orders)
 
 
 # -- residuals -------------------------------------------------------------------------------------
