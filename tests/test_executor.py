@@ -24,8 +24,6 @@ from benchmarks.exchange import (
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.errors import EspressoError
 from espresso.comm.execute.executor import Assignment
-from espresso.comm.program import PartitionProgram
-from espresso.comm.program.held import Payload
 from espresso.live.planner import FixedPlanner
 from espresso.strategies import (
     PLAIN,
@@ -448,37 +446,6 @@ def run_rooted(rank: int, spec: str) -> list[bool]:
 def test_all_ranks_agree_whether_an_iteration_was_finite(spec):
     """Planners move by it, so a rank without residuals must know it too."""
     assert POOL.run(run_rooted, spec) == [[True, False, True]] * NUM_RANKS
-
-
-def run_gathered(rank: int, option: str) -> tuple[int, int]:
-    """The number of this rank's buffers for payloads, and of payloads that have room in them."""
-    exchange = Exchange(2)
-    exchange.warm_up({"none"})
-    buckets = make_buckets({"a": 4000})
-    strategy = strategy_of(buckets, exchange.groups.cluster, lossless(option))
-    mine, wanted = integers(buckets, rank, NUM_RANKS), exact_average(buckets, NUM_RANKS)
-    (got,) = exchange.step(Assignment(strategy), buckets, mine)
-    assert torch.equal(got, wanted[0])
-    laid = plan(strategy, buckets)
-    program = PartitionProgram(laid, laid.partitions[0], exchange.executor._programs.context)
-    held = [step.held.buffer for step in program._steps if isinstance(step.held, Payload)]
-    exchange.close()
-    rooms = {buffer.data_ptr(): buffer.shape[0] for buffer in held}
-    return len(rooms), sum(rooms.values())
-
-
-@pytest.mark.parametrize(
-    ("option", "rooms"),
-    [
-        ("comp > flat.gather > dec > flat.broadcast", [(2, 5), (1, 1), (1, 1), (1, 1)]),
-        (
-            "comp > intra.gather > inter.allgather > intra.broadcast > dec",
-            [(3, 7), (2, 5), (3, 7), (2, 5)],
-        ),
-    ],
-)
-def test_only_the_root_of_a_gather_has_room_for_all_payloads(option, rooms):
-    assert POOL.run(run_gathered, option) == rooms
 
 
 # Failures

@@ -30,8 +30,6 @@ def exchange(part: Part, index: int, held: Numbers | Payload | Vector | Matrices
     """Move what is held over the step's scope."""
     flow, context = part.flows[index], part.context
     assert flow.step.scope is not None
-    if not flow.participates:
-        return Compiled(held)
     member = context.members[flow.step.scope].connection(part.partition.index)
     if isinstance(held, Payload):
         action, buffer, total = _exchange_payload(flow, member, held.buffer, context.memory, context.cluster)
@@ -58,6 +56,8 @@ def _whole(flow: StepFlow, before: Span, after: Span) -> Span:
 
 def _bytes_sent(flow: StepFlow, member: Member, total: int) -> int:
     """The bytes this rank sends in a step whose whole array has ``total`` bytes."""
+    if not flow.participates:
+        return 0
     peers = member.size
     is_root = member.index == flow.root
     share = (peers - 1) / peers  # reduce-scatter, all-gather, all-to-all: a part for each of the others
@@ -137,8 +137,6 @@ def _exchange_payload(
     ring = flow.step.scope is not None and cluster.crosses_both(flow.step.scope)
     if flow.step.phase is Phase.SECOND:
         return _gather_atoms(member, held, memory, ring)
-    if not flow.after.active:  # a gather's root has them
-        return (lambda: collectives.gather(held, (), member, flow.root)), held, member.size * held.nbytes
     out = _payloads(memory, shape)
     places = [out[p * sources : (p + 1) * sources] for p in range(member.size)]
     if routine is Routine.ALL_TO_ALL:
