@@ -73,21 +73,6 @@ def test_a_wrong_setting_names_itself_its_value_and_its_range(name, value, error
     assert f"got {value!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "raced"),
-    [
-        ({}, 4),
-        ({"decide_by": 0}, 4),
-        ({"decide_by": 78}, 6),
-        ({"decide_by": 78, "race_rounds": 3}, 4),
-        ({"race_steps": 30}, 3),
-        ({"warmup_steps": 100}, 3),
-    ],
-)
-def test_as_many_strategies_race_as_there_are_steps_for(settings, raced):
-    assert Config(**settings).num_arms == raced
-
-
 def test_what_is_misspelt_has_a_suggestion():
     with pytest.raises(TypeError, match="no setting 'timeout'; did you mean 'timeout_s'"):
         espresso.EspressoState(timeout=3)

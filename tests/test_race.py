@@ -72,7 +72,7 @@ def planner_of(search: Found, *, race_rounds: int, decide_by: int, profile_only:
     """Three plain steps, two of profile; blocks of three."""
     return AutoPlanner(
         strategy_of(BUCKETS, TWO, PLAIN), OneRank(), search, warmup_steps=3, profile_steps=2, race_steps=3,
-        race_rounds=race_rounds, num_arms=4, decide_by=decide_by, on_profile=lambda _: None,
+        race_rounds=race_rounds, decide_by=decide_by, on_profile=lambda _: None,
         history=History(True), profile_only=profile_only,
     )  # fmt: skip
 

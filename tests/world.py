@@ -199,7 +199,7 @@ def run(
 def planner_of(world: World, *, adapt: bool = True, decide_by: int = 20) -> AutoPlanner:
     return AutoPlanner(
         strategy_of(BUCKETS, TWO, PLAIN), world.groups, world, warmup_steps=3, profile_steps=2, race_steps=3,
-        race_rounds=2, num_arms=4, decide_by=decide_by, on_profile=lambda _: None, history=History(True), adapt=adapt,
+        race_rounds=2, decide_by=decide_by, on_profile=lambda _: None, history=History(True), adapt=adapt,
         lay_buckets=world.lay,
     )  # fmt: skip
 

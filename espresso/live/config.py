@@ -176,8 +176,7 @@ class Config:
         race_steps: steps of each block when strategies race against plain; the first of a block is not counted.
         race_rounds: how often the blocks alternate.
         decide_by: iterations after which automatic mode has decided. Until the race it trains on plain averages, the
-            better for what is learnt first; 0 races as soon as the job is measured. Where it is later than the default
-            more strategies race, so compression begins up to the steps of those earlier.
+            better for what is learnt first; 0 races as soon as the job is measured.
         adapt: watch the job once automatic mode has decided, and decide again when network, load or batch change
             (``docs/how_it_decides.md``). False leaves what was decided as it is.
         steps_per_epoch: what compressors that warm up by epochs count with; None waits for ``state.set_epoch``.
@@ -246,14 +245,6 @@ class Config:
     def shared(self) -> dict[str, Any]:
         """What must be equal on all ranks: every setting but where files are written."""
         return {name: value for name, value in vars(self).items() if name != "artifacts_dir"}
-
-    @property
-    def num_arms(self) -> int:
-        """Strategies that race, plain and a simple one among them: there are steps for so many until ``decide_by`` or
-        its default, whichever is later. The best one races in any case.
-        """
-        steps = max(self.decide_by, Config.decide_by) - self.warmup_steps - self.profile_steps
-        return max(steps // (self.race_steps * self.race_rounds), 3)
 
     @property
     def terms(self) -> Terms:

@@ -93,7 +93,7 @@ class OnlineSearch:
         self._bearing = bearing
         self._groups, self._codecs, self._given, self.compressors = groups, codecs, compressors, compressors
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._asked, self._gain, self._num_arms = config.terms, config.feedback_gain, config.num_arms
+        self._asked, self._gain = config.terms, config.feedback_gain
         self._artifacts, self._observer, self._sampler, self._runtime = artifacts, observer, sampler, runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0
@@ -346,7 +346,7 @@ class OnlineSearch:
 
     def decide(self, job: Job) -> tuple[list[Candidate], float]:
         """The candidates for a job as it was measured, the best first, and what plain takes, in microseconds."""
-        candidates, result = find_candidates(job, self._offered, self._terms, self._num_arms)
+        candidates, result = find_candidates(job, self._offered, self._terms)
         if self._revised is None:
             self._advise_bucket_size(job, result)
         logger.info(
@@ -379,13 +379,13 @@ class OnlineSearch:
 
 
 def find_candidates(
-    job: Job, compressors: Sequence[CompressorSpec], terms: Terms, num_arms: int
+    job: Job, compressors: Sequence[CompressorSpec], terms: Terms
 ) -> tuple[list[Candidate], SearchResult]:
-    """What races against plain on a live job, best first, so many with plain, and the search's own result."""
+    """What races against plain on a live job, best first, and the search's own result."""
     from espresso.search.search import search  # compiles kernels: only rank 0 needs them
 
     result = search(job, compressors, partitions=terms.partitions, terms=terms, certified=False)
-    found = racers(result.alternatives, num_arms - 1)
+    found = racers(result.alternatives)
     return [
         Candidate(row.name, row.strategy, row.plan.order, job.buckets or (), row.predicted_us, row.timeline.sent_us)
         for row in found

@@ -30,7 +30,7 @@ from espresso.live.sounding import Soundings
 from espresso.live.turns import DRIFT, PLAIN_MAY, Later, Turn, alike, fresh_of, pays_from, race_of, times_of
 from espresso.live.watch import Watch
 from espresso.model.job import STEADY
-from espresso.search.terms import ALTERNATIVES
+from espresso.search.settle import MAX_CANDIDATES
 from espresso.strategies import Strategy, plan
 
 logger = logging.getLogger("espresso")
@@ -39,8 +39,8 @@ logger = logging.getLogger("espresso")
 LAID_ANEW = 2
 """Steps until buckets that are laid anew are what they will be: DDP orders them by use after the first."""
 
-MOST_ARMS = ALTERNATIVES + 2
-"""Plain, what a search has, and the simple strategy."""
+MOST_ARMS = MAX_CANDIDATES + 2
+"""Of the first race: plain and the simple strategy beside the best."""
 
 
 class AutoPlanner:
@@ -61,7 +61,6 @@ class AutoPlanner:
     Args:
         plain: the uncompressed strategy.
         search: called after the profiled iterations, and in every turn.
-        num_arms: strategies that may race, plain among them: more steps are profiled only if those are left for it.
         decide_by: iterations after which the race should be over; it follows the profile at once where it is longer.
         on_profile: told True before the first profiled iteration, in time for its forward pass where it can be, and
             False after the last.
@@ -84,7 +83,6 @@ class AutoPlanner:
         profile_steps: int,
         race_steps: int,
         race_rounds: int,
-        num_arms: int,
         decide_by: int,
         on_profile: Callable[[bool], None],
         history: History,
@@ -94,7 +92,7 @@ class AutoPlanner:
     ) -> None:
         self._groups, self._search, self._on_profile, self.history = groups, search, on_profile, history
         self._profile_steps, self._race_steps, self._race_rounds = profile_steps, race_steps, race_rounds
-        self._num_arms, self._more_steps = num_arms, 0
+        self._more_steps = 0
         self._profile_only, self._decide_by = profile_only, decide_by
         self._lay_buckets = None if profile_only else lay_buckets
         self._cap_mb: float | None = None
@@ -256,7 +254,7 @@ class AutoPlanner:
         What is only profiled is written as soon as it may be: a short script would leave nothing.
         """
         spread = self._search.spread(self._observed)
-        to_come = min(self._num_arms, MOST_ARMS) * self._race_steps * self._race_rounds
+        to_come = MOST_ARMS * self._race_steps * self._race_rounds
         to_come += 0 if self._lay_buckets is None else LAID_ANEW
         more = min(self._profile_steps - self._more_steps, self._decide_by - self._num_begun(step) - to_come)
         if spread > STEADY and more > 0 and not self._profile_only:

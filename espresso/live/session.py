@@ -225,7 +225,6 @@ class Session:
             profile_steps=self.config.profile_steps,
             race_steps=self.config.race_steps,
             race_rounds=self.config.race_rounds,
-            num_arms=self.config.num_arms,
             decide_by=self.config.decide_by,
             on_profile=self.observer.profile,
             lay_buckets=lambda cap: self.lay_buckets(cap),

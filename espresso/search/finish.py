@@ -11,7 +11,7 @@ from espresso.search.candidates import partition_sizes, units_for
 from espresso.search.evaluator import Evaluator
 from espresso.search.refine import certify_units
 from espresso.search.result import Ranked, SearchResult
-from espresso.search.settle import Settler, is_rider, kinds_of
+from espresso.search.settle import MAX_CANDIDATES, Settler, is_rider, kinds_of
 from espresso.search.space import Space
 from espresso.search.terms import MB
 from espresso.strategies import Strategy
@@ -42,7 +42,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     plain = replace(plain, strategy=replace(plain.strategy, bucket_cap_mb=cap))
     rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
     if terms.for_exactness and (simple := settler.simplest(result)) is not None:
-        rows.append(simple)
+        rows = [*rows[:MAX_CANDIDATES], simple]
     settled = [settler.settled(row) for row in rows if row.strategy.compresses or terms.constraints.force]
     settled.sort(key=lambda one: one.row.predicted_us)
     kept, seen = [], []

@@ -36,7 +36,7 @@ from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
 from espresso.search.space import Space, check_specs, space_of
 from espresso.search.splitting import split_buckets
-from espresso.search.terms import ALTERNATIVES, NEAR, Terms
+from espresso.search.terms import NEAR, Terms
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
 from espresso.strategies.constraints import FREE
 
@@ -430,7 +430,7 @@ def _result(
     )
 
 
-def _distinct(ranked: Sequence[_Found]) -> list[_Found]:
+def _distinct(ranked: Sequence[_Found], most: int = 4) -> list[_Found]:
     """The best strategies that differ in their choices and are not plain."""
     seen: set[tuple[Choice, ...]] = set()
     rows = []
@@ -439,7 +439,7 @@ def _distinct(ranked: Sequence[_Found]) -> list[_Found]:
             continue
         seen.add(row.choices)
         rows.append(row)
-        if len(rows) == ALTERNATIVES:
+        if len(rows) == most:
             break
     return rows
 

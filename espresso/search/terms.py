@@ -34,9 +34,6 @@ HARMLESS, HARMLESS_ADAPTIVE = 4.0, 2.0
 by what it remembers of squared gradients, as Adam does. Of the strategies in docs/convergence.md those that owe up to
 4.5 end within the seeds of exact training, or next to them, on digits; with AdamW a GPT does with 2 and not with 4."""
 
-ALTERNATIVES = 4
-"""Strategies that a search finds, at most, the best first."""
-
 MB = 1e6
 _KEY = "automatic"
 _GONE = ("least_sent", "exact_tensors", "sign_block")
@@ -121,7 +118,6 @@ AUTOMATIC = Terms(for_exactness=FOR_EXACTNESS, all_kinds=False, constraints=Cons
 """Automatic mode's, unless the user says otherwise."""
 
 __all__ = [
-    "ALTERNATIVES",
     "AUTOMATIC",
     "EXACT_VECTORS",
     "FOR_EXACTNESS",
