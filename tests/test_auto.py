@@ -17,7 +17,7 @@ from espresso.comm.execute.assignment import Assignment
 from espresso.live.given import AUTO_COMPRESSORS
 from espresso.live.race import Arm, Race
 from espresso.live.script import StepGuard
-from espresso.model.job import Profile
+from espresso.model.job import STEADY, Profile
 from espresso.strategies import Scope, Strategy
 from tests.ddp import IntegerNet, Played, agreed, batch, digest, mlp, registered, wrap
 
@@ -94,7 +94,7 @@ def test_all_ranks_profile_more_steps_where_those_of_one_are_far_apart(pair, dec
         assert decided_at <= decide_by or not decide_by
         assert profile == everybody[0][decide_by][2]
         assert profile.num_steps == measured
-        assert profile.spread > 0.3
+        assert profile.spread > STEADY
         assert f"profile   {measured} steps, backward's spread is" in told
 
 
