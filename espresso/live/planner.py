@@ -30,7 +30,7 @@ from espresso.live.sounding import Soundings
 from espresso.live.turns import DRIFT, PLAIN_MAY, Later, Turn, alike, fresh_of, pays_from, race_of, times_of
 from espresso.live.watch import Watch
 from espresso.model.job import STEADY
-from espresso.search.settle import MAX_CANDIDATES
+from espresso.search.terms import MAX_CANDIDATES
 from espresso.strategies import Strategy, plan
 
 logger = logging.getLogger("espresso")

@@ -31,8 +31,8 @@ class Soundings:
 
     A sounding is a gather for which nobody waits. It holds up what else is on the link, so what it costs is what it
     takes, times the part of a step in which the link is in use, and at least what it takes of a core.
-    (Not what windows with one take beyond others, which tells little: where a sounding cost 5 ms and made-up steps of 4
-    ms moved by a fifth, sixteen windows told 1 to 5 ms, give or take 1 to 3.)
+    (Not what windows with one take beyond others, which tells little: by a script, where a sounding cost 5 ms and
+    made-up steps of 4 ms moved by a fifth, sixteen windows told 1 to 5 ms, give or take 1 to 3.)
 
     What encoders take is what a strategy that sends more may save, however fast the link is: where that is little,
     nobody looks. A link that is twice as slow, twice in a row, is another one, which may become faster again.

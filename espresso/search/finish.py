@@ -11,9 +11,9 @@ from espresso.search.candidates import partition_sizes, units_for
 from espresso.search.evaluator import Evaluator
 from espresso.search.refine import certify_units
 from espresso.search.result import Ranked, SearchResult
-from espresso.search.settle import MAX_CANDIDATES, Settler, is_rider, kinds_of
+from espresso.search.settle import Settler, is_rider, kinds_of
 from espresso.search.space import Space
-from espresso.search.terms import MB
+from espresso.search.terms import MAX_CANDIDATES, MB
 from espresso.strategies import Strategy
 
 OWED, RESIDUAL_MB = "gradients_owed", "residual_mb"

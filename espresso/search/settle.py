@@ -22,7 +22,7 @@ from espresso.search.budgets import Ledger
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.result import Ranked
-from espresso.search.terms import NEAR, Terms
+from espresso.search.terms import MAX_CANDIDATES, NEAR, Terms
 from espresso.strategies import NONE, PLAIN, Bucket, Choice, CompressorSpec, Device, Mode, Strategy, parse_option
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ SIMPLE = "everything once"
 """A strategy of one simple option, which is worth trying where it is predicted below plain: on a core that workers or
 their own threads share, predictions are furthest off for strategies of many steps. In the races of benchmarks/results
 it was faster than the search's by more than 2 % in 12 of 38 with a worker on each host, in 7 of 23 with two."""
-
-MAX_CANDIDATES = 2
-"""Of the others, so many race against plain: more would take too many steps."""
 
 MOST_TARGETS = 4
 """Kinds that one kind is merged into at most: those that hold most."""

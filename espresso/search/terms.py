@@ -29,6 +29,9 @@ NEAR = 1.0 + FOR_EXACTNESS
 """Strategies this near each other are as fast, predicted or in a race. A finer line would tell noise apart: of 76 pairs
 predicted to be within a tenth (benchmarks/results/prediction_*) three in four are off by more than that."""
 
+MAX_CANDIDATES = 2
+"""Of what a search finds, so many race against plain beside a simple one: more would take too many steps."""
+
 HARMLESS, HARMLESS_ADAPTIVE = 4.0, 2.0
 """Gradients that a strategy may owe where espresso chooses between compressors; the second where the optimizer divides
 by what it remembers of squared gradients, as Adam does. Of the strategies in docs/convergence.md those that owe up to
@@ -123,6 +126,7 @@ __all__ = [
     "FOR_EXACTNESS",
     "HARMLESS",
     "HARMLESS_ADAPTIVE",
+    "MAX_CANDIDATES",
     "NEAR",
     "Terms",
 ]

@@ -15,11 +15,6 @@ from espresso.search.local_search import Guide, LocalSearch
 
 Wholes = npt.NDArray[np.int64]
 
-FEWEST = 1
-"""Others than what a unit has."""
-BETTER = 1 - 1e-5
-"""A pass that brings less is the last one."""
-
 
 def move_together(
     evaluator: Evaluator,
@@ -46,7 +41,7 @@ def move_together(
     for at_once in dict.fromkeys((2, len(few)) if led.ledger is not None else (2,)):
         number = math.comb(len(few), at_once)
         each = int((tried / number) ** (1 / at_once)) - 1 if number else 0  # what a unit has is tried too
-        if each >= FEWEST:
+        if each > 0:
             groups += [(list(some), each) for some in itertools.combinations(range(len(few)), at_once)]
     if not groups:
         return makespan_us, 0
@@ -54,7 +49,7 @@ def move_together(
     search = LocalSearch(evaluator, led)
     paid = np.full(len(strategy), np.inf)
     before = np.inf
-    while makespan_us < before * BETTER and search.spent < effort:
+    while makespan_us < before * (1 - 1e-5) and search.spent < effort:
         before = makespan_us
         for some, each in groups:
             mine = np.ascontiguousarray(lists[some, :each])
