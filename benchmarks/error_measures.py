@@ -242,7 +242,7 @@ def _forecast(
     taken = [Sample(tensors[index], np.stack(kept)) for index, kept in samples.items()]
     found = measure_sensitivity(taken, used, gain=gain or None)
     rows = {spec: {**dict.fromkeys((t.name for t in tensors), 0.0), **rows} for spec, rows in found.owed.items()}
-    ledger = Ledger(tensors, Cluster(RANKS, 1), used, type(found)(rows), Budgets(), 8.0)
+    ledger = Ledger(tensors, Cluster(RANKS, 1), used, type(found)(rows), Budgets())
     choices = {f"t{index}": Choice(GATHER, CompressorSpec.parse(spec)) for index, spec in specs.items()}
     return ledger.error(choices) or 0.0
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from espresso.compressors.base import Compressor, Correction, Layout, Segment
 from espresso.compressors.payload import build_layout, params_digest
+from espresso.strategies import RESIDUAL_DTYPES
 
 ADDED = {"added": True}
 """Metadata of a parameter that came after payloads were first written: at its default it leaves their digest alone."""
@@ -32,6 +33,7 @@ class BaseCompressor(Compressor):
         clip_norm: clip a rank's gradients before they are accumulated, tensor by tensor, to this norm over the
             root of the number of ranks; needs momentum; 0 does not clip. (Deep Gradient Compression takes the norm of
             all tensors together, which nobody knows when the first bucket has to leave.)
+        residual_dtype: how residuals are kept between iterations, where that is not the job's way.
     """
 
     algorithm: ClassVar[int]
@@ -40,6 +42,7 @@ class BaseCompressor(Compressor):
     momentum: float = field(default=0.0, kw_only=True, repr=False, metadata=LOCAL)
     nesterov: bool = field(default=False, kw_only=True, repr=False, metadata=LOCAL)
     clip_norm: float = field(default=0.0, kw_only=True, repr=False, metadata=LOCAL)
+    residual_dtype: str = field(default="", kw_only=True, repr=False, metadata=LOCAL)
 
     def __post_init__(self) -> None:
         self.check_int("raw_below", low=0)
@@ -51,6 +54,10 @@ class BaseCompressor(Compressor):
         for name in ("nesterov", "clip_norm"):
             if getattr(self, name) and not self.momentum:
                 raise ValueError(f"compressor {self.name}: {name} needs a momentum above 0")
+        if self.residual_dtype:
+            self.check_choice("residual_dtype", RESIDUAL_DTYPES)
+            if not self.traits.error_feedback:
+                raise ValueError(f"compressor {self.name} keeps no residual: leave residual_dtype out")
 
     @property
     def correction(self) -> Correction | None:

@@ -34,7 +34,7 @@ from espresso.strategies.plan import (
     paper_buckets,
     plan,
 )
-from espresso.strategies.spec import NONE, CompressorSpec
+from espresso.strategies.spec import NONE, RESIDUAL_DTYPES, CompressorSpec
 from espresso.strategies.strategy import (
     DTYPES,
     PLAIN,
@@ -64,6 +64,7 @@ __all__ = [
     "PLAIN",
     "RANK_DEVICES",
     "RANK_LANES",
+    "RESIDUAL_DTYPES",
     "UNCOMPRESSED",
     "Bucket",
     "Choice",

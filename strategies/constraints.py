@@ -85,7 +85,8 @@ class Constraints:
         """Whether tensors of a kind may take a choice."""
         if kind not in (FREE, EXACT):
             compressor, option = parse_forced(kind)
-            return choice.compressor == compressor and option in (None, str(choice.option))
+            is_it = compressor in (choice.compressor, choice.compressor.kept_as(""))
+            return is_it and option in (None, str(choice.option))
         if choice == PLAIN:
             return True
         if (kind == EXACT and choice.compressor != NONE) or self._forbids(str(choice.option)):

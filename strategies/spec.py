@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 ParamValue = bool | int | float | str
 
+RESIDUAL_DTYPES = ("float32", "bf16", "int8")
+"""How a residual may be kept between iterations, the widest first; ``float32`` is as wide as encoders work."""
+
 MAX_NUMBER = 40
 """Characters of a parameter that is a number."""
 
@@ -60,6 +63,16 @@ class CompressorSpec:
     def without(self, key: str) -> CompressorSpec:
         """The spec with this parameter at its default."""
         return CompressorSpec(self.name, tuple(pair for pair in self.params if pair[0] != key))
+
+    @property
+    def residual_dtype(self) -> str:
+        """How it says that its residual is kept, one of ``RESIDUAL_DTYPES``; empty: as the job keeps them."""
+        return next((str(value) for key, value in self.params if key == "residual_dtype"), "")
+
+    def kept_as(self, dtype: str) -> CompressorSpec:
+        """The compressor with its residual kept so; empty: as the job keeps them."""
+        rest = self.without("residual_dtype")
+        return CompressorSpec(rest.name, (*rest.params, ("residual_dtype", dtype))) if dtype else rest
 
     def __str__(self) -> str:
         if not self.params:

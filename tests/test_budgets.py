@@ -55,7 +55,7 @@ from espresso.strategies import (
     plan,
 )
 from espresso.strategies.constraints import Constraints
-from tests.timeline_jobs import CLUSTERS, TOY, compute, jobs, make_job, tenth
+from tests.timeline_jobs import CLUSTERS, GATHER, TOY, compute, jobs, make_job, tenth
 
 slow_ok = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 FP16 = CompressorSpec("fp16")
@@ -73,7 +73,7 @@ def mixed_job(count=6):
 
 
 def ledger_of(job, specs, sensitivity, error=np.inf, residual=np.inf):
-    return Ledger(job.tensors, job.cluster, specs, sensitivity, Budgets(error, residual), 8.0)
+    return Ledger(job.tensors, job.cluster, specs, sensitivity, Budgets(error, residual))
 
 
 def test_the_budget_holds_and_buys_time():
@@ -140,6 +140,62 @@ def test_memory_has_a_price_too():
     assert search(job, [TOY, FP16], terms=narrow, payload=two_sizes).predicted_us <= times[1]
 
 
+def test_within_a_memory_budget_residuals_are_kept_in_fewer_bits_where_that_buys_time():
+    packs = compute(0.2, 0.2, name="bf16") + compute(0.1, 0.1, name="int8")
+    costs = compute(1.0, 1.0)
+    unpacked, job = (make_job([40_000] * 6, [0, *[5] * 5], beta=20.0, costs=known) for known in (costs, costs + packs))
+    whole = 8 * sum(tensor.numel for tensor in job.tensors)
+    times, kept = [], {}
+    for part in (0.1, 0.3, 0.6, 1.0):
+        terms = Terms(residual_budget_mb=part * whole / MB)
+        result = search(job, [TOY], terms=terms, payload=tenth)
+        assert result.residual_bytes <= part * whole * (1 + 1e-9)
+        assert result.lower_bound_us <= result.predicted_us
+        assert result.predicted_us <= search(unpacked, [TOY], terms=terms, payload=tenth).predicted_us
+        assert residual_bytes(result.plan, 0, "float32", True) == pytest.approx(result.residual_bytes, rel=1e-3)
+        times.append(result.predicted_us)
+        compressors = [c.compressor for c in result.strategy.choices.values()]
+        kept[part] = {spec.residual_dtype for spec in compressors if spec != NONE}
+        raw = compressors.count(NONE)
+        assert raw == 0 or part < 0.3
+    assert times == sorted(times, reverse=True)
+    assert len(kept[0.6]) > 1, "each tensor in its own way"
+    assert kept[0.3] == {"int8"}
+    for times_all, narrow in ((0.3, True), (2.0, False)):
+        terms = replace(AUTOMATIC, residual_budget_mb=times_all * whole / MB)
+        found = search(job, [TOY], terms=terms, payload=tenth).strategy.choices.values()
+        assert any(c.compressor.residual_dtype for c in found) is narrow, "no narrower than there is memory for"
+    # Nobody asked for less, or it is less already.
+    assert search(job, [TOY], payload=tenth).strategy.choices["t0"].compressor == TOY
+    narrow = Terms(residual_budget_mb=0.3 * whole / MB, residual_dtype="int8")
+    found = search(job, [TOY], terms=narrow, payload=tenth).strategy.choices.values()
+    assert {c.compressor for c in found} == {TOY}
+
+
+def test_what_is_forced_may_be_kept_in_fewer_bits_too():
+    job = make_job([40_000] * 2, [0, 5], beta=20.0, costs=compute(1.0, 1.0) + compute(0.2, 0.2, name="bf16"))
+    terms = Terms(
+        residual_budget_mb=4.1 * 80_000 / MB, constraints=Constraints(force={"*": f"efsignsgd via {GATHER.option}"})
+    )
+    found = search(job, [TOY], terms=terms, payload=tenth).strategy.choices.values()
+    assert {c.compressor for c in found} == {TOY.kept_as("bf16")}
+    said = Constraints(force={"*": f"efsignsgd:residual_dtype=float32 via {GATHER.option}"})
+    with pytest.raises(BudgetError):
+        search(job, [TOY], terms=replace(terms, constraints=said), payload=tenth)
+
+
+def test_packing_takes_what_the_casts_take():
+    bf16, narrow = CompressorSpec("bf16"), TOY.kept_as("bf16")
+    costs = make_job([1], [0], costs=compute(1.0, 1.0) + compute(0.2, 0.3, name="bf16")).costs
+    for device in (Device.TRAINING, Device.OFFLOAD):
+        alone = costs.encode_us(TOY, device, 5e5)
+        packing = costs.encode_us(bf16, device, 5e5) + costs.decode_us(bf16, device, 5e5)
+        assert costs.encode_us(narrow, device, 5e5) == pytest.approx(alone + packing)
+        assert costs.decode_us(narrow, device, 5e5) == costs.decode_us(TOY, device, 5e5)
+    assert costs.encode_us(narrow, Device.SERVER, 5e5) == costs.encode_us(TOY, Device.SERVER, 5e5)
+    assert costs.encode_us(TOY.kept_as("int8"), Device.TRAINING, 5e5) == costs.encode_us(TOY, Device.TRAINING, 5e5)
+
+
 def test_without_a_budget_nothing_changes():
     job = mixed_job(3)
     plain = search(job, [TOY, FP16], payload=two_sizes)
@@ -190,7 +246,7 @@ def brute_force(job, few, ledger):
 @given(jobs(most=3), st.floats(0.0, 0.8), st.floats(0.0, 1.0), st.data())
 @slow_ok
 def test_the_bound_under_both_budgets_is_below_brute_force(job, error, part, data):
-    leaves = every_choice(job, (TOY,))
+    leaves = every_choice(job, (TOY, TOY.kept_as("int8")))
     few = (PLAIN, *data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=5, unique=True)))
     few = tuple(dict.fromkeys(few))
     losses = Sensitivity({TOY: {"*": 0.7, "t1": 0.3}})
@@ -237,9 +293,9 @@ def test_what_options_keep_is_what_the_executor_will_allocate():
             if not option.is_compressed or any(step.device is Device.OFFLOAD for step in option.steps):
                 continue
             strategy = Strategy.uniform(tensors, cluster, Choice(option, TOY), partition_bytes=65_536)
-            ledger = Ledger(tensors, cluster, (TOY,), None, Budgets(), 8.0)
+            ledger = Ledger(tensors, cluster, (TOY,), None, Budgets())
             laid = plan(strategy, job_buckets(tensors))
-            exact = [residual_bytes(laid, rank, 8.0) for rank in range(cluster.num_ranks)]
+            exact = [residual_bytes(laid, rank, "float32", True) for rank in range(cluster.num_ranks)]
             forecast = ledger.spent(strategy.choices)[1]
             assert max(exact) <= forecast * 1.02, option
             if not any(step.routine in (Routine.REDUCE, Routine.GATHER) for step in option.steps):

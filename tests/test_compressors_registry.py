@@ -216,6 +216,23 @@ def test_momentum_is_a_parameter_of_every_compressor_and_not_of_its_payload() ->
             create(f"{name}:clip_norm=1.0")
 
 
+def test_how_a_residual_is_kept_is_a_parameter_of_what_keeps_one_and_not_of_its_payload() -> None:
+    segments = [Segment("w", 0, 5000)]
+    for name in compressor_ids():
+        plain = create(name)
+        if not plain.traits.error_feedback:
+            with pytest.raises(ValueError, match=f"compressor {name} keeps no residual: leave residual_dtype out"):
+                create(f"{name}:residual_dtype=int8")
+            continue
+        narrow = CompressorSpec.parse(name).kept_as("int8")
+        assert spec_of(create(narrow)) == narrow
+        assert narrow.residual_dtype == "int8"
+        assert narrow.kept_as("") == CompressorSpec.parse(name)
+        assert plain.traits.rounds > 1 or create(narrow).layout(segments).header == plain.layout(segments).header
+        with pytest.raises(ValueError, match=f"{name}: residual_dtype must be float32 or bf16 or int8, got 'int7'"):
+            create(f"{name}:residual_dtype=int7")
+
+
 def test_warm_up_compiles_what_encode_and_decode_call() -> None:
     from espresso.cpu_offload import signs
 

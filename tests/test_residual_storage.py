@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from espresso.comm.keep.residual import _Packer
 from espresso.comm.keep.store import ResidualStore
 from espresso.compressors import create, host_codec
 from espresso.compressors.base import Decoding, Encoding, Segment
-from espresso.strategies import Choice, CompressorSpec, Run, Site, parse_option
+from espresso.strategies import RESIDUAL_DTYPES, Choice, CompressorSpec, Run, Site, parse_option
 from tests.test_conservation import SHAPES, SIZES, TWO_BY_TWO, Books, check_replicas, imbalance
 
 RUNS = (Run("a", 0, 0, 0, 1000), Run("b", 5, 1000, 1000, 301))
@@ -235,3 +236,40 @@ def test_one_residual_after_another_is_unpacked_to_look_at_stretches(monkeypatch
     kept = store.kept({name: np.arange(10, 20) for name in "abc"})
     assert alive == [0, 0, 0]
     assert all(values.shape == (10,) for values in kept.values())
+
+
+def run_each_its_own(rank: int, turns: int) -> tuple[object, int]:
+    """Tensors of which neighbours keep their residuals differently; ``turns`` times all change to the next way."""
+    exchange, spec = Exchange(2), CompressorSpec.parse("topk:ratio=0.05")
+    exchange.warm_up({str(spec)})
+    buckets = make_buckets({"a": 5000, "b": 7000}, {"c": 6000})
+    base = strategy_of(buckets, TWO_BY_TWO, Choice(parse_option(SHAPES["three sites"]), spec), partition_bytes=8192)
+    books = Books(exchange, numels_of(buckets))
+    for turn in range(turns + 1):
+        choices = {
+            name: replace(choice, compressor=spec.kept_as(RESIDUAL_DTYPES[(place + turn) % 3]))
+            for place, (name, choice) in enumerate(base.choices.items())
+        }
+        assignment = Assignment(base.with_choices(choices))
+        for step in range(3):
+            random = np.random.default_rng([turn, step, rank])
+            mine = [torch.from_numpy(random.standard_normal(b.numel).astype(np.float32)) for b in buckets]
+            books.step(assignment, buckets, mine)
+    exchange.close()
+    return books.ledger(), exchange.store.num_bytes
+
+
+def test_tensors_keep_their_residuals_as_their_compressors_say() -> None:
+    """Those in full lose nothing, whatever their neighbours do; a change of plan moves all of them over."""
+    found = POOL.run(run_each_its_own, 0)
+    ledgers = [ledger for ledger, _ in found]
+    check_replicas(ledgers)
+    off = {name: imbalance([replace(one, averages={name: one.averages[name]}) for one in ledgers]) for name in "abc"}
+    assert off["a"] < 1e-4, "in full"
+    assert 1e-4 < off["b"] < 0.3, "bf16"
+    assert 1e-3 < off["c"] < 0.6, "int8"
+    assert imbalance(ledgers, residuals=0.0) > 3.0
+    moved = [ledger for ledger, _ in POOL.run(run_each_its_own, 3)]
+    check_replicas(moved)
+    assert imbalance(moved) < 1.2
+    assert imbalance(moved, residuals=0.0) > 3.0

@@ -30,24 +30,21 @@ import torch
 from espresso.comm.memory import HostMemory, Memory
 from espresso.compressors import Segment, create
 from espresso.compressors.base import Decoding, Encoding, Feedback, Starts
-from espresso.strategies import Run, Site
+from espresso.strategies import RESIDUAL_DTYPES, Run, Site
 
 Array = npt.NDArray[Any]
 
 Places = npt.NDArray[np.int64]
 """Indices, ascending."""
 
-FULL = "float32"
+FULL = RESIDUAL_DTYPES[0]
 """As wide as encoders work: float64 where gradients are."""
-
-_CODECS = {"bf16": "bf16:raw_below=1", "int8": "int8:raw_below=1"}
-STORAGES = (FULL, *_CODECS)
 
 
 def check_storage(storage: str) -> str:
     """Raise ValueError unless residuals can be kept so."""
-    if storage not in STORAGES:
-        raise ValueError(f"residual_dtype must be one of {', '.join(STORAGES)}, got {storage!r}")
+    if storage not in RESIDUAL_DTYPES:
+        raise ValueError(f"residual_dtype must be one of {', '.join(RESIDUAL_DTYPES)}, got {storage!r}")
     return storage
 
 
@@ -257,7 +254,7 @@ class _Packer:
         self, memory: Memory, runs: tuple[Run, ...], starts: tuple[int, ...], size: int, dtype: Any, storage: str
     ) -> None:
         self._memory, self._size, self._dtype = memory, size, dtype
-        self._codec = memory.codec(create(_CODECS[storage]))
+        self._codec = memory.codec(create(f"{storage}:raw_below=1"))
         # Run by run: what lies between them in the rooms is anything, and must not get into a block's scale.
         segments = [Segment(run.tensor, run.tensor_start, run.numel) for run in runs]
         self._starts = np.array(starts, np.int64)

@@ -96,7 +96,7 @@ class ResidualStore:
 
     Args:
         transactional: keep what was kept before an iteration until it counts.
-        storage: how residuals are kept between iterations.
+        storage: how residuals are kept between iterations, where their compressors do not say it.
         gain: the part of what was not sent that the next iteration adds; None leaves it to each compressor.
 
     Attributes:
@@ -131,10 +131,18 @@ class ResidualStore:
         return float(np.sqrt(sum(squares)))
 
     def new_residual(
-        self, site: Site, runs: Sequence[Run], dtype: Any, replica: int, memory: Memory = HOST, *, gain: float = 1.0
+        self,
+        site: Site,
+        runs: Sequence[Run],
+        dtype: Any,
+        replica: int,
+        memory: Memory = HOST,
+        *,
+        gain: float = 1.0,
+        storage: str = "",
     ) -> Residual:
-        """A zero residual over these runs, with the compressor's own ``gain`` unless the store has one; it counts
-        once ``adopt`` has been given it.
+        """A zero residual over these runs, with the compressor's own ``gain`` unless the store has one, and kept as the
+        compressor says, if it does; it counts once ``adopt`` has been given it.
 
         Every run begins on a cache line, whatever its place in the bucket: encoders write residuals past
         the cache, which takes aligned addresses.
@@ -144,7 +152,7 @@ class ResidualStore:
         starts = tuple(accumulate(lengths, initial=0))[: len(runs)]
         return Residual(
             site, tuple(runs), starts, dtype, replica, memory,
-            transactional=self.transactional, gain=gain, storage=self.storage,
+            transactional=self.transactional, gain=gain, storage=storage or self.storage,
         )  # fmt: skip
 
     def kept(self, where: Mapping[str, Places], fetched: Fetched = _as_they_are) -> dict[str, Array]:
@@ -235,7 +243,8 @@ class ResidualStore:
         if self.num_bytes != self._reported:
             self._reported = self.num_bytes
             logger.info(
-                "residuals take %.2f MiB on this rank (%s, %s)", self._reported / 2**20, self.storage,
+                "residuals take %.2f MiB on this rank (%s, %s)", self._reported / 2**20,
+                " and ".join(sorted({residual.storage for residual in self.live}) or [self.storage]),
                 "both buffers of each" if self.transactional else "one buffer each",
             )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -178,7 +178,8 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
     if part.keeps_residual:
         # Momentum correction is defined with all of the residual.
         gain = part.traits.feedback_gain if velocities is None else 1.0
-        residual = _new(part, part.context.store, flow.before.region, flow.site, memory, gain)
+        storage = part.choice.compressor.residual_dtype
+        residual = _new(part, part.context.store, flow.before.region, flow.site, memory, gain=gain, storage=storage)
     if velocities is not None and part.is_first(index):
         velocity = _new(part, velocities, flow.before.region, flow.site, memory)
         correction = MomentumCorrection(codec, velocities.rule, memory.mover)
@@ -190,11 +191,11 @@ def _any(numbers: Array) -> bool:
     return bool(numbers[:FIRST].any() or numbers.any())
 
 
-def _new(part: Part, store: ResidualStore, span: Span, site: Site, memory: Memory, gain: float = 1.0) -> Residual:
+def _new(part: Part, store: ResidualStore, span: Span, site: Site, memory: Memory, **kept: Any) -> Residual:
     cluster = part.context.cluster
     node = part.context.rank // cluster.ranks_per_node
     replica = node if site.replicas(cluster) > 1 else 0
-    return store.new_residual(site, part.home.runs_in(span), part.home.wide, replica, memory, gain=gain)
+    return store.new_residual(site, part.home.runs_in(span), part.home.wide, replica, memory, **kept)
 
 
 def load(part: Part) -> tuple[Kept, list[Action]]:

@@ -9,17 +9,17 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_args
 
-from espresso.comm.keep.residual import STORAGES
 from espresso.comm.member import MAX_CONNECTIONS
 from espresso.compressors import create
 from espresso.search.terms import AUTOMATIC, EXACT_VECTORS, FOR_EXACTNESS, Terms
+from espresso.strategies import RESIDUAL_DTYPES
 from espresso.strategies.constraints import Constraints
 
 logger = logging.getLogger("espresso")
 
 RecordSignal = Literal["SIGUSR1", "SIGUSR2"]
 ResidualDtype = Literal["float32", "bf16", "int8"]
-assert set(get_args(ResidualDtype)) == set(STORAGES)
+assert set(get_args(ResidualDtype)) == set(RESIDUAL_DTYPES)
 
 LONGEST_S = 1e6
 """Of a time-out: eleven days."""
@@ -144,7 +144,8 @@ class Config:
             what is kept back is as large as two gradients (``docs/how_it_decides.md``). None: where there are several
             compressors to choose from 4, with Adam and its kin 2; any number for one that was named. With ``adapt`` it
             is measured too, and what owes more than it may is replaced.
-        residual_budget_mb: the most that residuals may take on a rank, in millions of bytes. None: any.
+        residual_budget_mb: the most that residuals may take on a rank, in millions of bytes; to keep to it tensors may
+            have theirs in fewer bits than ``residual_dtype`` says. None: any.
         for_exactness: of the time that compression saves, and of a step, this part may go into owing less where no
             error budget holds. 0: none.
         all_kinds: automatic mode takes the fastest strategy, however many kinds of choices it has; otherwise of those
@@ -163,6 +164,7 @@ class Config:
             and a step with an inf or NaN then damages the residuals it touched.
         residual_dtype: how residuals are kept between iterations: ``float32``, ``bf16`` (half the memory) or ``int8``
             (a quarter, blocks of 256). The narrow ones lose a rounding in every iteration (``comm/keep/residual.py``).
+            A compressor's own ``residual_dtype`` (``"efsignsgd:residual_dtype=int8"``) goes before it.
         feedback_gain: the part of what was not sent that is added to the next gradient, above 0 and up to 1, which is
             classical error feedback. Less damps its swing (``docs/convergence.md``); nothing is lost either way. None
             takes each compressor's own: 1/8 for signs and random-k, 1/4 for top-k and its kin, 1 for the others.
@@ -206,7 +208,7 @@ class Config:
     partition_bytes: int | None = field(default=None, metadata=_in(_optional(_whole(0, MOST_ELEMENTS))))
     seed: int = field(default=0, metadata=_in(_whole(0, (1 << 63) - 1)))
     transactional: bool = field(default=True, metadata=_in(Range("True or False", (bool,))))
-    residual_dtype: ResidualDtype = field(default="float32", metadata=_in(_one_of(STORAGES)))
+    residual_dtype: ResidualDtype = field(default="float32", metadata=_in(_one_of(RESIDUAL_DTYPES)))
     feedback_gain: float | None = field(default=None, metadata=_in(_optional(_real(1.0))))
     offload_threads: int | None = field(default=None, metadata=_in(_optional(_whole(1, 1024))))
     offload_width: int | None = field(default=None, metadata=_in(_optional(_whole(1, 64))))

@@ -270,7 +270,8 @@ class Guard:
                     self._owed[name] = choice, deque(maxlen=OWED_CHECKS)
                 self._owed[name][1].append((owes * square, square))
             of_group.setdefault(self._group_of[name], []).append((*figures[:4], owes * square))
-            reason = _why_out(figures, choice.compressor, self._store.storage)
+            storage = choice.compressor.residual_dtype or self._store.storage
+            reason = _why_out(figures, choice.compressor, storage)
             if reason:
                 found[name] = reason
         for group, members in of_group.items():

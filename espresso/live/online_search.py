@@ -44,6 +44,7 @@ from espresso.search.terms import HARMLESS, HARMLESS_ADAPTIVE, MB, Terms
 from espresso.strategies import (
     NONE,
     RANK_DEVICES,
+    RESIDUAL_DTYPES,
     Bucket,
     Choice,
     CompressorSpec,
@@ -268,9 +269,11 @@ class OnlineSearch:
         return CostModel(links, compute + on_servers, copies, contention, servers=servers, offload_width=width)
 
     def _wanted(self) -> tuple[CompressorSpec, ...]:
-        """Those to measure: in force, or forced; of several none that would send every tensor raw."""
+        """Those to measure: in force, or forced, or what packs residuals; of several none that would send every tensor
+        raw."""
         forced = tuple(spec for spec in self._terms.constraints.forced() if spec != NONE)
-        return tuple(spec for spec in dict.fromkeys(self.compressors + forced) if self._suits(spec))
+        packs = () if self._terms.residual_budget_mb is None else tuple(map(CompressorSpec, RESIDUAL_DTYPES[1:]))
+        return tuple(spec for spec in dict.fromkeys(self.compressors + forced + packs) if self._suits(spec))
 
     def _suits(self, spec: CompressorSpec) -> bool:
         compressor: Any = create(spec)

@@ -256,11 +256,23 @@ class CostModel:
             for key in measured_as(spec):
                 cost = self._by_key.get((key, place, op))
                 if cost is not None:
-                    return cost
+                    packs = op is Op.ENCODE and device is not Device.SERVER  # servers keep theirs in full
+                    return self._with_packing(cost, spec.residual_dtype) if packs else cost
         known = sorted({c.spec for c in self.compute if c.device is device}) or ["none at all"]
         raise JobError(
             f"no {op.value} cost for compressor '{spec}' on the {device.value} device; the job has {', '.join(known)}"
         )
+
+    def _with_packing(self, cost: ComputeCost, dtype: str) -> ComputeCost:
+        """An encode whose residual is unpacked before it and packed after it, by the casts' own codecs."""
+        casts = [self._by_key.get((dtype, cost.device, op)) for op in COMMON_OPS]
+        parts = [cost, *(cast for cast in casts if cast is not None)]
+        if len(parts) == 1:
+            return cost
+        sizes = sorted({size for part in parts for size, _ in part.points})
+        points = tuple((size, sum(interpolate(part.points, size) for part in parts)) for size in sizes)
+        launch, floor = sum(part.launch_us for part in parts), sum(part.floor_us for part in parts)
+        return ComputeCost(cost.spec, cost.device, cost.op, points, launch_us=launch, floor_us=floor)
 
     def devices(self, spec: CompressorSpec) -> tuple[Device, ...]:
         """The devices of a rank on which encode and decode of this compressor have a cost."""
@@ -314,4 +326,4 @@ class CostModel:
 @lru_cache(maxsize=256)
 def measured_as(spec: CompressorSpec) -> tuple[str, ...]:
     """Where to look for a compressor's costs: what automatic mode adds changes its speed by less than a third."""
-    return str(spec), str(spec.without("least").without("block")), spec.name
+    return str(spec.kept_as("")), str(spec.kept_as("").without("least").without("block")), spec.name

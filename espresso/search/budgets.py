@@ -6,7 +6,9 @@ Both add up over tensors, so that the search and its bound can put a price on th
   tensor's part of the model's elements and ``owed`` how many of its gradients a compressor keeps back
   (:mod:`espresso.search.error_budget`). Raw tensors owe nothing; a sum that is compressed again owes twice.
 - memory: the bytes of all residuals of a rank, of rooted steps the root's: elements kept at every site of an option,
-  times what an element takes.
+  times what an element takes. Within a budget of memory every compressor is a choice with its residual kept in fewer
+  bits as well (:func:`narrower`): that owes as much, loses what the rounding loses
+  (:mod:`espresso.comm.keep.residual`), and takes the time of packing.
 """
 
 from __future__ import annotations
@@ -19,12 +21,22 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from espresso.model.job import Job
 from espresso.model.links import JobError
 from espresso.model.payload_sizes import create_compressor
 from espresso.search.candidates import Unit
 from espresso.search.error_budget import Sensitivity
-from espresso.strategies import NONE, Choice, Cluster, CompressorSpec, Option, Plan, TensorSpec, trace
-from espresso.strategies.fields import number
+from espresso.strategies import (
+    NONE,
+    RESIDUAL_DTYPES,
+    Choice,
+    Cluster,
+    CompressorSpec,
+    Option,
+    Plan,
+    TensorSpec,
+    trace,
+)
 from espresso.strategies.flow import SHARD_ALIGN, Site
 
 Reals = npt.NDArray[np.float64]
@@ -40,7 +52,7 @@ UNKNOWN = 1e15
 ROUNDING = 1e-9
 """Sums round; a budget gives this much of itself."""
 
-BYTES_KEPT = {"float32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
+BYTES_KEPT = dict(zip(RESIDUAL_DTYPES, (4.0, 2.0, 1.0 + 4 / 256), strict=True))
 """Of an element of a residual, by how it is stored; twice as many where steps can be undone."""
 
 
@@ -81,7 +93,7 @@ class Ledger:
 
     Args:
         sensitivity: what compressors owe; None: error is not known, and may not be bounded.
-        bytes_kept: of an element of a residual.
+        storage, transactional: how the job keeps residuals (:class:`espresso.live.config.Config`).
 
     Attributes:
         limits: float64[budgets], of those that bind: of error its square.
@@ -97,11 +109,13 @@ class Ledger:
         specs: Sequence[CompressorSpec],
         sensitivity: Sensitivity | None,
         budgets: Budgets,
-        bytes_kept: float,
+        *,
+        storage: str = RESIDUAL_DTYPES[0],
+        transactional: bool = True,
     ) -> None:
         if sensitivity is None and budgets.error < math.inf:
             raise JobError("an error budget needs to know what compressors owe: give a sensitivity")
-        self.budgets, self._cluster, self._bytes_kept = budgets, cluster, bytes_kept
+        self.budgets, self._cluster, self._kept_as = budgets, cluster, (storage, transactional)
         self._numel = {tensor.name: tensor.numel for tensor in tensors}
         self._known = {NONE, *specs} if sensitivity is not None else set()
         total = sum(self._numel.values()) or 1
@@ -153,8 +167,9 @@ class Ledger:
         for (spec, compressions, kept), column in self._kinds.items():
             if spec != NONE:
                 # Of what nobody gave a sensitivity for more than any budget, and still a number.
-                whole[0, :, column] = compressions * squares[spec] if spec in squares else UNKNOWN
-                whole[1, :, column] = kept * self._bytes_kept * numel
+                owed = squares.get(_owes_as(spec))
+                whole[0, :, column] = UNKNOWN if owed is None else compressions * owed
+                whole[1, :, column] = kept * bytes_kept(spec, *self._kept_as) * numel
         bind = [
             which for which, limit in enumerate((self.budgets.error, self.budgets.residual_bytes)) if limit < math.inf
         ]
@@ -164,14 +179,14 @@ class Ledger:
         spec, compressions, kept = kind
         if spec == NONE:
             return 0.0, 0.0
-        squares = self._squares.get(spec)
+        squares = self._squares.get(_owes_as(spec))
         # Of what nobody gave a sensitivity for more than any budget.
         owed = math.inf if squares is None else compressions * sum(squares[name] for name in tensors)
-        return owed, kept * self._bytes_kept * sum(self._numel[name] for name in tensors)
+        return owed, kept * bytes_kept(spec, *self._kept_as) * sum(self._numel[name] for name in tensors)
 
     def knows(self, choices: Iterable[Choice]) -> bool:
         """Whether it is known what all of these owe."""
-        return {choice.compressor for choice in choices} <= self._known
+        return {_owes_as(choice.compressor) for choice in choices} <= self._known
 
     def spent(self, choices: Mapping[str, Choice]) -> tuple[float, float]:
         """(squared error, bytes) of a strategy, by tensor name."""
@@ -197,9 +212,22 @@ class Ledger:
         return fits and (self.budgets.error == math.inf or squared <= self.budgets.error**2 * slack)
 
 
-def bytes_kept(storage: str, transactional: bool) -> float:
-    """What an element of a residual takes."""
-    return BYTES_KEPT[storage] * (2 if transactional else 1)
+def bytes_kept(spec: CompressorSpec, storage: str, transactional: bool) -> float:
+    """What an element of a compressor's residual takes in a job that keeps them so."""
+    return BYTES_KEPT[spec.residual_dtype or storage] * (2 if transactional else 1)
+
+
+def narrower(spec: CompressorSpec, job: Job, storage: str) -> tuple[CompressorSpec, ...]:
+    """The compressor with its residual in fewer bits than the job keeps them in, where it is known what that takes."""
+    if spec.residual_dtype or not _keeps(spec):
+        return ()
+    dtypes = RESIDUAL_DTYPES[RESIDUAL_DTYPES.index(storage) + 1 :]
+    return tuple(spec.kept_as(dtype) for dtype in dtypes if job.costs.devices(CompressorSpec(dtype)))
+
+
+@lru_cache(maxsize=256)
+def _owes_as(spec: CompressorSpec) -> CompressorSpec:
+    return spec.kept_as("")
 
 
 @lru_cache(maxsize=256)
@@ -253,14 +281,9 @@ def _kept_share(option: Option, cluster: Cluster) -> float:
     return sum(flow.before.region[1] - flow.before.region[0] for flow in flows) / whole
 
 
-def residual_bytes(plan: Plan, rank: int, bytes_each: float) -> float:
-    """What a rank's residuals will take under a plan, as the executor lays them out.
-
-    Args:
-        bytes_each: of an element (:func:`bytes_kept`), checked to be a number.
-    """
-    number(bytes_each, "bytes_each")
-    elements = 0
+def residual_bytes(plan: Plan, rank: int, storage: str, transactional: bool) -> float:
+    """What a rank's residuals will take under a plan, as the executor lays them out."""
+    total = 0.0
     for part in plan.partitions:
         group = plan.groups[part.group]
         if group.choice.compressor == NONE or not _keeps(group.choice.compressor):
@@ -270,8 +293,9 @@ def residual_bytes(plan: Plan, rank: int, bytes_each: float) -> float:
                 continue
             start, stop = flow.before.region
             runs = group.segments(part.start + start, part.start + stop)
-            elements += sum(-(-run.numel // ALIGNED) * ALIGNED for run in runs)
-    return elements * bytes_each
+            elements = sum(-(-run.numel // ALIGNED) * ALIGNED for run in runs)
+            total += elements * bytes_kept(group.choice.compressor, storage, transactional)
+    return total
 
 
-__all__ = ["Budgets", "Ledger", "bytes_kept", "residual_bytes"]
+__all__ = ["Budgets", "Ledger", "bytes_kept", "narrower", "residual_bytes"]

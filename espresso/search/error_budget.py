@@ -94,7 +94,7 @@ class Sensitivity:
         """
         if spec == NONE:
             return 0.0
-        rows = self.owed.get(spec, {})
+        rows = self.owed.get(spec, self.owed.get(spec.kept_as(""), {}))
         value = rows.get(tensor, rows.get(EVERY))
         if value is None:
             raise JobError(
@@ -105,7 +105,7 @@ class Sensitivity:
 
     def knows(self, spec: CompressorSpec) -> bool:
         """Whether anything is said of a compressor."""
-        return spec in self.owed
+        return spec in self.owed or spec.kept_as("") in self.owed
 
     def kept_up(self, measured: Mapping[str, tuple[Choice, float]]) -> Sensitivity:
         """With what tensors were found to owe by their choices.
@@ -115,7 +115,7 @@ class Sensitivity:
         """
         found = {spec: dict(rows) for spec, rows in self.owed.items()}
         for tensor, (choice, owed) in measured.items():
-            if choice.compressor not in found or not _feeds_back(choice.compressor):
+            if not self.knows(choice.compressor) or not _feeds_back(choice.compressor):
                 continue
             forecast = self.of(choice.compressor, tensor)
             # A sum that is compressed again owes as much again.

@@ -72,7 +72,8 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
 def _noted(space: Space, row: Ranked) -> Ranked:
     """The row with what its strategy owes and keeps in its notes, and what it was asked to keep to."""
     owed, ranks = space.ledger.error(row.strategy.choices), range(min(row.strategy.cluster.num_ranks, MOST_LOOKED_AT))
-    kept = max(residual_bytes(row.plan, rank, space.terms.bytes_kept) for rank in ranks)
+    terms = space.terms
+    kept = max(residual_bytes(row.plan, rank, terms.residual_dtype, terms.transactional) for rank in ranks)
     notes = {**row.strategy.notes, RESIDUAL_MB: kept / MB, **space.terms.to_meta()}
     if owed is not None:
         notes[OWED] = owed

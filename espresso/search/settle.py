@@ -5,6 +5,7 @@
     fastest within the budgets ──> 1 exact tensors travel where they do soonest
                                    2 what there is time for is spent on owing less
                                    3 of what is nearly as fast the fewest kinds of choices
+                                   4 residuals in as many bits as there is memory for
 
 All of it keeps to the budgets and constraints, and moves tensor by tensor: every step is priced on the timeline.
 """
@@ -23,7 +24,18 @@ from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.result import Ranked
 from espresso.search.terms import MAX_CANDIDATES, NEAR, Terms
-from espresso.strategies import NONE, PLAIN, Bucket, Choice, CompressorSpec, Device, Mode, Strategy, parse_option
+from espresso.strategies import (
+    NONE,
+    PLAIN,
+    RESIDUAL_DTYPES,
+    Bucket,
+    Choice,
+    CompressorSpec,
+    Device,
+    Mode,
+    Strategy,
+    parse_option,
+)
 
 if TYPE_CHECKING:
     from espresso.search.result import SearchResult
@@ -117,6 +129,7 @@ class Settler:
         before = row
         if not self._terms.all_kinds:
             row = self.priced(self._fewer(row, row.predicted_us * NEAR))
+        row = self._wider(row)
         return Settled(row, len(kinds_of(before.strategy)), before.predicted_us)
 
     def priced(self, row: Ranked) -> Ranked:
@@ -232,6 +245,26 @@ class Settler:
             if best is not None and best.predicted_us <= limit_us:
                 return best
         return None
+
+    # -- 4 residuals ---------------------------------------------------------------------------------
+
+    def _wider(self, row: Ranked) -> Ranked:
+        """The residuals of a kind in more bits, where there is memory and the step takes no longer: less is lost."""
+        for kind, _ in reversed(kinds_of(row.strategy).most_common()):
+            spec = kind.compressor
+            if not spec.residual_dtype or spec.residual_dtype == self._terms.residual_dtype:
+                continue
+            names = [name for name, choice in row.strategy.choices.items() if choice == kind]
+            narrow = RESIDUAL_DTYPES.index(spec.residual_dtype)
+            for dtype in ("", *RESIDUAL_DTYPES[RESIDUAL_DTYPES.index(self._terms.residual_dtype) + 1 : narrow]):
+                changes = dict.fromkeys(names, replace(kind, compressor=spec.kept_as(dtype)))
+                if not all(self._may(name, choice) for name, choice in changes.items()):
+                    continue
+                tried = self._tried(row, changes)
+                if self._ledger.allows(tried.strategy.choices) and tried.predicted_us <= row.predicted_us:
+                    row = tried
+                    break
+        return row
 
     # -- the simple strategy -------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from espresso.model.job import Job, JobError
 from espresso.model.payload_sizes import PayloadBytes
-from espresso.search.budgets import Ledger
+from espresso.search.budgets import Ledger, narrower
 from espresso.search.candidates import Unit, compressed_leaves, every_choice, raw_choices, units_of
 from espresso.search.error_budget import Sensitivity, normal_sensitivity
 from espresso.search.settle import finer
@@ -103,10 +103,16 @@ def space_of(
         sensitivity = normal_sensitivity(known)
     elif sensitivity is not None:
         known = tuple(spec for spec in known if spec in specs or sensitivity.knows(spec))
-    ledger = Ledger(job.tensors, job.cluster, known, sensitivity, terms.budgets, terms.bytes_kept)
+    ledger = Ledger(
+        job.tensors, job.cluster, known, sensitivity, terms.budgets,
+        storage=terms.residual_dtype, transactional=terms.transactional,
+    )  # fmt: skip
     if terms.error_budget is not None:
         # What owes less is worth its bytes only where that is bounded.
         specs = tuple(spec for spec in offered if spec in known)
+    if terms.residual_budget_mb is not None:
+        specs += tuple(more for spec in specs for more in narrower(spec, job, terms.residual_dtype))
+        forced += tuple(more for spec in forced for more in narrower(spec, job, terms.residual_dtype))
     training, offloaded = compressed_leaves(job, specs)
     whole = every_choice(job, specs)
     every = {FREE: whole}

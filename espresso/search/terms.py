@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from espresso.model.links import JobError
-from espresso.search.budgets import BYTES_KEPT, Budgets, bytes_kept
+from espresso.search.budgets import Budgets
+from espresso.strategies import RESIDUAL_DTYPES
 from espresso.strategies.constraints import Constraints
 from espresso.strategies.fields import as_json, faults, number, read_as, whole
 
@@ -53,7 +54,8 @@ class Terms:
         for_exactness: the part of the time saved by compression, and of a step, that may go into owing less; of no
             account with an error budget.
         all_kinds: whether strategies that are nearly as fast with fewer kinds of choices are left aside.
-        residual_dtype, transactional: how residuals are kept (:class:`espresso.live.config.Config`).
+        residual_dtype, transactional: how residuals are kept (:class:`espresso.live.config.Config`); within
+            ``residual_budget_mb`` those of some tensors perhaps in fewer bits.
         partition_bytes: the one partition size that is searched; None: those that fit the job.
         constraints: the user's own limits.
     """
@@ -75,8 +77,9 @@ class Terms:
                     number(getattr(self, name), name)
             if self.partition_bytes is not None:
                 whole(self.partition_bytes, "partition_bytes")
-        if self.residual_dtype not in BYTES_KEPT:
-            raise JobError(f"residual_dtype must be one of {', '.join(BYTES_KEPT)}, got {self.residual_dtype!r:.80}")
+        if self.residual_dtype not in RESIDUAL_DTYPES:
+            known = ", ".join(RESIDUAL_DTYPES)
+            raise JobError(f"residual_dtype must be one of {known}, got {self.residual_dtype!r:.80}")
 
     @property
     def budgets(self) -> Budgets:
@@ -84,11 +87,6 @@ class Terms:
             math.inf if self.error_budget is None else self.error_budget,
             math.inf if self.residual_budget_mb is None else self.residual_budget_mb * MB,
         )
-
-    @property
-    def bytes_kept(self) -> float:
-        """Of an element of a residual."""
-        return bytes_kept(self.residual_dtype, self.transactional)
 
     @property
     def partitions(self) -> tuple[int, ...] | None:
