@@ -8,7 +8,8 @@ from itertools import accumulate
 
 from espresso.diagnosis.replay import OUTSIDE_ALPHA_US, Costs, Line, bucket_bytes
 from espresso.diagnosis.turns import Part, Turn
-from espresso.strategies import DTYPES, Bucket, Slot, StepKind, Strategy, plan
+from espresso.model.bucket_caps import filled
+from espresso.strategies import DTYPES, Bucket, StepKind, Strategy, TensorSpec, plan
 
 
 def fit(costs: Costs, us_per_byte: float | None = None) -> Line:
@@ -42,26 +43,13 @@ def rebucketed(turn: Turn, before: Sequence[Bucket], cap_bytes: float) -> tuple[
 
     Within a bucket gradients come evenly by their bytes, the tensors in the order in which DDP put them there.
     """
-    slots = [(slot, bucket.dtype) for bucket in before for slot in bucket.slots]
-    filled: list[list[int]] = [[]]
-    for index, (_slot, dtype) in enumerate(slots):
-        held = filled[-1]
-        if held and (slots[held[0]][1] != dtype or _bytes_of(slots, held) >= cap_bytes):
-            filled.append(held := [])
-        held.append(index)
-    buckets = tuple(
-        Bucket.packed(place, [(slots[i][0].tensor, slots[i][0].numel) for i in held], slots[held[0]][1])
-        for place, held in enumerate(filled)
-    )
+    tensors = [TensorSpec(slot.tensor, (slot.numel,), bucket.dtype) for bucket in before for slot in bucket.slots]
+    found = filled(tensors, cap_bytes)
     parts = []
     for part in turn.parts:
         arrivals = _arrivals(part, before)
-        parts.append(replace(part, ready=tuple(arrivals[held[-1]] for held in filled)))
-    return buckets, replace(turn, parts=tuple(parts))
-
-
-def _bytes_of(slots: Sequence[tuple[Slot, str]], held: Sequence[int]) -> int:
-    return sum(slots[index][0].numel * DTYPES[slots[index][1]] for index in held)
+        parts.append(replace(part, ready=tuple(arrivals[last] for _, last in found)))
+    return tuple(bucket for bucket, _ in found), replace(turn, parts=tuple(parts))
 
 
 def _arrivals(part: Part, buckets: Sequence[Bucket]) -> list[float]:

@@ -28,24 +28,26 @@ def rebucketed(job: Job, bucket_cap_mb: float) -> Job:
         raise ValueError("only jobs in ddp mode have buckets")
     if not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb must be above zero, got {bucket_cap_mb!r}")
-    filled: list[list[TensorSpec]] = []
-    filling: dict[str, list[TensorSpec]] = {}
-    for tensor in job.tensors:
+    return in_buckets(job, [bucket for bucket, _ in filled(job.tensors, bucket_cap_mb * _MIB)])
+
+
+def filled(tensors: Sequence[TensorSpec], cap_bytes: float) -> list[tuple[Bucket, int]]:
+    """The buckets that DDP makes of gradients in the order in which they are ready, with the place of each one's last.
+
+    Buckets are reduced in order: none before the one ahead of it is handed over.
+    """
+    full: list[list[int]] = []
+    filling: dict[str, list[int]] = {}
+    for index, tensor in enumerate(tensors):
         held = filling.setdefault(tensor.dtype, [])
-        held.append(tensor)
-        if sum(one.num_bytes for one in held) >= bucket_cap_mb * _MIB:
-            filled.append(filling.pop(tensor.dtype))
-    filled += filling.values()
-    # Buckets are reduced in order: none before the one ahead of it is handed over.
-    place = {tensor.name: index for index, tensor in enumerate(job.tensors)}
-    filled.sort(key=lambda held: place[held[-1].name])
-    return in_buckets(
-        job,
-        [
-            Bucket.packed(index, [(tensor.name, tensor.numel) for tensor in held], held[0].dtype)
-            for index, held in enumerate(filled)
-        ],
-    )
+        held.append(index)
+        if sum(tensors[one].num_bytes for one in held) >= cap_bytes:
+            full.append(filling.pop(tensor.dtype))
+    full = sorted([*full, *filling.values()], key=lambda held: held[-1])
+    return [
+        (Bucket.packed(place, [(tensors[i].name, tensors[i].numel) for i in held], tensors[held[0]].dtype), held[-1])
+        for place, held in enumerate(full)
+    ]
 
 
 def as_asked(job: Job, bucket_cap_mb: float | None) -> Job:
@@ -83,4 +85,4 @@ def caps_for(job: Job) -> tuple[float, ...]:
     return tuple(kept)
 
 
-__all__ = ["CAPS_MB", "as_asked", "caps_for", "held", "in_buckets", "rebucketed"]
+__all__ = ["CAPS_MB", "as_asked", "caps_for", "filled", "held", "in_buckets", "rebucketed"]
