@@ -6,8 +6,8 @@
 
 Writes ``benchmarks/results/paper.json``, and the tables and pictures of ``docs/fidelity.md``. A row has ``figure``,
 ``row``, ``published`` (null: a picture only), ``ours``, ``ratio`` of the two, ``cause``; a ratio outside 25 % has the
-named cause that alone brings it nearest, and ``switched``: ours with each cause switched on. Nothing is measured but
-the times of Tables 5 and 6.
+named cause that brings it nearest, or several, and ``switched``: ours with each cause switched on. Nothing is measured
+but the times of Tables 5 and 6.
 """
 
 from __future__ import annotations

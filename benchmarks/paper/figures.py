@@ -59,6 +59,8 @@ WITHIN = 0.25
 """A ratio so near to the published one needs no cause."""
 CLOSES = 0.25
 """A cause is named for a row if it closes so much of the distance (in logarithms)."""
+MOST_CAUSES = 3
+AND = " + "
 REPEATS = 5
 
 
@@ -70,8 +72,8 @@ class Row:
         row: which of the figure's entries.
         published: None where the paper has a picture only, or nothing.
         ratio: ours over published.
-        cause: what explains a ratio outside 25 %; "" where none is asked for.
-        with_cause: ours with that cause switched on.
+        cause: what explains a ratio outside 25 %, several with ``AND`` between; "" where none is asked for.
+        with_cause: ours with that switched on.
         switched: ours with each cause switched on alone, by its name.
         note: what is compared, where that is not plain.
         at_most: whether ``published`` is a bound, or a time that ours should be below.
@@ -112,21 +114,33 @@ def near(ratio: float) -> bool:
 def explained(
     figure: str, row: str, published: float, ours: Callable[[Setting], float], causes: Sequence[Cause], note: str = ""
 ) -> Row:
-    """A row with the cause that alone brings it nearest to what was published, if it closes a quarter of the way."""
+    """A row with the cause that alone brings it nearest to what was published, if it closes a quarter of the way; while
+    the row is still outside, with those that do the same beside it. Where none does, two that bring it inside."""
     as_is = ours(AS_IS)
     switched = {cause: ours(Setting(frozenset({cause}))) for cause in causes}
-    best = min(switched, key=lambda cause: _distance(switched[cause], published))
-    named = not near(as_is / published) and (
-        _distance(switched[best], published) <= (1 - CLOSES) * _distance(as_is, published)
-    )
+    named: list[Cause] = []
+    value, tried = as_is, switched
+    while not near(value / published) and tried:
+        best = min(tried, key=lambda cause: _distance(tried[cause], published))
+        if _distance(tried[best], published) > (1 - CLOSES) * _distance(value, published):
+            break
+        named.append(best)
+        value = tried[best]
+        others = [cause for cause in causes if cause not in named and len(named) < MOST_CAUSES]
+        tried = {} if near(value / published) else {o: ours(Setting(frozenset({*named, o}))) for o in others}
+    if not named and not near(value / published):
+        pairs = {pair: ours(Setting(frozenset(pair))) for pair in itertools.combinations(causes, 2)}
+        together = min(pairs, key=lambda pair: _distance(pairs[pair], published), default=())
+        if together and near(pairs[together] / published):
+            named, value = list(together), pairs[together]
     return Row(
         figure,
         row,
         published,
         as_is,
         as_is / published,
-        best.value if named else "",
-        switched[best] if named else None,
+        AND.join(cause.value for cause in named),
+        value if named else None,
         {cause.value: value for cause, value in switched.items()},
         note,
     )
@@ -151,9 +165,9 @@ TOUCHES = {
     HIPRESS: (Cause.ARTIFACT_BASELINES,),
     ESPRESSO: (Cause.ALGORITHMS, Cause.SCHEDULER_THRESHOLD, Cause.ONE_THREAD, Cause.HOST_SPEED),
 }
-"""The causes that a system's time can have; the forward pass, latency and the links touch all."""
+"""The causes that a system's time can have; the forward pass and what concerns links touch all."""
 
-EVERYWHERE = (Cause.FORWARD, Cause.IN_FLIGHT, Cause.ARTIFACT_LINKS)
+EVERYWHERE = (Cause.FORWARD, Cause.IN_FLIGHT, Cause.ARTIFACT_LINKS, Cause.NOMINAL)
 
 
 def causes_of(*systems: str) -> tuple[Cause, ...]:
@@ -392,7 +406,7 @@ def byteps_paper() -> Iterator[Row]:
             compressed = job.forward_us + own.makespan(own.encode(choices))
             return byteps_us(job) / compressed
 
-        causes = (Cause.ONE_THREAD, Cause.HOST_SPEED, Cause.SCRIPT_THRESHOLD, Cause.IN_FLIGHT)
+        causes = (Cause.ONE_THREAD, Cause.HOST_SPEED, Cause.SCRIPT_THRESHOLD, Cause.IN_FLIGHT, Cause.NOMINAL)
         yield explained("BytePS-Compress", f"{model}, 25 Gb/s", published, ours, causes, "over BytePS")
     yield beside("BytePS-Compress", "bytes, top-k 0.1 %", BYTEPS_COMPRESS_RATE, fewer_bytes(), "raw over payload, fp16")
 
@@ -424,4 +438,4 @@ FIGURES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 """By the name that the command takes."""
 
-__all__ = ["FIGURES", "Row", "explained", "fewer_bytes", "near"]
+__all__ = ["AND", "FIGURES", "Row", "explained", "fewer_bytes", "near"]

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from benchmarks.paper.causes import (
     AS_IS,
+    EFFICIENCY,
     HIPRESS_ELEMENTS,
     HIPRESS_RESNET_ELEMENTS,
     HITOPKCOMM_ELEMENTS,
@@ -35,9 +36,6 @@ from espresso.strategies import PLAIN, Choice, CompressorSpec, Device
 
 RANKS = 8
 """On each machine of both testbeds."""
-
-EFFICIENCY = 0.8
-"""Of a link's nominal rate, as the presets have it."""
 
 OURS, UPPER, PROVEN = "ours", "upper bound", "no strategy is nearer"
 
