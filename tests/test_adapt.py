@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,13 @@ from espresso.live.candidates import Moved
 from espresso.live.change import Cause, Change
 from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
-from espresso.live.remeasure import with_probes
+from espresso.live.profiler import Place
+from espresso.live.remeasure import Remeasured, with_probes
 from espresso.live.turns import TRY_MOST, TRY_ROUNDS, TRY_STEPS
+from espresso.model.costs import Contention
 from espresso.model.links import LinkCurve, Links
 from espresso.model.payload_sizes import compressed
+from espresso.model.presets import job_from_trace
 from espresso.show.trace_events import write_history
 from espresso.strategies import PLAIN, Form, Routine, Scope
 from tests.ddp import Played, agreed, batch, mlp, registered, wrap
@@ -513,6 +517,42 @@ def test_what_the_curves_of_a_slow_link_are_off_by_does_not_stay_when_it_becomes
     probes = {Scope.FLAT: ((1e4, 1e4 / 250), (1e6, 1e6 / 250))}  # twenty times as fast
     found = with_probes(Links(curves=(gather, summed)), probes, TWO).measured(Routine.ALLREDUCE, Scope.FLAT, Form.RAW)
     assert [us for _, us in found.alone] == pytest.approx([size / 125 for size in sizes], rel=0.05)
+
+
+def test_what_exchanges_take_of_a_core_is_spread_over_how_long_they_last(monkeypatch):
+    """And measured anew on a link that has become faster: of a slow one's exchanges nothing is seen."""
+    sizes = (1e4, 1e6, 8e6)
+
+    def links(us_per_byte: float) -> Links:
+        gather, summed = (
+            LinkCurve(routine, Scope.FLAT, form, tuple((size, waits * size * us_per_byte) for size in sizes))
+            for routine, form, waits in ((Routine.ALLGATHER, Form.PAYLOAD, 1), (Routine.ALLREDUCE, Form.RAW, 2))
+        )
+        return Links(curves=(gather, summed))
+
+    taken = {"flat": 0.4, "flat.allreduce": 0.8, "inter": 0.5}
+    slower = remeasure.taken_now(taken, links(1e-3), links(2e-2))
+    assert slower == pytest.approx({"flat": 0.02, "flat.allreduce": 0.04, "inter": 0.5})
+    assert remeasure.taken_now(slower, links(2e-2), links(1e-3)) == pytest.approx(taken)
+    assert remeasure.taken_now(taken, links(1e-3), links(5e-4)) == pytest.approx(
+        {"flat": 0.8, "flat.allreduce": 1.0, "inter": 0.5}
+    )
+
+    job = job_from_trace("lstm", 2, 1, "pcie-25g")
+    contention = Contention(cores=1.0, comm_cpu={"flat": 0.0})
+    job = replace(job, costs=replace(job.costs, links=links(2e-2), contention=contention))
+    groups: Any = SimpleNamespace(cluster=TWO)
+    found, measured = [], []
+    monkeypatch.setattr(remeasure, "cores_taken", lambda _, curves: measured.append(curves) or {"flat": 0.4})
+    change = Change((), 0, (1.0, 1.0))
+    known = Remeasured(job, change)
+    for rate in (1e-3, 1e-3, 4e-3):
+        probes = {Scope.FLAT: tuple((size, size * rate) for size in (1e4, 1e6))}
+        monkeypatch.setattr(remeasure, "probe", lambda *_, probes=probes: probes)
+        job = known.job(job, change, groups, Place())
+        found.append(job.costs.contention.comm_cpu["flat"])
+    assert found == pytest.approx([0.4, 0.4, 0.1], rel=0.01)
+    assert len(measured) == 1
 
 
 def test_the_history_is_a_trace(tmp_path):

@@ -230,7 +230,7 @@ def raced(
     assignment = planner_of(Found(), race_rounds=2, decide_by=0).assign(0)
     given = dict.fromkeys(steps, assignment.strategy) | dict(strategies or {})
     arms = [Arm(name, replace(assignment, strategy=given[name]), (least or {}).get(name, 0.0)) for name in steps]
-    race, now_ns, number, place = Race(arms, block=4, rounds=2, **settings), 0, 0, 0
+    race, now_ns, number, place = Race(arms, **{"block": 4, "rounds": 2, **settings}), 0, 0, 0
     while True:
         (name,) = (arm.name for arm in arms if arm.assignment is race.assignment)
         now_ns += int(1e3 * (20.0 if place % 4 == 0 else steps[name](number, place % 4 - 1)))
@@ -293,3 +293,14 @@ def test_what_is_not_clear_is_tried_for_more_rounds() -> None:
     assert (rounds, race.is_clear("other", "ours")) == (2, True), "the search says so too"
     race, rounds = raced({"ours": lambda *_: 5.1, "other": lambda _, place: 5.0 + place / 10}, drop=3.0, most_rounds=9)
     assert rounds == 2, "a difference that is not worth a switch"
+
+
+@pytest.mark.parametrize(
+    ("first_block", "rounds", "best"), [(5.2, 2, "other"), (6.0, 2, "other"), (3.0, 1, "other"), (8.0, 1, "ours")]
+)
+def test_a_disturbed_block_beside_one_that_is_known_is_not_the_last_word(first_block, rounds, best) -> None:
+    race, had = raced(
+        {"ours": lambda *_: 5.0, "other": lambda number, _: 3.0 if number else first_block},
+        known={"ours": 5.0}, drop=1.25, most_rounds=5, rounds=1, doubts=False,
+    )  # fmt: skip
+    assert (had, race.best()) == (rounds, best)

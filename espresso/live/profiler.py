@@ -128,7 +128,7 @@ def measure_links(
         if any(curve.scope is scope and curve.latency_us for curve in curves):
             spread_us = _spread_us(groups, member)
             curves = [replace(c, spread_us=spread_us) if c.scope is scope and c.latency_us else c for c in curves]
-    taken = _cores_taken(groups, curves) if place.is_host else {}
+    taken = cores_taken(groups, curves) if place.is_host else {}
     # Where latency says that it matters, several are under way at a time.
     links = Links(curves=tuple(curves), in_flight=IN_FLIGHT if any(curve.latency_us for curve in curves) else 1)
     return replace(links, burst_bytes=measure_burst(groups, links, place)), taken
@@ -166,8 +166,11 @@ def measure_burst(groups: Groups, links: Links, place: Place, sizes: Sequence[in
     return found
 
 
-def _cores_taken(groups: Groups, curves: Sequence[LinkCurve]) -> dict[str, float]:
-    """See :class:`espresso.model.costs.Contention`; what holds for a scope is measured with a gather of payloads."""
+def cores_taken(groups: Groups, curves: Sequence[LinkCurve]) -> dict[str, float]:
+    """See :class:`espresso.model.costs.Contention`; what holds for a scope is measured with a gather of payloads.
+
+    Collective. Each by the last point of its curve.
+    """
     computing, taken = Computing(groups), {}
     for curve in curves:
         if (curve.routine, curve.form) not in ((Routine.ALLGATHER, Form.PAYLOAD), (Routine.ALLREDUCE, Form.RAW)):

@@ -61,7 +61,9 @@ class Race:
         arms: in the order of the first round.
         block: steps of a block.
         rounds: how often every arm that is not dropped has a block.
-        most_rounds: how often the first arm and the fastest one have, while it is not clear that they differ.
+        most_rounds: how often the first arm and the fastest one have, while it is not clear that they differ. If the
+            first is known, the fastest of the others has a second block beside it unless its only one says enough: one
+            block is easily disturbed.
         drop: after each round, arms above this factor of the fastest run no further. The first arm does, unless it is
             known: a burst in one block must not be all that is told of the strategy in use.
         settle: steps of an arm's first block that do not count.
@@ -160,9 +162,8 @@ class Race:
         is_near = {name for name, us in self.measured.items() if us <= limit}
         self._running = [arm for arm in self._running if arm.name in stays | is_near]
         is_over = self._round + 1 >= self._rounds or len(self._running) == 1
-        if is_over and self._round + 1 < self._most_rounds and self._is_open():
-            first, best = self.arms[0].name, self.best()
-            self._running, is_over = [arm for arm in self.arms if arm.name in (first, best)], False
+        if is_over and self._round + 1 < self._most_rounds and (pair := self._open()):
+            self._running, is_over = [arm for arm in self.arms if arm.name in pair], False
         if is_over:
             return True
         self._begin_round()
@@ -193,11 +194,17 @@ class Race:
         won = sum(self._rounds_us[one, number] < self._rounds_us[other, number] for number in both)
         return 3 * won >= 2 * len(both) and math.log(self.measured[other] / self.measured[one]) > noise
 
-    def _is_open(self) -> bool:
-        """Whether more rounds may tell if the fastest arm is better than the first one."""
+    def _open(self) -> tuple[str, str] | None:
+        """The first arm and the fastest, where more rounds may tell which is better."""
         first, best = self.arms[0].name, self.best()
+        others = [name for name in self.measured if name != first]
+        if self._round == 0 and first in self._known and others:
+            best = min(others, key=lambda name: self.measured[name])
+            times = self.measured[best] / self.measured[first]
+            return (first, best) if 1 - MUST_GAIN <= times <= self._drop else None
         gain = 1 - self.measured[best] / self.measured[first]
-        return best != first and gain > MUST_GAIN and not self.is_clear(best, first)
+        is_open = best != first and gain > MUST_GAIN and not self.is_clear(best, first)
+        return (first, best) if is_open else None
 
     def _by_arm(self) -> dict[str, list[float]]:
         steps: dict[str, list[float]] = {}

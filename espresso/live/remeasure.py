@@ -10,7 +10,7 @@ from espresso.comm.groups import Groups
 from espresso.live.candidates import Moved
 from espresso.live.change import Cause, Change
 from espresso.live.points import at_rate, rising
-from espresso.live.profiler import Place, measure_burst, time_behind
+from espresso.live.profiler import Place, cores_taken, measure_burst, time_behind
 from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost
 from espresso.model.job import Job
@@ -59,7 +59,9 @@ class Remeasured:
         self._first, self._first_compute_us = job, change.compute_us[0] or _compute_us(job)
         self._codec = self._scale = 1.0
         self.moved = Moved(1.0, 0.0)
-        self._burst_bytes, self._burst_at_us = job.costs.links.burst_bytes, _gather_us(job.costs.links)
+        links = job.costs.links
+        self._burst_bytes, self._burst_at_us = links.burst_bytes, _gather_us(links)
+        self._taken, self._taken_with = job.costs.contention.comm_cpu, links
 
     def scale(self, change: Change) -> float:
         """So many times what it took when the job was measured computing takes now."""
@@ -91,7 +93,30 @@ class Remeasured:
         if gather_us > SLOWER * self._burst_at_us:
             self._burst_bytes, self._burst_at_us = measure_burst(groups, links, place, (REST_BYTES,)), gather_us
         links = replace(links, burst_bytes=self._burst_bytes)
-        return replace(job, costs=replace(job.costs, links=links))
+        if self._taken and SLOWER * gather_us < _gather_us(self._taken_with):
+            self._taken, self._taken_with = cores_taken(groups, links.curves), links
+        taken = taken_now(self._taken, self._taken_with, links)
+        contention = replace(job.costs.contention, comm_cpu=taken)
+        return replace(job, costs=replace(job.costs, links=links, contention=contention))
+
+
+def taken_now(taken: Mapping[str, float], was: Links, links: Links) -> dict[str, float]:
+    """The cores that exchanges take, on links on which they last longer, or less long, than on those before.
+
+    A byte costs a processor the same, whatever its link. Of a slow one's exchanges next to nothing is seen, and noise:
+    so what they take is measured anew where links have become faster.
+    """
+    found = {}
+    for key, share in taken.items():
+        scope, _, routine = key.partition(".")
+        kind = Routine(routine or Routine.ALLGATHER), Scope(scope), Form.RAW if routine else Form.PAYLOAD
+        then, now = was.measured(*kind), links.measured(*kind)
+        lasts = 1.0
+        if then is not None and now is not None:
+            size, us = then.alone[-1]
+            lasts = max(interpolate(now.alone, size), 1.0) / max(us, 1.0)
+        found[key] = min(share / lasts, max(share, 1.0))
+    return found
 
 
 def probe(groups: Groups, place: Place, known: Links) -> Probes:
