@@ -9,6 +9,7 @@
 | ``powersgd:rank=1``          | PyTorch's own hook, from its second step on                         |
 | ``espresso:SPEC``            | ``strategy="auto"`` with that compressor, or with ``auto``          |
 | ``espresso:SPEC@PATH``       | a given strategy file                                               |
+| ``espresso:SPEC~8``          | automatic, with an error budget of eight gradients                  |
 | ``bare:SPEC``                | as many bytes as ``espresso:SPEC`` sends beside it, or else as that |
 |                              | compressor makes of all tensors, in one all-gather after the last   |
 |                              | bucket: what one message costs (replicas drift apart)               |
@@ -115,9 +116,12 @@ class Arm:
     def _register(self, model: DistributedDataParallel, artifacts_dir: Path | None, decide_by: int | None) -> Decider:
         import espresso
 
-        compressor, _, path = self.detail.partition("@")
+        spec, _, path = self.detail.partition("@")
+        compressor, _, budget = spec.partition("~")
         # Arms take turns: to a job that keeps deciding the others' blocks are a change.
         config: dict[str, Any] = {"adapt": False}
+        if budget:
+            config |= {"error_budget": float(budget)}
         if not path and artifacts_dir is not None:
             config |= {"artifacts_dir": str(artifacts_dir)}
         if not path and decide_by is not None:
