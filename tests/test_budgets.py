@@ -184,6 +184,18 @@ def test_what_is_forced_may_be_kept_in_fewer_bits_too():
         search(job, [TOY], terms=replace(terms, constraints=said), payload=tenth)
 
 
+def test_a_compressor_may_be_named_with_how_its_residual_is_kept():
+    """Known under its own name only, as a live job measures it."""
+    narrow = TOY.kept_as("int8")
+    costs = compute(1.0, 1.0, name=str(narrow)) + compute(0.1, 0.1, name="int8")
+    job = make_job([40_000] * 3, [0, 5, 5], beta=20.0, costs=costs)
+    terms = Terms(error_budget=1.0, residual_budget_mb=120_000 * 2.1 / MB)
+    found = search(job, [narrow], terms=terms, sensitivity=Sensitivity({narrow: {"*": 0.9}}), payload=tenth)
+    assert {c.compressor for c in found.strategy.choices.values()} == {narrow}
+    assert found.error == pytest.approx(0.9)
+    assert found.residual_bytes <= 120_000 * 2.1
+
+
 def test_packing_takes_what_the_casts_take():
     bf16, narrow = CompressorSpec("bf16"), TOY.kept_as("bf16")
     costs = make_job([1], [0], costs=compute(1.0, 1.0) + compute(0.2, 0.3, name="bf16")).costs

@@ -272,8 +272,10 @@ class OnlineSearch:
         """Those to measure: in force, or forced, or what packs residuals; of several none that would send every tensor
         raw."""
         forced = tuple(spec for spec in self._terms.constraints.forced() if spec != NONE)
-        packs = () if self._terms.residual_budget_mb is None else tuple(map(CompressorSpec, RESIDUAL_DTYPES[1:]))
-        return tuple(spec for spec in dict.fromkeys(self.compressors + forced + packs) if self._suits(spec))
+        wanted = self.compressors + forced
+        narrow = {spec.residual_dtype for spec in wanted} if self._terms.residual_budget_mb is None else RESIDUAL_DTYPES
+        packs = tuple(CompressorSpec(dtype) for dtype in RESIDUAL_DTYPES[1:] if dtype in narrow)
+        return tuple(spec for spec in dict.fromkeys(wanted + packs) if self._suits(spec))
 
     def _suits(self, spec: CompressorSpec) -> bool:
         compressor: Any = create(spec)

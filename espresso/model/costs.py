@@ -326,4 +326,5 @@ class CostModel:
 @lru_cache(maxsize=256)
 def measured_as(spec: CompressorSpec) -> tuple[str, ...]:
     """Where to look for a compressor's costs: what automatic mode adds changes its speed by less than a third."""
-    return str(spec.kept_as("")), str(spec.kept_as("").without("least").without("block")), spec.name
+    base = spec.kept_as("")
+    return str(spec), str(base), str(base.without("least").without("block")), spec.name

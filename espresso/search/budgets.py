@@ -117,10 +117,12 @@ class Ledger:
             raise JobError("an error budget needs to know what compressors owe: give a sensitivity")
         self.budgets, self._cluster, self._kept_as = budgets, cluster, (storage, transactional)
         self._numel = {tensor.name: tensor.numel for tensor in tensors}
-        self._known = {NONE, *specs} if sensitivity is not None else set()
+        self._known = {NONE, *map(_owes_as, specs)} if sensitivity is not None else set()
         total = sum(self._numel.values()) or 1
         self._squares: dict[CompressorSpec, dict[str, float]] = {} if sensitivity is None else {
-            spec: {n: size / total * sensitivity.of(spec, n) ** 2 if size else 0.0 for n, size in self._numel.items()}
+            _owes_as(spec): {
+                n: size / total * sensitivity.of(spec, n) ** 2 if size else 0.0 for n, size in self._numel.items()
+            }
             for spec in specs
         }  # fmt: skip
         self._kinds: dict[Kind, int] = {_RAW: 0}
