@@ -172,6 +172,19 @@ def test_within_a_memory_budget_residuals_are_kept_in_fewer_bits_where_that_buys
     assert {c.compressor for c in found} == {TOY}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "us", "beta"),
+    [([40_000] * 6, 1.0, 2.0), ([40_000] * 6, 10.0, 20.0), ([400_000, 20_000, 60_000, 100_000], 1.0, 2.0)],
+)
+def test_residuals_are_no_narrower_than_there_is_memory_for(sizes, us, beta):
+    """Where encodes hide behind exchanges packing costs nothing, and any of the ways was as fast."""
+    packs = compute(0.2, 0.2, name="bf16") + compute(0.1, 0.1, name="int8")
+    job = make_job(sizes, [0, *[50] * (len(sizes) - 1)], beta=beta, costs=compute(us, us) + packs)
+    terms = replace(AUTOMATIC, residual_budget_mb=100.0)
+    found = search(job, [TOY], terms=terms, payload=tenth).strategy.choices.values()
+    assert not any(c.compressor.residual_dtype for c in found)
+
+
 def test_what_is_forced_may_be_kept_in_fewer_bits_too():
     job = make_job([40_000] * 2, [0, 5], beta=20.0, costs=compute(1.0, 1.0) + compute(0.2, 0.2, name="bf16"))
     terms = Terms(

@@ -129,7 +129,7 @@ class Settler:
         before = row
         if not self._terms.all_kinds:
             row = self.priced(self._fewer(row, row.predicted_us * NEAR))
-        row = self._wider(row)
+        row = self._wider(row, row.predicted_us * NEAR)
         return Settled(row, len(kinds_of(before.strategy)), before.predicted_us)
 
     def priced(self, row: Ranked) -> Ranked:
@@ -248,8 +248,8 @@ class Settler:
 
     # -- 4 residuals ---------------------------------------------------------------------------------
 
-    def _wider(self, row: Ranked) -> Ranked:
-        """The residuals of a kind in more bits, where there is memory and the step takes no longer: less is lost."""
+    def _wider(self, row: Ranked, limit_us: float) -> Ranked:
+        """The residuals of a kind in more bits, where there is memory and a step is as fast: less is lost."""
         for kind, _ in reversed(kinds_of(row.strategy).most_common()):
             spec = kind.compressor
             if not spec.residual_dtype or spec.residual_dtype == self._terms.residual_dtype:
@@ -261,7 +261,7 @@ class Settler:
                 if not all(self._may(name, choice) for name, choice in changes.items()):
                     continue
                 tried = self._tried(row, changes)
-                if self._ledger.allows(tried.strategy.choices) and tried.predicted_us <= row.predicted_us:
+                if self._ledger.allows(tried.strategy.choices) and tried.predicted_us <= limit_us:
                     row = tried
                     break
         return row
