@@ -54,11 +54,12 @@ def test_local_search_never_worsens_and_reports_what_it_found(job):
 def test_of_two_units_tried_together_no_pair_is_better(job):
     evaluator, led, strategy = led_by(job)
     start = evaluator.makespan(strategy)
-    found, _ = move_together(
-        evaluator, led, every_choice(job, (TOY,)), strategy, start, np.arange(len(strategy)), 20_000, BRIEF**2
-    )  # fmt: skip
+    leaves = every_choice(job, (TOY,))
+    options = evaluator.options(leaves, prune=True)
+    enough = (2 + max(map(len, options))) ** 2  # on large clusters more leaves are left than a search tries
+    few = np.arange(len(strategy))
+    found, _ = move_together(evaluator, led, leaves, strategy, start, few, enough, BRIEF**2)
     assert evaluator.makespan(strategy) == pytest.approx(found, rel=1e-9)
-    options = evaluator.options(every_choice(job, (TOY,)), prune=True)
     pairs = [np.array(pair) for pair in itertools.product(*options)]
     assert found <= min([start, *(evaluator.makespan(pair) for pair in pairs if len(pair) == 2)]) * (1 + 1e-9)
 
