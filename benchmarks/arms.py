@@ -61,6 +61,9 @@ class Arm:
             raise ValueError(f"arm {self.name!r}: no kind {self.kind!r}; there are {', '.join(KINDS)}")
         if self.kind in ("bare", "espresso", "servers") and not self.detail:
             raise ValueError(f"arm {self.name!r} names no compressor: write {self.kind}:efsignsgd, for example")
+        budget = self.detail.partition("@")[0].partition("~")[2]
+        if self.kind == "espresso" and budget and not budget.replace(".", "", 1).isdigit():
+            raise ValueError(f"arm {self.name!r}: write espresso:auto~8, for an error budget of eight gradients")
         if self.kind == "powersgd" and not self.detail.removeprefix("rank=").isdigit():
             raise ValueError(f"arm {self.name!r}: write powersgd:rank=1, for example")
 

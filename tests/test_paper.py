@@ -143,6 +143,8 @@ def test_every_published_figure_has_its_rows(rows):
     assert all({"figure", "row", "published", "ours", "ratio", "cause", "verdict"} <= set(row) for row in rows)
     ratios = [row for row in rows if row["section"] == "figures-12-13" and row["published"] is not None]
     assert [row["published"] for row in ratios] == [entry.published for entry in speed_ups()]
+    explained_as = [row["with_cause"] or row["ours"] for row in ratios]
+    assert all(near(ours / row["published"]) for ours, row in zip(explained_as, ratios, strict=True))
     series = [row for row in rows if row["figure"] == "figures 12, 13, series"]
     assert len(series) == len(CASES) * 2 * 4 * 6
 

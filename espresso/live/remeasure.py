@@ -30,8 +30,8 @@ are this short: whoever else has the core makes one take twenty times as long, a
 ``BURST_BYTES`` takes 1.6 ms or 4."""
 
 PARTS = 4
-"""One part of a gather that took much longer than was known is timed as well: where a card's limit has just sunk, what
-was on its way gets lost, and one gather of 40 ms takes 200 more. Whole turns searched for such a link."""
+"""One part of a gather that took much longer than was known is timed as well, since on a slow link it is the only one,
+and what holds one up (a lost packet: 200 ms) would be taken for the link."""
 
 UNSURE = 0.03
 """Of a curve on a slow link. After 730 ms had sunk to what no limit leaves, a plain step was predicted at 39 ms, and by
