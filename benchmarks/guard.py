@@ -2,9 +2,10 @@
 
     python -m benchmarks.guard
 
-Two ranks, three small models on digits, each with another compressor. First every model trains with sound encoders:
-an alarm is a false one. Then each lie, told by all ranks and by one of them, from step ``SOUND`` on: it has to be
-noticed within ``WITHIN`` steps, and the group of a tensor that was lied about has to be named.
+Two ranks, three small models on digits, each with another compressor, one again with corrected momentum. First
+every model trains with sound encoders: an alarm is a false one. Then each lie, told by all ranks and by one of
+them, from step ``SOUND`` on: it has to be noticed within ``WITHIN`` steps, and the group of a tensor that was lied
+about has to be named.
 
 A lying encoder keeps its books as if it had sent what it should.
 """
@@ -132,6 +133,7 @@ JOBS = {
     "mlp": Job(_mlp, ONCE, "efsignsgd", "2.weight"),
     "convolutions": Job(_convolutions, TWICE, "topk:ratio=0.02", "2.inner.3.weight"),
     "attention": Job(_attention, TWICE, "int8", "encoder.layers.0.linear1.weight", adamw=True),
+    "mlp, corrected momentum": Job(_mlp, TWICE, "dgc:ratio=0.05,momentum=0.9,nesterov=true", "2.weight"),
 }
 
 

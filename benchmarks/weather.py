@@ -2,6 +2,7 @@
 
     python -m benchmarks.weather                          # the whole schedule, all arms, minutes
     python -m benchmarks.weather --change all              # single changes, adapt and fresh, some six minutes
+    python -m benchmarks.weather --change none             # none, adapt alone, some two minutes
 
 Every arm is a job of its own under the same schedule of phases, on two emulated hosts:
 
@@ -61,6 +62,9 @@ advance; any ``PLAIN_WINDOW`` steps over plain's."""
 QUIET, QUIET_WINDOW = 0.02, 1000
 """The bar where the weather never changes: the part of any ``QUIET_WINDOW`` steps that goes into probing."""
 
+NEEDLESS = 1.0
+"""The bar there for switches, in two thousand steps."""
+
 PLAIN_WINDOW, SUMMED = 200, 20
 """A window's steps, and those of each sum that is kept of an arm: a window begins with one of them."""
 
@@ -89,6 +93,14 @@ CHANGES = {
     "load": ("64,1024,1024,1024,10", "1gbit/100 1gbit/300,load=0 1gbit/120"),
 }
 """Single changes: the model's widths, and the schedule."""
+
+QUIETS = {
+    "short steps": ("64,512,512,512,10", f"{UNLIMITED}/2060"),
+    "longer steps": ("64,1024,1024,1024,1024,10", f"{UNLIMITED}/2060"),
+    "1 Gb/s": ("64,512,512,512,10", "1gbit/2060"),
+    "100 Mb/s": ("64,512,512,512,10", "100mbit/2060"),
+}
+"""No change: likewise."""
 
 SCHEDULE = (
     f"{UNLIMITED}/2000 50mbit/1600 200mbit/1600 1gbit/2000 1gbit/2000,load=0 {UNLIMITED}/1600,batch=4"
@@ -481,6 +493,7 @@ def draw(phases: Sequence[Phase], step_s: Mapping[str, Sequence[float]], events:
 
 LIMITS = {
     "of_fresh": OF_FRESH, "of_known": OF_KNOWN, "of_plain": OF_PLAIN, "again_of_plain": OF_PLAIN, "probing": QUIET,
+    "switches": NEEDLESS,
 }  # fmt: skip
 
 
@@ -506,6 +519,7 @@ def compare(
     bars = verdicts(phases, step_s, of_fresh)
     if "adapt" in found and len(phases) == 1:
         bars["probing"] = most_probed(step_s["adapt"], found["adapt"]["probed_s"])
+        bars["switches"] = float(sum(row["event"] == "switched" for row in found["adapt"]["events"]))
     for name, value in bars.items():
         verdict = "pass" if value <= LIMITS[name] else "MISS"
         console.print(f"  {name}: {value:.3f}, bar {LIMITS[name]:.2f}, {verdict}")
@@ -520,7 +534,7 @@ def compare(
 @app.command()
 def main(
     schedule: Annotated[str, typer.Option(help="Phases, separated by blanks.")] = "",
-    change: Annotated[str, typer.Option(help=f"Single changes: 'all', or some of {', '.join(CHANGES)}.")] = "",
+    change: Annotated[str, typer.Option(help=f"Single changes: 'all', 'none', or some of {', '.join(CHANGES)}.")] = "",
     widths: Annotated[str, typer.Option(help="Of the layers of the MLP.")] = "",
     arms: Annotated[str, typer.Option(help="Comma-separated.")] = "",
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "weather.json",
@@ -533,8 +547,9 @@ def main(
     if work_arm:
         work(work_arm, widths, schedule, folder, decide_by)
         return
-    changes = list(CHANGES) if change == "all" else [name for name in change.split(",") if name]
-    unknown = [name for name in changes if name not in CHANGES]
+    single = QUIETS if change == "none" else CHANGES
+    changes = list(single) if change in ("all", "none") else [name for name in change.split(",") if name]
+    unknown = [name for name in changes if name not in single]
     if unknown:
         raise typer.BadParameter(f"no change is called {unknown[0]!r}; there are {', '.join(CHANGES)}")
     try:
@@ -547,14 +562,15 @@ def main(
     if changes:
         bodies = {}
         for name in changes:
-            console.print(f"[bold]{name}[/]: {CHANGES[name][1]}")
-            names = (arms or "adapt,fresh").split(",")
-            mine = (widths or CHANGES[name][0], CHANGES[name][1], base / name.replace(" ", "_"))
-            bodies[name] = compare(names, *mine, 0, console)
+            mine = (widths or single[name][0], single[name][1], base / name.replace(" ", "_").replace("/", "_"))
+            console.print(f"[bold]{name}[/]: {mine[1]}")
+            names = (arms or ("adapt" if change == "none" else "adapt,fresh")).split(",")
+            bodies[name] = compare(names, *mine, decide_by if change == "none" else 0, console)
             del bodies[name]["step_s"]
         rows = [{"change": name} | row for name, body in bodies.items() for row in body["rows"]]
         kept = {name: {key: body[key] for key in ("bars", "of_fresh", "events")} for name, body in bodies.items()}
-        json_path = json_path.with_name("weather_changes.json") if json_path.name == "weather.json" else json_path
+        own = "weather_quiet.json" if change == "none" else "weather_changes.json"
+        json_path = json_path.with_name(own) if json_path.name == "weather.json" else json_path
         results.write(json_path, results.record(cores, 0, rows) | {"changes": kept})
         missed = [name for name, body in bodies.items() if any(v > LIMITS[k] for k, v in body["bars"].items())]
     else:

@@ -81,6 +81,11 @@ class Correction:
     nesterov: bool = False
     clip_norm: float = 0.0
 
+    def added(self, velocity: Array, gradient: Array) -> Array:
+        """What is added to the residual, of the velocity before it moves and an unclipped gradient, of equal shape."""
+        gain = 1 + self.momentum if self.nesterov else 1.0
+        return self.momentum * velocity + gain * gradient
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -8,7 +8,7 @@ from espresso.compressors.base import Array
 from espresso.cpu_offload.jit import Scalar, sum_kernel
 
 RUN = 64
-"""Numbers that go to one group before the next group has its turn."""
+"""Numbers that go to one group before the next group has its turn; what is left over goes to all of them in turn."""
 
 
 @sum_kernel
@@ -32,5 +32,5 @@ def sketch(values: Array, signs: Array, found: Array) -> Scalar:
         found[groups] += squares
     for i in range(whole * RUN, values.size):
         number = np.float64(values[i])
-        found[whole % groups] += number * signs[i]
+        found[i % groups] += number * signs[i]
         found[groups] += number * number

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import espresso
 import espresso.fsdp
+from benchmarks.guard import lying, zeroed
 from espresso.fsdp import private
 from espresso.fsdp.layout import sum_and_divide
 from espresso.live import online_search
@@ -530,6 +531,24 @@ def decides_again(rank: int) -> list[tuple[int, str, str]]:
     return history
 
 
+def backs_off(rank: int) -> list[tuple[int, str, str, set[str]]]:
+    """One rank's encoder lies about a tensor of which another shard has nothing: all shards leave it exact."""
+    model = shard(Narrow())
+    state = registered(model, adapt=True)
+    with lying(zeroed("row") if rank == 0 else lambda _, values: values):
+        for step in range(100):
+            rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(rows).backward()
+            model.zero_grad()
+            if state.history[-1]["event"] == "backed_off":
+                break
+    assert state.strategy is not None
+    exact = {name for name, choice in state.strategy.known.items() if choice == PLAIN}
+    told = [(row["step"], row["event"], row["reason"], exact) for row in state.history if row["event"] != "changed"]
+    state.close()
+    return told
+
+
 def without_shards(rank: int) -> dict[str, Any]:
     """What ``shards`` is where it is left away: as a launcher says, on unlike hosts, and where no launcher says it."""
 
@@ -622,6 +641,7 @@ SCENARIOS = (
     automatic,
     as_many_steps,
     decides_again,
+    backs_off,
     without_shards,
     refused,
 )
@@ -781,6 +801,16 @@ def test_shards_decide_again_together(played: Played) -> None:
     events = [event for _, event, _ in histories[0]]
     assert events[:2] == ["decided", "changed"]
     assert events[2] in ("kept", "switched")
+
+
+def test_an_encoder_that_lies_in_one_shard_has_all_of_them_back_off(played: Played) -> None:
+    (decided, (step, event, reason, exact)), *others = played(backs_off)
+    assert decided[1] == "decided"
+    assert step < 100
+    assert event == "backed_off"
+    assert "(row): what was sent and kept is not what came in" in reason
+    assert exact == {"row"}
+    assert others == [[decided, (step, event, reason, exact)]] * 3
 
 
 def test_shards_are_the_ranks_of_a_host_or_asked_for(played: Played) -> None:

@@ -278,6 +278,17 @@ def test_turns_that_brought_nothing_say_nothing_of_another_cause_or_direction():
     assert waited(alike[0]) == 40, "another strategy is in use"
 
 
+def test_a_turn_behind_another_that_brings_nothing_counts_for_its_own_kind():
+    patience = Patience()
+    slower, faster = seen_from(100, 1.25e5), Change((Finding(Cause.STEP, 0.8),), 100, (1.25e5, 1e5))
+    first_permitted(patience, slower)
+    patience.took(100, cost_us=1e6, brought=True)
+    patience.follows(faster)
+    patience.took(100, cost_us=1e6, brought=False)
+    assert first_permitted(patience, slower) == 140
+    assert first_permitted(patience, replace(faster, since=150)) == 150 + 40, "once for nothing: two prices of 25 ms"
+
+
 def test_part_of_the_price_of_looking_into_a_severe_change_is_there_as_far_as_that_was_earned():
     severe = partial(seen_from, now_us=1.9e5)  # .09 s a step
     hidden = replace(severe(40), findings=(Finding(Cause.LINK, 0.25),), step_us=(1e5, 1e5), hidden_us=1e5)

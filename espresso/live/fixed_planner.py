@@ -43,7 +43,7 @@ class Exact:
 
     def of(self, strategy: Strategy) -> Strategy:
         """The strategy without their compression."""
-        names = strategy.choices if self._alarms > 1 else self._tensors & strategy.choices.keys()
+        names = strategy.known if self._alarms > 1 else self._tensors & strategy.known.keys()
         return strategy.with_choices(dict.fromkeys(names, PLAIN)) if self._alarms else strategy
 
     def named(self, name: str) -> str:

@@ -3,6 +3,7 @@
 Within ``EVERY`` steps, for some runs of each compressed tensor (others each time)::
 
     before the exchange   g = this rank's gradient,  e = what it keeps          sketches: 8 numbers each
+                          (with momentum correction g is what that makes of the gradient and the velocity)
     after it              a = the average,           e' = what it keeps
     two steps later       the sketches of all ranks are added up: 26 numbers a tensor travel, nobody waits for them
 
@@ -29,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ from espresso.comm.execute.assignment import Assignment, Record
 from espresso.comm.execute.iteration import Side
 from espresso.comm.groups import Groups
 from espresso.comm.keep.residual import FULL, Places
-from espresso.comm.keep.store import ResidualStore
+from espresso.comm.keep.store import ResidualStore, Velocities
 from espresso.comm.member import Gathering
 from espresso.compressors import create
 from espresso.compressors.base import Traits
@@ -120,7 +122,9 @@ class _Check:
 
     Attributes:
         where: by tensor, which elements.
-        given: by tensor, these before the exchange.
+        kept: by tensor, a sketch of the residuals before the exchange.
+        moving: by tensor, the velocities before it, where momentum is corrected.
+        given: by tensor, the gradients before it.
         buffers: the bucket's buffer, where their averages will be, and where in it.
         averages: on a GPU, copies of those once they are there.
         of_bucket: which tensors are in a bucket.
@@ -131,6 +135,7 @@ class _Check:
     where: dict[str, Places]
     choices: dict[str, Choice]
     kept: dict[str, Array]
+    moving: dict[str, Array]
     scale: float = 1.0
     given: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -143,19 +148,29 @@ class Guard:
     """Looks at an iteration now and then. All ranks make the same calls.
 
     Args:
-        tensors: of the model.
+        tensors: of the model that are here; of shards, what is here of them.
+        names: of all tensors of the model, alike on all shards.
         store: what is kept.
         side: where gradients are.
+        velocities: in front of it, where the job corrects momentum; of a rule that does not clip.
 
     Attributes:
         figures: of each group, by name: ``deviation``, ``residual_ratio``, ``lost``, of its latest check.
     """
 
-    def __init__(self, groups: Groups, tensors: Sequence[TensorSpec], store: ResidualStore, side: Side) -> None:
-        self._groups, self._store, self._side = groups, store, side
+    def __init__(
+        self,
+        groups: Groups,
+        tensors: Sequence[TensorSpec],
+        names: Sequence[str],
+        store: ResidualStore,
+        side: Side,
+        velocities: Velocities | None = None,
+    ) -> None:
+        self._groups, self._store, self._side, self._velocities = groups, store, side, velocities
         side.averaged = self._averaged
         self._numels = {tensor.name: tensor.numel for tensor in tensors}
-        self._group_of = group_names([tensor.name for tensor in tensors])
+        self._group_of = group_names(names)
         self._signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), MOST)
         for dtype in (np.float32, np.float64):  # compiled, or read from disk
             self._sketch(np.zeros(1, dtype))
@@ -179,24 +194,24 @@ class Guard:
         self._check = None
         if iteration < self._next or self._summing is not None or assignment.deferred:
             return
-        choices = {
-            name: choice
-            for name, choice in assignment.strategy.choices.items()
-            if choice.option.is_compressed and not choice.option.uses_servers and self._numels[name]
-        }
-        if not choices:
+        choices = assignment.strategy.known  # of all shards, which keep in step
+        names = sorted(name for name, choice in choices.items() if _is_seen(choice))
+        if not names:
             return
-        names = list(choices)
         checks = math.ceil(len(names) / MOST_TENSORS)
         self._apart = EVERY if checks == 1 else max(EVERY // checks, APART)
         first = (self._turn * MOST_TENSORS) % len(names)
-        names = (names[first:] + names[:first])[:MOST_TENSORS]
+        names = [name for name in (names[first:] + names[:first])[:MOST_TENSORS] if self._numels.get(name)]
         where = _places({name: self._numels[name] for name in names}, iteration)
-        check = _Check(iteration, where, {name: choices[name] for name in names}, {})
         kept = self._store.kept(where, self._side.fetched)
-        check.kept = {name: self._sketch(values)[:SIZE] for name, values in kept.items()}
-        check.scale = scale() or 1.0
-        self._check = check
+        self._check = _Check(
+            iteration,
+            where,
+            {name: choices[name] for name in names},
+            {name: self._sketch(values)[:SIZE] for name, values in kept.items()},
+            {} if self._velocities is None else self._velocities.kept(where, self._side.fetched),
+            scale() or 1.0,
+        )
 
     def see(self, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Bucket:
         """A bucket is about to be exchanged; what it holds."""
@@ -227,30 +242,45 @@ class Guard:
         check, self._check = self._check, None
         if self._summing is not None:
             return record.iteration >= self._summing[0].iteration + LAG
-        if check is None or not record.finite or check.buffers.keys() != check.where.keys():
+        if check is None or not record.finite:
             return False
         rows = np.zeros((len(check.where), _WIDTH))
         kept = self._store.kept(check.where, self._side.fetched)
         self._averages = {}
         for row, name in zip(rows, check.where, strict=True):
+            if name not in check.buffers:
+                row[:], self._averages[name] = math.nan, np.zeros(SIZE)
+                continue
             buffer, at = check.buffers[name]
             numbers = check.averages[name] if name in check.averages else buffer.index_select(0, at)
             average = self._sketch(_host(numbers))[:SIZE]
             self._averages[name] = average / check.scale * self._groups.num_ranks
-            given, after = self._sketch(_host(check.given[name])), self._sketch(kept[name])
-            row[:SIZE] = given[:SIZE] / check.scale
-            row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE] = check.kept[name], after[:SIZE]
-            row[3 * SIZE :] = given[SIZE] / check.scale**2, after[SIZE]
-        check.eps = np.array([torch.finfo(check.given[name].dtype).eps for name in check.where])
+            given, after = self._sketch(self._given(check, name)), self._sketch(kept[name])
+            row[:SIZE], row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE] = given[:SIZE], check.kept[name], after[:SIZE]
+            row[3 * SIZE :] = given[SIZE], after[SIZE]
+        types = [check.given[name].dtype if name in check.given else torch.float32 for name in check.where]
+        check.eps = np.array([torch.finfo(dtype).eps for dtype in types])
         check.given, check.buffers, check.averages = {}, {}, {}
         self._summing = check, self._groups.start_sum(torch.from_numpy(rows))
         self._next, self._turn = record.iteration + self._apart, self._turn + 1
         return False
 
+    def _given(self, check: _Check, name: str) -> Array:
+        """What of a tensor is to be sent, with what was kept of it."""
+        gradient = _host(check.given[name]) / check.scale
+        if self._velocities is None:
+            return gradient
+        return self._velocities.rule.added(check.moving[name], gradient)
+
     @property
     def is_told(self) -> bool:
-        """Whether the latest check's sums are there, if there was one: :meth:`look` would return at once."""
+        """Whether the latest check's sums are there, if there was one."""
         return self._summing is None or self._summing[1].is_done
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`look` would return at once. It never does where other shards of the job have to agree."""
+        return self.is_told and self._groups.beside is None
 
     def look(self) -> list[Alarm]:
         """Judge the latest check, the same on all ranks; may wait for its sums."""
@@ -258,11 +288,13 @@ class Guard:
             return []
         (check, summing), self._summing = self._summing, None
         rows = summing.rows()[0].numpy()
-        averages = np.array([self._averages[name] for name in check.choices])
+        averages = np.array([self._averages[name] for name in check.choices]).reshape(-1, SIZE)
         all_figures = _figures(rows, averages, check.eps).T.tolist()
         found: dict[str, str] = {}
         of_group: dict[str, list[tuple[float, ...]]] = {}
         for (name, choice), row, figures in zip(check.choices.items(), rows, all_figures, strict=True):
+            if math.isnan(row[0]):  # some rank had no gradient of it
+                continue
             owes = 0.0
             if (square := figures[3]) > 0:
                 owes = _owed(row) if _sums_inside(choice) else figures[4] / square
@@ -281,6 +313,8 @@ class Guard:
                 "residual_ratio": math.sqrt(owed / square) if square else 0.0,
                 "lost": math.sqrt(lost / exact) if exact else 0.0,
             }
+        if self._groups.beside is not None:
+            found = dict(chain.from_iterable(theirs.items() for theirs in self._groups.beside.all_objects(found)))
         self._out = {name: self._out.get(name, 0) + 1 for name in found}
         if found:
             self._next, self._turn = check.iteration + AGAIN, self._turn - 1  # the same tensors once more
@@ -366,6 +400,11 @@ def _figures(rows: Array, averages: Array, eps: Array) -> Array:
     return np.stack(
         (_square(averages - (owed - after)), _square(averages - given), exact, square, kept, part, rounding)
     )
+
+
+def _is_seen(choice: Choice) -> bool:
+    """What servers keep is not here."""
+    return choice.option.is_compressed and not choice.option.uses_servers
 
 
 @cache

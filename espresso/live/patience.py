@@ -63,6 +63,10 @@ class Patience:
         earned_us = self._earned_us if change.is_severe else 0.0
         return self._waited_us + max(earned_us, 0.0) >= self._price_us and step >= self._rests_until
 
+    def follows(self, change: Change) -> None:
+        """A turn for this change begins at once behind another: if it brings nothing, that counts for its own kind."""
+        self._asked, self._price_us = change, 0.0
+
     def sounded(self, cost_us: float) -> None:
         """A sounding is over, and what it cost is spent."""
         self._earned_us -= cost_us

@@ -524,6 +524,7 @@ class AutoPlanner:
         is_over = abs(math.log(measured[ours] / before_us)) < TELLING
         if abs(math.log(drift)) > DRIFT and not is_over and not turn.is_second:
             more = Change((Finding(Cause.STEP, drift),), step, (began_us, measured[ours]), turn.change.compute_us)
+            self._patience.follows(more)
             self._begin_turn(more, step, is_second=True)
 
     def _switch(self, name: str, race: Race | None, change: Change, step: int, since_ns: int | None = None) -> None:

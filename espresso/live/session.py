@@ -155,9 +155,10 @@ class Session:
                 **self._front(),
             )
             undo.callback(self.executor.close)
-            # Velocities are sums of another kind; shards would have to back off together.
-            if config.adapt and rule is None and self.groups.beside is None:
-                self.guard = Guard(self.groups, model.tensors, self.store, self.executor.side)
+            if config.adapt and not (rule and rule.clip_norm):  # it sees gradients before they are clipped
+                names = [tensor.name for tensor in model.wholes]
+                side = self.executor.side
+                self.guard = Guard(self.groups, model.tensors, names, self.store, side, self.velocities)
             self._kernels = self._make_kernels(self.given.specs | set(config.terms.constraints.forced()))
             undo.callback(self._kernels.end)
             self.is_compiled = self._warm_up()  # last: who dies or hangs meanwhile is named
@@ -267,7 +268,9 @@ class Session:
         return search
 
     def _measured_owed(self, without: int | None = None) -> Mapping[str, tuple[Choice, float]]:
-        return {} if self.guard is None else self.guard.owed(OWED_CHECKS, without=without)
+        if self.guard is None or self.groups.beside is not None:  # one shard's says too little of a tensor
+            return {}
+        return self.guard.owed(OWED_CHECKS, without=without)
 
     def _make_clock(self) -> GradientClock | None:
         module = self.model.module()
@@ -343,7 +346,7 @@ class Session:
         if self.guard is not None and was_summed:
             look = partial(self._look_at_averages, self.guard, record.iteration)
             # Behind what the decider does on all ranks; what only waits on this rank changes nothing.
-            if self.guard.is_told and works[0] is None:
+            if self.guard.is_ready and works[0] is None:
                 look()
             else:
                 works.append(look)
@@ -366,7 +369,7 @@ class Session:
             reason = "; ".join(alarm.reason for alarm in alarms)
             logger.warning("step %d: %s; these tensors go exact from now on", step, reason)
             self.history.add(step, Event.BACKED_OFF, reason, name, measured_us=self.observer.step_us)
-        if isinstance(self.decider, AutoPlanner):
+        if isinstance(self.decider, AutoPlanner) and self.groups.beside is None:  # one shard's says too little
             self.decider.keep_to_budget()
 
     def _note_decided(self, step: int) -> None:
