@@ -16,7 +16,7 @@ import torch
 
 from espresso.comm import collectives
 from espresso.live import remeasure
-from espresso.live.candidates import Moved
+from espresso.live.candidates import Candidate
 from espresso.live.change import Cause, Change
 from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
@@ -297,6 +297,7 @@ def test_what_owes_more_than_it_may_is_replaced_also_where_it_is_faster(finds, t
     planner.keep_to_budget()
     run(world, planner, range(200, 300), {}, now)
     assert rows_of(planner) == rows, "what took its place owes less"
+    assert not world.changes, "nor is anything measured again: that says nothing of links"
 
 
 def test_what_owes_more_than_it_may_costs_a_hundredth_of_the_time_beyond_the_first_turn(monkeypatch):
@@ -305,11 +306,11 @@ def test_what_owes_more_than_it_may_costs_a_hundredth_of_the_time_beyond_the_fir
     class OverBudget(World):
         """Each turn finds another strategy, which owes as much."""
 
-        def revise(self, change: Change) -> Moved:
+        def __call__(self, records: Any) -> list[Candidate]:
             nonlocal spent_us
             spent_us += turn_us
             self.finds = SIGNS_ONCE_MORE if self.finds == SIGNS else SIGNS
-            return super().revise(change)
+            return super().__call__(records)
 
     world = OverBudget(plain_us=60_000, over=1.4)
     planner, now = planner_of(world), 0

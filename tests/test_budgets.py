@@ -254,6 +254,18 @@ def test_sensitivities_are_kept_up_by_what_tensors_do_owe():
     assert kept_up.of(other, "t3") == 4.0
 
 
+def test_what_was_measured_itself_follows_no_forecast_of_another_compressor():
+    """Or a strategy that owed too much is found again once a finer one owes less than signs had let expect."""
+    gather, other = parse_option("comp > flat.allgather > dec"), CompressorSpec("topk")
+    third = CompressorSpec("stc", (("ratio", 0.1),))
+    forecast = Sensitivity({TOY: {"t": 1.0}, other: {"t": 2.0}, third: {"t": 3.0}})
+    seen = {(other, "t")}
+    first = forecast.kept_up({"t": (Choice(gather, TOY), 0.5)}, seen)
+    assert [first.of(spec, "t") for spec in (TOY, other, third)] == pytest.approx([0.5, 2.0, 1.5])
+    later = first.kept_up({"t": (Choice(gather, TOY), 1.0)}, {*seen, (TOY, "t")})
+    assert [later.of(spec, "t") for spec in (TOY, other, third)] == pytest.approx([1.0, 4.0, 3.0]), "all grow alike"
+
+
 def brute_force(job, few, ledger):
     """The least makespan of all strategies within the budgets."""
     units = units_of(job)
@@ -677,12 +689,13 @@ def owing(checks):
 def test_what_was_measured_still_counts_when_another_strategy_runs():
     signs, other = map(CompressorSpec.parse, ("efsignsgd", "dgc:ratio=0.01"))
     choice = Choice(parse_option("comp > flat.allgather > dec"), signs)
-    search = SimpleNamespace(_wanted=lambda: (), _forecast={signs: {"t0": 1.0}, other: {"t0": 4.0}})
+    search = SimpleNamespace(_wanted=lambda: (), _forecast={signs: {"t0": 1.0}, other: {"t0": 4.0}}, _measured=set())
     for measured in ({"t0": (choice, 2.0)}, {}):  # it is not looked at for long enough at first
         search.measured_owed = lambda measured=measured: measured
         job = OnlineSearch._with_sensitivity(search, mixed_job(2))
         known = Sensitivity.from_json(job.meta[SENSITIVITY])
         assert [known.of(spec, "t0") for spec in (signs, other)] == [2.0, 8.0]
+    assert search._measured == {(signs, "t0")}
 
 
 def test_few_rows_say_nothing_of_a_low_rank():

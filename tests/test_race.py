@@ -304,3 +304,18 @@ def test_a_disturbed_block_beside_one_that_is_known_is_not_the_last_word(first_b
         known={"ours": 5.0}, drop=1.25, most_rounds=5, rounds=1, doubts=False,
     )  # fmt: skip
     assert (had, race.best()) == (rounds, best)
+
+
+@pytest.mark.parametrize(("first_block", "rounds", "best"), [(19.0, 2, "expected"), (15.0, 1, "other")])
+def test_what_was_expected_to_be_the_fastest_has_another_block_where_its_only_one_is_far_behind(
+    first_block, rounds, best
+) -> None:
+    race, had = raced(
+        {
+            "ours": lambda *_: 27.0,
+            "expected": lambda number, _: 12.5 if number else first_block,
+            "other": lambda *_: 13.7,
+        },
+        known={"ours": 27.0}, drop=1.25, most_rounds=5, rounds=1, doubts=False,
+    )  # fmt: skip
+    assert (had, race.best()) == (rounds, best)

@@ -123,6 +123,13 @@ def test_a_link_that_became_faster_behind_computing_may_save_what_encoding_takes
 
 
 @pytest.mark.parametrize(
+    ("link", "now_us", "is_urgent"), [(4.0, 1.4e5, True), (2.0, 1.4e5, False), (4.0, 1.2e5, False)]
+)
+def test_steps_that_are_longer_by_a_link_three_times_slower_are_looked_into_at_once(link, now_us, is_urgent):
+    assert Change((Finding(Cause.LINK, link),), 100, (1e5, now_us)).is_urgent is is_urgent
+
+
+@pytest.mark.parametrize(
     ("stood", "is_another", "looks"), [(True, False, False), (True, True, True), (False, False, True)]
 )
 def test_what_the_strategy_in_use_stood_is_no_change_when_it_returns(stood, is_another, looks):

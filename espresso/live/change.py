@@ -117,10 +117,14 @@ class Change:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether nobody waits: steps take ``URGENT`` times longer or less, or a hidden link became ``FREE`` faster."""
+        """Whether nobody waits: steps take ``URGENT`` times longer or less, a hidden link became ``FREE`` times faster,
+        or steps are severely longer by a link that is as many times slower.
+        """
         before_us, now_us = self.step_us
-        is_free = self.hidden_us > 0 and FREE * (self.ratio(Cause.LINK) or 1.0) <= 1
-        return is_free or abs(math.log(now_us / before_us)) >= math.log(URGENT)
+        link = self.ratio(Cause.LINK) or 1.0
+        is_free, is_blocked = self.hidden_us > 0 and FREE * link <= 1, link >= FREE and now_us > before_us
+        moved = abs(math.log(now_us / before_us))
+        return is_free or moved >= (SEVERE if is_blocked else math.log(URGENT))
 
     def with_link(self, ratio: float) -> Change:
         """The change with what the link was measured to take, in terms of what it took, in place of what steps told."""

@@ -104,6 +104,7 @@ class OnlineSearch:
         self._seen: list[list[Observation]] = []
         self._revised: Remeasured | None = None
         self._forecast: dict[CompressorSpec, Mapping[str, float]] = {}
+        self._measured: set[tuple[CompressorSpec, str]] = set()
         self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
 
@@ -319,8 +320,10 @@ class OnlineSearch:
             begin = time.perf_counter()
             self._forecast |= measure_sensitivity(samples, fresh, gain=self._gain).owed
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
-        kept_up = Sensitivity(self._forecast).kept_up(self.measured_owed())
+        measured = self.measured_owed()
+        kept_up = Sensitivity(self._forecast).kept_up(measured, self._measured)
         self._forecast = dict(kept_up.owed)  # still known when another strategy runs, and is not measured yet
+        self._measured |= {(choice.compressor.kept_as(""), tensor) for tensor, (choice, _) in measured.items()}
         return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json()})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:

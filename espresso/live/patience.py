@@ -27,12 +27,13 @@ MUST_GAIN = 0.05
 class Patience:
     """Remembers what turns cost and brought. All ranks give it the same figures.
 
-    A turn begins once waiting for it may have cost as much as it costs itself: then both together are never more than
-    twice the cheaper one, however long the change lasts (the rule of whoever rents skis). A change that is over has
-    cost nothing towards the next one's. For a severe change of steps part of the price is there, as far as the job has
-    earned that, and had not to pay for a turn that brought nothing. Steps that take twice as long, or half, are looked
-    into at once, and after turns that brought nothing for one price less. A strategy that owes more than it may is
-    replaced at once; the next one that does, when the turn for the last one is ``EARNED`` of the time since.
+    A turn begins once waiting for it may have cost as much as it costs itself: then both together are never more
+    than twice the cheaper one, however long the change lasts (the rule of whoever rents skis). A change that is
+    over has cost nothing towards the next one's. For a severe change of steps part of the price is there, as far as
+    the job has earned that, and had not to pay for a turn that brought nothing. What is urgent
+    (:attr:`.Change.is_urgent`) is looked into at once, and after turns that brought nothing for one price less. A
+    strategy that owes more than it may is replaced at once; the next one that does, when the turn for the last one
+    is ``EARNED`` of the time since.
     """
 
     def __init__(self) -> None:

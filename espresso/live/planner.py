@@ -449,7 +449,8 @@ class AutoPlanner:
             self._on_profile(True)
             return
         with torch.profiler.record_function("espresso::measure and search again"):
-            moved = self._search.revise(change)
+            # What owes too much says nothing of links.
+            moved = Moved(1.0, 0.0) if change.is_over_budget else self._search.revise(change)
             moved = Moved(*map(max, zip(*self._groups.everywhere(tuple(moved)), strict=True)))
             change = change.with_link(moved.link)
             if moved.most < TELLING and not change.is_severe and not change.is_over_budget:

@@ -58,12 +58,12 @@ class Race:
     """Blocks of steps of several arms, and what they took.
 
     Args:
-        arms: in the order of the first round.
+        arms: in the order of the first round; of those behind the first one the next is expected to be the fastest.
         block: steps of a block.
         rounds: how often every arm that is not dropped has a block.
         most_rounds: how often the first arm and the fastest one have, while it is not clear that they differ. If the
-            first is known, the fastest of the others has a second block beside it unless its only one says enough: one
-            block is easily disturbed.
+            first is known, the fastest of the others has a second block beside it unless its only one says enough, or
+            beside the one that was expected to be the fastest, if that is far behind: one block is easily disturbed.
         drop: after each round, arms above this factor of the fastest run no further. The first arm does, unless it is
             known: a burst in one block must not be all that is told of the strategy in use.
         settle: steps of an arm's first block that do not count.
@@ -199,7 +199,9 @@ class Race:
         first, best = self.arms[0].name, self.best()
         others = [name for name in self.measured if name != first]
         if self._round == 0 and first in self._known and others:
-            best = min(others, key=lambda name: self.measured[name])
+            best, expected = min(others, key=lambda name: self.measured[name]), others[0]
+            if self.measured[expected] > self._drop * self.measured[best]:
+                return expected, best
             times = self.measured[best] / self.measured[first]
             return (first, best) if 1 - MUST_GAIN <= times <= self._drop else None
         gain = 1 - self.measured[best] / self.measured[first]

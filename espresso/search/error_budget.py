@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,21 +108,28 @@ class Sensitivity:
         """Whether anything is said of a compressor."""
         return spec in self.owed or spec.kept_as("") in self.owed
 
-    def kept_up(self, measured: Mapping[str, tuple[Choice, float]]) -> Sensitivity:
+    def kept_up(
+        self, measured: Mapping[str, tuple[Choice, float]], seen: AbstractSet[tuple[CompressorSpec, str]] = frozenset()
+    ) -> Sensitivity:
         """With what tensors were found to owe by their choices.
 
         What one compressor owes of a tensor tells of the others with error feedback: forecasts of a tensor are off
         alike, since they assume how much of a gradient the later ones have in common.
+
+        Args:
+            seen: compressor and tensor that were measured before: no forecasts, which a first measurement of another
+                compressor could put right.
         """
         found = {spec: dict(rows) for spec, rows in self.owed.items()}
         for tensor, (choice, owed) in measured.items():
             if not self.knows(choice.compressor) or not _feeds_back(choice.compressor):
                 continue
-            forecast = self.of(choice.compressor, tensor)
+            forecast, ours = self.of(choice.compressor, tensor), choice.compressor.kept_as("")
             # A sum that is compressed again owes as much again.
             now = owed / math.sqrt(max(choice.option.num_compressions, 1))
             for spec, rows in found.items():
-                if forecast > 0 and _feeds_back(spec) and (tensor in rows or EVERY in rows):
+                stays = (ours, tensor) not in seen and spec.kept_as("") != ours and (spec.kept_as(""), tensor) in seen
+                if forecast > 0 and _feeds_back(spec) and (tensor in rows or EVERY in rows) and not stays:
                     rows[tensor] = now / forecast * self.of(spec, tensor)
         return Sensitivity(found)
 
