@@ -1,4 +1,4 @@
-"""A dozen faults of ``python -m benchmarks.chaos``, and its judgement."""
+"""Some faults of ``python -m benchmarks.chaos``, and its judgement; a start's are in ``test_lifecycle.py``."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +19,9 @@ AT_ONCE = 4
 LOOPBACK = (
     ("killed", "two-way", "steady", 1),
     ("killed", "hierarchical", "save", 0),
-    ("killed", "plain", "start-up", 2),
     ("stopped for good", "all-gather", "steady", 2),
-    ("stopped for good", "plain", "start-up", 3),
     ("stopped a while", "automatic", "profile", 3),
     ("exception in the script", "automatic", "search", 0),
-    ("exception in backward", "plain", "warm-up", 1),
     ("memory limit", "two-way", "switch", 3),
     ("garbage on every port", "all-gather", "steady", 0),
     ("full disk", "plain", "start-up", 0),

@@ -717,7 +717,7 @@ class Lying:
         CudaCodec.encode = self.encode  # type: ignore[method-assign]
 
 
-def run_guarded(rank: int, where: str, settings: dict[str, Any]) -> dict[str, Any]:
+def run_guarded(rank: int, where: str, compressor: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Sound steps, then one rank lies. Gradients are views of the buckets, and zeroed in place after each step."""
     import espresso.live.session
 
@@ -728,7 +728,7 @@ def run_guarded(rank: int, where: str, settings: dict[str, Any]) -> dict[str, An
     ddp = wrap(mlp(64, 128, 128, 8).to(place), gradient_as_bucket_view=True)
     lies_from, seen = 100, {}
     with (
-        registered(ddp, OPTIONS[0], "efsignsgd", ranks_per_node=1, adapt=True, **settings) as state,
+        registered(ddp, OPTIONS[0], compressor, ranks_per_node=1, adapt=True, **settings) as state,
         Lying() as lying,
     ):
         for step in range(2 * lies_from):
@@ -744,12 +744,20 @@ def run_guarded(rank: int, where: str, settings: dict[str, Any]) -> dict[str, An
         return seen | {"history": state.history, "agreed": agreed(ddp), "took": step - lies_from}
 
 
-@pytest.mark.parametrize("settings", [{}, {"residual_dtype": "bf16"}, {"transactional": False}], ids=str)
+@pytest.mark.parametrize(
+    ("compressor", "settings"),
+    [
+        ("efsignsgd", {}),
+        ("efsignsgd", {"residual_dtype": "bf16"}),
+        ("efsignsgd:momentum=0.9", {"transactional": False}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("where", DEVICES)
-def test_averages_on_a_device_are_looked_at(where: str, settings: dict[str, Any]) -> None:
+def test_averages_on_a_device_are_looked_at(where: str, compressor: str, settings: dict[str, Any]) -> None:
     """They are gone by the time that the step is judged; an encoder that lies is noticed nonetheless."""
     build_for(where)
-    for outcome in run_ranks(run_guarded, 2, where, settings, deadline_s=200):
+    for outcome in run_ranks(run_guarded, 2, where, compressor, settings, deadline_s=200):
         found = outcome.value
         assert [row["event"] for row in found["sound"] if row["event"] != "changed"] == ["decided"]
         for group in ("0", "2", "4"):
