@@ -405,6 +405,23 @@ def test_steps_in_which_ranks_ran_unlike_things_say_nothing() -> None:
         assert diagnose(run.flights).clean
 
 
+def test_a_job_that_has_just_gone_on_to_something_else_is_told_by_what_it_ran_before() -> None:
+    flights, others = World().flights(), World(compressed=True).flights()
+    before = diagnose(flights)
+    changed = [
+        replace(
+            flight,
+            stretches=(*flight.stretches, *other.stretches),
+            steps=(*flight.steps[:-1], replace(flight.steps[-1], stretch=1)),
+        )
+        for flight, other in zip(flights, others, strict=True)
+    ]
+    run = Run(changed)
+    assert run.stretch == flights[0].stretches[0]
+    assert run.turns[-1].number == flights[0].steps[-2].number
+    assert diagnose(changed).clean == before.clean
+
+
 # -- the command -----------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,7 @@ class Run:
 
     Attributes:
         clocks: by rank.
-        stretch: what the newest steps ran; turns are those in which every rank ran it.
+        stretch: what the newest steps ran of which there are turns: those in which every rank ran it.
         turns: oldest first.
 
     Raises:
@@ -118,18 +118,25 @@ class Run:
         self._steps = [{step.number: step for step in flight.steps} for flight in self.flights]
         if any(newest not in steps for steps in self._steps):
             raise FlightError("the ranks recorded different steps; were these files written at the same time?")
-        self.stretch: Stretch = first.of(self._steps[0][newest])
-        wanted = self._steps[0][newest].stretch
+        wanted = dict.fromkeys(step.stretch for number, step in self._steps[0].items() if number <= newest)
+        for place in reversed(wanted):
+            self.stretch: Stretch = first.stretches[place]
+            self.turns = self._turns_of(place, newest)
+            if self.turns:
+                break
+        else:
+            raise FlightError("too few steps were recorded by all ranks to say anything; train a dozen or more")
+        self._numbers = [turn.number for turn in self.turns]
+
+    def _turns_of(self, wanted: int, newest: int) -> tuple[Turn, ...]:
+        """The turns of our stretch, which has this place in the first flight."""
         numbers = [n for n, step in self._steps[0].items() if step.stretch == wanted and n <= newest]
         numbers = [n for n in numbers if all(n in steps and steps[n].finite for steps in self._steps)]
         alike = [{i for i, each in enumerate(flight.stretches) if each == self.stretch} for flight in self.flights]
         ranks = list(zip(self._steps, alike, strict=True))
         numbers = [n for n in numbers if all(steps[n].stretch in places for steps, places in ranks)]
         numbers = numbers[min(WARM_STEPS, len(numbers) // 4) :]
-        self.turns = tuple(self._turn(a, b) for a, b in pairwise(numbers[-MOST_TURNS:]) if b == a + 1)
-        if not self.turns:
-            raise FlightError("too few steps were recorded by all ranks to say anything; train a dozen or more")
-        self._numbers = [turn.number for turn in self.turns]
+        return tuple(self._turn(a, b) for a, b in pairwise(numbers[-MOST_TURNS:]) if b == a + 1)
 
     @property
     def num_ranks(self) -> int:
