@@ -547,11 +547,12 @@ def main(
     if work_arm:
         work(work_arm, widths, schedule, folder, decide_by)
         return
-    single = QUIETS if change == "none" else CHANGES
-    changes = list(single) if change in ("all", "none") else [name for name in change.split(",") if name]
+    is_quiet = change == "none"
+    single = QUIETS if is_quiet else CHANGES
+    changes = list(single) if is_quiet or change == "all" else [name for name in change.split(",") if name]
     unknown = [name for name in changes if name not in single]
     if unknown:
-        raise typer.BadParameter(f"no change is called {unknown[0]!r}; there are {', '.join(CHANGES)}")
+        raise typer.BadParameter(f"no change is called {unknown[0]!r}; there are all, none, {', '.join(CHANGES)}")
     try:
         parse_schedule(schedule)
     except ValueError as error:
@@ -562,14 +563,17 @@ def main(
     if changes:
         bodies = {}
         for name in changes:
-            mine = (widths or single[name][0], single[name][1], base / name.replace(" ", "_").replace("/", "_"))
-            console.print(f"[bold]{name}[/]: {mine[1]}")
-            names = (arms or ("adapt" if change == "none" else "adapt,fresh")).split(",")
-            bodies[name] = compare(names, *mine, decide_by if change == "none" else 0, console)
+            its_widths, its_schedule = single[name]
+            console.print(f"[bold]{name}[/]: {its_schedule}")
+            names = (arms or ("adapt" if is_quiet else "adapt,fresh")).split(",")
+            logs = base / name.replace(" ", "_").replace("/", "_")
+            bodies[name] = compare(
+                names, widths or its_widths, its_schedule, logs, decide_by if is_quiet else 0, console
+            )
             del bodies[name]["step_s"]
         rows = [{"change": name} | row for name, body in bodies.items() for row in body["rows"]]
         kept = {name: {key: body[key] for key in ("bars", "of_fresh", "events")} for name, body in bodies.items()}
-        own = "weather_quiet.json" if change == "none" else "weather_changes.json"
+        own = "weather_quiet.json" if is_quiet else "weather_changes.json"
         json_path = json_path.with_name(own) if json_path.name == "weather.json" else json_path
         results.write(json_path, results.record(cores, 0, rows) | {"changes": kept})
         missed = [name for name, body in bodies.items() if any(v > LIMITS[k] for k, v in body["bars"].items())]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,11 +26,13 @@ from torch.distributed.tensor import DTensor, Shard
 import espresso
 import espresso.fsdp
 from benchmarks.guard import lying, zeroed
+from espresso.comm.execute.assignment import Record
 from espresso.fsdp import private
 from espresso.fsdp.layout import sum_and_divide
 from espresso.live import online_search
 from espresso.live.candidates import Candidate
 from espresso.live.change import Cause, Change, Finding
+from espresso.live.guard import Guard
 from espresso.live.planner import AutoPlanner
 from espresso.live.state import EspressoState
 from espresso.live.watch import Vitals, Watch
@@ -532,10 +535,21 @@ def decides_again(rank: int) -> list[tuple[int, str, str]]:
 
 
 def backs_off(rank: int) -> list[tuple[int, str, str, set[str]]]:
-    """One rank's encoder lies about a tensor of which another shard has nothing: all shards leave it exact."""
+    """One rank's encoder lies about a tensor of which another shard has nothing: all shards leave it exact.
+
+    In one shard a rank lacks what the guard looks at of another tensor, which says nothing then: shards keep in step.
+    """
     model = shard(Narrow())
     state = registered(model, adapt=True)
-    with lying(zeroed("row") if rank == 0 else lambda _, values: values):
+    end = Guard.end
+
+    def lacking(guard: Guard, record: Record) -> bool:
+        if rank == 3 and guard._check is not None:
+            del guard._check.buffers["other"]
+        return end(guard, record)
+
+    lies = lying(zeroed("row") if rank == 0 else lambda _, values: values)
+    with lies, patch.object(Guard, "end", lacking):
         for step in range(100):
             rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
             model(rows).backward()
@@ -545,6 +559,8 @@ def backs_off(rank: int) -> list[tuple[int, str, str, set[str]]]:
     assert state.strategy is not None
     exact = {name for name, choice in state.strategy.known.items() if choice == PLAIN}
     told = [(row["step"], row["event"], row["reason"], exact) for row in state.history if row["event"] != "changed"]
+    assert state.session.guard is not None
+    assert ("other" in state.session.guard.figures) is (rank % 2 == 0)
     state.close()
     return told
 
