@@ -34,7 +34,7 @@ def under_mpirun(workers: int, servers: int, engines: int, script: list[str], de
     """Run a module of the benchmarks behind the launcher; what it wrote as JSON."""
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if mpirun is None:
-        raise typer.BadParameter("mpirun is not installed: pip install 'espresso-ddp[mpi]'")
+        raise typer.BadParameter("mpirun is not installed: pip install '.[mpi]'")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         argv = [

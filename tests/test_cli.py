@@ -450,7 +450,7 @@ def test_outputs_are_checked_before_the_work(
     refused(espresso("simulate", *both, "--plot", tmp_path / "p.bmp"), ".png", status=2)
     with monkeypatch.context() as without:
         without.setattr("espresso.commands._common.find_spec", lambda name: None)
-        refused(espresso("simulate", *both, "--plot", tmp_path / "p.png"), "espresso-ddp[plot]")
+        refused(espresso("simulate", *both, "--plot", tmp_path / "p.png"), "pip install matplotlib")
     # Root may write everywhere, so a folder without permission has to be pretended.
     monkeypatch.setattr(_common.os, "access", lambda path, _: path != tmp_path)
     refused(espresso(*argv, tmp_path / "s.json"), "no permission")

@@ -1,6 +1,6 @@
 """The frameworks themselves on two ranks: they train, save, and go on as if nothing had happened.
 
-Each is skipped where its package is missing: ``pip install 'espresso-ddp[frameworks]'``.
+Each is skipped where its package is missing: ``pip install '.[frameworks]'``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import gc
 import itertools
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,41 +23,49 @@ from espresso.strategies import Scope
 from tests.workers import run_ranks
 
 
-def counted(rank: int) -> tuple[int, int, int, float]:
-    """Beats heard in half a second of rest; sent while there is progress; after the other rank's stopped; a sum."""
+def comes_true(said: Callable[[], bool]) -> bool:
+    """Whether it does in ten seconds."""
+    until = time.monotonic() + 10.0
+    while not said() and time.monotonic() < until:
+        time.sleep(0.02)
+    return said()
+
+
+def is_silent(line: upkeep.Line) -> bool:
+    """Whether no beat is sent for a third of a second."""
+    before = line.sent
+    time.sleep(0.3)
+    return line.sent == before
+
+
+def counted(rank: int) -> tuple[bool, bool, bool, bool, float]:
+    """Whether bursts are looked after, beats heard in rest, none sent while there is progress, and none after the other
+    rank's stopped; a sum."""
     upkeep.EVERY_S, groups.is_far = 0.02, lambda: True  # type: ignore[attr-defined]
     made = groups.Groups(timeout_s=20)
     assert made._upkeep is not None
     (line,) = made._upkeep.lines
-    time.sleep(0.5)
+    hears = comes_true(lambda: line.heard > 2 * upkeep.MOST_UNHEARD)
     made.barrier()
-    heard, steps = line.heard, itertools.count()
+    steps = itertools.count()
     made.alarm.report = lambda: Progress(next(steps))
-    time.sleep(0.1)
-    before = line.sent
-    time.sleep(0.3)
-    while_busy = line.sent - before
+    rests_when_busy = comes_true(lambda: is_silent(line))
     made.alarm.report = Progress
     made.barrier()
     if rank:
         made._upkeep.stop()
-    time.sleep(0.4)
-    before = line.sent
-    time.sleep(0.3)
+    stops_unheard = comes_true(lambda: is_silent(line))
     mine, theirs = torch.full((1000,), float(rank + 1)), torch.zeros(1000)
     member = made.scopes[Scope.FLAT].connection(0)
     collectives.allgather(mine, [theirs] * 2, member)()
-    after_stop = line.sent - before
+    spreads = bool(made._upkeep._ends)
     made.close()
-    return heard, while_busy, after_stop, float((mine + theirs).mean())
+    return spreads, hears, rests_when_busy, stops_unheard, float((mine + theirs).mean())
 
 
 def test_beats_go_on_in_pauses_and_only_to_ranks_that_are_heard() -> None:
     for outcome in run_ranks(counted, 2):
-        heard, while_busy, after_stop, mean = outcome.value
-        assert heard > 2 * upkeep.MOST_UNHEARD
-        assert while_busy == after_stop == 0
-        assert mean == 3.0
+        assert outcome.value == (True, True, True, True, 3.0)
 
 
 def under_comparison(rank: int) -> bool:
@@ -95,25 +103,16 @@ def test_a_state_that_is_dropped_leaves_no_thread_behind() -> None:
     assert [outcome.value for outcome in run_ranks(left_behind, 2)] == [False, False]
 
 
-def looked_at(rank: int) -> list[float]:
-    """When a far job looks whether bursts are lost."""
-    looks = list[float]()
-
-    def look(ends: Mapping[str, Collection[int]]) -> int:
-        assert ends
-        looks.append(time.monotonic())
-        return 0
-
-    upkeep.EVERY_S, upkeep.spread_bursts, groups.is_far = 0.2, look, lambda: True  # type: ignore[attr-defined]
-    with espresso.register(DistributedDataParallel(nn.Linear(4, 4)), timeout_s=20):
-        time.sleep(5 * upkeep.EVERY_S)
-    return looks
-
-
-def test_a_job_looks_at_its_connections_again_after_twice_as_long() -> None:
-    for outcome in run_ranks(looked_at, 2):
-        first, second, third = outcome.value[:3]
-        assert third - second > 1.4 * (second - first) > 0
+def test_a_job_looks_at_its_connections_again_after_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, looks = list[None](), list[int]()
+    monkeypatch.setattr(upkeep, "EVERY_S", 0.001)
+    monkeypatch.setattr(upkeep, "spread_bursts", lambda ends: looks.append(len(turns) - 1))
+    beside = upkeep.Upkeep([], {}, lambda: turns.append(None))
+    try:
+        assert comes_true(lambda: len(looks) > 3)
+    finally:
+        beside.stop()
+    assert looks[:4] == [1, 2, 4, 8]
 
 
 def told(store: dist.TCPStore, rank: int) -> tuple[list[int], int, int]:

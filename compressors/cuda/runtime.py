@@ -250,6 +250,6 @@ def _import_cupy() -> Any:
     except ImportError as error:
         raise CudaUnavailableError(
             "the GPU compressors need CuPy, which cannot be imported"
-            f" ({error}): pip install 'espresso-ddp[cuda]', or cupy-cuda12x for CUDA 12"
+            f" ({error}): pip install cupy-cuda13x, or cupy-cuda12x for CUDA 12"
         ) from error
     return cupy

@@ -307,4 +307,4 @@ def check_output(path: Path | None, *endings: str) -> None:
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise UserError(f"{path}: no permission to write there")
     if path.suffix.lower() in IMAGE_FORMATS and find_spec("matplotlib") is None:
-        raise UserError(f"{path}: pictures need Matplotlib: python -m pip install 'espresso-ddp[plot]'")
+        raise UserError(f"{path}: pictures need Matplotlib: python -m pip install matplotlib")

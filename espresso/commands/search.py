@@ -43,7 +43,7 @@ def search(
     ] = None,
     error_budget: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Gradients that a strategy may owe (docs/search.md).", show_default=False),
+        typer.Option(min=0.0, help="Gradients that a strategy may owe (docs/how_it_decides.md).", show_default=False),
     ] = None,
     residual_budget_mb: Annotated[
         float | None,

@@ -36,7 +36,8 @@ class CLAN(LANS):
         strategy: another exchange than the two-way one: ``"auto"``, a file, a strategy or a function that makes one.
         raw_below_bytes: smaller tensors are not compressed.
         scale_residuals: multiply residuals by the ratio of learning rates; see :func:`espresso.optim.scale_residuals`.
-        exchange: a state that :func:`espresso.register` returned for this model; instead of the four before.
+        exchange: a state that :func:`espresso.register` returned for this model: compressor and raw_below_bytes are of
+            no account then, and strategy or settings are an error.
         **settings: as for :func:`espresso.register` (``timeout_s``, ``grad_scaler``, ``ranks_per_node``, …).
 
     Raises:

@@ -4,7 +4,8 @@ Both add up over tensors, so that the search and its bound can put a price on th
 
 - error: a strategy owes ``sqrt(sum over tensors of share x compressions x owed²)`` gradients, ``share`` being a
   tensor's part of the model's elements and ``owed`` how many of its gradients a compressor keeps back
-  (:mod:`espresso.search.error_budget`). Raw tensors owe nothing; a sum that is compressed again owes twice.
+  (:mod:`espresso.search.error_budget`). Raw tensors owe nothing; of a sum that is compressed again
+  the square counts twice.
 - memory: the bytes of all residuals of a rank, of rooted steps the root's: elements kept at every site of an option,
   times what an element takes. Within a budget of memory every compressor is a choice with its residual kept in fewer
   bits as well (:func:`narrower`): that owes as much, loses what the rounding loses
