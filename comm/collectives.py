@@ -127,7 +127,7 @@ def _is_staged(tensor: torch.Tensor, member: Member) -> bool:
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

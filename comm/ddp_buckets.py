@@ -13,8 +13,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from espresso.comm.module_hooks import StaysBehind
 
 logger = logging.getLogger("espresso")
 
@@ -23,7 +26,7 @@ _MIB = 1 << 20
 
 
 class BucketLayout:
-    """Lays a model's buckets anew before its next forward pass. All ranks alike.
+    """Lays a model's buckets anew before its next forward pass that trains. All ranks alike.
 
     Args:
         ddp: holds no reference to it.
@@ -33,6 +36,7 @@ class BucketLayout:
     def __init__(self, ddp: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
         self._ddp, self._state, self._hook = weakref.ref(ddp), weakref.ref(state), hook
         self._cap: float | None = None
+        self._before_forward: Any = None
 
     def __call__(self, bucket_cap_mb: float) -> bool:
         """Whether the buckets will be laid so (MiB); not where a user gave a size, or a feature depends on them."""
@@ -41,15 +45,19 @@ class BucketLayout:
         if ddp is None or bucket_cap_mb == self._cap or not is_ours or _why_not(ddp):
             return False
         self._cap = bucket_cap_mb
-        handles: list[Any] = []
-
-        def before_forward(module: Any, args: Any) -> None:
-            handles.pop().remove()
-            if self._state() is not None and bucket_cap_mb == self._cap:  # not one that another was asked for since
-                lay_anew(module, bucket_cap_mb, self._state(), self._hook)
-
-        handles.append(ddp.register_forward_pre_hook(before_forward, prepend=True))
+        if self._before_forward is None:
+            self._before_forward = ddp.register_forward_pre_hook(StaysBehind(self._lay), prepend=True)
         return True
+
+    def _lay(self, module: Any, _args: Any) -> None:
+        # A reducer made under inference_mode could not be written to; an evaluation leaves it to the step that follows.
+        if not torch.is_grad_enabled():
+            return
+        self._before_forward.remove()
+        self._before_forward = None
+        state = self._state()
+        if state is not None and self._cap is not None:
+            lay_anew(module, self._cap, state, self._hook)
 
 
 def _why_not(ddp: Any) -> str:

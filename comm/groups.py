@@ -179,9 +179,9 @@ class Groups:
         mine = torch.from_numpy(PLAIN.pack(value))
         group = self._control_group()
         with self.explained("the ranks' messages to each other"):
-            sizes = gathered(torch.tensor([mine.numel()]), self.num_ranks, group)
+            sizes = gathered(torch.tensor([mine.numel()], device="cpu"), self.num_ranks, group)
             largest = max(map(_checked_size, sizes))
-            padded = torch.zeros(largest, dtype=torch.uint8)
+            padded = torch.zeros(largest, dtype=torch.uint8, device="cpu")
             padded[: mine.numel()] = mine
             rows = gathered(padded, self.num_ranks, group)
         return [PLAIN.unpack(row[: int(size)].numpy()) for row, size in zip(rows, sizes, strict=True)]
@@ -197,7 +197,7 @@ class Groups:
 
     def all_true(self, value: bool) -> bool:
         """Whether it is true on every rank."""
-        flag = torch.tensor([int(value)])
+        flag = torch.tensor([int(value)], device="cpu")
         with self.explained("the ranks' messages to each other"):
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._control_group())
         return bool(flag.item())
@@ -206,11 +206,11 @@ class Groups:
         """Rank 0's ``value`` on every rank."""
         group, source = self._control_group(), self._ranks[0]
         message = torch.from_numpy(PLAIN.pack(value if self.rank == 0 else None))
-        size = torch.tensor([message.numel()])
+        size = torch.tensor([message.numel()], device="cpu")
         with self.explained(f"rank {source}'s message to the others"):
             dist.broadcast(size, src=source, group=group)
             if self.rank:
-                message = torch.empty(_checked_size(size), dtype=torch.uint8)
+                message = torch.empty(_checked_size(size), dtype=torch.uint8, device="cpu")
             dist.broadcast(message, src=source, group=group)
         return PLAIN.unpack(message.numpy())
 

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.errors import EspressoError, UnsupportedModelError
+from espresso.comm.module_hooks import StaysBehind
 from espresso.strategies import Bucket
 
 
@@ -69,11 +71,22 @@ class Front:
     """
 
     def __init__(self, module: torch.nn.Module, names: Mapping[int, str]) -> None:
-        self._module = weakref.ref(module)
         self._names = names
         self._known: dict[int, tuple[tuple[int, ...], Bucket]] = {}
-        self._skips = bool(getattr(module, "skip_all_reduce_unused_params", False))
         self._count, self._latest = 0, -1
+        self._learn(module)
+        if not isinstance(module, DistributedDataParallel):  # whose flags count
+            self._handle = module.register_forward_pre_hook(StaysBehind(self._forward))
+
+    def _learn(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._skips = bool(getattr(module, "skip_all_reduce_unused_params", False))
+
+    def _forward(self, module: torch.nn.Module, _args: object) -> None:
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None and wrapper.module is module:
+            self._learn(wrapper)
+            self._handle.remove()
 
     @staticmethod
     def check(bucket: GradBucket) -> None:

@@ -64,7 +64,9 @@ def break_off(group: Any, index: int, size: int) -> None:
     """
     for step in range(1, size):
         try:
-            group.recv([torch.empty(1)], (index + step) % size, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, device="cpu")], (index + step) % size, _UNUSED_TAG).wait(
+                timedelta(milliseconds=1)
+            )
         except Exception as error:  # a connection that is closed already says so, and leaves the others open
             if "Timed out" in str(error):
                 return

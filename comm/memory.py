@@ -69,14 +69,14 @@ class HostMemory:
 
     def numbers(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for numbers, not initialised."""
-        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
         """A zero array of uint8, float32 or float64."""
         if not self._pinned:
             return np.zeros(shape, dtype)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
-        return torch.zeros(shape, dtype=kind, pin_memory=True).numpy()
+        return torch.zeros(shape, dtype=kind, device="cpu", pin_memory=True).numpy()
 
     def tensor(self, array: Array) -> torch.Tensor:
         """The array as a tensor."""

@@ -153,7 +153,9 @@ class Messages:
                 dtype = _TORCH_DTYPES[name]
                 flat = buffers.shaped(shape, dtype.itemsize)
                 return (
-                    torch.from_numpy(flat).view(dtype).reshape(shape) if flat.size else torch.empty(shape, dtype=dtype)
+                    torch.from_numpy(flat).view(dtype).reshape(shape)
+                    if flat.size
+                    else torch.empty(shape, dtype=dtype, device="cpu")
                 )
             case ["record", str(name), *items] if name in self._records:
                 return self._record(self._records[name], [self._value(item, buffers) for item in items])

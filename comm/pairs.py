@@ -15,7 +15,7 @@ MUCH, MUCH_S = (1 << 18, 1 << 20, 1 << 20), 0.1
 
 def round_trips(groups: Groups, clock: Callable[[], float], count: int = 8) -> list[tuple[float, float, float]]:
     """Ask rank 0 for the time: (sent, its answer, back) by every rank's ``clock``. Collective; none on rank 0."""
-    group, now, trips = groups.for_pairs(), torch.zeros(1, dtype=torch.float64), []
+    group, now, trips = groups.for_pairs(), torch.zeros(1, dtype=torch.float64, device="cpu"), []
     with groups.explained(f"the ranks' look at rank {groups.ranks[0]}'s clock"):
         if groups.rank:
             for _ in range(count):
@@ -59,22 +59,22 @@ def _turn(node: int, nodes: int) -> int:
 
 def _send_much(groups: Groups, peer: int, clock: Callable[[], float]) -> float:
     """The best of some sends; every one says how many bytes come, and the last that none do."""
-    group, answer, started = groups.for_pairs(), torch.zeros(1), time.perf_counter()
+    group, answer, started = groups.for_pairs(), torch.zeros(1, device="cpu"), time.perf_counter()
     rates: list[float] = []
     for num_bytes in MUCH:
         if rates and time.perf_counter() - started > MUCH_S:
             break
         begin = clock()
-        group.send([torch.tensor([num_bytes])], peer, 0).wait()
-        group.send([torch.zeros(num_bytes, dtype=torch.uint8)], peer, 0).wait()
+        group.send([torch.tensor([num_bytes], device="cpu")], peer, 0).wait()
+        group.send([torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")], peer, 0).wait()
         group.recv([answer], peer, 0).wait()
         rates.append(num_bytes / (clock() - begin))
-    group.send([torch.tensor([0])], peer, 0).wait()
+    group.send([torch.tensor([0], device="cpu")], peer, 0).wait()
     return max(rates[1:] or rates)  # (what a card lets through in a burst after a rest is gone by then)
 
 
 def _receive_much(groups: Groups, peer: int) -> None:
-    group, answer, num_bytes = groups.for_pairs(), torch.zeros(1), torch.tensor([0])
+    group, answer, num_bytes = groups.for_pairs(), torch.zeros(1, device="cpu"), torch.tensor([0], device="cpu")
     while group.recv([num_bytes], peer, 0).wait() and int(num_bytes):
-        group.recv([torch.zeros(int(num_bytes), dtype=torch.uint8)], peer, 0).wait()
+        group.recv([torch.zeros(int(num_bytes), dtype=torch.uint8, device="cpu")], peer, 0).wait()
         group.send([answer], peer, 0).wait()

@@ -1,6 +1,7 @@
 """DDP's buckets, laid anew in a running job: real DDP, on two ranks."""
 
 import copy
+import io
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +99,37 @@ def asked_twice(rank: int) -> int:
         return int(ddp.bucket_bytes_cap)
 
 
+def looked_at_first(rank: int) -> tuple[list[int], bool]:
+    """Between the wish and the next step: a copy of the model, a saved one, an evaluation of each."""
+    ddp = DistributedDataParallel(mlp(*WIDE))
+    counts = []
+    with registered(ddp) as state:
+        for step in range(6):
+            if step == 3:
+                assert BucketLayout(ddp, state, espresso_hook)(1.0)
+                copied = copy.deepcopy(ddp)
+                with torch.inference_mode():
+                    same = torch.equal(ddp(batch(rank, 0, 300)), copied(batch(rank, 0, 300)))
+                copied(batch(rank, step, 300)).square().mean().backward()
+                assert torch.equal(loaded(saved(ddp)).module[0].weight, ddp.module[0].weight)
+            ddp.zero_grad()
+            ddp(batch(rank, step, 300)).square().mean().backward()
+            sgd(ddp)
+            counts.append(len(state.session.observer.last.buckets))
+        state.check_replicas()
+    return counts, same
+
+
+def saved(model: nn.Module) -> io.BytesIO:
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return file
+
+
+def loaded(file: io.BytesIO) -> Any:
+    return torch.load(file, weights_only=False)
+
+
 def by_itself(rank: int) -> tuple[int, int, bool]:
     """Automatic mode, told by its search that smaller buckets are better."""
     ddp = DistributedDataParallel(mlp(*WIDE))
@@ -128,7 +160,7 @@ def by_itself(rank: int) -> tuple[int, int, bool]:
     return counts[2], counts[-1], job is not None and len(job.buckets) == counts[-1]
 
 
-SCENARIOS = (laid_anew, refused, asked_twice, by_itself)
+SCENARIOS = (laid_anew, refused, asked_twice, looked_at_first, by_itself)
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +182,12 @@ def test_a_size_that_was_given_and_a_static_graph_stay(played):
 
 def test_of_two_sizes_the_later_one_counts(played):
     assert played(asked_twice) == [1 << 20] * 2
+
+
+def test_copies_and_evaluations_in_between_change_nothing(played):
+    for counts, same in played(looked_at_first):
+        assert same
+        assert counts[-1] > counts[2]
 
 
 def test_automatic_mode_decides_for_the_new_buckets(played):

@@ -12,6 +12,8 @@ from torch import nn
 
 from benchmarks.guard import Lie, Stale, halved, lying, zeroed
 from espresso.compressors.schedule import Schedule
+from espresso.cpu_offload.codec import DecodeCall
+from espresso.cpu_offload.signs import HostSigns
 from espresso.live.guard import _WIDTH, EVERY, MOST_TENSORS, OWED_CHECKS, SIZE, _figures, _why_out, group_names
 from espresso.live.patience import Patience
 from espresso.live.sounding import Soundings
@@ -74,6 +76,29 @@ def zero_a_tensor(rank: int) -> dict[str, Any]:
 
 def halve_on_one_rank(rank: int) -> dict[str, Any]:
     return train(rank, halved if rank == 3 else lambda _, values: values, NOTICED_WITHIN, HIERARCHICAL, "efsignsgd")
+
+
+def halve_what_one_rank_decodes(rank: int) -> list[dict[str, Any]]:
+    """Two ranks' averages differ then, and all of them have to find that, or they would part company."""
+    ddp = wrap(mlp(*WIDTHS), bucket_cap_mb=0.03)
+    with registered(ddp, ALLGATHER, "efsignsgd", ranks_per_node=2, adapt=True) as state:
+
+        def step(number: int) -> None:
+            ddp.zero_grad()
+            ddp(batch(rank, number % 8, WIDTHS[0], rows=8)).square().mean().backward()
+
+        for number in range(SABOTAGED_AT):
+            step(number)
+        decodes = HostSigns.decode_bodies
+
+        def halves(codec: HostSigns, call: DecodeCall) -> None:
+            decodes(codec, call)
+            np.multiply(call.target, 0.5, out=call.target)
+
+        with patch.object(HostSigns, "decode_bodies", halves if rank == 3 else decodes):
+            for number in range(SABOTAGED_AT, SABOTAGED_AT + NOTICED_WITHIN):
+                step(number)
+        return told(state)
 
 
 def zero_a_tensor_with_momentum(rank: int) -> dict[str, Any]:
@@ -199,7 +224,7 @@ def answers_later(rank: int) -> int:
 def played() -> Played:
     scenarios = (
         apart, learnt, uneven, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many, some_are_done,
-        answers_later, zero_a_tensor_with_momentum,
+        answers_later, zero_a_tensor_with_momentum, halve_what_one_rank_decodes,
     )  # fmt: skip
     return Played(__name__, scenarios, 4, deadline_s=180)
 
@@ -268,6 +293,14 @@ def test_a_lie_is_noticed_and_its_tensors_go_exact(played, scenario):
             assert {name for name, choice in strategy.choices.items() if choice == PLAIN} == {"2.weight", "2.bias"}
 
 
+def test_a_decoder_that_lies_on_one_rank_is_noticed_by_all(played):
+    first, *others = [
+        [(row["step"], row["reason"]) for row in history[1:]] for history in played(halve_what_one_rank_decodes)
+    ]
+    assert "ranks have unlike averages" in first[0][1]
+    assert others == [first] * 3
+
+
 @pytest.mark.parametrize(
     ("spec", "storage", "lost", "part", "kept", "says"),
     [
@@ -288,7 +321,7 @@ def test_a_lie_is_noticed_and_its_tensors_go_exact(played, scenario):
 )
 def test_what_is_out_of_its_band(spec, storage, lost, part, kept, says):
     """By squares, of a gradient of norm 1."""
-    reason = _why_out((lost**2, 1.0, 1.0, 1.0, kept**2, part, 0.0), CompressorSpec.parse(spec), storage)
+    reason = _why_out((lost**2, 1.0, 1.0, 1.0, kept**2, part, 0.0, 0.0), CompressorSpec.parse(spec), storage)
     assert reason.startswith(says)
     assert bool(reason) is bool(says)
 
@@ -296,9 +329,11 @@ def test_what_is_out_of_its_band(spec, storage, lost, part, kept, says):
 def test_what_rounding_takes_of_a_large_average_is_not_lost():
     """A spike was put off, and goes out beside gradients that are small again."""
     row, sent = np.zeros(_WIDTH), np.full(SIZE, 1000.0)
-    row[:SIZE], row[SIZE : 2 * SIZE], row[3 * SIZE :] = 1.0, 999.0, (SIZE, 0.0)
+    sent *= 1 + 2.0**-9
+    row[:SIZE], row[SIZE : 2 * SIZE], row[3 * SIZE : 4 * SIZE] = 1.0, 999.0, sent
+    row[4 * SIZE :] = np.square(sent).sum(), SIZE, 0.0
     for eps, is_out in ((torch.finfo(torch.bfloat16).eps, False), (torch.finfo(torch.float32).eps, True)):
-        figures = _figures(row, sent * (1 + 2.0**-9), eps)
+        figures = _figures(row, 1, eps)
         assert bool(_why_out(figures, CompressorSpec.parse("topk"), "float32")) is is_out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import threading
 import warnings
@@ -138,6 +139,21 @@ def test_where_the_first_bucket_is_skipped_another_one_is_the_first(played):
             [True] + [False] * (len(step) - 1) for step in steps
         ]
         assert {step[0][0] > 0 for step in steps} == {False, True}
+
+
+def test_a_state_that_was_given_the_bare_model_learns_ddps_flags(played):
+    for late, early in played(bound_before_it_was_wrapped):
+        assert early == late
+        assert len(set(late)) == len(late)
+
+
+def test_what_is_owed_of_branches_that_come_later_waits_for_them(played):
+    for before, after in played(resumed_where_some_come_later):
+        assert before == after > 0
+
+
+def test_default_devices_and_types_are_the_scripts_own(played):
+    assert played(other_defaults) == [True] * 2
 
 
 def test_create_graph(played):
@@ -465,6 +481,71 @@ def skipped_buckets(rank: int) -> dict[str, list[str]]:
     return compare(Chosen(), step, len(turns), **SKIPS)
 
 
+def bound_before_it_was_wrapped(rank: int) -> list[list[str]]:
+    """A state that was given the bare model learns DDP's flags; of some turns no rank uses a branch."""
+    turns, found = ([0, 1, 2], [0, 1, 2], [0], [2], [0], [1, 2], [0, 1, 2]), []
+
+    def step(ddp: DistributedDataParallel, number: int) -> None:
+        ddp(batch(rank, number, 20), turns[number]).square().mean().backward()
+
+    for is_early in (False, True):
+        model = Chosen()
+        strategy = strategy_for(model, Cluster(2, 1), SHARDED, "efsignsgd")
+        state = EspressoState("efsignsgd", strategy, ranks_per_node=1, timeout_s=15.0)
+        if is_early:
+            state.bind(model).start()
+        ddp = wrap(model, **SKIPS)
+        ddp.register_comm_hook(state if is_early else state.bind(ddp), espresso_hook)
+        found.append(run(ddp, step, len(turns)))
+        state.close()
+    return found
+
+
+def resumed_where_some_come_later(rank: int) -> tuple[float, float]:
+    """What was owed of branches that no step has used since the job was resumed; before, and after some steps."""
+
+    def owed(state: EspressoState, ddp: DistributedDataParallel) -> float:
+        kept = kept_on_all_ranks(state, ddp.module)
+        return math.fsum(float(values.abs().sum()) for name, values in kept.items() if name.startswith("branches.2"))
+
+    def step(ddp: DistributedDataParallel, number: int, used: list[int]) -> None:
+        ddp.zero_grad()
+        ddp(batch(rank, number, 20), used).square().mean().backward()
+
+    ddp = wrap(Chosen(), bucket_cap_mb=0.001, **SKIPS)
+    with registered(ddp, ALLGATHER, "topk:ratio=0.1") as state:
+        for number in range(4):
+            step(ddp, number, [0, 1, 2])
+        before, saved = owed(state, ddp), state.state_dict()
+    ddp = wrap(Chosen(), bucket_cap_mb=0.001, **SKIPS)
+    with registered(ddp, ALLGATHER, "topk:ratio=0.1") as state:
+        state.load_state_dict(saved)
+        for number in range(4, 8):
+            step(ddp, number, [0])
+        after = owed(state, ddp)
+        step(ddp, 8, [0, 1, 2])
+        return before, after
+
+
+def other_defaults(rank: int) -> bool:
+    """What the script makes its own tensors of, once the model is there."""
+    ddp, batches = wrap(mlp(20, 300, 30)), [batch(rank, number, 20) for number in range(40)]
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    brief = {"profile_steps": 3, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
+    try:
+        with registered(ddp, strategy="auto", compressor="efsignsgd", adapt=True, **brief) as state:
+            for inputs in batches:
+                ddp.zero_grad()
+                ddp(inputs).square().mean().backward()
+                sgd(ddp)
+            state.check_replicas()
+            return state.decided and len(state.metrics()) > 0
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
 def first_of_those_that_come(rank: int) -> tuple[list[list[tuple[int, bool]]], str]:
     """In every step DDP's number of each bucket that came, and whether it was said to be the first; at last whether a
     state that is unregistered closes where the first does not come.
@@ -749,6 +830,9 @@ SCENARIOS = (
     uneven,
     uneven_conservation,
     skipped_buckets,
+    bound_before_it_was_wrapped,
+    resumed_where_some_come_later,
+    other_defaults,
     first_of_those_that_come,
     create_graph,
     flushed,

@@ -196,7 +196,7 @@ class DevicePass:
         self._last: dict[Lane, Event] = {}
         self._of_work: dict[Work, Event] = {}
         self.end: Event = self._streams.record()
-        self._flags = torch.zeros(3, dtype=torch.int64)
+        self._flags = torch.zeros(3, dtype=torch.int64, device="cpu")
 
     def new_future(self) -> Future:
         return self._streams.new_future()

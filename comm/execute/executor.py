@@ -186,7 +186,7 @@ class Executor:
         if iteration is None or future is None:
             future = torch.futures.Future()
             if self.error is None:
-                future.set_result(torch.empty(0))
+                future.set_result(torch.empty(0, device="cpu"))
             else:
                 fail_open([future], self.error)
         elif not self.lanes.failed:

@@ -110,7 +110,7 @@ class Iteration:
         self.touch()
         self.last_seen = True
         future = self.futures[END] = self.run.new_future()
-        self.buffers[END] = torch.empty(0)
+        self.buffers[END] = torch.empty(0, device="cpu")
         self.run.prepared(END)
         return future
 

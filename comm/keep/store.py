@@ -206,7 +206,7 @@ class ResidualStore:
 
         Args:
             residuals: of the new plan, made by ``new_residual``.
-            numels: elements of every tensor, for the arrays that carry.
+            numels: elements of every tensor that was seen, for the arrays that carry; what was loaded of others waits.
             only: replace just the residuals that touch these tensors (one bucket of a changing structure).
         """
         replaced = [r for r in self.live if only is None or any(run.tensor in only for run in r.runs)]
@@ -230,8 +230,9 @@ class ResidualStore:
                 self._waiting.setdefault(address, []).extend(parts)
             raise
         self.live += begun
-        waiting = {t: self.carry.pop(t) for t in list(self.carry) if only is None or t in only}
-        for address, parts in self._claim(only).items():
+        ours = numels if only is None else only
+        waiting = {t: self.carry.pop(t) for t in list(self.carry) if t in ours}
+        for address, parts in self._claim(ours).items():
             pieces.setdefault(address, []).extend(parts)
         for tensor, values in waiting.items():
             pieces.setdefault((tensor, Site.LOCAL), []).append((0, values, 0))
@@ -313,9 +314,9 @@ class ResidualStore:
         live = {run.tensor for residual in self.live for run in residual.runs}
         self._place(self._claim(live), numels, self.live)
 
-    def _claim(self, tensors: Collection[str] | None) -> dict[Address, list[Piece]]:
-        """Take the loaded pieces of these tensors (of all, if None) out of waiting."""
-        claimed = {a: p for a, p in self._waiting.items() if tensors is None or a[0] in tensors}
+    def _claim(self, tensors: Collection[str]) -> dict[Address, list[Piece]]:
+        """Take the loaded pieces of these tensors out of waiting."""
+        claimed = {a: p for a, p in self._waiting.items() if a[0] in tensors}
         for address in claimed:
             del self._waiting[address]
         return claimed

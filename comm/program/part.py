@@ -81,7 +81,7 @@ class Home:
         self._in_place = self.dtype is native and (is_one_stretch or not contiguous)
         self._first = min((run.bucket_start for run in self.runs), default=0)
         self._last = max((run.bucket_start + run.numel for run in self.runs), default=0)
-        self.buffer = torch.empty(0, dtype=native)
+        self.buffer = torch.empty(0, dtype=native, device="cpu")
         self.tensor = self._memory.numbers(0 if self._in_place else partition.numel, self.dtype)
         self.array: Array = self._memory.array(self.tensor)
         self.round = Round(0)

@@ -180,7 +180,7 @@ class Config:
         decide_by: iterations after which automatic mode has decided. Until the race it trains on plain averages, the
             better for what is learnt first; 0 races as soon as the job is measured.
         adapt: watch the job, look at averages (the guard), and in automatic mode decide again when network, load or
-            batch change (``docs/how_it_decides.md``). False: none of it. A strategy that is given is watched, and stays.
+            batch change (``docs/how_it_decides.md``). False: none of it. A strategy that is given is watched too.
         steps_per_epoch: what compressors that warm up by epochs count with; None waits for ``state.set_epoch``.
         check_every: compare parameters between ranks every so many steps; 0 never.
         artifacts_dir: where strategy, job and flight records are written; None writes nothing. What cannot be

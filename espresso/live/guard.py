@@ -5,7 +5,7 @@ Within ``EVERY`` steps, for some runs of each compressed tensor (others each tim
     before the exchange   g = this rank's gradient,  e = what it keeps          sketches: 8 numbers each
                           (with momentum correction g is what that makes of the gradient and the velocity)
     after it              a = the average,           e' = what it keeps
-    two steps later       the sketches of all ranks are added up: 26 numbers a tensor travel, nobody waits for them
+    two steps later       the sketches of all ranks are added up: 35 numbers a tensor travel, nobody waits for them
 
 A *sketch* adds the runs up in 8 groups with random signs: it is linear, and its norm estimates theirs. Two
 figures of a tensor come from it:
@@ -15,6 +15,9 @@ figures of a tensor come from it:
 * ``lost``: what was neither sent nor kept, |N a - sum (g + e - e')| / |sum g|. Error feedback loses nothing, at any
   site, whatever the compressor: beyond rounding this is 0, so it needs no baseline, and a sound run raises no alarm.
   An encoder that zeroes, halves or repeats what it sends shows at once, on however few of the ranks.
+
+All are judged by sums over the ranks, so that all find the same. Where their averages of a tensor differ a decoder lies
+on one of them, and the tensor is out too.
 
 A tensor that is out in ``CONFIRMED`` of the checks one after another is named, with its group, and goes exact.
 
@@ -90,7 +93,7 @@ MOST_GROUPS = 16
 OWED_CHECKS = 8
 """The latest of a tensor that say what it owes: each looks at other runs."""
 
-_WIDTH = 3 * SIZE + 2
+_WIDTH = 4 * SIZE + 3
 
 
 def group_names(tensors: Sequence[str]) -> dict[str, str]:
@@ -177,7 +180,6 @@ class Guard:
         self._next = 1
         self._turn, self._apart = 0, EVERY
         self._check: _Check | None = None
-        self._averages: dict[str, Array] = {}
         self._summing: tuple[_Check, Gathering] | None = None
         self._out: dict[str, int] = {}
         self._owed: dict[str, tuple[Choice, deque[tuple[float, float]]]] = {}
@@ -246,18 +248,17 @@ class Guard:
             return False
         rows = np.zeros((len(check.where), _WIDTH))
         kept = self._store.kept(check.where, self._side.fetched)
-        self._averages = {}
         for row, name in zip(rows, check.where, strict=True):
             if name not in check.buffers:
-                row[:], self._averages[name] = math.nan, np.zeros(SIZE)
+                row[:] = math.nan
                 continue
             buffer, at = check.buffers[name]
             numbers = check.averages[name] if name in check.averages else buffer.index_select(0, at)
-            average = self._sketch(_host(numbers))[:SIZE]
-            self._averages[name] = average / check.scale * self._groups.num_ranks
+            average = self._sketch(_host(numbers))[:SIZE] / check.scale * self._groups.num_ranks
             given, after = self._sketch(self._given(check, name)), self._sketch(kept[name])
             row[:SIZE], row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE] = given[:SIZE], check.kept[name], after[:SIZE]
-            row[3 * SIZE :] = given[SIZE], after[SIZE]
+            row[3 * SIZE : 4 * SIZE] = average
+            row[4 * SIZE :] = _square(average), given[SIZE], after[SIZE]
         types = [check.given[name].dtype if name in check.given else torch.float32 for name in check.where]
         check.eps = np.array([torch.finfo(dtype).eps for dtype in types])
         check.given, check.buffers, check.averages = {}, {}, {}
@@ -288,8 +289,7 @@ class Guard:
             return []
         (check, summing), self._summing = self._summing, None
         rows = summing.rows()[0].numpy()
-        averages = np.array([self._averages[name] for name in check.choices]).reshape(-1, SIZE)
-        all_figures = _figures(rows, averages, check.eps).T.tolist()
+        all_figures = _figures(rows, self._groups.num_ranks, check.eps).T.tolist()
         found: dict[str, str] = {}
         of_group: dict[str, list[tuple[float, ...]]] = {}
         for (name, choice), row, figures in zip(check.choices.items(), rows, all_figures, strict=True):
@@ -385,21 +385,25 @@ def _square(sketches: Array) -> Array:
     return found
 
 
-def _figures(rows: Array, averages: Array, eps: Array) -> Array:
-    """float64[7, tensors]: squares, of what is seen of a tensor: lost, deviation, the exact sum, gradients, kept; the
-    part sent of the owed; and what rounding may lose: of the average in its type (``eps``), and of what is owed in
-    float32.
+def _figures(rows: Array, num_ranks: int, eps: Array) -> Array:
+    """float64[8, tensors]: squares, of what is seen of a tensor: lost, deviation, the exact sum, gradients, kept; the
+    part sent of the owed; what rounding may lose: of the average in its type (``eps``), and of what is owed in
+    float32; and by what square ranks' averages lie apart.
+
+    Args:
+        rows: of all ranks, added up.
     """
-    given, before, after = (rows[..., at : at + SIZE] for at in (0, SIZE, 2 * SIZE))
-    square, kept = rows[..., -2], rows[..., -1]
+    given, before, after, averages = (rows[..., at : at + SIZE] for at in range(0, 4 * SIZE, SIZE))
+    averages = averages / num_ranks
+    squares, square, kept = (rows[..., at] for at in (-3, -2, -1))
     owed = given + before
     sent, of_owed = _square(averages), _square(owed)
     exact = np.maximum(_square(given), 1e-300)
     part = np.where(square > 0, sent / np.maximum(of_owed, 1e-300), 1.0)
     rounding = eps * np.sqrt(sent) + FLOAT32_EPS * np.sqrt(of_owed)
-    return np.stack(
-        (_square(averages - (owed - after)), _square(averages - given), exact, square, kept, part, rounding)
-    )
+    lost, deviation = _square(averages - (owed - after)), _square(averages - given)
+    apart = np.maximum(squares / num_ranks - sent, 0.0)
+    return np.stack((lost, deviation, exact, square, kept, part, rounding, apart))
 
 
 def _is_seen(choice: Choice) -> bool:
@@ -426,7 +430,7 @@ def _owed(row: Array) -> float:
 
 def _why_out(figures: Sequence[float], compressor: CompressorSpec, storage: str) -> str:
     """What is wrong with a tensor; empty if nothing is."""
-    lost, _, exact, square, kept, part, rounding = figures
+    lost, _, exact, square, kept, part, rounding, apart = figures
     if not square:
         return ""
     traits = _traits(compressor)
@@ -435,6 +439,8 @@ def _why_out(figures: Sequence[float], compressor: CompressorSpec, storage: str)
         band = math.inf  # right on average: a step may lose a whole gradient
     # Beside the sketch's own size: gradients of the ranks may cancel in the sum.
     size = math.sqrt(max(exact, square))
+    if math.sqrt(apart) > BAND * size:
+        return f"ranks have unlike averages of it (off by {math.sqrt(apart) / size:.0%}); go on from a checkpoint"
     out = math.sqrt(lost) / size
     if out > band + ROUNDING[storage] * math.sqrt(kept / square) + rounding / size:
         return f"what was sent and kept is not what came in (off by {out:.0%} of the gradient)"

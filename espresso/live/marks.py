@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from espresso.comm.module_hooks import StaysBehind
 from espresso.live.recorder import Recorder, now_us
 from espresso.live.script import OurOptimizers
 
@@ -41,14 +42,14 @@ class ScriptMarks:
     ) -> None:
         self._recorder, self._ours, self._on_averaged = recorder, OurOptimizers(ours), on_averaged
         self._handles: list[Any] = [
-            module.register_forward_pre_hook(_Mark(self._enter)),
-            module.register_forward_hook(_Mark(self._forward_end)),
+            module.register_forward_pre_hook(StaysBehind(self._enter)),
+            module.register_forward_hook(StaysBehind(self._forward_end)),
             register_optimizer_step_pre_hook(self._optimizer),
             register_optimizer_step_post_hook(self._optimizer_end),
         ]
         if isinstance(module, DistributedDataParallel) and buffer_bytes(module):
             # Between the two DDP broadcasts the buffers.
-            self._handles.append(module.module.register_forward_pre_hook(_Mark(self._forward)))
+            self._handles.append(module.module.register_forward_pre_hook(StaysBehind(self._forward)))
 
     def detach(self) -> None:
         """Look no more."""
@@ -109,27 +110,6 @@ def facts_of(module: torch.nn.Module) -> dict[str, Any]:
         return {}
     cap: Any = module.bucket_bytes_cap
     return {"buffer_bytes": buffer_bytes(module), "bucket_cap_mb": cap / (1 << 20)}
-
-
-class _Mark:
-    """A hook that stays behind when its module is copied or saved."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_mark, ()
-
-
-def _nothing(*_: Any) -> None:
-    """Notes nothing."""
-
-
-def _no_mark() -> Callable[..., None]:
-    return _nothing
 
 
 def _first_with_gradient(output: object, depth: int = DEPTH) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -25,6 +25,8 @@ from espresso.live.beside import Computing
 from espresso.live.points import at_rate, rising, straight, usual
 from espresso.model.links import LinkCurve, Links, interpolate, on_busiest_link
 from espresso.strategies import Form, Routine, Scope
+
+HOST = torch.device("cpu")
 
 LINK_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of the whole array, in bytes, at which a routine is measured, until one takes ``SLOW_US``, or is at least half
@@ -221,7 +223,7 @@ class Place:
         here: brings an array of the host there.
     """
 
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = HOST
     settle: Callable[[], None] = lambda: None
     time_us: Callable[[Step], float] = _host_us
     here: Here = lambda array: array
@@ -242,8 +244,7 @@ def _time_routine(
 
     A slow one that takes more than ``most_us`` is timed again: something may have stalled.
     """
-    with place.device:
-        start = starter(member, routine, form, size, ring)
+    start = starter(member, routine, form, size, ring, place.device)
 
     def run() -> None:
         start()()
@@ -334,20 +335,22 @@ def _time_loop(
     return [max(us) for us in zip(*groups.all_objects(walls), strict=True)]
 
 
-def starter(member: Member, routine: Routine, form: Form, size: int, ring: bool) -> Callable[[], Rest]:
+def starter(
+    member: Member, routine: Routine, form: Form, size: int, ring: bool, device: torch.device = HOST
+) -> Callable[[], Rest]:
     """What begins an exchange of a tensor of ``size`` bytes, over and over in the same buffers."""
     peers = member.size
     each = max(size // peers // 8 * 8, 8)
     if routine is Routine.ALLREDUCE:
-        numbers = torch.zeros(size // 4)
+        numbers = torch.zeros(size // 4, dtype=torch.float32, device=device)
         return lambda: collectives.allreduce(numbers, member)
     if routine is Routine.REDUCE:
-        numbers = torch.zeros(size // 4)
+        numbers = torch.zeros(size // 4, dtype=torch.float32, device=device)
         return lambda: collectives.reduce(numbers, member, 0)
     if routine is Routine.BROADCAST:
-        numbers = torch.zeros(size // 4)
+        numbers = torch.zeros(size // 4, dtype=torch.float32, device=device)
         return lambda: collectives.broadcast(numbers, member, 0)
-    whole = torch.zeros(each * peers, dtype=torch.uint8)
+    whole = torch.zeros(each * peers, dtype=torch.uint8, device=device)
     parts = list(torch.split(whole, each))
     places = [torch.empty_like(part) for part in parts]
     mine = parts[member.index]

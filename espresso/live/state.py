@@ -135,6 +135,7 @@ class EspressoState(View):
         if isinstance(strategy, Strategy) and self._session is None:
             strategy.check_model(model.tensors, strategy.cluster)
         self._model = model
+        _LIVE.add(self)
         self._front = None if isinstance(module, BoundModel) else Front(module, model.names)
         if self._front is None:
             self._off = ""  # nobody else averages what another front hands over
@@ -160,8 +161,6 @@ class EspressoState(View):
                 " or call state.bind(model) before the first backward pass"
             )
         session = Session(self.config, self._given, self._model, self._process_group, self._scale, self._epoch)
-        if self._front is not None and self._front.drops_averages:
-            session.store.waits = session.runtime.place.is_host
         try:
             agree(session.groups, {"checkpoint": "none" if self._pending is None else "one to go on from"})
             if self._pending is not None:
@@ -201,6 +200,7 @@ class EspressoState(View):
         arrived = front.take(bucket, session.executor.end)
         if arrived.index == 0:
             self._scale.begin()
+            session.store.waits = front.drops_averages and session.runtime.place.is_host
         if self._before_exchange:
             scale = self._scale()
             for prepare in self._before_exchange:
@@ -373,10 +373,7 @@ class EspressoState(View):
         """Groups, threads and the model stay behind; settings, strategy and residuals travel."""
         gone = self._session is not None and self._closed and self._session.store.remote is not None  # with its servers
         saved = None if gone or (self._session is None and self._pending is None) else self.state_dict()
-        given, is_local = self._given, "<" in getattr(self._given.strategy, "__qualname__", "")
-        if is_local and self._session is not None:  # a function that has no name to find it by: what it made
-            given = self._session.given
-        return {"given": given, "config": self.config, "state": saved}
+        return self._settings() | {"state": saved}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         given: Given = state["given"]
@@ -385,6 +382,19 @@ class EspressoState(View):
         self.config = state["config"]
         if state["state"] is not None:
             self.load_state_dict(state["state"])
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Settings and strategy: who copies a model, to average its weights say, owes nothing of its gradients."""
+        copied = self.__new__(type(self))
+        copied.__setstate__(self._settings() | {"state": None})
+        _LIVE.discard(copied)  # until it is given a model
+        return copied
+
+    def _settings(self) -> dict[str, Any]:
+        given, is_local = self._given, "<" in getattr(self._given.strategy, "__qualname__", "")
+        if is_local and self._session is not None:  # a function that has no name to find it by: what it made
+            given = self._session.given
+        return {"given": given, "config": self.config}
 
     # -- the end -------------------------------------------------------------------------------------
 

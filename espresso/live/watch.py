@@ -214,7 +214,10 @@ class Watch:
             if self.sounding is not None:
                 mine = mine._replace(link=self.sounding.took_us)
             self._window, self._busy = [], []
-            self._gathering = record.iteration, self._groups.start_gather(torch.tensor(mine, dtype=torch.float64))
+            self._gathering = (
+                record.iteration,
+                self._groups.start_gather(torch.tensor(mine, dtype=torch.float64, device="cpu")),
+            )
         return False
 
     @property
@@ -275,7 +278,7 @@ class Watch:
         """Begin a sounding, unless one is under way: a gather for which nobody waits. All ranks together."""
         if self.sounding is None:
             each = max(SOUND_BYTES // max(self._groups.num_ranks - 1, 1), 1)
-            self.sounding = self._groups.start_gather(torch.zeros(each, dtype=torch.uint8), timed=True)
+            self.sounding = self._groups.start_gather(torch.zeros(each, dtype=torch.uint8, device="cpu"), timed=True)
 
     def heard(self) -> bool:
         """Whether the latest window has what a sounding took on every rank. Then it is over, and another may begin."""
