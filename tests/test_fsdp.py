@@ -434,6 +434,37 @@ def begins_alike(rank: int) -> list[bool]:
     return [torch.equal(mine, its) for mine, its in pairs]
 
 
+class Tasks(nn.Module):
+    """Two tasks, each with a scale of one number, which the first shard holds; a step trains one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(2)])
+
+    def forward(self, inputs: torch.Tensor, task: int) -> torch.Tensor:
+        return self.body(inputs) * self.scales[task]
+
+
+def turns_of_tasks(rank: int) -> tuple[bool, bool]:
+    """The first shard's buckets change from step to step, and the second's look alike."""
+    torch.manual_seed(0)
+    model = shard(Tasks())
+    short = {"warmup_steps": 3, "profile_steps": 3, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
+    with registered(model, "efsignsgd", "auto", **short) as state:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(60):
+            optimizer.zero_grad()
+            model(
+                torch.randn(4, 16, generator=torch.Generator().manual_seed(4 * step + rank)), step % 2
+            ).sum().backward()
+            optimizer.step()
+        state.flush()
+        for step in range(4):
+            model(torch.ones(4, 16), step % 2).sum().backward()
+        return state.decided, replicas_agree(model)
+
+
 def automatic(rank: int) -> dict[str, Any]:
     """Measured, searched, raced. Only the first shard's search finds something here, however small the model is."""
     search = online_search.find_candidates
@@ -654,6 +685,7 @@ SCENARIOS = (
     distributed_checkpoint,
     parts_of_a_batch,
     begins_alike,
+    turns_of_tasks,
     automatic,
     as_many_steps,
     decides_again,
@@ -791,6 +823,10 @@ def test_every_rank_begins_with_rank_0s_parameters_and_buffers(played: Played) -
     for same in played(begins_alike):
         assert len(same) == len([*Tiny().parameters()]) + 1
         assert all(same)
+
+
+def test_shards_whose_buckets_change_apart_decide_together(played: Played) -> None:
+    assert played(turns_of_tasks) == [(True, True)] * 4
 
 
 def test_automatic_mode_decides(played: Played) -> None:

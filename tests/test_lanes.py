@@ -410,6 +410,17 @@ def test_an_issued_task_that_fails(stage, at_start):
     stage.running()
 
 
+def test_what_a_job_beside_the_order_raises_is_a_failure_and_its_thread_goes_on(stage):
+    def raises() -> None:
+        raise ValueError("no memory")
+
+    done = threading.Event()
+    stage.lanes.submit("control", raises)
+    stage.lanes.submit("control", done.set)
+    assert done.wait(10)
+    assert "no memory" in str(stage.failures[0][0])
+
+
 def test_closed_lanes_start_nothing_and_their_threads_end(stage):
     stage.lanes.enqueue([stage.node("a", Lane.TRAINING), stage.node("b", Lane.TRAINING)])
     stage.lanes.bucket_ready([0])

@@ -132,6 +132,7 @@ def test_clan_refuses(played):
         assert "automatic mode" in messages["auto"]
         assert messages["two optimizers"].startswith("ValueError: the given exchange has a CompressedAdam already")
         assert "CompressedAdam: the model is in join()" in messages["join"]
+        assert "scale_residuals: the model is in join()" in messages["join, rescaled"]
         assert "no_sync()" in messages["two exchanges"]
 
 
@@ -333,6 +334,11 @@ def clan_refusals(rank: int) -> dict[str, str]:
     joined = wrap(mlp(20, 30, 3))
     with adam(joined, warmup_steps=4) as optimizer:
         found["join"] = message(lambda: join_with_more(joined, optimizer, rank))
+    rescaled = wrap(mlp(20, 30, 3))
+    with registered(rescaled, SHARDED, "efsignsgd") as state:
+        sgd = torch.optim.SGD(rescaled.parameters(), lr=0.1)
+        scale_residuals(state, sgd)
+        found["join, rescaled"] = message(lambda: join_with_more(rescaled, sgd, rank))
     return found
 
 

@@ -121,7 +121,11 @@ class Iteration:
 
     def hand_over(self, index: int) -> None:
         """Let DDP have a bucket."""
-        self.run.hand_over(index, self.buffers[index], self.futures[index])
+        try:
+            self.run.hand_over(index, self.buffers[index], self.futures[index])
+        except BaseException as error:  # nobody looks after this iteration any more
+            fail_open([self.futures[index]], error)
+            raise
 
     def hand_over_last(self, index: int) -> None:
         """Let DDP have the bucket that was averaged last; whoever waits for the end has that too."""

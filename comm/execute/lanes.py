@@ -97,10 +97,11 @@ class _Team:
 
     Args:
         most: threads; one keeps jobs apart.
+        on_failure: told what a job raises.
     """
 
-    def __init__(self, name: str, most: int) -> None:
-        self._name, self._most = name, most
+    def __init__(self, name: str, most: int, on_failure: Callable[[BaseException], None]) -> None:
+        self._name, self._most, self._on_failure = name, most, on_failure
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock, self._num_jobs = threading.Lock(), 0
         self.threads: list[threading.Thread] = []
@@ -122,7 +123,10 @@ class _Team:
             job = self._queue.get()
             if job is None:
                 return
-            job()
+            try:
+                job()
+            except BaseException as error:
+                self._on_failure(error)
             del job
             with self._lock:
                 self._num_jobs -= 1
@@ -221,7 +225,7 @@ class Lanes:
     def _team(self, name: str) -> _Team:
         if name not in self._teams:
             most = IN_FLIGHT if name in _LINKS else self._offload_width if name == _POOL else 1
-            self._teams[name] = _Team(name, most)
+            self._teams[name] = _Team(name, most, self.fail)
         return self._teams[name]
 
     def _pump(self) -> None:

@@ -37,8 +37,9 @@ class Flush:
         if record.assignment is not self.assignment:
             return False
         self._steps_left -= 1
-        if not executor.may_owe:
-            self.assignment = None  # all that was owed was in a step that counts
+        is_done = not executor.may_owe  # all that was owed was in a step that counts
+        if is_done if executor.agree is None else executor.agree(is_done):
+            self.assignment = None
         elif not self._steps_left:
             self.assignment = None
             self._tell_what_is_left(executor.owing)

@@ -133,7 +133,8 @@ class AutoPlanner:
         if self._winner is not None:
             return self._winner.assignment
         if self._again or self._laid_at is not None:
-            return replace(self._plain.assignment, drain=False)
+            # DDP orders new buckets anew after their first step: what they hold is looked at in each.
+            return replace(self._plain.assignment, drain=False, record=self._laid_at is not None)
         # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
         if self._first is None:
             self._first = iteration
@@ -235,10 +236,6 @@ class AutoPlanner:
     # -- profiling -------------------------------------------------------------------------------
 
     def _after_profile(self, record: Record) -> Work | None:
-        if self._observed and record.buckets != self._observed[-1].buckets and self._restarts < 2:
-            logger.info("the bucket structure changed while profiling; starting over")
-            self._forget_profile()
-            self._restarts += 1
         self._observed.append(record)
         if len(self._observed) < self._profile_steps + self._more_steps:
             return None
@@ -250,9 +247,16 @@ class AutoPlanner:
 
     def _end_profile(self, step: int) -> None:
         """Search; but where steps are far apart go on: for as many again at most, and no later than the race allows.
+        Where buckets have changed meanwhile, for any shard, begin again.
 
         What is only profiled is written as soon as it may be: a short script would leave nothing.
         """
+        changed = any(record.buckets != self._observed[-1].buckets for record in self._observed)
+        if self._restarts < 2 and any(self._groups.everywhere(changed)):
+            self._say("the bucket structure changed while profiling; starting over")
+            self._forget_profile()
+            self._restarts += 1
+            return
         spread = self._search.spread(self._observed)
         to_come = MOST_ARMS * self._race_steps * self._race_rounds
         to_come += 0 if self._lay_buckets is None else LAID_ANEW

@@ -13,6 +13,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from espresso.comm.errors import EspressoError
 from espresso.live.config import Settings
 from espresso.live.given import StrategyLike
 from espresso.live.names import named_gradients
@@ -154,12 +155,18 @@ def scale_residuals(exchange: EspressoState, optimizer: Optimizer) -> None:
 
     Raises:
         UnsupportedModelError: the exchange is of an FSDP model.
+        EspressoError: in a backward pass, where the model is in ``join()``.
 
     Example:
         >>> scale_residuals(espresso.register(ddp), torch.optim.SGD(ddp.parameters(), 0.1))   # doctest: +SKIP
     """
 
     def prepare(_bucket: GradBucket, _scale: float, is_first: bool) -> None:
+        if is_first and exchange.is_joining:
+            raise EspressoError(
+                "scale_residuals: the model is in join(), but where inputs have ended no rate changes, and all ranks"
+                " rescale together; give every rank as many batches"
+            )
         if is_first:
             _follow(exchange, optimizer)
 
