@@ -3,7 +3,7 @@
     python -m benchmarks.search                 # everything
     python -m benchmarks.search --only scale    # any of the sections
 
-Writes ``benchmarks/results/search.json``, ``search.md`` and ``search.png``. Times are medians of repeated searches
+Writes ``benchmarks/results/search.json`` and ``search.md``. Times are medians of repeated searches
 with kernels compiled and options cached; the first search of a job, which builds the options, is reported apart.
 """
 
@@ -22,7 +22,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 
@@ -279,42 +278,6 @@ def _table(rows: Sequence[dict[str, Any]], totals: dict[str, float]) -> list[str
     return [*out, "", *(f"- {key}: {value:.3g}" for key, value in totals.items()), ""]
 
 
-def draw(body: dict[str, Any], path: Path) -> None:
-    """Gaps of all cases, and how time grows."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(19, 4.5), layout="constrained")
-    left, right, far, leaves = figure.subplots(1, 4)
-    for trace in trace_names():
-        gaps = [100 * row["gap"] for row in body.get("traces", ()) if row["trace"] == trace]
-        left.plot(sorted(gaps), marker="o", label=trace)
-    left.axhline(8, color="grey", linewidth=0.8, linestyle="--")
-    left.set(xlabel="cluster and compressor, sorted", ylabel="certified gap, %")
-    left.legend(fontsize=8)
-    rows = [row for row in body.get("scale", ()) if row["nodes"] == 8 and row["tensors"] != 1000]
-    thousand = [row for row in body.get("scale", ()) if row["tensors"] == 1000]
-    rows = sorted(rows + thousand[:1], key=lambda row: row["tensors"])
-    if rows:
-        sizes = np.array([row["tensors"] for row in rows])
-        right.loglog(sizes, [row["search_ms"] for row in rows], marker="o", label="search")
-        right.loglog(sizes, [row["certificate_ms"] for row in rows], marker="s", label="certificate")
-        right.loglog(sizes, sizes * rows[0]["search_ms"] / sizes[0], color="grey", linestyle="--", label="linear")
-        right.set(xlabel="tensors", ylabel="ms")
-        right.legend(fontsize=8)
-    nodes = sorted({row["nodes"]: row for row in thousand}.values(), key=lambda row: row["nodes"])
-    if nodes:
-        counts = [row["nodes"] for row in nodes]
-        far.loglog(counts, [row["search_ms"] for row in nodes], marker="o", label="options cached")
-        far.loglog(counts, [row["first_ms"] for row in nodes], marker="s", label="options built too")
-        far.set(xlabel="nodes of 8, 1000 tensors", ylabel="search, ms")
-        far.legend(fontsize=8)
-    counts = [row["options"] for row in body.get("options", ())]
-    if counts:
-        leaves.plot(counts, [row["search_ms"] for row in body["options"]], marker="o")
-        leaves.set(xlabel="leaves a tensor may take, BERT", ylabel="search, ms", ylim=(0, None))
-    figure.savefig(path, dpi=110)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     sections: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -337,9 +300,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = RESULTS / "search.json"
     body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     body = {name: value for name, value in body.items() if name.split("_")[0] in sections}
-    for name in sections:  # earlier files know the date of a section alone
-        if (date := body.pop(f"{name}_date", None)) is not None:
-            body[f"{name}_facts"] = {"date": date}
     about = facts()
     for name, section in sections.items():
         if name in chosen:
@@ -353,7 +313,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(body, indent=1) + "\n")
     (RESULTS / "search.md").write_text(markdown(body))
-    draw(body, RESULTS / "search.png")
     sys.stdout.write(markdown(body))
     return 0
 

@@ -105,6 +105,3 @@ def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
             f" {100 * r['sub_job_gap']:.1f} % | {r['assignments']:,} | {100 * strategy:.1f} % | {100 * bound:.1f} % |"
         )
     return out if rows else []
-
-
-__all__ = ["brute_force", "evidence", "hardest", "markdown", "sub_jobs"]

@@ -134,6 +134,3 @@ def _job(
     base = job_from_trace("vgg16", nodes, ranks, preset)
     tensors = tuple(TensorSpec(tensor, (numel,)) for tensor, numel in rows)
     return replace(base, model=name, tensors=tensors, gaps_us=tuple(float(gap) for gap in gaps), source="generated")
-
-
-__all__ = ["BACKWARD_US", "MODELS", "model_job", "random_model_job"]

@@ -153,6 +153,3 @@ def markdown(body: dict[str, Any]) -> list[str]:
         f" compiled code, {cli['warm_s']:.2f} s with a full one",
     ]
     return out
-
-
-__all__ = ["markdown", "speed"]

@@ -81,6 +81,3 @@ def _listed(text: str) -> Cores:
 
 def _shown(cores: Cores) -> str:
     return ",".join(map(str, sorted(cores)))
-
-
-__all__ = ["ANY", "VARIABLE", "Cores", "allowed_cores", "cores_of_threads"]

@@ -140,6 +140,3 @@ def parse_forced(text: str) -> tuple[CompressorSpec, str | None]:
         raise TypeError(f"expected text such as 'fp16', got {type(text).__name__}")
     name, via, option = text.partition(VIA)
     return CompressorSpec.parse(name), str(parse_option(option.strip())) if via else None
-
-
-__all__ = ["EXACT", "FREE", "Constraints", "parse_forced"]

@@ -17,7 +17,6 @@ AT_ONCE = 4
 """Trials that run at the same time: most of their time is waiting."""
 
 LOOPBACK = (
-    ("killed", "two-way", "steady", 1),
     ("killed", "hierarchical", "save", 0),
     ("stopped for good", "all-gather", "steady", 2),
     ("stopped a while", "automatic", "profile", 3),
@@ -27,7 +26,7 @@ LOOPBACK = (
     ("full disk", "plain", "start-up", 0),
     ("another build on one rank", "plain", "start-up", 2),
 )
-TWO_HOSTS = (("host down", "hierarchical", "steady", 2), ("host down a while", "all-gather", "warm-up", 1))
+TWO_HOSTS = (("host down", "hierarchical", "steady", 0), ("host down a while", "all-gather", "warm-up", 1))
 REFUSAL = why_not_permitted()
 
 

@@ -172,7 +172,7 @@ def test_no_two_threads_race(spec: str) -> None:
 
 
 BARRIER, FENCE = "__syncthreads();", "__threadfence();"
-BLOCK_0, TOPK, STC, RANDOM = "efsignsgd:block=0", "topk:ratio=0.1", "stc:ratio=0.1", "randomk:ratio=0.1"
+BLOCK_0, TOPK, STC = "efsignsgd:block=0", "topk:ratio=0.1", "stc:ratio=0.1"
 
 
 @needs_compiler
@@ -181,13 +181,9 @@ BLOCK_0, TOPK, STC, RANDOM = "efsignsgd:block=0", "topk:ratio=0.1", "stc:ratio=0
     [
         ("signs.cu", BLOCK_0, BARRIER, "half /= 2) {\n        ", "\n        if (threadIdx.x < half)"),
         ("signs.cu", BLOCK_0, "tree[threadIdx.x] = (double)lane;", "", ""),
-        ("randomk.cu", RANDOM, BARRIER, "", "\n        const Draw draw(row, salt, low, high);\n        T* out"),
         ("blockwise.cu", "int8", "__syncwarp();", "", "\n        write_codes"),
         ("sparse.cu", TOPK, FENCE, "", "\n    __syncthreads();\n    if (threadIdx.x == 0) last"),
-        ("sparse.cu", TOPK, BARRIER, "if (lane == 31) sums[warp] = through;\n    ", ""),
-        ("sparse.cu", TOPK, BARRIER, "total[position] += values[slot];\n                }\n                ", ""),
         ("ternary.cu", STC, BARRIER, "* TILE) : T(0);\n        }\n        ", ""),
-        ("ternary.cu", STC, BARRIER, "negative ? -mean : mean));\n        }\n        ", ""),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_found(

@@ -1,11 +1,8 @@
 """A rank dies, hangs or raises: the others raise in time, say what they waited for, and nothing hangs."""
 
-import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.emulated import open_network, run_workers, why_not_permitted
+from benchmarks.emulated import why_not_permitted
 from espresso.comm.groups import Groups
 from espresso.cpu_offload.codec import HostCodec
 from espresso.live import online_search
-from espresso.live.codecs import HostCodecs
 from tests.ddp import (
     ALLGATHER,
     ALLREDUCE,
@@ -137,38 +133,6 @@ def test_a_collective_outside_espresso_names_who_was_lost():
         assert outcome.error is None, outcome.error
         assert outcome.value.startswith("LostRankError: a collective outside espresso: RuntimeError"), outcome.value
         assert "rank 2" in outcome.value.lower().rpartition("runtimeerror")[2], outcome.value
-
-
-@pytest.mark.slow
-def test_a_rank_that_stops_while_kernels_are_compiled(tmp_path):
-    """Ranks wait minutes for a compilation, but not for a rank that does not answer."""
-    outcomes = run_ranks(compile_beside_a_stopped_rank, 3, str(tmp_path / "at"), check=False, deadline_s=80)
-    stopped_at = float((tmp_path / "at").read_text())
-    for rank in (0, 2):
-        assert outcomes[rank].error is None, outcomes[rank].error
-        text, raised_at = outcomes[rank].value
-        assert text.startswith("LostRankError: the ranks' barrier"), text
-        assert "rank 1 does not answer" in text.lower(), text
-        check_time(raised_at - stopped_at)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(REFUSAL is not None, reason=f"no network namespaces: {REFUSAL}")
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_host_that_loses_its_network(victim, tmp_path):
-    """Each side raises in time, and names whom it cannot reach."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"from tests.test_failures import lose_the_network\nlose_the_network({victim}, {str(tmp_path)!r})"
-    )
-    with open_network(2, "1gbit") as network:
-        run_workers(network, [sys.executable, str(script)], deadline_s=100, log_dir=tmp_path)
-    down_at = float((tmp_path / "at").read_text())
-    for rank in (0, 1):
-        report = json.loads((tmp_path / f"{rank}.json").read_text())
-        check_report(rank, report)
-        check_time(report["raised_at"] - down_at)
-        assert f"Rank {1 - rank} does not answer" in report["first"], report["first"]
 
 
 def check_time(took_s: float) -> None:
@@ -335,44 +299,6 @@ def lose_a_rank_elsewhere(rank: int) -> str:
         except RuntimeError as error:
             return f"{type(error).__name__}: {error}"
         return "nothing was raised"
-
-
-def compile_beside_a_stopped_rank(rank: int, path: str) -> tuple[str, float]:
-    pids: list[Any] = [None] * 3
-    torch.distributed.all_gather_object(pids, os.getpid())
-
-    def stop(*_: Any) -> None:
-        Path(path).write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    if rank == 1:
-        HostCodecs.warm_up = stop
-    text = ""
-    try:
-        with registered(wrap(mlp(20, 30, 3)), SHARDED, "efsignsgd", timeout_s=TIMEOUT_S):
-            pass
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    raised_at = time.time()
-    if rank == 2:
-        time.sleep(5.0)  # the other survivor may need the victim to stay as it is
-        os.kill(pids[1], signal.SIGKILL)
-    return text, raised_at
-
-
-def lose_the_network(victim: int, folder: str) -> None:
-    """The main function of a worker on an emulated host, one of which takes its own network down."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-
-    def before_step(step: int, ddp: torch.nn.Module) -> None:
-        if step == FATAL_STEP and rank == victim:
-            subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
-            Path(folder, "at").write_text(str(time.time()))
-
-    report = train_until_error(rank, (SHARDED, "efsignsgd", 1), before_step, timeout_s=TIMEOUT_S)
-    Path(folder, f"{rank}.json").write_text(json.dumps(report))
 
 
 # -- scenarios on three ranks ----------------------------------------------------------------------

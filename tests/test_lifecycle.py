@@ -247,6 +247,7 @@ try:
     strategy = strategy_for(ddp, Cluster(3, 1), SHARDED, "efsignsgd")
     espresso.register(ddp, strategy=strategy, ranks_per_node=1, timeout_s=4.0)
 except espresso.EspressoError as error:
+    assert "the ranks' barrier" in str(error), error
     assert "rank 1 does not answer" in str(error).lower(), error
     faulthandler.dump_traceback_later(15.0, exit=True)
 else:

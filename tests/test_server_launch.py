@@ -201,13 +201,6 @@ def test_an_unreachable_server_is_named_over_gloo(closed):
     assert ends[2][0] != 0
 
 
-@needs_mpirun
-def test_an_unreachable_server_is_named_over_mpi(closed):
-    done = over_mpi(closed)
-    assert done.returncode != 0
-    assert re.search(UNREACHABLE, done.stderr), done.stderr
-
-
 DEATH = """
 import os, signal, sys
 import torch, torch.distributed as dist

@@ -437,5 +437,3 @@ FIGURES: dict[str, Callable[[], Iterator[Row]]] = {
     "byteps-compress": byteps_paper,
 }
 """By the name that the command takes."""
-
-__all__ = ["AND", "FIGURES", "Row", "explained", "fewer_bytes", "near"]

@@ -158,9 +158,3 @@ def _raw_below_scheduler(job: Job, result: SearchResult, espresso_us: float) -> 
         strategy.choices[unit.tensors[0]] if unit.numel >= SCHEDULER_ELEMENTS else PLAIN for unit in evaluator.units
     ]
     return max(_time(evaluator, choices), espresso_us)
-
-
-__all__ = [
-    "OURS", "PROVEN", "RANKS", "UPPER", "Times", "at_gbits", "byteps_compress_us", "byteps_us", "job_of", "times",
-    "times_of",
-]  # fmt: skip

@@ -94,6 +94,3 @@ def _times(rows: Rows) -> str:
         for model, pair in by_model.items()
     ]  # fmt: skip
     return _lines(("model", "select, published ms", "ours", "offload, published ms", "ours"), body)
-
-
-__all__ = ["PAGE", "fidelity_tables", "update_page"]

@@ -283,5 +283,3 @@ def _frechet(left: Tensor, right: Tensor) -> float:
 
 MADE: dict[str, Callable[[int, bool], Task]] = {"recommender": _recommender, "graph": _graph, "gan": _gan}
 NAMES = (*WORKLOADS, *MADE)
-
-__all__ = ["MADE", "NAMES", "Task", "build_task"]

@@ -135,6 +135,3 @@ def work(name: str, arms: str, seed: int, blocks: int, steps: int, out: Path, *,
         if place.rank == 0:
             out.write_text(json.dumps(found))
         dist.barrier()
-
-
-__all__ = ["BOUNDS", "Trainee", "time_arms", "train_to_end", "work"]

@@ -51,6 +51,3 @@ def _median_s(run: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return median(taken[2:])
-
-
-__all__ = ["measure_probe"]

@@ -83,6 +83,3 @@ def caps_for(job: Job) -> tuple[float, ...]:
         if cap * _MIB >= total:
             break
     return tuple(kept)
-
-
-__all__ = ["CAPS_MB", "as_asked", "caps_for", "filled", "held", "in_buckets", "rebucketed"]

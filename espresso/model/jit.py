@@ -64,6 +64,3 @@ def _compiled(function: Callable[..., Any], fastmath: bool | set[str]) -> Any:
 def _inner(function: Callable[..., Any], fastmath: bool | set[str]) -> Any:
     options = {"nopython": True, "fastmath": fastmath, "no_cpython_wrapper": True, **_OPTIONS}
     return keep(_InnerKernel(function, targetoptions=options), _DIGEST)
-
-
-__all__ = ["inner_kernel", "inner_sum_kernel", "kernel", "source_digest", "sum_kernel"]

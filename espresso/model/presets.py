@@ -282,15 +282,3 @@ def _job(body: Any, cluster: Cluster, preset: ClusterPreset) -> Job:
         source=f"{found.source}; compressors: {published_costs()['source']}",
         meta={"cluster_preset": preset.name, "cluster_note": preset.note},
     )
-
-
-__all__ = [
-    "ClusterPreset",
-    "cluster_names",
-    "job_from_trace",
-    "load_cluster",
-    "measured_cluster",
-    "published_compute",
-    "published_costs",
-    "trace_names",
-]

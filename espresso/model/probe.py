@@ -67,6 +67,3 @@ class Probe:
             return fields.read_as(cls, fields.without_head(body, KIND), "the probe")
 
         return fields.load(path, read, JobError)
-
-
-__all__ = ["Probe"]

@@ -170,6 +170,3 @@ def _credit(job: Job, works: Sequence[Work]) -> Credit | None:
     burst = job.costs.links.burst(job.cluster)
     least = [min(work.us, max(burst.least_us, work.us * work.cores)) for work in works]
     return Credit(BURSTS, burst.credit_us, least) if burst.credit_us else None
-
-
-__all__ = ["Timeline", "first_come", "pace_of", "simulate", "water_fill", "widths_of"]

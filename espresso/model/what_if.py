@@ -379,21 +379,3 @@ def _share_of_time(before: LinkCurve, after: LinkCurve, old: Cluster, new: Clust
     """The old time of the largest size over its new one, the bytes on the link made equal: a core's work stays."""
     more = on_busiest_link(after, new)[1] / max(on_busiest_link(before, old)[1], 1e-12)
     return min(before.points[-1][1] * more / max(after.points[-1][1], 1e-9), 1e3)
-
-
-__all__ = [
-    "FARTHEST",
-    "Change",
-    "RangeError",
-    "changed",
-    "extrapolates",
-    "of_model",
-    "on_device",
-    "own_gbit",
-    "parse_gbit",
-    "reached_share",
-    "repaired",
-    "scaled",
-    "shown_gbit",
-    "slowest",
-]

@@ -72,6 +72,3 @@ def ablate(job: Job, specs: Sequence[CompressorSpec]) -> list[AblationRow]:
         found = refine(job, evaluator, [start], leaves, tried)
         rows.append(AblationRow(name, found.makespan_us + beside, found.bound_us + beside))
     return rows
-
-
-__all__ = ["RESTRICTIONS", "AblationRow", "ablate"]

@@ -169,15 +169,3 @@ def upper_bound_us(
     if start:
         best = min(best, _sweep(evaluator, evaluator.encode(start), leaves))
     return job.forward_us + best + job.optimizer_us
-
-
-__all__ = [
-    "MOST_GREEDY_UNITS",
-    "OFFLOAD_CAP",
-    "Progress",
-    "bubbles",
-    "greedy",
-    "offload",
-    "size_order",
-    "upper_bound_us",
-]

@@ -63,6 +63,3 @@ def with_sharper_chains(
     rows = np.concatenate(blocks)
     kinds = np.append(relaxation.kind_of, np.zeros(len(rows) - len(relaxation.rows), dtype=np.int64))
     return replace(relaxation, rows=rows, kind_of=kinds, first=first, last=last, origin=tuple(origin))
-
-
-__all__ = ["with_sharper_chains"]

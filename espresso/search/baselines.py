@@ -243,20 +243,3 @@ def myopic(evaluator: Evaluator, specs: Sequence[CompressorSpec]) -> list[Choice
             numbers = evaluator.candidates.numbers(unit.size, leaves)
             best[unit.size] = leaves[int(np.argmin(evaluator.candidates.alone_us(numbers)))]
     return [best[unit.size] for unit in evaluator.units]
-
-
-__all__ = [
-    "BYTEPS_PARTITION_BYTES",
-    "FP16",
-    "Baseline",
-    "all_to_all_all_to_all",
-    "byteps_compress",
-    "byteps_raw_pipeline",
-    "hipress",
-    "hitopkcomm",
-    "inter_all_to_all",
-    "inter_allgather",
-    "inter_gather_broadcast",
-    "myopic",
-    "simple_baselines",
-]

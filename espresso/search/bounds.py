@@ -324,20 +324,3 @@ def _spent(relaxation: Relaxation, certificate: Certificate, which: int) -> floa
             continue  # the ascent was over before it began
         total += float(share @ relaxation.spends[which, unit, relaxation.kind_of[first:last]]) / float(share.sum())
     return total
-
-
-__all__ = [
-    "CHAIN",
-    "NUM_LINES",
-    "Certificate",
-    "ascend_from",
-    "ascended",
-    "certify",
-    "fees",
-    "last_alone",
-    "nothing_noted",
-    "polish",
-    "prices",
-    "right_hand_sides",
-    "round_cost",
-]

@@ -182,6 +182,3 @@ def branch(branchings: list[Branching], effort: int) -> None:
             return
         left -= least.step_cost
         least.step()
-
-
-__all__ = ["Branching", "branch"]

@@ -299,6 +299,3 @@ def residual_bytes(plan: Plan, rank: int, storage: str, transactional: bool) -> 
             elements = sum(-(-run.numel // ALIGNED) * ALIGNED for run in runs)
             total += elements * bytes_kept(group.choice.compressor, storage, transactional)
     return total
-
-
-__all__ = ["Budgets", "Ledger", "bytes_kept", "narrower", "residual_bytes"]

@@ -405,6 +405,3 @@ class _LowRank:
     def _signs(self, count: int) -> npt.NDArray[np.float32]:
         """float32[count] of 1 and -1."""
         return self._draws.integers(0, 2, count, dtype=np.int8).astype(np.float32) * 2 - 1
-
-
-__all__ = ["Sample", "Sensitivity", "measure_sensitivity", "normal_sensitivity", "owed_by", "rings", "stretches_of"]

@@ -107,6 +107,3 @@ def _bound_of(job: Job, space: Space, row: Ranked, sizes: tuple[int, ...] | None
     above = row.predicted_us - job.forward_us - job.optimizer_us
     found = certify_units(job, evaluator, space.every, tried, above, space.budgets)
     return found + job.forward_us + job.optimizer_us
-
-
-__all__ = ["settled"]

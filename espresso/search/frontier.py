@@ -96,6 +96,3 @@ def _undominated(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
         ):
             kept.append(point)
     return kept
-
-
-__all__ = ["FrontierPoint", "frontier"]

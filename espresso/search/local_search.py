@@ -249,6 +249,3 @@ class LocalSearch:
         )  # fmt: skip
         self.spent += int(events)
         return float(time)
-
-
-__all__ = ["NO_EFFORT", "REPLAN_EFFORT", "Effort", "Guide", "LocalSearch", "guide"]

@@ -89,6 +89,3 @@ def _fewest(order: npt.NDArray[np.int64], coarse: Reals, fine: Reals, left: floa
     owes = coarse.sum() + np.concatenate([[0.0], np.cumsum((fine - coarse)[order])])
     enough = np.flatnonzero(owes <= left)
     return int(enough[0]) % len(order) if len(enough) else 0
-
-
-__all__ = ["best_mixture"]

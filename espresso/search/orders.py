@@ -100,6 +100,3 @@ def _joined(blocks: Sequence[Tasks]) -> Tasks:
     wide = [[np.pad(one, ((0, 0), (0, longest - one.shape[1]))) for one in block[:3]] for block in blocks]
     sets, whole, last = (np.concatenate(columns) for columns in zip(*wide, strict=True))
     return sets, whole, last, np.concatenate([sizes for *_, sizes in blocks])
-
-
-__all__ = ["bound_by_orders"]

@@ -357,6 +357,3 @@ def _move_together(row: _Size, leaves: Leaves, tried: int, effort: int) -> int:
         row.evaluator, row.led, leaves, row.strategy, row.makespan_us, few, tried, effort
     )  # fmt: skip
     return events
-
-
-__all__ = ["Refined", "Start", "certify_units", "refine"]

@@ -42,6 +42,3 @@ def _job(contention: Contention, in_flight: int) -> Job:
         costs=CostModel(links, compute, None, contention), mode=Mode.DDP, buckets=buckets,
         bucket_ready_us=(1000.0, 3000.0, 5000.0),
     )  # fmt: skip
-
-
-__all__ = ["rehearse"]

@@ -293,6 +293,3 @@ def _giants(units: Sequence[Unit]) -> Wholes:
     total = sum(unit.numel for unit in units)
     largest = sorted(range(len(units)), key=lambda index: -units[index].numel)[:MOST_GIANTS]
     return np.array(sorted(index for index in largest if units[index].numel >= GIANT_SHARE * total), dtype=np.int64)
-
-
-__all__ = ["Relaxation", "relax", "undominated_leaves"]

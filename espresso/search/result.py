@@ -144,6 +144,3 @@ class SearchResult:
     @property
     def num_offloaded(self) -> int:
         return len(offloaded(self.strategy))
-
-
-__all__ = ["CapRow", "Ranked", "SearchResult"]

@@ -456,14 +456,3 @@ def _ranked(job: Job, row: _Found) -> Ranked:
     choices = {**dict.fromkeys((tensor.name for tensor in job.tensors), PLAIN), **row.by_tensor}
     strategy = Strategy(job.tensors, choices, job.cluster, row.evaluator.partition_bytes, notes=notes)
     return Ranked(row.name, strategy, predicted, job, row.evaluator.pricer)
-
-
-__all__ = [
-    "GREEDY",
-    "PUBLISHED",
-    "BudgetError",
-    "advised_bucket_cap",
-    "lay_out",
-    "replan",
-    "search",
-]

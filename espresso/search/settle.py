@@ -298,6 +298,3 @@ class Settler:
 def racers(rows: Sequence[Ranked]) -> tuple[Ranked, ...]:
     """Those of a search's alternatives that race against plain: the best two, and the simple one."""
     return tuple(row for place, row in enumerate(rows) if place < MAX_CANDIDATES or row.name == SIMPLE)
-
-
-__all__ = ["SIMPLE", "Settled", "Settler", "finer", "in_payloads", "kinds_of", "racers"]

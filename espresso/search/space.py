@@ -127,6 +127,3 @@ def space_of(
     if every[FREE] == whole:
         every[FREE] = whole  # the list that earlier searches have priced
     return Space(specs, training, offloaded, raw_choices(job.cluster), every, payload, terms, ledger, certified)
-
-
-__all__ = ["SENSITIVITY", "Space", "check_specs", "sensitivity_of", "space_of"]

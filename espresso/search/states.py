@@ -96,6 +96,3 @@ def _undominated_states(
     states = states_of(leaf_rows(pricer, size, leaves, 0), sets, us, sizes[:, 0], lapse_us, out, leaf)
     kept = undominated(out[:states])
     return out[kept], leaf[kept]
-
-
-__all__ = ["with_states"]

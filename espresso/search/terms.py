@@ -117,14 +117,3 @@ class Terms:
 
 AUTOMATIC = Terms(for_exactness=FOR_EXACTNESS, all_kinds=False, constraints=Constraints(exact_vectors=EXACT_VECTORS))
 """Automatic mode's, unless the user says otherwise."""
-
-__all__ = [
-    "AUTOMATIC",
-    "EXACT_VECTORS",
-    "FOR_EXACTNESS",
-    "HARMLESS",
-    "HARMLESS_ADAPTIVE",
-    "MAX_CANDIDATES",
-    "NEAR",
-    "Terms",
-]

@@ -84,6 +84,3 @@ def _by_kind(kinds: Wholes, listed: Wholes) -> Wholes:
     turns: dict[int, Iterator[int]] = {}
     place = np.array([next(turns.setdefault(kind, itertools.count())) for kind in kinds.tolist()])
     return listed[np.argsort(place, kind="stable")]
-
-
-__all__ = ["move_together"]

@@ -160,6 +160,3 @@ def stops_paying(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
     return high
-
-
-__all__ = ["PAYS", "Prediction", "combinations", "predict", "stops_paying"]

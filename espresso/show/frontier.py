@@ -22,6 +22,3 @@ def write_frontier(path: Path, points: Sequence[FrontierPoint], title: str) -> N
     axis.set_ylabel("predicted iteration, ms")
     axis.set_title(title, fontsize=10)
     figure.savefig(path)
-
-
-__all__ = ["write_frontier"]

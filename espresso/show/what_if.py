@@ -95,6 +95,3 @@ def write_what_if(path: Path, rows: Sequence[Prediction], title: str) -> None:
     )  # fmt: skip
     axis.legend(fontsize=7)
     figure.savefig(path)
-
-
-__all__ = ["remarks", "what_if_table", "write_what_if"]
