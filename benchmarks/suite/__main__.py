@@ -37,13 +37,22 @@ DEADLINE_S = 3600.0
 
 
 def run(
-    network: Network, name: str, arms: Sequence[str], seed: int, blocks: int, steps: int, *, to_end: bool, tiny: bool
+    network: Network,
+    name: str,
+    arms: Sequence[str],
+    seed: int,
+    blocks: int,
+    steps: int,
+    *,
+    tiny: bool,
+    to_end: bool = False,
+    decide_by: int = 0,
 ) -> Any:
     """One job of all ranks; what rank 0 found."""
     out = results.RESULTS_DIR / "suite.raw"
     argv = [sys.executable, "-m", "benchmarks.suite", "--worker", str(out), "--tasks", name, "--arms", ",".join(arms)]
     argv += ["--seed", str(seed), "--blocks", str(blocks), "--steps", str(steps)]
-    argv += ["--to-end"] * to_end + ["--tiny"] * tiny
+    argv += ["--decide-by", str(decide_by)] + ["--to-end"] * to_end + ["--tiny"] * tiny
     run_workers(network, argv, pin=True, deadline_s=DEADLINE_S)
     found = json.loads(out.read_text())
     out.unlink()
@@ -133,6 +142,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compressors", default=";".join(COMPRESSORS), help="separated by semicolons")
     parser.add_argument("--blocks", type=int, default=5, help="rounds of timing; 0: no times")
     parser.add_argument("--steps", type=int, default=4, help="of a block")
+    parser.add_argument(
+        "--decide-by", type=int, default=0,
+        help="when timed arms have decided; 60 is users' default, and all before are steps at the network's pace",
+    )  # fmt: skip
     parser.add_argument("--train-steps", type=int, default=300, help="before the metric is taken; 0: no metrics")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two blocks, one compressor, no metrics")
@@ -153,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         work(
             given.tasks, given.arms, given.seed, given.blocks, given.steps, Path(given.worker),
-            to_end=given.to_end, tiny=given.tiny,
+            decide_by=given.decide_by, to_end=given.to_end, tiny=given.tiny,
         )  # fmt: skip
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -173,13 +186,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if network.rate_bps is not None:
                     bulk = min(one.payload_bps for one in measure_bulk_rate(network))
                 arms = ["none", "barrier", "plain", *ours]
-                timed = run(network, name, arms, given.seed, blocks, given.steps, to_end=False, tiny=given.tiny)
+                timed = run(
+                    network, name, arms, given.seed, blocks, given.steps, tiny=given.tiny, decide_by=given.decide_by
+                )
             rows += rows_of(timed, rate, bulk)
         if train_steps:
             slowest = given.rates.split(",")[-1]
             ends[name] = metrics_of(name, ["plain", *ours], given.seeds, train_steps, slowest, tiny=given.tiny)
         # After every task: what was measured so far survives an interruption.
-        config = {"rates": given.rates, "blocks": blocks, "steps": given.steps, "train_steps": train_steps,
+        config = {"rates": given.rates, "blocks": blocks, "steps": given.steps, "decide_by": given.decide_by,
+                  "train_steps": train_steps,
                   "seeds": given.seeds, "tiny": given.tiny}  # fmt: skip
         results.write(given.json, results.record(config, given.seed, rows) | {"ends": ends})
     results.console(170).print(table_of(rows, ends))

@@ -68,10 +68,11 @@ class Trainee:
                 state.close()
 
 
-def time_arms(task: Task, arms: Sequence[Arm], place: Place, blocks: int, steps: int) -> list[dict[str, Any]]:
+def time_arms(
+    task: Task, arms: Sequence[Arm], place: Place, blocks: int, steps: int, decide_by: int
+) -> list[dict[str, Any]]:
     """Step times of all arms, alternated in blocks; ratios to computing alone and to computing with a barrier."""
-    # As soon as all is measured: what comes before are uncompressed steps, seconds each on a slow network.
-    trainees = [Trainee.start(arm, task, decide_by=0) for arm in arms]
+    trainees = [Trainee.start(arm, task, decide_by=decide_by) for arm in arms]
     for one in trainees:  # each by itself: sixty uncompressed steps on a slow network would tell nothing
         warm_up([one], place, 4, Progress(None))
     for done in range(blocks):
@@ -124,13 +125,26 @@ def peak_mib() -> float:
     return 0.0
 
 
-def work(name: str, arms: str, seed: int, blocks: int, steps: int, out: Path, *, to_end: bool, tiny: bool) -> None:
+def work(
+    name: str,
+    arms: str,
+    seed: int,
+    blocks: int,
+    steps: int,
+    out: Path,
+    *,
+    decide_by: int,
+    to_end: bool,
+    tiny: bool,
+) -> None:
     """A rank's whole life; rank 0 writes what was found."""
     torch.set_num_threads(1)
     place, parsed, task = Place.from_env(None), parse_arms(arms), build_task(name, seed, tiny=tiny)
     with process_group(300.0):
         found: Any = (
-            train_to_end(task, parsed[0], place, steps) if to_end else time_arms(task, parsed, place, blocks, steps)
+            train_to_end(task, parsed[0], place, steps)
+            if to_end
+            else time_arms(task, parsed, place, blocks, steps, decide_by)
         )
         if place.rank == 0:
             out.write_text(json.dumps(found))
