@@ -41,7 +41,7 @@ LETS_GO_OF_PYTHON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 _SLACK_S = 2.0
 """For the groups' own time-outs to come first."""
 
-CLOSED = "espresso is closed: its process groups are gone"
+CLOSED = "espresso is closed: its process groups are gone; register the model again to go on"
 
 _FIRST_POLL_S, _POLL_S, _LOOK_EVERY_S = 0.0005, 0.02, 2.0
 

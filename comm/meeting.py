@@ -71,7 +71,9 @@ def meet(group: Any, card: Sequence[Any], timeout_s: float, before: Any) -> Meet
             f"the job's store does not answer ({worded(error)}); it ended with the launcher, or with rank 0"
         ) from error
     if missing:
-        raise LostRankError(f"{_ranks(missing)} did not come to espresso.register within {timeout_s:g} s")
+        raise LostRankError(
+            f"{_ranks(missing)} did not come to espresso.register within {timeout_s:g} s; all ranks call it together"
+        )
     away = sorted({int(each) for text in texts if text.startswith(_AWAY) for each in text.split()[1:]})
     if away:
         if before is not None:

@@ -212,9 +212,10 @@ def test_errors_of_a_subgroup_name_ranks_of_the_world():
     assert first == [
         "rank 3 has another seed than rank 1 (1 on rank 1, 3 on rank 3); start all ranks alike",
         "rank 3 says that epoch 3 begins, rank 1 says 1; call state.set_epoch on all ranks at the same step",
-        "parameter 'w' on rank 3 differs from rank 1: replicas diverged",
+        "parameter 'w' on rank 3 differs from rank 1: replicas diverged; nothing but equal optimizers may change"
+        " parameters. Go on from a checkpoint that all ranks load",
         "rank 3 has another ranks_per_node than rank 1 (1 on rank 1, 3 on rank 3); start all ranks alike",
-        "rank 3 did not come to espresso.register within 1 s",
+        "rank 3 did not come to espresso.register within 1 s; all ranks call it together",
     ]
     assert third == first[:4]
     assert "(a: ranks 1,3; b: ranks 6)" in str(why_flat(nodes("aab"), (1, 3, 6)))

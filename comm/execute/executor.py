@@ -164,7 +164,8 @@ class Executor:
         if iteration is None or future is None:
             raise self._fail_now(
                 f"rank {self._rank}: bucket {index} arrived out of order;"
-                " the previous backward pass did not finish, or the model runs in several threads"
+                " the previous backward pass did not finish, or the model runs in several threads: run one at a time,"
+                " and go on from a checkpoint after one that failed"
             )
         if not self.lanes.failed:
             self._take(iteration, index, buffer, describe)

@@ -62,7 +62,6 @@ def picture_option(what: str) -> Any:
 class ExitStatus(IntEnum):
     """What the command's exit status means; beside these, ``profile`` passes on its command's own."""
 
-    OK = 0
     FAILED = 1
     USAGE = 2
     NEVER_REGISTERED = 3

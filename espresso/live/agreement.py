@@ -45,7 +45,8 @@ def check_replicas(groups: Groups, parameters: Mapping[str, torch.Tensor]) -> No
         for name, value in theirs.items():
             if value != everybody[first][name]:
                 raise DisagreementError(
-                    f"parameter {name!r} on rank {rank} differs from rank {first}: replicas diverged"
+                    f"parameter {name!r} on rank {rank} differs from rank {first}: replicas diverged; nothing but equal"
+                    " optimizers may change parameters. Go on from a checkpoint that all ranks load"
                 )
 
 

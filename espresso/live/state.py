@@ -181,7 +181,9 @@ class EspressoState(View):
             EspressoError: it was closed, or this process was forked off the one that trains.
         """
         if self._closed or os.getpid() != self._pid:
-            error = EspressoError("this espresso state is closed (or was inherited by a forked process)")
+            error = EspressoError(
+                "this espresso state is closed (or was inherited by a forked process); register the model again here"
+            )
             if self._session is not None:
                 self._session.refuse(error)
             raise error
