@@ -18,9 +18,10 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.job import Job
 from espresso.model.presets import cluster_names, job_from_trace, trace_names
-from espresso.model.pricing import Pricer, Reals, SizeKey, Wholes
+from espresso.model.pricing import Pricer, SizeKey
 from espresso.search import search as searching
 from espresso.strategies import CompressorSpec, Option, Scope, Step, StepKind
 

@@ -83,6 +83,8 @@ class Front:
         self._skips = bool(getattr(module, "skip_all_reduce_unused_params", False))
 
     def _forward(self, module: torch.nn.Module, _args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         ddp: Any = DistributedDataParallel
         wrapper = ddp._get_active_ddp_module()
         if wrapper is not None and wrapper.module is module:

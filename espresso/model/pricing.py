@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.costs import CostModel
 from espresso.model.links import group_size
 from espresso.model.payload_sizes import (
@@ -39,8 +39,6 @@ from espresso.strategies import (
 )
 
 T = TypeVar("T")
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

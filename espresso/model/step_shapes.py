@@ -13,13 +13,11 @@ from functools import lru_cache
 from operator import is_not
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Wholes
 from espresso.strategies import Cluster, Form, Lane, Option, Phase, Routine, Scope, Stage, State, Step, StepKind
 from espresso.strategies.flow import SHARD_ALIGN, advance, check_fits, payload_splits
 from espresso.strategies.plan import lanes_of, stages_of
-
-Wholes = npt.NDArray[np.int64]
 
 LANE_SETS: tuple[tuple[Lane, ...], ...] = (
     (Lane.TRAINING,),

@@ -38,8 +38,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.costs import CostModel
 from espresso.model.jit import inner_kernel, kernel
 from espresso.model.links import MOST_IN_FLIGHT
@@ -47,8 +47,6 @@ from espresso.model.timeline import widths_of
 from espresso.strategies import Cluster, Lane
 from espresso.strategies.list_scheduling import Width
 
-Reals = npt.NDArray[np.float64]
-Wholes = npt.NDArray[np.int64]
 State = tuple[Reals, Wholes, Reals, Wholes, Wholes]
 JobArrays = tuple[Any, ...]
 General = bool | None

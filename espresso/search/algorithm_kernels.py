@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.jit import kernel
 from espresso.model.timeline_kernels import General, JobArrays, State, advance, best_of, copy_state
 
-Reals = npt.NDArray[np.float64]
-Wholes = npt.NDArray[np.int64]
 BETTER = 1 - 1e-9
 """A time is shorter only by more than rounding."""
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Wholes
 from espresso.model.job import Job
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.search.algorithm_kernels import BETTER, finished_units, greedy_units
@@ -21,7 +21,6 @@ from espresso.search.candidates import Size, Unit, compressed_leaves, raw_choice
 from espresso.search.evaluator import Evaluator
 from espresso.strategies import PLAIN, Choice, CompressorSpec, Device
 
-Wholes = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction that is done."""
 

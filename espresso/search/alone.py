@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from espresso.model.pricing import Pricer
 from espresso.search.bound_kernels import CHAIN, NUM_RESOURCES
@@ -21,9 +20,6 @@ from espresso.search.bounds import ROUNDING
 from espresso.search.candidates import Leaves, Unit, leaves_of
 from espresso.search.order_kernels import least_alone
 from espresso.search.relaxation import Relaxation, leaf_rows, leaf_tasks, undominated
-
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 
 MOST_LEAVES = 60
 """Of a giant. With more the others' loads say more than its chain."""

@@ -17,8 +17,8 @@ A line is one lower bound on the makespan (:mod:`espresso.search.bounds`); there
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Flags, Reals, Wholes
 from espresso.model.jit import inner_kernel, inner_sum_kernel, kernel, sum_kernel
 from espresso.model.timeline_kernels import (
     BURST_LANE,
@@ -30,9 +30,6 @@ from espresso.model.timeline_kernels import (
     copy_vector,
 )
 
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 Scratch = tuple[Reals, Reals, Reals, Reals, Reals]
 Often = tuple[Wholes, Wholes]
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from espresso.model.arrays import Reals
 from espresso.search.bound_kernels import (
     CHAIN,
     COSTS,
@@ -52,9 +53,6 @@ from espresso.search.bound_kernels import (
     unit_prices,
 )
 from espresso.search.relaxation import Relaxation
-
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 
 ROUNDING = 1e-9
 """Sums round; the bound gives this much of itself away, so that it never exceeds the optimum by rounding."""

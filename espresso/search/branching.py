@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.timeline_kernels import BURST_LANE
 from espresso.search.bound_kernels import CHAIN, COSTS, NUM_RESOURCES
 from espresso.search.bounds import Certificate, ascended, fees, nothing_noted, prices, right_hand_sides, round_cost
 from espresso.search.relaxation import Relaxation
-
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 
 NODE_ROUNDS = 30
 ROOT_ROUNDS = 60

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.job import Job
 from espresso.model.links import JobError
 from espresso.model.payload_sizes import create_compressor
@@ -39,9 +39,6 @@ from espresso.strategies import (
     trace,
 )
 from espresso.strategies.flow import SHARD_ALIGN, Site
-
-Reals = npt.NDArray[np.float64]
-Wholes = npt.NDArray[np.int64]
 
 ALIGNED = 16
 """Elements to which the executor rounds every stretch of a residual up."""

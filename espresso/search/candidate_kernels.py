@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
+from espresso.model.arrays import Flags, Reals, Wholes
 from espresso.model.jit import inner_kernel, kernel
 from espresso.model.timeline_kernels import LANES_OF_SET, NUM_LANES
-
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 CHAIN, HOST, TRAINING_FIRST, LONGEST = range(NUM_LANES, NUM_LANES + 4)
 """Columns of :func:`chain_features`."""

@@ -12,8 +12,8 @@ from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.job import Job
 from espresso.model.payload_sizes import Shapes, Stretches, create_compressor, share_of_stretches
 from espresso.model.pricing import Pricer
@@ -33,10 +33,6 @@ from espresso.strategies import (
 )
 from espresso.strategies.constraints import FREE, Constraints
 from espresso.strategies.plan import partition_spans
-
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
-
 
 Size = tuple[int, str, Stretches]
 """(elements, dtype, stretches): see :attr:`Unit.size`."""

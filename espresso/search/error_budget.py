@@ -26,11 +26,11 @@ import numpy.typing as npt
 
 from espresso.compressors.base import Decoding, DrawKey, Encoding, Feedback, Segment
 from espresso.compressors.powersgd import matrix_of
+from espresso.model.arrays import Reals
 from espresso.model.links import JobError
 from espresso.strategies import NONE, Choice, CompressorSpec, Strategy, TensorSpec, fields
 from espresso.strategies.fields import faults, number
 
-Reals = npt.NDArray[np.float64]
 EVERY = "*"
 KIND = "espresso-sensitivity"
 STEPS = 128

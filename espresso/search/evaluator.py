@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.costs import PAPER_CONTENTION
 from espresso.model.job import Job
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
@@ -29,9 +29,6 @@ from espresso.model.timeline_kernels import (
 )
 from espresso.search.candidates import Candidates, Unit
 from espresso.strategies import Choice
-
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.search.bound_kernels import CHAIN, shortlist
 from espresso.search.bounds import Certificate, fees, prices
 from espresso.search.budgets import Ledger
@@ -20,9 +20,6 @@ from espresso.search.candidates import grouped
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search_kernels import Losses, blocks, spread, sweep, together
 from espresso.search.relaxation import Relaxation
-
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 
 _STRIDES = (1, 2, 3, 4, 6, 8)
 _WINDOWS = ((0, 8), (0, 4), (4, 8), (6, 8), (0, 2), (7, 8), (2, 6))

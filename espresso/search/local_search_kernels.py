@@ -15,8 +15,8 @@ plateau is crossed in the direction of the linear program. Arrays that all kerne
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.jit import inner_kernel, kernel
 from espresso.model.timeline_kernels import (
     EVENTS,
@@ -32,8 +32,6 @@ from espresso.model.timeline_kernels import (
 )
 from espresso.search.algorithm_kernels import BETTER
 
-Reals = npt.NDArray[np.float64]
-Wholes = npt.NDArray[np.int64]
 Losses = tuple[Reals, Wholes, Reals]
 _SAME = 1.0 + 1e-12
 

@@ -15,14 +15,13 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
+from espresso.model.arrays import Reals
 from espresso.model.job import Job
 from espresso.search.candidates import units_for
 from espresso.search.evaluator import Evaluator
 from espresso.search.space import Space
 from espresso.strategies import NONE, Choice, Strategy
 from espresso.strategies.constraints import FREE
-
-Reals = npt.NDArray[np.float64]
 
 MOST_TRIED = 12
 """Mixtures that are laid on the timeline, of all pairs those that should be fastest by their parts: effort."""

@@ -18,11 +18,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.jit import inner_kernel, kernel
 from espresso.model.timeline_kernels import LANES_OF_SET, NUM_LANES, POSITIVE, SHARE
 
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.int8]
 Shorts = npt.NDArray[np.int16]
 Tasks = tuple[Wholes, Reals, Reals, Wholes]

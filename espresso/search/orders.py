@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from espresso.model.pricing import Pricer
 from espresso.model.timeline_kernels import NUM_LANES
@@ -20,8 +19,6 @@ from espresso.search.bounds import ROUNDING, Certificate, fees, prices
 from espresso.search.candidates import Leaves, Unit, leaves_of
 from espresso.search.order_kernels import Tasks, least_end
 from espresso.search.relaxation import Relaxation, leaf_rows, leaf_tasks
-
-Reals = npt.NDArray[np.float64]
 
 NEARLY_ALL = 0.9
 """Of all elements; with less the others' loads say more, and there is more to look at."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Wholes
 from espresso.model.job import Job
 from espresso.search.alone import with_sharper_chains
 from espresso.search.bound_kernels import CHAIN
@@ -28,7 +28,6 @@ from espresso.search.states import with_states
 from espresso.search.together import move_together
 from espresso.strategies import Choice
 
-Wholes = npt.NDArray[np.int64]
 GAPS = (0.16, 0.12, 0.079, 0.03, 0.01)
 """What orders are to certify, one after the other: each costs several times as much as the one before."""
 MOST_ROUNDS = 2000

@@ -10,6 +10,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.job import Job
 from espresso.model.payload_sizes import share_of_stretches
 from espresso.model.pricing import Pricer, SizeKey
@@ -20,9 +21,6 @@ from espresso.search.candidates import Leaves, Size, Unit, grouped, leaves_of
 from espresso.search.order_kernels import Tasks
 from espresso.strategies import DTYPES, Choice, CompressorSpec, Option
 from espresso.strategies.plan import partition_spans
-
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 
 MOST_GIANTS = 6
 GIANT_SHARE = 0.04

@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Wholes
 from espresso.model.job import Job
 from espresso.search.budgets import ROUNDING, Ledger
 from espresso.search.candidates import Leaves, Unit, leaves_of, unit_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.terms import NEAR
 from espresso.strategies import DTYPES, Choice
-
-Wholes = npt.NDArray[np.int64]
 
 SMALL_BYTES = 64 << 10
 """Tensors below this are small (BytePS leaves them raw)."""

@@ -25,16 +25,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Reals, Wholes
 from espresso.model.pricing import Pricer
 from espresso.search.bound_kernels import WIDTH, states_of
 from espresso.search.candidates import Leaves, Size, Unit, grouped, leaves_of
 from espresso.search.relaxation import Relaxation, leaf_rows, leaf_tasks, undominated
 from espresso.strategies import DTYPES, Choice
-
-Wholes = npt.NDArray[np.int64]
-Reals = npt.NDArray[np.float64]
 
 LAPSE = 0.015
 """Of backward. A task under way at its end counts up to the lapse, which its line has less for that. (BERT-base on PCIe

@@ -7,13 +7,11 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
+from espresso.model.arrays import Wholes
 from espresso.search.candidates import Leaves, leaves_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search import Guide, LocalSearch
-
-Wholes = npt.NDArray[np.int64]
 
 
 def move_together(
