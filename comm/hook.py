@@ -87,7 +87,7 @@ class Front:
             return
         ddp: Any = DistributedDataParallel
         wrapper = ddp._get_active_ddp_module()
-        if wrapper is not None and wrapper.module is module:
+        if wrapper is not None and getattr(wrapper.module, "_orig_mod", wrapper.module) is module:
             self._learn(wrapper)
             self._handle.remove()
 

@@ -80,7 +80,7 @@ class Line:
     def __init__(self, group: Any, peer: int) -> None:
         self._receiving: Any = None  # (works go before what they write to or read from)
         self._sending: deque[tuple[torch.Tensor, Any]] = deque()
-        self._theirs = torch.tensor([_NOTHING])
+        self._theirs = torch.tensor([_NOTHING], device="cpu")
         self.group, self._peer = group, peer
         self.heard = self.sent = 0
 
@@ -99,11 +99,11 @@ class Line:
             while len(self._sending) > self.sent - known:
                 self._sending.popleft()
         if known >= 0 or len(self._sending) < MOST_UNHEARD:
-            mine = torch.tensor([self.heard])
+            mine = torch.tensor([self.heard], device="cpu")
             self._sending.append((mine, self.group.send([mine], self._peer, BEAT_TAG)))
             self.sent += 1
 
     def _listen(self) -> None:
-        theirs = torch.tensor([_NOTHING])
+        theirs = torch.tensor([_NOTHING], device="cpu")
         self._receiving = self.group.recv([theirs], self._peer, BEAT_TAG)
         self._theirs = theirs

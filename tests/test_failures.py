@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.emulated import why_not_permitted
 from espresso.comm.groups import Groups
 from espresso.cpu_offload.codec import HostCodec
 from espresso.live import online_search
@@ -35,7 +34,6 @@ PROMPT_S = 15.0
 """A closed connection is noticed at once; generous, for a busy machine, and far below the time-out."""
 
 TIMEOUT_S = 4.0
-REFUSAL = why_not_permitted()
 
 DEATHS = {
     "in backward": (SHARDED, "efsignsgd", 1),

@@ -84,6 +84,30 @@ def held_up(us_of: Callable[[int, int], float]) -> Iterator[Groups]:
         groups.close()
 
 
+def on_a_device(rank: int) -> set[str]:
+    """Where exchanges are measured whose gradients are on a device that passes for one."""
+    start_of, asked = profiler.starter, set[str]()
+
+    def starter(*which: Any) -> Any:
+        asked.add(which[-1].type)
+        return start_of(*which[:-1], torch.device("cpu"))
+
+    groups, place = Groups(timeout_s=20, ranks_per_node=1), Place(torch.device("meta"))
+    try:
+        links, _ = measure_links(groups, largest=1 << 18)
+        profiler.starter = starter
+        profiler.measure_burst(groups, replace(links, in_flight=1), place)
+        profiler.time_behind(groups, Scope.FLAT, 4096, 4096, place)
+        return asked
+    finally:
+        profiler.starter = start_of
+        groups.close()
+
+
+def test_exchanges_are_measured_where_gradients_are() -> None:
+    assert [outcome.value for outcome in run_ranks(on_a_device, 2)] == [{"meta"}] * 2
+
+
 def links_held_up(rank: int, us_of: Callable[[int, int], float], largest: float = math.inf) -> Links:
     """What is measured of them."""
     with held_up(us_of) as groups:

@@ -26,9 +26,11 @@ from tests.workers import run_ranks
 def comes_true(said: Callable[[], bool]) -> bool:
     """Whether it does in ten seconds."""
     until = time.monotonic() + 10.0
-    while not said() and time.monotonic() < until:
+    while time.monotonic() < until:
+        if said():
+            return True
         time.sleep(0.02)
-    return said()
+    return False
 
 
 def is_silent(line: upkeep.Line) -> bool:

@@ -121,17 +121,17 @@ class Iteration:
 
     def hand_over(self, index: int) -> None:
         """Let DDP have a bucket."""
-        try:
-            self.run.hand_over(index, self.buffers[index], self.futures[index])
-        except BaseException as error:  # nobody looks after this iteration any more
-            fail_open([self.futures[index]], error)
-            raise
+        self.run.hand_over(index, self.buffers[index], self.futures[index])
 
     def hand_over_last(self, index: int) -> None:
         """Let DDP have the bucket that was averaged last; whoever waits for the end has that too."""
-        for each in dict.fromkeys((index, END)):
-            if each in self.futures:
-                self.hand_over(each)
+        try:
+            for each in dict.fromkeys((index, END)):
+                if each in self.futures:
+                    self.hand_over(each)
+        except BaseException as error:  # nobody looks after this iteration any more
+            fail_open(self.futures.values(), error)
+            raise
 
     def touch(self) -> None:
         """Something went on: the deadline begins anew."""

@@ -152,8 +152,7 @@ def measure_burst(groups: Groups, links: Links, place: Place, sizes: Sequence[in
         usual_us, rested_us = interpolate(curve.alone, float(size * columns)), math.inf
         if usual_us > SLOW_US:
             break
-        with place.device:
-            start = starter(groups.scopes[curve.scope], curve.routine, curve.form, size, ring)
+        start = starter(groups.scopes[curve.scope], curve.routine, curve.form, size, ring, place.device)
 
         def run(start: Callable[[], Rest] = start) -> None:
             start()()
@@ -180,7 +179,7 @@ def cores_taken(groups: Groups, curves: Sequence[LinkCurve]) -> dict[str, float]
         columns = groups.cluster.columns(curve.scope)
         ring = groups.cluster.crosses_both(curve.scope)
         num_bytes, us = curve.alone[-1]
-        start = starter(groups.scopes[curve.scope], curve.routine, curve.form, int(num_bytes) // columns, ring)
+        start = starter(groups.scopes[curve.scope], curve.routine, curve.form, int(num_bytes) // columns, ring, HOST)
         count = max(min(int(BESIDE_US / max(us, 1.0)), MAX_BESIDE), 1)
 
         def exchange(start: Callable[[], Rest] = start, count: int = count) -> None:
@@ -271,11 +270,10 @@ def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Pla
     What has rested lets some bytes through at once (a card's or a cloud's token bucket): those behind it have to wait.
     """
     ring = groups.cluster.crosses_both(scope)
-    with place.device:
-        first, start = (
-            starter(groups.scopes[scope], Routine.ALLGATHER, Form.PAYLOAD, num_bytes, ring)
-            for num_bytes in (behind, size)
-        )
+    first, start = (
+        starter(groups.scopes[scope], Routine.ALLGATHER, Form.PAYLOAD, num_bytes, ring, place.device)
+        for num_bytes in (behind, size)
+    )
     groups.barrier()
     first()()
     place.settle()
@@ -290,7 +288,7 @@ def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Pla
 
 def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ring: bool) -> float:
     """What of a short routine does not hold the link: where several are under way, each of the others takes less."""
-    starts = [starter(member.connection(i), routine, form, LINK_SIZES[0], ring) for i in range(IN_FLIGHT)]
+    starts = [starter(member.connection(i), routine, form, LINK_SIZES[0], ring, HOST) for i in range(IN_FLIGHT)]
 
     def together() -> None:
         for rest in [start() for start in starts]:
@@ -309,7 +307,7 @@ def _latency_us(groups: Groups, member: Member, routine: Routine, form: Form, ri
 
 def _spread_us(groups: Groups, member: Member) -> float:
     """What one in ten short exchanges, each alone, takes beyond most: the slower rank's."""
-    start = starter(member, Routine.ALL_TO_ALL, Form.PAYLOAD, LINK_SIZES[0], ring=False)
+    start = starter(member, Routine.ALL_TO_ALL, Form.PAYLOAD, LINK_SIZES[0], False, HOST)
     slowest = sorted(_time_loop(groups, lambda: start()(), ALIKE, Place()))
     spread_us = slowest[-2] - median(slowest)
     return spread_us if spread_us > LEAST_LATENCY_US else 0.0
@@ -336,7 +334,7 @@ def _time_loop(
 
 
 def starter(
-    member: Member, routine: Routine, form: Form, size: int, ring: bool, device: torch.device = HOST
+    member: Member, routine: Routine, form: Form, size: int, ring: bool, device: torch.device
 ) -> Callable[[], Rest]:
     """What begins an exchange of a tensor of ``size`` bytes, over and over in the same buffers."""
     peers = member.size

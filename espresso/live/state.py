@@ -386,9 +386,10 @@ class EspressoState(View):
             self.load_state_dict(state["state"])
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Settings and strategy: who copies a model, to average its weights say, owes nothing of its gradients."""
+        """As it was before it started: a copy of a model, for an average of weights say, owes nothing of gradients."""
         copied = self.__new__(type(self))
         copied.__setstate__(self._settings() | {"state": None})
+        copied._epoch, copied._pending, copied._strict = self._epoch, self._pending, self._strict
         _LIVE.discard(copied)  # until it is given a model
         return copied
 
