@@ -37,7 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import results
 from benchmarks.convergence import MODELS, OPTIMIZERS
 from benchmarks.emulated import open_network, run_workers
-from benchmarks.suite.tasks import Task, build_task
+from benchmarks.suite.task import Task
+from benchmarks.suite.tasks import build_task
 from benchmarks.train import process_group
 
 CASES = ("mlp-sgd", "mlp-adamw", "cnn-sgd", "gpt-adamw", "recommender-adam", "lstm-adamw")

@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4, help="of a block")
     parser.add_argument(
         "--decide-by", type=int, default=0,
-        help="when timed arms have decided; 60 is users' default, and all before are steps at the network's pace",
+        help="when arms with nothing chosen have decided; 60 is users' default; before, steps take the network's pace",
     )  # fmt: skip
     parser.add_argument("--train-steps", type=int, default=300, help="before the metric is taken; 0: no metrics")
     parser.add_argument("--seeds", type=int, default=3)

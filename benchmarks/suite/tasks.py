@@ -11,13 +11,12 @@
 | graph       | message passing, sums over nodes   | graphs of four kinds              | accuracy               |
 | gan         | two models that take turns         | 8x8 digits                        | distance, less is more |
 
-Everything is seeded: name, seed, step, rank and world size give the same weights and batches.
+Five more are in :mod:`benchmarks.suite.held_out`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,117 +24,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import Workload, build_workload, digits
+from benchmarks.suite.held_out import HELD_OUT
+from benchmarks.suite.task import TEST, Optimizers, Task, classifier, descend, generator_of, seeded
 
 WORKLOADS = ("mlp", "resnet", "vit", "gpt", "lstm")
 """Those of :mod:`benchmarks.models`."""
-
-Optimizers = Sequence[torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Task:
-    """One or more models that train together.
-
-    Attributes:
-        make_models: the same on every rank.
-        make_optimizer: for one of them.
-        step: ``(wrapped models, optimizers, step, rank, world size)``: one step of each, their loss.
-        metric: of the bare models, on data that training does not see.
-        less_is_more: whether a smaller metric is better.
-    """
-
-    name: str
-    make_models: Callable[[], list[nn.Module]]
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    step: Callable[[Sequence[DistributedDataParallel], Optimizers, int, int, int], float]
-    metric: Callable[[Sequence[nn.Module]], float]
-    less_is_more: bool = False
-
-
-def build_task(name: str, seed: int = 0, *, tiny: bool = False) -> Task:
-    """The task of that name; ``tiny`` ones have the structure and take a millisecond a step.
-
-    Raises:
-        ValueError: there is none of that name, or it has no tiny form.
-    """
-    if name in MADE:
-        return MADE[name](seed, tiny)
-    if name in WORKLOADS and not tiny:
-        return _of_workload(build_workload(name, seed))
-    raise ValueError(f"no {'tiny ' if tiny else ''}task is called {name!r}; there are {', '.join(NAMES)}")
-
-
-def _of_workload(workload: Workload) -> Task:
-    def step(
-        models: Sequence[DistributedDataParallel], optimizers: Optimizers, step: int, rank: int, world: int
-    ) -> float:
-        inputs, targets = workload.batch(step, rank, world)
-        return _descend(optimizers[0], workload.loss(models[0](inputs), targets))
-
-    return Task(
-        workload.name,
-        lambda: [workload.make_model()],
-        workload.make_optimizer,
-        step,
-        lambda models: workload.evaluate(models[0]).accuracy,
-    )
-
-
-def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    return float(loss.detach())
-
-
-def _generator(seed: int, *more: int) -> torch.Generator:
-    mixed = seed + 17
-    for number in more:
-        mixed = (mixed * 1_000_003 + number + 1) % (2**63 - 1)
-    return torch.Generator().manual_seed(mixed)
-
-
-def _seeded(seed: int, make: Callable[[], list[nn.Module]]) -> Callable[[], list[nn.Module]]:
-    def build() -> list[nn.Module]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return make()
-
-    return build
-
-
-def _adam(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda model: torch.optim.Adam(model.parameters(), lr=rate)
-
-
-TEST = 1 << 20
-"""Steps from here on are for testing."""
-
-
-def _classifier(
-    name: str,
-    seed: int,
-    make: Callable[[], nn.Module],
-    batch: Callable[[torch.Generator, int], tuple[tuple[Tensor, ...], Tensor]],
-    size: int,
-    rate: float,
-) -> Task:
-    """A model that says of which class an input is; ``batch`` draws so many inputs and their classes."""
-
-    def step(
-        models: Sequence[DistributedDataParallel], optimizers: Optimizers, step: int, rank: int, world: int
-    ) -> float:
-        inputs, targets = batch(_generator(seed, step, rank), size)
-        return _descend(optimizers[0], functional.cross_entropy(models[0](*inputs), targets))
-
-    @torch.no_grad()
-    def accuracy(models: Sequence[nn.Module]) -> float:
-        # The test is the same for every seed.
-        inputs, targets = batch(_generator(0, TEST), 2048)
-        return float((models[0](*inputs).argmax(-1) == targets).float().mean())
-
-    return Task(name, _seeded(seed, lambda: [make()]), _adam(rate), step, accuracy)
-
 
 # A recommender: user u likes item i where the dot product of their hidden vectors is above zero. Both are drawn with a
 # cubic preference for small numbers, as popularity has it, so that some rows are met often and most hardly ever.
@@ -161,15 +54,15 @@ class Recommender(nn.Module):
 
 def _recommender(seed: int, tiny: bool) -> Task:
     users, items, width = (200, 100, 16) if tiny else (100_000, 40_000, 64)
-    hidden_users = torch.randn(users, HIDDEN, generator=_generator(0, 1))
-    hidden_items = torch.randn(items, HIDDEN, generator=_generator(0, 2))
+    hidden_users = torch.randn(users, HIDDEN, generator=generator_of(0, 1))
+    hidden_items = torch.randn(items, HIDDEN, generator=generator_of(0, 2))
 
     def batch(generator: torch.Generator, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
         drawn = torch.rand(2, size, generator=generator) ** 3
         u, i = (drawn[0] * users).long(), (drawn[1] * items).long()
         return (u, i), ((hidden_users[u] * hidden_items[i]).sum(1) > 0).long()
 
-    return _classifier("recommender", seed, lambda: Recommender(users, items, width), batch, 64 if tiny else 2048, 3e-3)
+    return classifier("recommender", seed, lambda: Recommender(users, items, width), batch, 64 if tiny else 2048, 3e-3)
 
 
 # Graphs of sixteen nodes and about as many edges, of four kinds: a ring with chords, two groups, a hub, edges anywhere.
@@ -219,7 +112,7 @@ def _graphs(generator: torch.Generator, size: int) -> tuple[tuple[Tensor, ...], 
 
 
 def _graph(seed: int, tiny: bool) -> Task:
-    return _classifier("graph", seed, lambda: MessagePassing(16 if tiny else 960), _graphs, 8, 3e-3 if tiny else 1e-4)
+    return classifier("graph", seed, lambda: MessagePassing(16 if tiny else 960), _graphs, 8, 3e-3 if tiny else 1e-4)
 
 
 # A GAN on the digits: the discriminator learns from the real and the made, then the generator from the discriminator.
@@ -245,28 +138,28 @@ def _gan(seed: int, tiny: bool) -> Task:
         models: Sequence[DistributedDataParallel], optimizers: Optimizers, step: int, rank: int, world: int
     ) -> float:
         (makes, judges), size = models, 64
-        drawn = _generator(seed, step, rank)
+        drawn = generator_of(seed, step, rank)
         real = images[torch.randint(len(images), (size,), generator=drawn)]
         noise = torch.randn(size, NOISE, generator=drawn)
         with torch.no_grad():
             made = makes.module(noise)
         said = judges(torch.cat([real, made]))[:, 0]
         truth = torch.cat([torch.ones(size), torch.zeros(size)])
-        loss = _descend(optimizers[1], functional.binary_cross_entropy_with_logits(said, truth))
+        loss = descend(optimizers[1], functional.binary_cross_entropy_with_logits(said, truth))
         # Frozen, so that the generator's backward pass leaves the discriminator's buckets alone.
         judges.module.requires_grad_(False)
         said = judges.module(makes(noise))[:, 0]
-        _descend(optimizers[0], functional.binary_cross_entropy_with_logits(said, torch.ones(size)))
+        descend(optimizers[0], functional.binary_cross_entropy_with_logits(said, torch.ones(size)))
         judges.module.requires_grad_(True)
         return loss
 
     @torch.no_grad()
     def distance(models: Sequence[nn.Module]) -> float:
-        made = models[0](torch.randn(2048, NOISE, generator=_generator(0, TEST)))
+        made = models[0](torch.randn(2048, NOISE, generator=generator_of(0, TEST)))
         return _frechet(made, test)
 
     return Task(
-        "gan", _seeded(seed, make), lambda model: torch.optim.Adam(model.parameters(), lr=rate, betas=(0.5, 0.9)),
+        "gan", seeded(seed, make), lambda model: torch.optim.Adam(model.parameters(), lr=rate, betas=(0.5, 0.9)),
         step, distance, less_is_more=True,
     )  # fmt: skip
 
@@ -281,5 +174,34 @@ def _frechet(left: Tensor, right: Tensor) -> float:
     return float(apart + covariance_a.trace() + covariance_b.trace() - 2 * roots)
 
 
-MADE: dict[str, Callable[[int, bool], Task]] = {"recommender": _recommender, "graph": _graph, "gan": _gan}
+MADE: dict[str, Callable[[int, bool], Task]] = {"recommender": _recommender, "graph": _graph, "gan": _gan} | HELD_OUT
 NAMES = (*WORKLOADS, *MADE)
+
+
+def build_task(name: str, seed: int = 0, *, tiny: bool = False) -> Task:
+    """The task of that name; ``tiny`` ones have the structure and take a millisecond a step.
+
+    Raises:
+        ValueError: there is none of that name, or it has no tiny form.
+    """
+    if name in MADE:
+        return MADE[name](seed, tiny)
+    if name in WORKLOADS and not tiny:
+        return _of_workload(build_workload(name, seed))
+    raise ValueError(f"no {'tiny ' if tiny else ''}task is called {name!r}; there are {', '.join(NAMES)}")
+
+
+def _of_workload(workload: Workload) -> Task:
+    def step(
+        models: Sequence[DistributedDataParallel], optimizers: Optimizers, step: int, rank: int, world: int
+    ) -> float:
+        inputs, targets = workload.batch(step, rank, world)
+        return descend(optimizers[0], workload.loss(models[0](inputs), targets))
+
+    return Task(
+        workload.name,
+        lambda: [workload.make_model()],
+        workload.make_optimizer,
+        step,
+        lambda models: workload.evaluate(models[0]).accuracy,
+    )

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.arms import Arm, Decider, parse_arms
 from benchmarks.ratios import paired_ratio
-from benchmarks.suite.tasks import Task, build_task
+from benchmarks.suite.task import Task
+from benchmarks.suite.tasks import build_task
 from benchmarks.train import Block, Place, Progress, process_group, replicas_are_equal, run_block, warm_up
 
 
@@ -71,8 +72,12 @@ class Trainee:
 def time_arms(
     task: Task, arms: Sequence[Arm], place: Place, blocks: int, steps: int, decide_by: int
 ) -> list[dict[str, Any]]:
-    """Step times of all arms, alternated in blocks; ratios to computing alone and to computing with a barrier."""
-    trainees = [Trainee.start(arm, task, decide_by=decide_by) for arm in arms]
+    """Step times of all arms, alternated in blocks; ratios to computing alone and to computing with a barrier.
+
+    Arms that name their compressor decide at once: of it they need to know little.
+    """
+    chosen = {arm: decide_by if arm.detail.startswith("auto") else 0 for arm in arms}
+    trainees = [Trainee.start(arm, task, decide_by=by) for arm, by in chosen.items()]
     for one in trainees:  # each by itself: sixty uncompressed steps on a slow network would tell nothing
         warm_up([one], place, 4, Progress(None))
     for done in range(blocks):
