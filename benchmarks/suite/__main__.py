@@ -78,6 +78,7 @@ def rows_of(timed: Sequence[Mapping[str, Any]], rate: str, bulk_bps: float | Non
                 else None,
                 "replicas_equal": row["replicas_equal"],
                 "steps_to_decide": row["steps_to_decide"],
+                "verdicts": row["verdicts"],
             }
         )
     return rows

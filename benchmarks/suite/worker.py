@@ -97,6 +97,7 @@ def time_arms(
                 **{f"time_over_{kind}": paired_ratio(mine, times[kind]).value for kind in BOUNDS},
                 "parameters": sum(p.numel() for model in one.models for p in model.parameters()),
                 "steps_to_decide": one.num_steps_to_decide,
+                "verdicts": [state.verdict for state in one.states if state is not None],
                 "replicas_equal": replicas_are_equal(one.arm, one.modules()),
             }
         )
