@@ -28,7 +28,7 @@ BOTH_MUST_SAVE = 0.15
 
 What each card and processor has to do says nothing of how keys wait for one another: a push is over before its answer
 begins, and all of one worker's share its card. By a fluid simulation of keys of 4 MB (3 to 8 workers, 1 to 8 servers
-of their own; not kept) both kinds took up to 1.37 times as long where 0 to 13 % less were predicted.
+of their own; not kept) both kinds took up to 1.25 times as long where 0 to 13 % less were predicted.
 """
 
 
