@@ -77,8 +77,6 @@ CASES = (
     Case("mlp-1g", "mlp", "1gbit", 4, 3),
     Case("cnn-1g", "cnn", "1gbit", 5, 5),
     Case("cnn-200m", "cnn", "200mbit", 4, 3),
-    # As many servers as workers, raw: whoever pushes keys to few of them at a time leaves the others' cards at rest.
-    Case("mlp-4w4s", "mlp", "200mbit", 2, 2, 4, 4, ("plain", RAW)),
     # More workers: payloads for everybody cost more than over two.
     Case("cnn-4w", "cnn", "100mbit", 4, 3, 4, 2, ("plain", TWO_WAY, "espresso:efsignsgd")),
     # As many servers as workers and a mild compressor: less on every card than any exchange without servers.

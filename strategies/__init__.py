@@ -3,7 +3,7 @@
 Standard library only: importing this package never loads torch. May import: nothing of ours.
 """
 
-from espresso.strategies.cluster import BOTH_MUST_SAVE, Cluster, Sharing, shares_by_rule
+from espresso.strategies.cluster import Cluster, Sharing, shares_by_rule
 from espresso.strategies.fields import FormError
 from espresso.strategies.flow import Site, State, StepFlow, cut, trace
 from espresso.strategies.option import (
@@ -58,7 +58,6 @@ from espresso.strategies.tree import (
 )
 
 __all__ = [
-    "BOTH_MUST_SAVE",
     "DTYPES",
     "LINK_LANES",
     "NONE",

@@ -23,15 +23,6 @@ class Sharing(Enum):
     SIZES = "sizes"
 
 
-BOTH_MUST_SAVE = 0.15
-"""Of servers of both kinds only the better one serves, unless both are predicted to save this part of its time.
-
-What each card and processor has to do says nothing of how keys wait for one another: a push is over before its answer
-begins, and all of one worker's share its card. By a fluid simulation of keys of 4 MB (3 to 8 workers, 1 to 8 servers
-of their own; not kept) both kinds took up to 1.25 times as long where 0 to 13 % less were predicted.
-"""
-
-
 def shares_by_rule(machines: int, colocated: int, dedicated: int) -> tuple[float, float]:
     """BytePS's rule: the part of all gradients for each colocated server of so many, and for each dedicated one."""
     n, k = machines, dedicated

@@ -18,8 +18,7 @@ from espresso.comm.parameter_server.wire import Header, Key, Op, Tag, hear, say
 from espresso.strategies import CompressorSpec, Sharing
 
 WINDOW_BYTES = 16 << 20
-"""Pushes that may be on the wire at once from one worker, or one to every server where that is more: all workers push
-the same keys at a time, and the others' cards would rest. More would only wait in buffers."""
+"""Pushes that may be on the wire at once from one worker; more would only wait in buffers."""
 
 _FULLER_S = 0.5
 """A server that has nothing of this worker's waits its turn: one that has can name the key."""
@@ -128,10 +127,9 @@ class Client:
         """Post the receive of the answer, announce, send; waits while too much is on the wire."""
         key = line.key
         server = self.num_workers + key.server
-        most = max(WINDOW_BYTES, self.num_servers * data.nbytes)
         with self._pushing:
             self._open[key.number], self._latest[key.server] = line, key
-            while self._window and self._in_window + data.nbytes > most:
+            while self._window and self._in_window + data.nbytes > WINDOW_BYTES:
                 oldest, num_bytes, sends = self._window.popleft()
                 self._in_window -= num_bytes
                 self._see_off(oldest, sends, timeout_s)

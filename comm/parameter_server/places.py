@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 from espresso.comm.parameter_server.wire import Key
-from espresso.strategies import BOTH_MUST_SAVE, Sharing, shares_by_rule
+from espresso.strategies import Sharing, shares_by_rule
 
 
 @dataclass(frozen=True)
@@ -45,115 +43,74 @@ class Bearing:
         )
 
 
+@dataclass
 class _Load:
     """What cards and processors have to do, in microseconds, and every server's gradients, uncompressed.
 
     Where all workers are on one machine, nothing crosses its card that its own servers hold.
     """
 
-    def __init__(self, bearing: Bearing) -> None:
-        self._bearing = bearing
-        self._cards = dict.fromkeys(bearing.machines, 0.0)
-        self._processors, self._answers, self.sizes = ([0.0] * len(bearing.machines) for _ in range(3))
+    bearing: Bearing
+    cards: dict[int, float] = field(default_factory=dict)
+    processors: list[float] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = len(self.bearing.machines)
+        self.cards = dict.fromkeys(self.bearing.machines, 0.0)
+        self.processors, self.sizes = [0.0] * count, [0.0] * count
 
     def pass_by(self, key: Key) -> None:
         """What a key's pushes and pulls take of the cards of machines that have both workers and servers."""
-        bearing, done = self._bearing, set()
-        for machine, near, us in zip(bearing.machines, bearing.near, bearing.card_us, strict=True):
+        done = set()
+        for machine, near, us in zip(self.bearing.machines, self.bearing.near, self.bearing.card_us, strict=True):
             if machine not in done and near < 1.0:
                 done.add(machine)
-                self._cards[machine] += us * near * key.load_bytes / 1e3
+                self.cards[machine] += us * near * key.load_bytes / 1e3
 
     def after(self, key: Key, server: int) -> tuple[float, float]:
-        """When a server would be done with ``key`` too: its processor and its card, and what the card has to send back
-        when all is pushed; and its size so far.
+        """When a server would be done with ``key`` too; and its size so far.
+
+        The busier of its card and its processor is, and then the answer is on its way back. A card that pushes of its
+        own workers cross sends answers while others come; that of a server of its own, when nothing comes any more.
         """
-        card, processor, answer = self._with(key, server)
+        bearing = self.bearing
+        card = self.cards[bearing.machines[server]] + self._card_us(key, server)
+        processor = self.processors[server] + bearing.processor_us[server] * key.raw_bytes / 1e3
+        answer = 0.0 if bearing.near[server] else self._card_us(key, server)
         return max(card, processor) + answer, self.sizes[server]
 
     def take(self, key: Key, server: int) -> None:
         """Have ``server`` hold ``key``."""
-        card, self._processors[server], self._answers[server] = self._with(key, server)
-        self._cards[self._bearing.machines[server]] = card
+        self.cards[self.bearing.machines[server]] += self._card_us(key, server)
+        self.processors[server] += self.bearing.processor_us[server] * key.raw_bytes / 1e3
         self.sizes[server] += key.raw_bytes
 
-    @property
-    def over_us(self) -> float:
-        """When all are done."""
-        cards = (self._cards[machine] for machine in self._bearing.machines)
-        return max(
-            max(card, processor) + answer
-            for card, processor, answer in zip(cards, self._processors, self._answers, strict=True)
-        )
-
-    def _with(self, key: Key, server: int) -> tuple[float, float, float]:
-        """A server's card, its processor, and its largest answer, if it held ``key`` too.
-
-        Beyond what passes by comes what others push, less what no longer leaves the machine. A card that pushes cross
-        too sends an answer while others come; that of a server of its own the last one when nothing comes any more.
-        """
-        bearing, kb = self._bearing, key.load_bytes / 1e3
-        near, card_us = bearing.near[server], bearing.card_us[server]
-        crosses_us = card_us * (1.0 - 2.0 * near) * kb if near < 1.0 else 0.0
-        answer_us = 0.0 if near else card_us * kb
-        card = self._cards[bearing.machines[server]] + crosses_us
-        processor = self._processors[server] + bearing.processor_us[server] * key.raw_bytes / 1e3
-        return card, processor, max(self._answers[server], answer_us)
+    def _card_us(self, key: Key, server: int) -> float:
+        """Beyond what passes by: what comes from elsewhere, less what no longer leaves the machine."""
+        near = self.bearing.near[server]
+        beyond = 1.0 - 2.0 * near if near < 1.0 else 0.0
+        return self.bearing.card_us[server] * beyond * key.load_bytes / 1e3
 
 
 def place(keys: Sequence[Key], bearing: Bearing, held: Iterable[Key]) -> list[int]:
-    """A server for every key, beside those that are ``held``: the heaviest first, each to who is done first with it.
-
-    Of servers of both kinds the better one alone is taken where both together would not save enough
-    (:data:`~espresso.strategies.BOTH_MUST_SAVE`).
-    """
+    """A server for every key, beside those that are ``held``: the heaviest first, each to who is done first with it."""
     held = tuple(held)
-    count = len(bearing.machines)
-    if bearing.sharing is Sharing.SIZES:
-        return _dealt(keys, bearing, held, range(count), _rule(bearing))[0]
-    kinds = [[s for s in range(count) if (bearing.near[s] > 0.0) is beside] for beside in (True, False)]
-    better = min((_dealt(keys, bearing, held, kind) for kind in kinds if kind), key=lambda found: found[1])
-    if not all(kinds):
-        return better[0]
-    both = _dealt(keys, bearing, held, range(count))
-    return (both if both[1] < (1.0 - BOTH_MUST_SAVE) * better[1] else better)[0]
-
-
-def _dealt(
-    keys: Sequence[Key], bearing: Bearing, held: Sequence[Key], servers: Sequence[int], shares: Sequence[float] = ()
-) -> tuple[list[int], float]:
-    """Keys dealt out to ``servers``, by shares if there are some; and when all are done, in microseconds."""
     load = _Load(bearing)
     for key in (*held, *keys):
         load.pass_by(key)
     for key in held:
         load.take(key, key.server)
-
-    def done(key: Key, server: int) -> tuple[float, float]:
-        return ((load.sizes[server] + key.raw_bytes) / shares[server], 0.0) if shares else load.after(key, server)
-
+    shares = _rule(bearing) if bearing.sharing is Sharing.SIZES else ()
     found = [0] * len(keys)
     for index in sorted(range(len(keys)), key=lambda i: -keys[i].load_bytes):
         key = keys[index]
-        found[index] = min(servers, key=partial(done, key))
+        if shares:
+            costs = [((size + key.raw_bytes) / part, 0.0) for size, part in zip(load.sizes, shares, strict=True)]
+        else:
+            costs = [load.after(key, server) for server in range(len(bearing.machines))]
+        found[index] = min(range(len(costs)), key=costs.__getitem__)
         load.take(key, found[index])
-    return _in_turn(keys, found), load.over_us
-
-
-def _in_turn(keys: Sequence[Key], servers: Sequence[int]) -> list[int]:
-    """The same number of keys of each size on every server, so spread that whoever pushes them in order keeps all busy.
-
-    The heaviest are dealt first, to whoever bears most; a worker's first pushes would all go there.
-    """
-    alike: dict[object, list[int]] = defaultdict(list)
-    for index, key in enumerate(keys):
-        alike[key.workers, key.load_bytes, key.raw_bytes].append(index)
-    found = list(servers)
-    for indices in alike.values():
-        counts = Counter(servers[index] for index in indices)
-        turns = sorted(((turn + 0.5) / count, server) for server, count in counts.items() for turn in range(count))
-        for index, (_, server) in zip(indices, turns, strict=True):
-            found[index] = server
     return found
 
 

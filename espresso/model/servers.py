@@ -7,8 +7,7 @@ Of one unit of gradients that all workers push (and, as much, pull)::
     card of a dedicated server   x
     processor of a server        x
 
-Every share is what the server has room for in the least time in which all of them have room for everything. Of servers
-of both kinds only the better one serves where both together would not save enough.
+Every share is what the server has room for in the least time in which all of them have room for everything.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from espresso.strategies import BOTH_MUST_SAVE, Cluster, Sharing, shares_by_rule
+from espresso.strategies import Cluster, Sharing, shares_by_rule
 
 _BISECTIONS = 50
 
@@ -68,33 +67,14 @@ def shared_out(
     if sharing is Sharing.SIZES:
         colocated, dedicated = shares_by_rule(cluster.num_nodes, cluster.num_colocated, cluster.num_dedicated)
         return _load(cluster, kinds, [colocated if kind.colocated else dedicated for kind in kinds])
-
-    def us(load: Load) -> float:
-        return max(worker_us * load.worker_card, server_us * load.server_card, busy_us * load.processor)
-
-    def by(*serving: bool) -> Load:
-        return _evenly(cluster, kinds, worker_us, server_us, busy_us, serving)
-
-    better, *others = sorted((by(colocated) for colocated in {kind.colocated for kind in kinds}), key=us)
-    both = by(True, False) if others else better
-    return both if us(both) < (1.0 - BOTH_MUST_SAVE) * us(better) else better
-
-
-def _evenly(
-    cluster: Cluster, kinds: list[_Kind], worker_us: float, server_us: float, busy_us: float, serving: tuple[bool, ...]
-) -> Load:
-    """The load where all servers are done at once; ``serving``: of kinds that serve, whether they are colocated."""
     nodes = cluster.num_nodes
     low, high = worker_us / nodes if nodes > 1 else 0.0, 2 * (worker_us + server_us + busy_us) + 1e-12
-    high /= min(min(kind.card, kind.processor) for kind in kinds)
+    high /= min((speed for pair in speeds for speed in pair), default=1.0)
 
     def room(us: float) -> list[float]:
         """What one server of each kind gets done."""
         found = []
         for kind in kinds:
-            if kind.colocated not in serving:
-                found.append(0.0)
-                continue
             most = min(us * kind.processor / busy_us, 1.0) if busy_us else 1.0
             if not kind.colocated:
                 most = min(most, us * kind.card / server_us if server_us else 1.0)
