@@ -6,7 +6,7 @@
 | mixer       | dense over places and over channels     | 8x8 digits                       | accuracy            |
 | translate   | two recurrent halves, attention between | words by a rule                  | accuracy            |
 | waves       | dilated convolutions over a long row    | waves of eight kinds under noise | accuracy            |
-| sets        | the same network at every point, a sum  | points of eight shapes           | accuracy            |
+| sets        | the same network at every point, a mean | points of eight shapes           | accuracy            |
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _mixer(seed: int, tiny: bool) -> Task:
     train, test = digits()
 
     def batch(generator: torch.Generator, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        images, labels = test if size > len(test[0]) else train
+        images, labels = test if size > len(test[0]) else train  # so many are asked for by the metric alone
         drawn = torch.randint(len(images), (size,), generator=generator)
         return (images[drawn],), labels[drawn]
 
@@ -181,7 +181,7 @@ POINTS = 48
 
 
 class Sets(nn.Module):
-    """A network at every point, the sum and the largest of what it says, and a network over both."""
+    """A network at every point, the mean and the largest of what it says, and a network over both."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
