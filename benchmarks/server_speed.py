@@ -91,7 +91,7 @@ CASES = (
     Case("both", "cnn", "100mbit", 2, 2, 3, 2, BOTH_ARMS, "", 1),
     Case("both-slow", "cnn", "100mbit", 2, 2, 3, 2, BOTH_ARMS, "50mbit", 1),
     Case("both-slow-rule", "cnn", "100mbit", 2, 2, 3, 2, BOTH_ARMS, "50mbit", 1, Sharing.SIZES.value),
-    # The same with keys enough to be shared out: of 4 MB the CNN has three, the MLP eleven.
+    # The same with keys enough to be shared out: of 4 MB the CNN has three, the MLP ten.
     Case("own-mlp", "mlp", "400mbit", 2, 2, 3, 1, BOTH_ARMS),
     Case("beside-mlp", "mlp", "400mbit", 2, 2, 3, 0, BOTH_ARMS, "", 1),
     Case("both-mlp", "mlp", "400mbit", 2, 2, 3, 2, BOTH_ARMS, "", 1),

@@ -90,6 +90,8 @@ def test_a_key_of_few_on_its_way_back_from_a_server_of_its_own_is_waited_for():
     """One of three keys would come back when what the servers beside the workers hold has long been there."""
     bearing = Bearing.alike((0, 1, 2, 3, 3), (1 / 3,) * 3 + (0.0,) * 2)
     assert sorted(place(raw_keys(3, 4096, range(3)), bearing, ())) == [0, 1, 2]
+    slower = replace(bearing, card_us=(1.0,) * 3 + (1.1,) * 2)
+    assert max(place(raw_keys(4, 4096, range(3)), slower, ())) == 2  # beside the workers nothing is waited for
     assert sum(parts_of(raw_keys(300, 4096, range(3)), bearing)[3:]) == pytest.approx(0.4, abs=0.01)
 
 
