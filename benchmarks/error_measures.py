@@ -37,7 +37,7 @@ import typer
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.feedback_gain import PLAIN, RANKS, Array, Site, own_gain, parts_of
+from benchmarks.feedback_gain import PLAIN, RANKS, Array, Site, lower, own_gain, parts_of
 from espresso.compressors import create
 from espresso.compressors.powersgd import PowerSgd
 from espresso.search.budgets import Budgets, Ledger
@@ -116,8 +116,7 @@ def train(job: Job) -> Run:
     seen: dict[str, list[float]] = {name: [] for name in MEASURES}
     late: list[float] = []
     for step in range(job.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * max(1 - step / job.steps, 0.02)
+        lower(optimizer, step / job.steps)
         given: list[list[Array]] = []
         for rank in range(RANKS):
             inputs, targets = workload.batch(step, rank, RANKS)

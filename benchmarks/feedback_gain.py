@@ -2,14 +2,16 @@
 
     python -m benchmarks.feedback_gain
     python -m benchmarks.feedback_gain --cases mlp --steps 150 --start 40
-    python -m benchmarks.feedback_gain --start 15 --no-classical --arms "dgc:ratio=0.01;dgc:ratio=0.01,least=2048"
+    python -m benchmarks.feedback_gain --start 15 --gains own --arms "dgc:ratio=0.01;dgc:ratio=0.01,least=2048"
+    python -m benchmarks.feedback_gain --cases translate,waves --gains own,0.03 --arms efsignsgd
 
 One process plays both ranks of a job: real models and data, the project's own codecs, tensors of more than one
 dimension compressed from step ``--start`` on (vectors stay exact, as in automatic mode). ``twice`` compresses the sum
 again, as options with two compressions do. Nothing is timed, so that only the arithmetic is compared.
 
-A row passes if its mean test loss with the compressor's own gain is at most the largest of plain's seeds. Rows of the
-classical gain of 1 are there to compare with and are not judged, unless it is the compressor's own.
+A row passes if its mean test loss with the compressor's own gain is at most the largest of plain's seeds. Rows of other
+gains are there to compare with and are not judged. Of the suite's tasks the loss is their metric, of accuracies what is
+missing to 1.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,10 +33,13 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.convergence import MODELS, OPTIMIZERS
 from benchmarks.models import build_workload
+from benchmarks.suite.held_out import HELD_OUT
+from benchmarks.suite.tasks import build_task
 from espresso.compressors import Decoding, DrawKey, Encoding, Feedback, Layout, Segment, create, host_codec
 
 CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "mlp")
-"""Small models with an optimizer as in ``benchmarks.convergence``, and the 10 M parameter MLP with its own."""
+"""Small models with an optimizer as in ``benchmarks.convergence``, and the 10 M parameter MLP with its own. Others are
+``gpt-adamw`` and the suite's held-out tasks."""
 
 ARMS = (
     "efsignsgd",
@@ -65,6 +70,7 @@ class Job:
     seed: int
     steps: int
     start: int
+    falls: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,10 +139,49 @@ def parts_of(case: str, seed: int) -> tuple[Any, torch.nn.Module, torch.optim.Op
     return workload, model, OPTIMIZERS[optimizer](model)
 
 
+Backward = Callable[[int, int], object]
+"""Leaves the gradients of a (step, rank) in the model."""
+
+
+def opened(case: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Backward, Callable[[], Any]]:
+    """Model, optimizer, its gradients, and what gives test loss and accuracy."""
+    if case in HELD_OUT:
+        task = build_task(case, seed)
+        (model,) = models = task.make_models()
+        still = [torch.optim.SGD(model.parameters(), lr=0.0)]  # the step is taken with all ranks' gradients
+
+        def score() -> tuple[float, float]:
+            metric = task.metric(models)
+            return (metric if task.less_is_more else 1 - metric), metric
+
+        def step(number: int, rank: int) -> object:
+            return task.step(models, still, number, rank, RANKS)  # type: ignore[arg-type]  # bare, and of one process
+
+        return model, task.make_optimizer(model), step, score
+    workload, model, optimizer = parts_of(case, seed)
+
+    def backward(number: int, rank: int) -> object:
+        inputs, targets = workload.batch(number, rank, RANKS)
+        model.zero_grad()
+        return workload.loss(model(inputs), targets).backward()
+
+    def evaluate() -> tuple[float, float]:
+        found = workload.evaluate(model)
+        return found.loss, found.accuracy
+
+    return model, optimizer, backward, evaluate
+
+
+def lower(optimizer: torch.optim.Optimizer, part: float) -> None:
+    """The learning rate in this part of a run: it falls to a fiftieth."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * max(1 - part, 0.02)
+
+
 def train(job: Job) -> tuple[Job, float, float]:
     """Train and evaluate; test loss and accuracy."""
     torch.set_num_threads(1)
-    workload, model, optimizer = parts_of(job.case, job.seed)
+    model, optimizer, backward, evaluate = opened(job.case, job.seed)
     parameters = list(model.parameters())
     spec, _, twice = job.arm.partition(" ")
     sites = {
@@ -145,11 +190,11 @@ def train(job: Job) -> tuple[Job, float, float]:
         if job.arm != PLAIN and p.ndim > 1
     }
     for step in range(job.steps):
+        if job.falls:
+            lower(optimizer, step / job.steps)
         given: list[list[Array]] = []
         for rank in range(RANKS):
-            inputs, targets = workload.batch(step, rank, RANKS)
-            model.zero_grad()
-            workload.loss(model(inputs), targets).backward()
+            backward(step, rank)
             given.append([p.grad.flatten().numpy().copy() for p in parameters])  # type: ignore[union-attr]
         for index, parameter in enumerate(parameters):
             mine = [gradients[index] for gradients in given]
@@ -160,8 +205,7 @@ def train(job: Job) -> tuple[Job, float, float]:
                 total = sites[index][SERVER].send(total, step)
             parameter.grad = torch.from_numpy(total / RANKS).view_as(parameter)
         optimizer.step()
-    found = workload.evaluate(model)
-    return job, found.loss, found.accuracy
+    return job, *evaluate()
 
 
 def judge(runs: Sequence[tuple[Job, float, float]]) -> list[Row]:
@@ -204,23 +248,29 @@ def main(
     steps: Annotated[int, typer.Option(help="Of every run; half as many for the large MLP.")] = 300,
     start: Annotated[int, typer.Option(help="Plain steps before compression begins.")] = 60,
     seeds: Annotated[int, typer.Option(help="Of small models; at most 3 of the large MLP.", min=2)] = 6,
-    classical: Annotated[bool, typer.Option(help="Also with a gain of 1.")] = True,
+    gains: Annotated[str, typer.Option(help="Comma-separated; 'own': each compressor's.")] = "own,1",
+    falls: Annotated[bool, typer.Option("--falls", help="The learning rate falls to a fiftieth.")] = False,
     json_path: Annotated[Path, typer.Option("--json")] = results.RESULTS_DIR / "feedback_gain.json",
 ) -> None:
-    """Train with the classical feedback gain and with each compressor's own."""
+    """Train with feedback gains beside each compressor's own."""
     jobs = []
     for case in cases.split(","):
-        large = "-" not in case
+        large = case == "mlp"
         of_case = range(min(seeds, 3) if large else seeds)
         length = steps // 2 if large else steps
         pairs = [(PLAIN, 1.0)] + [
-            (a, g) for a in arms.split(";") for g in sorted({own_gain(a)} | ({1.0} if classical else set()))
+            (a, g)
+            for a in arms.split(";")
+            for g in sorted({own_gain(a) if gain == "own" else float(gain) for gain in gains.split(",")})
         ]
-        jobs += [Job(case, arm, gain, seed, length, start) for arm, gain in pairs for seed in of_case]
+        jobs += [Job(case, arm, gain, seed, length, start, falls) for arm, gain in pairs for seed in of_case]
     with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
         runs = pool.map(train, jobs, chunksize=1)
     rows = judge(runs)
-    config = {"cases": cases, "arms": arms, "steps": steps, "start": start, "seeds": seeds, "ranks": RANKS}
+    config = {
+        "cases": cases, "arms": arms, "gains": gains, "steps": steps, "start": start, "seeds": seeds, "falls": falls,
+        "ranks": RANKS,
+    }  # fmt: skip
     results.write(json_path, results.record(config, 0, [asdict(row) for row in rows]))
     title = f"{steps} steps, two ranks played by one process; the gain is the part of a residual that returns at once"
     results.console(130).print(table_of(rows, title))

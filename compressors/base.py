@@ -62,8 +62,9 @@ class Traits:
     finer: str = ""
 
 
-DAMPED = 0.125
-"""Feedback gain of compressors whose errors are large in every step (docs/convergence.md)."""
+DAMPED = 1 / 16
+"""Feedback gain of compressors whose errors are large in every step: with less, a run ends before all is sent; with
+more, what comes back smooths the averages, and Adam's steps get longer by it (docs/convergence.md)."""
 
 
 @dataclass(frozen=True, slots=True)

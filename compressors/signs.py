@@ -122,9 +122,9 @@ class TwoBit(Signs):
 
     Ours, after Seide et al. (:class:`OneBit`): what shares a code decodes to its mean. So <x - C, C> = 0, and the error
     is at most scaled sign's with the same block, which has one mean for both parts: of normal numbers an eighth of
-    |x|^2, where scaled sign's is .36. That is still much in every step: of four small models three end best with the
-    family's feedback gain of 1/8 and worst with 1 (docs/convergence.md). The cut is the mean, which takes one look, and
-    not the best one (Max: Quantizing for Minimum Distortion, 1960), which leaves .12.
+    |x|^2, where scaled sign's is .36. That is still much in every step: with a feedback gain of 1 three of four small
+    models end worst (docs/convergence.md). The cut is the mean, which takes one look, and not the best one (Max:
+    Quantizing for Minimum Distortion, 1960), which leaves .12.
 
     Attributes:
         block: elements that share their means, a multiple of 32 from 32 to 65536.

@@ -25,17 +25,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Bytes, Layout, Traits
+from espresso.compressors.base import DAMPED, Bytes, Layout, Traits
 from espresso.compressors.common import ADDED, BaseCompressor
 
 PREFIX_BYTES = 8
 
 SPAN = 1 << 16
 """Elements whose indices share their upper half, which the ends say."""
-
-FEEDBACK_GAIN = 0.25
-"""Of what is selected by magnitude: with an eighth, a short run ends before all is sent; with all of it, a number that
-waited for a hundred steps arrives in one (docs/convergence.md)."""
 
 RUN = 16
 """Samples are taken in runs of a cache line."""
@@ -165,9 +161,7 @@ class TopK(Sparsifier):
     """
 
     name: ClassVar[str] = "topk"
-    traits: ClassVar[Traits] = Traits(
-        exact_size=False, masks=True, sparse=True, feedback_gain=FEEDBACK_GAIN, finer="least"
-    )
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, sparse=True, feedback_gain=DAMPED, finer="least")
     algorithm: ClassVar[int] = 6
 
     ratio: float = 0.01
@@ -201,9 +195,7 @@ class Dgc(Sparsifier):
     """
 
     name: ClassVar[str] = "dgc"
-    traits: ClassVar[Traits] = Traits(
-        exact_size=False, masks=True, sparse=True, feedback_gain=FEEDBACK_GAIN, finer="least"
-    )
+    traits: ClassVar[Traits] = Traits(exact_size=False, masks=True, sparse=True, feedback_gain=DAMPED, finer="least")
     algorithm: ClassVar[int] = 7
 
     ratio: float = 0.01
@@ -267,7 +259,7 @@ class Threshold(Sparsifier):
     """
 
     name: ClassVar[str] = "threshold"
-    traits: ClassVar[Traits] = Traits(exact_size=False, sparse=True, feedback_gain=FEEDBACK_GAIN)
+    traits: ClassVar[Traits] = Traits(exact_size=False, sparse=True, feedback_gain=DAMPED)
     algorithm: ClassVar[int] = 11
 
     threshold: float = 0.001

@@ -34,8 +34,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from espresso.compressors.base import Traits
-from espresso.compressors.sparse import FEEDBACK_GAIN, PREFIX_BYTES, Selection, Sparsifier, num_slots
+from espresso.compressors.base import DAMPED, Traits
+from espresso.compressors.sparse import PREFIX_BYTES, Selection, Sparsifier, num_slots
 
 TILE = 4096
 """Elements that share a mean."""
@@ -112,7 +112,7 @@ class SparseTernary(Sparsifier):
     """
 
     name: ClassVar[str] = "stc"
-    traits: ClassVar[Traits] = Traits(exact_size=False, sparse=True, feedback_gain=FEEDBACK_GAIN)
+    traits: ClassVar[Traits] = Traits(exact_size=False, sparse=True, feedback_gain=DAMPED)
     algorithm: ClassVar[int] = 17
     is_ternary: ClassVar[bool] = True
 

@@ -40,7 +40,7 @@ def test_with_nothing_chosen_it_decides_within_sixty_steps_and_learns(played):
         assert result["predicted"] > 0
         assert result["measured"] > 0
         assert result["job on rank 0"]
-        assert result["budget"] == 4.0, "plain SGD"
+        assert result["budget"] == 6.0, "plain SGD"
         assert 0 < result["largest timed"] <= 2 * result["model"], "exchanges that the job never makes"
         assert result["digest"] == everybody[0]["digest"]
 

@@ -45,7 +45,7 @@ DRIFT = 0.1
 waits as residual until it is sent; with a tenth forecasts come near what is owed later (benchmarks.error_measures)."""
 LIKE_ONE = 8
 """Of a single gradient, so many with its magnitudes and any signs."""
-RINGING = 3.0
+RINGING = 4.5
 """What a residual that comes back in the next step (a feedback gain of 1) counts against one that takes many: so ends
 of training are in the order of what is owed over both (benchmarks.error_measures)."""
 TOO_MUCH = 1e6

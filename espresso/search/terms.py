@@ -33,10 +33,9 @@ predicted to be within a tenth (benchmarks/results/prediction_*) three in four a
 MAX_CANDIDATES = 2
 """Of what a search finds, so many race against plain beside a simple one: more would take too many steps."""
 
-HARMLESS, HARMLESS_ADAPTIVE = 4.0, 2.0
+HARMLESS, HARMLESS_ADAPTIVE = 6.0, 4.0
 """Gradients that a strategy may owe where espresso chooses between compressors; the second where the optimizer divides
-by what it remembers of squared gradients, as Adam does. Of the strategies in docs/convergence.md those that owe up to
-4.5 end within the seeds of exact training, or next to them, on digits; with AdamW a GPT does with 2 and not with 4."""
+by what it remembers of squared gradients, as Adam does (docs/convergence.md)."""
 
 MB = 1e6
 _KEY = "automatic"
