@@ -357,7 +357,7 @@ def rates_followed(rank: int) -> Any:
         ddp = wrap(IntegerNet())
         exact = {name: torch.zeros(p.numel()) for name, p in named_gradients(ddp).items()}
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        with registered(ddp, SHARDED, "topk:ratio=0.25") as state:
+        with registered(ddp, SHARDED, "topk:ratio=0.25", feedback_gain=0.25) as state:
             if scaled:
                 scale_residuals(state, optimizer)
             # With a rate of 0 what is sent is lost on purpose; the law is for the steps from the last one on.
