@@ -603,7 +603,7 @@ def test_several_compressors_within_a_budget_are_about_as_fast_as_one_of_them():
 
     job, terms = job_from_trace("gpt2", 8, 8, "pcie-25g"), Terms(error_budget=HARMLESS)
     alone, several = (search(job, s, terms=terms).predicted_us for s in ("efsignsgd", FAMILIES))
-    assert several < 1.04 * alone
+    assert several < 1.02 * alone
 
 
 def test_a_tensor_too_small_for_its_compressor_is_not_counted():

@@ -291,6 +291,8 @@ def _search_buckets(
     bound = refined.bound_us
     if effort.events:
         allowed.append(_found("improved", refined.evaluator, refined.strategy))
+        if space.terms.budgets.error < math.inf and len({spec.name for spec in space.specs}) > 1:
+            allowed += _alone(job, space, allowed, sizes)
         if job.mode is Mode.DDP:
             both = {*space.raw, *space.training, *space.offloaded}
             offered = {kind: tuple(c for c in leaves if c in both) or leaves for kind, leaves in space.every.items()}
@@ -311,6 +313,28 @@ def _search_buckets(
                     bound = _certified(job, space, mixed[0], sizes, bound)
     plain_us = min(row.makespan_us for row in found if row.name == "uncompressed")
     return _result(job, space, allowed, plain_us, baselines, capped, started, bound, refined, algorithms_ms)
+
+
+def _alone(job: Job, space: Space, allowed: Sequence[_Found], sizes: Sequence[int]) -> list[_Found]:
+    """What is found with the compressor alone that is fastest alone: among many, budgets lead elsewhere."""
+    given: dict[CompressorSpec, list[_Found]] = {}
+    for row in allowed:
+        used = {choice.compressor for choice in row.choices} - {NONE}
+        if len(used) == 1:
+            given.setdefault(used.pop(), []).append(row)
+    if not given:
+        return []
+    spec, rows = min(given.items(), key=lambda one: min(row.makespan_us for row in one[1]))
+    leaves = {
+        kind: tuple(c for c in choices if c.compressor in (NONE, spec)) or choices
+        for kind, choices in space.every.items()
+    }
+    found = refine(
+        job, rows[0].evaluator, [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in rows],
+        leaves, sizes[:2], effort=REPLAN_EFFORT.without_certificate, ledger=space.budgets,
+        whole_within=0.0 if space.terms.all_kinds else NEAR,
+    )  # fmt: skip
+    return [_found("improved alone", found.evaluator, found.strategy)]
 
 
 def _certified(job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int], bound_us: float) -> float:
