@@ -5,6 +5,7 @@ import math
 from dataclasses import astuple, replace
 
 import pytest
+import torch
 
 from benchmarks import convergence, diagnose, far, growth, overhead, prediction, results, server_speed, speed, weather
 from benchmarks.convergence import Run
@@ -255,3 +256,16 @@ def test_turns_of_a_case_count_as_blocks_of_one():
     (row,) = server_speed.joined(turns)
     assert row["block_step_ms"] == [10.0, 11.0, 20.0, 21.0, 40.0, 41.0]
     assert (row["step_ms"], row["replicas_equal"]) == (20.0, False)
+
+
+def test_a_held_out_task_leaves_a_rank_s_gradients_and_moves_no_weight():
+    from benchmarks.feedback_gain import opened
+
+    model, _, backward, _ = opened("waves", 0)
+    before, seen = [p.detach().clone() for p in model.parameters()], []
+    for rank in range(2):
+        backward(0, rank)
+        seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert all(torch.equal(one, p) for one, p in zip(before, model.parameters(), strict=True))
+    assert seen[0].norm() > 0
+    assert not torch.allclose(seen[0], seen[1])
