@@ -6,6 +6,7 @@ sizes; a size whose own bound is not below the best strategy known needs no sear
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,10 @@ MOST_ROUNDS = 2000
 """Of a patient ascent; most are over before."""
 FEWEST_ROUNDS = 500
 """With fewer the states' lines gain nothing: they take some hundreds to grow."""
+BRIEFLY = 2_000
+"""Combinations of a few units that a pass looks at on the way, within budgets."""
+EACH_PAIR = 40
+"""Within budgets pairs of so many units are looked at that of each this many combinations, twice, can be tried."""
 CLOSE = 1e-4
 """A bound this near the best strategy, as a fraction, is as good as equal."""
 
@@ -255,17 +260,22 @@ def _searched(
 ) -> _Size | None:
     """Single units at the most promising sizes and from further starts, blocks on the best of them, then few together.
 
-    What was found at one size is tried at others too: those with the least bounds.
+    What was found at one size is tried at others too: those with the least bounds. Within budgets a start says little
+    of what can be found at its size, so that all of them are looked at, and longer at the better ones.
     """
     begun = {size: _begin(evaluator_at(evaluator, size), starts, *roots[size], effort) for size in sizes}
     if not begun:
         return None
-    rows = sorted(begun.values(), key=lambda row: row.makespan_us)[: effort.sizes]
+    rows = list(begun.values())
     left = effort.events
-    for row in rows:
-        left -= _sweep(row, left // 3)
-    for longer in effort.longer_chains:
-        other = _with_longer_chains(min(rows, key=lambda row: row.makespan_us), longer, effort)
+    if rows[0].relaxation.has_budget:
+        left -= _halve(rows, leaves, left)
+    else:
+        rows = sorted(rows, key=lambda row: row.makespan_us)[: effort.sizes]
+        for row in rows:
+            left -= _sweep(row, left // 3)
+    for times, part in effort.further:
+        other = _further(min(rows, key=lambda row: row.makespan_us), times, part, effort)
         left -= _sweep(other, left // 3) if effort.starts == 1 else _descend(other, left // 3, 1)
         rows.append(other)
     for row in sorted(rows, key=lambda row: row.makespan_us)[: effort.starts]:
@@ -285,6 +295,22 @@ def _searched(
     if whole.makespan_us + beside_us <= factor * (best.makespan_us + beside_us):
         best = whole
     return best
+
+
+def _halve(rows: Sequence[_Size], leaves: Leaves, effort: int) -> int:
+    """Improve all briefly, then the better half, until one is left (Jamieson and Talwalkar's successive halving).
+
+    Returns the events that it took.
+    """
+    left, alive = effort, list(rows)
+    while len(alive) > 1:
+        share = left // (3 * len(alive))
+        for row in alive:
+            spent = _sweep(row, share)
+            spent += _descend(row, share - spent, 1)
+            left -= spent + _move_together(row, leaves, BRIEFLY, share - spent)
+        alive = sorted(alive, key=lambda row: row.makespan_us)[: len(alive) // 2]
+    return effort - left
 
 
 def _as_good_here(row: _Size, best: _Size) -> _Size:
@@ -313,25 +339,22 @@ def _begin(
     return _Size(here, relaxation, certificate, led, begun[number].copy(), makespan)
 
 
-def _with_longer_chains(row: _Size, times: float, effort: Effort) -> _Size:
-    """Another start: the program's solution where chains are longer, as if units had to wait on the way.
+def _further(row: _Size, times: float, part: float, effort: Effort) -> _Size:
+    """Another start: the program's solution where chains are so many times longer, as if units had to wait on the way,
+    and budgets a part of what they are, so that some is left to spend.
 
     Found from nothing: an ascent that begins where another ended stays near it.
     """
-    units = len(row.strategy)
-    costs = row.relaxation.rows.copy()
+    units, program = len(row.strategy), row.relaxation
+    costs = program.rows.copy()
     costs[:, CHAIN] *= times
-    longer = replace(row.relaxation, rows=costs)
+    other = replace(program, rows=costs, limits=program.limits * part)
     certificate = certify(
-        longer,
-        row.makespan_us * times,
-        rounds=effort.rounds(units),
-        paid=row.certificate.paid,
-        fixed=True,
+        other, row.makespan_us * times, rounds=effort.rounds(units), paid=row.certificate.paid, fixed=part == 1
     )
-    led = guide(row.evaluator, longer, certificate, effort.depth(units))
+    led = replace(guide(row.evaluator, other, certificate, effort.depth(units)), limits=program.limits)
     start = led.rounded.copy()
-    return _Size(row.evaluator, row.relaxation, row.certificate, led, start, row.evaluator.makespan(start))
+    return _Size(row.evaluator, program, row.certificate, led, start, row.evaluator.makespan(start))
 
 
 def _sweep(row: _Size, effort: int) -> int:
@@ -350,8 +373,11 @@ def _descend(row: _Size, effort: int, rounds: int) -> int:
 
 
 def _move_together(row: _Size, leaves: Leaves, tried: int, effort: int) -> int:
-    """Improve by several giants at once, under budgets by several of all; returns the events that it took."""
-    few = np.arange(len(row.strategy)) if row.relaxation.has_budget else row.relaxation.giants
+    """Improve by several giants at once, under budgets by several of the largest; returns the events that it took."""
+    few = row.relaxation.giants
+    if row.relaxation.has_budget:
+        elements = np.array([unit.numel for unit in row.evaluator.units])
+        few = np.sort(np.argsort(-elements, kind="stable")[: max(math.isqrt(tried // EACH_PAIR), 2)])
     row.makespan_us, events = move_together(
         row.evaluator, row.led, leaves, row.strategy, row.makespan_us, few, tried, effort
     )  # fmt: skip

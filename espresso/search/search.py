@@ -257,8 +257,8 @@ def _search_buckets(
     units = space.units(job)
     if effort is None:
         effort = Effort.for_units(len(units))
-        if space.certified and space.budgets is None:  # budgets need the time for their prices
-            effort = effort.patient
+        if space.certified:
+            effort = effort.patient if space.budgets is None else effort.within_budgets
     if not space.certified:
         effort = effort.without_certificate
     sizes = tuple(partitions) if partitions is not None else partition_sizes(units)
@@ -280,6 +280,9 @@ def _search_buckets(
     allowed = [fitted for row in found if (fitted := _fitted(space, row)) is not None]
     if not allowed:
         raise BudgetError("no strategy that the search knows keeps to the budgets with what tensors are forced to")
+    mixes = effort.events > 0 and space.terms.budgets.error < math.inf
+    if mixes and job.mode is Mode.PAPER:  # where every tensor is a unit a mixture can be gone on from
+        allowed += _mixed(job, space, found[0].evaluator, allowed, found)
     refined = refine(
         job, found[0].evaluator,
         [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in allowed],
@@ -291,8 +294,6 @@ def _search_buckets(
     bound = refined.bound_us
     if effort.events:
         allowed.append(_found("improved", refined.evaluator, refined.strategy))
-        if space.terms.budgets.error < math.inf and len({spec.name for spec in space.specs}) > 1:
-            allowed += _alone(job, space, allowed, sizes)
         if job.mode is Mode.DDP:
             both = {*space.raw, *space.training, *space.offloaded}
             offered = {kind: tuple(c for c in leaves if c in both) or leaves for kind, leaves in space.every.items()}
@@ -302,39 +303,12 @@ def _search_buckets(
             if evaluator is not refined.evaluator:
                 allowed.append(_found("buckets split", evaluator, split))
                 bound = _certified(job, space, evaluator, sizes, bound)
-            if space.terms.budgets.error < math.inf:
-                best = min(allowed, key=lambda row: row.makespan_us)
-                start = dict.fromkeys((tensor.name for tensor in job.tensors), PLAIN) | best.by_tensor
-                mixed = best_mixture(
-                    job, space, refined.evaluator, start, _uniform(found), best.makespan_us / NEAR
-                )  # fmt: skip
-                if mixed is not None:
-                    allowed.append(_found("mixed within the budget", *mixed))
-                    bound = _certified(job, space, mixed[0], sizes, bound)
+            if mixes:
+                mixed = _mixed(job, space, refined.evaluator, allowed, found)
+                allowed += mixed
+                bound = min([bound, *(_certified(job, space, row.evaluator, sizes, bound) for row in mixed)])
     plain_us = min(row.makespan_us for row in found if row.name == "uncompressed")
     return _result(job, space, allowed, plain_us, baselines, capped, started, bound, refined, algorithms_ms)
-
-
-def _alone(job: Job, space: Space, allowed: Sequence[_Found], sizes: Sequence[int]) -> list[_Found]:
-    """What is found with the compressor alone that is fastest alone: among many, budgets lead elsewhere."""
-    given: dict[CompressorSpec, list[_Found]] = {}
-    for row in allowed:
-        used = {choice.compressor for choice in row.choices} - {NONE}
-        if len(used) == 1:
-            given.setdefault(used.pop(), []).append(row)
-    if not given:
-        return []
-    spec, rows = min(given.items(), key=lambda one: min(row.makespan_us for row in one[1]))
-    leaves = {
-        kind: tuple(c for c in choices if c.compressor in (NONE, spec)) or choices
-        for kind, choices in space.every.items()
-    }
-    found = refine(
-        job, rows[0].evaluator, [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in rows],
-        leaves, sizes[:2], effort=REPLAN_EFFORT.without_certificate, ledger=space.budgets,
-        whole_within=0.0 if space.terms.all_kinds else NEAR,
-    )  # fmt: skip
-    return [_found("improved alone", found.evaluator, found.strategy)]
 
 
 def _certified(job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int], bound_us: float) -> float:
@@ -342,6 +316,14 @@ def _certified(job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int
     if not space.certified:
         return bound_us
     return min(bound_us, certify_units(job, evaluator, space.every, sizes, bound_us, space.budgets))
+
+
+def _mixed(job: Job, space: Space, base: Evaluator, allowed: Sequence[_Found], found: Sequence[_Found]) -> list[_Found]:
+    """The best mixture of two choices that all units had, if it is faster than what is allowed so far."""
+    best = min(allowed, key=lambda row: row.makespan_us)
+    start = dict.fromkeys((tensor.name for tensor in job.tensors), PLAIN) | best.by_tensor
+    mixed = best_mixture(job, space, base, start, _uniform(found), best.makespan_us / NEAR)
+    return [] if mixed is None else [_found("mixed within the budget", *mixed)]
 
 
 def _uniform(rows: Sequence[_Found]) -> dict[Choice, float]:
