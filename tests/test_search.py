@@ -606,6 +606,22 @@ def test_several_compressors_within_a_budget_are_about_as_fast_as_one_of_them():
     assert several < 1.02 * alone
 
 
+def test_within_budgets_a_size_is_not_told_from_what_it_begins_with():
+    """At none of the four sizes with the best starts is there anything below 273 ms (3 gradients, gap 21 %)."""
+    from espresso.search.terms import Terms
+
+    job = job_from_trace("gpt2", 8, 8, "pcie-25g")
+    assert search(job, FAMILIES, terms=Terms(error_budget=3.0)).gap < 0.05
+
+
+def test_within_budgets_mixtures_are_gone_on_from():
+    """Without them the best of GPT-2 is one compressor's, 4.7 % slower."""
+    from espresso.search.terms import Terms
+
+    job = job_from_trace("gpt2", 8, 8, "pcie-25g")
+    assert search(job, FAMILIES, terms=Terms(error_budget=6.0)).gap < 0.02
+
+
 def test_a_tensor_too_small_for_its_compressor_is_not_counted():
     from espresso.search.terms import Terms
 

@@ -60,6 +60,10 @@ class _Found:
     makespan_us: float
 
     @property
+    def start(self) -> Start:
+        return Start(self.choices, self.evaluator.partition_bytes, self.makespan_us)
+
+    @property
     def by_tensor(self) -> dict[str, Choice]:
         return {
             name: choice
@@ -199,8 +203,8 @@ def replan(
     space.ledger.kinds_of(choice for row in rows for choice in row.choices)
     allowed = [fitted for row in rows if (fitted := _fitted(space, row)) is not None]
     refined = refine(
-        job, evaluator, [Start(row.choices, old.partition_bytes, row.makespan_us) for row in allowed],
-        space.every, (old.partition_bytes,), effort=REPLAN_EFFORT, ledger=space.budgets,
+        job, evaluator, [row.start for row in allowed], space.every, (old.partition_bytes,),
+        effort=REPLAN_EFFORT, ledger=space.budgets,
     )  # fmt: skip
     allowed.append(_found("replanned", refined.evaluator, refined.strategy))
     baselines = {row.name: row.makespan_us for row in rows[:2]}
@@ -284,9 +288,8 @@ def _search_buckets(
     if mixes and job.mode is Mode.PAPER:  # where every tensor is a unit a mixture can be gone on from
         allowed += _mixed(job, space, found[0].evaluator, allowed, found)
     refined = refine(
-        job, found[0].evaluator,
-        [Start(row.choices, row.evaluator.partition_bytes, row.makespan_us) for row in allowed],
-        space.every, sizes, effort=effort, ledger=space.budgets,
+        job, found[0].evaluator, [row.start for row in allowed], space.every, sizes,
+        effort=effort, ledger=space.budgets,
         # Where one core does everything predictions are too kind to cuts: in one race a GPT at 100 Mb/s was to take
         # 1.4 % less with them, and took 1.5 % more.
         whole_within=0.0 if space.terms.all_kinds else NEAR,
