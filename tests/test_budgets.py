@@ -266,6 +266,22 @@ def test_what_was_measured_itself_follows_no_forecast_of_another_compressor():
     assert [later.of(spec, "t") for spec in (TOY, other, third)] == pytest.approx([1.0, 4.0, 3.0]), "all grow alike"
 
 
+def test_what_was_measured_tells_of_its_other_settings_before_other_compressors_do():
+    """Signs owe too much; a quantizer owes less than they had let expect, which says nothing of finer signs."""
+    gather = parse_option("comp > flat.allgather > dec")
+    signs, fine = CompressorSpec("efsignsgd"), CompressorSpec("efsignsgd", (("block", 64),))
+    quantizer, third = CompressorSpec("int4"), CompressorSpec("twobit")
+    owed = Sensitivity({signs: {"t": 2.0}, fine: {"t": 1.8}, quantizer: {"t": 0.5}, third: {"t": 1.0}})
+    specs = (signs, fine, quantizer, third)
+    first = owed.kept_up({"t": (Choice(gather, signs), 6.0)})
+    assert [first.of(spec, "t") for spec in specs] == pytest.approx([6.0, 5.4, 1.5, 3.0])
+    second = first.kept_up({"t": (Choice(gather, quantizer), 0.5)}, {(signs, "t")})
+    assert [second.of(spec, "t") for spec in specs] == pytest.approx([6.0, 5.4, 0.5, 1.0])
+    both = {(signs, "t"), (quantizer, "t")}
+    third_time = second.kept_up({"t": (Choice(gather, fine), 4.5)}, both)
+    assert [third_time.of(spec, "t") for spec in specs] == pytest.approx([6.0, 4.5, 0.5, 4.5 / 5.4])
+
+
 def brute_force(job, few, ledger):
     """The least makespan of all strategies within the budgets."""
     units = units_of(job)

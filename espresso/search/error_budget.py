@@ -118,17 +118,23 @@ class Sensitivity:
 
         Args:
             seen: compressor and tensor that were measured before: no forecasts, which a first measurement of another
-                compressor could put right.
+                compressor could put right. What the same compressor owes with other settings is told by it: only a
+                first measurement of that compressor moves it.
         """
         found = {spec: dict(rows) for spec, rows in self.owed.items()}
+        names = {(spec.name, tensor) for spec, tensor in seen}
         for tensor, (choice, owed) in measured.items():
             if not self.knows(choice.compressor) or not _feeds_back(choice.compressor):
                 continue
             forecast, ours = self.of(choice.compressor, tensor), choice.compressor.kept_as("")
             # A sum that is compressed again owes as much again.
             now = owed / math.sqrt(max(choice.option.num_compressions, 1))
+            is_first = (ours, tensor) not in seen
             for spec, rows in found.items():
-                stays = (ours, tensor) not in seen and spec.kept_as("") != ours and (spec.kept_as(""), tensor) in seen
+                is_known = (spec.kept_as(""), tensor) in seen or (
+                    spec.name != ours.name and (spec.name, tensor) in names
+                )
+                stays = is_first and is_known and spec.kept_as("") != ours
                 if forecast > 0 and _feeds_back(spec) and (tensor in rows or EVERY in rows) and not stays:
                     rows[tensor] = now / forecast * self.of(spec, tensor)
         return Sensitivity(found)
