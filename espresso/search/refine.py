@@ -35,8 +35,6 @@ MOST_ROUNDS = 2000
 """Of a patient ascent; most are over before."""
 FEWEST_ROUNDS = 500
 """With fewer the states' lines gain nothing: they take some hundreds to grow."""
-BRIEFLY = 2_000
-"""Combinations of a few units that a pass looks at on the way, within budgets."""
 EACH_PAIR = 40
 """Within budgets pairs of so many units are looked at that of each this many combinations, twice, can be tried."""
 CLOSE = 1e-4
@@ -269,7 +267,7 @@ def _searched(
     rows = list(begun.values())
     left = effort.events
     if rows[0].relaxation.has_budget:
-        left -= _halve(rows, leaves, left)
+        left -= _halve(rows, leaves, effort.together // 10, left)
     else:
         rows = sorted(rows, key=lambda row: row.makespan_us)[: effort.sizes]
         for row in rows:
@@ -297,10 +295,14 @@ def _searched(
     return best
 
 
-def _halve(rows: Sequence[_Size], leaves: Leaves, effort: int) -> int:
+def _halve(rows: Sequence[_Size], leaves: Leaves, tried: int, effort: int) -> int:
     """Improve all briefly, then the better half, until one is left (Jamieson and Talwalkar's successive halving).
 
-    Returns the events that it took.
+    Args:
+        tried: combinations of a few units that a pass looks at.
+
+    Returns:
+        The events that it took.
     """
     left, alive = effort, list(rows)
     while len(alive) > 1:
@@ -308,7 +310,7 @@ def _halve(rows: Sequence[_Size], leaves: Leaves, effort: int) -> int:
         for row in alive:
             spent = _sweep(row, share)
             spent += _descend(row, share - spent, 1)
-            left -= spent + _move_together(row, leaves, BRIEFLY, share - spent)
+            left -= spent + _move_together(row, leaves, tried, share - spent)
         alive = sorted(alive, key=lambda row: row.makespan_us)[: len(alive) // 2]
     return effort - left
 
