@@ -606,8 +606,8 @@ def test_several_compressors_within_a_budget_are_about_as_fast_as_one_of_them():
     assert several < 1.02 * alone
 
 
-def test_within_budgets_a_size_is_not_told_from_what_it_begins_with():
-    """At none of the four sizes with the best starts is there anything below 273 ms (3 gradients, gap 21 %)."""
+def test_within_budgets_a_search_begins_with_something_left_to_spend_too():
+    """From the program's solution within all of the budget it ends at 274 ms (gap 21 %)."""
     from espresso.search.terms import Terms
 
     job = job_from_trace("gpt2", 8, 8, "pcie-25g")
@@ -615,11 +615,11 @@ def test_within_budgets_a_size_is_not_told_from_what_it_begins_with():
 
 
 def test_within_budgets_mixtures_are_gone_on_from():
-    """Without them the best of GPT-2 is one compressor's, 4.7 % slower."""
+    """Without them the LSTM's matrices end at 112 ms (gap 21 %), with them at 101."""
     from espresso.search.terms import Terms
 
-    job = job_from_trace("gpt2", 8, 8, "pcie-25g")
-    assert search(job, FAMILIES, terms=Terms(error_budget=6.0)).gap < 0.02
+    job = job_from_trace("lstm", 8, 8, "pcie-25g")
+    assert search(job, FAMILIES, terms=Terms(error_budget=3.0)).gap < 0.12
 
 
 def test_a_tensor_too_small_for_its_compressor_is_not_counted():

@@ -86,14 +86,6 @@ class Effort:
         return replace(self, events=events, sizes=3, starts=2, branching=self.branching // 2)
 
     @property
-    def within_budgets(self) -> Effort:
-        """Where nobody waits for a strategy within budgets: twice the events; half the branching gives back some time.
-
-        (``benchmarks.search --only families``: with thrice the events steps are .05 % shorter.)
-        """
-        return replace(self, events=2 * self.events, branching=self.branching // 2)
-
-    @property
     def without_certificate(self) -> Effort:
         """The same search for a strategy, with fewer units together, and no more for its bound than that takes."""
         return replace(self, together=2_000, polish=0, branching=0, orders=0)

@@ -6,7 +6,6 @@ sizes; a size whose own bound is not below the best strategy known needs no sear
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +34,6 @@ MOST_ROUNDS = 2000
 """Of a patient ascent; most are over before."""
 FEWEST_ROUNDS = 500
 """With fewer the states' lines gain nothing: they take some hundreds to grow."""
-EACH_PAIR = 40
-"""Within budgets pairs of so many units are looked at that of each this many combinations, twice, can be tried."""
 CLOSE = 1e-4
 """A bound this near the best strategy, as a fraction, is as good as equal."""
 
@@ -258,20 +255,15 @@ def _searched(
 ) -> _Size | None:
     """Single units at the most promising sizes and from further starts, blocks on the best of them, then few together.
 
-    What was found at one size is tried at others too: those with the least bounds. Within budgets a start says little
-    of what can be found at its size, so that all of them are looked at, and longer at the better ones.
+    What was found at one size is tried at others too: those with the least bounds.
     """
     begun = {size: _begin(evaluator_at(evaluator, size), starts, *roots[size], effort) for size in sizes}
     if not begun:
         return None
-    rows = list(begun.values())
+    rows = sorted(begun.values(), key=lambda row: row.makespan_us)[: effort.sizes]
     left = effort.events
-    if rows[0].relaxation.has_budget:
-        left -= _halve(rows, leaves, effort.together // 10, left)
-    else:
-        rows = sorted(rows, key=lambda row: row.makespan_us)[: effort.sizes]
-        for row in rows:
-            left -= _sweep(row, left // 3)
+    for row in rows:
+        left -= _sweep(row, left // 3)
     for times, part in effort.further:
         other = _further(min(rows, key=lambda row: row.makespan_us), times, part, effort)
         left -= _sweep(other, left // 3) if effort.starts == 1 else _descend(other, left // 3, 1)
@@ -293,26 +285,6 @@ def _searched(
     if whole.makespan_us + beside_us <= factor * (best.makespan_us + beside_us):
         best = whole
     return best
-
-
-def _halve(rows: Sequence[_Size], leaves: Leaves, tried: int, effort: int) -> int:
-    """Improve all briefly, then the better half, until one is left (Jamieson and Talwalkar's successive halving).
-
-    Args:
-        tried: combinations of a few units that a pass looks at.
-
-    Returns:
-        The events that it took.
-    """
-    left, alive = effort, list(rows)
-    while len(alive) > 1:
-        share = left // (3 * len(alive))
-        for row in alive:
-            spent = _sweep(row, share)
-            spent += _descend(row, share - spent, 1)
-            left -= spent + _move_together(row, leaves, tried, share - spent)
-        alive = sorted(alive, key=lambda row: row.makespan_us)[: len(alive) // 2]
-    return effort - left
 
 
 def _as_good_here(row: _Size, best: _Size) -> _Size:
@@ -375,11 +347,8 @@ def _descend(row: _Size, effort: int, rounds: int) -> int:
 
 
 def _move_together(row: _Size, leaves: Leaves, tried: int, effort: int) -> int:
-    """Improve by several giants at once, under budgets by several of the largest; returns the events that it took."""
-    few = row.relaxation.giants
-    if row.relaxation.has_budget:
-        elements = np.array([unit.numel for unit in row.evaluator.units])
-        few = np.sort(np.argsort(-elements, kind="stable")[: max(math.isqrt(tried // EACH_PAIR), 2)])
+    """Improve by several giants at once, under budgets by several of all; returns the events that it took."""
+    few = np.arange(len(row.strategy)) if row.relaxation.has_budget else row.relaxation.giants
     row.makespan_us, events = move_together(
         row.evaluator, row.led, leaves, row.strategy, row.makespan_us, few, tried, effort
     )  # fmt: skip

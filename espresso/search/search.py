@@ -262,7 +262,7 @@ def _search_buckets(
     if effort is None:
         effort = Effort.for_units(len(units))
         if space.certified:
-            effort = effort.patient if space.budgets is None else effort.within_budgets
+            effort = effort.patient
     if not space.certified:
         effort = effort.without_certificate
     sizes = tuple(partitions) if partitions is not None else partition_sizes(units)
