@@ -76,7 +76,7 @@ def efforts(units: int) -> dict[str, Effort]:
     return {
         WHOLE: whole,
         "one partition size": replace(whole, sizes=1),
-        "no start from longer chains": replace(whole, further=whole.further[:1]),
+        "no start from longer chains": replace(whole, further=()),
         "no blocks": replace(whole, starts=1, descents=0),
         "half the events": replace(whole, events=whole.events // 2),
         "blocks from one start": replace(whole, starts=1),

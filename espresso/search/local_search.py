@@ -48,8 +48,8 @@ class Effort:
     Attributes:
         events: of the timeline that the whole search may simulate (about 20 ns each, with what every trial costs).
         sizes: partition sizes that single units are tried at.
-        further: starts at the best size: the program's solutions where chains are so many times longer and budgets such
-            a part of what they are, each found from nothing.
+        further: starts at the best size: the program's solutions with chains so many times longer, and such a part of
+            the limits of budgets (of error its square), each found from nothing.
         starts: the best of all, from which blocks and sweeps go on, one after the other, as far as events last. With
             more than one the further starts take blocks at once.
         descents: rounds of blocks and sweeps from each.

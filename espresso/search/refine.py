@@ -314,10 +314,10 @@ def _begin(
 
 
 def _further(row: _Size, times: float, part: float, effort: Effort) -> _Size:
-    """Another start: the program's solution where chains are so many times longer, as if units had to wait on the way,
-    and budgets a part of what they are, so that some is left to spend.
+    """Another start: the program's solution with chains so many times longer, and limits a part of what they are.
 
-    Found from nothing: an ascent that begins where another ended stays near it.
+    As if units had to wait on the way, and with something left to spend. Found from nothing: an ascent that begins
+    where another ended stays near it.
     """
     units, program = len(row.strategy), row.relaxation
     costs = program.rows.copy()
