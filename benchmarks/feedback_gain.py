@@ -155,7 +155,7 @@ def opened(case: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer
             return (metric if task.less_is_more else 1 - metric), metric
 
         def step(number: int, rank: int) -> object:
-            return task.step(models, still, number, rank, RANKS)  # type: ignore[arg-type]  # bare, and of one process
+            return task.step(models, still, number, rank, RANKS)
 
         return model, task.make_optimizer(model), step, score
     workload, model, optimizer = parts_of(case, seed)

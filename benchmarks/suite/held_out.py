@@ -17,7 +17,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import digits
 from benchmarks.suite.task import TEST, Optimizers, Task, classifier, descend, generator_of, seeded
@@ -40,9 +39,7 @@ def _autoencoder(seed: int, tiny: bool) -> Task:
         seen = whole * (torch.rand(whole.shape, generator=generator) < 0.5)
         return functional.mse_loss(model(seen), whole)
 
-    def step(
-        models: Sequence[DistributedDataParallel], optimizers: Optimizers, step: int, rank: int, world: int
-    ) -> float:
+    def step(models: Sequence[nn.Module], optimizers: Optimizers, step: int, rank: int, world: int) -> float:
         drawn = generator_of(seed, step, rank)
         whole = images[torch.randint(len(images), (64,), generator=drawn)]
         return descend(optimizers[0], error(models[0], whole, drawn))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -34,7 +33,7 @@ class Task:
     name: str
     make_models: Callable[[], list[nn.Module]]
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    step: Callable[[Sequence[DistributedDataParallel], Optimizers, int, int, int], float]
+    step: Callable[[Sequence[nn.Module], Optimizers, int, int, int], float]
     metric: Callable[[Sequence[nn.Module]], float]
     less_is_more: bool = False
 
@@ -80,9 +79,7 @@ def classifier(
 ) -> Task:
     """A model that says of which class an input is; ``batch`` draws so many inputs and their classes."""
 
-    def step(
-        models: Sequence[DistributedDataParallel], optimizers: Optimizers, step: int, rank: int, world: int
-    ) -> float:
+    def step(models: Sequence[nn.Module], optimizers: Optimizers, step: int, rank: int, world: int) -> float:
         inputs, targets = batch(generator_of(seed, step, rank), size)
         return descend(optimizers[0], functional.cross_entropy(models[0](*inputs), targets))
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import Workload, build_workload, digits
 from benchmarks.suite.held_out import HELD_OUT
@@ -134,23 +133,22 @@ def _gan(seed: int, tiny: bool) -> Task:
         )
         return [generator, discriminator]
 
-    def step(
-        models: Sequence[DistributedDataParallel], optimizers: Optimizers, step: int, rank: int, world: int
-    ) -> float:
+    def step(models: Sequence[nn.Module], optimizers: Optimizers, step: int, rank: int, world: int) -> float:
         (makes, judges), size = models, 64
+        bare_makes, bare_judges = (getattr(model, "module", model) for model in models)
         drawn = generator_of(seed, step, rank)
         real = images[torch.randint(len(images), (size,), generator=drawn)]
         noise = torch.randn(size, NOISE, generator=drawn)
         with torch.no_grad():
-            made = makes.module(noise)
+            made = bare_makes(noise)
         said = judges(torch.cat([real, made]))[:, 0]
         truth = torch.cat([torch.ones(size), torch.zeros(size)])
         loss = descend(optimizers[1], functional.binary_cross_entropy_with_logits(said, truth))
         # Frozen, so that the generator's backward pass leaves the discriminator's buckets alone.
-        judges.module.requires_grad_(False)
-        said = judges.module(makes(noise))[:, 0]
+        bare_judges.requires_grad_(False)
+        said = bare_judges(makes(noise))[:, 0]
         descend(optimizers[0], functional.binary_cross_entropy_with_logits(said, torch.ones(size)))
-        judges.module.requires_grad_(True)
+        bare_judges.requires_grad_(True)
         return loss
 
     @torch.no_grad()
@@ -192,9 +190,7 @@ def build_task(name: str, seed: int = 0, *, tiny: bool = False) -> Task:
 
 
 def _of_workload(workload: Workload) -> Task:
-    def step(
-        models: Sequence[DistributedDataParallel], optimizers: Optimizers, step: int, rank: int, world: int
-    ) -> float:
+    def step(models: Sequence[nn.Module], optimizers: Optimizers, step: int, rank: int, world: int) -> float:
         inputs, targets = workload.batch(step, rank, world)
         return descend(optimizers[0], workload.loss(models[0](inputs), targets))
 
