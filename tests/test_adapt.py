@@ -608,8 +608,9 @@ def slowed(rank: int) -> dict[str, Any]:
                 if is_settled and rows[-1]["strategy"] == "plain" and not changed_at and step > 60:
                     changed_at, us_per_byte[0] = step, 0.2
                 # Where others disturb a turn it may first take what is hardly better than plain.
-                has_switched = is_settled and rows[-1]["event"] == "switched" and rows[-1]["measured_us"] < plain_us / 2
-                if changed_at and (has_switched or step > changed_at + MOST):
+                since = [row for row in rows if row["event"] == "switched" and row["step"] > changed_at > 0]
+                has_switched = is_settled and bool(since) and since[-1]["measured_us"] < plain_us / 2
+                if has_switched or 0 < changed_at < step - MOST:
                     last = last or step
                     if step > last + 5:
                         break
