@@ -43,7 +43,7 @@ _SLACK_S = 2.0
 
 CLOSED = "espresso is closed: its process groups are gone; register the model again to go on"
 
-_FIRST_POLL_S, _POLL_S, _LOOK_EVERY_S = 0.0005, 0.02, 2.0
+_FIRST_POLL_S, _POLL_S, _LOOK_EVERY_S = 0.0005, 0.004, 2.0
 
 _STORE_S = 2.0
 """The store may end with rank 0, which has found that somebody is missing: the others find out until then."""

@@ -77,7 +77,7 @@ class Pricer:
         self.costs = costs
         self.cluster = cluster
         self.catalogue = catalogue(cluster, costs.copy is not None, costs.copy is not None and costs.copy.shares_intra)
-        self._payload = payload
+        self.payload = payload
         self._free = free
         self._density_counts = cluster.num_apart > 0 or bool(costs.servers and costs.servers.speeds)
         self._prices: dict[SizeKey, dict[int, Work]] = {}
@@ -189,7 +189,7 @@ class Pricer:
         if spec == NONE or not self._density_counts:
             return 1.0
         held = _after_path(elements, shape.before.path)
-        payload = self._payload(spec, held, dtype, share_of_stretches(segments, held, elements))
+        payload = self.payload(spec, held, dtype, share_of_stretches(segments, held, elements))
         return max(held * DTYPES[dtype] / max(payload, 1.0), 1.0)
 
     def _on_servers(self, time: float, shape: Shape, density: float) -> tuple[float, float]:
@@ -206,26 +206,25 @@ class Pricer:
         if hold.form is Form.SUMMABLE and create_compressor(spec).traits.rounds > 1:
             return round_bytes(spec, elements, dtype, segments, hold.round) / hold.value_parts
         if hold.form is Form.SUMMABLE:
-            return self._payload(spec, held, dtype, share_of_stretches(segments, held, elements)) / hold.value_parts
+            return self.payload(spec, held, dtype, share_of_stretches(segments, held, elements)) / hold.value_parts
         return hold.multiplicity * sum(
-            count * self._payload(spec, atom, dtype, share_of_stretches(segments, atom, elements))
+            count * self.payload(spec, atom, dtype, share_of_stretches(segments, atom, elements))
             for atom, count in atom_sizes(held, hold.splits).items()
         )
 
 
-_shared: dict[tuple[int, Cluster, PayloadBytes], Pricer] = {}
+_shared: list[Pricer] = []
 
 
 def shared_pricer(costs: CostModel, cluster: Cluster, payload: PayloadBytes = payload_bytes) -> Pricer:
-    """A pricer that later searches with the same cost model find warm; the last few are kept."""
-    key = (id(costs), cluster, payload)
-    found = _shared.pop(key, None)
+    """A pricer that later searches with an equal cost model find warm; the last few are kept."""
+    mine = (costs, cluster, payload)
+    found = next((one for one in _shared if (one.costs, one.cluster, one.payload) == mine), None)
     if found is None:
         found = Pricer(costs, cluster, payload)
-    # The pricer keeps ``costs`` alive, so that its identity stays its own.
-    _shared[key] = found
-    while len(_shared) > 8:
-        _shared.pop(next(iter(_shared)))
+    else:
+        _shared.remove(found)
+    _shared[:] = [found, *_shared[:7]]
     return found
 
 
