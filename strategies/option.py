@@ -204,5 +204,8 @@ class Option:
     def __str__(self) -> str:
         return self._text
 
+    def __hash__(self) -> int:
+        return hash(self._text)  # a text remembers its own
+
 
 UNCOMPRESSED = Option((communicate(Routine.ALLREDUCE, Scope.FLAT, Phase.WHOLE, Form.RAW),))

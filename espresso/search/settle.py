@@ -117,6 +117,7 @@ class Settler:
         self._numel = {tensor.name: tensor.numel for tensor in job.tensors}
         self._asked = {tensor.name: terms.constraints.kind_of(tensor) for tensor in job.tensors}
         self._units, self._evaluators = units_of(job), dict[int, Evaluator]()
+        self._predicted: dict[object, float] = {}  # by partition size and choices: many are come upon twice
         self.plain_us = 0.0
 
     def settled(self, row: Ranked) -> Settled:
@@ -157,7 +158,11 @@ class Settler:
         return strategy.with_choices(riders) if riders else strategy
 
     def _simulated(self, row: Ranked) -> Ranked:
-        predicted = self._evaluated(row) if self._job.mode is Mode.PAPER else row.timeline.iteration_us
+        key = row.strategy.partition_bytes, *row.strategy.choices.items()
+        predicted = self._predicted.get(key)
+        if predicted is None:
+            predicted = self._evaluated(row) if self._job.mode is Mode.PAPER else row.timeline.iteration_us
+            self._predicted[key] = predicted
         notes = {**row.strategy.notes, "predicted_us": predicted, "found_by": row.name}
         return replace(row, strategy=replace(row.strategy, notes=notes), predicted_us=predicted)
 
