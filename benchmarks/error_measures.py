@@ -14,8 +14,9 @@ measure is the one by whose order the strategies end (Spearman's rho, mean over 
 ``owed by energy``    |e| / |g| of the whole model
 ``owed``              root of the mean over elements of (|e| / |g|)² of their tensors
 ``and rings``         the same, a tensor's times :func:`espresso.search.error_budget.rings` of its feedback gain
+``own``               the same of what ranks owe each for itself: what they owe alike is only late
 ``angle``             one minus the cosine between the exchanged and the exact average
-``forecast``          ``and rings``, as measure_sensitivity says before anything was compressed
+``forecast``          ``own``, as measure_sensitivity says before anything was compressed
 ====================  =================================================================================
 """
 
@@ -56,7 +57,7 @@ STRATEGIES = (
 )  # fmt: skip
 """A compressor for all matrices, for the largest tensor alone, or for all other matrices."""
 
-MEASURES = ("one step", "missing", "owed by energy", "owed", "and rings", "angle", "forecast")
+MEASURES = ("one step", "missing", "owed by energy", "owed", "and rings", "own", "angle", "forecast")
 SAMPLED = range(4, 12)
 """Steps whose gradients are sampled: those that automatic mode profiles."""
 SAMPLE = 1 << 14
@@ -172,6 +173,12 @@ class _Each:
         return self._sites[0].owed
 
     @property
+    def own(self) -> float:
+        """Square of what a rank owes apart from what all owe alike."""
+        apart = np.array([site.owed for site in self._sites]).astype(np.float64)
+        return float(np.square(apart - apart.mean(axis=0)).sum()) / (RANKS - 1)
+
+    @property
     def corrected(self) -> Array:
         """Rank 0's gradient and what came back."""
         return self._sites[0].corrected
@@ -220,6 +227,11 @@ class _Together:
         """By the mean."""
         return self.mean(self._kept)
 
+    @property
+    def own(self) -> float:
+        """Square of that: what ranks owe each for itself cancels in it."""
+        return _square(self.owed)
+
 
 def _senders(spec: str, parameter: torch.nn.Parameter, gain: float, index: int) -> _Each | _Together:
     compressor = create(spec)
@@ -252,7 +264,7 @@ class _Look:
     def __init__(self, numel: int) -> None:
         self._numel = numel
         self._sums = dict.fromkeys(
-            ("lost", "given", "missing", "corrected", "owed", "mean", "rings", "dot", "a", "b"), 0.0
+            ("lost", "given", "missing", "corrected", "owed", "mean", "rings", "own", "dot", "a", "b"), 0.0
         )
 
     def at(self, site: _Each | _Together, given: list[Array], arrived: Any, spec: CompressorSpec, gain: float) -> None:
@@ -264,7 +276,9 @@ class _Look:
         owed = _square(site.owed)
         sums["owed"] += owed
         sums["mean"] += gradient.size / self._numel * owed / max(square, 1e-30)
-        sums["rings"] += gradient.size / self._numel * owed / max(square, 1e-30) * rings(spec, gain or None) ** 2
+        felt = gradient.size / self._numel / max(square, 1e-30) * rings(spec, gain or None) ** 2
+        sums["rings"] += felt * owed
+        sums["own"] += felt * site.own
         sums["missing"] += _square(site.corrected - site.sent)
         sums["corrected"] += _square(site.corrected)
         self._angle(exact, arrived)
@@ -288,6 +302,7 @@ class _Look:
             "owed by energy": math.sqrt(s["owed"] / s["given"]),
             "owed": math.sqrt(s["mean"]),
             "and rings": math.sqrt(s["rings"]),
+            "own": math.sqrt(s["own"]),
             "angle": 1.0 - s["dot"] / math.sqrt(max(s["a"] * s["b"], 1e-30)),
         }
 

@@ -4,9 +4,9 @@
     python -m benchmarks.owed --cases lstm-adamw --rate 1gbit
 
 Two emulated hosts of limited rate, the tasks of ``benchmarks.dossier``. Wherever the guard looks at a sample of a
-tensor's gradient and residual, this looks at all of both. Three figures every hundred steps, in gradients owed by the
-whole model, as a budget counts them: what was forecast when the strategy was chosen, what the guard says of its latest
-checks, and what is true of the same steps.
+tensor's gradient and residual, this looks at all of both. Three figures every hundred steps, in gradients that ranks
+owe each for itself, of the whole model, as a budget counts them: what was forecast when the strategy was chosen, what
+the guard says of its latest checks, and what is true of the same steps.
 """
 
 # No `from __future__ import annotations` here: typer reads the annotations.
@@ -73,11 +73,14 @@ class Whole:
         def end_all(guard: Guard, record: Any) -> bool:
             check = guard._check
             if check is not None:
+                ranks = dist.get_world_size()
                 kept = guard._store.kept({name: np.arange(guard._numels[name]) for name in check.where})
                 for name, choice in check.choices.items():
                     if name not in self._found or self._found[name][0] != choice:
                         self._found[name] = choice, deque(maxlen=OWED_CHECKS)
-                    self._found[name][1].append((float(np.square(kept[name]).sum()), self._squares[name]))
+                    own = torch.from_numpy(guard._weight * kept[name].astype(np.float64))
+                    dist.all_reduce(own)  # every rank's check is of the same step and tensors
+                    self._found[name][1].append((float(own.square().sum()) / ranks, self._squares[name]))
             return end(guard, record)
 
         for name, other in (("see", see_all), ("end", end_all)):

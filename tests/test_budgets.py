@@ -508,6 +508,13 @@ def test_a_gradient_that_was_zero_or_seen_once_is_forecast_like_noise():
 
 
 @pytest.mark.filterwarnings("error")
+def test_what_gradients_have_in_common_is_only_late_and_not_forecast():
+    draws = np.random.default_rng(0).standard_normal((9, 4096)).astype(np.float32)
+    tensor, spec = TensorSpec("w", (64, 64)), CompressorSpec.parse("efsignsgd")
+    alone, drifting = (measure_sensitivity([Sample(tensor, v)], [spec]) for v in (draws[:8], draws[:8] + 5 * draws[8]))
+    assert drifting.of(spec, "w") == pytest.approx(alone.of(spec, "w"), rel=1e-3)
+
+
 def test_what_cannot_carry_gradients_owes_too_much_of_them_and_nothing_fails():
     """A training that diverges, or whose loss is scaled: half precision overflows, and in the end everything does."""
     values = np.random.default_rng(0).standard_normal((4, 4096)).astype(np.float32)

@@ -156,6 +156,31 @@ def uneven(rank: int) -> tuple[float, float]:
         return found, float(np.sqrt(sum(kept[60:]) / sum(squares[60:])))
 
 
+def drifts(rank: int) -> tuple[float, float, float]:
+    """Gradients have much in common with later ones and with other ranks': what the guard says is owed, what each rank
+    owes for itself, and all that it keeps.
+    """
+    rows, columns = 256, 64
+    ddp = wrap(torch.nn.Linear(columns, rows, bias=False))
+    common = torch.randn(rows, columns, generator=torch.Generator().manual_seed(99))
+    draw, own, whole = torch.Generator().manual_seed(rank), [], []
+    with registered(ddp, ALLGATHER, "efsignsgd", ranks_per_node=2, adapt=True) as state:
+        with patch("espresso.live.guard.EVERY", 4):
+            for _ in range(140):
+                gradient = common + torch.randn(rows, columns, generator=draw)
+                ddp.zero_grad()
+                (ddp(torch.eye(columns)) * gradient.T).sum().backward()
+                state.metrics()  # judges the step
+                kept = torch.from_numpy(state.session.store.kept({"weight": np.arange(rows * columns)})["weight"])
+                square = float(gradient.square().sum())
+                whole.append(float(kept.square().sum()) / square)
+                mean = kept.clone()
+                torch.distributed.all_reduce(mean)
+                own.append(float((kept - mean / 4).square().sum()) * 4 / 3 / square)
+        (_, found) = state.session.guard.owed(OWED_CHECKS)["weight"]
+        return found, float(np.sqrt(np.mean(own[100:]))), float(np.sqrt(np.mean(whole[100:])))
+
+
 class Many(nn.Module):
     """More tensors than one check looks at."""
 
@@ -223,8 +248,8 @@ def answers_later(rank: int) -> int:
 @pytest.fixture(scope="module")
 def played() -> Played:
     scenarios = (
-        apart, learnt, uneven, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many, some_are_done,
-        answers_later, zero_a_tensor_with_momentum, halve_what_one_rank_decodes,
+        apart, learnt, uneven, drifts, sound, zero_a_tensor, halve_on_one_rank, stale_on_one_rank, one_of_many,
+        some_are_done, answers_later, zero_a_tensor_with_momentum, halve_what_one_rank_decodes,
     )  # fmt: skip
     return Played(__name__, scenarios, 4, deadline_s=180)
 
@@ -252,6 +277,13 @@ def test_a_batch_that_is_learnt_does_not_make_what_is_owed_many_gradients(played
     ((_, owed),) = [row["weight"] for row, _ in played(learnt)][:1]
     assert 0.3 < owed < 5
     assert [few for _, few in played(learnt)] == [{}] * 4, "three checks say too little of a tensor"
+
+
+def test_what_all_ranks_owe_alike_is_only_late_and_does_not_count(played):
+    seen, own, whole = np.array(played(drifts)).T
+    assert len(set(seen)) == 1
+    assert seen[0] == pytest.approx(own.mean(), rel=0.3)
+    assert whole.mean() > 2 * seen[0]
 
 
 def test_what_few_rows_have_most_of_is_seen_as_it_is(played):
@@ -331,7 +363,7 @@ def test_what_rounding_takes_of_a_large_average_is_not_lost():
     row, sent = np.zeros(_WIDTH), np.full(SIZE, 1000.0)
     sent *= 1 + 2.0**-9
     row[:SIZE], row[SIZE : 2 * SIZE], row[3 * SIZE : 4 * SIZE] = 1.0, 999.0, sent
-    row[4 * SIZE :] = np.square(sent).sum(), SIZE, 0.0
+    row[5 * SIZE :] = np.square(sent).sum(), SIZE, 0.0
     for eps, is_out in ((torch.finfo(torch.bfloat16).eps, False), (torch.finfo(torch.float32).eps, True)):
         figures = _figures(row, 1, eps)
         assert bool(_why_out(figures, CompressorSpec.parse("topk"), "float32")) is is_out

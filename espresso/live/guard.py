@@ -5,7 +5,7 @@ Within ``EVERY`` steps, for some runs of each compressed tensor (others each tim
     before the exchange   g = this rank's gradient,  e = what it keeps          sketches: 8 numbers each
                           (with momentum correction g is what that makes of the gradient and the velocity)
     after it              a = the average,           e' = what it keeps
-    two steps later       the sketches of all ranks are added up: 35 numbers a tensor travel, nobody waits for them
+    two steps later       the sketches of all ranks are added up: 43 numbers a tensor travel, nobody waits for them
 
 A *sketch* adds the runs up in 8 groups with random signs: it is linear, and its norm estimates theirs. Two
 figures of a tensor come from it:
@@ -20,6 +20,9 @@ All are judged by sums over the ranks, so that all find the same. Where their av
 on one of them, and the tensor is out too.
 
 A tensor that is out in ``CONFIRMED`` of the checks one after another is named, with its group, and goes exact.
+
+What a rank *owes*, as a budget counts it (:mod:`espresso.search.error_budget`), is seen by the way: sketches of e' with
+weights that cancel what all ranks keep alike.
 
 Not seen: an encoder that sends little and keeps all the rest. Nothing is lost then; ``residual_ratio`` (what is kept
 over the gradient) grows, and a tensor of which nothing at all is sent is named too, except by sparsifiers. Nor what
@@ -50,12 +53,13 @@ from espresso.compressors import create
 from espresso.compressors.base import Traits
 from espresso.cpu_offload.sketches import RUN, sketch
 from espresso.search.error_budget import rings
-from espresso.strategies import Bucket, Choice, CompressorSpec, TensorSpec
+from espresso.strategies import Bucket, Choice, CompressorSpec, Strategy, TensorSpec
 
 Array = npt.NDArray[Any]
 
 EVERY, APART = 64, 16
-"""Steps in which every compressed tensor is looked at once, and from one check to the next at least."""
+"""Steps in which every compressed tensor is looked at once, and from one check to the next at least, as at first of a
+strategy: until every tensor was looked at ``OWED_CHECKS`` times."""
 
 AGAIN = 2
 """Steps until the next check after one that found something."""
@@ -93,7 +97,7 @@ MOST_GROUPS = 16
 OWED_CHECKS = 8
 """The latest of a tensor that say what it owes: each looks at other runs."""
 
-_WIDTH = 4 * SIZE + 3
+_WIDTH = 5 * SIZE + 3
 
 
 def group_names(tensors: Sequence[str]) -> dict[str, str]:
@@ -179,6 +183,9 @@ class Guard:
             self._sketch(np.zeros(1, dtype))
         self._next = 1
         self._turn, self._apart = 0, EVERY
+        self._weight = _weight(groups.rank, groups.num_ranks)
+        self._strategy: Strategy | None = None
+        self._since = 0  # the turn in which it came into use
         self._check: _Check | None = None
         self._summing: tuple[_Check, Gathering] | None = None
         self._out: dict[str, int] = {}
@@ -194,6 +201,9 @@ class Guard:
     def begin(self, iteration: int, assignment: Assignment, scale: Callable[[], float | None]) -> None:
         """An iteration begins; nothing is under way."""
         self._check = None
+        if assignment.strategy is not self._strategy:
+            self._strategy, self._since = assignment.strategy, self._turn
+            self._next = min(self._next, iteration + APART)
         if iteration < self._next or self._summing is not None or assignment.deferred:
             return
         choices = assignment.strategy.known  # of all shards, which keep in step
@@ -201,7 +211,8 @@ class Guard:
         if not names:
             return
         checks = math.ceil(len(names) / MOST_TENSORS)
-        self._apart = EVERY if checks == 1 else max(EVERY // checks, APART)
+        usual = EVERY if checks == 1 else max(EVERY // checks, APART)
+        self._apart = min(usual, APART) if self._turn - self._since < OWED_CHECKS * checks else usual
         first = (self._turn * MOST_TENSORS) % len(names)
         names = [name for name in (names[first:] + names[:first])[:MOST_TENSORS] if self._numels.get(name)]
         where = _places({name: self._numels[name] for name in names}, iteration)
@@ -257,8 +268,8 @@ class Guard:
             average = self._sketch(_host(numbers))[:SIZE] / check.scale * self._groups.num_ranks
             given, after = self._sketch(self._given(check, name)), self._sketch(kept[name])
             row[:SIZE], row[SIZE : 2 * SIZE], row[2 * SIZE : 3 * SIZE] = given[:SIZE], check.kept[name], after[:SIZE]
-            row[3 * SIZE : 4 * SIZE] = average
-            row[4 * SIZE :] = _square(average), given[SIZE], after[SIZE]
+            row[3 * SIZE : 4 * SIZE], row[4 * SIZE : 5 * SIZE] = average, self._weight * after[:SIZE]
+            row[5 * SIZE :] = _square(average), given[SIZE], after[SIZE]
         types = [check.given[name].dtype if name in check.given else torch.float32 for name in check.where]
         check.eps = np.array([torch.finfo(dtype).eps for dtype in types])
         check.given, check.buffers, check.averages = {}, {}, {}
@@ -297,20 +308,21 @@ class Guard:
                 continue
             owes = 0.0
             if (square := figures[3]) > 0:
-                owes = _owed(row) if _sums_inside(choice) else figures[4] / square
+                owes = _owed(row, choice)
                 if name not in self._owed or self._owed[name][0] != choice:
                     self._owed[name] = choice, deque(maxlen=OWED_CHECKS)
                 self._owed[name][1].append((owes * square, square))
-            of_group.setdefault(self._group_of[name], []).append((*figures[:4], owes * square))
+            kept = owes * square if _sums_inside(choice) else figures[4]
+            of_group.setdefault(self._group_of[name], []).append((*figures[:4], kept))
             storage = choice.compressor.residual_dtype or self._store.storage
             reason = _why_out(figures, choice.compressor, storage)
             if reason:
                 found[name] = reason
         for group, members in of_group.items():
-            lost, deviation, exact, square, owed = (math.fsum(column) for column in zip(*members, strict=True))
+            lost, deviation, exact, square, kept = (math.fsum(column) for column in zip(*members, strict=True))
             self.figures[group] = {
                 "deviation": math.sqrt(deviation / exact) if exact else 0.0,
-                "residual_ratio": math.sqrt(owed / square) if square else 0.0,
+                "residual_ratio": math.sqrt(kept / square) if square else 0.0,
                 "lost": math.sqrt(lost / exact) if exact else 0.0,
             }
         if self._groups.beside is not None:
@@ -423,9 +435,19 @@ def _sums_inside(choice: Choice) -> bool:
     return _traits(choice.compressor).rounds > 1
 
 
-def _owed(row: Array) -> float:
-    """Square of what the sum of all ranks owes, in gradients; by the sketches."""
-    return float(_square(row[2 * SIZE : 3 * SIZE]) / max(_square(row[:SIZE]), 1e-300))
+def _weight(rank: int, num_ranks: int) -> float:
+    """All ranks' add up to 0, and their squares to the number of ranks."""
+    return math.cos(2 * math.pi * rank / num_ranks) * (math.sqrt(2) if num_ranks > 2 else 1.0)
+
+
+def _owed(row: Array, choice: Choice) -> float:
+    """Square of what a rank owes for itself, in gradients; of one thing that all send, of what its sum owes.
+
+    What all ranks owe alike cancels by their weights.
+    """
+    if _sums_inside(choice):
+        return float(_square(row[2 * SIZE : 3 * SIZE]) / max(_square(row[:SIZE]), 1e-300))
+    return float(_square(row[4 * SIZE : 5 * SIZE]) / max(row[-2], 1e-300))
 
 
 def _why_out(figures: Sequence[float], compressor: CompressorSpec, storage: str) -> str:

@@ -1,8 +1,9 @@
 """How much a compressor keeps back of a tensor's gradient, by simulating error feedback on a sample of it.
 
-*Owed* is ``|e| / |g|`` where error feedback has settled: how many of its gradients a tensor's residual is as large as.
-It says what the error of one step does not: signs lose 60 % of a gradient in every step and owe a few gradients, one
-number in a hundred loses less than twice that and owes ten. A residual that comes back in the next step counts
+*Owed* is ``|e| / |g|`` where error feedback has settled: how many of its gradients a tensor's residual is as large as,
+without what all ranks keep alike. That is what gradients have in common for many steps: it is late by as many as the
+feedback gain says, and no more. Owed says what the error of one step does not: signs lose 60 % of a gradient in every
+step and owe a few gradients, one number in a hundred loses less than twice that and owes ten. A residual that comes back in the next step counts
 :func:`rings` times. Of codecs without a residual it is what one step loses (:mod:`benchmarks.error_measures` has what
 it predicts of training). A sensitivity file::
 
@@ -40,9 +41,6 @@ SAMPLED_STEPS = 8
 """Gradients of a sample: as many as automatic mode profiles."""
 ONE_STEP = 4
 """Steps of codecs without a residual: each is like the other."""
-DRIFT = 0.1
-"""The part of a gradient that later steps have in common, of its norm. Early in a training it is most of it, and
-waits as residual until it is sent; with a tenth forecasts come near what is owed later (benchmarks.error_measures)."""
 LIKE_ONE = 8
 """Of a single gradient, so many with its magnitudes and any signs."""
 RINGING = 4.5
@@ -229,8 +227,7 @@ def measure_sensitivity(
     """Play error feedback on gradients like those sampled, and see what is owed at the end.
 
     A step's gradient is the samples' scatter in new proportions, as many different ones as needed, with the heavy tails
-    and the sparsity of the tensor's own numbers, plus their mean, less what chance makes of it and ``DRIFT`` at most.
-    What is not finite after it owes ``TOO_MUCH``.
+    and the sparsity of the tensor's own numbers. What is not finite after it owes ``TOO_MUCH``.
 
     Args:
         gain: of the feedback; None takes each compressor's own.
@@ -259,12 +256,12 @@ class _Gradients:
         self.numels = np.array([sample.values.shape[1] for sample in samples], np.int64)
         self.starts = np.cumsum(self.numels) - self.numels
         self.steps = steps
-        self.mean, self._scatter = (np.concatenate(parts, axis=-1) for parts in zip(*map(_split, samples), strict=True))
+        self._scatter = np.concatenate([_scatter(sample) for sample in samples], axis=-1)
         self._mix = np.random.default_rng(0).standard_normal((steps, len(self._scatter))).astype(np.float32)
 
     def step(self, number: int) -> npt.NDArray[np.float32]:
         """float32[all numbers]."""
-        values: npt.NDArray[np.float32] = self.mean + self._mix[number] @ self._scatter
+        values: npt.NDArray[np.float32] = self._mix[number] @ self._scatter
         return values
 
     def norms(self, values: npt.NDArray[np.float32]) -> Reals:
@@ -273,27 +270,22 @@ class _Gradients:
         return np.asarray(np.sqrt(np.where(self.numels > 0, squares, 0.0)))
 
 
-def _split(sample: Sample) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """The mean of a sample, less what chance adds to it, and its scatter, so that a mix of that has its variance.
+def _scatter(sample: Sample) -> npt.NDArray[np.float32]:
+    """What a sample's gradients have apart from each other, so that a mix of it has its variance.
 
-    Of gradients that were all zero nothing is known: normal numbers stand in. Of a single one it is not known what
-    later ones have in common with it: no more than ``DRIFT``, and the rest with any signs.
+    Of gradients that were all zero nothing is known: normal numbers stand in. Of a single one its magnitudes are, with
+    any signs.
     """
     values = sample.values
     count = len(values)
     if values.size and not values.any():
         values = np.random.default_rng(0).standard_normal(values.shape, np.float32)
-    mean = values.mean(axis=0)
     if count == 1:
         signs = np.random.default_rng(1).choice(np.array([-1.0, 1.0], np.float32), (LIKE_ONE, values.shape[1]))
-        return mean * np.float32(DRIFT), values * signs / np.float32(math.sqrt(LIKE_ONE))
-    scatter = (values - mean) / np.float32(math.sqrt(count - 1))
-    noise = float(np.square(scatter, dtype=np.float64).sum())
-    square = float(np.square(mean, dtype=np.float64).sum())
-    kept = math.sqrt(max(0.0, 1.0 - noise / count / square)) if square else 0.0
-    if noise:
-        kept = min(kept, DRIFT * math.sqrt(noise / square)) if square else 0.0
-    return mean * np.float32(kept), scatter
+        alike: npt.NDArray[np.float32] = values * signs / np.float32(math.sqrt(LIKE_ONE))
+        return alike
+    scatter: npt.NDArray[np.float32] = (values - values.mean(axis=0)) / np.float32(math.sqrt(count - 1))
+    return scatter
 
 
 def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None) -> Reals:
@@ -375,7 +367,7 @@ class _LowRank:
 
     def __init__(self, made: _Gradients, compressor: Any) -> None:
         self._spans: list[tuple[slice, int, int, np.float32]] = []
-        self._made, self._draws = made, np.random.default_rng(0)
+        self._draws = np.random.default_rng(0)
         for start, sample in zip(made.starts.tolist(), made.samples, strict=True):
             rank, (whole, columns) = compressor.rank_of(sample.tensor.shape), matrix_of(sample.tensor.shape)
             rows = sample.values.shape[1] // max(columns, 1)
@@ -391,14 +383,14 @@ class _LowRank:
 
     def left(self, gradient: npt.NDArray[np.float32], step: int) -> npt.NDArray[np.float32]:
         """What is kept after a step, for all rows of the matrices."""
-        scatter, of_all = gradient - self._made.mean, np.zeros_like(self._kept)
+        of_all = np.zeros_like(self._kept)
         for index, (span, columns, rank, more) in enumerate(self._spans):
             if not columns:
                 self._kept[span] += gradient[span]
                 of_all[span] = self._kept[span]
                 continue
-            turned = scatter[span].reshape(-1, columns) * self._signs(columns)
-            matrix = turned + (self._made.mean[span] + self._kept[span]).reshape(-1, columns)
+            turned = gradient[span].reshape(-1, columns) * self._signs(columns)
+            matrix = turned + self._kept[span].reshape(-1, columns)
             right = self._right.get(index)
             if right is None:
                 right = np.random.default_rng(index).standard_normal((columns, rank)).astype(np.float32)

@@ -33,7 +33,7 @@ predicted to be within a tenth (benchmarks/results/prediction_*) three in four a
 MAX_CANDIDATES = 2
 """Of what a search finds, so many race against plain beside a simple one: more would take too many steps."""
 
-HARMLESS, HARMLESS_ADAPTIVE = 6.0, 4.0
+HARMLESS, HARMLESS_ADAPTIVE = 4.0, 2.5
 """Gradients that a strategy may owe where espresso chooses between compressors; the second where the optimizer divides
 by what it remembers of squared gradients, as Adam does (docs/convergence.md)."""
 
