@@ -34,7 +34,7 @@ from espresso.search.error_budget import normal_sensitivity
 from espresso.search.result import SearchResult
 from espresso.search.search import GREEDY, PUBLISHED, search
 from espresso.search.settle import finer
-from espresso.search.terms import HARMLESS, HARMLESS_ADAPTIVE, Terms
+from espresso.search.terms import Terms
 from espresso.strategies import CompressorSpec, TensorSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,7 +43,7 @@ COMPRESSORS = ("randomk:ratio=0.01", "dgc:ratio=0.01", "efsignsgd")
 FAMILIES = tuple(
     map(CompressorSpec.parse, ("fp16", "efsignsgd", "onebit", "dgc:ratio=0.01", "randomk:ratio=0.05"))
 )  # fmt: skip
-BUDGETS = (HARMLESS_ADAPTIVE / 2, HARMLESS_ADAPTIVE, HARMLESS, 2 * HARMLESS_ADAPTIVE)
+BUDGETS = (2.0, 4.0, 6.0, 8.0)
 REPEATS = 3
 TENSORS = (100, 300, 1000, 3000, 10_000)
 NODES = (8, 64, 256, 1024)

@@ -141,9 +141,9 @@ class Config:
             the longest pause of a rank in which the others train on (an evaluation on rank 0, a checkpoint).
         ranks_per_node: overrides which ranks share a node; 1 leaves only the flat options.
         error_budget: gradients that automatic mode's strategy may owe, once error feedback has settled: 2 means that
-            what is kept back is as large as two gradients (``docs/how_it_decides.md``). None: where there are several
-            compressors to choose from 6, with Adam and its kin 4; any number for one that was named. With ``adapt`` it
-            is measured too, and what owes more than it may is replaced.
+            what a rank keeps back for itself is as large as two gradients (``docs/how_it_decides.md``). None: where
+            there are several compressors to choose from 4, with Adam and its kin 2.5; any number for one that was
+            named. With ``adapt`` it is measured too, and what owes more than it may is replaced.
         residual_budget_mb: the most that residuals may take on a rank, in millions of bytes; to keep to it tensors may
             have theirs in fewer bits than ``residual_dtype`` says. None: any.
         for_exactness: of the time that compression saves, and of a step, this part may go into owing less where no
