@@ -502,7 +502,9 @@ def test_a_gradient_that_was_zero_or_seen_once_is_forecast_like_noise():
     usual = measure_sensitivity([Sample(shape, values)], specs)
     zero = measure_sensitivity([Sample(shape, np.zeros_like(values))], specs)
     once = measure_sensitivity([Sample(shape, values[:1])], specs)
+    again = measure_sensitivity([Sample(shape, values[:1].repeat(8, axis=0))], specs)
     for spec in specs:
+        assert again.of(spec, "w") == once.of(spec, "w")
         assert zero.of(spec, "w") == pytest.approx(usual.of(spec, "w"), rel=0.2), spec
         assert 0.7 * usual.of(spec, "w") < once.of(spec, "w") < 3 * usual.of(spec, "w"), spec
 

@@ -3,9 +3,9 @@
 *Owed* is ``|e| / |g|`` where error feedback has settled: how many of its gradients a tensor's residual is as large as,
 without what all ranks keep alike. That is what gradients have in common for many steps: it is late by as many as the
 feedback gain says, and no more. Owed says what the error of one step does not: signs lose 60 % of a gradient in every
-step and owe a few gradients, one number in a hundred loses less than twice that and owes ten. A residual that comes back in the next step counts
-:func:`rings` times. Of codecs without a residual it is what one step loses (:mod:`benchmarks.error_measures` has what
-it predicts of training). A sensitivity file::
+step and owe a few gradients, one number in a hundred loses less than twice that and owes ten. A residual that comes
+back in the next step counts :func:`rings` times. Of codecs without a residual it is what one step loses
+(:mod:`benchmarks.error_measures` has what it predicts of training). A sensitivity file::
 
     {"schema_version": 1, "kind": "espresso-sensitivity",
      "owed": {"dgc:ratio=0.01": {"*": 9.5, "embedding.weight": 4.0}, "fp16": {"*": 0.0003}}}
@@ -273,18 +273,18 @@ class _Gradients:
 def _scatter(sample: Sample) -> npt.NDArray[np.float32]:
     """What a sample's gradients have apart from each other, so that a mix of it has its variance.
 
-    Of gradients that were all zero nothing is known: normal numbers stand in. Of a single one its magnitudes are, with
-    any signs.
+    Of gradients that were all zero nothing is known: normal numbers stand in. Of one alone, or of one again and again,
+    its magnitudes are, with any signs.
     """
     values = sample.values
-    count = len(values)
     if values.size and not values.any():
         values = np.random.default_rng(0).standard_normal(values.shape, np.float32)
-    if count == 1:
-        signs = np.random.default_rng(1).choice(np.array([-1.0, 1.0], np.float32), (LIKE_ONE, values.shape[1]))
-        alike: npt.NDArray[np.float32] = values * signs / np.float32(math.sqrt(LIKE_ONE))
+    if (values == values[0]).all():
+        rows = len(values) if len(values) > 1 else LIKE_ONE
+        signs = np.random.default_rng(1).choice(np.array([-1.0, 1.0], np.float32), (rows, values.shape[1]))
+        alike: npt.NDArray[np.float32] = values[0] * signs / np.float32(math.sqrt(rows))
         return alike
-    scatter: npt.NDArray[np.float32] = (values - values.mean(axis=0)) / np.float32(math.sqrt(count - 1))
+    scatter: npt.NDArray[np.float32] = (values - values.mean(axis=0)) / np.float32(math.sqrt(len(values) - 1))
     return scatter
 
 
