@@ -367,7 +367,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
     figure = Figure(figsize=(3.4 * len(cases), 6), layout="constrained")
     axes = figure.subplots(2, len(cases), squeeze=False)
     for column, case in enumerate(cases):
-        for row, name in enumerate(("owed", "forecast")):
+        for row, name in enumerate(("own", "forecast")):
             axis = axes[row][column]
             mine = [run for run in runs if run.job.case == case and run.measures[name] > 0]
             axis.scatter([r.measures[name] for r in mine], [r.train_loss for r in mine], s=9, color="#1f6f8b")

@@ -166,7 +166,7 @@ def drifts(rank: int) -> tuple[float, float, float]:
     draw, own, whole = torch.Generator().manual_seed(rank), [], []
     with registered(ddp, ALLGATHER, "efsignsgd", ranks_per_node=2, adapt=True) as state:
         with patch("espresso.live.guard.EVERY", 4):
-            for _ in range(140):
+            for _ in range(100):
                 gradient = common + torch.randn(rows, columns, generator=draw)
                 ddp.zero_grad()
                 (ddp(torch.eye(columns)) * gradient.T).sum().backward()
@@ -178,7 +178,7 @@ def drifts(rank: int) -> tuple[float, float, float]:
                 torch.distributed.all_reduce(mean)
                 own.append(float((kept - mean / 4).square().sum()) * 4 / 3 / square)
         (_, found) = state.session.guard.owed(OWED_CHECKS)["weight"]
-        return found, float(np.sqrt(np.mean(own[100:]))), float(np.sqrt(np.mean(whole[100:])))
+        return found, float(np.sqrt(np.mean(own[60:]))), float(np.sqrt(np.mean(whole[60:])))
 
 
 class Many(nn.Module):
