@@ -509,7 +509,6 @@ def test_a_gradient_that_was_zero_or_seen_once_is_forecast_like_noise():
         assert 0.7 * usual.of(spec, "w") < once.of(spec, "w") < 3 * usual.of(spec, "w"), spec
 
 
-@pytest.mark.filterwarnings("error")
 def test_what_gradients_have_in_common_is_only_late_and_not_forecast():
     draws = np.random.default_rng(0).standard_normal((9, 4096)).astype(np.float32)
     tensor, spec = TensorSpec("w", (64, 64)), CompressorSpec.parse("efsignsgd")
@@ -517,6 +516,7 @@ def test_what_gradients_have_in_common_is_only_late_and_not_forecast():
     assert drifting.of(spec, "w") == pytest.approx(alone.of(spec, "w"), rel=1e-3)
 
 
+@pytest.mark.filterwarnings("error")
 def test_what_cannot_carry_gradients_owes_too_much_of_them_and_nothing_fails():
     """A training that diverges, or whose loss is scaled: half precision overflows, and in the end everything does."""
     values = np.random.default_rng(0).standard_normal((4, 4096)).astype(np.float32)

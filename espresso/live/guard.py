@@ -53,13 +53,12 @@ from espresso.compressors import create
 from espresso.compressors.base import Traits
 from espresso.cpu_offload.sketches import RUN, sketch
 from espresso.search.error_budget import rings
-from espresso.strategies import Bucket, Choice, CompressorSpec, Strategy, TensorSpec
+from espresso.strategies import Bucket, Choice, CompressorSpec, TensorSpec
 
 Array = npt.NDArray[Any]
 
 EVERY, APART = 64, 16
-"""Steps in which every compressed tensor is looked at once, and from one check to the next at least, as at first of a
-strategy: until every tensor was looked at ``OWED_CHECKS`` times."""
+"""Steps in which every compressed tensor is looked at once, and from one check to the next at least."""
 
 AGAIN = 2
 """Steps until the next check after one that found something."""
@@ -184,8 +183,6 @@ class Guard:
         self._next = 1
         self._turn, self._apart = 0, EVERY
         self._weight = _weight(groups.rank, groups.num_ranks)
-        self._strategy: Strategy | None = None
-        self._since = 0  # the turn in which it came into use
         self._check: _Check | None = None
         self._summing: tuple[_Check, Gathering] | None = None
         self._out: dict[str, int] = {}
@@ -201,9 +198,6 @@ class Guard:
     def begin(self, iteration: int, assignment: Assignment, scale: Callable[[], float | None]) -> None:
         """An iteration begins; nothing is under way."""
         self._check = None
-        if assignment.strategy is not self._strategy:
-            self._strategy, self._since = assignment.strategy, self._turn
-            self._next = min(self._next, iteration + APART)
         if iteration < self._next or self._summing is not None or assignment.deferred:
             return
         choices = assignment.strategy.known  # of all shards, which keep in step
@@ -211,8 +205,7 @@ class Guard:
         if not names:
             return
         checks = math.ceil(len(names) / MOST_TENSORS)
-        usual = EVERY if checks == 1 else max(EVERY // checks, APART)
-        self._apart = min(usual, APART) if self._turn - self._since < OWED_CHECKS * checks else usual
+        self._apart = EVERY if checks == 1 else max(EVERY // checks, APART)
         first = (self._turn * MOST_TENSORS) % len(names)
         names = [name for name in (names[first:] + names[:first])[:MOST_TENSORS] if self._numels.get(name)]
         where = _places({name: self._numels[name] for name in names}, iteration)
