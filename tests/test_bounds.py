@@ -33,7 +33,7 @@ from espresso.search.candidates import every_choice, partition_sizes, units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search import Effort
 from espresso.search.order_kernels import least_alone
-from espresso.search.orders import bound_by_orders
+from espresso.search.orders import Orders, say_more
 from espresso.search.refine import certify_units
 from espresso.search.relaxation import Relaxation, relax, undominated_leaves
 from espresso.search.search import search
@@ -230,12 +230,14 @@ def test_partitions_that_wait_for_one_another_lengthen_the_chain():
     assert result.gap <= 0.015
 
 
-def by_orders(job, leaves, size, above, limit=10**8):
-    """The bound from orders of the largest units, their weights those of a short ascent."""
+def by_orders(job, leaves, size, above, limit=10**8, ledger=None):
+    """The bound from orders of the largest units, their weights those of a short ascent; -inf where orders are none."""
     pricer = Pricer(job.costs, job.cluster, tenth)
-    relaxation = relax(job, units_of(job), leaves, size, pricer)
+    relaxation = relax(job, units_of(job), leaves, size, pricer, ledger)
+    if not say_more(relaxation, units_of(job), pricer):
+        return -np.inf, 0
     certificate = certify(relaxation, above, rounds=30)
-    return bound_by_orders(relaxation, certificate, units_of(job), leaves, size, pricer, above, limit)
+    return Orders(relaxation, certificate, units_of(job), leaves, size, pricer).bound(above, limit)
 
 
 @given(jobs(most=3), st.data())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from espresso.live.given import AUTO_COMPRESSORS
 from espresso.live.guard import OWED_CHECKS
 from espresso.live.online_search import OnlineSearch
+from espresso.model.costs import Contention
 from espresso.model.links import JobError
 from espresso.model.presets import job_from_trace
 from espresso.model.pricing import Pricer
@@ -31,6 +32,7 @@ from espresso.search.error_budget import (
 )
 from espresso.search.evaluator import Evaluator
 from espresso.search.frontier import frontier
+from espresso.search.orders import Orders, say_more
 from espresso.search.relaxation import relax
 from espresso.search.search import BudgetError, replan, search
 from espresso.search.settle import finer, kinds_of
@@ -297,16 +299,48 @@ def brute_force(job, few, ledger):
 
 
 @given(jobs(most=3), st.floats(0.0, 0.8), st.floats(0.0, 1.0), st.data())
-@slow_ok
+@settings(slow_ok, max_examples=60)
 def test_the_bound_under_both_budgets_is_below_brute_force(job, error, part, data):
+    """By loads and weights, and by orders of the largest, which budgets keep apart."""
+    if data.draw(st.booleans()):
+        links = replace(job.costs.links, in_flight=1, burst_bytes=0.0)
+        job = replace(job, costs=replace(job.costs, links=links, contention=Contention(), offload_width=1))
     leaves = every_choice(job, (TOY, TOY.kept_as("int8")))
     few = (PLAIN, *data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=5, unique=True)))
     few = tuple(dict.fromkeys(few))
     losses = Sensitivity({TOY: {"*": 0.7, "t1": 0.3}})
     ledger = ledger_of(job, (TOY,), losses, error, part * 8 * sum(t.numel for t in job.tensors))
     best = brute_force(job, few, ledger)
-    relaxation = relax(job, units_of(job), few, 0, Pricer(job.costs, job.cluster, tenth), ledger)
-    assert certify(relaxation, 1.5 * best, rounds=100).makespan_us <= best * (1 + 1e-12)
+    pricer = Pricer(job.costs, job.cluster, tenth)
+    relaxation = relax(job, units_of(job), few, 0, pricer, ledger)
+    certificate = certify(relaxation, 1.5 * best, rounds=100)
+    assert certificate.makespan_us <= best * (1 + 1e-12)
+    if say_more(relaxation, units_of(job), pricer):
+        orders = Orders(relaxation, certificate, units_of(job), few, 0, pricer)
+        for above in (1.3 * best, best * (1 + 1e-6)):
+            assert orders.bound(above, 10**8)[0] <= best * (1 + 1e-12)
+
+
+def test_orders_know_which_giants_a_budget_keeps_apart():
+    """Of two equal tensors only one may be compressed: the program does half of each so, and ends a fifth too soon."""
+    job = make_job([100_000, 100_000], [0, 1], beta=1.0, costs=compute(0.1, 0.1))
+    few = (PLAIN, Choice(parse_option("comp > flat.allgather > dec"), TOY))
+    ledger = ledger_of(job, (TOY,), Sensitivity({TOY: {"*": 1.0}}), 0.75)
+    best = brute_force(job, few, ledger)
+    pricer = Pricer(job.costs, job.cluster, tenth)
+    relaxation = relax(job, units_of(job), few, 0, pricer, ledger)
+    certificate = certify(relaxation, best)
+    raised, _ = Orders(relaxation, certificate, units_of(job), few, 0, pricer).bound(best, 10**6)
+    assert certificate.makespan_us < 0.9 * raised
+    assert 0.99 * best < raised <= best
+
+
+def test_what_two_giants_may_not_owe_together_is_certified():
+    """Two tensors hold four fifths of the model, and only one of them may be compressed much."""
+    job = job_from_trace("ugatit", 8, 8, "pcie-25g")
+    specs = [CompressorSpec.parse(text) for text in ("fp16", "efsignsgd", "dgc:ratio=0.01")]
+    result = search(job, specs, terms=Terms(error_budget=2.0), sensitivity=normal_sensitivity(specs))
+    assert result.gap <= 0.08
 
 
 def leaves_in(job):

@@ -139,10 +139,10 @@ class Ledger:
     def _number(self, choice: Choice) -> int:
         return self._kinds.setdefault(self._options.kind(choice), len(self._kinds))
 
-    def learn(self, leaves: tuple[Choice, ...]) -> None:
-        """Number the kinds of all of these."""
-        for kind in self._options.of(leaves)[0]:
-            self._kinds.setdefault(kind, len(self._kinds))
+    def of_leaves(self, leaves: tuple[Choice, ...]) -> Wholes:
+        """int64[leaves]: their kinds; new numbers where there are none."""
+        kinds, of, _ = self._options.of(leaves)
+        return np.array([self._kinds.setdefault(kind, len(self._kinds)) for kind in kinds], dtype=np.int64)[of]
 
     def kinds_of(self, choices: Iterable[Choice]) -> Wholes:
         """int64[choices]."""
@@ -150,7 +150,7 @@ class Ledger:
 
     def shares_of(self, leaves: tuple[Choice, ...]) -> Reals:
         """float64[leaves, 2]: what orders the choices of one compressor in error and in memory."""
-        return self._options.of(leaves)[1]
+        return self._options.of(leaves)[2]
 
     def of_units(self, units: Sequence[Unit]) -> Reals:
         """float64[budgets that bind, units, kinds]: what each kind spends on each unit."""
@@ -241,7 +241,7 @@ class _Options:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._known: dict[int, tuple[Option, int, float]] = {}
-        self._lists: dict[int, tuple[tuple[Choice, ...], tuple[Kind, ...], Reals]] = {}
+        self._lists: dict[int, tuple[tuple[Choice, ...], tuple[Kind, ...], Wholes, Reals]] = {}
 
     def kind(self, choice: Choice) -> Kind:
         if choice.compressor == NONE:
@@ -256,15 +256,20 @@ class _Options:
             self._known[id(option)] = known
         return choice.compressor, known[1], known[2] if _keeps(choice.compressor) else 0.0
 
-    def of(self, leaves: tuple[Choice, ...]) -> tuple[tuple[Kind, ...], Reals]:
-        """The kinds that there are among the leaves, and float64[leaves, 2]: compressions and part kept of each."""
+    def of(self, leaves: tuple[Choice, ...]) -> tuple[tuple[Kind, ...], Wholes, Reals]:
+        """The kinds that there are among the leaves; which of them each is, and its compressions and part kept.
+
+        The latter are int64[leaves] and float64[leaves, 2].
+        """
         known = self._lists.get(id(leaves))
         if known is None:
             if len(self._lists) >= MOST_LISTS:
                 self._lists.clear()
             kinds = [self.kind(choice) for choice in leaves]
+            numbers: dict[Kind, int] = {}
+            of = np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds], dtype=np.int64)
             shares = np.array([kind[1:] for kind in kinds], dtype=np.float64).reshape(-1, 2)
-            known = self._lists[id(leaves)] = leaves, tuple(dict.fromkeys(kinds)), shares
+            known = self._lists[id(leaves)] = leaves, tuple(numbers), of, shares
         return known[1:]
 
 

@@ -359,7 +359,7 @@ def _least(
 @kernel
 def least_end(
     rows_first: Wholes, rows_last: Wholes, order: Wholes, release: Reals, backward: float, loads: Reals, excess: Reals,
-    root: float, work: Tasks, above: float, limit: int,
+    root: float, spends: Reals, limits: Reals, work: Tasks, above: float, limit: int,
 ) -> tuple[float, int]:  # fmt: skip
     """A bound over all choices of the largest units, and what it took; above ``limit`` there is none (-inf).
 
@@ -368,17 +368,21 @@ def least_end(
         order: in which order units are decided.
         loads: float64[rows, lanes]: time on every lane.
         excess: float64[rows]: what a row costs more than its unit's cheapest under weights whose bound is ``root``.
+        spends: float64[rows, budgets]: what a row spends of the ``limits``.
         above: as far as the bound matters.
     """
     units = order.shape[0]
     lanes = loads.shape[1]
     picked = np.full(units, -1, dtype=np.int64)
     cursor = np.zeros(units, dtype=np.int64)
-    least = np.full((units, lanes), np.inf)
+    budgets = limits.shape[0]
+    least, thrifty = np.full((units, lanes), np.inf), np.full((units, budgets), np.inf)
     for unit in range(units):
         for row in range(rows_first[unit], rows_last[unit]):
             for lane in range(lanes):
                 least[unit, lane] = min(least[unit, lane], loads[row, lane])
+            for budget in range(budgets):
+                thrifty[unit, budget] = min(thrifty[unit, budget], spends[row, budget])
     # By depth: a state with the units down to there, and how many tasks and pairs it has.
     buffers = _buffers(units)
     sizes = work[3]
@@ -397,7 +401,7 @@ def least_end(
         picked[unit] = row
         cursor[depth] += 1
         spent += 4 * units
-        # The cheap bounds: the weights', and every lane's.
+        # The cheap bounds: the weights', every lane's, and what the budgets allow.
         bound = root
         for u in range(units):
             if picked[u] >= 0:
@@ -411,6 +415,12 @@ def least_end(
             for u in range(units - 1, -1, -1):
                 load += loads[picked[u], lane] if picked[u] >= 0 else least[u, lane]
                 bound = max(bound, load + (release[u] if lane > 0 else backward))
+        for budget in range(budgets):
+            spends_all = 0.0
+            for u in range(units):
+                spends_all += spends[picked[u], budget] if picked[u] >= 0 else thrifty[u, budget]
+            if spends_all > limits[budget]:
+                bound = np.inf
         if bound >= best:
             continue
         n, pairs = num_tasks[depth], num_pairs[depth]

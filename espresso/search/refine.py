@@ -22,7 +22,7 @@ from espresso.search.budgets import Ledger
 from espresso.search.candidates import Leaves
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.local_search import Effort, Guide, LocalSearch, guide
-from espresso.search.orders import bound_by_orders
+from espresso.search.orders import Orders, say_more
 from espresso.search.relaxation import Relaxation, relax
 from espresso.search.states import with_states
 from espresso.search.together import move_together
@@ -177,19 +177,22 @@ def _by_orders(
 ) -> float:
     """The least bound of all sizes, raised where a few giants are all there is: one gap after the other is tried."""
     best = min([makespan, *bounds.values()])
+    any_relaxation, _ = next(iter(roots.values()))  # all of the same giants
+    if not say_more(any_relaxation, evaluator.units, evaluator.pricer):
+        return best
+    orders: dict[int, Orders] = {}
     for gap in GAPS:
         above = makespan / (1 + gap)
         found = above
         for size in sorted(bounds, key=bounds.__getitem__):
             if bounds[size] >= found:
                 break
-            relaxation, certificate = roots[size]
-            raised, spent = -np.inf, 0
+            raised = -np.inf
             if effort > 0:
-                raised, spent = bound_by_orders(
-                    relaxation, certificate, evaluator.units, leaves, size, evaluator.pricer, found, effort
-                )
-            effort -= spent
+                if size not in orders:
+                    orders[size] = Orders(*roots[size], evaluator.units, leaves, size, evaluator.pricer)
+                raised, spent = orders[size].bound(found, effort)
+                effort -= spent
             found = min(found, max(bounds[size], raised))
         best = max(best, found)
         if found < above * (1 - CLOSE):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -113,10 +113,26 @@ def undominated_leaves(
     return rows[kept], [origin[index] for index in kept]
 
 
-def leaf_rows(pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partition_bytes: int) -> Reals:
-    """float64[leaves, WIDTH] of all leaves at one partition size."""
+def leaf_rows(
+    pricer: Pricer, size: Size, leaves: tuple[Choice, ...], partition_bytes: int, chosen: Wholes | None = None
+) -> Reals:  # fmt: skip
+    """float64[leaves, WIDTH] of all leaves, or of those ``chosen``, at one partition size."""
     spans = partition_spans(size[0], partition_bytes // DTYPES[size[1]])
-    return np.concatenate([_rows_of(pricer, size, run, spans) for run in _runs(pricer, leaves)])
+    runs = _runs(pricer, leaves)
+    if chosen is None:
+        return np.concatenate([_rows_of(pricer, size, run, spans) for run in runs])
+    rows = np.empty((len(chosen), WIDTH))
+    for run in runs:
+        mine = run.holds(chosen)
+        if mine.any():
+            rows[mine] = _rows_of(pricer, size, run, spans)[chosen[mine] - run.start]
+    return rows
+
+
+def leaves_with(pricer: Pricer, leaves: tuple[Choice, ...], compressors: Collection[CompressorSpec]) -> Wholes:
+    """Which leaves have one of these."""
+    spans = [(run.start, run.stop) for run in _runs(pricer, leaves) if run.compressor in compressors]
+    return np.concatenate([np.arange(start, stop) for start, stop in spans])
 
 
 def leaf_tasks(
@@ -170,8 +186,12 @@ class _Run:
     compressor: CompressorSpec
     options: tuple[Option, ...]
 
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.options)
+
     def holds(self, leaves: Wholes) -> npt.NDArray[np.bool_]:
-        return (self.start <= leaves) & (leaves < self.start + len(self.options))
+        return (self.start <= leaves) & (leaves < self.stop)
 
 
 def _runs(pricer: Pricer, leaves: tuple[Choice, ...]) -> list[_Run]:
@@ -233,12 +253,10 @@ def relax(
     for members in groups.values():
         unit = units[members[0]]
         mine = leaves_of(leaves, unit)
-        if ledger is not None:
-            ledger.learn(mine)  # what moves to any of them spends is looked up by its kind
         rows, names = _remembered(pricer, unit.size, mine, partition_bytes, ledger)
-        origin = [mine[leaf] for leaf in names]
-        kinds = np.zeros(len(rows), dtype=np.int64) if ledger is None else ledger.kinds_of(origin)
-        found.append((rows, kinds, origin))
+        # All leaves are numbered: what moves to any of them spends is looked up by its kind.
+        kinds = np.zeros(len(rows), dtype=np.int64) if ledger is None else ledger.of_leaves(mine)[names]
+        found.append((rows, kinds, [mine[leaf] for leaf in names]))
     spends, limits = np.zeros((0, len(units), 1)), np.zeros(0)
     if ledger is not None:
         spends, limits = ledger.of_units(units), ledger.limits
