@@ -78,7 +78,12 @@ class Arm:
             dist.barrier()
 
     def attach(
-        self, model: DistributedDataParallel, artifacts_dir: Path | None = None, decide_by: int | None = None
+        self,
+        model: DistributedDataParallel,
+        artifacts_dir: Path | None = None,
+        decide_by: int | None = None,
+        *,
+        adapt: bool = False,
     ) -> Decider | None:
         """Register the arm on ``model``; returns Espresso's state for its own arms.
 
@@ -86,6 +91,7 @@ class Arm:
             model: no hook is registered on it yet.
             artifacts_dir: where an automatic arm leaves its strategy and its job.
             decide_by: of an automatic arm; None leaves the setting's default.
+            adapt: whether an automatic arm keeps deciding. To one that takes turns the others' blocks are a change.
         """
         if self.kind in ("none", "barrier"):
             model.register_comm_hook(None, communicate_nothing)
@@ -98,7 +104,7 @@ class Arm:
         elif self.kind == "bare":
             OneMessage.of(model, self.detail).attach(model)
         elif self.kind == "espresso":
-            return self._register(model, artifacts_dir, decide_by)
+            return self._register(model, artifacts_dir, decide_by, adapt)
         elif self.kind == "servers":
             return self._register_servers(model)
         return None
@@ -116,13 +122,14 @@ class Arm:
         state: Decider = espresso.register(model, compressor=spec, strategy=policy)
         return state
 
-    def _register(self, model: DistributedDataParallel, artifacts_dir: Path | None, decide_by: int | None) -> Decider:
+    def _register(
+        self, model: DistributedDataParallel, artifacts_dir: Path | None, decide_by: int | None, adapt: bool
+    ) -> Decider:
         import espresso
 
         spec, _, path = self.detail.partition("@")
         compressor, _, budget = spec.partition("~")
-        # Arms take turns: to a job that keeps deciding the others' blocks are a change.
-        config: dict[str, Any] = {"adapt": False}
+        config: dict[str, Any] = {"adapt": adapt}
         if budget:
             config |= {"error_budget": float(budget)}
         if not path and artifacts_dir is not None:

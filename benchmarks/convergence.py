@@ -70,6 +70,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01),
+    "sgd0": lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
+    "adam5": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.9)),
+    "adam0": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.0, 0.99)),
 }
 CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "gpt-adamw")
 """Model and optimizer; the default ones."""

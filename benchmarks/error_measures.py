@@ -110,7 +110,7 @@ def train(job: Job) -> Run:
     workload, model, optimizer = parts_of(job.case, job.seed)
     parameters = list(model.parameters())
     specs = chosen(job.strategy, parameters)
-    gains = {index: job.gain or own_gain(spec) for index, spec in specs.items()}
+    gains = {index: job.gain or own_gain(spec, job.case) for index, spec in specs.items()}
     sites = {index: _senders(spec, parameters[index], gains[index], index) for index, spec in specs.items()}
     samples: dict[int, list[Array]] = {index: [] for index in specs}
     forecast = 0.0

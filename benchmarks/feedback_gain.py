@@ -21,6 +21,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,10 +37,12 @@ from benchmarks.models import build_workload
 from benchmarks.suite.held_out import HELD_OUT
 from benchmarks.suite.tasks import build_task
 from espresso.compressors import Decoding, DrawKey, Encoding, Feedback, Layout, Segment, create, host_codec
+from espresso.live.script import momentum_of
 
 CASES = ("mlp-sgd", "mlp-adam", "cnn-sgd", "cnn-adam", "mlp")
 """Small models with an optimizer as in ``benchmarks.convergence``, and the 10 M parameter MLP with its own. Others are
-``gpt-adamw`` and the suite's held-out tasks."""
+``gpt-adamw``, the suite's held-out tasks, and optimizers of less momentum (``mlp-sgd0``, ``mlp-adam5``, ``mlp-adam0``).
+"""
 
 ARMS = (
     "efsignsgd",
@@ -215,15 +218,20 @@ def judge(runs: Sequence[tuple[Job, float, float]]) -> list[Row]:
         mine = [(loss, right) for job, loss, right in runs if (job.case, job.arm, job.gain) == (case, arm, gain)]
         worst = max(loss for job, loss, _ in runs if (job.case, job.arm) == (case, PLAIN))
         losses, accuracies = zip(*mine, strict=True)
-        own = arm == PLAIN or gain == own_gain(arm)
+        own = arm == PLAIN or gain == own_gain(arm, case)
         within = statistics.fmean(losses) <= worst
         rows.append(Row(case, arm, gain, own, losses, accuracies, worst, within))
     return rows
 
 
-def own_gain(arm: str) -> float:
-    """The compressor's own."""
-    return create(arm.partition(" ")[0]).traits.feedback_gain
+def own_gain(arm: str, case: str) -> float:
+    """The compressor's own beside the case's optimizer."""
+    return create(arm.partition(" ")[0]).traits.gain_beside(_momentum_of(case))
+
+
+@cache
+def _momentum_of(case: str) -> float:
+    return momentum_of([opened(case, 0)[1]])
 
 
 def table_of(rows: Sequence[Row], title: str) -> Table:
@@ -261,7 +269,7 @@ def main(
         pairs = [(PLAIN, 1.0)] + [
             (a, g)
             for a in arms.split(";")
-            for g in sorted({own_gain(a) if gain == "own" else float(gain) for gain in gains.split(",")})
+            for g in sorted({own_gain(a, case) if gain == "own" else float(gain) for gain in gains.split(",")})
         ]
         jobs += [Job(case, arm, gain, seed, length, start, falls) for arm, gain in pairs for seed in of_case]
     with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:

@@ -44,8 +44,9 @@ class Traits:
         sparse: sends nothing of most numbers, and perhaps nothing of a stretch of them.
         rounds: vectors that are summed one after the other, with a transform between; above 1 the compressor
             has no payload, works on whole tensors, and goes through the tree's extension only.
-        feedback_gain: the :class:`Feedback` gain that training goes best with, unless the user sets one. All of the
-            residual at once makes coarse compressors swing; low-rank factors lose what comes back slowly.
+        feedback_gain: the :class:`Feedback` gain that training goes best with where the optimizer has a momentum of .9,
+            unless the user sets one. All of the residual at once makes coarse compressors swing; low-rank factors lose
+            what comes back slowly.
         finer: the parameter, if any, by which automatic mode may send a little more for a closer result:
             ``least`` (numbers of a tensor) or ``block`` (elements that share a mean).
     """
@@ -61,10 +62,19 @@ class Traits:
     feedback_gain: float = 1.0
     finer: str = ""
 
+    def gain_beside(self, momentum: float) -> float:
+        """The feedback gain beside an optimizer of this momentum: with less of it than usual what is late is harmful
+        sooner, and what comes back swings less.
+        """
+        return min(self.feedback_gain * max(1.0, (1 - momentum) / (1 - MOMENTUM)), 1.0)
+
 
 DAMPED = 1 / 16
 """Feedback gain of compressors whose errors are large in every step: with less, a run ends before all is sent; with
 more, what comes back smooths the averages, and Adam's steps get longer by it (docs/convergence.md)."""
+
+MOMENTUM = 0.9
+"""What most optimizers have, and the first beta of Adam and its kin."""
 
 
 @dataclass(frozen=True, slots=True)

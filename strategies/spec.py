@@ -60,9 +60,9 @@ class CompressorSpec:
             params[key] = _parse_value(value.strip())
         return cls(name.strip(), tuple(params.items()))
 
-    def without(self, key: str) -> CompressorSpec:
-        """The spec with this parameter at its default."""
-        return CompressorSpec(self.name, tuple(pair for pair in self.params if pair[0] != key))
+    def without(self, *keys: str) -> CompressorSpec:
+        """The spec with these parameters at their defaults."""
+        return CompressorSpec(self.name, tuple(pair for pair in self.params if pair[0] not in keys))
 
     @property
     def residual_dtype(self) -> str:

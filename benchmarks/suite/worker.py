@@ -37,11 +37,12 @@ class Trainee:
     blocks: list[Block] = field(default_factory=list)
 
     @classmethod
-    def start(cls, arm: Arm, task: Task, decide_by: int | None = None) -> Trainee:
-        """Wrap the task's models and attach the arm to each; ``decide_by`` of automatic arms."""
+    def start(cls, arm: Arm, task: Task, decide_by: int | None = None, *, adapt: bool = False) -> Trainee:
+        """Wrap the task's models and attach the arm to each; ``decide_by`` and ``adapt`` of automatic arms."""
         models = [DistributedDataParallel(model) for model in task.make_models()]
         optimizers = [task.make_optimizer(model) for model in models]
-        return cls(arm, task, models, optimizers, [arm.attach(model, decide_by=decide_by) for model in models])
+        states = [arm.attach(model, decide_by=decide_by, adapt=adapt) for model in models]
+        return cls(arm, task, models, optimizers, states)
 
     def step(self, place: Place) -> float:
         """Train one step; returns its duration in seconds on this rank."""
@@ -111,7 +112,7 @@ BOUNDS = ("none", "barrier", "plain")
 
 def train_to_end(task: Task, arm: Arm, place: Place, steps: int) -> dict[str, Any]:
     """Train one arm alone in this process: its metric, and the largest memory any rank had."""
-    trainee = Trainee.start(arm, task)
+    trainee = Trainee.start(arm, task, adapt=True)
     while trainee.num_steps < steps:
         trainee.step(place)
     peak = torch.tensor(peak_mib())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from espresso.diagnosis.overlap import predicted_overlap
 from espresso.live.session import Session
+from espresso.model.links import JobError
 from espresso.model.payload_sizes import compressed
 from espresso.search.error_budget import owed_by
 from espresso.strategies import Strategy
@@ -73,5 +74,8 @@ def _predicted_overlap(session: Session) -> float:
     if job is None:
         return 0.0
     if session.overlap_of is None or session.overlap_of[0] is not strategy:
-        session.overlap_of = strategy, predicted_overlap(job, strategy)
+        try:
+            session.overlap_of = strategy, predicted_overlap(job, strategy)
+        except JobError:  # of what nobody measured
+            session.overlap_of = strategy, 0.0
     return session.overlap_of[1]

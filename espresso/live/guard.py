@@ -194,6 +194,7 @@ class Guard:
     def restart(self, iteration: int) -> None:
         """Go on from a checkpoint: look at its next iteration but one."""
         self._next, self._check, self._summing, self._out = iteration + 1, None, None, {}
+        self._owed.clear()
 
     def begin(self, iteration: int, assignment: Assignment, scale: Callable[[], float | None]) -> None:
         """An iteration begins; nothing is under way."""

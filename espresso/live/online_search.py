@@ -19,6 +19,7 @@ from espresso.comm.execute.executor import Record
 from espresso.comm.groups import Groups
 from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
+from espresso.compressors.base import MOMENTUM
 from espresso.live.artifacts import Artifacts
 from espresso.live.candidates import Candidate, Moved
 from espresso.live.change import TELLING, Change
@@ -75,7 +76,7 @@ class OnlineSearch:
         bucket_cap_mb: DDP's bucket size for it; None if nothing (every rank).
         why_none: why there are no candidates; empty where none is predicted to be faster than plain.
         measured_owed: what tensors owe by the choices that run, where that is looked at; one check may be left out.
-        optimizer_adapts: :attr:`espresso.live.script.StepGuard.optimizer_adapts`.
+        optimizer_adapts, momentum: of :class:`espresso.live.script.StepGuard`.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class OnlineSearch:
         self._measured: set[tuple[CompressorSpec, str]] = set()
         self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
+        self.momentum: Callable[[], float] = lambda: MOMENTUM
 
     @property
     def _terms(self) -> Terms:
@@ -318,7 +320,7 @@ class OnlineSearch:
             if not samples or len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):
                 return job  # something was never finite: normal numbers stand in
             begin = time.perf_counter()
-            self._forecast |= measure_sensitivity(samples, fresh, gain=self._gain).owed
+            self._forecast |= measure_sensitivity(samples, fresh, gain=self._gain, momentum=self.momentum()).owed
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
         measured = self.measured_owed()
         kept_up = Sensitivity(self._forecast).kept_up(measured, self._measured)

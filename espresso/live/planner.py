@@ -68,6 +68,7 @@ class AutoPlanner:
         profile_only: measure, and stay plain.
         history: told what was decided, and why.
         adapt: watch the job once it is decided, and decide again when something changes.
+        compresses_from: the first iteration in which all compressors do: the profile ends with it, or later.
 
     Attributes:
         probed_us: what measuring, searching and trying have cost since the first decision, beyond steps of what stayed.
@@ -89,6 +90,7 @@ class AutoPlanner:
         lay_buckets: Callable[[float], bool] | None = None,
         profile_only: bool = False,
         adapt: bool = False,
+        compresses_from: int = 0,
     ) -> None:
         self._groups, self._search, self._on_profile, self.history = groups, search, on_profile, history
         self._profile_steps, self._race_steps, self._race_rounds = profile_steps, race_steps, race_rounds
@@ -99,7 +101,8 @@ class AutoPlanner:
         self._plain = Orderer(plain, groups)
         self._deferred = Assignment(plain, deferred=True)
         self._winner: Orderer | None = None
-        self._profile_from = warmup_steps
+        self._profile_from = self._warmup_steps = warmup_steps
+        self._compresses_from = compresses_from
         self._first: int | None = None
         self._observed: list[Record] = []
         self._race: Race | None = None
@@ -138,6 +141,7 @@ class AutoPlanner:
         # Iterations are numbered through the life of a job; one that was resumed before it decided starts here.
         if self._first is None:
             self._first = iteration
+            self._profile_from = max(self._warmup_steps, self._compresses_from - self._profile_steps - iteration)
             self._say("automatic mode: %d steps of warm-up, then %d measured", self._profile_from, self._profile_steps)
         iteration -= self._first
         if iteration < self._profile_from:
@@ -171,7 +175,7 @@ class AutoPlanner:
     def resume(self, strategy: Strategy) -> None:
         """Go on with what was decided before a restart, until something changes: then the job is measured."""
         self._stop_trying()
-        self._winner = Orderer(strategy, self._groups)
+        self._winner = Orderer(self._exact.of(strategy), self._groups)  # what was found out stays exact
         self._cap_mb = strategy.bucket_cap_mb
         if len(self._observed) < self._profile_steps + self._more_steps:
             self._forget_profile()  # it was measured half, and will be whole
@@ -449,7 +453,7 @@ class AutoPlanner:
         self.history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
         if not self._observed:  # a resumed job, which was never measured here
             self._winner = self.verdict = self._first = None
-            self._profile_from, self._decide_by = 0, 0
+            self._warmup_steps, self._decide_by = 0, 0
             self._on_profile(True)
             return
         with torch.profiler.record_function("espresso::measure and search again"):

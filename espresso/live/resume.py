@@ -12,12 +12,14 @@ import torch.distributed as dist
 from espresso.comm.groups import Groups
 from espresso.comm.keep.residual import Loan
 from espresso.comm.keep.store import Address, Piece, Stretch
-from espresso.compressors.schedule import translate
+from espresso.compressors import create
+from espresso.compressors.schedule import Schedule, translate
 from espresso.live.checkpoint import Checkpoint, Found
 from espresso.live.parts import FACTOR, RESIDUAL, VELOCITY, CheckpointError, Part, Place, cut
 from espresso.live.session import Session
 from espresso.live.shards import Taker
-from espresso.strategies import Site, Strategy
+from espresso.search.settle import finer
+from espresso.strategies import NONE, CompressorSpec, Site, Strategy
 
 logger = logging.getLogger("espresso")
 
@@ -74,7 +76,7 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
         found = checkpoint.found(
             place(session), groups.cluster, session.model.wholes, strict=strict, num_shards=num_shards
         )
-        strategy = _to_resume(session, found)
+        strategy = _to_resume(session, found, checkpoint)
         schedule = None if strategy is None else session.check(strategy)
     except CheckpointError as error:
         wrong = str(error)
@@ -154,20 +156,47 @@ def _with_replicas(groups: Groups, stores: Sequence[Pieces]) -> list[Pieces]:
     ]
 
 
-def _to_resume(session: Session, found: Found) -> Strategy | None:
-    """What automatic mode had decided, unless the user gives a strategy now, the job is only measured, or the cluster
-    is another.
+def _to_resume(session: Session, found: Found, checkpoint: Checkpoint) -> Strategy | None:
+    """What automatic mode had decided, unless the user gives a strategy now, the job is only measured, the cluster is
+    another, or what is given now does not allow it: then it is decided anew.
 
     It names the compressors that were in force then; the schedule is given now.
     """
-    strategy, given = found.strategy, session.given
+    strategy, given, groups = found.strategy, session.given, session.groups
     if strategy is None or isinstance(given.strategy, Strategy) or session.profile_only:
         return None
     if session.model.shards is not None:
         strategy = strategy.over(session.model.tensors)
-    if strategy.cluster.shape != session.groups.cluster.shape:
+    if strategy.cluster.shape != groups.cluster.shape:
         return None
-    named = {spec.name: spec for spec in reversed(given.compressors)}
-    if session.follower.schedule.is_fixed:
-        return strategy
-    return translate(strategy, {s: named[s.name] for s in strategy.compressors if s.name in named})
+    if strategy.num_through_servers and not groups.cluster.num_servers:
+        return None
+    constraints = session.config.terms.constraints
+    allowed = (*given.compressors, *constraints.forced())
+    named = {spec: _as_given(session, spec, allowed, checkpoint) for spec in strategy.compressors}
+    gone = sorted(str(spec) for spec, now in named.items() if now is None)
+    asked = {tensor.name: constraints.kind_of(tensor) for tensor in session.model.tensors}
+    barred = [n for n, choice in strategy.known.items() if n in asked and not constraints.allows(choice, asked[n])]
+    if gone or barred:
+        why = f"it has {', '.join(gone)}" if gone else f"tensor {barred[0]!r} may not take what it took"
+        if groups.speaks:
+            logger.info("automatic mode decides anew instead of resuming the checkpoint's strategy: %s", why)
+        return None
+    return translate(strategy, {spec: now for spec, now in named.items() if now is not None})
+
+
+def _as_given(
+    session: Session, spec: CompressorSpec, allowed: Sequence[CompressorSpec], checkpoint: Checkpoint
+) -> CompressorSpec | None:
+    """One of those allowed that was ``spec`` at the checkpoint's step, in a setting that owes less perhaps; or one of
+    its name that has a schedule, which may be another now. None: there is none.
+    """
+    if spec == NONE:
+        return spec
+    every = list(dict.fromkeys(one.kept_as("") for known in allowed for one in (known, *finer(known))))
+    follower = session.follower.following(Schedule(every), checkpoint.step, checkpoint.epoch)
+    wanted, key = spec.kept_as(""), create(spec).traits.finer
+    was = [one for one, then in follower.in_force.items() if then == wanted]
+    other = [one for one in every if one.name == spec.name and create(one).is_scheduled]
+    other.sort(key=lambda one: (key in dict(one.params)) != (key in dict(spec.params)))
+    return next((one.kept_as(spec.residual_dtype) for one in (*was, *other)), None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from espresso.comm.errors import EspressoError
+from espresso.compressors.base import MOMENTUM
 
 _OF_SGD = {"momentum_buffer", "step"}
 """What stochastic gradient descent, with momentum or without, keeps of a parameter."""
@@ -113,6 +114,11 @@ class StepGuard:
         rows = [row for optimizer in seen for row in list(optimizer.state.values())]
         return not seen or not all(isinstance(row, dict) and row.keys() <= _OF_SGD for row in rows)
 
+    @property
+    def momentum(self) -> float:
+        """Of the optimizers that were seen."""
+        return momentum_of(self._ours)
+
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         is_ours, error = optimizer in self._ours, self._refused or self._error()
         if error is not None and is_ours:
@@ -120,6 +126,13 @@ class StepGuard:
                 self._refused = None
                 self._handle.remove()
             raise error
+
+
+def momentum_of(optimizers: Iterable[torch.optim.Optimizer]) -> float:
+    """The most that a group has, or its first beta; what is usual where none says."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    said = [next(iter(group.get("betas") or ()), group.get("momentum")) for group in groups]
+    return max((float(one) for one in said if isinstance(one, int | float | torch.Tensor)), default=MOMENTUM)
 
 
 def _refuse_momentum(name: str, group: dict[str, Any]) -> None:

@@ -164,6 +164,7 @@ class Session:
             self.is_compiled = self._warm_up()  # last: who dies or hangs meanwhile is named
             self.recording = Recording(self.recorder, self.executor, model, folder, config.record_signal)
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
+            self.store.momentum = lambda: self._guard.momentum
             undo.pop_all()
 
     # -- the start -----------------------------------------------------------------------------------
@@ -221,8 +222,7 @@ class Session:
             plain,
             groups,
             self.search,
-            # What starts late is searched for and raced once it has started.
-            warmup_steps=max(self.config.warmup_steps, self.follower.schedule.start_step - self.config.profile_steps),
+            warmup_steps=self.config.warmup_steps,
             profile_steps=self.config.profile_steps,
             race_steps=self.config.race_steps,
             race_rounds=self.config.race_rounds,
@@ -232,6 +232,8 @@ class Session:
             history=self.history,
             profile_only=profile_only,
             adapt=self.config.adapt,
+            # What starts late is searched for and raced once it has started.
+            compresses_from=self.follower.schedule.start_step,
         )
 
     def _check_constraints(self) -> None:
@@ -265,6 +267,7 @@ class Session:
         search.follow(self.follower.in_force)
         search.measured_owed = self._measured_owed
         search.optimizer_adapts = lambda: self._guard.optimizer_adapts
+        search.momentum = self.store.momentum
         return search
 
     def _measured_owed(self, without: int | None = None) -> Mapping[str, tuple[Choice, float]]:

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import Decoding, DrawKey, Encoding, Feedback, Segment
+from espresso.compressors.base import MOMENTUM, Decoding, DrawKey, Encoding, Feedback, Segment
 from espresso.compressors.powersgd import matrix_of
 from espresso.model.arrays import Reals
 from espresso.model.links import JobError
+from espresso.model.payload_sizes import create_compressor
 from espresso.strategies import NONE, Choice, CompressorSpec, Strategy, TensorSpec, fields
 from espresso.strategies.fields import faults, number
 
@@ -61,9 +62,7 @@ def rings(spec: CompressorSpec, gain: float | None = None) -> float:
 
     1 of what keeps nothing back, and of momentum correction, which is defined with a gain of 1 and not known.
     """
-    from espresso.compressors.registry import create
-
-    compressor = create(spec)
+    compressor = create_compressor(spec)
     if not compressor.traits.error_feedback or compressor.correction:
         return 1.0
     return max(RINGING * (compressor.traits.feedback_gain if gain is None else gain), 1.0)
@@ -176,9 +175,7 @@ def owed_by(strategy: Strategy, found: Mapping[str, tuple[Choice, float]]) -> fl
 
 
 def _feeds_back(spec: CompressorSpec) -> bool:
-    from espresso.compressors.registry import create
-
-    return bool(create(spec).traits.error_feedback)
+    return bool(create_compressor(spec).traits.error_feedback)
 
 
 @dataclass(frozen=True)
@@ -222,7 +219,11 @@ def stretches_of(tensor: TensorSpec, most: int) -> tuple[tuple[int, int], ...]:
 
 
 def measure_sensitivity(
-    samples: Sequence[Sample], specs: Iterable[CompressorSpec], *, gain: float | None = None
+    samples: Sequence[Sample],
+    specs: Iterable[CompressorSpec],
+    *,
+    gain: float | None = None,
+    momentum: float = MOMENTUM,
 ) -> Sensitivity:
     """Play error feedback on gradients like those sampled, and see what is owed at the end.
 
@@ -230,12 +231,14 @@ def measure_sensitivity(
     and the sparsity of the tensor's own numbers. What is not finite after it owes ``TOO_MUCH``.
 
     Args:
-        gain: of the feedback; None takes each compressor's own.
+        gain: of the feedback; None takes each compressor's own,
+        momentum: beside an optimizer of this one.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         made = _Gradients(samples, STEPS)
         found = {
-            spec: dict(zip(made.names, _owed(made, spec, gain).tolist(), strict=True)) for spec in dict.fromkeys(specs)
+            spec: dict(zip(made.names, _owed(made, spec, gain, momentum).tolist(), strict=True))
+            for spec in dict.fromkeys(specs)
         }
     return Sensitivity({spec: rows for spec, rows in found.items() if spec != NONE})
 
@@ -266,8 +269,10 @@ class _Gradients:
 
     def norms(self, values: npt.NDArray[np.float32]) -> Reals:
         """float64[tensors]."""
-        squares = np.add.reduceat(np.square(values, dtype=np.float64), self.starts)
-        return np.asarray(np.sqrt(np.where(self.numels > 0, squares, 0.0)))
+        squares, full = np.zeros(len(self.numels)), self.numels > 0
+        if full.any():
+            squares[full] = np.add.reduceat(np.square(values, dtype=np.float64), self.starts[full])
+        return np.sqrt(squares)
 
 
 def _scatter(sample: Sample) -> npt.NDArray[np.float32]:
@@ -288,13 +293,11 @@ def _scatter(sample: Sample) -> npt.NDArray[np.float32]:
     return scatter
 
 
-def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None) -> Reals:
+def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None, momentum: float) -> Reals:
     """float64[tensors]: the median over the last quarter of the steps."""
-    from espresso.compressors.registry import create
-
-    compressor = create(spec)
+    compressor = create_compressor(spec)
     traits = compressor.traits
-    used = 1.0 if compressor.correction else (traits.feedback_gain if gain is None else gain)
+    used = 1.0 if compressor.correction else (traits.gain_beside(momentum) if gain is None else gain)
     play = _LowRank(made, compressor) if traits.rounds > 1 else _Coded(made, spec, used)
     steps = made.steps if traits.error_feedback else ONE_STEP
     felt, rows = rings(spec, gain), []
@@ -311,7 +314,7 @@ class _Coded:
     """Error feedback around a codec, every sampled tensor a segment."""
 
     def __init__(self, made: _Gradients, spec: CompressorSpec, gain: float) -> None:
-        from espresso.compressors.registry import create, host_codec
+        from espresso.compressors.registry import host_codec
 
         self._gain, self._parts = gain, []
         self._old, self._new = (np.zeros(int(made.numels.sum()), np.float32) for _ in range(2))
@@ -319,7 +322,7 @@ class _Coded:
         for index, sample in enumerate(made.samples):
             alike.setdefault(_on_sample(spec, sample), []).append(index)
         for used, members in alike.items():
-            codec = host_codec(create(used), None)
+            codec = host_codec(create_compressor(used), None)
             segments = [Segment(made.names[i], 0, int(made.numels[i])) for i in members]
             layout = codec.compressor.layout(segments)
             self._parts.append((codec, layout, made.starts[members], np.zeros(layout.num_bytes, np.uint8)))
@@ -341,18 +344,21 @@ class _Coded:
 
 
 def _on_sample(spec: CompressorSpec, sample: Sample) -> CompressorSpec:
-    """A sparsifier that sends a count of a tensor sends the same part of a sample of it."""
-    params = dict(spec.params)
-    count = max(int(params.get("least", 0)), int(params.get("k", 0)))
+    """On a sample what is sent as plain numbers of a whole tensor is sent so, and no more; and a sparsifier that sends
+    a count of a tensor sends the same part.
+    """
     whole, sampled = sample.tensor.numel, sample.values.shape[1]
-    if not count or whole == sampled:
+    if whole == sampled:
         return spec
-    from espresso.compressors.registry import create
-
-    layout = create(spec).layout([Segment("", 0, whole)])
+    layout = create_compressor(spec).layout([Segment("", 0, whole)])
+    params = dict(spec.params)
+    if "raw_below" in params:
+        below = whole if layout.raw[0] else 1
+        spec = CompressorSpec(spec.name, (*spec.without("raw_below").params, ("raw_below", below)))
+    if "least" not in params and "k" not in params:
+        return spec
     part = 1.0 if layout.raw[0] else float(layout.counts[0]) / whole
-    rest = [pair for pair in spec.params if pair[0] not in ("least", "k", "ratio")]
-    return CompressorSpec(spec.name, (*rest, ("ratio", part)))
+    return CompressorSpec(spec.name, (*spec.without("least", "k", "ratio").params, ("ratio", part)))
 
 
 class _LowRank:

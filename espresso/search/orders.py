@@ -83,6 +83,8 @@ class Orders:
         if to_price > limit:
             return -np.inf, 0
         found = self._possible(self._priced(chosen), above)
+        if not found:
+            return above * (1.0 - ROUNDING), to_price
         spent = to_price + EACH_LEAF * sum(len(one.leaf) for one in found)
         if spent > limit:
             return -np.inf, to_price
