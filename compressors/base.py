@@ -66,7 +66,7 @@ class Traits:
         """The feedback gain beside an optimizer of this momentum: with less of it than usual what is late is harmful
         sooner, and what comes back swings less.
         """
-        return min(self.feedback_gain * max(1.0, (1 - momentum) / (1 - MOMENTUM)), 1.0)
+        return min(round(self.feedback_gain * max(1.0, (1 - momentum) / (1 - MOMENTUM)), 4), 1.0)
 
 
 DAMPED = 1 / 16

@@ -61,6 +61,18 @@ def test_a_change_of_the_network_is_decided_anew_within_forty_steps(before_us, a
     assert world.put_away == (first == "signs") + (first != then), "once for each that won a race"
 
 
+def test_what_compresses_late_is_profiled_by_the_jobs_own_steps():
+    """Its first step here may be a late one of the training: nothing is waited for twice."""
+    for first, profiled in ((0, 98), (60, 98), (5_000, 5_003)):
+        planner, told = planner_of(World(), compresses_from=100), []
+        planner._on_profile = lambda on, told=told: told.append(on)
+        for step in range(first, first + 110):
+            planner.assign(step)
+            if told:
+                break
+        assert step == profiled
+
+
 def test_without_adapt_nothing_is_decided_again():
     world = World()
     planner = planner_of(world, adapt=False)

@@ -118,25 +118,28 @@ def test_one_rank_has_nothing_to_exchange(pair):
 
 
 @pytest.mark.parametrize(
-    ("make", "adapts"),
+    ("make", "adapts", "momentum"),
     [
-        (partial(torch.optim.SGD, lr=0.1), False),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), False),
-        (torch.optim.Adam, True),
-        (torch.optim.RMSprop, True),
-        (torch.optim.Adafactor, True),
+        (partial(torch.optim.SGD, lr=0.1), False, 0.0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.8), False, 0.8),
+        (torch.optim.Adam, True, 0.9),
+        (partial(torch.optim.Adam, betas=(0.5, 0.9)), True, 0.5),
+        (torch.optim.RMSprop, True, 0.0),
+        (torch.optim.Adafactor, True, 0.9),
     ],
 )
-def test_optimizers_that_divide_by_what_they_remember_are_told_from_others(make, adapts):
-    """As many gradients owed are harmless to Adam as to SGD, times a half."""
+def test_what_is_known_of_an_optimizer(make, adapts, momentum):
+    """Whether it divides by what it remembers, and its momentum: where it does not say, what is usual."""
     ours, others = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     guard = StepGuard({id(p) for p in ours.parameters()}, has_momentum=False, error=lambda: None)
     try:
         assert guard.optimizer_adapts, "nothing is known: carefully"
+        assert guard.momentum == 0.9
         for model, optimizer in ((others, torch.optim.Adam(others.parameters())), (ours, make(ours.parameters()))):
             model(torch.randn(2, 3)).sum().backward()
             optimizer.step()
         assert guard.optimizer_adapts is adapts
+        assert guard.momentum == momentum
     finally:
         guard.remove()
 

@@ -284,6 +284,17 @@ def test_what_was_measured_tells_of_its_other_settings_before_other_compressors_
     assert [third_time.of(spec, "t") for spec in specs] == pytest.approx([6.0, 4.5, 0.5, 4.5 / 5.4])
 
 
+def test_a_short_sample_of_a_long_tensor_is_not_raw():
+    values = np.random.default_rng(0).standard_normal((8, 2048)).astype(np.float32)
+    whole, short = TensorSpec("whole", (1000, 1000)), TensorSpec("short", (3000,))
+    for text in ("efsignsgd", "dgc:ratio=0.01", "dgc:ratio=0.01,least=2048"):
+        usual = CompressorSpec.parse(text)
+        above = CompressorSpec(usual.name, (*usual.params, ("raw_below", 4096)))
+        found = measure_sensitivity([Sample(whole, values), Sample(short, values)], [usual, above])
+        assert found.of(above, "whole") == found.of(usual, "whole") > 1
+        assert found.of(above, "short") == 0
+
+
 def brute_force(job, few, ledger):
     """The least makespan of all strategies within the budgets."""
     units = units_of(job)
@@ -525,6 +536,9 @@ def test_measured_errors_are_what_feedback_keeps():
     assert rings(FP16, 1.0) == 1.0, "what keeps nothing back does not ring"
     classical = measure_sensitivity(samples, specs[:1], gain=1.0)
     assert classical.of(specs[0], "noise") != pytest.approx(tenths, rel=0.01), "the gain counts"
+    beside = measure_sensitivity(samples, specs[:1], momentum=0.5).of(specs[0], "noise")
+    as_asked = measure_sensitivity(samples, specs[:1], gain=5 / 16).of(specs[0], "noise")
+    assert beside * rings(specs[0], 5 / 16) == pytest.approx(as_asked), "which rings beside a momentum of .9"
     assert normal_sensitivity([FP16]).of(FP16, "anything") < 1e-3
 
 
@@ -614,7 +628,7 @@ def test_low_rank_forecasts_are_of_gradients_that_are_new_in_every_step(sampled,
 def finer_gain(spec):
     from espresso.compressors import create
 
-    return create(spec).traits.feedback_gain
+    return create(spec).traits.gain_beside(0.9)
 
 
 def test_a_count_is_scaled_to_the_part_of_a_tensor_that_is_sampled():

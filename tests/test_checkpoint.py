@@ -5,7 +5,8 @@ import json
 import pickle
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,11 +16,16 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from espresso.comm.messages import PLAIN
+from espresso.compressors.schedule import Follower
 from espresso.live.checkpoint import Checkpoint
+from espresso.live.given import Given
 from espresso.live.names import named_gradients, tensor_specs
 from espresso.live.parts import RESIDUAL, VELOCITY, CheckpointError
+from espresso.live.resume import _to_resume
 from espresso.live.state import EspressoState
-from espresso.strategies import Choice, Cluster, CompressorSpec, Site, Strategy, parse_option
+from espresso.search.terms import Terms
+from espresso.strategies import Choice, Cluster, CompressorSpec, Option, Site, Strategy, TensorSpec, parse_option
+from espresso.strategies.constraints import Constraints
 from tests.ddp import (
     ALLGATHER,
     HIERARCHICAL,
@@ -116,6 +122,64 @@ def test_a_job_saved_while_profiling_decides_after_resuming(played):
 
 
 # -- scenarios, on two nodes of two ranks ----------------------------------------------------------
+
+
+TENSORS = (TensorSpec("a", (64, 64)), TensorSpec("b", (64, 64)), TensorSpec("c", (64,)))
+TWO = Cluster(2, 1)
+GATHER, PUSH = (
+    parse_option(text)
+    for text in ("comp > flat.allgather > dec", "comp > flat.push > dec@server > comp@server > flat.pull > dec")
+)
+
+
+def to_resume(
+    saved: dict[str, str], given: list[str], *, step: int = 500, option: Option = GATHER, **limits: Any
+) -> dict[str, str] | None:
+    """What a job goes on with, whose checkpoint has these compressors, and which is given others now."""
+    choices = {name: Choice(option, CompressorSpec.parse(text)) for name, text in saved.items()}
+    cluster = Cluster(2, 1, 1) if option is PUSH else TWO
+    strategy = Strategy.uniform(TENSORS, cluster).with_choices(choices)
+    now = Given.of(given, "auto")
+    session: Any = SimpleNamespace(
+        given=now, profile_only=False, model=SimpleNamespace(shards=None, tensors=TENSORS),
+        groups=SimpleNamespace(cluster=TWO, speaks=True), follower=Follower(now.schedule(), None, None),
+        config=SimpleNamespace(terms=Terms(constraints=Constraints(**limits))),
+    )  # fmt: skip
+    found = _to_resume(
+        session, cast("Any", SimpleNamespace(strategy=strategy)), cast("Any", SimpleNamespace(step=step, epoch=None))
+    )
+    return None if found is None else {name: str(found.choices[name].compressor) for name in saved}
+
+
+def test_settings_of_one_algorithm_are_resumed_each_for_itself():
+    given = ["powersgd:rank=2,start_iter=10", "efsignsgd", "stc:ratio=0.1", "stc:ratio=0.03"]
+    saved = {"a": "efsignsgd:block=64", "b": "stc:ratio=0.03", "c": "stc:ratio=0.1,residual_dtype=int8"}
+    for several in (given, given[1:]):  # with one that starts later, and without
+        assert to_resume(saved, several) == saved
+
+
+def test_a_schedule_that_is_given_now_is_gone_on_with():
+    """The checkpoint names what was in force: ratios of a warm-up, whichever it was then."""
+    given = ["dgc:ratio=0.001,warmup_epochs=4", "efsignsgd"]
+    for then in ("dgc:ratio=0.25", "dgc:ratio=0.5"):
+        finer = f"{then},least=2048"
+        assert to_resume({"a": then, "b": finer}, given, step=0) == {
+            "a": given[0], "b": "dgc:least=2048,ratio=0.001,warmup_epochs=4",
+        }  # fmt: skip
+
+
+def test_what_is_given_now_is_kept_to():
+    saved = {"a": "efsignsgd", "b": "dgc:ratio=0.01"}
+    both = list(saved.values())
+    assert to_resume(saved, both) == saved
+    assert to_resume(saved, ["efsignsgd"]) is None, "the other one is no longer asked for"
+    assert to_resume(saved, ["efsignsgd", "dgc:ratio=0.1"]) is None, "another setting"
+    assert to_resume(saved, both, keep_exact=["b"]) is None
+    assert to_resume(saved, both, keep_exact=["c"]) == saved
+    assert to_resume(saved, both, forbid=["*allgather*"]) is None
+    assert to_resume(saved, ["efsignsgd"], force={"b": "dgc:ratio=0.01"}) == saved
+    assert to_resume(saved, both, force={"c": "int8"}) is None
+    assert to_resume({"a": "efsignsgd"}, ["efsignsgd"], option=PUSH) is None, "there are no servers here"
 
 
 def model() -> DistributedDataParallel:

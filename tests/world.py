@@ -196,11 +196,11 @@ def run(
     return now_ns
 
 
-def planner_of(world: World, *, adapt: bool = True, decide_by: int = 20) -> AutoPlanner:
+def planner_of(world: World, *, adapt: bool = True, decide_by: int = 20, compresses_from: int = 0) -> AutoPlanner:
     return AutoPlanner(
         strategy_of(BUCKETS, TWO, PLAIN), world.groups, world, warmup_steps=3, profile_steps=2, race_steps=3,
         race_rounds=2, decide_by=decide_by, on_profile=lambda _: None, history=History(True), adapt=adapt,
-        lay_buckets=world.lay,
+        lay_buckets=world.lay, compresses_from=compresses_from,
     )  # fmt: skip
 
 
