@@ -771,6 +771,22 @@ def test_what_was_measured_still_counts_when_another_strategy_runs():
     assert search._measured == {(signs, "t0")}
 
 
+def test_of_what_was_never_finite_normal_numbers_stand_in():
+    """And what others were found to owe still counts."""
+    job, signs = mixed_job(2), CompressorSpec.parse("efsignsgd")
+    values = np.random.default_rng(0).standard_normal((8, 4096)).astype(np.float32) ** 5
+    sample = Sample(TensorSpec("t0", (40_000,)), values)
+    search = SimpleNamespace(
+        _wanted=lambda: (signs,), _forecast={}, _measured=set(), _gain=None, momentum=lambda: 0.9,
+        _sampler=SimpleNamespace(samples=lambda: [sample]), measured_owed=lambda: {"t1": (GATHER, 7.0)},
+    )  # fmt: skip
+    known = Sensitivity.from_json(OnlineSearch._with_sensitivity(search, job).meta[SENSITIVITY])
+    normal = normal_sensitivity(finer(signs))
+    assert known.of(signs, "t0") == measure_sensitivity([sample], [signs]).of(signs, "t0")
+    assert known.of(signs, "t1") == 7.0
+    assert search._forecast[finer(signs)[0]]["t0"] != normal.of(finer(signs)[0], "t0")
+
+
 def test_few_rows_say_nothing_of_a_low_rank():
     tensor, spec = TensorSpec("w", (512, 256), "float32"), CompressorSpec.parse("powersgd:rank=8,start_iter=0")
     owes = {}

@@ -116,6 +116,11 @@ def test_a_given_strategy_wins_over_the_checkpoint(played):
         assert option == ALLGATHER
 
 
+def test_velocities_that_nobody_goes_on_with_are_said_to_be_dropped(played):
+    for dropped in played(without_momentum):
+        assert "velocities" in dropped[-1]
+
+
 def test_a_job_saved_while_profiling_decides_after_resuming(played):
     for decided_at in played(resumed_undecided):
         assert 0 < decided_at <= 60
@@ -418,6 +423,15 @@ def given_strategy(rank: int) -> str:
         return str(state.strategy.choices["0.weight"].option)
 
 
+def without_momentum(rank: int) -> tuple[str, ...]:
+    ddp = model()
+    with registered(ddp, SHARDED, "dgc:ratio=0.1,momentum=0.5") as state:
+        go(ddp, rank, range(2))
+        saved = state.state_dict()
+    with registered(model(), SHARDED, "dgc:ratio=0.1") as state:
+        return state.load_state_dict(saved)
+
+
 def resumed_undecided(rank: int) -> int:
     ddp = model()
     short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
@@ -438,5 +452,5 @@ def resumed_undecided(rank: int) -> int:
 
 @pytest.fixture(scope="module")
 def played() -> Played:
-    scenarios = (resumed, refused, resized, changed, replicated, given_strategy, resumed_undecided)
+    scenarios = (resumed, refused, resized, changed, replicated, given_strategy, without_momentum, resumed_undecided)
     return Played(__name__, scenarios, 4, deadline_s=150)

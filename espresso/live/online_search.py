@@ -39,7 +39,7 @@ from espresso.model.bucket_caps import in_buckets
 from espresso.model.costs import ComputeCost, Contention, CostModel
 from espresso.model.job import Job, JobError
 from espresso.model.timeline import first_come
-from espresso.search.error_budget import Sensitivity, measure_sensitivity, owed_by
+from espresso.search.error_budget import Sensitivity, measure_sensitivity, normal_sensitivity, owed_by
 from espresso.search.settle import finer, racers
 from espresso.search.terms import HARMLESS, HARMLESS_ADAPTIVE, MB, Terms
 from espresso.strategies import (
@@ -316,11 +316,14 @@ class OnlineSearch:
         wanted = self._wanted()
         fresh = [s for s in (*wanted, *(more for spec in wanted for more in finer(spec))) if s not in self._forecast]
         if fresh:
-            samples = self._sampler.samples()
-            if not samples or len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):
-                return job  # something was never finite: normal numbers stand in
-            begin = time.perf_counter()
-            self._forecast |= measure_sensitivity(samples, fresh, gain=self._gain, momentum=self.momentum()).owed
+            samples, begin = self._sampler.samples(), time.perf_counter()
+            found = {} if not samples else measure_sensitivity(
+                samples, fresh, gain=self._gain, momentum=self.momentum()
+            ).owed  # fmt: skip
+            if len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):
+                # Of what was never finite normal numbers stand in.
+                found = {spec: {**owed, **found.get(spec, {})} for spec, owed in normal_sensitivity(fresh).owed.items()}
+            self._forecast |= found
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
         measured = self.measured_owed()
         kept_up = Sensitivity(self._forecast).kept_up(measured, self._measured)

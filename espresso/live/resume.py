@@ -110,9 +110,12 @@ def load(session: Session, body: Checkpoint | Mapping[str, Any], *, strict: bool
     session.store.load(residuals, kept.residuals.carry, numels)
     if session.velocities is not None:
         session.velocities.load(velocities, kept.velocities.carry, numels)
-    if found.dropped:
-        logger.warning("of the checkpoint was dropped: %s", "; ".join(found.dropped))
-    return found.dropped
+    dropped = found.dropped
+    if session.velocities is None and (velocities or kept.velocities.carry):
+        dropped += ("the velocities of momentum correction, which this job does not do",)
+    if dropped:
+        logger.warning("of the checkpoint was dropped: %s", "; ".join(dropped))
+    return dropped
 
 
 def _said(checkpoint: Checkpoint) -> str:
