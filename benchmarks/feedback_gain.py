@@ -231,7 +231,7 @@ def own_gain(arm: str, case: str) -> float:
 
 @cache
 def _momentum_of(case: str) -> float:
-    return momentum_of([opened(case, 0)[1]])
+    return momentum_of(opened(case, 0)[1].param_groups)
 
 
 def table_of(rows: Sequence[Row], title: str) -> Table:

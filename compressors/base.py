@@ -12,6 +12,7 @@ A payload is one header, one segment table and one body per segment; its size is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -62,11 +63,14 @@ class Traits:
     feedback_gain: float = 1.0
     finer: str = ""
 
-    def gain_beside(self, momentum: float) -> float:
-        """The feedback gain beside an optimizer of this momentum: with less of it than usual what is late is harmful
-        sooner, and what comes back swings less.
+    def gain_beside(self, momentum: float | None) -> float:
+        """The feedback gain beside an optimizer of this momentum; None: as most have.
+
+        With less what is late is harmful sooner, and what comes back swings less. A power of two more, by which numbers
+        are divided exactly.
         """
-        return min(round(self.feedback_gain * max(1.0, (1 - momentum) / (1 - MOMENTUM)), 4), 1.0)
+        doublings = 0 if momentum is None else max(round(math.log2((1 - momentum) / (1 - MOMENTUM))), 0)
+        return min(math.ldexp(self.feedback_gain, doublings), 1.0)
 
 
 DAMPED = 1 / 16

@@ -104,6 +104,8 @@ class Strategy:
         cluster: the cluster shape it was made for.
         partition_bytes: groups larger than this are cut and pipelined; 0 never cuts.
         bucket_cap_mb: the DDP bucket size the search assumed, if it had a say.
+        momentum: of the optimizer that it was found beside, by which compressors choose their feedback gains; None: as
+            usual.
         notes: free text for people: who predicted what. Not part of equality or of the hash.
         elsewhere: choices for tensors that :meth:`over` left out. Not part of equality, of the hash, or of a file.
 
@@ -118,6 +120,7 @@ class Strategy:
     bucket_cap_mb: float | None = None
     notes: Mapping[str, Any] = field(default_factory=dict, compare=False)
     elsewhere: Mapping[str, Choice] = field(default_factory=dict, compare=False)
+    momentum: float | None = None
 
     def __post_init__(self) -> None:
         names = [tensor.name for tensor in self.tensors]
@@ -126,6 +129,8 @@ class Strategy:
             whole(self.partition_bytes, "partition_bytes")
             if self.bucket_cap_mb is not None:
                 number(self.bucket_cap_mb, "bucket_cap_mb", positive=True)
+            if self.momentum is not None and not number(self.momentum, "momentum") < 1:
+                raise StrategyError(f"momentum must be below 1, got {self.momentum}")
         partitions = sum(tensor.num_bytes for tensor in self.tensors) // (self.partition_bytes or sys.maxsize)
         if partitions > MAX_PARTITIONS:
             raise StrategyError(
@@ -254,23 +259,27 @@ class Strategy:
         self._check_servers(cluster)
 
     def to_json(self) -> dict[str, Any]:
-        return fields.head(KIND) | {
-            "cluster": self.cluster.to_json(),
-            "partition_bytes": self.partition_bytes,
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "fingerprint": self.fingerprint,
-            "tensors": [
-                {
-                    "name": tensor.name,
-                    "shape": list(tensor.shape),
-                    "dtype": tensor.dtype,
-                    "option": str(self.choices[tensor.name].option),
-                    "compressor": str(self.choices[tensor.name].compressor),
-                }
-                for tensor in self.tensors
-            ],
-            "notes": dict(self.notes),
-        }
+        return (
+            fields.head(KIND)
+            | {
+                "cluster": self.cluster.to_json(),
+                "partition_bytes": self.partition_bytes,
+                "bucket_cap_mb": self.bucket_cap_mb,
+                "fingerprint": self.fingerprint,
+                "tensors": [
+                    {
+                        "name": tensor.name,
+                        "shape": list(tensor.shape),
+                        "dtype": tensor.dtype,
+                        "option": str(self.choices[tensor.name].option),
+                        "compressor": str(self.choices[tensor.name].compressor),
+                    }
+                    for tensor in self.tensors
+                ],
+                "notes": dict(self.notes),
+            }
+            | ({} if self.momentum is None else {"momentum": self.momentum})
+        )
 
     @classmethod
     def from_json(cls, body: Any) -> Strategy:
@@ -283,7 +292,10 @@ class Strategy:
             found = fields.read_as(_File, fields.without_head(body, KIND), "the strategy")
             tensors = tuple(TensorSpec(row.name, row.shape, row.dtype) for row in found.tensors)
         choices = {row.name: row.choice() for row in found.tensors}
-        strategy = cls(tensors, choices, found.cluster, found.partition_bytes, found.bucket_cap_mb, found.notes or {})
+        strategy = cls(
+            tensors, choices, found.cluster, found.partition_bytes, found.bucket_cap_mb, found.notes or {},
+            momentum=found.momentum,
+        )  # fmt: skip
         if found.fingerprint != strategy.fingerprint:
             raise StrategyError(
                 f"fingerprint {shown(found.fingerprint)} does not match the file's own tensors and cluster"
@@ -333,6 +345,7 @@ class _File:
     tensors: tuple[_Row, ...]
     bucket_cap_mb: float | None = None
     notes: Mapping[str, Any] | None = None
+    momentum: float | None = None
 
 
 def _check_same_names(left: list[str], right: list[str], left_name: str, right_name: str) -> None:

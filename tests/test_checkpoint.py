@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -126,9 +127,6 @@ def test_a_job_saved_while_profiling_decides_after_resuming(played):
         assert 0 < decided_at <= 60
 
 
-# -- scenarios, on two nodes of two ranks ----------------------------------------------------------
-
-
 TENSORS = (TensorSpec("a", (64, 64)), TensorSpec("b", (64, 64)), TensorSpec("c", (64,)))
 TWO = Cluster(2, 1)
 GATHER, PUSH = (
@@ -138,17 +136,23 @@ GATHER, PUSH = (
 
 
 def to_resume(
-    saved: dict[str, str], given: list[str], *, step: int = 500, option: Option = GATHER, **limits: Any
+    saved: dict[str, str],
+    given: list[str],
+    *,
+    step: int = 500,
+    option: Option = GATHER,
+    budget_mb: float | None = None,
+    **limits: Any,
 ) -> dict[str, str] | None:
     """What a job goes on with, whose checkpoint has these compressors, and which is given others now."""
     choices = {name: Choice(option, CompressorSpec.parse(text)) for name, text in saved.items()}
     cluster = Cluster(2, 1, 1) if option is PUSH else TWO
-    strategy = Strategy.uniform(TENSORS, cluster).with_choices(choices)
+    strategy = replace(Strategy.uniform(TENSORS, cluster).with_choices(choices), notes={"residual_mb": 2.0})
     now = Given.of(given, "auto")
     session: Any = SimpleNamespace(
         given=now, profile_only=False, model=SimpleNamespace(shards=None, tensors=TENSORS),
         groups=SimpleNamespace(cluster=TWO, speaks=True), follower=Follower(now.schedule(), None, None),
-        config=SimpleNamespace(terms=Terms(constraints=Constraints(**limits))),
+        config=SimpleNamespace(terms=Terms(residual_budget_mb=budget_mb, constraints=Constraints(**limits))),
     )  # fmt: skip
     found = _to_resume(
         session, cast("Any", SimpleNamespace(strategy=strategy)), cast("Any", SimpleNamespace(step=step, epoch=None))
@@ -185,6 +189,15 @@ def test_what_is_given_now_is_kept_to():
     assert to_resume(saved, ["efsignsgd"], force={"b": "dgc:ratio=0.01"}) == saved
     assert to_resume(saved, both, force={"c": "int8"}) is None
     assert to_resume({"a": "efsignsgd"}, ["efsignsgd"], option=PUSH) is None, "there are no servers here"
+    assert to_resume(saved, both, budget_mb=2.0) == saved
+    assert to_resume(saved, both, budget_mb=1.9) is None
+    narrow = "efsignsgd:residual_dtype=int8"
+    assert to_resume({"a": "efsignsgd"}, [narrow]) == {"a": narrow}
+    assert to_resume({"a": narrow}, ["efsignsgd"]) == {"a": narrow}
+    assert to_resume({"a": "of_another_version"}, ["efsignsgd"]) is None
+
+
+# -- scenarios, on two nodes of two ranks ----------------------------------------------------------
 
 
 def model() -> DistributedDataParallel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -126,7 +126,8 @@ class Programs:
     ) -> Compiled:
         laid = plan(strategy, buckets, host_copies=self.context.memory.host_copies)
         laid = laid if order is None else laid.with_order(order)
-        programs = (PartitionProgram(laid, part, self.context) for part in laid.partitions)
+        context = replace(self.context, momentum=strategy.momentum)
+        programs = (PartitionProgram(laid, part, context) for part in laid.partitions)
         return Compiled(strategy, laid, tuple(programs))
 
     def _adopt(self, compiled: Compiled, only: Collection[str] | None) -> None:

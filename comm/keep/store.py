@@ -26,7 +26,7 @@ import torch
 
 from espresso.comm.keep.residual import FULL, Loan, Places, Residual, check_storage
 from espresso.comm.memory import HOST, Memory
-from espresso.compressors.base import MOMENTUM, Correction
+from espresso.compressors.base import Correction
 from espresso.strategies import Bucket, Run, Site
 
 logger = logging.getLogger("espresso")
@@ -100,7 +100,6 @@ class ResidualStore:
         gain: the part of what was not sent that the next iteration adds; None leaves it to each compressor.
 
     Attributes:
-        momentum: of the job's optimizer, by which compressors choose their gains.
         live: those in use by the plan.
         waits: whether what is owed of a stretch without any gradient is kept until it has some: its average may be
             dropped, as by DDP of a parameter that no rank used. On the host.
@@ -110,7 +109,6 @@ class ResidualStore:
     def __init__(self, *, transactional: bool = True, storage: str = FULL, gain: float | None = None) -> None:
         self.transactional = transactional
         self.gain = gain
-        self.momentum: Callable[[], float] = lambda: MOMENTUM
         self.storage = check_storage(storage)
         self._reported = 0
         self.waits = False

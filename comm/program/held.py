@@ -177,7 +177,7 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
     residual = velocity = correction = None
     if part.keeps_residual:
         # Momentum correction is defined with all of the residual.
-        gain = part.traits.gain_beside(part.context.store.momentum()) if velocities is None else 1.0
+        gain = part.traits.gain_beside(part.context.momentum) if velocities is None else 1.0
         storage = part.choice.compressor.residual_dtype
         residual = _new(part, part.context.store, flow.before.region, flow.site, memory, gain=gain, storage=storage)
     if velocities is not None and part.is_first(index):

@@ -19,7 +19,7 @@ from espresso.comm.execute.executor import Record
 from espresso.comm.groups import Groups
 from espresso.comm.parameter_server import Bearing
 from espresso.compressors import create
-from espresso.compressors.base import MOMENTUM
+from espresso.compressors.base import MOMENTUM as USUAL
 from espresso.live.artifacts import Artifacts
 from espresso.live.candidates import Candidate, Moved
 from espresso.live.change import TELLING, Change
@@ -108,7 +108,7 @@ class OnlineSearch:
         self._measured: set[tuple[CompressorSpec, str]] = set()
         self.measured_owed: Callable[..., Mapping[str, tuple[Choice, float]]] = lambda without=None: {}
         self.optimizer_adapts: Callable[[], bool] = lambda: True
-        self.momentum: Callable[[], float] = lambda: MOMENTUM
+        self.momentum: Callable[[], float] = lambda: USUAL
 
     @property
     def _terms(self) -> Terms:
@@ -311,25 +311,24 @@ class OnlineSearch:
 
     def _with_sensitivity(self, job: Job) -> Job:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
-        from espresso.search.space import SENSITIVITY
+        from espresso.search.space import MOMENTUM, SENSITIVITY
 
-        wanted = self._wanted()
+        wanted, momentum = self._wanted(), self.momentum()
         fresh = [s for s in (*wanted, *(more for spec in wanted for more in finer(spec))) if s not in self._forecast]
         if fresh:
             samples, begin = self._sampler.samples(), time.perf_counter()
-            found = {} if not samples else measure_sensitivity(
-                samples, fresh, gain=self._gain, momentum=self.momentum()
-            ).owed  # fmt: skip
-            if len(samples) < sum(tensor.numel > 0 for tensor in job.tensors):
-                # Of what was never finite normal numbers stand in.
-                found = {spec: {**owed, **found.get(spec, {})} for spec, owed in normal_sensitivity(fresh).owed.items()}
-            self._forecast |= found
+            if samples:
+                found = measure_sensitivity(samples, fresh, gain=self._gain, momentum=momentum)
+            else:  # something was never finite
+                found = normal_sensitivity(fresh, gain=self._gain, momentum=momentum)
+            self._forecast |= found.owed
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
         measured = self.measured_owed()
         kept_up = Sensitivity(self._forecast).kept_up(measured, self._measured)
         self._forecast = dict(kept_up.owed)  # still known when another strategy runs, and is not measured yet
         self._measured |= {(choice.compressor.kept_as(""), tensor) for tensor, (choice, _) in measured.items()}
-        return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json()})
+        beside = {} if momentum == USUAL and MOMENTUM not in job.meta else {MOMENTUM: momentum}
+        return replace(job, meta={**job.meta, SENSITIVITY: kept_up.to_json(), **beside})
 
     def _make_job(self, buckets: tuple[Bucket, ...], seen: Observation, costs: CostModel) -> Job:
         in_order = sorted(seen.tensor_ready_us, key=lambda name: seen.tensor_ready_us[name])

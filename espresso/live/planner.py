@@ -68,7 +68,7 @@ class AutoPlanner:
         profile_only: measure, and stay plain.
         history: told what was decided, and why.
         adapt: watch the job once it is decided, and decide again when something changes.
-        compresses_from: the first iteration in which all compressors do: the profile ends with it, or later.
+        compresses_from: the first iteration in which all compressors do: the profile ends just before it, or later.
 
     Attributes:
         probed_us: what measuring, searching and trying have cost since the first decision, beyond steps of what stayed.

@@ -15,9 +15,11 @@ from espresso.comm.keep.store import Address, Piece, Stretch
 from espresso.compressors import create
 from espresso.compressors.schedule import Schedule, translate
 from espresso.live.checkpoint import Checkpoint, Found
+from espresso.live.figures import noted
 from espresso.live.parts import FACTOR, RESIDUAL, VELOCITY, CheckpointError, Part, Place, cut
 from espresso.live.session import Session
 from espresso.live.shards import Taker
+from espresso.search.finish import RESIDUAL_MB
 from espresso.search.settle import finer
 from espresso.strategies import NONE, CompressorSpec, Site, Strategy
 
@@ -161,45 +163,49 @@ def _with_replicas(groups: Groups, stores: Sequence[Pieces]) -> list[Pieces]:
 
 def _to_resume(session: Session, found: Found, checkpoint: Checkpoint) -> Strategy | None:
     """What automatic mode had decided, unless the user gives a strategy now, the job is only measured, the cluster is
-    another, or what is given now does not allow it: then it is decided anew.
+    another, or what is given now does not allow it: then it is decided anew. The same on all ranks, shards' too.
 
     It names the compressors that were in force then; the schedule is given now.
     """
     strategy, given, groups = found.strategy, session.given, session.groups
     if strategy is None or isinstance(given.strategy, Strategy) or session.profile_only:
         return None
-    if session.model.shards is not None:
-        strategy = strategy.over(session.model.tensors)
     if strategy.cluster.shape != groups.cluster.shape:
         return None
-    if strategy.num_through_servers and not groups.cluster.num_servers:
-        return None
-    constraints = session.config.terms.constraints
-    allowed = (*given.compressors, *constraints.forced())
-    named = {spec: _as_given(session, spec, allowed, checkpoint) for spec in strategy.compressors}
-    gone = sorted(str(spec) for spec, now in named.items() if now is None)
-    asked = {tensor.name: constraints.kind_of(tensor) for tensor in session.model.tensors}
-    barred = [n for n, choice in strategy.known.items() if n in asked and not constraints.allows(choice, asked[n])]
-    if gone or barred:
-        why = f"it has {', '.join(gone)}" if gone else f"tensor {barred[0]!r} may not take what it took"
+    now = {spec: _as_given(session, spec, checkpoint) for spec in strategy.compressors - {NONE}}
+    why = _why_not(session, strategy, [spec for spec, one in now.items() if one is None])
+    if why:
         if groups.speaks:
-            logger.info("automatic mode decides anew instead of resuming the checkpoint's strategy: %s", why)
+            logger.warning("the checkpoint's strategy is not resumed, automatic mode decides anew: %s", why)
         return None
-    return translate(strategy, {spec: now for spec, now in named.items() if now is not None})
+    strategy = translate(strategy, {spec: one for spec, one in now.items() if one is not None})
+    return strategy if session.model.shards is None else strategy.over(session.model.tensors)
 
 
-def _as_given(
-    session: Session, spec: CompressorSpec, allowed: Sequence[CompressorSpec], checkpoint: Checkpoint
-) -> CompressorSpec | None:
-    """One of those allowed that was ``spec`` at the checkpoint's step, in a setting that owes less perhaps; or one of
-    its name that has a schedule, which may be another now. None: there is none.
+def _why_not(session: Session, strategy: Strategy, gone: Sequence[CompressorSpec]) -> str:
+    """What forbids a strategy of the whole model now; empty if nothing does."""
+    terms = session.config.terms
+    if gone:
+        return f"{', '.join(sorted(map(str, gone)))} is none of the compressors that are given now"
+    if strategy.num_through_servers and not session.groups.cluster.num_servers:
+        return "it goes through parameter servers, and there are none"
+    for tensor in strategy.tensors:
+        if not terms.constraints.allows(strategy.choices[tensor.name], terms.constraints.kind_of(tensor)):
+            return f"tensor {tensor.name!r} may not take what it took"
+    kept, most = noted(strategy, RESIDUAL_MB), terms.residual_budget_mb
+    return "" if most is None or kept <= most else f"it keeps {kept:.1f} MB of residuals, and may keep {most:g}"
+
+
+def _as_given(session: Session, spec: CompressorSpec, checkpoint: Checkpoint) -> CompressorSpec | None:
+    """Which of those that are given now was ``spec`` at the checkpoint's step, in a setting that owes less perhaps; or
+    one of its name whose schedule is another now. None: there is none.
     """
-    if spec == NONE:
-        return spec
-    every = list(dict.fromkeys(one.kept_as("") for known in allowed for one in (known, *finer(known))))
+    allowed = (*session.given.compressors, *session.config.terms.constraints.forced())
+    every = list(dict.fromkeys(one for known in allowed for one in (known, *finer(known))))
     follower = session.follower.following(Schedule(every), checkpoint.step, checkpoint.epoch)
-    wanted, key = spec.kept_as(""), create(spec).traits.finer
-    was = [one for one, then in follower.in_force.items() if then == wanted]
-    other = [one for one in every if one.name == spec.name and create(one).is_scheduled]
-    other.sort(key=lambda one: (key in dict(one.params)) != (key in dict(spec.params)))
-    return next((one.kept_as(spec.residual_dtype) for one in (*was, *other)), None)
+    was = [one for one, then in follower.in_force.items() if then.kept_as("") == spec.kept_as("")]
+    later = [(one, create(one)) for one in every if one.name == spec.name]
+    scheduled = [(one, compressor.traits.finer) for one, compressor in later if compressor.is_scheduled]
+    scheduled.sort(key=lambda pair: (pair[1] in dict(pair[0].params)) != (pair[1] in dict(spec.params)))
+    one = next(iter((*was, *(one for one, _ in scheduled))), None)
+    return one if one is None or one.residual_dtype else one.kept_as(spec.residual_dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -67,11 +67,18 @@ class OurOptimizers:
 
     def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
         if optimizer not in self._seen:
-            groups = [g for g in optimizer.param_groups if any(id(each) in self._ours for each in g["params"])]
+            groups = self._of(optimizer)
             for group in groups:
                 self._meet(type(optimizer).__name__, group)
             self._seen[optimizer] = bool(groups)
         return self._seen[optimizer]
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        return [group for group in optimizer.param_groups if any(id(each) in self._ours for each in group["params"])]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Those with parameters of the job."""
+        return [group for optimizer in self for group in self._of(optimizer)]
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         """Of those that were seen, and still are there."""
@@ -117,7 +124,7 @@ class StepGuard:
     @property
     def momentum(self) -> float:
         """Of the optimizers that were seen."""
-        return momentum_of(self._ours)
+        return momentum_of(self._ours.groups())
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         is_ours, error = optimizer in self._ours, self._refused or self._error()
@@ -128,11 +135,15 @@ class StepGuard:
             raise error
 
 
-def momentum_of(optimizers: Iterable[torch.optim.Optimizer]) -> float:
-    """The most that a group has, or its first beta; what is usual where none says."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    said = [next(iter(group.get("betas") or ()), group.get("momentum")) for group in groups]
-    return max((float(one) for one in said if isinstance(one, int | float | torch.Tensor)), default=MOMENTUM)
+def momentum_of(groups: Iterable[Mapping[str, Any]]) -> float:
+    """The most that an optimizer's group has, or its first beta; what is usual where none says."""
+    found = []
+    for group in groups:
+        betas = group.get("betas")
+        said = betas[0] if isinstance(betas, list | tuple) and betas else group.get("momentum")
+        if isinstance(said, int | float | torch.Tensor) and 0 <= said < 1:
+            found.append(float(said))
+    return max(found, default=MOMENTUM)
 
 
 def _refuse_momentum(name: str, group: dict[str, Any]) -> None:

@@ -164,7 +164,6 @@ class Session:
             self.is_compiled = self._warm_up()  # last: who dies or hangs meanwhile is named
             self.recording = Recording(self.recorder, self.executor, model, folder, config.record_signal)
             self._guard = StepGuard(model.names, has_momentum=rule is not None, error=lambda: self.executor.error)
-            self.store.momentum = lambda: self._guard.momentum
             undo.pop_all()
 
     # -- the start -----------------------------------------------------------------------------------
@@ -267,7 +266,7 @@ class Session:
         search.follow(self.follower.in_force)
         search.measured_owed = self._measured_owed
         search.optimizer_adapts = lambda: self._guard.optimizer_adapts
-        search.momentum = self.store.momentum
+        search.momentum = lambda: self._guard.momentum
         return search
 
     def _measured_owed(self, without: int | None = None) -> Mapping[str, tuple[Choice, float]]:

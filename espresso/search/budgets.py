@@ -24,9 +24,8 @@ import numpy as np
 from espresso.model.arrays import Reals, Wholes
 from espresso.model.job import Job
 from espresso.model.links import JobError
-from espresso.model.payload_sizes import create_compressor
 from espresso.search.candidates import Unit
-from espresso.search.error_budget import Sensitivity
+from espresso.search.error_budget import Sensitivity, keeps_back
 from espresso.strategies import (
     NONE,
     RESIDUAL_DTYPES,
@@ -133,11 +132,9 @@ class Ledger:
         known = self._of_choice.get(id(choice))
         if known is None:
             # The choice is kept, so that its identity stays its own: hashing one walks all its steps.
-            known = self._of_choice[id(choice)] = choice, self._number(choice)
+            number = self._kinds.setdefault(self._options.kind(choice), len(self._kinds))
+            known = self._of_choice[id(choice)] = choice, number
         return known[1]
-
-    def _number(self, choice: Choice) -> int:
-        return self._kinds.setdefault(self._options.kind(choice), len(self._kinds))
 
     def of_leaves(self, leaves: tuple[Choice, ...]) -> Wholes:
         """int64[leaves]: their kinds; new numbers where there are none."""
@@ -219,7 +216,7 @@ def bytes_kept(spec: CompressorSpec, storage: str, transactional: bool) -> float
 
 def narrower(spec: CompressorSpec, job: Job, storage: str) -> tuple[CompressorSpec, ...]:
     """The compressor with its residual in fewer bits than the job keeps them in, where it is known what that takes."""
-    if spec.residual_dtype or not _keeps(spec):
+    if spec.residual_dtype or not keeps_back(spec):
         return ()
     dtypes = RESIDUAL_DTYPES[RESIDUAL_DTYPES.index(storage) + 1 :]
     return tuple(spec.kept_as(dtype) for dtype in dtypes if job.costs.devices(CompressorSpec(dtype)))
@@ -228,11 +225,6 @@ def narrower(spec: CompressorSpec, job: Job, storage: str) -> tuple[CompressorSp
 @lru_cache(maxsize=256)
 def _owes_as(spec: CompressorSpec) -> CompressorSpec:
     return spec.kept_as("")
-
-
-@lru_cache(maxsize=256)
-def _keeps(spec: CompressorSpec) -> bool:
-    return create_compressor(spec).traits.error_feedback
 
 
 class _Options:
@@ -254,7 +246,7 @@ class _Options:
             # The option is kept, so that its identity stays its own; likewise the leaves below.
             known = option, option.num_compressions, _kept_share(option, self._cluster)
             self._known[id(option)] = known
-        return choice.compressor, known[1], known[2] if _keeps(choice.compressor) else 0.0
+        return choice.compressor, known[1], known[2] if keeps_back(choice.compressor) else 0.0
 
     def of(self, leaves: tuple[Choice, ...]) -> tuple[tuple[Kind, ...], Wholes, Reals]:
         """The kinds that there are among the leaves; which of them each is, and its compressions and part kept.
@@ -291,7 +283,7 @@ def residual_bytes(plan: Plan, rank: int, storage: str, transactional: bool) -> 
     total = 0.0
     for part in plan.partitions:
         group = plan.groups[part.group]
-        if group.choice.compressor == NONE or not _keeps(group.choice.compressor):
+        if group.choice.compressor == NONE or not keeps_back(group.choice.compressor):
             continue
         for flow in plan.flows(part.index, rank):
             if flow.site in (None, Site.SERVER) or not flow.before.active:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from espresso.compressors.base import MOMENTUM, Decoding, DrawKey, Encoding, Feedback, Segment
+from espresso.compressors.base import Decoding, DrawKey, Encoding, Feedback, Segment
 from espresso.compressors.powersgd import matrix_of
 from espresso.model.arrays import Reals
 from espresso.model.links import JobError
@@ -60,7 +60,8 @@ _NORMAL = (128, 128)
 def rings(spec: CompressorSpec, gain: float | None = None) -> float:
     """How much more what is owed is felt where it comes back at once than where it comes back over many steps.
 
-    1 of what keeps nothing back, and of momentum correction, which is defined with a gain of 1 and not known.
+    1 of what keeps nothing back, and of momentum correction, which is defined with a gain of 1 and not known. A gain
+    that compressors choose beside less momentum counts as the one beside the usual, one that is given as it is.
     """
     compressor = create_compressor(spec)
     if not compressor.traits.error_feedback or compressor.correction:
@@ -121,7 +122,7 @@ class Sensitivity:
         found = {spec: dict(rows) for spec, rows in self.owed.items()}
         names = {(spec.name, tensor) for spec, tensor in seen}
         for tensor, (choice, owed) in measured.items():
-            if not self.knows(choice.compressor) or not _feeds_back(choice.compressor):
+            if not self.knows(choice.compressor) or not keeps_back(choice.compressor):
                 continue
             forecast, ours = self.of(choice.compressor, tensor), choice.compressor.kept_as("")
             # A sum that is compressed again owes as much again.
@@ -132,7 +133,7 @@ class Sensitivity:
                     spec.name != ours.name and (spec.name, tensor) in names
                 )
                 stays = is_first and is_known and spec.kept_as("") != ours
-                if forecast > 0 and _feeds_back(spec) and (tensor in rows or EVERY in rows) and not stays:
+                if forecast > 0 and keeps_back(spec) and (tensor in rows or EVERY in rows) and not stays:
                     rows[tensor] = now / forecast * self.of(spec, tensor)
         return Sensitivity(found)
 
@@ -174,8 +175,9 @@ def owed_by(strategy: Strategy, found: Mapping[str, tuple[Choice, float]]) -> fl
     return math.sqrt(math.fsum(squares) / max(sum(sizes.values()), 1))
 
 
-def _feeds_back(spec: CompressorSpec) -> bool:
-    return bool(create_compressor(spec).traits.error_feedback)
+def keeps_back(spec: CompressorSpec) -> bool:
+    """Whether a compressor has error feedback."""
+    return create_compressor(spec).traits.error_feedback
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ def measure_sensitivity(
     specs: Iterable[CompressorSpec],
     *,
     gain: float | None = None,
-    momentum: float = MOMENTUM,
+    momentum: float | None = None,
 ) -> Sensitivity:
     """Play error feedback on gradients like those sampled, and see what is owed at the end.
 
@@ -231,8 +233,8 @@ def measure_sensitivity(
     and the sparsity of the tensor's own numbers. What is not finite after it owes ``TOO_MUCH``.
 
     Args:
-        gain: of the feedback; None takes each compressor's own,
-        momentum: beside an optimizer of this one.
+        gain: of the feedback; None takes each compressor's own.
+        momentum: of the optimizer, by which compressors choose theirs.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         made = _Gradients(samples, STEPS)
@@ -243,11 +245,13 @@ def measure_sensitivity(
     return Sensitivity({spec: rows for spec, rows in found.items() if spec != NONE})
 
 
-def normal_sensitivity(specs: Iterable[CompressorSpec]) -> Sensitivity:
+def normal_sensitivity(
+    specs: Iterable[CompressorSpec], *, gain: float | None = None, momentum: float | None = None
+) -> Sensitivity:
     """What compressors owe of independent normal numbers: where nothing better was measured."""
     values = np.random.default_rng(0).standard_normal((SAMPLED_STEPS, *_NORMAL)).astype(np.float32)
     sample = Sample(TensorSpec(EVERY, _NORMAL), values.reshape(SAMPLED_STEPS, -1))
-    return measure_sensitivity([sample], specs)
+    return measure_sensitivity([sample], specs, gain=gain, momentum=momentum)
 
 
 class _Gradients:
@@ -293,7 +297,7 @@ def _scatter(sample: Sample) -> npt.NDArray[np.float32]:
     return scatter
 
 
-def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None, momentum: float) -> Reals:
+def _owed(made: _Gradients, spec: CompressorSpec, gain: float | None, momentum: float | None) -> Reals:
     """float64[tensors]: the median over the last quarter of the steps."""
     compressor = create_compressor(spec)
     traits = compressor.traits

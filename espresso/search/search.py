@@ -34,7 +34,7 @@ from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
 from espresso.search.mixing import best_mixture
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
-from espresso.search.space import Space, check_specs, space_of
+from espresso.search.space import MOMENTUM, Space, check_specs, space_of
 from espresso.search.splitting import split_buckets
 from espresso.search.terms import NEAR, Terms
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
@@ -463,5 +463,7 @@ def _ranked(job: Job, row: _Found) -> Ranked:
     predicted = job.forward_us + row.makespan_us + job.optimizer_us
     notes = {"predicted_us": predicted, "mode": job.mode.value, "found_by": row.name}
     choices = {**dict.fromkeys((tensor.name for tensor in job.tensors), PLAIN), **row.by_tensor}
-    strategy = Strategy(job.tensors, choices, job.cluster, row.evaluator.partition_bytes, notes=notes)
+    strategy = Strategy(
+        job.tensors, choices, job.cluster, row.evaluator.partition_bytes, notes=notes, momentum=job.meta.get(MOMENTUM)
+    )
     return Ranked(row.name, strategy, predicted, job, row.evaluator.pricer)

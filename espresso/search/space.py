@@ -15,8 +15,8 @@ from espresso.search.terms import Terms
 from espresso.strategies import NONE, Choice, CompressorSpec
 from espresso.strategies.constraints import FREE, Constraints
 
-SENSITIVITY = "sensitivity"
-"""Of a job's meta: what compressors owe of its gradients, as it was measured."""
+SENSITIVITY, MOMENTUM = "sensitivity", "momentum"
+"""Of a job's meta: what compressors owe of its gradients, as it was measured; its optimizer's, if that is unusual."""
 
 
 @dataclass
