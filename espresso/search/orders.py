@@ -23,6 +23,7 @@ from espresso.search.bounds import ROUNDING, Certificate, fees, prices
 from espresso.search.candidates import Leaves, Unit, grouped, leaves_of
 from espresso.search.order_kernels import Tasks, least_end
 from espresso.search.relaxation import Relaxation, leaf_rows, leaf_tasks, leaves_with
+from espresso.strategies import CompressorSpec
 
 NEARLY_ALL = 0.9
 """Of all elements; with less the others' loads say more, and there is more to look at."""
@@ -68,6 +69,8 @@ class Orders:
         self._units = [units[giant] for giant in relaxation.giants]
         self._leaves = [leaves_of(leaves, unit) for unit in self._units]
         self._limits = relaxation.limits * (1 + ROUNDING)
+        self._alike = list(grouped(self._units).values())  # of one size: their leaves cost the same
+        self._priced: dict[tuple[int, frozenset[CompressorSpec] | None], tuple[Reals, Wholes, Wholes]] = {}
         # Weights say something of a giant's leaves only if the bound comes from them.
         self._weighed = certificate.makespan_us > relaxation.backward_us
         self._root = certificate.makespan_us if self._weighed else 0.0
@@ -78,11 +81,17 @@ class Orders:
         known = self._possible(self._undominated, above)
         if not known:
             return above * (1.0 - ROUNDING), 0  # no strategy is below it
-        chosen = self._dominated(known)
-        to_price = EACH_LEAF * sum(len(some) for _, some in chosen)
+        asked = [(places, self._compressors(places, known)) for places in self._alike]
+        fresh = {(places[0], specs): self._of(places[0], specs) for places, specs in asked}
+        fresh = {key: leaf for key, leaf in fresh.items() if key not in self._priced}
+        to_price = EACH_LEAF * sum(map(len, fresh.values()))
         if to_price > limit:
             return -np.inf, 0
-        found = self._possible(self._priced(chosen), above)
+        self._priced |= {(place, specs): self._price(place, leaf) for (place, specs), leaf in fresh.items()}
+        every = {
+            place: self._giant(place, *self._priced[places[0], specs]) for places, specs in asked for place in places
+        }
+        found = self._possible([every[place] for place in range(len(every))], above)
         if not found:
             return above * (1.0 - ROUNDING), to_price
         spent = to_price + EACH_LEAF * sum(len(one.leaf) for one in found)
@@ -107,30 +116,24 @@ class Orders:
         """The program's rows: where none of them is possible, none is that they dominate."""
         return [self._giant(place, *self._rows_of(place)) for place in range(len(self._units))]
 
-    def _dominated(self, known: Sequence[_Giant]) -> list[tuple[list[int], Wholes]]:
-        """Which giants are of one size, and which of their leaves these rows may dominate.
+    def _compressors(self, places: Sequence[int], known: Sequence[_Giant]) -> frozenset[CompressorSpec] | None:
+        """Of those leaves that these rows may dominate: within budgets of the same compressors, else of any (None)."""
+        program = self._relaxation
+        if not program.has_budget:
+            return None
+        starts = program.first[program.giants]
+        rows = {row for place in places for row in (starts[place] + known[place].leaf).tolist()}
+        return frozenset(program.origin[row].compressor for row in rows)
 
-        Within budgets those of the same compressors.
-        """
-        program, found = self._relaxation, []
-        for places in grouped(self._units).values():
-            leaves = self._leaves[places[0]]
-            chosen = np.arange(len(leaves))
-            if program.has_budget:
-                starts = program.first[program.giants]
-                rows = {row for place in places for row in (starts[place] + known[place].leaf).tolist()}
-                chosen = leaves_with(self._pricer, leaves, {program.origin[row].compressor for row in rows})
-            found.append((places, chosen))
-        return found
+    def _of(self, place: int, specs: frozenset[CompressorSpec] | None) -> Wholes:
+        leaves = self._leaves[place]
+        return np.arange(len(leaves)) if specs is None else leaves_with(self._pricer, leaves, specs)
 
-    def _priced(self, chosen: Sequence[tuple[list[int], Wholes]]) -> list[_Giant]:
-        ledger, found = self._relaxation.ledger, dict[int, _Giant]()
-        for places, some in chosen:
-            unit, leaves = self._units[places[0]], self._leaves[places[0]]
-            rows = leaf_rows(self._pricer, unit.size, leaves, self._partition_bytes, some)
-            kinds = np.zeros(len(some), dtype=np.int64) if ledger is None else ledger.of_leaves(leaves)[some]
-            found |= {place: self._giant(place, rows, kinds, some) for place in places}
-        return [found[place] for place in range(len(self._units))]
+    def _price(self, place: int, leaf: Wholes) -> tuple[Reals, Wholes, Wholes]:
+        """Rows of these leaves, their kinds, and which they are."""
+        ledger, leaves = self._relaxation.ledger, self._leaves[place]
+        rows = leaf_rows(self._pricer, self._units[place].size, leaves, self._partition_bytes, leaf)
+        return rows, np.zeros(len(leaf), dtype=np.int64) if ledger is None else ledger.of_leaves(leaves)[leaf], leaf
 
     def _rows_of(self, place: int) -> tuple[Reals, Wholes]:
         """A giant's rows of the program, and their kinds."""
