@@ -67,7 +67,7 @@ class Effort:
     together: int = 20_000
     polish: int = 160_000_000
     branching: int = 40_000_000
-    orders: int = 18_000_000
+    orders: int = 24_000_000
 
     @classmethod
     def for_units(cls, units: int) -> Effort:
