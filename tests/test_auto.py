@@ -145,6 +145,17 @@ def test_what_is_known_of_an_optimizer(make, adapts, momentum):
         guard.remove()
 
 
+def test_of_an_optimizer_of_two_models_the_jobs_own_groups_count():
+    ours, others = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam([{"params": others.parameters()}, {"params": ours.parameters(), "betas": (0.5, 0.9)}])
+    guard = StepGuard({id(p) for p in ours.parameters()}, has_momentum=False, error=lambda: None)
+    try:
+        optimizer.step()
+        assert guard.momentum == 0.5
+    finally:
+        guard.remove()
+
+
 # -- scenarios, on two nodes of two ranks or of one ----------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,22 +143,23 @@ def to_resume(
     step: int = 500,
     option: Option = GATHER,
     budget_mb: float | None = None,
+    shard: Sequence[str] = (),
     **limits: Any,
 ) -> dict[str, str] | None:
     """What a job goes on with, whose checkpoint has these compressors, and which is given others now."""
     choices = {name: Choice(option, CompressorSpec.parse(text)) for name, text in saved.items()}
     cluster = Cluster(2, 1, 1) if option is PUSH else TWO
     strategy = replace(Strategy.uniform(TENSORS, cluster).with_choices(choices), notes={"residual_mb": 2.0})
-    now = Given.of(given, "auto")
+    now, here = Given.of(given, "auto"), [tensor for tensor in TENSORS if not shard or tensor.name in shard]
     session: Any = SimpleNamespace(
-        given=now, profile_only=False, model=SimpleNamespace(shards=None, tensors=TENSORS),
+        given=now, profile_only=False, model=SimpleNamespace(shards=shard or None, tensors=here),
         groups=SimpleNamespace(cluster=TWO, speaks=True), follower=Follower(now.schedule(), None, None),
         config=SimpleNamespace(terms=Terms(residual_budget_mb=budget_mb, constraints=Constraints(**limits))),
     )  # fmt: skip
     found = _to_resume(
         session, cast("Any", SimpleNamespace(strategy=strategy)), cast("Any", SimpleNamespace(step=step, epoch=None))
     )
-    return None if found is None else {name: str(found.choices[name].compressor) for name in saved}
+    return None if found is None else {name: str(found.known[name].compressor) for name in saved}
 
 
 def test_settings_of_one_algorithm_are_resumed_each_for_itself():
@@ -189,6 +191,10 @@ def test_what_is_given_now_is_kept_to():
     assert to_resume(saved, ["efsignsgd"], force={"b": "dgc:ratio=0.01"}) == saved
     assert to_resume(saved, both, force={"c": "int8"}) is None
     assert to_resume({"a": "efsignsgd"}, ["efsignsgd"], option=PUSH) is None, "there are no servers here"
+    for shard in ("a", "b"):  # all shards find the same, whatever of the model they have
+        assert to_resume(saved, both, shard=shard) == saved
+        assert to_resume(saved, ["efsignsgd"], shard=shard) is None
+        assert to_resume(saved, both, shard=shard, keep_exact=["b"]) is None
     assert to_resume(saved, both, budget_mb=2.0) == saved
     assert to_resume(saved, both, budget_mb=1.9) is None
     narrow = "efsignsgd:residual_dtype=int8"
