@@ -117,5 +117,5 @@ def times_of(race: Race) -> str:
 
 
 def alike(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies run the same."""
+    """Whether two strategies exchange the same."""
     return one.choices == other.choices and one.partition_bytes == other.partition_bytes
