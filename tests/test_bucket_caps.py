@@ -93,12 +93,13 @@ def test_a_split_bucket_stays_split_when_replanned():
     assert again.predicted_us <= old.predicted_us * (1 + 1e-9)
 
 
-def test_a_bucket_size_is_kept_when_replanned():
+def test_bucket_size_and_momentum_are_kept_when_replanned():
     job = ddp_job([MIB] * 8, [0, *[3000] * 7], beta=2.0)
     old = search(job, TOY, payload=tenth, bucket_caps=None)
-    again = replan(job, old.strategy, payload=tenth)
+    again = replan(job, replace(old.strategy, momentum=0.5), payload=tenth)
     assert again.baselines["old strategy"] == pytest.approx(old.predicted_us)
     assert again.predicted_us <= old.predicted_us * (1 + 1e-9)
+    assert {row.strategy.momentum for row in (again.chosen, *again.alternatives)} == {0.5}
     assert {row.strategy.bucket_cap_mb for row in (again.chosen, *again.alternatives)} == {old.bucket_cap_mb}
     assert again.plan.buckets == old.plan.buckets
 

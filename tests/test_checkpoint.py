@@ -5,7 +5,6 @@ import json
 import pickle
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -149,11 +148,11 @@ def to_resume(
     """What a job goes on with, whose checkpoint has these compressors, and which is given others now."""
     choices = {name: Choice(option, CompressorSpec.parse(text)) for name, text in saved.items()}
     cluster = Cluster(2, 1, 1) if option is PUSH else TWO
-    strategy = replace(Strategy.uniform(TENSORS, cluster).with_choices(choices), notes={"residual_mb": 2.0})
+    strategy = Strategy.uniform(TENSORS, cluster).with_choices(choices)
     now, here = Given.of(given, "auto"), [tensor for tensor in TENSORS if not shard or tensor.name in shard]
     session: Any = SimpleNamespace(
         given=now, profile_only=False, model=SimpleNamespace(shards=shard or None, tensors=here),
-        groups=SimpleNamespace(cluster=TWO, speaks=True), follower=Follower(now.schedule(), None, None),
+        groups=SimpleNamespace(cluster=TWO, speaks=True, beside=None), follower=Follower(now.schedule(), None, None),
         config=SimpleNamespace(terms=Terms(residual_budget_mb=budget_mb, constraints=Constraints(**limits))),
     )  # fmt: skip
     found = _to_resume(
@@ -195,12 +194,13 @@ def test_what_is_given_now_is_kept_to():
         assert to_resume(saved, both, shard=shard) == saved
         assert to_resume(saved, ["efsignsgd"], shard=shard) is None
         assert to_resume(saved, both, shard=shard, keep_exact=["b"]) is None
-    assert to_resume(saved, both, budget_mb=2.0) == saved
-    assert to_resume(saved, both, budget_mb=1.9) is None
+    keeps_mb = 2 * 64 * 64 * 4 * 2 / 1e6  # two tensors in float32, twice
+    assert to_resume(saved, both, budget_mb=keeps_mb) == saved
+    assert to_resume(saved, both, budget_mb=0.99 * keeps_mb) is None
     narrow = "efsignsgd:residual_dtype=int8"
     assert to_resume({"a": "efsignsgd"}, [narrow]) == {"a": narrow}
     assert to_resume({"a": narrow}, ["efsignsgd"]) == {"a": narrow}
-    assert to_resume({"a": "of_another_version"}, ["efsignsgd"]) is None
+    assert to_resume({"a": "efsignsgd", "b": narrow}, [narrow, "efsignsgd"]) == {"a": "efsignsgd", "b": narrow}
 
 
 # -- scenarios, on two nodes of two ranks ----------------------------------------------------------

@@ -15,11 +15,10 @@ from espresso.comm.keep.store import Address, Piece, Stretch
 from espresso.compressors import create
 from espresso.compressors.schedule import Schedule, translate
 from espresso.live.checkpoint import Checkpoint, Found
-from espresso.live.figures import noted
 from espresso.live.parts import FACTOR, RESIDUAL, VELOCITY, CheckpointError, Part, Place, cut
 from espresso.live.session import Session
 from espresso.live.shards import Taker
-from espresso.search.finish import RESIDUAL_MB
+from espresso.search.budgets import Budgets, Ledger
 from espresso.search.settle import finer
 from espresso.strategies import NONE, CompressorSpec, Site, Strategy
 
@@ -192,8 +191,13 @@ def _why_not(session: Session, strategy: Strategy, gone: Sequence[CompressorSpec
     for tensor in strategy.tensors:
         if not terms.constraints.allows(strategy.choices[tensor.name], terms.constraints.kind_of(tensor)):
             return f"tensor {tensor.name!r} may not take what it took"
-    kept, most = noted(strategy, RESIDUAL_MB), terms.residual_budget_mb
-    return "" if most is None or kept <= most else f"it keeps {kept:.1f} MB of residuals, and may keep {most:g}"
+    beside = session.groups.beside
+    most = terms.budgets.residual_bytes * (1 if beside is None else beside.num_ranks)
+    ledger = Ledger(
+        strategy.tensors, strategy.cluster, tuple(strategy.compressors), None, Budgets(residual_bytes=most),
+        storage=terms.residual_dtype, transactional=terms.transactional,
+    )  # fmt: skip
+    return "" if ledger.allows(strategy.choices) else "its residuals take more memory than they may"
 
 
 def _as_given(session: Session, spec: CompressorSpec, checkpoint: Checkpoint) -> CompressorSpec | None:
@@ -204,6 +208,7 @@ def _as_given(session: Session, spec: CompressorSpec, checkpoint: Checkpoint) ->
     every = list(dict.fromkeys(one for known in allowed for one in (known, *finer(known))))
     follower = session.follower.following(Schedule(every), checkpoint.step, checkpoint.epoch)
     was = [one for one, then in follower.in_force.items() if then.kept_as("") == spec.kept_as("")]
+    was.sort(key=lambda one: one.residual_dtype != spec.residual_dtype)
     later = [(one, create(one)) for one in every if one.name == spec.name]
     scheduled = [(one, compressor.traits.finer) for one, compressor in later if compressor.is_scheduled]
     scheduled.sort(key=lambda pair: (pair[1] in dict(pair[0].params)) != (pair[1] in dict(spec.params)))

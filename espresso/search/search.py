@@ -188,6 +188,8 @@ def replan(
     started = time.perf_counter()
     old.check_model(job.tensors, job.cluster)
     job = as_asked(job, old.bucket_cap_mb)
+    if old.momentum is not None:
+        job = replace(job, meta={MOMENTUM: old.momentum, **job.meta})
     used = dict.fromkeys(choice.compressor for choice in old.choices.values())
     terms = terms or Terms.of(old.notes) or Terms()
     space = space_of(
