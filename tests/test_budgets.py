@@ -346,6 +346,18 @@ def test_orders_know_which_giants_a_budget_keeps_apart():
     assert 0.99 * best < raised <= best
 
 
+def test_what_no_budget_allows_is_no_measure_for_what_a_leaf_costs():
+    """Compressed twice a tensor would cost less than half under the weights, and owe more than it may."""
+    job = make_job([100_000, 100_000], [0, 1], beta=1.0, costs=compute(0.1, 0.1), cluster=Cluster(16, 1))
+    few = (PLAIN, *leaves_in(job))
+    ledger = ledger_of(job, (TOY,), Sensitivity({TOY: {"*": 1.0}}), 0.9)
+    best = brute_force(job, few, ledger)
+    pricer = Pricer(job.costs, job.cluster, tenth)
+    relaxation = relax(job, units_of(job), few, 0, pricer, ledger)
+    orders = Orders(relaxation, certify(relaxation, best), units_of(job), few, 0, pricer)
+    assert orders.bound(1.3 * best, 10**7)[0] <= best * (1 + 1e-12)
+
+
 def test_what_two_giants_may_not_owe_together_is_certified():
     """Two tensors hold four fifths of the model, and only one of them may be compressed much."""
     job = job_from_trace("ugatit", 8, 8, "pcie-25g")
