@@ -259,27 +259,24 @@ class Strategy:
         self._check_servers(cluster)
 
     def to_json(self) -> dict[str, Any]:
-        return (
-            fields.head(KIND)
-            | {
-                "cluster": self.cluster.to_json(),
-                "partition_bytes": self.partition_bytes,
-                "bucket_cap_mb": self.bucket_cap_mb,
-                "fingerprint": self.fingerprint,
-                "tensors": [
-                    {
-                        "name": tensor.name,
-                        "shape": list(tensor.shape),
-                        "dtype": tensor.dtype,
-                        "option": str(self.choices[tensor.name].option),
-                        "compressor": str(self.choices[tensor.name].compressor),
-                    }
-                    for tensor in self.tensors
-                ],
-                "notes": dict(self.notes),
-            }
-            | ({} if self.momentum is None else {"momentum": self.momentum})
-        )
+        body = fields.head(KIND) | {
+            "cluster": self.cluster.to_json(),
+            "partition_bytes": self.partition_bytes,
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "fingerprint": self.fingerprint,
+            "tensors": [
+                {
+                    "name": tensor.name,
+                    "shape": list(tensor.shape),
+                    "dtype": tensor.dtype,
+                    "option": str(self.choices[tensor.name].option),
+                    "compressor": str(self.choices[tensor.name].compressor),
+                }
+                for tensor in self.tensors
+            ],
+            "notes": dict(self.notes),
+        }
+        return body if self.momentum is None else body | {"momentum": self.momentum}
 
     @classmethod
     def from_json(cls, body: Any) -> Strategy:

@@ -370,6 +370,17 @@ def test_a_resumed_job_goes_on_until_something_changes_and_is_measured_then():
     assert rows[1][0] <= 200 + WITHIN
 
 
+def test_what_was_found_out_stays_exact_after_a_checkpoint():
+    world = World(plain_us=200_000)
+    planner = planner_of(world)
+    run(world, planner, range(100), {})
+    (name, *_) = (name for name, choice in SIGNS.choices.items() if choice != PLAIN)
+    planner.back_off({name}, 100)
+    planner.resume(SIGNS)
+    assert planner.strategy.choices[name] == PLAIN
+    assert planner.strategy.compresses
+
+
 @pytest.mark.parametrize("step", [4, 12, 16])
 def test_what_is_resumed_while_strategies_are_tried_is_in_use_at_once(step):
     world = World(plain_us=200_000)

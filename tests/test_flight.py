@@ -28,8 +28,10 @@ from espresso.comm.groups import Member
 from espresso.flight.clocks import Clock, align, tick_of
 from espresso.flight.form import MOST_VALUES, Flight, FlightError, Script, Span, StepRecord, Stretch, Tick, load_run
 from espresso.flight.processors import Delays, Spent
+from espresso.live.figures import _predicted_overlap
 from espresso.live.recorder import Recorder
-from espresso.strategies import Bucket, Cluster, Slot, Strategy, TensorSpec
+from espresso.model.presets import job_from_trace
+from espresso.strategies import Bucket, Choice, Cluster, CompressorSpec, Slot, Strategy, TensorSpec, parse_option
 from tests.ddp import SHARDED, Played, agreed, mlp, registered, wrap
 
 TENSORS = (TensorSpec("a", (8,)), TensorSpec("b", (4,)))
@@ -345,6 +347,17 @@ def failing(rank: int, folder: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("flights"))
+
+
+def test_metrics_of_a_strategy_that_nobody_measured_say_nothing_of_its_overlap():
+    """As ``state.use`` may have it: training must not end by what is logged."""
+    job = job_from_trace("vgg16", 2, 1, "pcie-25g")
+    unmeasured = Choice(parse_option("comp > flat.allgather > dec"), CompressorSpec("natural"))
+    strategy = Strategy.uniform(job.tensors, job.cluster, unmeasured)
+    session: Any = SimpleNamespace(
+        search=SimpleNamespace(job=job), decider=SimpleNamespace(strategy=strategy), overlap_of=None
+    )  # fmt: skip
+    assert _predicted_overlap(session) == 0.0
 
 
 @pytest.fixture(scope="module")

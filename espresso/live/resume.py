@@ -209,8 +209,8 @@ def _as_given(session: Session, spec: CompressorSpec, checkpoint: Checkpoint) ->
     follower = session.follower.following(Schedule(every), checkpoint.step, checkpoint.epoch)
     was = [one for one, then in follower.in_force.items() if then.kept_as("") == spec.kept_as("")]
     was.sort(key=lambda one: one.residual_dtype != spec.residual_dtype)
-    later = [(one, create(one)) for one in every if one.name == spec.name]
-    scheduled = [(one, compressor.traits.finer) for one, compressor in later if compressor.is_scheduled]
-    scheduled.sort(key=lambda pair: (pair[1] in dict(pair[0].params)) != (pair[1] in dict(spec.params)))
-    one = next(iter((*was, *(one for one, _ in scheduled))), None)
+    scheduled = [one for one in every if one.name == spec.name and create(one).is_scheduled]
+    key = create(scheduled[0]).traits.finer if scheduled else ""
+    scheduled.sort(key=lambda one: (key in dict(one.params)) != (key in dict(spec.params)))
+    one = next(iter((*was, *scheduled)), None)
     return one if one is None or one.residual_dtype else one.kept_as(spec.residual_dtype)
