@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -304,6 +305,21 @@ def test_a_disturbed_block_beside_one_that_is_known_is_not_the_last_word(first_b
         known={"ours": 5.0}, drop=1.25, most_rounds=5, rounds=1, doubts=False,
     )  # fmt: skip
     assert (had, race.best()) == (rounds, best)
+
+
+def test_blocks_after_the_first_round_are_shorter_and_what_was_in_use_needs_no_settling() -> None:
+    ran: Counter[tuple[str, int]] = Counter()
+
+    def arm(name: str, us: float) -> Callable[[int, int], float]:
+        return lambda number, _: ran.update([(name, number)]) or us
+
+    race, rounds = raced(
+        {"ours": arm("ours", 5.2), "other": arm("other", 5.0)},
+        known={"ours": 5.1}, block=8, later=4, settle=4, rounds=1, most_rounds=2, drop=1.25, doubts=False,
+    )  # fmt: skip
+    assert (rounds, race.measured["ours"]) == (2, 5.2)
+    # Two of the eight steps and one of the four take what `raced` says.
+    assert ran == {("other", 0): 6, ("ours", 1): 3, ("other", 1): 3}
 
 
 @pytest.mark.parametrize(("first_block", "rounds", "best"), [(19.0, 2, "expected"), (15.0, 1, "other")])

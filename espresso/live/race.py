@@ -60,6 +60,7 @@ class Race:
     Args:
         arms: in the order of the first round; of those behind the first one the next is expected to be the fastest.
         block: steps of a block.
+        later: and after the first round, when all have their buffers; None: as many.
         rounds: how often every arm that is not dropped has a block.
         most_rounds: how often the first arm and the fastest one have, while it is not clear that they differ. If the
             first is known, the fastest of the others has a second block beside it unless its only one says enough, or
@@ -83,13 +84,15 @@ class Race:
         *,
         block: int,
         rounds: int,
+        later: int | None = None,
         most_rounds: int = 0,
         drop: float = math.inf,
         settle: int = 1,
         doubts: bool = True,
         known: Mapping[str, float] | None = None,
     ) -> None:
-        self.arms, self._block, self._rounds, self._drop = tuple(arms), block, rounds, drop
+        self.arms, self._rounds, self._drop = tuple(arms), rounds, drop
+        self._block, self._later = block, later or block
         self._most_rounds = max(rounds, most_rounds)
         self._known, self._settle, self._doubts = dict(known or {}), settle, doubts
         self._running = list(arms)
@@ -103,13 +106,13 @@ class Race:
         self._queue = self._lay_out([arm for arm in arms if arm.name not in self._known])
         self._next = self._queue[0] if self._queue else self.arms[0]
         self._place = 0
-        self._seen: set[str] = set()
+        self._seen = set(self._known)  # whose buffers are made
 
     @property
     def num_steps(self) -> int:
         """Steps still to come, if nothing drops out."""
-        later = self._rounds - self._round - 1
-        return (len(self._queue) + later * len(self._running) * self._block) if self._queue else 0
+        rounds = self._rounds - self._round - 1
+        return (len(self._queue) + rounds * len(self._running) * self._later) if self._queue else 0
 
     @property
     def assignment(self) -> Assignment:
@@ -227,6 +230,7 @@ class Race:
 
     def _begin_round(self) -> None:
         self._round += 1
+        self._block = self._later
         self._queue = self._lay_out(self._running if self._round % 2 == 0 else self._running[::-1])
         self._place = 0
 

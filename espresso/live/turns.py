@@ -17,8 +17,8 @@ TRY_STEPS, TRY_ROUNDS, MOST_ROUNDS, DROP = 4, 2, 5, 1.25
 be noise, and who is this much slower than the fastest has only one."""
 
 TRY_US, TRY_MOST = 40_000.0, 8
-"""A block is so long, of so many steps at the most: in fewer of them short ones run on what a card let gather while the
-first steps of an arm made its buffers."""
+"""A first block is so long, of so many steps at the most: in fewer of them short ones run on what a card let gather
+while the first steps of an arm made its buffers."""
 
 SETTLES = 0.5
 """Of an arm's first block: its part that does not count. What is new to a job fills caches and touches its buffers."""
@@ -98,7 +98,7 @@ def race_of(turn: Turn, arms: Sequence[Arm], best_us: float, link: float) -> Rac
     known = {turn.in_use.name: now_us} if turn.in_use is not None and is_clear else {}
     block = max(TRY_STEPS, min(math.ceil(TRY_US / max(best_us or turn.predicted_us, 1.0)), TRY_MOST))
     return Race(
-        arms, block=block, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
+        arms, block=block, later=TRY_STEPS, rounds=1 if known else TRY_ROUNDS, most_rounds=MOST_ROUNDS, drop=DROP,
         settle=int(SETTLES * block), doubts=not is_severe, known=known,
     )  # fmt: skip
 
