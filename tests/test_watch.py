@@ -162,11 +162,15 @@ def test_a_window_that_costs_as_much_as_a_look_is_enough():
     assert watch.test(WINDOW, (scaled(PLAIN, step=0.2),) * 2) is None
 
 
-def test_short_steps_have_longer_windows():
-    watch = Watch(Nobody())
+def test_short_steps_have_longer_windows_unless_the_next_may_raise_an_alarm():
+    watch, told, step = Watch(Nobody()), [], 0
     assert watch.length == WINDOW
-    watch.test(4, (Vitals(2e3, 1e3, 1e3, 0.0, 0.0),))
-    assert watch.length == LONG_WINDOW
+    for us in [2_000] * 6 + [4_500] * 2:
+        step += watch.length
+        change = watch.test(step, (Vitals(us, 1e3, us - 1e3, 0.0, 0.0),))
+        told.append((watch.length, change and change.since))
+    # It began with the window that was out of the way.
+    assert told == [(LONG_WINDOW, None)] * 6 + [(WINDOW, None), (WINDOW, WINDOW + 5 * LONG_WINDOW + 1)]
 
 
 def false_alarms(windows: int, disturbed: float, seed: int, spread: float = 0.1) -> int:

@@ -264,7 +264,10 @@ def _time_routine(
     return usual(walls)
 
 
-def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Place, count: int = 1) -> float:
+def time_behind(
+    groups: Groups, scope: Scope, behind: int, size: int, place: Place, count: int = 1,
+    of: Callable[[Sequence[float]], float] = usual,
+) -> float:  # fmt: skip
     """Microseconds of a gather of payloads, right behind another; of ``count`` what is usual. Collective.
 
     What has rested lets some bytes through at once (a card's or a cloud's token bucket): those behind it have to wait.
@@ -282,7 +285,7 @@ def time_behind(groups: Groups, scope: Scope, behind: int, size: int, place: Pla
         start()()
         place.settle()
         times.append(time.perf_counter())
-    took_us: float = max(groups.all_objects(1e6 * usual([b - a for a, b in itertools.pairwise(times)])))
+    took_us: float = max(groups.all_objects(1e6 * of([b - a for a, b in itertools.pairwise(times)])))
     return took_us
 
 

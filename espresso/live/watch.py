@@ -38,7 +38,7 @@ WINDOW = 4
 """Steps of a window."""
 
 LONG_WINDOW, SHORT_STEP_US = 8, 5_000.0
-"""A window of steps shorter than this is longer: a gather costs some 50 us of a core."""
+"""A window of steps shorter than this is longer, unless it may raise an alarm: a gather costs some 50 us of a core."""
 
 LAG = 1
 """Steps between a gather's beginning and the look at it: it travels beside a whole step."""
@@ -128,6 +128,11 @@ class Stream:
     def is_quiet(self) -> bool:
         """Whether nothing adds up."""
         return not any(self._sums)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether another window may raise the alarm."""
+        return max(self._sums) + CLIP - SLACK >= ALARM
 
     def take(self, value: float) -> bool:
         """Take a window; whether it raises the alarm."""
@@ -246,11 +251,12 @@ class Watch:
         """Test a window, every rank's medians."""
         self.latest = rows
         step_us = max(row.step for row in rows)
-        is_urgent = self._is_urgent(step_us)
-        self.length = LONG_WINDOW if step_us < SHORT_STEP_US else WINDOW
+        is_urgent, first = self._is_urgent(step_us), iteration - self.length + 1
         values = _values(rows, self._floor(step_us))
         alarms = [self._streams[name].take(value) for name, value in values.items()]
-        self._pending = [*self._pending[1 - MANY :], (iteration, values, rows)]
+        is_near = any(stream.is_near for stream in self._streams.values())
+        self.length = LONG_WINDOW if step_us < SHORT_STEP_US and not is_near else WINDOW
+        self._pending = [*self._pending[1 - MANY :], (first, values, rows)]
         if is_urgent or any(alarms):
             return None if self._comes_home(rows) else self._explain()
         if all(stream.is_quiet for stream in self._streams.values()):
@@ -329,7 +335,7 @@ class Watch:
         compute_us = tuple(max((row.compute for row in rows), default=0.0) for rows in (before or (), now))
         codec_us = max(row.codec for row in now)
         exposed_us = min(row.tail for row in now) + codec_us
-        change = Change(tuple(findings), self._pending[0][0] - self.length + 1, (was, step_us), compute_us, exposed_us)
+        change = Change(tuple(findings), self._pending[0][0], (was, step_us), compute_us, exposed_us)
         return replace(change, hidden_us=codec_us if FASTER * (change.ratio(Cause.LINK) or 1.0) <= 1 else 0.0)
 
 
