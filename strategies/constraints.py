@@ -89,6 +89,8 @@ class Constraints:
             return is_it and option in (None, str(choice.option))
         if choice == PLAIN:
             return True
+        if choice.option.halves:  # what fp16 rounds away is in no budget
+            return False
         if (kind == EXACT and choice.compressor != NONE) or self._forbids(str(choice.option)):
             return False
         if self.devices:

@@ -152,6 +152,11 @@ class Option:
         return any(step.kind is StepKind.COMPRESS for step in self.steps)
 
     @cached_property
+    def halves(self) -> bool:
+        """Whether raw numbers travel as fp16 on the way: what that rounds away is kept nowhere."""
+        return any(step.form is Form.HALF for step in self.steps)
+
+    @cached_property
     def is_summable(self) -> bool:
         """Whether the payload goes through raw reductions, which only a summable compressor allows."""
         return any(step.form is Form.SUMMABLE for step in self.steps)

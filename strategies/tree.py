@@ -220,7 +220,7 @@ def server_options(hierarchical: bool, devices: tuple[Device, ...] = _BOTH) -> t
 def halved_options(devices: tuple[Device, ...] = _BOTH) -> tuple[Option, ...]:
     """The extension: two-way between nodes, as BytePS-Compress, where numbers inside a node travel as fp16.
 
-    Sixteen with both devices, one with one. What fp16 rounds away is kept nowhere, so the search leaves them out.
+    Sixteen with both devices, one with one.
     """
     first = (communicate(Routine.REDUCE_SCATTER, Scope.INTRA, Phase.FIRST, Form.HALF),)
     shuffle = (communicate(Routine.ALL_TO_ALL, Scope.INTER, Phase.FIRST, Form.PAYLOAD),)
@@ -264,14 +264,17 @@ def options_for(
     devices: tuple[Device, ...] = _BOTH,
     summable: bool = False,
 ) -> tuple[Option, ...]:
-    """Every option that ``cluster`` can carry out, through its servers too; with ``summable``, the extension's."""
+    """Every option that ``cluster`` can carry out, through its servers too; with ``summable``, the extension's.
+
+    But for those whose numbers travel as fp16 inside a node: nothing keeps what that rounds away, no budget counts it.
+    """
     options = flat_options(devices)
     if cluster.is_hierarchical:
         options += hierarchical_options(devices)
     if summable:
         options += summable_options(cluster.is_hierarchical, devices)
     if cluster.num_servers:
-        options += server_options(cluster.is_hierarchical, devices)
+        options += tuple(option for option in server_options(cluster.is_hierarchical, devices) if not option.halves)
     return options
 
 

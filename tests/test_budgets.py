@@ -8,16 +8,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espresso.live.given import AUTO_COMPRESSORS
 from espresso.live.guard import OWED_CHECKS
 from espresso.live.online_search import OnlineSearch
+from espresso.live.sampler import Sampler
 from espresso.model.costs import Contention
+from espresso.model.job import SENSITIVITY
 from espresso.model.links import JobError
 from espresso.model.presets import job_from_trace
 from espresso.model.pricing import Pricer
+from espresso.model.timeline import simulate
 from espresso.search.bounds import certify
 from espresso.search.budgets import Budgets, Ledger, residual_bytes
 from espresso.search.candidates import every_choice, units_of
@@ -34,9 +38,8 @@ from espresso.search.evaluator import Evaluator
 from espresso.search.frontier import frontier
 from espresso.search.orders import Orders, say_more
 from espresso.search.relaxation import relax
-from espresso.search.search import BudgetError, replan, search
-from espresso.search.settle import finer, kinds_of
-from espresso.search.space import SENSITIVITY
+from espresso.search.search import BudgetError, lay_out, replan, search
+from espresso.search.settle import finer, is_rider, kinds_of
 from espresso.search.terms import AUTOMATIC, MB, NEAR, Terms
 from espresso.strategies import (
     NONE,
@@ -516,6 +519,89 @@ def test_constraints_that_are_none_are_refused(wrong, says):
 # -- few kinds -------------------------------------------------------------------------------------
 
 
+def test_what_is_forced_leaves_less_of_the_budget_to_the_others():
+    """It spends the most of all, and can do no better."""
+    job, owed = mixed_job(6), Sensitivity({TOY: {"*": 2.0, "t5": 4.0}})
+    budget = 1.01 * 4.0 / 6**0.5  # of which the forced one takes all but a fiftieth
+    terms = Terms(error_budget=budget, constraints=Constraints(force={"t5": f"{TOY} via {GATHER.option}"}))
+    found = search(job, [TOY], terms=terms, sensitivity=owed, payload=tenth)
+    assert found.error <= budget * (1 + 1e-9)
+    assert found.strategy.choices["t5"].compressor == TOY
+    tight = replace(terms, error_budget=0.9 * budget)
+    with pytest.raises(JobError, match="no strategy that the search knows keeps to the budgets"):
+        search(job, [TOY], terms=tight, sensitivity=owed, payload=tenth)
+    with pytest.raises(JobError, match="no strategy that the search knows keeps to the budgets"):
+        replan(job, found.strategy, terms=tight, sensitivity=owed, payload=tenth)
+
+
+@pytest.mark.parametrize("sizes", [(30_000, 10_000), (10_000, 30_000)])
+def test_a_certificate_knows_that_exact_and_free_tensors_may_be_exchanged_together(sizes):
+    """Of a bucket both take one exchange where they take the same option, and pay for its start once."""
+    first, second = sizes
+    slots = Slot("t0", 0, first), Slot("t1", first, second)
+    job = make_job(
+        sizes, [0, 5], cluster=Cluster(2, 2), alpha=300.0, beta=2.0, latency=0.0,
+        mode=Mode.DDP, buckets=(Bucket(0, slots),), bucket_ready_us=(5.0,),
+    )  # fmt: skip
+    found = search(job, [], terms=Terms(constraints=Constraints(keep_exact=("t1",))))
+    best = min(
+        simulate(lay_out(job, Strategy.uniform(job.tensors, job.cluster, Choice(option))), job).iteration_us
+        for option in options_for(job.cluster)
+        if not option.is_compressed
+    )
+    assert found.lower_bound_us <= best * (1 + 1e-9)
+    assert found.predicted_us <= best * (1 + 1e-9)
+
+
+def test_residuals_of_wide_gradients_are_as_wide():
+    wide, usual = (
+        [TensorSpec("a", (300, 200), dtype), TensorSpec("b", (40_000,), dtype)] for dtype in ("float64", "float32")
+    )
+    for storage, times in (("float32", 2.0), ("bf16", 1.0)):
+        kept = []
+        for tensors in (wide, usual):
+            strategy = Strategy.uniform(tensors, Cluster(2, 1), GATHER)
+            spent = Ledger(tensors, Cluster(2, 1), (TOY,), None, Budgets(), storage=storage).spent(strategy.choices)[1]
+            buckets = (Bucket.packed(0, [(each.name, each.numel) for each in tensors], tensors[0].dtype),)
+            assert spent == pytest.approx(residual_bytes(plan(strategy, buckets), 0, storage, True), rel=0.01)
+            kept.append(spent)
+        assert kept[0] == times * kept[1]
+
+
+def test_what_rides_takes_of_the_memory_too():
+    """Its payload's residual is as long as all that travels in it."""
+    sizes = (40_000, 20_000)
+    job = make_job(
+        sizes, [0, 5], beta=20.0, alpha=50.0, costs=BOTH, mode=Mode.DDP,
+        buckets=(Bucket(0, (Slot("t0", 0, sizes[0]), Slot("t1", sizes[0], sizes[1]))),), bucket_ready_us=(5.0,),
+    )  # fmt: skip
+    limits = Constraints(keep_exact=("t1",), force={"t0": f"{TOY} via {GATHER.option}"})
+    for millions, rides in ((8 * 60_100 / MB, True), (8 * 40_100 / MB, False)):
+        found = search(job, [TOY], terms=Terms(residual_budget_mb=millions, constraints=limits), payload=tenth)
+        assert found.residual_bytes <= millions * MB
+        assert residual_bytes(found.plan, 0, "float32", True) == pytest.approx(found.residual_bytes, rel=1e-3)
+        assert is_rider(found.strategy.choices["t1"]) == rides
+
+
+def test_a_budget_has_a_price_beside_compressors_of_which_nothing_is_known():
+    """A baseline with fp16, of which nobody says what it owes, is among the strategies that are looked at."""
+    told, budget = mixed_job(8), Terms(error_budget=0.5)
+    owed = Sensitivity({TOY: {"*": 0.8}})
+    with_fp16 = search(told, [TOY], terms=budget, sensitivity=owed, payload=two_sizes)
+    alone = replace(told, costs=replace(told.costs, compute=compute(1.0, 1.0)))
+    without = search(alone, [TOY], terms=budget, sensitivity=owed, payload=two_sizes)
+    assert with_fp16.predicted_us == pytest.approx(without.predicted_us)
+    assert with_fp16.lower_bound_us == pytest.approx(without.lower_bound_us, rel=0.01)
+
+
+def test_the_frontier_has_the_finer_settings_that_the_search_has():
+    job = job_from_trace("lstm", 4, 1, "pcie-25g")
+    points = frontier(job, [TOY], points=4)
+    for point in points:
+        found = search(job, TOY, terms=Terms(error_budget=point.error))
+        assert point.predicted_us <= 1.02 * found.predicted_us
+
+
 def test_of_what_is_nearly_as_fast_the_fewest_kinds_are_taken():
     job = job_from_trace("bert_base", 8, 8, "pcie-25g")
     whole = search(job, "efsignsgd", terms=Terms(all_kinds=True))
@@ -788,8 +874,9 @@ def test_where_something_was_never_finite_normal_numbers_stand_in():
     """And what tensors were found to owe still counts."""
     signs = CompressorSpec.parse("efsignsgd")
     online = SimpleNamespace(
-        _wanted=lambda: (signs,), _forecast={}, _measured=set(), _gain=None, momentum=lambda: 0.5,
+        _wanted=lambda: (signs,), _forecast={}, _measured=set(), gain=None, momentum=lambda: 0.5,
         _sampler=SimpleNamespace(samples=list), measured_owed=lambda: {"t1": (GATHER, 7.0)},
+        _tensors={"t0": 0, "t1": 0},
     )  # fmt: skip
     job = OnlineSearch._with_sensitivity(online, mixed_job(2))
     known = Sensitivity.from_json(job.meta[SENSITIVITY])
@@ -797,6 +884,26 @@ def test_where_something_was_never_finite_normal_numbers_stand_in():
     normal = normal_sensitivity(finer(signs), momentum=0.5).of(finer(signs)[0], "t0")
     assert online._forecast[finer(signs)[0]]["*"] == normal
     assert search(job, [TOY], payload=two_sizes).strategy.momentum == 0.5
+
+
+def test_a_tensor_without_a_gradient_does_not_take_the_samples_of_the_others():
+    tensors = [TensorSpec("used", (64, 64)), TensorSpec("idle", (64, 64))]
+    sampler, values = Sampler(tensors, 0), np.random.default_rng(0).standard_normal((8, 4096)).astype(np.float32)
+    values[:, 64:] = 0  # as of an embedding of which few rows were touched
+    sampler.is_on = True
+    bucket = Bucket(0, (Slot("used", 0, 4096),))
+    for row in values:
+        sampler.see(torch.from_numpy(row), lambda: bucket)
+    assert [sample.tensor.name for sample in sampler.samples()] == ["used"]
+    signs = CompressorSpec.parse("efsignsgd")
+    online = SimpleNamespace(
+        _wanted=lambda: (signs,), _forecast={}, _measured=set(), gain=None, momentum=lambda: 0.9,
+        _sampler=sampler, measured_owed=dict, _tensors=dict.fromkeys(("used", "idle")),
+    )  # fmt: skip
+    known = Sensitivity.from_json(OnlineSearch._with_sensitivity(online, mixed_job(2)).meta[SENSITIVITY])
+    normal = normal_sensitivity([signs]).of(signs, "*")
+    assert known.of(signs, "idle") == normal
+    assert known.of(signs, "used") > 1.5 * normal
 
 
 def test_few_rows_say_nothing_of_a_low_rank():

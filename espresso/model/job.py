@@ -56,6 +56,9 @@ class Host:
                     raise JobError(f"host {self.name!r}: {what} is a share of the slowest machine's time, at most 1")
 
 
+SENSITIVITY, MOMENTUM = "sensitivity", "momentum"
+"""Of a job's meta: what compressors owe of its gradients, as it was measured; its optimizer's, if that is unusual."""
+
 SHARES = ("compute", "compression", "link")
 
 STEADY = 0.05

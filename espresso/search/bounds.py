@@ -52,6 +52,7 @@ from espresso.search.bound_kernels import (
     giant_constants,
     unit_prices,
 )
+from espresso.search.budgets import UNKNOWN
 from espresso.search.relaxation import Relaxation
 
 ROUNDING = 1e-9
@@ -299,7 +300,8 @@ def _bisected(
             high = price
             if price == 0.0:
                 break
-        scale = above / max(relaxation.spends[which].max(axis=1).sum(), 1e-30)
+        spends = relaxation.spends[which]
+        scale = above / max(np.where(spends < UNKNOWN, spends, 0.0).max(axis=1).sum(), 1e-30)
         if high == np.inf:
             price = max(low * apart, scale / 64)
         else:

@@ -111,6 +111,7 @@ class Branching:
         self._often[1][self._giants] = 0  # their rows are others in each node
         found = ascended(node, base, near.weights, self._above, rounds, 1e-4, near.paid, self._often, reach)
         if found.makespan_us >= self._above * (1 - 1e-4):
+            self._settled = min(self._settled, max(bound, found.makespan_us))
             return
         sets, found = self._affordable(sets, found, node, base)
         if all(len(rows) for rows in sets):

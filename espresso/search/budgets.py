@@ -27,6 +27,7 @@ from espresso.model.links import JobError
 from espresso.search.candidates import Unit
 from espresso.search.error_budget import Sensitivity, keeps_back
 from espresso.strategies import (
+    DTYPES,
     NONE,
     RESIDUAL_DTYPES,
     Choice,
@@ -114,6 +115,8 @@ class Ledger:
             raise JobError("an error budget needs to know what compressors owe: give a sensitivity")
         self.budgets, self._cluster, self._kept_as = budgets, cluster, (storage, transactional)
         self._numel = {tensor.name: tensor.numel for tensor in tensors}
+        # Where residuals are kept in full, those of wide numbers are as wide.
+        self._words = {t.name: t.numel * max(DTYPES[t.dtype] // 4, 1) for t in tensors}
         self._known = {NONE, *map(_owes_as, specs)} if sensitivity is not None else set()
         total = sum(self._numel.values()) or 1
         self._squares: dict[CompressorSpec, dict[str, float]] = {} if sensitivity is None else {
@@ -158,7 +161,7 @@ class Ledger:
             weights = np.array([values[name] for name in names], dtype=np.float64)
             return np.asarray(np.bincount(owner, weights, len(units)), dtype=np.float64)
 
-        numel = summed(self._numel)
+        elements = {dtype: summed(self._elements(dtype)) for dtype in RESIDUAL_DTYPES}
         squares = {spec: summed(values) for spec, values in self._squares.items()}
         whole = np.zeros((2, len(units), len(self._kinds)))
         for (spec, compressions, kept), column in self._kinds.items():
@@ -166,7 +169,8 @@ class Ledger:
                 # Of what nobody gave a sensitivity for more than any budget, and still a number.
                 owed = squares.get(_owes_as(spec))
                 whole[0, :, column] = UNKNOWN if owed is None else compressions * owed
-                whole[1, :, column] = kept * bytes_kept(spec, *self._kept_as) * numel
+                held_as = spec.residual_dtype or self._kept_as[0]
+                whole[1, :, column] = kept * bytes_kept(spec, *self._kept_as) * elements[held_as]
         bind = [
             which for which, limit in enumerate((self.budgets.error, self.budgets.residual_bytes)) if limit < math.inf
         ]
@@ -179,7 +183,12 @@ class Ledger:
         squares = self._squares.get(_owes_as(spec))
         # Of what nobody gave a sensitivity for more than any budget.
         owed = math.inf if squares is None else compressions * sum(squares[name] for name in tensors)
-        return owed, kept * bytes_kept(spec, *self._kept_as) * sum(self._numel[name] for name in tensors)
+        elements = self._elements(spec.residual_dtype or self._kept_as[0])
+        return owed, kept * bytes_kept(spec, *self._kept_as) * sum(elements[name] for name in tensors)
+
+    def _elements(self, dtype: str) -> Mapping[str, int]:
+        """By tensor: numbers of the usual width."""
+        return self._words if dtype == RESIDUAL_DTYPES[0] else self._numel
 
     def knows(self, choices: Iterable[Choice]) -> bool:
         """Whether it is known what all of these owe."""
@@ -291,5 +300,7 @@ def residual_bytes(plan: Plan, rank: int, storage: str, transactional: bool) -> 
             start, stop = flow.before.region
             runs = group.segments(part.start + start, part.start + stop)
             elements = sum(-(-run.numel // ALIGNED) * ALIGNED for run in runs)
+            if (group.choice.compressor.residual_dtype or storage) == RESIDUAL_DTYPES[0]:
+                elements *= max(DTYPES[group.dtype] // 4, 1)
             total += elements * bytes_kept(group.choice.compressor, storage, transactional)
     return total

@@ -14,7 +14,7 @@ from espresso.search.result import Ranked, SearchResult
 from espresso.search.settle import Settler, is_rider, kinds_of
 from espresso.search.space import Space
 from espresso.search.terms import MAX_CANDIDATES, MB
-from espresso.strategies import Strategy
+from espresso.strategies import PLAIN, Strategy
 
 OWED, RESIDUAL_MB = "gradients_owed", "residual_mb"
 """Of a strategy's notes: what it is forecast to owe and to keep on a rank."""
@@ -37,13 +37,16 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
     plain = _plain(job, space, result)
     plain = replace(plain, predicted_us=settler.priced(plain).predicted_us)
     # What is forced is no plain allreduce, and no measure for what compression gains.
-    settler.plain_us = result.uncompressed_us if terms.constraints.force else plain.predicted_us
+    averages = plain.strategy.with_choices(dict.fromkeys(plain.strategy.choices, PLAIN))
+    settler.plain_us = settler.priced(replace(plain, strategy=averages)).predicted_us
     cap = result.strategy.bucket_cap_mb
     plain = replace(plain, strategy=replace(plain.strategy, bucket_cap_mb=cap))
     rows = [replace(row, strategy=replace(row.strategy, bucket_cap_mb=cap)) for row in result.alternatives]
     if terms.for_exactness and (simple := settler.simplest(result)) is not None:
         rows = [*rows[:MAX_CANDIDATES], simple]
-    settled = [settler.settled(row) for row in rows if row.strategy.compresses or terms.constraints.force]
+    # In a race plain DDP stands for all that compress nothing.
+    may_be_raw = terms.constraints.force or not terms.for_exactness
+    settled = [settler.settled(row) for row in rows if row.strategy.compresses or may_be_raw]
     settled.sort(key=lambda one: one.row.predicted_us)
     kept, seen = [], []
     for one in settled:
@@ -52,7 +55,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
             kept.append(one)
     kept = [replace(one, row=_noted(space, one.row)) for one in kept]
     chosen = kept[0].row if kept else plain
-    spent = space.ledger.spent(chosen.strategy.choices)
+    kept_bytes = settler.bytes_kept(chosen.strategy)
     bound = min(result.lower_bound_us, _bound_of(job, space, chosen, sizes), chosen.predicted_us)
     return replace(
         result,
@@ -63,7 +66,7 @@ def settled(job: Job, space: Space, result: SearchResult, sizes: tuple[int, ...]
         upper_bound_us=min(result.upper_bound_us, chosen.predicted_us),
         alternatives=tuple(one.row for one in kept),
         error=space.ledger.error(chosen.strategy.choices),
-        residual_bytes=spent[1],
+        residual_bytes=kept_bytes,
         kinds_left_out=kept[0].kinds_before - len(kinds_of(chosen.strategy)) if kept else 0,
         fewer_kinds_cost_us=chosen.predicted_us - kept[0].before_us if kept else 0.0,
     )

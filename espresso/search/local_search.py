@@ -15,7 +15,7 @@ import numpy as np
 from espresso.model.arrays import Reals, Wholes
 from espresso.search.bound_kernels import CHAIN, shortlist
 from espresso.search.bounds import Certificate, fees, prices
-from espresso.search.budgets import Ledger
+from espresso.search.budgets import ROUNDING, Ledger
 from espresso.search.candidates import grouped
 from espresso.search.evaluator import Evaluator
 from espresso.search.local_search_kernels import Losses, blocks, spread, sweep, together
@@ -113,7 +113,7 @@ class Guide:
 
     Attributes:
         lists, price: see :mod:`espresso.search.local_search_kernels`.
-        rounded: the strategy that the fractions round to, within the budget.
+        rounded: the strategy that the fractions round to, within the budgets where it ``fits``.
         members, starts: units by size, in order of release.
         spends, limits: see :class:`espresso.search.relaxation.Relaxation`.
         ledger: what they are of; None without budgets.
@@ -127,6 +127,7 @@ class Guide:
     spends: Reals
     limits: Reals
     ledger: Ledger | None = None
+    fits: bool = True
 
 
 def guide(
@@ -151,8 +152,7 @@ def guide(
     rounded = np.zeros(len(units), dtype=np.int64)
     owed = np.empty(certificate.support.shape[1])
     spread(certificate.support, last - first, members, starts, owed, rounded)
-    if relaxation.has_budget:
-        _keep_to_budgets(relaxation, rounded)
+    fits = not relaxation.has_budget or _keep_to_budgets(relaxation, rounded)
     lists = np.full_like(picks, -1)
     strategy = np.zeros(len(units), dtype=np.int64)
     for (size, _), group in groups.items():
@@ -166,16 +166,16 @@ def guide(
         lists[mine] = number[picks[mine]]
         strategy[mine] = number[rounded[mine]]
     return Guide(
-        lists, price, strategy, members, starts, relaxation.spends, relaxation.limits, relaxation.ledger
+        lists, price, strategy, members, starts, relaxation.spends, relaxation.limits, relaxation.ledger, fits
     )  # fmt: skip
 
 
-def _keep_to_budgets(relaxation: Relaxation, rounded: Wholes) -> None:
-    """Give the units that spend most a row that spends less, until every budget is kept."""
+def _keep_to_budgets(relaxation: Relaxation, rounded: Wholes) -> bool:
+    """Give the units that spend most a row that spends less, until every budget is kept. Whether all are."""
     kind, first, units = relaxation.kind_of, relaxation.first, np.arange(len(rounded))
     for spends, limit in zip(relaxation.spends, relaxation.limits, strict=True):
         spent = spends[units, kind[first + rounded]]
-        while spent.sum() > limit and spent.max() > 0.0:
+        while np.abs(spent).sum() > limit and spent.max() > 0.0:
             unit = int(np.argmax(spent))
             rows = np.arange(first[unit], relaxation.last[unit])
             all_of = relaxation.spends[:, unit, kind[rows]]
@@ -189,6 +189,8 @@ def _keep_to_budgets(relaxation: Relaxation, rounded: Wholes) -> None:
             most = lesser[spends[unit, kind[lesser]] == spends[unit, kind[lesser]].max()]
             rounded[unit] = most[np.argmin(relaxation.rows[most, CHAIN])] - first[unit]
             spent[unit] = spends[unit, kind[first[unit] + rounded[unit]]]
+    chosen = kind[first + rounded]
+    return bool((relaxation.spends[:, units, chosen].sum(axis=1) <= relaxation.limits * (1 + ROUNDING)).all())
 
 
 class LocalSearch:

@@ -305,13 +305,15 @@ def _begin(
 ) -> _Size:
     """The better of the program's rounding and the best start of this size.
 
-    Within budgets also the best of all starts, at this size: what rounding gives is made to fit, and is far off then.
+    Within budgets also the best of all starts, at this size: what rounding gives is made to fit, and is far off then,
+    or cannot be.
     """
     led = guide(here, relaxation, certificate, effort.depth(len(here.units)))
     own = [start for start in starts if start.partition_bytes == here.partition_bytes]
     known = [min(some, key=lambda start: start.makespan_us)
              for some in (own, starts if relaxation.has_budget else ()) if some]  # fmt: skip
-    begun = [led.rounded, *(here.encode(start.choices) for start in known)]
+    begun = [led.rounded] if led.fits or not known else []
+    begun += [here.encode(start.choices) for start in known]
     makespan, number = min((here.makespan(strategy), number) for number, strategy in enumerate(begun))
     return _Size(here, relaxation, certificate, led, begun[number].copy(), makespan)
 
@@ -330,7 +332,7 @@ def _further(row: _Size, times: float, part: float, effort: Effort) -> _Size:
         other, row.makespan_us * times, rounds=effort.rounds(units), paid=row.certificate.paid, fixed=part == 1
     )
     led = replace(guide(row.evaluator, other, certificate, effort.depth(units)), limits=program.limits)
-    start = led.rounded.copy()
+    start = (led.rounded if led.fits else row.strategy).copy()
     return _Size(row.evaluator, program, row.certificate, led, start, row.evaluator.makespan(start))
 
 

@@ -16,17 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.model.bucket_caps import as_asked, caps_for, held, in_buckets, rebucketed
-from espresso.model.job import Job, JobError
+from espresso.model.job import MOMENTUM, Job, JobError
 from espresso.model.payload_sizes import PayloadBytes, payload_bytes
 from espresso.model.pricing import shared_pricer
 from espresso.model.timeline import first_come
 from espresso.search.algorithms import MOST_GREEDY_UNITS, Progress, greedy, offload, upper_bound_us
 from espresso.search.baselines import simple_baselines
-from espresso.search.candidates import (
-    leaves_of,
-    partition_sizes,
-    units_for,
-)
+from espresso.search.candidates import Unit, leaves_of, partition_sizes, units_for
 from espresso.search.error_budget import Sensitivity
 from espresso.search.evaluator import Evaluator, evaluator_at
 from espresso.search.finish import settled
@@ -34,7 +30,7 @@ from espresso.search.local_search import NO_EFFORT, REPLAN_EFFORT, Effort
 from espresso.search.mixing import best_mixture
 from espresso.search.refine import Refined, Start, certify_units, refine
 from espresso.search.result import CapRow, Ranked, SearchResult
-from espresso.search.space import MOMENTUM, Space, check_specs, space_of
+from espresso.search.space import Space, check_specs, space_of
 from espresso.search.splitting import split_buckets
 from espresso.search.terms import NEAR, Terms
 from espresso.strategies import NONE, PLAIN, Choice, CompressorSpec, Mode, Plan, Strategy, plan
@@ -203,7 +199,7 @@ def replan(
     rows.append(_found("old strategy", evaluator, begun))
     algorithms_ms = (time.perf_counter() - started) * 1e3
     space.ledger.kinds_of(choice for row in rows for choice in row.choices)
-    allowed = [fitted for row in rows if (fitted := _fitted(space, row)) is not None]
+    allowed = _allowed(space, rows)
     refined = refine(
         job, evaluator, [row.start for row in allowed], space.every, (old.partition_bytes,),
         effort=REPLAN_EFFORT, ledger=space.budgets,
@@ -211,7 +207,8 @@ def replan(
     allowed.append(_found("replanned", refined.evaluator, refined.strategy))
     baselines = {row.name: row.makespan_us for row in rows[:2]}
     plain_us = rows[0].makespan_us
-    result = _result(job, space, allowed, plain_us, baselines, False, started, refined.bound_us, refined, algorithms_ms)
+    bound = _merged_too(job, space, evaluator, (old.partition_bytes,), refined.bound_us)
+    result = _result(job, space, allowed, plain_us, baselines, False, started, bound, refined, algorithms_ms)
     return _asking(old.bucket_cap_mb, settled(job, space, result, (old.partition_bytes,)))
 
 
@@ -283,9 +280,7 @@ def _search_buckets(
         found += rows
     algorithms_ms = (time.perf_counter() - started) * 1e3
     space.ledger.kinds_of(choice for row in found for choice in row.choices)
-    allowed = [fitted for row in found if (fitted := _fitted(space, row)) is not None]
-    if not allowed:
-        raise BudgetError("no strategy that the search knows keeps to the budgets with what tensors are forced to")
+    allowed = _allowed(space, found)
     mixes = effort.events > 0 and space.terms.budgets.error < math.inf
     if mixes and job.mode is Mode.PAPER:  # where every tensor is a unit a mixture can be gone on from
         allowed += _mixed(job, space, found[0].evaluator, allowed, found)
@@ -296,7 +291,7 @@ def _search_buckets(
         # 1.4 % less with them, and took 1.5 % more.
         whole_within=0.0 if space.terms.all_kinds else NEAR,
     )  # fmt: skip
-    bound = refined.bound_us
+    bound = _merged_too(job, space, found[0].evaluator, sizes, refined.bound_us)
     if effort.events:
         allowed.append(_found("improved", refined.evaluator, refined.strategy))
         if job.mode is Mode.DDP:
@@ -314,6 +309,21 @@ def _search_buckets(
                 bound = min([bound, *(_certified(job, space, row.evaluator, sizes, bound) for row in mixed)])
     plain_us = min(row.makespan_us for row in found if row.name == "uncompressed")
     return _result(job, space, allowed, plain_us, baselines, capped, started, bound, refined, algorithms_ms)
+
+
+def _merged_too(job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int], bound_us: float) -> float:
+    """The bound for strategies too that give a bucket's units of several kinds one choice: a plan exchanges them once.
+
+    Of each bucket its largest unit alone: that bounds both.
+    """
+    largest: dict[int, Unit] = {}
+    for unit in evaluator.units:
+        if unit.bucket not in largest or unit.size > largest[unit.bucket].size:
+            largest[unit.bucket] = unit
+    if job.mode is Mode.PAPER or len(largest) == len(evaluator.units):
+        return bound_us
+    alone = Evaluator(job, tuple(largest.values()), evaluator.partition_bytes, pricer=evaluator.pricer)
+    return _certified(job, space, alone, sizes, bound_us)
 
 
 def _certified(job: Job, space: Space, evaluator: Evaluator, sizes: Sequence[int], bound_us: float) -> float:
@@ -372,18 +382,29 @@ def _known(evaluator: Evaluator, space: Space, progress: Progress | None) -> tup
     return [*rows, published, again], capped
 
 
+def _allowed(space: Space, rows: Sequence[_Found]) -> list[_Found]:
+    """Those of the strategies that may be taken, or what is left of them.
+
+    Raises:
+        BudgetError: there are none.
+    """
+    allowed = [fitted for row in rows if (fitted := _fitted(space, row)) is not None]
+    if not allowed:
+        raise BudgetError("no strategy that the search knows keeps to the budgets with what tensors are forced to")
+    return allowed
+
+
 def _fitted(space: Space, row: _Found) -> _Found | None:
     """The strategy with what its units may not take replaced, if it keeps to the budgets then."""
-    limits = space.constraints
-    if limits is not None:
-        choices = tuple(
-            choice if limits.allows(choice, unit.kind) else leaves_of(space.every, unit)[0]
-            for unit, choice in zip(row.evaluator.units, row.choices, strict=True)
-        )
-        if choices != row.choices:
-            makespan = row.evaluator.makespan(row.evaluator.encode(choices))
-            name = "only what is forced" if row.name == "uncompressed" else row.name
-            row = replace(row, name=name, choices=choices, makespan_us=makespan)
+    limits = space.terms.constraints
+    choices = tuple(
+        choice if limits.allows(choice, unit.kind) else leaves_of(space.every, unit)[0]
+        for unit, choice in zip(row.evaluator.units, row.choices, strict=True)
+    )
+    if choices != row.choices:
+        makespan = row.evaluator.makespan(row.evaluator.encode(choices))
+        name = "only what is forced" if row.name == "uncompressed" else row.name
+        row = replace(row, name=name, choices=choices, makespan_us=makespan)
     return row if space.ledger.allows(row.by_tensor) else None
 
 

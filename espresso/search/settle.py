@@ -12,6 +12,7 @@ All of it keeps to the budgets and constraints, and moves tensor by tensor: ever
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from espresso.model.job import Job
 from espresso.model.payload_sizes import create_compressor
-from espresso.search.budgets import Ledger
+from espresso.search.budgets import ROUNDING, Ledger
 from espresso.search.candidates import units_of
 from espresso.search.evaluator import Evaluator
 from espresso.search.result import Ranked
@@ -151,7 +152,18 @@ class Settler:
         # Copies are priced at nothing, which is right beside a latency that was measured.
         riding = in_payloads(strategy, self._job.laid_out, alone=self._job.costs.links.in_flight > 1)
         forbidden = [n for n, c in riding.choices.items() if is_rider(c) and not self._may(n, c)]
-        return riding.with_choices(dict.fromkeys(forbidden, PLAIN)) if forbidden else riding
+        riding = riding.with_choices(dict.fromkeys(forbidden, PLAIN)) if forbidden else riding
+        most = self._terms.budgets.residual_bytes
+        return riding if most == math.inf or self.bytes_kept(riding) <= most * (1 + ROUNDING) else strategy
+
+    def bytes_kept(self, strategy: Strategy) -> float:
+        """What residuals take on a rank: of what rides as much as of what it rides with."""
+        carried: dict[str, Choice] = {}
+        for bucket in self._job.laid_out:
+            choices = {slot.tensor: strategy.choices[slot.tensor] for slot in bucket.slots}
+            carriers = {c.option: c for c in reversed(choices.values()) if not is_rider(c)}
+            carried |= {name: carriers[c.option] for name, c in choices.items() if is_rider(c) and c.option in carriers}
+        return self._ledger.spent({**strategy.choices, **carried})[1]
 
     def _apart(self, strategy: Strategy) -> Strategy:
         riders = {name: PLAIN for name, choice in strategy.choices.items() if is_rider(choice)}

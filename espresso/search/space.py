@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from espresso.model.job import Job, JobError
+from espresso.model.job import MOMENTUM, SENSITIVITY, Job, JobError
 from espresso.model.payload_sizes import PayloadBytes
 from espresso.search.budgets import Ledger, narrower
 from espresso.search.candidates import Unit, compressed_leaves, every_choice, raw_choices, units_of
@@ -14,9 +14,6 @@ from espresso.search.settle import finer
 from espresso.search.terms import Terms
 from espresso.strategies import NONE, Choice, CompressorSpec
 from espresso.strategies.constraints import FREE, Constraints
-
-SENSITIVITY, MOMENTUM = "sensitivity", "momentum"
-"""Of a job's meta: what compressors owe of its gradients, as it was measured; its optimizer's, if that is unusual."""
 
 
 @dataclass
@@ -100,7 +97,7 @@ def space_of(
     sensitivity = sensitivity_of(job, sensitivity)
     asked = terms.error_budget is not None or terms.for_exactness > 0
     if sensitivity is None and asked:
-        sensitivity = normal_sensitivity(known)
+        sensitivity = normal_sensitivity(known, momentum=job.meta.get(MOMENTUM))
     elif sensitivity is not None:
         known = tuple(spec for spec in known if spec in specs or sensitivity.knows(spec))
     ledger = Ledger(
