@@ -18,6 +18,9 @@ logger = logging.getLogger("espresso")
 REMIND_AFTER = 1000
 """Steps after which a warm-up that nobody moves on is worth a warning."""
 
+LAST = 1 << 40
+"""An epoch, and a step, by which every schedule has ended."""
+
 
 class Schedule:
     """The compressors of one job.
@@ -42,6 +45,15 @@ class Schedule:
     def is_fixed(self) -> bool:
         """Whether nothing ever changes."""
         return not any(compressor.is_scheduled for compressor in self._compressors.values())
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether nothing changes once all of them compress."""
+        return self.in_force(0, self.start_step) == self.in_force(LAST, max(LAST, self.start_step))
+
+    def also(self, specs: Iterable[CompressorSpec]) -> Schedule:
+        """The schedule of these compressors too."""
+        return Schedule({**self._compressors, **dict.fromkeys(specs)})
 
     def in_force(self, epoch: int, step: int) -> dict[CompressorSpec, CompressorSpec]:
         """For every spec as given the one that runs in this step."""

@@ -109,7 +109,7 @@ class HostPowerSgd:
                 factors.write(segment.tensor, q.copy())
 
         self._each(layout, decode)
-        largest = max((float(np.max(np.abs(v), initial=0.0)) for v in (first, second)), default=0.0)
+        largest = float(np.max([np.max(np.abs(v), initial=0.0) for v in (first, second)]))  # NaN, where one has it
         # An element is at most rank products of a number up to 1 with one of Q.
         bound = largest * max(decoding.scale, 1.0) * max(int(layout.counts.max(initial=1)), 1)
         return math.isfinite(bound) and bound < float(np.finfo(layout.dtype).max)

@@ -10,7 +10,9 @@ import torch
 from benchmarks.exchange import Exchange, integers, make_buckets, numels_of, planned, strategy_of
 from espresso.comm.errors import DisagreementError
 from espresso.comm.execute.executor import Assignment
-from espresso.compressors import Correction, Decoding, DrawKey, Encoding, Segment, create, host_codec
+from espresso.comm.parameter_server.plain import is_plain, smaller
+from espresso.compressors import Correction, Decoding, DrawKey, Encoding, Feedback, Segment, create, host_codec
+from espresso.compressors.momentum import HostMover
 from espresso.compressors.schedule import Schedule, translate
 from espresso.strategies import (
     NONE,
@@ -71,6 +73,17 @@ def test_momentum_comes_before_the_feedback_of_every_family(played):
         for spec, (missing, kept, most) in results.items():
             assert missing <= 2e-3 * most, spec
             assert (kept > 0) == (not spec.startswith("fp16")), spec
+
+
+def test_what_goes_to_a_server_as_plain_numbers_is_masked_nowhere():
+    """A payload that would be larger: whatever the compressor masks otherwise, as on a GPU."""
+    segments = [Segment("a", 0, 40)]
+    codec = smaller(host_codec(create("dgc:ratio=0.9,raw_below=1")), segments, np.float32)
+    layout = codec.compressor.layout(segments, np.float32)
+    assert is_plain(codec)
+    velocity = Feedback(np.zeros(40, np.float32), np.ones(40, np.float32), np.zeros(1, np.int64))
+    HostMover().mask(codec.compressor, layout, np.zeros(layout.num_bytes, np.uint8), velocity)
+    assert (velocity.new == 1).all()
 
 
 def test_only_the_first_site_has_a_velocity(played):

@@ -55,7 +55,8 @@ def learn(ddp: Any, optimizer: Any, rank: int, steps: range, schedule: Any = Non
     digests = []
     for step in steps:
         optimizer.zero_grad()
-        ddp(batch(rank, step, 20)).square().sum().backward()
+        inputs = batch(rank, step, 20).to(next(ddp.parameters()).dtype)
+        ddp(inputs).square().sum().backward()
         optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -402,12 +403,13 @@ def frozen_variance(rank: int) -> Any:
     results = {}
     kinds: list[tuple[bool, bool, int | None]] = [(False, True, None), (True, True, None), (False, False, None)]
     kinds += [(True, True, 0), (False, False, 0), (False, True, 1), (False, True, 5), (False, False, 5)]
-    for maximize, precondition, off in kinds:  # off: the step from which on espresso is
+    cases = [(torch.float32, *kind) for kind in kinds] + [(torch.float64, *kinds[0])]
+    for dtype, maximize, precondition, off in cases:  # off: the step from which on espresso is
         os.environ["ESPRESSO_DISABLE"] = str(int(off == 0))
-        ddp = wrap(mlp(20, 30, 3))
+        ddp = wrap(mlp(20, 30, 3, dtype=dtype))
         want = [p.detach().double().numpy().copy() for p in ddp.parameters()]
         gradients: list[list[Any]] = []
-        twin = mlp(20, 30, 3)
+        twin = mlp(20, 30, 3, dtype=dtype)
         with adam(
             ddp, lr=0.01, weight_decay=0.1, warmup_steps=3, compressor="none", maximize=maximize,
             precondition=precondition, deviation_floor=0.0,
@@ -418,7 +420,7 @@ def frozen_variance(rank: int) -> Any:
                 twin.load_state_dict(ddp.module.state_dict())
                 twin.zero_grad()
                 for other in range(2):
-                    (twin(batch(other, step, 20)).square().sum() / 2).backward()
+                    (twin(batch(other, step, 20).to(dtype)).square().sum() / 2).backward()
                 gradients.append([p.grad.double().numpy().copy() for p in twin.parameters()])
                 learn(ddp, optimizer, rank, range(step, step + 1))
             strategy = optimizer.exchange.strategy
@@ -432,7 +434,7 @@ def frozen_variance(rank: int) -> Any:
             )
             for freeze_at in (3, STEPS)
         ]
-        results[maximize, precondition, off] = (*apart, sites)
+        results[str(dtype), maximize, precondition, off] = (*apart, sites)
     del os.environ["ESPRESSO_DISABLE"]
     return results
 

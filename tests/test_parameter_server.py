@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from benchmarks.exchange import (
 from benchmarks.rank_pool import NUM_RANKS, POOL
 from espresso.comm.execute.executor import Assignment
 from espresso.comm.parameter_server.transport import Channel
+from espresso.comm.parameter_server.wire import Key
+from espresso.comm.program import servers as servers_program
 from espresso.compressors.base import Correction
 from espresso.strategies import NONE, Choice, Cluster, CompressorSpec, Site, parse_option, plan
 from espresso.strategies.tree import server_options, two_way_option
@@ -51,9 +54,9 @@ def choice_of(option: str, spec: str) -> Choice:
 # -- what comes back -------------------------------------------------------------------------------
 
 
-def run_every_leaf(rank: int) -> list[tuple[str, list[str], bool]]:
+def run_every_leaf(rank: int, dtype: str) -> list[tuple[str, list[str], bool]]:
     """(leaf, digests of its results, whether they are exact) for a compressor that loses nothing."""
-    buckets = make_buckets(*SIZES)
+    buckets = make_buckets(*SIZES, dtype=dtype)
     found = []
     for cluster in (Cluster(4, 1, NUM_SERVERS), Cluster(2, 2, NUM_SERVERS)):
         exchange = exchange_over(4, NUM_SERVERS, rank, cluster.ranks_per_node)
@@ -74,11 +77,43 @@ def run_every_leaf(rank: int) -> list[tuple[str, list[str], bool]]:
     return found
 
 
-def test_every_leaf_averages_exactly_and_alike(servers):
-    everybody = POOL.run(run_every_leaf)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_every_leaf_averages_exactly_and_alike(servers, dtype):
+    everybody = POOL.run(run_every_leaf, dtype)
     assert len(everybody[0]) == 7 + 21
     assert all(mine == everybody[0] for mine in everybody)
     assert [leaf for leaf, _, exact in everybody[0] if not exact] == []
+
+
+def gains_beside(rank: int, momenta: tuple[float | None, ...]) -> list[tuple[float, float]]:
+    """By the strategy's momentum the gain of this rank's residuals, and of those that servers are told to keep."""
+    buckets, found, told = make_buckets(*SIZES), [], []
+    exchange, made = exchange_over(NUM_RANKS, NUM_SERVERS, rank), servers_program.Key
+
+    def key(**settings: Any) -> Key:
+        told.append(settings["gain"])
+        return made(**settings)
+
+    servers_program.Key = key  # type: ignore[misc, assignment]
+    try:
+        for momentum in momenta:
+            exchange.renew(gain=None)
+            strategy = strategy_of(buckets, exchange.groups.cluster, choice_of(TWO_WAY, "efsignsgd:raw_below=8"))
+            exchange.step(
+                Assignment(replace(strategy, momentum=momentum)), buckets, integers(buckets, rank, NUM_RANKS, 0)
+            )
+            exchange.executor.conclude()
+            (here,), (there,) = {each.gain for each in exchange.store.live}, set(told)
+            found.append((here, there))
+            told.clear()
+    finally:
+        servers_program.Key = made  # type: ignore[misc]
+    return found
+
+
+def test_servers_give_back_as_much_of_what_they_owe_as_ranks(servers):
+    for gains in POOL.run(gains_beside, (None, 0.9, 0.5, 0.0)):
+        assert gains == [(1 / 16, 1 / 16), (1 / 16, 1 / 16), (1 / 4, 1 / 4), (1 / 2, 1 / 2)]
 
 
 def run_on_a_device(rank: int, where: str) -> list[tuple[str, bool, bool]]:

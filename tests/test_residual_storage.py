@@ -102,6 +102,20 @@ def test_a_discarded_iteration_leaves_every_bit(storage: str) -> None:
 
 
 @pytest.mark.parametrize("storage", ["float32", "bf16", "int8"])
+def test_of_what_a_discarded_iteration_overwrote_only_what_is_not_finite_goes(storage: str) -> None:
+    store = ResidualStore(storage=storage, transactional=False)
+    residual = store.new_residual(Site.LOCAL, RUNS, np.float32, 0)
+    store.adopt([residual], {"a": 1000, "b": 306})
+    written = residual.feedback(np.array(residual.starts)).new
+    written[:] = np.random.default_rng(0).uniform(0.5, 1.0, written.size)
+    written[[3, 700]] = np.nan, np.inf
+    residual.settle()
+    store.discard()
+    places = residual_places(residual.starts)
+    assert [int(at) for at in places if residual.old[at] == 0] == [3, 700]
+
+
+@pytest.mark.parametrize("storage", ["float32", "bf16", "int8"])
 def test_what_a_step_holds_for_a_later_one_is_not_its_neighbours(storage: str) -> None:
     """A compressor of several rounds writes in two steps; other residuals are opened between them."""
     store = ResidualStore(storage=storage)

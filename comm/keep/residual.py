@@ -158,7 +158,7 @@ class Residual:
         if self._packer is not None:
             if self._new is None:
                 self._take_back()
-            self._packer.close(self._old if self._new is None else self._new)
+            self._packer.close(self._old if self._new is None else self._new, for_good=not self._transactional)
         elif not self._transactional and self._new is not None:
             self.memory.let_go(self._old)
             self._old, self._new = self._new, None
@@ -174,7 +174,7 @@ class Residual:
         """It never happened. Of what was overwritten all the same no inf or NaN is kept: they would stay for good."""
         if self.written and not self._transactional:
             kept = self.old
-            kept[~(abs(kept) < math.inf)] = 0
+            _clean(kept)
             self.old = kept
         self.written = False
 
@@ -240,6 +240,11 @@ class Residual:
         return self.starts[index] + group_start - self.runs[index].group_start
 
 
+def _clean(numbers: Array) -> None:
+    """Zeros in place of inf and NaN."""
+    numbers[~(abs(numbers) < math.inf)] = 0
+
+
 class _Packer:
     """Unpacks a residual while an encoder runs, and packs it.
 
@@ -292,13 +297,21 @@ class _Packer:
         self._held[:] = self._rooms()[1]
         self._is_open, self._holds = False, True
 
-    def close(self, payload: Array) -> None:
-        """The encoder has written everything: pack it."""
-        self._pack(self._rooms()[1], payload)
+    def close(self, payload: Array, *, for_good: bool = False) -> None:
+        """The encoder has written everything: pack it. What overwrites all that is kept has no inf or NaN, since a
+        payload with one decodes to nothing else.
+        """
+        numbers = self._rooms()[1]
+        if for_good and not isinstance(self._memory, HostMemory):  # whose encoders do not wait for what they find
+            _clean(numbers)
+        if not self._pack(numbers, payload) and for_good:
+            _clean(numbers)
+            self._pack(numbers, payload)
         self._is_open = self._holds = False
 
-    def _pack(self, values: Array, payload: Array) -> None:
-        self._codec.encode(Encoding(self._layout, values, self._starts), payload)
+    def _pack(self, values: Array, payload: Array) -> bool:
+        """Whether all of it was finite; anything on a device that is not waited for."""
+        return self._codec.encode(Encoding(self._layout, values, self._starts), payload)
 
     def _unpack(self, payload: Array, values: Array) -> None:
         self._codec.decode(Decoding(self._layout, values, self._starts), payload.reshape(1, -1))

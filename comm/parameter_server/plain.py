@@ -7,7 +7,7 @@ says which of the two it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from espresso.compressors import Codec, Compressor, Layout, Segment, SummableCodec, Traits, create, host_codec
-from espresso.compressors.base import Bytes, Decoding, Encoding
+from espresso.compressors.base import Decoding, Encoding
 
 
 class PlainNumbers(Compressor):
@@ -29,10 +29,6 @@ class PlainNumbers(Compressor):
         """That of ``none``'s vector; ``dtype`` is float32 or float64."""
         layout = create("none").layout(segments, dtype)
         return replace(layout, num_bytes=layout.num_elements * layout.dtype.itemsize)
-
-    def sent(self, layout: Layout, payload: Bytes) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-        """Everything."""
-        return ((index, np.arange(numel, dtype=np.uint32)) for index, numel in enumerate(layout.numels))
 
 
 class PlainCodec:

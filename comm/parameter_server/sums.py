@@ -131,9 +131,7 @@ class KeySum:
             runs = [
                 Run(s.tensor, s.start, int(at), 0, s.numel) for s, at in zip(key.stretches, self._starts, strict=True)
             ]
-            self.residual = store.new_residual(
-                Site.SERVER, runs, self._dtype, 0, gain=chosen.compressor.traits.feedback_gain
-            )
+            self.residual = store.new_residual(Site.SERVER, runs, self._dtype, 0, gain=key.gain)
             self._kept_at = np.array(self.residual.starts, np.int64)
 
     # -- a round ---------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from espresso.comm.messages import MAX_BYTES, Bytes, Messages
 from espresso.comm.parameter_server.transport import Channel, Deadline, Pending, Transport
 from espresso.strategies import DTYPES, CompressorSpec
 
-MAGIC, VERSION = b"ESPS", 5
+MAGIC, VERSION = b"ESPS", 6
 _HEADER = struct.Struct("<4sBBHIiqQdqq")
 HEADER_BYTES = _HEADER.size
 PIECE_BYTES = 1 << 30
@@ -168,6 +168,7 @@ class Key:
         up_bytes, down_bytes: sizes of what is pushed and what is pulled.
         site: number of the worker's compression site, for random draws.
         seed: for random draws.
+        gain: the part of what the server did not send that its next round adds, where the table has none.
     """
 
     number: int
@@ -184,6 +185,7 @@ class Key:
     down_bytes: int
     site: int
     seed: int
+    gain: float = 1.0
 
     @property
     def namespace(self) -> int:

@@ -168,6 +168,14 @@ class Kept:
                 residual.settle()
 
 
+def gain_of(part: Part) -> float:
+    """What of a residual comes back, at every site, where the job's store says nothing else.
+
+    Momentum correction is defined with all of it.
+    """
+    return part.traits.gain_beside(part.context.momentum) if part.context.velocities is None else 1.0
+
+
 def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
     """What the compression at this step keeps, in the memory where it runs."""
     flow, velocities = part.flows[index], part.context.velocities
@@ -176,10 +184,8 @@ def keep(part: Part, index: int, codec: Codec, memory: Memory) -> Kept:
         return Kept()
     residual = velocity = correction = None
     if part.keeps_residual:
-        # Momentum correction is defined with all of the residual.
-        gain = part.traits.gain_beside(part.context.momentum) if velocities is None else 1.0
-        storage = part.choice.compressor.residual_dtype
-        residual = _new(part, part.context.store, flow.before.region, flow.site, memory, gain=gain, storage=storage)
+        kept_as = {"gain": gain_of(part), "storage": part.choice.compressor.residual_dtype}
+        residual = _new(part, part.context.store, flow.before.region, flow.site, memory, **kept_as)
     if velocities is not None and part.is_first(index):
         velocity = _new(part, velocities, flow.before.region, flow.site, memory)
         correction = MomentumCorrection(codec, velocities.rule, memory.mover)

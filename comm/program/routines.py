@@ -103,7 +103,8 @@ def _exchange_numbers(
 
     def reduce_scatter() -> Rest:
         parts = [whole()[low:high] for low, high in shards]
-        outgoing = [part.to(travels) for part in parts] if halves else parts  # all are rounded, our own too
+        # All are rounded, our own too, which is added up over.
+        outgoing = [part.to(travels, copy=True) for part in parts] if halves else parts
         rest = collectives.all_to_all(outgoing, received, member)
 
         def add_up() -> None:
@@ -111,9 +112,12 @@ def _exchange_numbers(
             if not halves:
                 collectives.sum_in_rank_order(parts[me], received)
                 return
+            total = parts[me] if dtype.itemsize >= 4 else parts[me].float()
             for peer, half in enumerate(received):
-                add = parts[me].add_ if peer else parts[me].copy_
+                add = total.add_ if peer else total.copy_
                 add(outgoing[me] if half is None else half)
+            if total is not parts[me]:
+                parts[me].copy_(total)
 
         return add_up
 

@@ -18,7 +18,7 @@ from espresso.comm.parameter_server import Line
 from espresso.comm.parameter_server.plain import is_plain, smaller
 from espresso.comm.parameter_server.wire import Key, Stretch
 from espresso.comm.program.coding import copy
-from espresso.comm.program.held import Action, Compiled, Numbers, Payload, Pushed
+from espresso.comm.program.held import Action, Compiled, Numbers, Payload, Pushed, gain_of
 from espresso.comm.program.part import TORCH_DTYPES, Part
 from espresso.compressors.base import Codec, Segment
 from espresso.strategies import DTYPES, Device, Form, Routine, Scope, Site, Stage, StepFlow, StepKind, trace
@@ -114,6 +114,7 @@ def _key(
         down_bytes=up_bytes if two_way else numbers,
         site=next((list(Site).index(flow.site) for flow in flows if flow.site is not None), 0),
         seed=part.context.seed,
+        gain=gain_of(part),
     )
 
 

@@ -204,7 +204,7 @@ class CompressedAdam(AdaptiveOptimizer):
             deviation = (variance / correction).sqrt_()
             if param.numel():
                 # In double precision: how a mean is added up depends on threads, and replicas have to agree.
-                size = float(deviation.double().square_().mean().sqrt())
+                size = float(deviation.double().square().mean().sqrt())
                 deviation.clamp_(min=self.deviation_floor * size)
             still = deviation == 0
             found = deviation.add_(float(group["eps"])).reciprocal_().masked_fill_(still, 0.0)
