@@ -17,7 +17,7 @@ import torch
 from espresso.comm import collectives
 from espresso.live import remeasure
 from espresso.live.candidates import Candidate
-from espresso.live.change import Cause, Change
+from espresso.live.change import Cause, Change, Finding
 from espresso.live.fixed_planner import Exact, FixedPlanner
 from espresso.live.history import History
 from espresso.live.profiler import Place
@@ -355,7 +355,7 @@ def test_a_resumed_job_goes_on_until_something_changes_and_is_measured_then():
     world = World(plain_us=200_000)
     planner, told = planner_of(world), []
     planner._on_profile = told.append
-    planner.resume(SIGNS)
+    planner.resume(SIGNS, {})
     assert planner.decided
     now = run(world, planner, range(100, 200), {})
     assert rows_of(planner) == []
@@ -370,13 +370,48 @@ def test_a_resumed_job_goes_on_until_something_changes_and_is_measured_then():
     assert rows[1][0] <= 200 + WITHIN
 
 
+def test_a_resumed_job_decides_anew_when_another_compressor_comes_into_force():
+    """A ratio that warms up: what was plain in the first epoch need not stay plain."""
+    world = World(plain_us=200_000)
+    planner, told = planner_of(world), []
+    planner._on_profile = told.append
+    ratios: Any = {"given": "the first epoch's"}, {"given": "the second epoch's"}
+    planner.resume(SIGNS.with_choices(dict.fromkeys(SIGNS.choices, PLAIN)), ratios[0])
+    now = run(world, planner, range(100, 120), {})
+    planner.follow(ratios[0])
+    assert (planner.decided, told) == (True, [])
+    planner.follow(ratios[1])
+    assert (planner.decided, told) == (False, [True])
+    run(world, planner, range(120, 200), {}, now)
+    assert [(event, name) for _, event, name in rows_of(planner)] == [("decided", "signs")]
+
+
+def test_a_profile_in_buckets_that_were_laid_anew_is_whole():
+    """One step of it is known there: loading a checkpoint must not take that for a job half measured."""
+    world = World(plain_us=200_000, bucket_cap_mb=5.0)
+    planner = planner_of(world)
+    now = run(world, planner, range(100), {})
+    assert world.laid
+    searched = world.searches
+    planner.resume(SIGNS, {})
+    told: list[bool] = []
+    planner._on_profile = told.append
+    now = run(world, planner, range(100, 200), {}, now)
+    world.plain_us, step = 500, 200
+    while "changed" not in [row[1] for row in rows_of(planner)]:
+        now, step = run(world, planner, range(step, step + 1), {}, now), step + 1
+    run(world, planner, range(step, step + 1), {}, now)
+    assert world.searches > searched
+    assert told == [], "no profiled steps"
+
+
 def test_what_was_found_out_stays_exact_after_a_checkpoint():
     world = World(plain_us=200_000)
     planner = planner_of(world)
     run(world, planner, range(100), {})
     (name, *_) = (name for name, choice in SIGNS.choices.items() if choice != PLAIN)
     planner.back_off({name}, 100)
-    planner.resume(SIGNS)
+    planner.resume(SIGNS, {})
     assert planner.strategy.choices[name] == PLAIN
     assert planner.strategy.compresses
 
@@ -387,7 +422,7 @@ def test_what_is_resumed_while_strategies_are_tried_is_in_use_at_once(step):
     planner = planner_of(world)
     now = run(world, planner, range(step), {})
     assert not planner.decided
-    planner.resume(SIGNS)
+    planner.resume(SIGNS, {})
     for later in range(step, step + 30):
         assert planner.assign(later).strategy is SIGNS
         now = run(world, planner, range(later, later + 1), {}, now)
@@ -409,7 +444,7 @@ def test_what_orders_a_resumed_strategy_runs_also_where_a_window_is_late():
     world = World(plain_us=60_000)
     planner = planner_of(world)
     planner._groups = planner.watch._groups = LateRank()
-    planner.resume(SIGNS)
+    planner.resume(SIGNS, {})
     now = 0
     for step in range(7):
         record = world.record(step, planner, now)
@@ -584,6 +619,22 @@ def test_what_exchanges_take_of_a_core_is_spread_over_how_long_they_last(monkeyp
         found.append(job.costs.contention.comm_cpu["flat"])
     assert found == pytest.approx([0.4, 0.4, 0.1], rel=0.01)
     assert len(measured) == 1
+
+
+def test_what_was_measured_for_a_change_that_is_over_does_not_stay(monkeypatch):
+    """A competitor came, and left without a turn; then the link changes."""
+    job = job_from_trace("lstm", 2, 1, "pcie-25g")
+    groups: Any = SimpleNamespace(cluster=TWO)
+    monkeypatch.setattr(remeasure, "probe", lambda *_: {})
+    monkeypatch.setattr(remeasure, "_gather_us", lambda _: 1.0)
+    busy = Change((Finding(Cause.COMPUTE, 2.0, (0,)),), 0, (1e5, 2e5), (9e4, 18e4))
+    known = Remeasured(job, busy)
+    slow = known.job(job, busy, groups, Place())
+    assert sum(slow.gaps_us) == pytest.approx(2 * sum(job.gaps_us))
+    link = Change((Finding(Cause.LINK, 3.0),), 50, (1e5, 2e5), (9e4, 9e4), came_home=True)
+    after = known.job(slow, link, groups, Place())
+    assert after.gaps_us == pytest.approx(job.gaps_us)
+    assert [each.points for each in after.costs.compute] == [each.points for each in job.costs.compute]
 
 
 def test_the_history_is_a_trace(tmp_path):

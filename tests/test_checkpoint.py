@@ -127,6 +127,16 @@ def test_a_job_saved_while_profiling_decides_after_resuming(played):
         assert 0 < decided_at <= 60
 
 
+def test_a_job_that_is_resumed_while_ratios_warm_up_decides_again_when_they_change(played):
+    for rows, ran in played(resumed_while_it_warms_up):
+        assert rows[0] == ("decided", "resumed")
+        assert len(rows) > 1
+        assert all(event == "decided" and name != "resumed" for event, name in rows[1:])
+        assert ["warmup_epochs" in spec for spec in ran] == [False, False]
+        first, last = (CompressorSpec.parse(spec) for spec in ran)
+        assert dict(last.params)["ratio"] == 0.02 < dict(first.params)["ratio"]
+
+
 TENSORS = (TensorSpec("a", (64, 64)), TensorSpec("b", (64, 64)), TensorSpec("c", (64,)))
 TWO = Cluster(2, 1)
 GATHER, PUSH = (
@@ -178,6 +188,18 @@ def test_a_schedule_that_is_given_now_is_gone_on_with():
         }  # fmt: skip
 
 
+def test_another_setting_of_what_is_scheduled_is_none_that_was_given():
+    """Powersgd is scheduled, since it begins after ten steps."""
+    assert to_resume({"a": "powersgd:rank=8"}, ["powersgd:rank=8"]) == {"a": "powersgd:rank=8"}
+    assert to_resume({"a": "powersgd:rank=8,start_iter=0"}, ["powersgd:rank=8"]) == {"a": "powersgd:rank=8"}
+    assert to_resume({"a": "powersgd:rank=8"}, ["powersgd:rank=1"]) is None
+    assert to_resume({"a": "powersgd:rank=16"}, ["powersgd:rank=2", "powersgd:rank=16"]) == {"a": "powersgd:rank=16"}
+    warms = "dgc:ratio=0.001,warmup_epochs=4"
+    for warm in (warms, "dgc:warmup_epochs=4"):
+        assert to_resume({"a": "dgc:ratio=0.1"}, [warm]) == {"a": warm}, "some ratio of another schedule"
+    assert to_resume({"a": "dgc:momentum=0.9,ratio=0.1"}, [warms]) is None
+
+
 def test_what_is_given_now_is_kept_to():
     saved = {"a": "efsignsgd", "b": "dgc:ratio=0.01"}
     both = list(saved.values())
@@ -197,6 +219,9 @@ def test_what_is_given_now_is_kept_to():
     keeps_mb = 2 * 64 * 64 * 4 * 2 / 1e6  # two tensors in float32, twice
     assert to_resume(saved, both, budget_mb=keeps_mb) == saved
     assert to_resume(saved, both, budget_mb=0.99 * keeps_mb) is None
+    rides = {"a": "efsignsgd", "c": "none"}  # in the other one's payload, whose residual is as long
+    assert to_resume(rides, both, budget_mb=0.51 * keeps_mb) == rides
+    assert to_resume(rides, both, budget_mb=0.50 * keeps_mb) is None
     narrow = "efsignsgd:residual_dtype=int8"
     assert to_resume({"a": "efsignsgd"}, [narrow]) == {"a": narrow}
     assert to_resume({"a": narrow}, ["efsignsgd"]) == {"a": narrow}
@@ -451,9 +476,39 @@ def without_momentum(rank: int) -> tuple[str, ...]:
         return state.load_state_dict(saved)
 
 
+SHORT = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
+
+
+def resumed_while_it_warms_up(rank: int) -> tuple[list[tuple[str, str]], list[str]]:
+    """Decided in epoch 0; the epoch moves on after the restart, and before the state has started."""
+    settings = {"compressor": "dgc:ratio=0.02,warmup_epochs=2", "strategy": "auto", "ranks_per_node": 2, **SHORT}
+    ddp = model()
+    with registered(ddp, timeout_s=60.0, **settings) as state:
+        state.set_epoch(0)
+        go(ddp, rank, range(40))
+        assert state.decided
+        saved = state.state_dict()
+    from espresso.comm.hook import espresso_hook
+
+    ddp = model()
+    state = EspressoState(timeout_s=60.0, **settings)
+    state.load_state_dict(saved)
+    state.set_epoch(1)
+    ddp.register_comm_hook(state.bind(ddp), espresso_hook)
+    ran = []
+    for step in range(40, 80):
+        go(ddp, rank, range(step, step + 1))
+        if step in (41, 70):
+            ran.append(str(next(iter(state.session.follower.in_force.values()))))
+            state.set_epoch(2)
+    rows = [(row["event"], row["strategy"]) for row in state.history]
+    state.close()
+    return rows, ran
+
+
 def resumed_undecided(rank: int) -> int:
     ddp = model()
-    short = {"warmup_steps": 3, "profile_steps": 2, "race_steps": 3, "race_rounds": 1, "decide_by": 0}
+    short = SHORT
     with registered(ddp, compressor="efsignsgd", strategy="auto", ranks_per_node=2, **short) as state:
         go(ddp, rank, range(4))
         assert not state.decided
@@ -471,5 +526,8 @@ def resumed_undecided(rank: int) -> int:
 
 @pytest.fixture(scope="module")
 def played() -> Played:
-    scenarios = (resumed, refused, resized, changed, replicated, given_strategy, without_momentum, resumed_undecided)
+    scenarios = (
+        resumed, refused, resized, changed, replicated, given_strategy, without_momentum, resumed_undecided,
+        resumed_while_it_warms_up,
+    )  # fmt: skip
     return Played(__name__, scenarios, 4, deadline_s=150)

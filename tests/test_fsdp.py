@@ -496,7 +496,7 @@ def automatic(rank: int) -> dict[str, Any]:
     decider = state.session.decider
     assert isinstance(decider, AutoPlanner)
     (raced,) = decider._candidates
-    decider.resume(raced.strategy)  # whatever was faster
+    decider.resume(raced.strategy, state.session.follower.in_force)  # whatever was faster
     said = {text for saved in (state.state_dict(), state.gather_state_dict()) for text in everybody(saved["strategy"])}
     state.load_state_dict(everybody(state.gather_state_dict())[1])  # as the second shard says it
     assert state.strategy is not None

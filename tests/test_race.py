@@ -62,6 +62,10 @@ class Found:
     def after_trying(self) -> None:
         """Nothing to give back."""
 
+    @property
+    def job(self) -> object:
+        return self.names or None
+
     def follow(self, in_force: Any) -> bool:
         return True
 
@@ -146,9 +150,9 @@ def test_a_profile_that_is_broken_off_begins_anew():
     planner = planner_of(search, race_rounds=2, decide_by=58)
     run(planner, 14, lambda step: planner.restart() if step == 6 else None)
     assert search.profiled == [2, 2, 4]
-    half = planner_of(search, race_rounds=2, decide_by=58)
+    half = planner_of(Found(apart=0.051), race_rounds=2, decide_by=58)
     run(half, 6)
-    half.resume(strategy_of(BUCKETS, TWO, PLAIN))
+    half.resume(strategy_of(BUCKETS, TWO, PLAIN), {})
     assert half._observed == []
 
 

@@ -97,6 +97,10 @@ def contradictions(rank: int) -> list[Any]:
     """Limits that no option of two hosts meets, and budgets that nothing forced keeps to."""
     with pytest.raises(ValueError, match=r"force: 'powersgd via .*' is no option of powersgd"):
         espresso.register(wrap(mlp(*WIDTHS)), force={"*": f"powersgd via {ALLGATHER}"}, ranks_per_node=1)
+    with pytest.raises(ValueError, match=r"force: 'dgc:.*' changes from epoch to epoch, .* leave warmup_epochs out"):
+        espresso.register(wrap(mlp(*WIDTHS)), force={"*": "dgc:ratio=0.001,warmup_epochs=4"})
+    with registered(wrap(mlp(*WIDTHS)), strategy="auto", force={"0.weight": "dgc:momentum=0.9"}) as state:
+        assert state.session.velocities is not None, "what is forced has the job's momentum corrected"
     ddp = wrap(mlp(*WIDTHS))
     limits: dict[str, Any] = {"force": {"0.weight": "int8"}, "error_budget": 0.0, "keep_exact": ["module.*"]}
     with (

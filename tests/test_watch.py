@@ -148,6 +148,7 @@ def test_what_the_strategy_in_use_stood_is_no_change_when_it_returns(stood, is_a
     watch.begin(busy.step, is_another=is_another)
     assert windows(busy, 8) == []
     assert bool(windows(STEP, 4)) is looks
+    assert watch.came_home is not looks  # what was measured for the busy time holds no longer
 
 
 def test_a_window_that_costs_as_much_as_a_look_is_enough():

@@ -101,6 +101,7 @@ class World:
     free: int = 0
     put_away: int = 0
     why_none: str = ""
+    in_force: Any = field(default_factory=dict)
     groups: OneRank = field(default_factory=OneRank)
     known_us: float = 0.0
     over: float = 0.0
@@ -134,11 +135,17 @@ class World:
             return []
         return [Candidate("signs", self.finds, plan(self.finds, self.buckets).order, self.buckets, found)]
 
+    @property
+    def job(self) -> object:
+        """None before the first search, as of a real one."""
+        return self.searches or None
+
     def spread(self, records: Any) -> float:
         return 0.0
 
     def follow(self, in_force: Any) -> bool:
-        return False
+        before, self.in_force = self.in_force, in_force
+        return bool(in_force != before)
 
     def revise(self, change: Change) -> Moved:
         self.changes.append(change)

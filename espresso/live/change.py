@@ -73,6 +73,7 @@ class Change:
         compute_us: likewise; 0 before, if that was not watched for long enough.
         exposed_us: what a step spends now on waiting for exchanges, encoding and decoding.
         hidden_us: what it may save although it takes as long as before: where the link is faster, what encoding takes.
+        came_home: an earlier change was over before, so that what was measured for that holds no longer.
     """
 
     findings: tuple[Finding, ...]
@@ -81,6 +82,7 @@ class Change:
     compute_us: tuple[float, ...] = (1.0, 1.0)
     exposed_us: float = math.inf
     hidden_us: float = 0.0
+    came_home: bool = False
 
     @property
     def at_stake_us(self) -> float:

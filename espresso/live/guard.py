@@ -130,6 +130,7 @@ class _Check:
         where: by tensor, which elements.
         kept: by tensor, a sketch of the residuals before the exchange.
         moving: by tensor, the velocities before it, where momentum is corrected.
+        in_use: whether it runs what is not only tried.
         given: by tensor, the gradients before it.
         buffers: the bucket's buffer, where their averages will be, and where in it.
         averages: on a GPU, copies of those once they are there.
@@ -143,6 +144,7 @@ class _Check:
     kept: dict[str, Array]
     moving: dict[str, Array]
     scale: float = 1.0
+    in_use: bool = True
     given: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -196,8 +198,14 @@ class Guard:
         self._next, self._check, self._summing, self._out = iteration + 1, None, None, {}
         self._owed.clear()
 
-    def begin(self, iteration: int, assignment: Assignment, scale: Callable[[], float | None]) -> None:
-        """An iteration begins; nothing is under way."""
+    def begin(
+        self, iteration: int, assignment: Assignment, scale: Callable[[], float | None], *, in_use: bool = True
+    ) -> None:
+        """An iteration begins; nothing is under way.
+
+        Args:
+            in_use: whether what it runs is not only tried, so that what it owes counts.
+        """
         self._check = None
         if iteration < self._next or self._summing is not None or assignment.deferred:
             return
@@ -218,6 +226,7 @@ class Guard:
             {name: self._sketch(values)[:SIZE] for name, values in kept.items()},
             {} if self._velocities is None else self._velocities.kept(where, self._side.fetched),
             scale() or 1.0,
+            in_use,
         )
 
     def see(self, buffer: torch.Tensor, describe: Callable[[], Bucket]) -> Bucket:
@@ -303,9 +312,10 @@ class Guard:
             owes = 0.0
             if (square := figures[3]) > 0:
                 owes = _owed(row, choice)
-                if name not in self._owed or self._owed[name][0] != choice:
-                    self._owed[name] = choice, deque(maxlen=OWED_CHECKS)
-                self._owed[name][1].append((owes * square, square))
+                if check.in_use:
+                    if name not in self._owed or self._owed[name][0] != choice:
+                        self._owed[name] = choice, deque(maxlen=OWED_CHECKS)
+                    self._owed[name][1].append((owes * square, square))
             kept = owes * square if _sums_inside(choice) else figures[4]
             of_group.setdefault(self._group_of[name], []).append((*figures[:4], kept))
             storage = choice.compressor.residual_dtype or self._store.storage

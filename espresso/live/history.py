@@ -1,4 +1,4 @@
-"""What was decided in a job, when and why: one row for each event, the same on every rank."""
+"""What was decided in a job, when and why: one row for each event, the same on every rank but for its times."""
 
 from __future__ import annotations
 

@@ -77,6 +77,7 @@ class OnlineSearch:
         why_none: why there are no candidates; empty where none is predicted to be faster than plain.
         measured_owed: what tensors owe by the choices that run, where that is looked at; one check may be left out.
         optimizer_adapts, momentum: of :class:`espresso.live.script.StepGuard`.
+        gain: of residuals; None leaves it to each compressor.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class OnlineSearch:
         self._bearing = bearing
         self._groups, self._codecs, self._given, self.compressors = groups, codecs, compressors, compressors
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._asked, self._gain = config.terms, config.feedback_gain
+        self._asked, self.gain = config.terms, config.feedback_gain
         self._artifacts, self._observer, self._sampler, self._runtime = artifacts, observer, sampler, runtime
         self.job: Job | None = None
         self.uncompressed_us = 0.0
@@ -311,17 +312,19 @@ class OnlineSearch:
 
     def _with_sensitivity(self, job: Job) -> Job:
         """The job with what compressors owe of its gradients: forecast, and kept up by what was sent (rank 0)."""
-        from espresso.search.space import MOMENTUM, SENSITIVITY
+        from espresso.model.job import MOMENTUM, SENSITIVITY
 
         wanted, momentum = self._wanted(), self.momentum()
         fresh = [s for s in (*wanted, *(more for spec in wanted for more in finer(spec))) if s not in self._forecast]
         if fresh:
             samples, begin = self._sampler.samples(), time.perf_counter()
+            found: dict[CompressorSpec, Mapping[str, float]] = {}
             if samples:
-                found = measure_sensitivity(samples, fresh, gain=self._gain, momentum=momentum)
-            else:  # something was never finite
-                found = normal_sensitivity(fresh, gain=self._gain, momentum=momentum)
-            self._forecast |= found.owed
+                found |= measure_sensitivity(samples, fresh, gain=self.gain, momentum=momentum).owed
+            if len(samples) < len(self._tensors):  # was never finite, or had no gradient yet
+                normal = normal_sensitivity(fresh, gain=self.gain, momentum=momentum).owed
+                found = {spec: {**rows, **found.get(spec, {})} for spec, rows in normal.items()}
+            self._forecast |= found
             logger.info("measured what %d compressors owe in %.1f s", len(fresh), time.perf_counter() - begin)
         measured = self.measured_owed()
         kept_up = Sensitivity(self._forecast).kept_up(measured, self._measured)

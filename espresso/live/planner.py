@@ -157,8 +157,11 @@ class AutoPlanner:
         """
         if not self._search.follow(in_force) or (self._winner is None and self._race is None):
             return
-        self._winner = self.verdict = None
         self._stop_trying()
+        if self._search.job is None or not self._observed:
+            self._measure_first()
+            return
+        self._winner = self.verdict = None
         self._again = True
 
     def restart(self) -> None:
@@ -172,12 +175,13 @@ class AutoPlanner:
             self._forget_profile()
         self._watch_anew()
 
-    def resume(self, strategy: Strategy) -> None:
+    def resume(self, strategy: Strategy, in_force: InForce) -> None:
         """Go on with what was decided before a restart, until something changes: then the job is measured."""
         self._stop_trying()
+        self._search.follow(in_force)
         self._winner = Orderer(self._exact.of(strategy), self._groups)  # what was found out stays exact
         self._cap_mb = strategy.bucket_cap_mb
-        if len(self._observed) < self._profile_steps + self._more_steps:
+        if self._search.job is None:
             self._forget_profile()  # it was measured half, and will be whole
         self.verdict = Verdict("resumed", "the strategy of the checkpoint")
         self._watch_anew()
@@ -451,14 +455,12 @@ class AutoPlanner:
             self.watch.hush()  # or it would disturb what is measured now
         began_ns, now = time.perf_counter_ns(), self.verdict.name
         self.history.add(step, Event.CHANGED, str(change), now, measured_us=change.step_us[1])
-        if not self._observed:  # a resumed job, which was never measured here
-            self._winner = self.verdict = self._first = None
-            self._warmup_steps, self._decide_by = 0, 0
-            self._on_profile(True)
+        if self._search.job is None or not self._observed:
+            self._measure_first()
             return
         with torch.profiler.record_function("espresso::measure and search again"):
             # What owes too much says nothing of links.
-            moved = Moved(1.0, 0.0) if change.is_over_budget else self._search.revise(change)
+            moved = Moved(1.0, 0.0) if change.is_over_budget else self._revised(change)
             moved = Moved(*map(max, zip(*self._groups.everywhere(tuple(moved)), strict=True)))
             change = change.with_link(moved.link)
             if moved.most < TELLING and not change.is_severe and not change.is_over_budget:
@@ -488,6 +490,19 @@ class AutoPlanner:
         self._pause = 0
         self._search.before_trying()
         self._say("automatic mode tries %s", ", ".join(arm.name for arm in arms))
+
+    def _revised(self, change: Change) -> Moved:
+        """Measure again; also what changed and was over before this."""
+        came_home = False
+        if self.watch is not None:
+            came_home, self.watch.came_home = self.watch.came_home, False
+        return self._search.revise(replace(change, came_home=came_home))
+
+    def _measure_first(self) -> None:
+        """A resumed job, which was never measured here, decides as a new one."""
+        self._winner = self.verdict = self._first = None
+        self._warmup_steps, self._decide_by = 0, 0
+        self._on_profile(True)
 
     def _end_turn(self, turn: Turn, race: Race | None, step: int, why: str = "", only: str = "") -> None:
         """Adopt the best of a race, or stay.

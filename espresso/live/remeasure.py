@@ -79,13 +79,13 @@ class Remeasured:
         were = self._scale, self._codec
         compute = change.ratio(Cause.COMPUTE, Cause.JOB)
         scale = self.scale(change)
-        if compute is not None:
+        if compute is not None or change.came_home:
             self._scale = scale
             job = with_compute(job, self._first, scale)
         codec = change.ratio(Cause.ENCODERS)
         if codec is not None:
             self._codec = max(1 / MOST_CODEC, min(self._codec * codec, MOST_CODEC))
-        elif change.ratio(Cause.COMPUTE) is not None:
+        elif change.ratio(Cause.COMPUTE) is not None or change.came_home:
             # A core that somebody else uses slows encoders as well, whether or not any runs now.
             self._codec = max(1.0, min(scale, MOST_CODEC))
         job = _with_codecs(job, self._first, self._codec)

@@ -13,13 +13,13 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.residual import Loan
 from espresso.comm.keep.store import Address, Piece, Stretch
 from espresso.compressors import create
-from espresso.compressors.schedule import Schedule, translate
+from espresso.compressors.schedule import LAST, Schedule, translate
 from espresso.live.checkpoint import Checkpoint, Found
 from espresso.live.parts import FACTOR, RESIDUAL, VELOCITY, CheckpointError, Part, Place, cut
 from espresso.live.session import Session
 from espresso.live.shards import Taker
 from espresso.search.budgets import Budgets, Ledger
-from espresso.search.settle import finer
+from espresso.search.settle import finer, is_rider
 from espresso.strategies import NONE, CompressorSpec, Site, Strategy
 
 logger = logging.getLogger("espresso")
@@ -172,12 +172,12 @@ def _to_resume(session: Session, found: Found, checkpoint: Checkpoint) -> Strate
     if strategy.cluster.shape != groups.cluster.shape:
         return None
     now = {spec: _as_given(session, spec, checkpoint) for spec in strategy.compressors - {NONE}}
+    strategy = translate(strategy, {spec: one for spec, one in now.items() if one is not None})
     why = _why_not(session, strategy, [spec for spec, one in now.items() if one is None])
     if why:
         if groups.speaks:
             logger.warning("the checkpoint's strategy is not resumed, automatic mode decides anew: %s", why)
         return None
-    strategy = translate(strategy, {spec: one for spec, one in now.items() if one is not None})
     return strategy if session.model.shards is None else strategy.over(session.model.tensors)
 
 
@@ -197,7 +197,20 @@ def _why_not(session: Session, strategy: Strategy, gone: Sequence[CompressorSpec
         strategy.tensors, strategy.cluster, tuple(strategy.compressors), None, Budgets(residual_bytes=most),
         storage=terms.residual_dtype, transactional=terms.transactional,
     )  # fmt: skip
-    return "" if ledger.allows(strategy.choices) else "its residuals take more memory than they may"
+    # What rides has a residual as long as it is, wherever there is one to ride with.
+    carriers = {choice.option: choice for choice in strategy.choices.values() if choice.compressor != NONE}
+    kept = {n: carriers.get(c.option, c) if is_rider(c) else c for n, c in strategy.choices.items()}
+    return "" if ledger.allows(kept) else "its residuals take more memory than they may"
+
+
+def _differ_in_time(scheduled: CompressorSpec, spec: CompressorSpec) -> bool:
+    """Whether two specs are the same but for what the schedule of the first one moves, and what owes less."""
+    schedule, compressor = Schedule([scheduled]), create(scheduled)
+    first, last = schedule.in_force(0, schedule.start_step)[scheduled], schedule.in_force(LAST, LAST)[scheduled]
+    given, other, begins, ends = (create(one).params() for one in (scheduled, spec, first, last))
+    moved = {name for name in {*given, *begins, *ends} if not given.get(name) == begins.get(name) == ends.get(name)}
+    apart = {name for name in {*given, *other} if given.get(name) != other.get(name)}
+    return apart <= moved | {compressor.traits.finer, "residual_dtype", "start_iter"}
 
 
 def _as_given(session: Session, spec: CompressorSpec, checkpoint: Checkpoint) -> CompressorSpec | None:
@@ -210,6 +223,7 @@ def _as_given(session: Session, spec: CompressorSpec, checkpoint: Checkpoint) ->
     was = [one for one, then in follower.in_force.items() if then.kept_as("") == spec.kept_as("")]
     was.sort(key=lambda one: one.residual_dtype != spec.residual_dtype)
     scheduled = [one for one in every if one.name == spec.name and create(one).is_scheduled]
+    scheduled = [one for one in scheduled if _differ_in_time(one, spec)]
     key = create(scheduled[0]).traits.finer if scheduled else ""
     scheduled.sort(key=lambda one: (key in dict(one.params)) != (key in dict(spec.params)))
     one = next(iter((*was, *scheduled)), None)

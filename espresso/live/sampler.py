@@ -48,10 +48,14 @@ class Sampler:
             del taken[:-SAMPLED_STEPS]
 
     def samples(self) -> list[Sample]:
-        """What was taken, on the host; iterations with an inf or NaN in them are left out."""
-        here = [[values.to("cpu", torch.float32).numpy() for values in taken] for taken in self._taken.values()]
+        """What was taken, on the host; iterations with an inf or NaN in them are left out, and tensors that were not in
+        all of them.
+        """
+        most = max(map(len, self._taken.values()), default=0)
+        used = [(self._tensors[name], taken) for name, taken in self._taken.items() if 0 < len(taken) == most]
+        here = [[values.to("cpu", torch.float32).numpy() for values in taken] for _, taken in used]
         steps = [rows for rows in zip(*here, strict=False) if all(np.isfinite(values).all() for values in rows)]
         if not steps:
             return []
-        by_tensor = zip(self._tensors.values(), zip(*steps, strict=True), strict=True)
-        return [Sample(tensor, np.stack(rows)) for tensor, rows in by_tensor]
+        by_tensor = zip(used, zip(*steps, strict=True), strict=True)
+        return [Sample(tensor, np.stack(rows)) for (tensor, _), rows in by_tensor]

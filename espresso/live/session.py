@@ -31,7 +31,7 @@ from espresso.comm.groups import Groups
 from espresso.comm.keep.store import FactorStore, ResidualStore, Velocities
 from espresso.comm.parameter_server import Client, Link, connected
 from espresso.comm.witness import worded
-from espresso.compressors.schedule import Follower, Schedule, check_choices
+from espresso.compressors.schedule import Follower, Schedule, check_choices, translate
 from espresso.live.agreement import agree, agree_on_epoch, check_replicas
 from espresso.live.artifacts import Artifacts, ProfileMarks, measures_nothing, own_folder
 from espresso.live.codecs import HostCodecs
@@ -115,7 +115,9 @@ class Session:
             asked = {"compressor": self.given.named, "strategy": str(self.given), **config.shared, "epoch": epoch}
             self.profile_only = os.environ.get("ESPRESSO_PROFILE_ONLY") == "1"
             agree(self.groups, {**tensors, **asked, "ESPRESSO_PROFILE_ONLY": self.profile_only})
-            schedule = self.given.schedule()
+            is_given = isinstance(self.given.strategy, Strategy)  # nothing is forced then
+            forced = set() if is_given else {spec for spec in config.terms.constraints.forced() if spec != NONE}
+            schedule = Schedule(self.given.specs | forced)
             self.follower = Follower(schedule, epoch, config.steps_per_epoch)
             self.codecs: HostCodecs = self.runtime.codecs(config.offload_threads, config.offload_width)
             undo.callback(self.codecs.close)
@@ -244,6 +246,11 @@ class Session:
             logger.warning("%s", warning)
         for kind in constraints.force.values():
             spec = parse_forced(kind)[0]
+            if spec != NONE and not Schedule([spec]).is_steady:
+                raise ValueError(
+                    f"force: {kind!r} changes from epoch to epoch, and what is forced is one setting: leave"
+                    " warmup_epochs out, or give the compressor as one that may be chosen"
+                )
             cluster = self.groups.cluster
             options = raw_choices(cluster) if spec == NONE else choices_for(cluster, spec, RANK_DEVICES)
             if not constraints.of(options, kind):
@@ -267,6 +274,7 @@ class Session:
         search.measured_owed = self._measured_owed
         search.optimizer_adapts = lambda: self._guard.optimizer_adapts
         search.momentum = lambda: self._guard.momentum
+        search.gain = self.store.gain  # of residuals, as all of the job's
         return search
 
     def _measured_owed(self, without: int | None = None) -> Mapping[str, tuple[Choice, float]]:
@@ -325,7 +333,8 @@ class Session:
         assignment = self._flush.assignment or assignment
         self.sampler.is_on = assignment.deferred
         if self.guard is not None:
-            self.guard.begin(iteration, assignment, self.scale)
+            in_use = self.decider.decided and assignment.strategy == self.decider.strategy
+            self.guard.begin(iteration, assignment, self.scale, in_use=in_use)
         return assignment
 
     def after(self, record: Record) -> Work | None:
@@ -449,10 +458,12 @@ class Session:
         with ExitStack() as undo:
             undo.push(self._tell_why)
             self._make_kernels(strategy.compressors).compile(self._prepare_servers)
-        self.follower = self.follower.following(schedule, step, epoch)
-        if decides_on and schedule.is_fixed and isinstance(self.decider, AutoPlanner) and self.config.adapt:
-            self.decider.resume(strategy)
+        if decides_on and isinstance(self.decider, AutoPlanner):
+            # What is given may come into force later, whatever was chosen by then.
+            self.follower = self.follower.following(self.follower.schedule.also(strategy.compressors), step, epoch)
+            self.decider.resume(translate(strategy, self.follower.in_force), self.follower.in_force)
         else:
+            self.follower = self.follower.following(schedule, step, epoch)
             verdict = Verdict("resumed", "the strategy of the checkpoint") if decides_on else None
             self.decider = FixedPlanner(
                 strategy, self.groups, self.follower.in_force, history=self._watched, verdict=verdict

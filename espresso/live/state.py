@@ -78,6 +78,7 @@ class EspressoState(View):
             raise TypeError(f"grad_scaler must have a get_scale(), as torch.amp.GradScaler, got {grad_scaler!r:.80}")
         self._scale = LossScale(grad_scaler)
         self._epoch: int | None = None
+        self._has_later_epoch = False  # than the checkpoint to go on from
         self._pending: Checkpoint | None = None
         self._strict = True
         self._model: BoundModel | None = None
@@ -162,9 +163,12 @@ class EspressoState(View):
             )
         session = Session(self.config, self._given, self._model, self._process_group, self._scale, self._epoch)
         try:
-            agree(session.groups, {"checkpoint": "none" if self._pending is None else "one to go on from"})
+            begins = "none" if self._pending is None else "one to go on from"
+            agree(session.groups, {"checkpoint": begins, "an epoch since it was loaded": self._has_later_epoch})
             if self._pending is not None:
                 resume.load(session, self._pending, strict=self._strict)
+                if self._has_later_epoch:
+                    session.set_epoch(self._epoch or 0)
         except BaseException:
             session.close()
             raise
@@ -238,7 +242,7 @@ class EspressoState(View):
             raise ValueError(f"epoch must be a whole number of at least 0, got {epoch!r}")
         if self._session is not None:
             self._session.set_epoch(epoch, plans=not self.is_off)
-        self._epoch = epoch
+        self._epoch, self._has_later_epoch = epoch, self._pending is not None
 
     def use(self, strategy: Strategy) -> None:
         """Carry out ``strategy`` from the next iteration on. All ranks, between the same two iterations.
@@ -357,7 +361,7 @@ class EspressoState(View):
         """
         if self._session is not None and not self.is_off:
             return resume.load(self._session, state, strict=strict)
-        self._pending, self._strict = Checkpoint.parse(state), strict
+        self._pending, self._strict, self._has_later_epoch = Checkpoint.parse(state), strict, False
         return ()
 
     def gather_state_dict(self) -> dict[str, Any]:
@@ -389,7 +393,8 @@ class EspressoState(View):
         """As it was before it started: a copy of a model, for an average of weights say, owes nothing of gradients."""
         copied = self.__new__(type(self))
         copied.__setstate__(self._settings() | {"state": None})
-        copied._epoch, copied._pending, copied._strict = self._epoch, self._pending, self._strict
+        copied._epoch, copied._has_later_epoch = self._epoch, self._has_later_epoch
+        copied._pending, copied._strict = self._pending, self._strict
         _LIVE.discard(copied)  # until it is given a model
         return copied
 

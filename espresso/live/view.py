@@ -86,7 +86,8 @@ class View:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What was decided and when, one row for each event, the same on every rank; empty before the first.
+        """What was decided and when, one row for each event, the same on every rank but for its times; empty
+        before the first.
 
         A row has ``step``, ``event`` (``decided``, ``changed``, ``kept``, ``switched``, ``backed_off``), ``reason``,
         ``strategy`` (the name of the one in use from then on), ``predicted_us`` and ``measured_us`` (of a step of it;

@@ -165,6 +165,7 @@ class Watch:
         latest: every rank's medians of the latest window.
         length: steps of the window to come.
         sounding: a gather that is under way, or over and not heard by all ranks, for what it takes.
+        came_home: a change was over since somebody measured again, who may forget this.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -172,6 +173,7 @@ class Watch:
         self._names: Sequence[int] = groups.ranks  # of the rows of a window
         self.latest: tuple[Vitals, ...] = ()
         self._homes: deque[tuple[Vitals, ...]] = deque(maxlen=MOST_HOMES)
+        self.came_home = False
         self.begin()
 
     def begin(self, step_us: float | None = None, *, is_another: bool = True, stands: bool = True) -> None:
@@ -277,6 +279,7 @@ class Watch:
             alike = abs(math.log(now_us / was_us)) <= TELLING
             if alike and not list(_findings(home, rows, _floor(min(was_us, now_us)))):
                 self.begin(was_us, is_another=False, stands=False)
+                self.came_home = True
                 return True
         return False
 
